@@ -1,0 +1,149 @@
+"""What the planner may ask for, and what the API answered to it.
+
+A Plan is carried out in order by shell/executor.py; nothing here acts. Outcomes is the
+planner's only memory outside the API server: what no watch ever returns. Losing it
+(operator restart) costs reads, never a decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Literal
+
+from ddpjob_operator.core.status import Progress
+
+Body = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A Kubernetes Event about the job, sent only after the status write it belongs to."""
+
+    type: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One observation for /metrics, counted only after the status write it belongs to.
+
+    ``name`` is a metric of shell/metrics.py without its prefix, ``label`` its only label.
+    """
+
+    name: Literal[
+        "restarts_total",
+        "detection_seconds",
+        "recovery_seconds",
+        "time_to_running_seconds",
+        "lost_steps",
+    ]
+    value: float
+    label: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WriteStatus:
+    """Replace .status, guarded by the resourceVersion of the job that was planned on."""
+
+    status: Body
+    events: tuple[Event, ...] = ()
+    measurements: tuple[Measurement, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DeletePod:
+    """Delete one pod with its uid as precondition. None: the pod's own grace period."""
+
+    name: str
+    uid: str
+    grace_seconds: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ConfirmGone:
+    """The barrier: one quorum LIST of the job's pods; what it shows replaces the cache.
+
+    If it shows no pod of an attempt before ``attempt``, Outcomes.confirmed_attempt becomes it.
+    """
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class EnsureNetwork:
+    """GET each object and POST it where it is missing (Service, NetworkPolicy).
+
+    When all exist with our owner uid, Outcomes.network_attempt becomes ``attempt``;
+    a refusal goes to Outcomes.network_refusal.
+    """
+
+    attempt: int
+    bodies: tuple[Body, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CreatePod:
+    """POST one pod with fieldValidation=Strict; a refusal goes to Outcomes.refusals."""
+
+    replica: int
+    attempt: int
+    body: Body
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteJob:
+    """Delete the DDPJob itself (ttlSecondsAfterFinished), its uid as precondition."""
+
+    uid: str
+
+
+Action = WriteStatus | DeletePod | ConfirmGone | EnsureNetwork | CreatePod | DeleteJob
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do now. ``requeue_after``: seconds until time alone may change the answer."""
+
+    actions: tuple[Action, ...] = ()
+    requeue_after: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The API's answer to a creation that did not succeed.
+
+    ``existing``: on 409 AlreadyExists the object that stands in the way, as it was read back.
+    """
+
+    attempt: int
+    code: int  # HTTP status; 0: no answer
+    reason: str  # Status.reason: AlreadyExists, Forbidden, Invalid, BadRequest, ...
+    message: str
+    at: datetime
+    existing: Existing | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Existing:
+    """Whose the object is that already has the name we wanted."""
+
+    kind: str
+    name: str
+    owner_uid: str | None
+    attempt: int | None
+    deleting: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """What the API's answers taught about one job since this operator process started."""
+
+    confirmed_attempt: int = 0
+    network_attempt: int = 0
+    network_refusal: Refusal | None = None
+    refusals: Mapping[int, Refusal] = field(default_factory=dict)  # by replica
+    progress: Progress | None = None  # newest answer of GET /state
+    status_written_at: datetime | None = None

@@ -1,0 +1,172 @@
+"""Why a member of the gang is lost, and which loss is the cause of an attempt's end.
+
+One class per failure; the table is DESIGN section 2, Exit codes. Two classes are
+collateral: they show that somebody else went first, so they never explain an attempt
+alone unless nothing better turns up.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from datetime import datetime
+from typing import Final
+
+from ddpjob_operator.core import contract, observe
+from ddpjob_operator.core.observe import Pod
+from ddpjob_operator.core.status import Failure
+
+#: Classes from the strongest cause to the weakest.
+SEVERITY: Final = (
+    "Permanent",
+    "Diverged",
+    "OOM",
+    "Hang",
+    "User",
+    "Infrastructure",
+    "Disruption",
+    "Collateral",
+)
+#: Not the user's doing: restarted without touching maxRestarts.
+FREE: Final = frozenset({"Infrastructure", "Disruption"})
+#: Trying again cannot help.
+FATAL: Final = frozenset({"Permanent", "Diverged"})
+
+_CODES: Final[Mapping[int, str]] = {
+    contract.ExitCode.DIVERGED: "Diverged",
+    contract.ExitCode.PEER_LOST: "Collateral",
+    contract.ExitCode.HANG: "Hang",
+    contract.ExitCode.SIGTERM: "Collateral",  # it was asked to end; who asked is the cause
+    contract.ExitCode.UNKNOWN: "Infrastructure",
+}
+
+
+def succeeded(pod: Pod) -> bool:
+    """A replica succeeds with its trainer container, whatever its sidecars do."""
+    return pod.trainer.state == "terminated" and pod.trainer.exit_code == 0
+
+
+def running(pod: Pod) -> bool:
+    """The trainer container runs, ready or not."""
+    return pod.trainer.state == "running"
+
+
+def failure(pod: Pod, nproc_per_node: int, now: datetime) -> Failure | None:
+    """What ended this member, or None while it may still train or has succeeded."""
+    if succeeded(pod):
+        return None
+    trainer = pod.trainer
+    dead = trainer.state == "terminated" or pod.phase in ("Failed", "Succeeded")
+    if not dead and trainer.restart_count == 0:
+        return None
+    report, code = trainer.report, trainer.exit_code
+    return Failure(
+        attempt=pod.attempt or 0,
+        round=report.round if report else None,
+        replica=pod.replica or 0,
+        rank=_rank(pod, nproc_per_node),
+        pod=pod.name,
+        node=pod.node,
+        cls=_class(pod),
+        reason=_reason(pod),
+        exit_code=code,
+        signal=_signal(pod),
+        message=_message(pod),
+        detected_at=now,
+    )
+
+
+def vanished(replica: int, attempt: int, job_name: str, now: datetime) -> Failure:
+    """A member whose pod object is gone: deleted by somebody, its exit never seen."""
+    return Failure(
+        attempt=attempt,
+        replica=replica,
+        pod=f"{job_name}-{replica}",
+        cls="Disruption",
+        reason="PodDeleted",
+        message="the pod was deleted while the gang needed it",
+        detected_at=now,
+    )
+
+
+def cause(failures: Iterable[Failure], finished: Mapping[int, datetime | None]) -> Failure | None:
+    """The strongest class, then the earliest end, then the lowest replica."""
+
+    def order(found: Failure) -> tuple[int, float, int]:
+        at = finished.get(found.replica)
+        return (SEVERITY.index(found.cls), at.timestamp() if at else 0.0, found.replica)
+
+    return min(failures, key=order, default=None)
+
+
+def settle(found: Failure) -> Failure:
+    """The class of a collateral loss when nobody else turned out to be the cause."""
+    asked = found.exit_code == contract.ExitCode.SIGTERM
+    return replace(found, cls="Disruption" if asked else "Infrastructure")
+
+
+def _class(pod: Pod) -> str:
+    trainer = pod.trainer
+    if trainer.reason == "OOMKilled":
+        return "OOM"
+    if pod.deleting or pod.disruption or pod.reason in ("Evicted", "Preempting", "NodeShutdown"):
+        return "Disruption"
+    if trainer.state != "terminated" or trainer.reason == "ContainerStatusUnknown":
+        return "Infrastructure"
+    if trainer.reason == "StartError" or trainer.exit_code in contract.PERMANENT_EXIT_CODES:
+        return "Permanent"
+    if trainer.exit_code is None:
+        return "Infrastructure"
+    return _CODES.get(trainer.exit_code, "User")
+
+
+def _reason(pod: Pod) -> str:
+    trainer = pod.trainer
+    if trainer.reason == "OOMKilled":
+        return "OOMKilled"
+    if pod.disruption:
+        return pod.disruption
+    if pod.reason:
+        return pod.reason
+    if pod.deleting:
+        return "PodDeleted"
+    if trainer.restart_count:
+        return "ContainerRestarted"
+    if trainer.state != "terminated":
+        return "NeverStarted"
+    if trainer.reason not in ("", "Error", "Completed"):
+        return trainer.reason
+    number = _signal(pod)
+    return _signal_name(number) if number else f"ExitCode{trainer.exit_code}"
+
+
+def _signal(pod: Pod) -> int | None:
+    trainer = pod.trainer
+    if trainer.signal:
+        return trainer.signal
+    if trainer.report and trainer.report.signal:
+        return trainer.report.signal
+    code = trainer.exit_code
+    return code - 128 if code is not None and 128 < code < 128 + signal.NSIG else None
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"Signal{number}"
+
+
+def _message(pod: Pod) -> str:
+    report = pod.trainer.report
+    if report is None:
+        return pod.trainer.message or pod.message
+    head = [report.exception] if report.exception else []
+    return observe.clean("\n".join([*head, *report.log][-12:]))
+
+
+def _rank(pod: Pod, nproc_per_node: int) -> int | None:
+    if pod.trainer.report and pod.trainer.report.rank is not None:
+        return pod.trainer.report.rank
+    return pod.replica if nproc_per_node == 1 else None

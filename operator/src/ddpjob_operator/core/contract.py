@@ -1,0 +1,123 @@
+"""The contract between operator and trainer: environment, exit codes, reports.
+
+The operator's copy (ddpjob_operator/core/contract.py) and the trainer's
+(ddpjob_trainer/contract.py) are one file, held equal byte for byte by
+tests/unit/test_contract.py, because neither distribution may depend on the other.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final, Literal, TypedDict
+
+# --- Environment of the trainer container -------------------------------------------------
+
+#: What torchrun reads (PET_*, the defaults of its options) and init_method="env://" needs.
+RENDEZVOUS_ENV: Final = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PET_NNODES",
+    "PET_NPROC_PER_NODE",
+    "PET_NODE_RANK",
+    "PET_MASTER_ADDR",
+    "PET_MASTER_PORT",
+    "PET_RDZV_ID",
+)
+
+#: Set by the operator with one process per pod only; otherwise by the launcher or torchrun,
+#: because RANK and WORLD_SIZE always count processes.
+PROCESS_ENV: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+
+#: Every variable that starts so is ours.
+OWN_PREFIX: Final = "DDPJOB_"
+
+NAME: Final = "DDPJOB_NAME"
+NAMESPACE: Final = "DDPJOB_NAMESPACE"
+UID: Final = "DDPJOB_UID"
+ATTEMPT: Final = "DDPJOB_ATTEMPT"  # from 1, one per incarnation of the gang's pods
+ROUND: Final = "DDPJOB_ROUND"  # from 0, set by the launcher, one per incarnation of processes
+REPLICA: Final = "DDPJOB_REPLICA"  # 0..replicas-1, the identity of a pod
+REPLICAS: Final = "DDPJOB_REPLICAS"
+NPROC_PER_NODE: Final = "DDPJOB_NPROC_PER_NODE"
+SNAPSHOT_DIR: Final = "DDPJOB_SNAPSHOT_DIR"  # <spec.snapshot.path>/<job name>
+SNAPSHOT_EVERY_STEPS: Final = "DDPJOB_SNAPSHOT_EVERY_STEPS"
+SNAPSHOT_KEEP: Final = "DDPJOB_SNAPSHOT_KEEP"
+SNAPSHOT_RESUME: Final = "DDPJOB_SNAPSHOT_RESUME"  # Auto | Never
+METRICS_PORT: Final = "DDPJOB_METRICS_PORT"
+HUB_PORT: Final = "DDPJOB_HUB_PORT"
+GRACE_SECONDS: Final = "DDPJOB_GRACE_SECONDS"
+HANG_STARTUP_SECONDS: Final = "DDPJOB_HANG_STARTUP_SECONDS"
+HANG_STEP_SECONDS: Final = "DDPJOB_HANG_STEP_SECONDS"
+HANG_SNAPSHOT_SECONDS: Final = "DDPJOB_HANG_SNAPSHOT_SECONDS"
+
+#: A template may set none of these, nor anything that starts with OWN_PREFIX.
+RESERVED_ENV: Final = RENDEZVOUS_ENV + PROCESS_ENV
+
+# --- Exit codes of the trainer container --------------------------------------------------
+
+
+class ExitCode(IntEnum):
+    """What an exit status of the trainer container means. 128+n is death by signal n."""
+
+    SUCCESS = 0
+    USAGE = 2
+    BAD_CONFIG = 64
+    DIVERGED = 70  # ranks disagree, or the NaN policy said stop
+    PEER_LOST = 75  # collateral: another rank died first
+    HANG = 76
+    CONFIG = 78
+    NOT_EXECUTABLE = 126
+    NOT_FOUND = 127
+    SIGKILL = 137
+    SIGTERM = 143
+    UNKNOWN = 255
+
+
+#: Trying again cannot help: usage, configuration, not found.
+PERMANENT_EXIT_CODES: Final = frozenset({2, 64, 78, 126, 127})
+
+# --- Reports ------------------------------------------------------------------------------
+
+TERMINATION_LOG: Final = "/dev/termination-log"
+REPORT_VERSION: Final = 1
+#: The kubelet shares 12 KiB among a pod's containers; ours stays far below.
+REPORT_MAX_BYTES: Final = 2048
+#: The operator reads no more than this from GET /state.
+STATE_MAX_BYTES: Final = 64 * 1024
+
+ReportKind = Literal["success", "exit", "signal", "exception", "peerLost", "sigterm", "hang"]
+
+
+class TerminationReport(TypedDict, total=False):
+    """One JSON object that the launcher writes to the termination log when it ends.
+
+    Only ``version`` and ``kind`` are certain. The operator treats it as data from a stranger.
+    """
+
+    version: int
+    kind: ReportKind
+    rank: int  # of the first process that failed
+    localRank: int
+    code: int  # exit status of that process, 128+n for signal n
+    signal: int
+    exception: str  # "ValueError: ...", at most a line
+    log: list[str]  # last lines of that process
+    step: int  # finished steps
+    loss: float
+    round: int
+    snapshotStep: int  # step of the newest committed snapshot
+
+
+class State(TypedDict, total=False):
+    """Body of GET /state on the metrics port of a launcher."""
+
+    version: int
+    attempt: int
+    round: int
+    phase: Literal["startup", "step", "snapshot", "done"]
+    step: int
+    totalSteps: int
+    loss: float
+    samplesPerSecond: float
+    snapshotStep: int
+    updatedAt: str  # RFC 3339, UTC

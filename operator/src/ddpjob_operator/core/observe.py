@@ -1,0 +1,288 @@
+"""Turns raw API objects into the slim records that the planner reads.
+
+Records are small on purpose: the informer keeps one per pod instead of the whole object.
+All text that a stranger could have written is bounded and escaped here, once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final, cast
+
+from ddpjob_operator.core import contract
+from ddpjob_operator.core.lenient import mapping
+from ddpjob_operator.core.status import Progress, parse_time
+
+GROUP: Final = "ddpjob.dev"
+VERSION: Final = "v1alpha1"
+KIND: Final = "DDPJob"
+PLURAL: Final = "ddpjobs"
+LABEL_JOB_NAME: Final = f"{GROUP}/job-name"
+LABEL_JOB_UID: Final = f"{GROUP}/job-uid"
+LABEL_ATTEMPT: Final = f"{GROUP}/attempt"
+LABEL_REPLICA: Final = f"{GROUP}/replica"
+TRAINER_CONTAINER: Final = "trainer"
+MESSAGE_MAX: Final = 1024
+#: Waiting reasons that do not pass by themselves soon. The kubelet alternates between the
+#: two of a failing pull; one name for both keeps the condition still.
+_BLOCKED: Final = {
+    "ErrImagePull": "ImagePullBackOff",
+    "ImagePullBackOff": "ImagePullBackOff",
+    "InvalidImageName": "InvalidImageName",
+    "ErrImageNeverPull": "ErrImageNeverPull",
+    "CreateContainerConfigError": "CreateContainerConfigError",
+    "CreateContainerError": "CreateContainerError",
+    "RunContainerError": "RunContainerError",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The part of a TerminationReport that decisions use, each field checked."""
+
+    kind: str
+    rank: int | None = None
+    code: int | None = None
+    signal: int | None = None
+    exception: str = ""
+    log: tuple[str, ...] = ()
+    step: int | None = None
+    loss: float | None = None
+    round: int | None = None
+    snapshot_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """State of the trainer container. ``state``: waiting, running, terminated or unknown."""
+
+    state: str = "unknown"
+    reason: str = ""
+    message: str = ""
+    exit_code: int | None = None
+    signal: int | None = None
+    finished_at: datetime | None = None
+    ready: bool = False
+    restart_count: int = 0
+    report: Report | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """One pod that carries our labels."""
+
+    namespace: str
+    name: str
+    uid: str
+    owner_uid: str | None  # of its controller
+    attempt: int | None
+    replica: int | None
+    phase: str
+    reason: str = ""  # status.reason, e.g. Evicted
+    message: str = ""
+    node: str = ""
+    ip: str = ""
+    deleting: bool = False
+    deletion_grace: int | None = None
+    disruption: str = ""  # reason of a true DisruptionTarget condition
+    unschedulable: str = ""  # message of PodScheduled=False
+    waiting_reason: str = ""  # of the first container that cannot start, e.g. ErrImagePull
+    waiting_message: str = ""
+    created_at: datetime | None = None
+    trainer: Container = Container()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One DDPJob as it was last seen; ``spec`` and ``status`` are the raw objects."""
+
+    namespace: str
+    name: str
+    uid: str
+    resource_version: str
+    generation: int
+    deleting: bool
+    spec: Mapping[str, Any]
+    status: Mapping[str, Any]
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Namespace and name."""
+        return (self.namespace, self.name)
+
+
+def job(obj: Mapping[str, Any]) -> Job:
+    """A DDPJob object -> Job."""
+    meta = obj["metadata"]
+    return Job(
+        namespace=meta["namespace"],
+        name=meta["name"],
+        uid=meta["uid"],
+        resource_version=meta.get("resourceVersion", ""),
+        generation=meta.get("generation", 0),
+        deleting="deletionTimestamp" in meta,
+        spec=mapping(obj.get("spec")),
+        status=mapping(obj.get("status")),
+    )
+
+
+def pod(obj: Mapping[str, Any]) -> Pod:
+    """A Pod object -> Pod. Never raises on what a user or a kubelet may have written."""
+    meta, status = obj["metadata"], mapping(obj.get("status"))
+    spec = mapping(obj.get("spec"))
+    labels = mapping(meta.get("labels"))
+    owners = [mapping(o) for o in meta.get("ownerReferences") or ()]
+    owner = next((o for o in owners if o.get("controller")), mapping(None))
+    disruption = _condition(status, "DisruptionTarget", "True")
+    unscheduled = _condition(status, "PodScheduled", "False")
+    waiting_reason, waiting_message = _blocked(status)
+    return Pod(
+        namespace=meta["namespace"],
+        name=meta["name"],
+        uid=meta["uid"],
+        owner_uid=owner.get("uid"),
+        attempt=_number(labels.get(LABEL_ATTEMPT)),
+        replica=_number(labels.get(LABEL_REPLICA)),
+        phase=str(status.get("phase") or "Pending"),
+        reason=clean(status.get("reason"), 64),
+        message=clean(status.get("message")),
+        node=str(spec.get("nodeName") or ""),
+        ip=str(status.get("podIP") or ""),
+        deleting="deletionTimestamp" in meta,
+        deletion_grace=meta.get("deletionGracePeriodSeconds"),
+        disruption=clean(disruption.get("reason"), 64) or ("Unknown" if disruption else ""),
+        unschedulable=clean(unscheduled.get("message"), 300),
+        waiting_reason=waiting_reason,
+        waiting_message=waiting_message,
+        created_at=parse_time(meta.get("creationTimestamp")),
+        trainer=_trainer(spec, status),
+    )
+
+
+def trainer_container(pod_spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The container that trains: the one named "trainer", or else the first."""
+    containers = [c for c in pod_spec.get("containers") or () if isinstance(c, Mapping)]
+    named = (c for c in containers if c.get("name") == TRAINER_CONTAINER)
+    return next(named, containers[0] if containers else {})
+
+
+def progress(raw: object, now: datetime) -> Progress | None:
+    """The body of GET /state -> Progress; None if it is none. Written by a stranger."""
+    if not isinstance(raw, Mapping):
+        return None
+    return Progress(
+        step=_count(raw.get("step")),
+        total_steps=_count(raw.get("totalSteps")),
+        loss=_finite(raw.get("loss")),
+        samples_per_second=_finite(raw.get("samplesPerSecond")),
+        snapshot_step=_count(raw.get("snapshotStep")),
+        updated_at=now,
+    )
+
+
+def clean(text: object, limit: int = MESSAGE_MAX) -> str:
+    """Bound a stranger's text and replace what could forge a terminal or a log line."""
+    if not isinstance(text, str):
+        return ""
+    shown = "".join(
+        c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
+    shown = shown.strip()
+    return shown if len(shown) <= limit else shown[: limit - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def _trainer(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Container:
+    name = trainer_container(spec).get("name")
+    statuses = [s for s in status.get("containerStatuses") or () if isinstance(s, Mapping)]
+    found = next((s for s in statuses if s.get("name") == name), None)
+    if found is None:
+        return Container()
+    state = mapping(found.get("state"))
+    kind = next((k for k in ("terminated", "running", "waiting") if k in state), "unknown")
+    detail = mapping(state.get(kind))
+    report = _report(detail.get("message"))
+    exit_code = detail.get("exitCode")
+    return Container(
+        state=kind,
+        reason=clean(detail.get("reason"), 64),
+        message=_tail(detail.get("message")) if report is None else "",
+        exit_code=exit_code if isinstance(exit_code, int) else None,
+        signal=detail.get("signal") or None,
+        finished_at=parse_time(detail.get("finishedAt")),
+        ready=bool(found.get("ready")),
+        restart_count=int(found.get("restartCount") or 0),
+        report=report,
+    )
+
+
+def _condition(status: Mapping[str, Any], type_: str, value: str) -> Mapping[str, Any]:
+    found = (mapping(c) for c in status.get("conditions") or ())
+    wanted = (c for c in found if c.get("type") == type_ and c.get("status") == value)
+    return next(wanted, {})
+
+
+def _blocked(status: Mapping[str, Any]) -> tuple[str, str]:
+    """Why the first container, init containers included, cannot start; ("", "") if none."""
+    for group in ("initContainerStatuses", "containerStatuses"):
+        for found in status.get(group) or ():
+            waiting = mapping(mapping(mapping(found).get("state")).get("waiting"))
+            reason = clean(waiting.get("reason"), 64)
+            if reason in _BLOCKED:
+                return _BLOCKED[reason], clean(waiting.get("message"), 300)
+    return "", ""
+
+
+def _tail(text: object) -> str:
+    """The end of a log matters more than its beginning."""
+    return clean(text[-MESSAGE_MAX:]) if isinstance(text, str) else ""
+
+
+def _report(text: object) -> Report | None:
+    """The launcher's termination report, or None for any other program's last words."""
+    if not isinstance(text, str) or not text.lstrip().startswith("{"):
+        return None
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(raw, dict) or raw.get("version") != contract.REPORT_VERSION:
+        return None
+    lines = raw.get("log")
+    log = tuple(clean(line, 200) for line in lines[-20:]) if isinstance(lines, list) else ()
+    return Report(
+        kind=clean(raw.get("kind"), 32),
+        rank=_count(raw.get("rank")),
+        code=_count(raw.get("code")),
+        signal=_count(raw.get("signal")),
+        exception=clean(raw.get("exception"), 300),
+        log=log,
+        step=_count(raw.get("step")),
+        loss=_finite(raw.get("loss")),
+        round=_count(raw.get("round")),
+        snapshot_step=_count(raw.get("snapshotStep")),
+    )
+
+
+def _number(label: object) -> int | None:
+    text = label if isinstance(label, str) else ""
+    return int(text) if text.isdecimal() and len(text) <= 9 else None
+
+
+def _count(value: object) -> int | None:
+    """A non-negative int64, else None."""
+    fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+    return cast("int", value) if fits else None
+
+
+def _finite(value: object) -> float | None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,280 @@
+"""The one place where anything is decided: plan(job, pods, outcomes, now) -> Plan.
+
+Level-triggered: it reads state and remembers nothing. It first works out the status that
+should be stored; if that differs, storing it is the whole plan, so that every intent is
+on record before anything is done about it. Only a round whose status is already stored
+acts: delete what is no member, pass the barrier, create what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Final
+
+from ddpjob_operator.core import classify, render
+from ddpjob_operator.core import spec as spec_module
+from ddpjob_operator.core import status as st
+from ddpjob_operator.core.actions import (
+    Action,
+    ConfirmGone,
+    CreatePod,
+    DeletePod,
+    EnsureNetwork,
+    Outcomes,
+    Plan,
+    Refusal,
+    WriteStatus,
+)
+from ddpjob_operator.core.observe import Job, Pod
+from ddpjob_operator.core.policy import finish, report, restart, startup
+from ddpjob_operator.core.status import Failure, Status
+from ddpjob_operator.core.view import Change, View, look
+
+#: Phases in which a gang is wanted.
+_WANTED: Final = ("Pending", "Starting", "Running", "Restarting")
+#: When only collateral losses were seen, the cause gets this long to show itself.
+CAUSE_WAIT: Final = timedelta(seconds=2)
+#: Status writes that only report are held back until this long after the last write.
+REPORT_INTERVAL: Final = timedelta(seconds=2)
+#: How long a refused creation waits before it is tried again.
+RETRY: Final = timedelta(seconds=2)
+RETRY_CONFLICT: Final = timedelta(seconds=10)
+
+
+def plan(job: Job, pods: Sequence[Pod], outcomes: Outcomes, now: datetime) -> Plan:
+    """Decide what to do about one job.
+
+    Args:
+        job: the DDPJob as last seen.
+        pods: pods that carry its uid; those with another owner are ignored.
+        outcomes: what the API answered to earlier plans of this process.
+        now: the operator's clock, UTC.
+    """
+    if job.deleting:
+        return Plan()  # the garbage collector removes what it owns
+    status = st.from_dict(job.status)
+    try:
+        spec = spec_module.parse(job.spec)
+    except spec_module.SpecError as error:
+        return _refuse(job, status, str(error), now)
+    view = look(job, spec, status, pods, outcomes, now)
+    if status.terminal:
+        return finish.clean_up(view)
+    change = report.fill(view, _decide(view))
+    write = _write(view, change)
+    if write is not None:
+        return write
+    return _act(view)
+
+
+# --- The status that should be stored -----------------------------------------------------
+
+
+def _decide(view: View) -> Change:
+    status, change = view.status, Change(view.status)
+    if finish.past_active_deadline(view):
+        what = f"activeDeadlineSeconds {view.spec.active_deadline:g} has passed"
+        return finish.fail(view, change, "DeadlineExceeded", what)
+    if view.spec.suspend:
+        return change if status.phase == "Suspended" else _suspend(view, change)
+    if status.phase in (None, "Suspended"):
+        return _start(view, change)
+    if _template_changed(view):
+        what = "spec.template changed while the job was not suspended: change it back"
+        return change.condition("Invalid", True, "TemplateChanged", what, view.now)
+    change = change.condition("Invalid", False, "Valid", "", view.now)
+    loss = _loss(view)
+    if loss is not None:
+        return restart.after(view, change, loss)
+    if len(view.succeeded) == view.spec.replicas:
+        return finish.succeed(view, change)
+    if status.phase == "Starting":
+        change = startup.advance(view, change)
+    elif status.phase in ("Pending", "Restarting") and _barrier_passed(view):
+        change = startup.begin(view, change)
+    if change.status.phase == status.phase != "Running":
+        change = report.stall(view, change)
+    return change
+
+
+def _start(view: View, change: Change) -> Change:
+    """First start or resume; the active deadline counts from here."""
+    resumed = view.status.phase == "Suspended" and view.status.attempt > 0
+    reason = "Resumed" if resumed else "Started"
+    change = restart.new_attempt(view, change, "Restarting" if resumed else "Pending", 0)
+    change = change.with_status(timings=replace(change.status.timings, started_at=view.now))
+    message = f"creating {view.spec.replicas} pods, attempt {change.status.attempt}"
+    change = change.condition("Suspended", False, reason, "", view.now)
+    return change.tell("Normal", reason, message)
+
+
+def _suspend(view: View, change: Change) -> Change:
+    """Pods go with their own grace period, so that the trainer can save a snapshot."""
+    message = "spec.suspend is true: no pods; set it to false to go on"
+    change = change.with_status(
+        phase="Suspended",
+        members_since=view.status.attempt + 1,
+        succeeded=frozenset(),
+        timings=replace(view.status.timings, running_at=None, next_restart_at=None),
+    )
+    change = change.condition("Stalled", False, "Suspended", "", view.now)
+    change = change.condition("Running", False, "Suspended", message, view.now)
+    change = change.condition("Suspended", True, "Suspended", message, view.now)
+    return change.tell("Normal", "Suspended", message)
+
+
+def _template_changed(view: View) -> bool:
+    return view.status.template_hash not in ("", view.spec.template_hash)
+
+
+def _loss(view: View) -> Failure | None:
+    """The failure that ends this attempt, or None. One per attempt."""
+    nproc, now = view.spec.nproc_per_node, view.now
+    found = [classify.failure(pod, nproc, now) for pod in view.members.values()]
+    losses = [loss for loss in found if loss is not None]
+    if view.status.phase == "Running":
+        losses += [
+            classify.vanished(replica, view.status.attempt, view.job.name, now)
+            for replica in view.missing
+        ]
+    finished = {r: pod.trainer.finished_at for r, pod in view.members.items()}
+    first = classify.cause(losses, finished)
+    if first is None or first.cls != "Collateral":
+        return first
+    if _cause_wait(view) > 0:
+        return None
+    leaving = next((p for p in view.members.values() if p.deleting), None)
+    if leaving is not None and leaving.replica is not None:
+        lost = classify.vanished(leaving.replica, view.status.attempt, view.job.name, now)
+        return replace(lost, node=leaving.node)
+    return classify.settle(first)
+
+
+def _cause_wait(view: View) -> float:
+    """Seconds that the cause of a collateral loss may still take to show itself.
+
+    Measured from the kubelet's clock: if it disagrees with ours, the wait is cut short,
+    which costs a worse explanation, never a worse decision.
+    """
+    ends = [p.trainer.finished_at for p in view.members.values() if not classify.succeeded(p)]
+    first = min((end for end in ends if end is not None), default=None)
+    if first is None or first > view.now:
+        return 0.0
+    return (first + CAUSE_WAIT - view.now).total_seconds()
+
+
+def _barrier_passed(view: View) -> bool:
+    """No object of an older attempt exists, says a quorum LIST, and the backoff is over."""
+    due = view.status.timings.next_restart_at
+    confirmed = view.outcomes.confirmed_attempt == view.status.attempt
+    return confirmed and not view.others and (due is None or view.now >= due)
+
+
+def _refuse(job: Job, status: Status, message: str, now: datetime) -> Plan:
+    """A spec that CEL could not refuse; the job stays until it is deleted."""
+    if status.terminal:
+        return Plan()
+    change = Change(replace(status, phase="Failed", observed_generation=job.generation))
+    change = change.condition("Invalid", True, "SpecInvalid", message, now)
+    change = change.condition("Failed", True, "Invalid", message, now)
+    change = change.tell("Warning", "Invalid", message)
+    return Plan((WriteStatus(st.to_dict(change.status), change.events),))
+
+
+def _write(view: View, change: Change) -> Plan | None:
+    """The plan that stores the status, or None if there is nothing to store right now."""
+    new, old = st.to_dict(change.status), st.to_dict(view.status)
+    if new == old:
+        return None
+    if _reports_only(change.status, view.status):
+        last = view.outcomes.status_written_at
+        if last is not None and view.now < last + REPORT_INTERVAL:
+            return None
+    return Plan((WriteStatus(new, change.events, change.measurements),))
+
+
+def _reports_only(new: Status, old: Status) -> bool:
+    """Only counts or progress differ. A success must be on record before its pod may go."""
+
+    def decided(status: Status) -> Status:
+        return replace(status, replicas=st.Replicas(), progress=st.Progress())
+
+    return decided(new) == decided(old) and new.replicas.succeeded == old.replicas.succeeded
+
+
+# --- What to do about it ------------------------------------------------------------------
+
+
+def _act(view: View) -> Plan:
+    wake = _wake(view)
+    leaving = _deletions(view)
+    if leaving:
+        return Plan(leaving, wake)
+    if view.status.phase not in _WANTED or view.others:
+        return Plan((), wake)
+    return Plan(_creations(view), wake)
+
+
+def _deletions(view: View) -> tuple[Action, ...]:
+    """Pods that are no members go; a longer grace that is already running is cut short."""
+    grace = None if view.status.phase == "Suspended" else finish.DEAD_GANG_GRACE_SECONDS
+    actions: list[Action] = []
+    for pod in view.others:
+        cut = grace is not None and pod.deletion_grace is not None and pod.deletion_grace > grace
+        if not pod.deleting or cut:
+            actions.append(DeletePod(pod.name, pod.uid, grace))
+    return tuple(actions)
+
+
+def _creations(view: View) -> tuple[Action, ...]:
+    """Barrier, then network objects, then pods: one stage a round."""
+    attempt, outcomes = view.status.attempt, view.outcomes
+    waiting = view.status.phase in ("Pending", "Restarting")
+    if view.status.phase == "Running" or _template_changed(view):
+        return ()
+    if outcomes.confirmed_attempt != attempt and (waiting or view.missing):
+        due = view.status.timings.next_restart_at
+        return () if due and view.now < due else (ConfirmGone(attempt),)
+    if waiting or not view.missing:
+        return ()
+    if outcomes.network_attempt != attempt:
+        if _resting(view, outcomes.network_refusal):
+            return ()
+        return (EnsureNetwork(attempt, render.network(view.job, view.spec)),)
+    refusals = view.refusals
+    return tuple(
+        CreatePod(replica, attempt, render.pod(view.job, view.spec, attempt, replica))
+        for replica in view.missing
+        if not _resting(view, refusals.get(replica))
+    )
+
+
+def _resting(view: View, refusal: Refusal | None) -> bool:
+    """A refusal of this attempt that is too fresh to try again."""
+    return refusal is not None and (
+        refusal.attempt == view.status.attempt and view.now < _retry_at(refusal)
+    )
+
+
+def _retry_at(refusal: Refusal) -> datetime:
+    return refusal.at + (RETRY_CONFLICT if refusal.existing else RETRY)
+
+
+def _wake(view: View) -> float | None:
+    """Seconds until time alone may change the answer."""
+    status, now = view.status, view.now
+    times = [status.timings.next_restart_at, finish.active_deadline(view)]
+    if status.phase == "Starting":
+        times.append(startup.deadline(view))
+    if status.phase in ("Pending", "Starting", "Restarting") and status.timings.attempt_started_at:
+        times.append(status.timings.attempt_started_at + report.PATIENCE)
+    times += [_retry_at(r) for r in view.refusals.values()]
+    if view.outcomes.network_refusal:
+        times.append(_retry_at(view.outcomes.network_refusal))
+    if view.outcomes.status_written_at:
+        times.append(view.outcomes.status_written_at + REPORT_INTERVAL)
+    left = [(at - now).total_seconds() for at in times if at is not None and at > now]
+    wait = _cause_wait(view)
+    return min([*left, *([wait] if wait > 0 else [])], default=None)

@@ -1,0 +1,100 @@
+"""The end of a job: Succeeded and Failed, clean-up after them, and the time to live.
+
+Both phases are absorbing: plan.py never leaves them, whatever the pods do later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from ddpjob_operator.core import classify
+from ddpjob_operator.core.actions import Action, DeleteJob, DeletePod, Plan
+from ddpjob_operator.core.observe import Pod
+from ddpjob_operator.core.status import Progress
+from ddpjob_operator.core.view import Change, View
+
+#: A member is dead, so the others can save nothing any more.
+DEAD_GANG_GRACE_SECONDS = 2
+
+
+def succeed(view: View, change: Change) -> Change:
+    """All replicas of one attempt have succeeded."""
+    started = view.status.timings.started_at or view.now
+    took = (view.now - started).total_seconds()
+    message = (
+        f"all {view.spec.replicas} replicas of attempt {view.status.attempt} succeeded "
+        f"after {took:.0f} s and {view.status.restarts.total} restarts"
+    )
+    change = _end(view, change, "Succeeded").with_status(progress=_final_progress(view, change))
+    change = change.condition("Running", False, "Succeeded", message, view.now)
+    change = change.condition("Complete", True, "Succeeded", message, view.now)
+    return change.tell("Normal", "Succeeded", message)
+
+
+def fail(view: View, change: Change, reason: str, message: str) -> Change:
+    """The job has failed for good; the cause is in status.lastFailure if a member failed."""
+    change = _end(view, change, "Failed")
+    change = change.condition("Running", False, reason, message, view.now)
+    change = change.condition("Failed", True, reason, message, view.now)
+    return change.tell("Warning", "Failed", f"{reason}: {message}")
+
+
+def past_active_deadline(view: View) -> bool:
+    """Whether activeDeadlineSeconds ends the job now."""
+    if view.spec.suspend or view.status.phase == "Suspended":
+        return False  # the clock starts anew with the resume
+    end = active_deadline(view)
+    return end is not None and view.now >= end
+
+
+def active_deadline(view: View) -> datetime | None:
+    """Counted from the first start, or from the last resume, as batch/v1 does."""
+    seconds, since = view.spec.active_deadline, view.status.timings.started_at
+    return None if seconds is None or since is None else since + timedelta(seconds=seconds)
+
+
+def clean_up(view: View) -> Plan:
+    """After the end: pods that still run go, finished ones stay for their logs."""
+    actions: list[Action] = []
+    loss = view.status.last_failure
+    dead = loss is not None and loss.attempt == view.status.attempt
+    grace = DEAD_GANG_GRACE_SECONDS if dead else None
+    for pod in (*view.members.values(), *view.others):
+        keep = view.spec.clean_pod_policy == "Running" and _finished(pod)
+        if not keep and not pod.deleting:
+            actions.append(DeletePod(pod.name, pod.uid, grace))
+    completed, ttl = view.status.timings.completed_at, view.spec.ttl
+    if ttl is None or completed is None:
+        return Plan(tuple(actions))
+    left = (completed + timedelta(seconds=ttl) - view.now).total_seconds()
+    if left > 0:
+        return Plan(tuple(actions), left)
+    return Plan((*actions, DeleteJob(view.job.uid)))
+
+
+def _finished(pod: Pod) -> bool:
+    """Nothing of it runs any more: a sidecar keeps the phase at Running."""
+    return pod.phase in ("Succeeded", "Failed")
+
+
+def _end(view: View, change: Change, phase: str) -> Change:
+    timings = replace(view.status.timings, completed_at=view.now, next_restart_at=None)
+    change = change.condition("Stalled", False, phase, "", view.now)
+    return change.with_status(phase=phase, timings=timings)
+
+
+def _final_progress(view: View, change: Change) -> Progress:
+    """The last words of replica 0 are newer than the last poll."""
+    old, first = change.status.progress, view.members.get(0)
+    report = first.trainer.report if first and classify.succeeded(first) else None
+    if report is None or report.step is None:
+        return old
+    return Progress(
+        step=report.step,
+        total_steps=old.total_steps or report.step,
+        loss=report.loss if report.loss is not None else old.loss,
+        samples_per_second=old.samples_per_second,
+        snapshot_step=report.snapshot_step or old.snapshot_step,
+        updated_at=view.now,
+    )

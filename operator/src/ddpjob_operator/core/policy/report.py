@@ -1,0 +1,126 @@
+"""What the status tells besides decisions: counts, progress, and why a gang stalls.
+
+Any stall has a condition with a reason from a closed list; silence is a defect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+
+from ddpjob_operator.core import classify
+from ddpjob_operator.core import spec as spec_module
+from ddpjob_operator.core.actions import Refusal
+from ddpjob_operator.core.policy import startup
+from ddpjob_operator.core.status import Progress, Replicas
+from ddpjob_operator.core.view import Change, View
+
+#: Shorter than this, creating a container or ending a pod is no stall yet.
+PATIENCE = timedelta(seconds=20)
+
+
+def fill(view: View, change: Change) -> Change:
+    """Counts, progress and observedGeneration."""
+    status = change.status
+    fields = {
+        "observed_generation": view.job.generation,
+        "progress": _progress(status.progress, view.outcomes.progress),
+    }
+    if status.attempt == view.status.attempt:
+        fields |= {"replicas": _replicas(view), "succeeded": view.succeeded}
+    else:
+        fields |= {"replicas": Replicas(desired=view.spec.replicas)}
+    change = change.with_status(**fields)
+    return _unsupported(view, change)
+
+
+def stall(view: View, change: Change) -> Change:
+    """Set or clear Stalled while a gang is wanted but does not run."""
+    old = view.status.condition("Stalled")
+    found = next(_reasons(view), None)
+    if found is None:
+        # Kept over the waits and first moments of retries, or it would flap with each.
+        retrying = change.status.phase == "Pending" or _fresh(view)
+        if old and old.status == "True" and not retrying:
+            return change.condition("Stalled", False, "Progressing", "", view.now)
+        return change
+    reason, message = found
+    if old and old.status == "True" and old.reason == reason:
+        return change  # the same trouble in other words is no news
+    change = change.condition("Stalled", True, reason, message, view.now)
+    return change.tell("Warning", reason, message)
+
+
+def _reasons(view: View) -> Iterator[tuple[str, str]]:
+    if view.outcomes.network_refusal:
+        yield _refused(view.outcomes.network_refusal)
+    for refusal in view.refusals.values():
+        yield _refused(refusal)
+    for pod in view.members.values():
+        if pod.waiting_reason:
+            yield pod.waiting_reason, f"pod {pod.name}: {pod.waiting_message}"
+    for pod in view.members.values():
+        if pod.unschedulable and not pod.node:
+            yield "Unschedulable", f"pod {pod.name}: {pod.unschedulable}"
+    if _fresh(view):
+        return
+    for pod in view.others:
+        where = f"pod {pod.name} of attempt {pod.attempt} on {pod.node or 'no node'}"
+        yield "WaitingForDeletion", f"{where} is still being deleted"
+    for pod in view.members.values():
+        if pod.node and not classify.running(pod) and not classify.succeeded(pod):
+            hint = f"see kubectl describe pod -n {pod.namespace} {pod.name}"
+            yield "ContainerCreating", f"pod {pod.name} on {pod.node} does not start: {hint}"
+
+
+def _fresh(view: View) -> bool:
+    since = view.status.timings.attempt_started_at
+    return since is None or view.now - since < PATIENCE
+
+
+def _refused(refusal: Refusal) -> tuple[str, str]:
+    found = refusal.existing
+    if found:
+        what = f"{found.kind} {found.name} exists and is not ours: delete or rename one of them"
+        return "NameConflict", what
+    if startup.over_quota(refusal):
+        return "QuotaExceeded", refusal.message
+    return (refusal.reason or "CreationFailed"), refusal.message
+
+
+def _replicas(view: View) -> Replicas:
+    members = view.members.values()
+    alive = [p for p in members if p.phase in ("Pending", "Running") and not p.deleting]
+    return Replicas(
+        desired=view.spec.replicas,
+        active=len([p for p in alive if not classify.succeeded(p)]),
+        ready=len([p for p in alive if p.trainer.ready and classify.running(p)]),
+        succeeded=len(view.succeeded),
+        failed=len([p for p in members if classify.failure(p, 1, view.now)]),
+    )
+
+
+def _progress(old: Progress, new: Progress | None) -> Progress:
+    """The newest that was heard; a poll that brings nothing new moves no timestamp."""
+    if new is None:
+        return old
+    merged = Progress(
+        step=old.step if new.step is None else new.step,
+        total_steps=old.total_steps if new.total_steps is None else new.total_steps,
+        loss=old.loss if new.loss is None else new.loss,
+        samples_per_second=(
+            old.samples_per_second if new.samples_per_second is None else new.samples_per_second
+        ),
+        snapshot_step=old.snapshot_step if new.snapshot_step is None else new.snapshot_step,
+        updated_at=old.updated_at,
+    )
+    return old if merged == old else replace(merged, updated_at=new.updated_at)
+
+
+def _unsupported(view: View, change: Change) -> Change:
+    found = spec_module.unsupported(view.job.spec)
+    if not found:
+        return change.condition("Unsupported", False, "AllSupported", "", view.now)
+    message = "not in effect in this version: " + "; ".join(found)
+    return change.condition("Unsupported", True, "NotYetSupported", message, view.now)

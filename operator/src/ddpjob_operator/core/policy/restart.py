@@ -1,0 +1,133 @@
+"""What follows a lost member: a new attempt or the end of the job. Budgets live here.
+
+A charged restart is the user's doing and counts against maxRestarts; a free one
+(disruption, infrastructure) counts against maxDisruptions. Both heal with a new snapshot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+from ddpjob_operator.core import classify
+from ddpjob_operator.core.actions import Measurement
+from ddpjob_operator.core.policy import finish
+from ddpjob_operator.core.spec import Spec
+from ddpjob_operator.core.status import MAX_FAILURES, Failure, Restarts, Timings
+from ddpjob_operator.core.view import Change, View
+
+#: Restart | RestartFree | Fail, by class, where no rule of the user's matches.
+_DEFAULT_ACTION = {
+    **dict.fromkeys(classify.FATAL, "Fail"),
+    **dict.fromkeys(classify.FREE, "RestartFree"),
+}
+
+
+def after(view: View, change: Change, loss: Failure) -> Change:
+    """Record the loss, then start a new attempt or fail, as rules and budgets say."""
+    change = _record(view, change, loss)
+    action = _action(view.spec, loss)
+    if action == "Fail":
+        return finish.fail(view, change, "PermanentFailure", describe(loss))
+    free = action == "RestartFree"
+    restarts = _count(view, free)
+    limits = view.spec.restart
+    if free and restarts.disruptions > limits.max_disruptions:
+        what = f"maxDisruptions {limits.max_disruptions} is used up; last: {describe(loss)}"
+        return finish.fail(view, change, "MaxDisruptionsExceeded", what)
+    if not free and restarts.charged > limits.max_restarts:
+        what = f"maxRestarts {limits.max_restarts} is used up; last: {describe(loss)}"
+        return finish.fail(view, change, "MaxRestartsExceeded", what)
+    delay = backoff(view.spec, restarts.consecutive)
+    count = (
+        f"disruption {restarts.disruptions} of at most {limits.max_disruptions}"
+        if free
+        else f"restart {restarts.charged} of at most {limits.max_restarts}"
+    )
+    wait = f" in {delay:g} s" if delay else ""
+    message = f"attempt {view.status.attempt} ended: {describe(loss)}; restarting{wait} ({count})"
+    change = new_attempt(view, change, "Restarting", delay)
+    change = change.with_status(restarts=restarts)
+    change = change.condition("Running", False, "Restarting", message, view.now)
+    return change.tell("Warning", "Restarting", message).measure(
+        Measurement("restarts_total", 1, loss.cls)
+    )
+
+
+def new_attempt(view: View, change: Change, phase: str, delay: float) -> Change:
+    """The intent: from now on pods of older attempts are no members."""
+    attempt = view.next_attempt
+    return change.with_status(
+        phase=phase,
+        attempt=attempt,
+        members_since=attempt,
+        template_hash=view.spec.template_hash,
+        succeeded=frozenset(),
+        replicas=replace(view.status.replicas, active=0, ready=0, succeeded=0, failed=0),
+        timings=Timings(
+            started_at=view.status.timings.started_at or view.now,
+            attempt_started_at=view.now,
+            next_restart_at=view.now + timedelta(seconds=delay) if delay else None,
+            last_recovery_seconds=view.status.timings.last_recovery_seconds,
+        ),
+    )
+
+
+def backoff(spec: Spec, consecutive: int) -> float:
+    """Seconds before the n-th restart in a row: 0, then initialSeconds doubling."""
+    if consecutive <= 1:
+        return 0.0
+    restart = spec.restart
+    doublings = min(consecutive - 2, 60)  # beyond any sensible maximum; keeps floats finite
+    return min(restart.max_seconds, restart.initial_seconds * 2.0**doublings)
+
+
+def describe(loss: Failure) -> str:
+    """One line: who, where, what. The longer message stays in status.lastFailure."""
+    rank = f" (rank {loss.rank})" if loss.rank is not None else ""
+    node = f" on {loss.node}" if loss.node else ""
+    code = f", exit code {loss.exit_code}" if loss.exit_code is not None else ""
+    return f"replica {loss.replica}{rank}{node}: {loss.reason}{code} [{loss.cls}]"
+
+
+def _action(spec: Spec, loss: Failure) -> str:
+    for rule in spec.restart.rules:
+        if loss.exit_code in rule.exit_codes or rule.reasons & {loss.reason, loss.cls}:
+            return rule.action
+    return _DEFAULT_ACTION.get(loss.cls, "Restart")
+
+
+def _count(view: View, free: bool) -> Restarts:
+    old, newest = view.status.restarts, view.snapshot_step
+    healed = newest > old.snapshot_step
+    charged, disruptions = (0, 0) if healed else (old.charged, old.disruptions)
+    consecutive = 0 if healed or _ran_long(view) else old.consecutive
+    return Restarts(
+        total=old.total + 1,
+        charged=charged + (not free),
+        disruptions=disruptions + free,
+        consecutive=consecutive + 1,
+        in_place=old.in_place,
+        snapshot_step=newest,
+    )
+
+
+def _ran_long(view: View) -> bool:
+    """Longer than the longest backoff: not a crash loop, so the next restart is immediate."""
+    since = view.status.timings.running_at
+    longest = timedelta(seconds=view.spec.restart.max_seconds)
+    return since is not None and view.now - since > longest
+
+
+def _record(view: View, change: Change, loss: Failure) -> Change:
+    failures = (*view.status.failures, loss)[-MAX_FAILURES:]
+    member = view.members.get(loss.replica)
+    if member and member.trainer.finished_at:
+        # Two clocks, so only a figure, never a decision.
+        seconds = (view.now - member.trainer.finished_at).total_seconds()
+        change = change.measure(Measurement("detection_seconds", max(0.0, seconds)))
+    report = member.trainer.report if member else None
+    if report and report.step is not None:
+        lost = max(0, report.step - view.snapshot_step)
+        change = change.measure(Measurement("lost_steps", lost))
+    return change.with_status(failures=failures)

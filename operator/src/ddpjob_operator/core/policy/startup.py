@@ -1,0 +1,115 @@
+"""From the barrier to the moment when all members run, and what happens if that fails.
+
+Creation is all or nothing: what cannot be completed is released and tried again later,
+so that two half gangs never hold what each other needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from ddpjob_operator.core import classify
+from ddpjob_operator.core.actions import Measurement, Refusal
+from ddpjob_operator.core.policy import finish, restart
+from ddpjob_operator.core.status import Failure
+from ddpjob_operator.core.view import Change, View
+
+
+def begin(view: View, change: Change) -> Change:
+    """The barrier is passed: the gang may be created now."""
+    timings = replace(view.status.timings, attempt_started_at=view.now, next_restart_at=None)
+    return change.with_status(phase="Starting", timings=timings)
+
+
+def deadline(view: View) -> datetime:
+    """When all members must run; counted from the first create."""
+    since = view.status.timings.attempt_started_at or view.now
+    return since + timedelta(seconds=view.spec.startup_deadline)
+
+
+def advance(view: View, change: Change) -> Change:
+    """While Starting: to Running, to Failed (the API will never take it), or release."""
+    refusals = list(view.refusals.values())
+    never = next((r for r in refusals if r.code in (400, 422)), None)
+    if never:
+        what = f"the API server refuses the pod: {never.message}"
+        change = change.condition("Invalid", True, "PodRefused", what, view.now)
+        return finish.fail(view, change, "Invalid", what)
+    quota = next((r for r in refusals if over_quota(r)), None)
+    if quota:
+        return _release(view, change, "QuotaExceeded", quota.message)
+    if all_running(view):
+        return _run(view, change)
+    if view.now < deadline(view):
+        return change
+    waiting = [pod for pod in view.members.values() if pod.unschedulable]
+    if waiting:
+        what = f"pod {waiting[0].name}: {waiting[0].unschedulable}"
+        return _release(view, change, "Unschedulable", what)
+    return restart.after(view, change, _too_slow(view))
+
+
+def over_quota(refusal: Refusal) -> bool:
+    """ResourceQuota says no with 403 Forbidden; only its words tell it from RBAC."""
+    return refusal.code == 403 and "exceeded quota" in refusal.message
+
+
+def all_running(view: View) -> bool:
+    """Every replica runs or is done already."""
+    on = {r for r, pod in view.members.items() if classify.running(pod)}
+    return len(on | view.succeeded) == view.spec.replicas
+
+
+def _run(view: View, change: Change) -> Change:
+    timings, loss = view.status.timings, view.status.last_failure
+    recovered = loss is not None and loss.attempt == view.status.attempt - 1
+    since = loss.detected_at if loss and recovered else timings.started_at or view.now
+    seconds = max(0.0, (view.now - since).total_seconds())
+    change = change.with_status(
+        phase="Running",
+        timings=replace(
+            timings,
+            running_at=view.now,
+            last_recovery_seconds=(
+                round(seconds, 3) if recovered else timings.last_recovery_seconds
+            ),
+        ),
+    )
+    message = f"all {view.spec.replicas} replicas of attempt {view.status.attempt} run"
+    change = change.condition("Stalled", False, "Running", "", view.now)
+    change = change.condition("Running", True, "AllReplicasRunning", message, view.now)
+    measured = Measurement("recovery_seconds" if recovered else "time_to_running_seconds", seconds)
+    return change.tell("Normal", "Running", message).measure(measured)
+
+
+def _release(view: View, change: Change, reason: str, message: str) -> Change:
+    """Give back what was created and wait; never charged, a new attempt all the same."""
+    consecutive = view.status.restarts.consecutive + 1
+    delay = restart.backoff(view.spec, consecutive + 1)
+    change = restart.new_attempt(view, change, "Pending", delay)
+    change = change.with_status(
+        restarts=replace(view.status.restarts, consecutive=consecutive),
+    )
+    what = f"released all pods, next try in {delay:g} s: {message}"
+    change = change.condition("Stalled", True, reason, what, view.now)
+    return change.tell("Warning", reason, what)
+
+
+def _too_slow(view: View) -> Failure:
+    """The gang as a whole is late; the first replica that does not run stands for it."""
+    on = {r for r, pod in view.members.items() if classify.running(pod)} | view.succeeded
+    replica = next(r for r in range(view.spec.replicas) if r not in on)
+    pod = view.members.get(replica)
+    stalled = view.status.condition("Stalled")
+    known = stalled.message if stalled and stalled.status == "True" else "no reason is known"
+    return Failure(
+        attempt=view.status.attempt,
+        replica=replica,
+        pod=pod.name if pod else "",
+        node=pod.node if pod else "",
+        cls="Startup",
+        reason="StartupDeadlineExceeded",
+        message=f"not all replicas ran within {view.spec.startup_deadline:g} s: {known}",
+        detected_at=view.now,
+    )

@@ -1,0 +1,216 @@
+"""Renders the objects of a gang: headless Service, NetworkPolicy and the pods.
+
+The pod template is the user's and kept as written; only what the contract promises is
+added, and our variables come first so that the user's may refer to them as $(RANK).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Final
+
+from ddpjob_operator.core import contract, observe
+from ddpjob_operator.core.lenient import mapping
+from ddpjob_operator.core.observe import Job
+from ddpjob_operator.core.spec import Spec
+
+SNAPSHOT_VOLUME: Final = "ddpjob-snapshot"
+SHM_VOLUME: Final = "ddpjob-shm"
+#: Kubernetes' default of 300 s would hold a gang on a dead node for five minutes.
+NODE_LOST_TOLERATION_SECONDS: Final = 30
+DEFAULT_GRACE_SECONDS: Final = 30
+_NODE_TAINTS: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+
+
+def network(job: Job, spec: Spec) -> tuple[dict[str, Any], ...]:
+    """What must stand before the first pod: the Service, then the NetworkPolicy."""
+    bodies = [_service(job, spec)]
+    if spec.network_policy:
+        bodies.append(_network_policy(job, spec))
+    return tuple(bodies)
+
+
+def pod(job: Job, spec: Spec, attempt: int, replica: int) -> dict[str, Any]:
+    """The pod of one replica in one attempt; its name and hostname are `<job>-<replica>`."""
+    template = spec.template
+    meta = mapping(template.get("metadata"))
+    body: dict[str, Any] = copy.deepcopy(dict(mapping(template.get("spec"))))
+    name = f"{job.name}-{replica}"
+    body["hostname"], body["subdomain"] = name, job.name
+    body["restartPolicy"] = "Never"
+    body.setdefault("automountServiceAccountToken", False)
+    body.setdefault("enableServiceLinks", False)
+    body["tolerations"] = _tolerations(body.get("tolerations") or [])
+    grace = body.get("terminationGracePeriodSeconds", DEFAULT_GRACE_SECONDS)
+    trainer = observe.trainer_container(body)
+    assert isinstance(trainer, dict)  # deep-copied JSON
+    given = trainer.get("env") or []
+    names = {variable.get("name") for variable in given}
+    ours = _env(job, spec, attempt, replica, grace)
+    # Only PYTHONUNBUFFERED can be in both: it is a default, not a part of the contract.
+    trainer["env"] = [*(v for v in ours if v["name"] not in names), *given]
+    trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
+    _mount(body, trainer, spec)
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": name,
+            "namespace": job.namespace,
+            "labels": {**mapping(meta.get("labels")), **pod_labels(job, attempt, replica)},
+            "annotations": {
+                "kubectl.kubernetes.io/default-container": trainer.get("name"),
+                **mapping(meta.get("annotations")),
+            },
+            "ownerReferences": [_owner(job)],
+        },
+        "spec": body,
+    }
+
+
+def pod_labels(job: Job, attempt: int, replica: int) -> dict[str, str]:
+    """The labels that make a pod a member, and those every tool knows."""
+    return {
+        **_labels(job),
+        observe.LABEL_ATTEMPT: str(attempt),
+        observe.LABEL_REPLICA: str(replica),
+    }
+
+
+def _labels(job: Job) -> dict[str, str]:
+    return {
+        "app.kubernetes.io/name": "ddpjob",
+        "app.kubernetes.io/instance": job.name,
+        "app.kubernetes.io/managed-by": "ddpjob-operator",
+        observe.LABEL_JOB_NAME: job.name,
+        observe.LABEL_JOB_UID: job.uid,
+    }
+
+
+def _owner(job: Job) -> dict[str, Any]:
+    return {
+        "apiVersion": f"{observe.GROUP}/{observe.VERSION}",
+        "kind": observe.KIND,
+        "name": job.name,
+        "uid": job.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+
+
+def _meta(job: Job) -> dict[str, Any]:
+    return {
+        "name": job.name,
+        "namespace": job.namespace,
+        "labels": _labels(job),
+        "ownerReferences": [_owner(job)],
+    }
+
+
+def _service(job: Job, spec: Spec) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _meta(job),
+        "spec": {
+            "clusterIP": "None",
+            # Ranks look each other up before any of them can be ready.
+            "publishNotReadyAddresses": True,
+            "selector": {observe.LABEL_JOB_UID: job.uid},
+            "ports": [
+                {"name": "master", "port": spec.port, "targetPort": spec.port},
+                {"name": "metrics", "port": spec.metrics_port, "targetPort": spec.metrics_port},
+            ],
+        },
+    }
+
+
+def _network_policy(job: Job, spec: Spec) -> dict[str, Any]:
+    """torch's store and gloo/NCCL have no authentication: only the gang may connect.
+
+    The metrics port stays open to all, for Prometheus and the operator.
+    """
+    selector = {"matchLabels": {observe.LABEL_JOB_UID: job.uid}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": _meta(job),
+        "spec": {
+            "podSelector": selector,
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {"from": [{"podSelector": selector}]},
+                {"ports": [{"protocol": "TCP", "port": spec.metrics_port}]},
+            ],
+        },
+    }
+
+
+def _env(job: Job, spec: Spec, attempt: int, replica: int, grace: int) -> list[dict[str, str]]:
+    master = f"{job.name}-0.{job.name}.{job.namespace}.svc"
+    env = {
+        "MASTER_ADDR": master,
+        "MASTER_PORT": spec.port,
+        "PET_NNODES": spec.replicas,
+        "PET_NPROC_PER_NODE": spec.nproc_per_node,
+        "PET_NODE_RANK": replica,
+        "PET_MASTER_ADDR": master,
+        "PET_MASTER_PORT": spec.port,
+        # A straggler of an older attempt must not join this one.
+        "PET_RDZV_ID": f"{job.uid}-{attempt}",
+        contract.NAME: job.name,
+        contract.NAMESPACE: job.namespace,
+        contract.UID: job.uid,
+        contract.ATTEMPT: attempt,
+        contract.REPLICA: replica,
+        contract.REPLICAS: spec.replicas,
+        contract.NPROC_PER_NODE: spec.nproc_per_node,
+        contract.METRICS_PORT: spec.metrics_port,
+        contract.GRACE_SECONDS: grace,
+        contract.HANG_STARTUP_SECONDS: spec.hang.startup,
+        contract.HANG_STEP_SECONDS: spec.hang.step,
+        contract.HANG_SNAPSHOT_SECONDS: spec.hang.snapshot,
+        "PYTHONUNBUFFERED": 1,
+    }
+    if spec.nproc_per_node == 1:
+        env |= {"RANK": replica, "WORLD_SIZE": spec.replicas, "GROUP_RANK": replica}
+        env |= {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    if spec.snapshot:
+        env |= {
+            contract.SNAPSHOT_DIR: f"{spec.snapshot.path.rstrip('/')}/{job.name}",
+            contract.SNAPSHOT_EVERY_STEPS: spec.snapshot.every_steps,
+            contract.SNAPSHOT_KEEP: spec.snapshot.keep,
+            contract.SNAPSHOT_RESUME: spec.snapshot.resume,
+        }
+    return [{"name": key, "value": str(value)} for key, value in env.items()]
+
+
+def _mount(body: dict[str, Any], trainer: dict[str, Any], spec: Spec) -> None:
+    """Add the snapshot volume and a /dev/shm in memory, unless the user mounts one there."""
+    volumes = list(body.get("volumes") or [])
+    mounts = list(trainer.get("volumeMounts") or [])
+    taken = {mount.get("mountPath", "").rstrip("/") for mount in mounts}
+    if spec.snapshot:
+        volumes.append({"name": SNAPSHOT_VOLUME, **copy.deepcopy(dict(spec.snapshot.volume))})
+        mounts.append({"name": SNAPSHOT_VOLUME, "mountPath": spec.snapshot.path})
+    if "/dev/shm" not in taken:
+        # The runtime's own /dev/shm has 64 MiB; data loaders and NCCL need more.
+        volumes.append({"name": SHM_VOLUME, "emptyDir": {"medium": "Memory"}})
+        mounts.append({"name": SHM_VOLUME, "mountPath": "/dev/shm"})
+    body["volumes"], trainer["volumeMounts"] = volumes, mounts
+
+
+def _tolerations(given: list[Any]) -> list[Any]:
+    covered = {t.get("key") for t in given if t.get("effect") in (None, "", "NoExecute")}
+    if None in covered or "" in covered:  # an empty key tolerates everything
+        return given
+    return given + [
+        {
+            "key": taint,
+            "operator": "Exists",
+            "effect": "NoExecute",
+            "tolerationSeconds": NODE_LOST_TOLERATION_SECONDS,
+        }
+        for taint in _NODE_TAINTS
+        if taint not in covered
+    ]

@@ -1,0 +1,187 @@
+""".spec of a DDPJob as data, with the defaults of the CRD.
+
+The CRD's schema and CEL rules refuse most bad input at `kubectl apply`. What they cannot
+say is refused here with SpecError, which ends in the condition Invalid.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddpjob_operator.core import observe
+from ddpjob_operator.core.lenient import integer, mapping
+
+GPU = "nvidia.com/gpu"
+
+
+class SpecError(ValueError):
+    """A spec that can never work; the message names the field and the cure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """spec.restart.rules[]: which failures it matches and what then happens."""
+
+    exit_codes: frozenset[int]
+    reasons: frozenset[str]
+    action: str  # Restart | RestartFree | Fail
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """spec.restart. Times in seconds."""
+
+    max_restarts: int
+    max_disruptions: int
+    initial_seconds: float
+    max_seconds: float
+    rules: tuple[Rule, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """spec.snapshot. ``volume`` is any VolumeSource, as written."""
+
+    path: str
+    volume: Mapping[str, Any]
+    every_steps: int
+    keep: int
+    resume: str  # Auto | Never
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """Seconds without a sign of life before the trainer's watchdog ends a phase."""
+
+    startup: int
+    step: int
+    snapshot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """The whole spec with defaults filled in. Times in seconds."""
+
+    replicas: int
+    nproc_per_node: int
+    template: Mapping[str, Any]
+    template_hash: str
+    port: int
+    suspend: bool
+    restart: Restart
+    snapshot: Snapshot | None
+    hang: Hang
+    startup_deadline: float
+    active_deadline: float | None
+    ttl: float | None
+    clean_pod_policy: str  # Running | All
+    metrics_port: int
+    network_policy: bool
+
+    @property
+    def world_size(self) -> int:
+        """Number of training processes."""
+        return self.replicas * self.nproc_per_node
+
+
+def parse(raw: Mapping[str, Any]) -> Spec:
+    """A raw .spec -> Spec.
+
+    Raises:
+        SpecError: the field that cannot work and what to do about it.
+    """
+    template = raw.get("template")
+    if not isinstance(template, Mapping) or not observe.trainer_container(
+        mapping(template.get("spec"))
+    ):
+        raise SpecError("spec.template.spec.containers: at least one container is needed")
+    return Spec(
+        replicas=integer(raw.get("replicas"), 1),
+        nproc_per_node=_nproc(raw.get("nprocPerNode", "auto"), template),
+        template=template,
+        template_hash=template_hash(template),
+        port=integer(raw.get("port"), 29500),
+        suspend=bool(raw.get("suspend", False)),
+        restart=_restart(mapping(raw.get("restart"))),
+        snapshot=_snapshot(raw.get("snapshot")),
+        hang=_hang(mapping(raw.get("hang"))),
+        startup_deadline=integer(raw.get("startupDeadlineSeconds"), 600),
+        active_deadline=raw.get("activeDeadlineSeconds"),
+        ttl=raw.get("ttlSecondsAfterFinished"),
+        clean_pod_policy=str(raw.get("cleanPodPolicy", "Running")),
+        metrics_port=integer(mapping(raw.get("metrics")).get("port"), 9400),
+        network_policy=bool(mapping(raw.get("networkPolicy")).get("enabled", True)),
+    )
+
+
+def template_hash(template: Mapping[str, Any]) -> str:
+    """64 bits over the canonical JSON of the pod template, as 16 hex digits."""
+    canonical = json.dumps(template, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def unsupported(raw: Mapping[str, Any]) -> list[str]:
+    """Fields that the user set and that this version accepts but does not act on yet."""
+    found = []
+    if mapping(mapping(raw.get("restart")).get("inPlace")).get("enabled") is True:
+        found.append("spec.restart.inPlace.enabled: a failed process restarts the whole gang")
+    if mapping(raw.get("nodeLost")).get("policy") == "Fence":
+        found.append("spec.nodeLost.policy Fence: behaves as Wait")
+    if "hang" in raw:
+        found.append("spec.hang: hangs are not detected")
+    return found
+
+
+def _nproc(value: object, template: Mapping[str, Any]) -> int:
+    if isinstance(value, int) and value >= 1:
+        return value
+    if isinstance(value, str) and value.isdecimal() and int(value) >= 1:
+        return int(value)
+    if value != "auto":
+        raise SpecError(f'spec.nprocPerNode: must be "auto" or a number >= 1, not {value!r}')
+    resources = mapping(observe.trainer_container(mapping(template.get("spec"))).get("resources"))
+    gpus = mapping(resources.get("limits")).get(GPU, 0)
+    return int(gpus) if str(gpus).isdecimal() and int(gpus) > 0 else 1
+
+
+def _restart(raw: Mapping[str, Any]) -> Restart:
+    backoff = mapping(raw.get("backoff"))
+    rules = tuple(
+        Rule(
+            exit_codes=frozenset(rule.get("exitCodes") or ()),
+            reasons=frozenset(rule.get("reasons") or ()),
+            action=str(rule.get("action")),
+        )
+        for rule in raw.get("rules") or ()
+    )
+    return Restart(
+        max_restarts=integer(raw.get("maxRestarts"), 3),
+        max_disruptions=integer(raw.get("maxDisruptions"), 100),
+        initial_seconds=float(backoff.get("initialSeconds", 1)),
+        max_seconds=float(backoff.get("maxSeconds", 300)),
+        rules=rules,
+    )
+
+
+def _snapshot(raw: object) -> Snapshot | None:
+    if not isinstance(raw, Mapping):
+        return None
+    return Snapshot(
+        path=str(raw.get("path", "/snapshots")),
+        volume=mapping(raw.get("volume")),
+        every_steps=integer(raw.get("everySteps"), 50),
+        keep=integer(raw.get("keep"), 3),
+        resume=str(raw.get("resume", "Auto")),
+    )
+
+
+def _hang(raw: Mapping[str, Any]) -> Hang:
+    return Hang(
+        startup=integer(raw.get("startupSeconds"), 600),
+        step=integer(raw.get("stepSeconds"), 300),
+        snapshot=integer(raw.get("snapshotSeconds"), 600),
+    )

@@ -1,0 +1,389 @@
+""".status of a DDPJob as data: parsed leniently, written whole.
+
+Read leniently because anyone with access to the status subresource may have written it;
+a field that does not parse counts as absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Final, Literal, get_args
+
+from ddpjob_operator.core.lenient import integer, mapping, opt_integer, sequence, text
+
+Phase = Literal["Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
+PHASES: Final = get_args(Phase)
+TERMINAL: Final = ("Succeeded", "Failed")
+#: status.failures keeps this many, newest last; an unbounded list would hit etcd's limit.
+MAX_FAILURES: Final = 10
+
+
+def format_time(at: datetime) -> str:
+    """RFC 3339 in UTC with microseconds (MicroTime), as the API server prints it."""
+    return at.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def parse_time(text: object) -> datetime | None:
+    """The inverse of format_time; also takes whole seconds. None if it is no time."""
+    if not isinstance(text, str):
+        return None
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return at if at.tzinfo else at.replace(tzinfo=UTC)
+
+
+def _opt_float(value: object) -> float | None:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    return None
+
+
+def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value not in (None, "")}
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A metav1.Condition; the time of the last transition is kept by with_condition."""
+
+    type: str
+    status: Literal["True", "False"]
+    reason: str
+    message: str
+    since: datetime
+
+    def to_dict(self, generation: int) -> dict[str, Any]:
+        """The form of metav1.Condition."""
+        return {
+            "type": self.type,
+            "status": self.status,
+            "reason": self.reason,
+            "message": self.message,
+            "lastTransitionTime": self.since.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "observedGeneration": generation,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Restarts:
+    """Counters of restarts. ``charged`` and ``disruptions`` are the two budgets in use.
+
+    Both heal (back to 0) when a restart finds a snapshot newer than ``snapshot_step``, the
+    newest one known at the restart before; ``consecutive`` drives the backoff and heals too.
+    """
+
+    total: int = 0
+    charged: int = 0
+    disruptions: int = 0
+    consecutive: int = 0
+    in_place: int = 0
+    snapshot_step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why an attempt ended. Text comes from strangers and is already bounded and escaped."""
+
+    attempt: int
+    replica: int
+    cls: str  # "class" in the API
+    reason: str
+    message: str
+    detected_at: datetime
+    pod: str = ""
+    node: str = ""
+    round: int | None = None
+    rank: int | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form, absent values left out."""
+        return _present(
+            {
+                "attempt": self.attempt,
+                "round": self.round,
+                "replica": self.replica,
+                "rank": self.rank,
+                "pod": self.pod,
+                "node": self.node,
+                "class": self.cls,
+                "reason": self.reason,
+                "exitCode": self.exit_code,
+                "signal": self.signal,
+                "message": self.message,
+                "detectedAt": format_time(self.detected_at),
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far training is. Steps are finished optimizer steps; loss is dimensionless."""
+
+    step: int | None = None
+    total_steps: int | None = None
+    loss: float | None = None
+    samples_per_second: float | None = None
+    snapshot_step: int | None = None
+    updated_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """UTC times of the operator's clock, stored so that deadlines survive its restart."""
+
+    started_at: datetime | None = None
+    attempt_started_at: datetime | None = None
+    running_at: datetime | None = None
+    next_restart_at: datetime | None = None
+    completed_at: datetime | None = None
+    last_recovery_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """Counts of the current attempt's pods."""
+
+    desired: int = 0
+    active: int = 0
+    ready: int = 0
+    succeeded: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The whole .status. ``phase`` None: no status was ever written."""
+
+    phase: Phase | None = None
+    observed_generation: int = 0
+    conditions: tuple[Condition, ...] = ()
+    attempt: int = 0
+    members_since: int = 0
+    template_hash: str = ""
+    restarts: Restarts = field(default_factory=Restarts)
+    replicas: Replicas = field(default_factory=Replicas)
+    succeeded: frozenset[int] = frozenset()
+    progress: Progress = field(default_factory=Progress)
+    failures: tuple[Failure, ...] = ()
+    timings: Timings = field(default_factory=Timings)
+
+    @property
+    def terminal(self) -> bool:
+        """Succeeded or Failed: absorbing."""
+        return self.phase in TERMINAL
+
+    @property
+    def last_failure(self) -> Failure | None:
+        """The newest recorded failure."""
+        return self.failures[-1] if self.failures else None
+
+    def condition(self, type_: str) -> Condition | None:
+        """The condition of that type, if it was ever set."""
+        return next((c for c in self.conditions if c.type == type_), None)
+
+
+def to_dict(status: Status) -> dict[str, Any]:
+    """The JSON form, absent values left out."""
+    last = status.last_failure
+    return _present(
+        {
+            "observedGeneration": status.observed_generation,
+            "phase": status.phase,
+            "conditions": [c.to_dict(status.observed_generation) for c in status.conditions],
+            "attempt": status.attempt,
+            "membersSince": status.members_since,
+            "templateHash": status.template_hash,
+            "restarts": {
+                "total": status.restarts.total,
+                "charged": status.restarts.charged,
+                "disruptions": status.restarts.disruptions,
+                "consecutive": status.restarts.consecutive,
+                "inPlace": status.restarts.in_place,
+                "snapshotStep": status.restarts.snapshot_step,
+            },
+            "ready": f"{status.replicas.ready}/{status.replicas.desired}",
+            "replicas": {
+                "desired": status.replicas.desired,
+                "active": status.replicas.active,
+                "ready": status.replicas.ready,
+                "succeeded": status.replicas.succeeded,
+                "failed": status.replicas.failed,
+            },
+            "succeededReplicas": format_ranges(status.succeeded),
+            "progress": _progress_to_dict(status.progress) or None,
+            "lastFailure": last.to_dict() if last else None,
+            "failures": [f.to_dict() for f in status.failures] or None,
+            "timings": _timings_to_dict(status.timings) or None,
+        }
+    )
+
+
+def from_dict(body: object) -> Status:
+    """Parse .status; whatever does not parse counts as absent."""
+    raw = mapping(body)
+    restarts, replicas = mapping(raw.get("restarts")), mapping(raw.get("replicas"))
+    phase = raw.get("phase")
+    return Status(
+        phase=phase if phase in PHASES else None,
+        observed_generation=integer(raw.get("observedGeneration")),
+        conditions=tuple(_conditions(raw.get("conditions"))),
+        attempt=integer(raw.get("attempt")),
+        members_since=integer(raw.get("membersSince")),
+        template_hash=text(raw.get("templateHash")),
+        restarts=Restarts(
+            total=integer(restarts.get("total")),
+            charged=integer(restarts.get("charged")),
+            disruptions=integer(restarts.get("disruptions")),
+            consecutive=integer(restarts.get("consecutive")),
+            in_place=integer(restarts.get("inPlace")),
+            snapshot_step=integer(restarts.get("snapshotStep")),
+        ),
+        replicas=Replicas(
+            desired=integer(replicas.get("desired")),
+            active=integer(replicas.get("active")),
+            ready=integer(replicas.get("ready")),
+            succeeded=integer(replicas.get("succeeded")),
+            failed=integer(replicas.get("failed")),
+        ),
+        succeeded=parse_ranges(raw.get("succeededReplicas")),
+        progress=_progress_from_dict(mapping(raw.get("progress"))),
+        failures=tuple(_failures(raw.get("failures"))),
+        timings=_timings_from_dict(mapping(raw.get("timings"))),
+    )
+
+
+def with_condition(
+    conditions: Sequence[Condition],
+    type_: str,
+    value: bool,
+    reason: str,
+    message: str,
+    now: datetime,
+) -> tuple[Condition, ...]:
+    """Set one condition; its transition time moves only when its status changes."""
+    status: Literal["True", "False"] = "True" if value else "False"
+    old = next((c for c in conditions if c.type == type_), None)
+    since = old.since if old and old.status == status else now.replace(microsecond=0)
+    new = Condition(type_, status, reason, message, since)
+    if old is None:
+        return (*conditions, new)
+    return tuple(new if c.type == type_ else c for c in conditions)
+
+
+def format_ranges(replicas: frozenset[int]) -> str:
+    """{0, 1, 2, 5} -> "0-2,5", the form of batch/v1 completedIndexes."""
+    parts: list[list[int]] = []
+    for replica in sorted(replicas):
+        if parts and replica == parts[-1][1] + 1:
+            parts[-1][1] = replica
+        else:
+            parts.append([replica, replica])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def parse_ranges(text: object) -> frozenset[int]:
+    """The inverse of format_ranges; the empty set if it does not parse or is absurdly wide."""
+    found: set[int] = set()
+    if not isinstance(text, str):
+        return frozenset()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal()):
+            return frozenset()
+        low, high = int(first), int(last or first)
+        if high - low > 10_000:
+            return frozenset()
+        found.update(range(low, high + 1))
+    return frozenset(found)
+
+
+def _conditions(items: object) -> list[Condition]:
+    found = []
+    for item in sequence(items):
+        raw = mapping(item)
+        status, since = raw.get("status"), parse_time(raw.get("lastTransitionTime"))
+        if isinstance(raw.get("type"), str) and status in ("True", "False") and since:
+            reason, message = text(raw.get("reason")), text(raw.get("message"))
+            found.append(Condition(raw["type"], status, reason, message, since))
+    return found
+
+
+def _failures(items: object) -> list[Failure]:
+    found = []
+    for item in sequence(items):
+        raw = mapping(item)
+        at = parse_time(raw.get("detectedAt"))
+        if at is None:
+            continue
+        found.append(
+            Failure(
+                attempt=integer(raw.get("attempt")),
+                round=opt_integer(raw.get("round")),
+                replica=integer(raw.get("replica")),
+                rank=opt_integer(raw.get("rank")),
+                pod=text(raw.get("pod")),
+                node=text(raw.get("node")),
+                cls=text(raw.get("class")),
+                reason=text(raw.get("reason")),
+                exit_code=opt_integer(raw.get("exitCode")),
+                signal=opt_integer(raw.get("signal")),
+                message=text(raw.get("message")),
+                detected_at=at,
+            )
+        )
+    return found[-MAX_FAILURES:]
+
+
+def _progress_to_dict(progress: Progress) -> dict[str, Any]:
+    return _present(
+        {
+            "step": progress.step,
+            "totalSteps": progress.total_steps,
+            "loss": progress.loss,
+            "samplesPerSecond": progress.samples_per_second,
+            "snapshotStep": progress.snapshot_step,
+            "updatedAt": format_time(progress.updated_at) if progress.updated_at else None,
+        }
+    )
+
+
+def _progress_from_dict(raw: Mapping[str, Any]) -> Progress:
+    return Progress(
+        step=opt_integer(raw.get("step")),
+        total_steps=opt_integer(raw.get("totalSteps")),
+        loss=_opt_float(raw.get("loss")),
+        samples_per_second=_opt_float(raw.get("samplesPerSecond")),
+        snapshot_step=opt_integer(raw.get("snapshotStep")),
+        updated_at=parse_time(raw.get("updatedAt")),
+    )
+
+
+def _timings_to_dict(timings: Timings) -> dict[str, Any]:
+    times = {
+        "startedAt": timings.started_at,
+        "attemptStartedAt": timings.attempt_started_at,
+        "runningAt": timings.running_at,
+        "nextRestartAt": timings.next_restart_at,
+        "completedAt": timings.completed_at,
+    }
+    fields: dict[str, Any] = {key: format_time(at) for key, at in times.items() if at}
+    if timings.last_recovery_seconds is not None:
+        fields["lastRecoverySeconds"] = timings.last_recovery_seconds
+    return fields
+
+
+def _timings_from_dict(raw: Mapping[str, Any]) -> Timings:
+    return Timings(
+        started_at=parse_time(raw.get("startedAt")),
+        attempt_started_at=parse_time(raw.get("attemptStartedAt")),
+        running_at=parse_time(raw.get("runningAt")),
+        next_restart_at=parse_time(raw.get("nextRestartAt")),
+        completed_at=parse_time(raw.get("completedAt")),
+        last_recovery_seconds=_opt_float(raw.get("lastRecoverySeconds")),
+    )

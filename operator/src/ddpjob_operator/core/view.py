@@ -1,0 +1,119 @@
+"""What one planning round looks at: the job parsed, its pods sorted, the clock.
+
+Also the Change that a policy returns: the next status with what is to be told about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any, Literal
+
+from ddpjob_operator.core import classify
+from ddpjob_operator.core import status as st
+from ddpjob_operator.core.actions import Event, Measurement, Outcomes, Refusal
+from ddpjob_operator.core.observe import Job, Pod
+from ddpjob_operator.core.spec import Spec
+from ddpjob_operator.core.status import Status
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """``members`` by replica: pods of the current attempt; ``others``: ours, but no members."""
+
+    job: Job
+    spec: Spec
+    status: Status
+    members: Mapping[int, Pod]
+    others: tuple[Pod, ...]
+    outcomes: Outcomes
+    now: datetime
+
+    @property
+    def missing(self) -> list[int]:
+        """Replicas without a pod in this attempt that have not succeeded in it."""
+        have = self.members.keys() | self.succeeded
+        return [r for r in range(self.spec.replicas) if r not in have]
+
+    @property
+    def succeeded(self) -> frozenset[int]:
+        """Replicas done in this attempt. Stored ones count though their pod is gone."""
+        done = {r for r, pod in self.members.items() if classify.succeeded(pod)}
+        return self.status.succeeded | done
+
+    @property
+    def refusals(self) -> dict[int, Refusal]:
+        """The API's refusals of this attempt's creations that still leave a gap."""
+        return {
+            replica: self.outcomes.refusals[replica]
+            for replica in self.missing
+            if replica in self.outcomes.refusals
+            and self.outcomes.refusals[replica].attempt == self.status.attempt
+        }
+
+    @property
+    def next_attempt(self) -> int:
+        """Never below what a pod already carries, even after etcd was restored."""
+        seen = [pod.attempt or 0 for pod in self.others]
+        return max([self.status.attempt, *seen]) + 1
+
+    @property
+    def snapshot_step(self) -> int:
+        """The newest committed snapshot anyone has told of."""
+        told = [self.status.progress.snapshot_step, self.status.restarts.snapshot_step]
+        if self.outcomes.progress:
+            told.append(self.outcomes.progress.snapshot_step)
+        reports = (pod.trainer.report for pod in self.members.values())
+        told += [report.snapshot_step for report in reports if report]
+        return max(step or 0 for step in told)
+
+
+def look(
+    job: Job, spec: Spec, status: Status, pods: Sequence[Pod], outcomes: Outcomes, now: datetime
+) -> View:
+    """Sort the job's pods. Pods that are not owned by its uid are not seen at all."""
+    members: dict[int, Pod] = {}
+    others: list[Pod] = []
+    current = status.attempt if status.attempt >= status.members_since else None
+    for pod in pods:
+        if pod.owner_uid != job.uid:
+            continue
+        replica, counts = pod.replica, current is not None and pod.attempt == current
+        if counts and replica is not None and replica < spec.replicas:
+            members[replica] = pod
+        else:
+            others.append(pod)
+    return View(job, spec, status, members, tuple(others), outcomes, now)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The status that should be stored, and what to tell once it is."""
+
+    status: Status
+    events: tuple[Event, ...] = ()
+    measurements: tuple[Measurement, ...] = ()
+
+    def tell(self, type_: Literal["Normal", "Warning"], reason: str, message: str) -> Change:
+        """Add an Event."""
+        event = Event(type_, reason, message)
+        return replace(self, events=(*self.events, event))
+
+    def measure(self, *measurements: Measurement) -> Change:
+        """Add observations for /metrics."""
+        return replace(self, measurements=(*self.measurements, *measurements))
+
+    def with_status(self, **fields: Any) -> Change:
+        """Replace fields of the status."""
+        return replace(self, status=replace(self.status, **fields))
+
+    def condition(
+        self, type_: str, value: bool, reason: str, message: str, now: datetime
+    ) -> Change:
+        """Set a condition. A false one that never was true is left out: it says nothing."""
+        if not value and self.status.condition(type_) is None:
+            return self
+        return self.with_status(
+            conditions=st.with_condition(self.status.conditions, type_, value, reason, message, now)
+        )

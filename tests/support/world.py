@@ -1,0 +1,218 @@
+"""A tiny world for the pure planner: carries out its actions on dicts, with a clock.
+
+It is no API server (the api level has a real one): it knows just what plan() may see, so
+that a whole story of a gang runs in a millisecond. A hand plays user and kubelet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from ddpjob_operator.core import actions as act
+from ddpjob_operator.core import observe
+from ddpjob_operator.core.plan import plan
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+JOB_UID = "uid-of-job"
+
+
+def job_object(**spec: Any) -> dict[str, Any]:
+    """A DDPJob of 3 replicas; keyword arguments replace fields of the spec."""
+    template = {"spec": {"containers": [{"name": "trainer", "image": "trainer"}]}}
+    return {
+        "apiVersion": "ddpjob.dev/v1alpha1",
+        "kind": "DDPJob",
+        "metadata": {
+            "namespace": "ns",
+            "name": "job",
+            "uid": JOB_UID,
+            "resourceVersion": "1",
+            "generation": 1,
+        },
+        "spec": {"replicas": 3, "template": template, **spec},
+    }
+
+
+@dataclass
+class World:
+    """State of the cluster as far as one job goes; ``log`` lists every write of ours."""
+
+    job: dict[str, Any] = field(default_factory=job_object)
+    pods: dict[str, dict[str, Any]] = field(default_factory=dict)
+    outcomes: act.Outcomes = field(default_factory=act.Outcomes)
+    now: datetime = START
+    log: list[str] = field(default_factory=list)
+    events: list[act.Event] = field(default_factory=list)
+    measurements: list[act.Measurement] = field(default_factory=list)
+    refuse: Callable[[act.CreatePod], act.Refusal | None] = lambda _: None
+    refuse_network: Callable[[act.EnsureNetwork], act.Refusal | None] = lambda _: None
+    graceful: bool = False  # deletions wait until finish_deletions()
+    job_deleted: bool = False
+    serial: int = 0
+
+    # --- the operator ---------------------------------------------------------------------
+
+    def plan(self) -> act.Plan:
+        return plan(observe.job(self.job), [observe.pod(p) for p in self.pods.values()],
+                    self.outcomes, self.now)  # fmt: skip
+
+    def settle(self, rounds: int = 60) -> World:
+        """Plan and act until nothing is left to do now. Fails if that never comes."""
+        for _ in range(rounds):
+            todo = self.plan().actions
+            if not todo:
+                return self
+            for action in todo:
+                self.carry_out(action)
+        raise AssertionError(f"no fixed point after {rounds} rounds: {self.log[-8:]}")
+
+    def carry_out(self, action: act.Action) -> None:
+        match action:
+            case act.WriteStatus():
+                self.job["status"] = dict(action.status)
+                self.outcomes = replace(self.outcomes, status_written_at=self.now)
+                self.events += action.events
+                self.measurements += action.measurements
+                self.log.append(f"status {action.status['phase']} {action.status.get('attempt')}")
+            case act.DeletePod():
+                self._delete(action)
+            case act.ConfirmGone():
+                older = [p for p in self.pods.values() if self._attempt(p) < action.attempt]
+                if not older:
+                    self.outcomes = replace(self.outcomes, confirmed_attempt=action.attempt)
+            case act.EnsureNetwork():
+                refusal = self.refuse_network(action)
+                attempt = self.outcomes.network_attempt if refusal else action.attempt
+                self.outcomes = replace(
+                    self.outcomes, network_attempt=attempt, network_refusal=refusal
+                )
+            case act.CreatePod():
+                self._create(action)
+            case act.DeleteJob():
+                self.job_deleted = True
+                self.log.append("delete job")
+
+    def restart_operator(self) -> World:
+        self.outcomes = act.Outcomes()
+        return self
+
+    # --- the hand: user, kubelet, clock ---------------------------------------------------
+
+    def wait(self, seconds: float) -> World:
+        self.now += timedelta(seconds=seconds)
+        return self.settle()
+
+    def run(self, *replicas: int) -> World:
+        for replica in replicas or range(self.job["spec"]["replicas"]):
+            self._state(replica, "Running", {"running": {}}, ready=True)
+        return self.settle()
+
+    def end(
+        self,
+        replica: int,
+        code: int,
+        *,
+        reason: str = "Error",
+        message: str = "",
+        settle: bool = True,
+    ) -> World:
+        phase = "Failed" if code else "Succeeded"
+        at = self.now.isoformat()
+        state = {"exitCode": code, "reason": reason, "message": message, "finishedAt": at}
+        self._state(replica, phase, {"terminated": state})
+        return self.settle() if settle else self
+
+    def waiting(self, replica: int, reason: str, message: str = "") -> World:
+        self._state(replica, "Pending", {"waiting": {"reason": reason, "message": message}})
+        return self.settle()
+
+    def vanish(self, replica: int) -> World:
+        del self.pods[f"job-{replica}"]
+        return self.settle()
+
+    def terminate(self, replica: int, grace: int = 30) -> World:
+        """kubectl delete pod: the object stays until its containers have ended."""
+        self._mark(self.pods[f"job-{replica}"], grace)
+        return self.settle()
+
+    def finish_deletions(self) -> World:
+        self.pods = {
+            name: pod
+            for name, pod in self.pods.items()
+            if "deletionTimestamp" not in pod["metadata"]
+        }
+        return self.settle()
+
+    def patch(self, **spec: Any) -> World:
+        self.job["spec"] |= spec
+        self.job["metadata"]["generation"] += 1
+        return self.settle()
+
+    # --- reading --------------------------------------------------------------------------
+
+    @property
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.job["status"]
+        return found
+
+    @property
+    def phase(self) -> str:
+        return str(self.status["phase"])
+
+    def condition(self, type_: str) -> dict[str, Any]:
+        found = (c for c in self.status["conditions"] if c["type"] == type_)
+        return next(found, {})
+
+    def attempts(self) -> set[int]:
+        return {self._attempt(pod) for pod in self.pods.values()}
+
+    # --- inside ---------------------------------------------------------------------------
+
+    @staticmethod
+    def _attempt(pod: dict[str, Any]) -> int:
+        return int(pod["metadata"]["labels"][observe.LABEL_ATTEMPT])
+
+    def _mark(self, pod: dict[str, Any], grace: int) -> None:
+        pod["metadata"] |= {
+            "deletionTimestamp": self.now.isoformat(),
+            "deletionGracePeriodSeconds": grace,
+        }
+
+    def _state(
+        self, replica: int, phase: str, state: dict[str, Any], *, ready: bool = False
+    ) -> None:
+        status = {"name": "trainer", "state": state, "ready": ready, "restartCount": 0}
+        pod = self.pods[f"job-{replica}"]
+        pod["spec"]["nodeName"] = f"node{replica % 2 + 1}"
+        pod["status"] = {"phase": phase, "containerStatuses": [status]}
+
+    def _create(self, action: act.CreatePod) -> None:
+        refusal = self.refuse(action)
+        refusals = {r: f for r, f in self.outcomes.refusals.items() if r != action.replica}
+        if refusal is None:
+            self.serial += 1
+            body: dict[str, Any] = dict(action.body)
+            body["metadata"] = {
+                **body["metadata"],
+                "uid": f"pod-{self.serial}",
+                "creationTimestamp": self.now.isoformat(),
+            }
+            name = body["metadata"]["name"]
+            assert name not in self.pods, f"{name} created twice"
+            self.pods[name] = body
+            self.log.append(f"create {name} {action.attempt}")
+        else:
+            refusals[action.replica] = refusal
+        self.outcomes = replace(self.outcomes, refusals=refusals)
+
+    def _delete(self, action: act.DeletePod) -> None:
+        pod = self.pods[action.name]
+        assert pod["metadata"]["uid"] == action.uid
+        self.log.append(f"delete {action.name} {self._attempt(pod)}")
+        if self.graceful:
+            self._mark(pod, 30 if action.grace_seconds is None else action.grace_seconds)
+        else:
+            del self.pods[action.name]

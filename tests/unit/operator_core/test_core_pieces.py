@@ -1,0 +1,276 @@
+"""Tables for the pure pieces: classification, parsing of what strangers wrote, rendering."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from ddpjob_operator.core import classify, contract, observe, render, spec, status
+from support.world import START, World, job_object
+
+
+def pod(state: dict[str, Any] | None = None, **changes: Any) -> observe.Pod:
+    """A member on node1; ``state`` of its trainer container, ``changes`` of status or metadata."""
+    meta = {
+        "namespace": "ns", "name": "job-1", "uid": "u",
+        "labels": {observe.LABEL_ATTEMPT: "1", observe.LABEL_REPLICA: "1"},
+        **changes.pop("metadata", {}),
+    }  # fmt: skip
+    statuses = [] if state is None else [{"name": "trainer", "state": state, "restartCount": 0}]
+    body = {"phase": "Running", "containerStatuses": statuses, **changes}
+    spec_ = {"nodeName": "node1", "containers": [{"name": "side"}, {"name": "trainer"}]}
+    return observe.pod({"metadata": meta, "spec": spec_, "status": body})
+
+
+def exited(code: int, reason: str = "Error", **more: Any) -> dict[str, Any]:
+    return {"terminated": {"exitCode": code, "reason": reason, **more}}
+
+
+DISRUPTED = [{"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}]
+DELETING = {"deletionTimestamp": "2026-01-01T00:00:00Z"}
+
+
+@pytest.mark.parametrize(
+    ("found", "cls", "reason"),
+    [
+        (pod(exited(1)), "User", "ExitCode1"),
+        (pod(exited(137)), "User", "SIGKILL"),
+        (pod(exited(139)), "User", "SIGSEGV"),
+        (pod(exited(128 + 63)), "User", "Signal63"),
+        (pod(exited(9, signal=9)), "User", "SIGKILL"),
+        (pod(exited(137, "OOMKilled")), "OOM", "OOMKilled"),
+        (pod(exited(137, "OOMKilled"), metadata=DELETING), "OOM", "OOMKilled"),
+        (pod(exited(2)), "Permanent", "ExitCode2"),
+        (pod(exited(127, "ContainerCannotRun")), "Permanent", "ContainerCannotRun"),
+        (pod(exited(128, "StartError")), "Permanent", "StartError"),
+        (pod(exited(70)), "Diverged", "ExitCode70"),
+        (pod(exited(75)), "Collateral", "ExitCode75"),
+        (pod(exited(76)), "Hang", "ExitCode76"),
+        (pod(exited(143)), "Collateral", "SIGTERM"),
+        (pod(exited(255)), "Infrastructure", "ExitCode255"),
+        (pod(exited(137, "ContainerStatusUnknown")), "Infrastructure", "ContainerStatusUnknown"),
+        (pod({"terminated": {"reason": "Error"}}), "Infrastructure", "ExitCodeNone"),
+        (pod(exited(1), metadata=DELETING), "Disruption", "PodDeleted"),
+        (pod(exited(1), conditions=DISRUPTED), "Disruption", "EvictionByEvictionAPI"),
+        (pod(None, phase="Failed", reason="Evicted"), "Disruption", "Evicted"),
+        (pod(None, phase="Failed", reason="UnexpectedAdmissionError"), "Infrastructure",
+         "UnexpectedAdmissionError"),
+        (pod({"waiting": {}}, phase="Failed"), "Infrastructure", "NeverStarted"),
+    ],
+)  # fmt: skip
+def test_classes(found: observe.Pod, cls: str, reason: str):
+    failure = classify.failure(found, 1, START)
+    assert failure is not None
+    assert (failure.cls, failure.reason) == (cls, reason)
+
+
+def test_a_container_that_was_restarted_has_split_the_gang():
+    state = {"name": "trainer", "state": {"running": {}}, "restartCount": 1}
+    failure = classify.failure(pod(containerStatuses=[state]), 1, START)
+    assert failure is not None
+    assert failure.reason == "ContainerRestarted"
+
+
+@pytest.mark.parametrize("state", [None, {"running": {}}, {"waiting": {}}, exited(0)])
+def test_no_failure(state: dict[str, Any] | None):
+    assert classify.failure(pod(state), 1, START) is None
+
+
+def test_cause_is_the_strongest_class_then_the_earliest():
+    def loss(replica: int, cls: str) -> status.Failure:
+        return status.Failure(1, replica, cls, "", "", START)
+
+    losses = [loss(0, "Collateral"), loss(1, "User"), loss(2, "User"), loss(3, "Disruption")]
+    at = {1: datetime(2026, 1, 1, 0, 0, 9, tzinfo=UTC), 2: START, 3: None}
+    assert classify.cause(losses, at) == losses[2]
+    assert classify.cause([], {}) is None
+
+
+def test_the_report_of_the_launcher_explains_the_failure():
+    report = {
+        "version": 1, "kind": "exception", "rank": 5, "code": 1, "round": 2, "step": 7,
+        "loss": 0.5, "snapshotStep": 4, "exception": "ValueError: no", "log": ["a", "b\x1b[31m"],
+    }  # fmt: skip
+    failure = classify.failure(pod(exited(1, message=json.dumps(report))), 2, START)
+    assert failure is not None
+    assert (failure.rank, failure.round) == (5, 2)
+    assert failure.message == "ValueError: no\na\nb\N{REPLACEMENT CHARACTER}[31m"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Traceback: boom", "{not json", '{"version": 9}', "[1]", '{"a":' * 5000 + "1",
+        '{"version": 1, "rank": -1, "log": {}, "loss": 1e999, "step": true, "exception": 7}',
+    ],
+)  # fmt: skip
+def test_last_words_of_strangers_never_raise(message: str):
+    failure = classify.failure(pod(exited(1, message=message)), 1, START)
+    assert failure is not None
+    assert failure.rank == 1
+    assert len(failure.message) <= observe.MESSAGE_MAX
+
+
+def test_the_rank_is_unknown_with_several_processes_and_no_report():
+    failure = classify.failure(pod(exited(1)), 8, START)
+    assert failure is not None
+    assert failure.rank is None
+
+
+def test_long_text_is_cut_at_the_front_of_a_log():
+    failure = classify.failure(pod(exited(1, message="x" * 5000 + "the end")), 1, START)
+    assert failure is not None
+    assert failure.message.endswith("the end")
+    assert observe.clean("y" * 2000) == "y" * (observe.MESSAGE_MAX - 1) + "\N{HORIZONTAL ELLIPSIS}"
+
+
+@pytest.mark.parametrize(
+    ("raw", "loss"),
+    [({"loss": 1}, 1.0), ({"loss": float("nan")}, None), ({"loss": 10**400}, None),
+     ({"loss": "1"}, None), ({"loss": True}, None)],
+)  # fmt: skip
+def test_progress_of_a_stranger(raw: dict[str, Any], loss: float | None):
+    found = observe.progress(raw, START)
+    assert found is not None
+    assert found.loss == loss
+
+
+def test_no_progress():
+    assert observe.progress([], START) is None
+
+
+def test_status_survives_a_round_trip():
+    world = World(job_object(suspend=False)).settle().run().end(1, 137)
+    assert status.to_dict(status.from_dict(world.status)) == world.status
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [None, [], {"phase": 7, "conditions": [1, {"type": "A"}], "failures": [{}], "attempt": "x",
+     "progress": {"loss": "x"}, "timings": {"startedAt": "yesterday", "runningAt": "2026-01-01"},
+     "succeededReplicas": "0-99999999"}],
+)  # fmt: skip
+def test_a_status_that_makes_no_sense_counts_as_none(raw: object):
+    found = status.from_dict(raw)
+    assert (found.phase, found.conditions, found.failures) == (None, (), ())
+    assert found.succeeded == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("0-2,5", {0, 1, 2, 5}), ("", set()), ("a", set()), (None, set())]
+)
+def test_ranges(text: object, found: set[int]):
+    assert status.parse_ranges(text) == found
+    if found:
+        assert status.format_ranges(frozenset(found)) == text
+
+
+@pytest.mark.parametrize(
+    ("nproc", "limits", "expected"),
+    [("auto", {}, 1), ("auto", {"nvidia.com/gpu": "8"}, 8), ("auto", {"nvidia.com/gpu": 2}, 2),
+     ("auto", {"nvidia.com/gpu": "0"}, 1), (4, {}, 4), ("4", {}, 4)],
+)  # fmt: skip
+def test_nproc_per_node(nproc: object, limits: dict[str, Any], expected: int):
+    template = {"spec": {"containers": [{"name": "t", "resources": {"limits": limits}}]}}
+    found = spec.parse({"nprocPerNode": nproc, "template": template, "replicas": 2})
+    assert found.nproc_per_node == expected
+    assert found.world_size == 2 * expected
+
+
+def test_a_template_without_containers_is_refused():
+    with pytest.raises(spec.SpecError, match=r"spec\.template\.spec\.containers"):
+        spec.parse({"template": {"spec": {"containers": []}}})
+
+
+def render_pod(template: dict[str, Any], **more: Any) -> dict[str, Any]:
+    obj = job_object(template=template, **more)
+    return render.pod(observe.job(obj), spec.parse(obj["spec"]), 3, 1)
+
+
+def test_the_environment_of_the_contract():
+    template = {"spec": {"containers": [{"name": "trainer", "env": [{"name": "A", "value": "b"}]}]}}
+    body = render_pod(
+        template, nprocPerNode=1, snapshot={"path": "/s/", "volume": {"emptyDir": {}}}
+    )
+    env = {e["name"]: e["value"] for e in body["spec"]["containers"][0]["env"]}
+    assert env["MASTER_ADDR"] == env["PET_MASTER_ADDR"] == "job-0.job.ns.svc"
+    assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"]) == ("1", "3", "0")
+    assert (env["PET_NNODES"], env["PET_NODE_RANK"], env["PET_RDZV_ID"]) == (
+        "3", "1", "uid-of-job-3")  # fmt: skip
+    assert (env[contract.ATTEMPT], env[contract.REPLICA]) == ("3", "1")
+    assert env[contract.SNAPSHOT_DIR] == "/s/job"
+    assert body["spec"]["containers"][0]["env"][-1] == {"name": "A", "value": "b"}
+    reserved = set(contract.RESERVED_ENV)
+    ours = {name for name in env if name != "A" and name != "PYTHONUNBUFFERED"}
+    assert all(name in reserved or name.startswith(contract.OWN_PREFIX) for name in ours)
+
+
+def test_ranks_are_left_to_the_launcher_with_several_processes_per_pod():
+    body = render_pod({"spec": {"containers": [{"name": "t"}]}}, nprocPerNode=2)
+    names = {e["name"] for e in body["spec"]["containers"][0]["env"]}
+    assert not names & set(contract.PROCESS_ENV)
+
+
+def test_what_the_user_wrote_is_kept():
+    template = {
+        "metadata": {"labels": {"team": "a"}, "annotations": {"x": "y"}},
+        "spec": {
+            "containers": [
+                {"name": "side", "image": "s"},
+                {
+                    "name": "trainer",
+                    "env": [{"name": "PYTHONUNBUFFERED", "value": "0"}],
+                    "terminationMessagePolicy": "File",
+                    "volumeMounts": [{"name": "mine", "mountPath": "/dev/shm/"}],
+                    "x-unknown": {"deep": [1]},
+                },
+            ],
+            "volumes": [{"name": "mine", "emptyDir": {}}],
+            "automountServiceAccountToken": True,
+            "tolerations": [{"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"}],
+        },
+    }
+    before = json.dumps(template)
+    body = render_pod(template)
+    assert json.dumps(template) == before
+    trainer = body["spec"]["containers"][1]
+    assert [e["value"] for e in trainer["env"] if e["name"] == "PYTHONUNBUFFERED"] == ["0"]
+    assert trainer["terminationMessagePolicy"] == "File"
+    assert trainer["x-unknown"] == {"deep": [1]}
+    assert body["spec"]["volumes"] == template["spec"]["volumes"]  # type: ignore[index]
+    assert body["spec"]["automountServiceAccountToken"] is True
+    assert body["spec"]["containers"][0] == {"name": "side", "image": "s"}
+    assert [t["key"] for t in body["spec"]["tolerations"]] == [
+        "node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready"]  # fmt: skip
+    assert body["metadata"]["labels"]["team"] == "a"
+    assert body["metadata"]["annotations"]["x"] == "y"
+
+
+def test_a_toleration_of_everything_needs_no_other():
+    template = {"spec": {"containers": [{"name": "t"}], "tolerations": [{"operator": "Exists"}]}}
+    assert len(render_pod(template)["spec"]["tolerations"]) == 1
+
+
+def test_the_pod_is_ours_and_never_restarts_by_itself():
+    body = render_pod({"spec": {"containers": [{"name": "t"}]}})
+    assert body["spec"]["restartPolicy"] == "Never"
+    assert (body["spec"]["hostname"], body["spec"]["subdomain"]) == ("job-1", "job")
+    (owner,) = body["metadata"]["ownerReferences"]
+    assert owner["controller"] is True
+    assert observe.pod({**body, "metadata": {**body["metadata"], "uid": "u"}}).attempt == 3
+
+
+def test_the_network_policy_can_be_left_out():
+    obj = job_object(networkPolicy={"enabled": False})
+    (service,) = render.network(observe.job(obj), spec.parse(obj["spec"]))
+    assert service["spec"]["publishNotReadyAddresses"] is True
+
+
+def test_an_image_that_cannot_be_pulled_is_seen_on_any_container():
+    waiting = {"name": "init", "state": {"waiting": {"reason": "ErrImagePull", "message": "no"}}}
+    found = pod({"waiting": {"reason": "PodInitializing"}}, initContainerStatuses=[waiting])
+    assert (found.waiting_reason, found.waiting_message) == ("ImagePullBackOff", "no")
+    assert pod({"waiting": {"reason": "ContainerCreating"}}).waiting_reason == ""

@@ -1,0 +1,328 @@
+"""Stories of start, success, suspension, deadlines and clean-up, told to the pure planner."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ddpjob_operator.core import actions as act
+from ddpjob_operator.core.status import Progress
+from support.world import World, job_object
+
+
+def started(**spec: object) -> World:
+    return World(job_object(**spec)).settle()
+
+
+def refusal(world: World, code: int, message: str, **more: object) -> act.Refusal:
+    attempt = world.status["attempt"]
+    return act.Refusal(attempt, code, "Reason", message, world.now, **more)  # type: ignore[arg-type]
+
+
+def test_success_needs_every_replica_of_one_attempt():
+    world = started().run().end(0, 0).end(2, 0)
+    assert world.phase == "Running"
+    assert world.status["succeededReplicas"] == "0,2"
+    world.end(1, 0)
+    assert world.phase == "Succeeded"
+    assert world.condition("Complete")["status"] == "True"
+    assert world.status["succeededReplicas"] == "0-2"
+
+
+def test_a_finished_pod_that_is_drained_is_not_a_lost_one():
+    world = started().run().end(0, 0).vanish(0)
+    assert world.status["attempt"] == 1
+    assert world.end(1, 0).end(2, 0).phase == "Succeeded"
+
+
+def test_success_of_an_older_attempt_does_not_count():
+    world = started().run().end(0, 0).end(1, 1)
+    assert world.status.get("succeededReplicas", "") == ""
+    world.run().end(1, 0).end(2, 0)
+    assert world.phase == "Running"
+
+
+def test_success_before_all_ran_still_counts():
+    world = started()
+    for replica in range(3):
+        world.end(replica, 0)
+    assert world.phase == "Succeeded"
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_the_end_is_absorbing(code: int):
+    world = started().run()
+    for replica in range(3):
+        world.end(replica, code, settle=False)
+    world.settle()
+    before = (world.phase, list(world.log))
+    world.pods.clear()
+    world.settle().wait(1000)
+    world.patch(suspend=True)
+    assert (world.phase, world.log) == before
+
+
+def test_clean_up_keeps_finished_pods_unless_all_are_to_go():
+    world = started().run().end(0, 2)
+    assert set(world.pods) == {"job-0"}
+    world = started(cleanPodPolicy="All").run().end(0, 2)
+    assert world.pods == {}
+
+
+def test_a_sidecar_does_not_keep_a_replica_from_succeeding():
+    world = started().run()
+    for replica in range(3):
+        world.end(replica, 0, settle=False)
+        world.pods[f"job-{replica}"]["status"]["phase"] = "Running"
+    assert world.settle().phase == "Succeeded"
+    assert world.pods == {}
+
+
+def test_time_to_live_deletes_the_job():
+    world = started(ttlSecondsAfterFinished=60).run().end(0, 2)
+    assert world.plan().requeue_after == 60
+    world.now = world.now.replace(minute=world.now.minute + 1)
+    assert isinstance(world.plan().actions[-1], act.DeleteJob)
+
+
+def test_suspend_keeps_the_grace_period_and_resume_is_a_new_attempt():
+    world = started().run()
+    world.graceful = True
+    world.patch(suspend=True)
+    assert world.phase == "Suspended"
+    assert world.pods["job-0"]["metadata"]["deletionGracePeriodSeconds"] == 30
+    world.finish_deletions()
+    assert world.condition("Suspended")["status"] == "True"
+    world.patch(suspend=False).run()
+    assert (world.phase, world.status["attempt"]) == ("Running", 2)
+    assert world.status["restarts"]["total"] == 0
+    assert world.condition("Suspended")["status"] == "False"
+
+
+def test_a_job_that_is_born_suspended_creates_nothing():
+    world = started(suspend=True)
+    assert (world.phase, world.pods) == ("Suspended", {})
+    assert world.patch(suspend=False).status["attempt"] == 1
+
+
+def test_active_deadline():
+    world = started(activeDeadlineSeconds=100).run().wait(99)
+    assert world.phase == "Running"
+    assert world.wait(1).phase == "Failed"
+    assert world.condition("Failed")["reason"] == "DeadlineExceeded"
+    assert world.pods == {}
+
+
+def test_the_active_deadline_stands_still_while_suspended():
+    world = started(activeDeadlineSeconds=100).run().patch(suspend=True).wait(500)
+    assert world.phase == "Suspended"
+    assert world.patch(suspend=False).run().wait(99).phase == "Running"
+
+
+def test_startup_deadline_is_charged():
+    world = started(startupDeadlineSeconds=60, restart={"maxRestarts": 1}).run(0, 1)
+    world.waiting(2, "ErrImagePull", "no such image")
+    assert world.condition("Stalled")["reason"] == "ImagePullBackOff"
+    assert "no such image" in world.condition("Stalled")["message"]
+    assert world.wait(60).status["attempt"] == 2
+    assert world.status["lastFailure"]["class"] == "Startup"
+    assert "no such image" in world.status["lastFailure"]["message"]
+    assert world.wait(60).phase == "Failed"
+
+
+def test_waiting_for_capacity_releases_all_and_is_not_charged():
+    world = started(startupDeadlineSeconds=60).run(0, 1)
+    conditions = [{"type": "PodScheduled", "status": "False", "message": "0/2 nodes"}]
+    world.pods["job-2"]["status"] = {"phase": "Pending", "conditions": conditions}
+    assert world.settle().condition("Stalled")["reason"] == "Unschedulable"
+    world.wait(60)
+    assert (world.phase, world.pods) == ("Pending", {})
+    assert world.status["restarts"]["total"] == 0
+    assert world.wait(1).phase == "Starting"
+
+
+def test_quota_releases_what_was_created_and_tries_again():
+    world = World()
+    world.refuse = lambda action: (
+        refusal(world, 403, "exceeded quota: pods") if action.replica == 2 else None
+    )
+    world.settle()
+    assert (world.phase, world.pods) == ("Pending", {})
+    assert world.condition("Stalled")["reason"] == "QuotaExceeded"
+    assert world.wait(1).phase == "Pending"  # refused again
+    assert len([e for e in world.events if e.reason == "QuotaExceeded"]) == 2
+    world.refuse = lambda _: None
+    assert world.wait(2).run().phase == "Running"
+    assert world.status["restarts"]["total"] == 0
+    assert world.condition("Stalled")["status"] == "False"
+
+
+@pytest.mark.parametrize("code", [400, 422])
+def test_a_pod_that_the_api_will_never_take_fails_the_job_in_its_words(code: int):
+    world = World()
+    world.refuse = lambda _: refusal(world, code, 'unknown field "spec.contaners"')
+    world.settle()
+    assert world.phase == "Failed"
+    assert world.condition("Invalid")["status"] == "True"
+    assert "spec.contaners" in world.condition("Invalid")["message"]
+
+
+def test_a_foreign_pod_in_the_way_is_named_and_waited_for():
+    world = World()
+    stranger = act.Existing("Pod", "job-1", None, None, False)
+    world.refuse = lambda action: (
+        refusal(world, 409, "exists", existing=stranger) if action.replica == 1 else None
+    )
+    world.settle()
+    assert world.condition("Stalled")["reason"] == "NameConflict"
+    assert "job-1" in world.condition("Stalled")["message"]
+    world.refuse = lambda _: None
+    world.wait(9)
+    assert "job-1" not in world.pods
+    assert "job-1" in world.wait(1).pods
+
+
+def test_a_foreign_service_in_the_way_stops_before_the_first_pod():
+    world = World()
+    stranger = act.Existing("Service", "job", None, None, False)
+    world.refuse_network = lambda _: refusal(world, 409, "exists", existing=stranger)
+    world.settle()
+    assert world.pods == {}
+    assert world.condition("Stalled")["reason"] == "NameConflict"
+    world.refuse_network = lambda _: None
+    assert len(world.wait(10).pods) == 3
+
+
+def test_a_refused_service_without_a_reason_is_shown_too():
+    world = World()
+    world.refuse_network = lambda _: act.Refusal(1, 0, "", "no answer", world.now)
+    assert world.settle().condition("Stalled")["reason"] == "CreationFailed"
+
+
+def test_another_refusal_is_shown_and_tried_again():
+    world = World()
+    world.refuse = lambda _: refusal(world, 403, "violates PodSecurity")
+    world.settle()
+    assert world.condition("Stalled")["message"] == "violates PodSecurity"
+    world.refuse = lambda _: None
+    assert len(world.wait(2).pods) == 3
+
+
+def test_a_pod_that_takes_long_to_go_or_to_start_is_named():
+    world = started().run()
+    world.graceful = True
+    world.end(0, 1).wait(20)
+    assert world.condition("Stalled")["reason"] == "WaitingForDeletion"
+    world.finish_deletions()
+    world.waiting(1, "ContainerCreating").wait(20)
+    assert world.condition("Stalled")["reason"] == "ContainerCreating"
+    assert "kubectl describe pod" in world.condition("Stalled")["message"]
+    assert world.run().condition("Stalled")["status"] == "False"
+
+
+def test_trouble_that_passes_is_cleared_while_still_starting():
+    world = started()
+    world.waiting(1, "ErrImagePull").wait(21)
+    world.pods["job-1"]["status"] = {"phase": "Pending"}
+    del world.pods["job-1"]["spec"]["nodeName"]
+    world.settle()
+    assert world.condition("Stalled")["status"] == "False"
+
+
+def test_a_changed_template_is_refused_until_it_is_changed_back():
+    world = started().run()
+    original = world.job["spec"]["template"]
+    other = {"spec": {"containers": [{"name": "trainer", "image": "other"}]}}
+    world.patch(template=other)
+    assert world.condition("Invalid")["reason"] == "TemplateChanged"
+    assert world.end(0, 1).status["attempt"] == 1
+    world.patch(template=original)
+    assert world.status["attempt"] == 2
+    assert world.condition("Invalid")["status"] == "False"
+
+
+def test_a_changed_template_creates_nothing_while_starting():
+    world = World()
+    world.carry_out(world.plan().actions[0])
+    world.job["spec"]["template"] = {"spec": {"containers": [{"name": "a", "image": "b"}]}}
+    assert world.settle().pods == {}
+
+
+def test_the_template_may_change_while_suspended():
+    world = started().run().patch(suspend=True)
+    other = {"spec": {"containers": [{"name": "trainer", "image": "other"}]}}
+    world.patch(template=other).patch(suspend=False).run()
+    assert world.phase == "Running"
+    assert world.pods["job-0"]["spec"]["containers"][0]["image"] == "other"
+
+
+def test_a_spec_that_no_schema_caught_fails_with_the_field():
+    world = started(nprocPerNode="many")
+    assert world.phase == "Failed"
+    assert "spec.nprocPerNode" in world.condition("Invalid")["message"]
+    assert world.plan() == act.Plan()
+
+
+def test_what_does_not_work_yet_is_told():
+    world = started(restart={"inPlace": {"enabled": True}}, nodeLost={"policy": "Fence"}, hang={})
+    message = world.condition("Unsupported")["message"]
+    for name in ("spec.restart.inPlace", "spec.nodeLost", "spec.hang"):
+        assert name in message
+    world.job["spec"]["restart"] = {}
+    world.patch(nodeLost={"policy": "Wait"})
+    del world.job["spec"]["hang"]
+    assert world.settle().condition("Unsupported")["status"] == "False"
+
+
+def test_a_job_in_deletion_is_left_to_the_garbage_collector():
+    world = started()
+    world.job["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    assert world.plan() == act.Plan()
+
+
+def test_reports_are_held_back_but_decisions_are_not():
+    world = started()
+    for replica in range(3):
+        world._state(replica, "Running", {"running": {}})
+    world.settle()
+    assert world.phase == "Running"
+    world.pods["job-0"]["status"]["containerStatuses"][0]["ready"] = True
+    assert world.plan().actions == ()
+    assert world.plan().requeue_after == 2.0
+    world.wait(2)
+    assert world.status["ready"] == "1/3"
+
+
+def test_progress_is_merged_and_quiet_polls_write_nothing():
+    world = started().run().wait(2)
+    world.outcomes = replace(
+        world.outcomes, progress=Progress(step=10, loss=0.5, updated_at=world.now)
+    )
+    world.settle()
+    assert world.status["progress"]["step"] == 10
+    world.log.clear()
+    world.wait(30)
+    world.outcomes = replace(world.outcomes, progress=Progress(step=10, updated_at=world.now))
+    world.settle()
+    assert world.log == []
+
+
+def test_the_last_words_of_replica_0_are_the_final_progress():
+    report = '{"version":1,"kind":"success","step":400,"loss":0.01,"snapshotStep":400}'
+    world = started().run().end(1, 0).end(2, 0).end(0, 0, message=report)
+    assert world.status["progress"]["step"] == 400
+    assert world.status["progress"]["snapshotStep"] == 400
+
+
+def test_a_member_lost_while_starting_is_not_counted_as_vanished():
+    world = started().run(0, 1).vanish(2)
+    assert world.status["attempt"] == 1
+    assert "job-2" in world.pods
+
+
+def test_lost_steps_are_measured():
+    world = started().run()
+    world.end(1, 137, message='{"version":1,"kind":"signal","step":60,"snapshotStep":50}')
+    lost = [m.value for m in world.measurements if m.name == "lost_steps"]
+    assert lost == [10]

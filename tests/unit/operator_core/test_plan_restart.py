@@ -1,0 +1,296 @@
+"""Stories of a gang that loses members, told to the pure planner."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from ddpjob_operator.core import actions as act
+from ddpjob_operator.core.status import Progress
+from support.world import World, job_object
+
+
+def started(**spec: object) -> World:
+    return World(job_object(**spec)).settle()
+
+
+def running(**spec: object) -> World:
+    world = started(**spec).run()
+    world.log.clear()
+    return world
+
+
+def test_first_start_stores_the_intent_before_anything_else():
+    world = started()
+    assert world.log == [
+        "status Pending 1",
+        "status Starting 1",
+        "create job-0 1",
+        "create job-1 1",
+        "create job-2 1",
+    ]
+    assert world.run().phase == "Running"
+    assert world.condition("Running")["status"] == "True"
+
+
+def test_intent_is_alone_in_its_plan():
+    world = running().end(1, 1, settle=False)
+    (write,) = world.plan().actions
+    assert isinstance(write, act.WriteStatus)
+    assert (write.status["phase"], write.status["attempt"]) == ("Restarting", 2)
+    assert write.status["membersSince"] == 2
+
+
+def test_restart_costs_three_status_writes_and_two_per_replica():
+    world = running()
+    world.end(1, 137).run()
+    assert [line for line in world.log if line.startswith("status")] == [
+        "status Restarting 2",
+        "status Starting 2",
+        "status Running 2",
+    ]
+    assert sum(line.startswith("delete") for line in world.log) == 3
+    assert sum(line.startswith("create") for line in world.log) == 3
+    first_create = next(i for i, line in enumerate(world.log) if line.startswith("create"))
+    assert all(not line.startswith("delete") for line in world.log[first_create:])
+
+
+@pytest.mark.parametrize("replica", range(3))
+@pytest.mark.parametrize("how", ["killed", "vanished", "deleted"])
+def test_any_member_lost_in_any_way_is_one_restart(replica: int, how: str):
+    world = running()
+    if how == "killed":
+        world.end(replica, 137)
+    elif how == "vanished":
+        world.vanish(replica)
+    else:
+        world.terminate(replica).end(replica, 143)
+    world.run()
+    assert world.status["attempt"] == 2
+    assert world.status["restarts"]["total"] == 1
+    assert world.status["restarts"]["charged"] == (1 if how == "killed" else 0)
+    assert world.status["lastFailure"]["replica"] == replica
+    assert world.attempts() == {2}
+    assert world.phase == "Running"
+
+
+def test_members_killed_together_count_once():
+    world = running()
+    world.end(0, 137, settle=False).end(2, 137, settle=False).settle().run()
+    assert world.status["attempt"] == 2
+    assert world.status["restarts"] == {
+        "total": 1, "charged": 1, "disruptions": 0, "consecutive": 1,
+        "inPlace": 0, "snapshotStep": 0,
+    }  # fmt: skip
+
+
+def test_no_pod_is_created_while_an_old_one_is_still_there():
+    world = running()
+    world.graceful = True
+    world.end(1, 1)
+    assert world.phase == "Restarting"
+    assert world.attempts() == {1}
+    assert not [line for line in world.log if line.startswith("create")]
+    assert all(pod["metadata"]["deletionGracePeriodSeconds"] == 2 for pod in world.pods.values())
+    world.finish_deletions()
+    assert world.attempts() == {2}
+
+
+def test_a_long_grace_under_way_is_cut_short_once_a_member_is_dead():
+    world = running()
+    world.graceful = True
+    world.terminate(0, grace=600)
+    assert world.phase == "Running"  # it may still save a snapshot
+    world.end(1, 1)
+    assert world.pods["job-0"]["metadata"]["deletionGracePeriodSeconds"] == 2
+    assert world.plan().actions == ()
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2])
+def test_max_restarts_is_exact(limit: int):
+    world = running(restart={"maxRestarts": limit})
+    for _ in range(limit):
+        assert world.end(1, 1).wait(10).run().phase == "Running"
+    world.end(1, 1)
+    assert world.phase == "Failed"
+    assert world.status["attempt"] == limit + 1
+    failure = world.status["lastFailure"]
+    assert (failure["class"], failure["exitCode"], failure["node"]) == ("User", 1, "node2")
+    assert world.condition("Failed")["reason"] == "MaxRestartsExceeded"
+    assert f"maxRestarts {limit}" in world.condition("Failed")["message"]
+
+
+def test_disruptions_are_not_charged_but_bounded():
+    world = running(restart={"maxRestarts": 0, "maxDisruptions": 1})
+    assert world.vanish(0).run().phase == "Running"
+    assert world.vanish(0).phase == "Failed"
+    assert world.condition("Failed")["reason"] == "MaxDisruptionsExceeded"
+
+
+def test_backoff_first_at_once_then_doubling_and_bounded():
+    world = running(restart={"maxRestarts": 9, "backoff": {"initialSeconds": 2, "maxSeconds": 5}})
+    for delay in [0, 2, 4, 5, 5]:
+        world.end(0, 1)
+        if delay:
+            assert world.phase == "Restarting"
+            assert world.plan().requeue_after == delay or delay > 2
+            world.wait(delay - 0.5)
+            assert world.attempts() == set()
+            world.wait(0.5)
+        assert world.phase == "Starting"
+        world.run()
+
+
+def test_a_new_snapshot_heals_the_budget():
+    world = running(restart={"maxRestarts": 1})
+    report = '{"version": 1, "kind": "signal", "rank": 1, "signal": 9, "snapshotStep": %d}'
+    world.end(1, 137, message=report % 50).run()
+    assert world.status["restarts"]["charged"] == 1
+    world.end(1, 137, message=report % 100).run()
+    assert (world.phase, world.status["restarts"]["charged"]) == ("Running", 1)
+    world.end(1, 137, message=report % 100)
+    assert world.phase == "Failed"
+
+
+def test_a_snapshot_that_was_polled_heals_too():
+    world = running(restart={"maxRestarts": 1})
+    world.end(1, 1).run()
+    world.outcomes = replace(world.outcomes, progress=Progress(snapshot_step=50))
+    assert world.end(1, 1).run().status["restarts"]["charged"] == 1
+
+
+def test_a_rule_that_does_not_match_changes_nothing():
+    world = running(restart={"rules": [{"exitCodes": [9], "action": "Fail"}]})
+    assert world.end(0, 1).phase == "Starting"
+
+
+def test_a_long_run_forgets_the_backoff():
+    world = running(restart={"maxRestarts": 9})
+    world.end(0, 1).run().wait(301)
+    assert world.end(0, 1).phase == "Starting"  # no wait, though the second in a row
+
+
+@pytest.mark.parametrize("code", [2, 64, 78, 126, 127, 70])
+def test_what_cannot_be_cured_fails_at_once(code: int):
+    world = running().end(2, code)
+    assert world.phase == "Failed"
+    assert world.status["attempt"] == 1
+    assert world.condition("Failed")["reason"] == "PermanentFailure"
+
+
+def test_collateral_waits_for_the_cause():
+    world = running().end(0, 75)
+    assert world.phase == "Running"
+    assert world.plan().requeue_after == 2.0
+    world.now += timedelta(seconds=1)
+    world.end(1, 137)
+    assert world.status["lastFailure"]["replica"] == 1
+
+
+def test_collateral_alone_is_infrastructure():
+    world = running().end(0, 75).wait(2)
+    assert world.phase == "Starting"
+    assert world.status["lastFailure"]["class"] == "Infrastructure"
+
+
+def test_collateral_of_a_pod_that_is_leaving_is_a_disruption():
+    world = running().terminate(2).end(0, 75).wait(2)
+    assert world.status["lastFailure"]["replica"] == 2
+    assert world.status["lastFailure"]["class"] == "Disruption"
+    assert world.status["lastFailure"]["node"] == "node1"
+
+
+def test_the_kubelets_clock_cannot_hold_up_a_decision():
+    world = running()
+    world.now += timedelta(hours=1)
+    world.end(0, 75, settle=False)
+    world.now -= timedelta(hours=1)
+    assert world.settle().phase == "Starting"
+
+
+@pytest.mark.parametrize(
+    ("action", "phase", "charged"),
+    [("Fail", "Failed", 0), ("RestartFree", "Starting", 0), ("Restart", "Starting", 1)],
+)
+def test_first_matching_rule_wins(action: str, phase: str, charged: int):
+    rules = [{"exitCodes": [3], "action": action}, {"exitCodes": [3], "action": "Fail"}]
+    world = running(restart={"rules": rules}).end(0, 3)
+    assert (world.phase, world.status["restarts"]["charged"]) == (phase, charged)
+
+
+@pytest.mark.parametrize("reason", ["OOMKilled", "OOM"])
+def test_rules_match_reason_and_class(reason: str):
+    world = running(restart={"rules": [{"reasons": [reason], "action": "Fail"}]})
+    assert world.end(0, 137, reason="OOMKilled").phase == "Failed"
+
+
+def test_an_operator_restart_at_any_round_changes_nothing():
+    def story(forget_at: int) -> World:
+        world, rounds = running(), 0
+        world.end(1, 137, settle=False)
+        while todo := world.plan().actions:
+            for action in todo:
+                world.carry_out(action)
+            rounds += 1
+            if rounds == forget_at:
+                world.restart_operator()
+        return world.run()
+
+    undisturbed = story(-1)
+    for moment in range(12):
+        world = story(moment)
+        # A new operator may report counts once more; what it does is the same.
+        assert list(dict.fromkeys(world.log)) == list(dict.fromkeys(undisturbed.log))
+        acts = [line for line in world.log if not line.startswith("status")]
+        assert len(acts) == len(set(acts)) == 6
+        assert world.status == undisturbed.status
+
+
+def test_an_old_pod_that_appears_late_is_removed_before_going_on():
+    world = running()
+    stray = {**world.pods["job-0"], "metadata": {**world.pods["job-0"]["metadata"]}}
+    world.end(1, 137, settle=False)
+    world.carry_out(world.plan().actions[0])
+    for action in world.plan().actions:
+        world.carry_out(action)
+    assert world.pods == {}
+    world.pods["job-0"] = stray  # the late POST of a deposed leader
+    world.settle().run()
+    assert world.attempts() == {2}
+    assert world.log.count("delete job-0 1") == 2
+
+
+def test_never_below_an_attempt_that_a_pod_carries():
+    world = running().end(0, 1).run()
+    world.job["status"]["attempt"] = world.job["status"]["membersSince"] = 1  # etcd restored
+    world.settle()
+    assert world.status["attempt"] > 2
+    assert world.attempts() <= {world.status["attempt"]}
+
+
+def test_pods_of_others_are_not_seen():
+    world = started()
+    world.pods["job-0"]["metadata"]["ownerReferences"][0]["uid"] = "somebody else's"
+    assert 0 in {a.replica for a in world.plan().actions if isinstance(a, act.CreatePod)}
+
+
+def test_recovery_time_and_metrics_are_told_with_the_transition():
+    world = running()
+    world.measurements.clear()
+    world.end(1, 137)
+    world.now += timedelta(seconds=3)
+    world.run()
+    assert world.status["timings"]["lastRecoverySeconds"] == 3.0
+    names = [m.name for m in world.measurements]
+    assert names == ["detection_seconds", "restarts_total", "recovery_seconds"]
+    assert [e.reason for e in world.events][-2:] == ["Restarting", "Running"]
+
+
+def test_failures_are_bounded():
+    world = running(restart={"maxRestarts": 99})
+    for _ in range(12):
+        world.end(0, 1).wait(301).run()
+    assert len(world.status["failures"]) == 10
+    assert world.status["lastFailure"]["attempt"] == 12
