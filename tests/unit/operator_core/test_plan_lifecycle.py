@@ -8,7 +8,7 @@ import pytest
 
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core.status import Progress
-from support.world import World, job_object
+from support.world import JOB_UID, World, job_object
 
 
 def started(**spec: object) -> World:
@@ -181,6 +181,18 @@ def test_a_foreign_pod_in_the_way_is_named_and_waited_for():
     world.wait(9)
     assert "job-1" not in world.pods
     assert "job-1" in world.wait(1).pods
+
+
+def test_an_old_pod_of_ours_in_the_way_is_no_conflict():
+    world = World()
+    leaving = act.Existing("Pod", "job-1", JOB_UID, 0, True)
+    world.refuse = lambda action: (
+        refusal(world, 409, "exists", existing=leaving) if action.replica == 1 else None
+    )
+    world.settle()
+    assert world.condition("Stalled") == {}
+    world.refuse = lambda _: None
+    assert "job-1" in world.wait(2).pods
 
 
 def test_a_foreign_service_in_the_way_stops_before_the_first_pod():

@@ -254,12 +254,13 @@ def _creations(view: View) -> tuple[Action, ...]:
 def _resting(view: View, refusal: Refusal | None) -> bool:
     """A refusal of this attempt that is too fresh to try again."""
     return refusal is not None and (
-        refusal.attempt == view.status.attempt and view.now < _retry_at(refusal)
+        refusal.attempt == view.status.attempt and view.now < _retry_at(view, refusal)
     )
 
 
-def _retry_at(refusal: Refusal) -> datetime:
-    return refusal.at + (RETRY_CONFLICT if refusal.existing else RETRY)
+def _retry_at(view: View, refusal: Refusal) -> datetime:
+    foreign = refusal.existing is not None and not report.ours(view, refusal)
+    return refusal.at + (RETRY_CONFLICT if foreign else RETRY)
 
 
 def _wake(view: View) -> float | None:
@@ -270,9 +271,9 @@ def _wake(view: View) -> float | None:
         times.append(startup.deadline(view))
     if status.phase in ("Pending", "Starting", "Restarting") and status.timings.attempt_started_at:
         times.append(status.timings.attempt_started_at + report.PATIENCE)
-    times += [_retry_at(r) for r in view.refusals.values()]
+    times += [_retry_at(view, r) for r in view.refusals.values()]
     if view.outcomes.network_refusal:
-        times.append(_retry_at(view.outcomes.network_refusal))
+        times.append(_retry_at(view, view.outcomes.network_refusal))
     if view.outcomes.status_written_at:
         times.append(view.outcomes.status_written_at + REPORT_INTERVAL)
     left = [(at - now).total_seconds() for at in times if at is not None and at > now]

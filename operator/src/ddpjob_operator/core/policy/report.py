@@ -12,7 +12,6 @@ from datetime import timedelta
 from ddpjob_operator.core import classify
 from ddpjob_operator.core import spec as spec_module
 from ddpjob_operator.core.actions import Refusal
-from ddpjob_operator.core.policy import startup
 from ddpjob_operator.core.status import Progress, Replicas
 from ddpjob_operator.core.view import Change, View
 
@@ -53,10 +52,9 @@ def stall(view: View, change: Change) -> Change:
 
 
 def _reasons(view: View) -> Iterator[tuple[str, str]]:
-    if view.outcomes.network_refusal:
-        yield _refused(view.outcomes.network_refusal)
-    for refusal in view.refusals.values():
-        yield _refused(refusal)
+    for refusal in (view.outcomes.network_refusal, *view.refusals.values()):
+        if refusal and not ours(view, refusal):
+            yield _refused(refusal)
     for pod in view.members.values():
         if pod.waiting_reason:
             yield pod.waiting_reason, f"pod {pod.name}: {pod.waiting_message}"
@@ -79,13 +77,16 @@ def _fresh(view: View) -> bool:
     return since is None or view.now - since < PATIENCE
 
 
+def ours(view: View, refusal: Refusal) -> bool:
+    """What stands in the way is an object of this very job that is about to go."""
+    return refusal.existing is not None and refusal.existing.owner_uid == view.job.uid
+
+
 def _refused(refusal: Refusal) -> tuple[str, str]:
     found = refusal.existing
     if found:
         what = f"{found.kind} {found.name} exists and is not ours: delete or rename one of them"
         return "NameConflict", what
-    if startup.over_quota(refusal):
-        return "QuotaExceeded", refusal.message
     return (refusal.reason or "CreationFailed"), refusal.message
 
 
