@@ -129,7 +129,8 @@ def test_long_text_is_cut_at_the_front_of_a_log():
 
 @pytest.mark.parametrize(
     ("raw", "loss"),
-    [({"loss": 1}, 1.0), ({"loss": float("nan")}, None), ({"loss": 10**400}, None),
+    [({"loss": 1}, 1.0), ({"loss": 0.0007893476}, 0.000789348),
+      ({"loss": float("nan")}, None), ({"loss": 10**400}, None),
      ({"loss": "1"}, None), ({"loss": True}, None)],
 )  # fmt: skip
 def test_progress_of_a_stranger(raw: dict[str, Any], loss: float | None):

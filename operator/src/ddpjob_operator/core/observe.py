@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Any, Final, cast
 
 from ddpjob_operator.core import contract
-from ddpjob_operator.core.lenient import mapping
+from ddpjob_operator.core.lenient import mapping, sequence
 from ddpjob_operator.core.status import Progress, parse_time
 
 GROUP: Final = "ddpjob.dev"
@@ -93,6 +93,7 @@ class Pod:
     waiting_reason: str = ""  # of the first container that cannot start, e.g. ErrImagePull
     waiting_message: str = ""
     created_at: datetime | None = None
+    stopped: bool = False  # every container has ended, whatever the phase still says
     trainer: Container = Container()
 
 
@@ -159,6 +160,7 @@ def pod(obj: Mapping[str, Any]) -> Pod:
         waiting_reason=waiting_reason,
         waiting_message=waiting_message,
         created_at=parse_time(meta.get("creationTimestamp")),
+        stopped=_stopped(spec, status),
         trainer=_trainer(spec, status),
     )
 
@@ -177,8 +179,8 @@ def progress(raw: object, now: datetime) -> Progress | None:
     return Progress(
         step=_count(raw.get("step")),
         total_steps=_count(raw.get("totalSteps")),
-        loss=_finite(raw.get("loss")),
-        samples_per_second=_finite(raw.get("samplesPerSecond")),
+        loss=_rounded(raw.get("loss"), 6),
+        samples_per_second=_rounded(raw.get("samplesPerSecond"), 4),
         snapshot_step=_count(raw.get("snapshotStep")),
         updated_at=now,
     )
@@ -217,6 +219,13 @@ def _trainer(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Container:
         restart_count=int(found.get("restartCount") or 0),
         report=report,
     )
+
+
+def _stopped(spec: Mapping[str, Any], status: Mapping[str, Any]) -> bool:
+    """The kubelet says Running until it has cleaned up, seconds after the last container."""
+    states = [mapping(mapping(s).get("state")) for s in sequence(status.get("containerStatuses"))]
+    all_told = len(states) == len(sequence(spec.get("containers")))
+    return all_told and all("terminated" in state for state in states)
 
 
 def _condition(status: Mapping[str, Any], type_: str, value: str) -> Mapping[str, Any]:
@@ -261,7 +270,7 @@ def _report(text: object) -> Report | None:
         exception=clean(raw.get("exception"), 300),
         log=log,
         step=_count(raw.get("step")),
-        loss=_finite(raw.get("loss")),
+        loss=_rounded(raw.get("loss"), 6),
         round=_count(raw.get("round")),
         snapshot_step=_count(raw.get("snapshotStep")),
     )
@@ -276,6 +285,12 @@ def _count(value: object) -> int | None:
     """A non-negative int64, else None."""
     fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
     return cast("int", value) if fits else None
+
+
+def _rounded(value: object, digits: int) -> float | None:
+    """A finite number with so many significant digits: a column of kubectl shows them all."""
+    number = _finite(value)
+    return None if number is None else float(f"{number:.{digits}g}")
 
 
 def _finite(value: object) -> float | None:

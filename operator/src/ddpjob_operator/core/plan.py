@@ -270,6 +270,7 @@ def _wake(view: View) -> float | None:
     if status.phase == "Starting":
         times.append(startup.deadline(view))
     if status.phase in ("Pending", "Starting", "Restarting") and status.timings.attempt_started_at:
+        times.append(status.timings.attempt_started_at + report.SCHEDULING_PATIENCE)
         times.append(status.timings.attempt_started_at + report.PATIENCE)
     times += [_retry_at(view, r) for r in view.refusals.values()]
     if view.outcomes.network_refusal:

@@ -10,7 +10,6 @@ from datetime import datetime, timedelta
 
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Action, DeleteJob, DeletePod, Plan
-from ddpjob_operator.core.observe import Pod
 from ddpjob_operator.core.status import Progress
 from ddpjob_operator.core.view import Change, View
 
@@ -61,7 +60,8 @@ def clean_up(view: View) -> Plan:
     dead = loss is not None and loss.attempt == view.status.attempt
     grace = DEAD_GANG_GRACE_SECONDS if dead else None
     for pod in (*view.members.values(), *view.others):
-        keep = view.spec.clean_pod_policy == "Running" and _finished(pod)
+        ended = pod.stopped or pod.phase in ("Succeeded", "Failed")
+        keep = view.spec.clean_pod_policy == "Running" and ended
         if not keep and not pod.deleting:
             actions.append(DeletePod(pod.name, pod.uid, grace))
     completed, ttl = view.status.timings.completed_at, view.spec.ttl
@@ -71,11 +71,6 @@ def clean_up(view: View) -> Plan:
     if left > 0:
         return Plan(tuple(actions), left)
     return Plan((*actions, DeleteJob(view.job.uid)))
-
-
-def _finished(pod: Pod) -> bool:
-    """Nothing of it runs any more: a sidecar keeps the phase at Running."""
-    return pod.phase in ("Succeeded", "Failed")
 
 
 def _end(view: View, change: Change, phase: str) -> Change:

@@ -17,6 +17,8 @@ from ddpjob_operator.core.view import Change, View
 
 #: Shorter than this, creating a container or ending a pod is no stall yet.
 PATIENCE = timedelta(seconds=20)
+#: A claim may be bound, or a node come up, moments after the first scheduling attempt.
+SCHEDULING_PATIENCE = timedelta(seconds=5)
 
 
 def fill(view: View, change: Change) -> Change:
@@ -59,7 +61,7 @@ def _reasons(view: View) -> Iterator[tuple[str, str]]:
         if pod.waiting_reason:
             yield pod.waiting_reason, f"pod {pod.name}: {pod.waiting_message}"
     for pod in view.members.values():
-        if pod.unschedulable and not pod.node:
+        if pod.unschedulable and not pod.node and not _fresh(view, SCHEDULING_PATIENCE):
             yield "Unschedulable", f"pod {pod.name}: {pod.unschedulable}"
     if _fresh(view):
         return
@@ -72,9 +74,9 @@ def _reasons(view: View) -> Iterator[tuple[str, str]]:
             yield "ContainerCreating", f"pod {pod.name} on {pod.node} does not start: {hint}"
 
 
-def _fresh(view: View) -> bool:
+def _fresh(view: View, patience: timedelta = PATIENCE) -> bool:
     since = view.status.timings.attempt_started_at
-    return since is None or view.now - since < PATIENCE
+    return since is None or view.now - since < patience
 
 
 def ours(view: View, refusal: Refusal) -> bool:
