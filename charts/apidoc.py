@@ -1,0 +1,155 @@
+"""Writes docs/api.md, the reference of every field of a DDPJob, from the CRD's own schema.
+
+Descriptions, defaults, bounds and rules stand in the CRD only, so that `kubectl explain`, the
+API server and the page cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+INTRO = """\
+# DDPJob: every field
+
+<!-- Written by charts/render.py from the CRD; change charts/ddpjob/templates/_crd_*.tpl. -->
+
+`apiVersion: {api}`, `kind: {kind}`, short name `{short}`. The same texts: `kubectl explain
+ddpjob.spec --recursive`. Fields that are not listed are refused by `kubectl apply`, except
+inside the pod template and in `spec.snapshot.volume`, which take whatever Kubernetes takes.
+Durations are in seconds.
+
+| Short | means |
+|---|---|
+| replica | a pod of the gang, 0 to replicas-1 |
+| rank | a training process, 0 to replicas*nprocPerNode-1 |
+| attempt | one incarnation of the gang's pods, from 1 |
+| round | one incarnation of its processes within an attempt, from 0 |
+| node | a machine of the cluster |
+"""
+
+Schema = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One field; ``same_as`` is the path whose fields it shares, else empty."""
+
+    path: str
+    schema: Schema
+    required: bool
+    same_as: str
+
+
+def render(definition: Schema) -> str:
+    """Return the page for a CustomResourceDefinition (one version)."""
+    version = definition["spec"]["versions"][0]
+    names = definition["spec"]["names"]
+    root = version["schema"]["openAPIV3Schema"]
+    intro = INTRO.format(
+        api=f"{definition['spec']['group']}/{version['name']}",
+        kind=names["kind"],
+        short=names["shortNames"][0],
+    )
+    parts = [intro, "## Columns of `kubectl get ddpjobs`\n", _columns(version)]
+    for name in ("spec", "status"):
+        schema = root["properties"][name]
+        parts += [f"## {name}\n", f"{schema['description']}\n", _table(schema, name)]
+    parts += ["## Rules\n", "What the API server refuses beyond the bounds above.\n"]
+    parts += [_rules(root)]
+    return "\n".join(parts)
+
+
+def _columns(version: Schema) -> str:
+    lines = ["| Column | Field | Shown |", "|---|---|---|"]
+    for column in version["additionalPrinterColumns"]:
+        shown = "with `-o wide`" if column.get("priority") else "always"
+        lines.append(f"| {column['name']} | `{column['jsonPath']}` | {shown} |")
+    return "\n".join(lines) + "\n"
+
+
+def _table(schema: Schema, prefix: str) -> str:
+    lines = ["| Field | Type | Default | Description |", "|---|---|---|---|"]
+    for row in _walk(schema, prefix, []):
+        default = _default(row.schema, row.required)
+        cell = _cell(row.schema) + (
+            f" Its fields are those of `{row.same_as}`." * bool(row.same_as)
+        )
+        lines.append(f"| `{row.path}` | {_type(row.schema)} | {default} | {cell} |")
+    return "\n".join(lines) + "\n"
+
+
+def _walk(schema: Schema, prefix: str, shown: list[tuple[str, Schema]]) -> Iterator[Row]:
+    """Yield every field below ``schema``, parents first; equal sets of fields only once."""
+    for name, field in schema.get("properties", {}).items():
+        path = f"{prefix}.{name}"
+        inner = field.get("items", field)
+        below = f"{path}[]" if "items" in field else path
+        fields = inner.get("properties")
+        same_as = next((where for where, seen in shown if fields and seen == fields), "")
+        yield Row(path, field, name in schema.get("required", ()), same_as)
+        if fields and not same_as:
+            shown.append((below, fields))
+            yield from _walk(inner, below, shown)
+
+
+def _type(field: Schema) -> str:
+    if field.get("x-kubernetes-int-or-string"):
+        return "integer or string"
+    if "items" in field:
+        return f"array of {_type(field['items'])}"
+    if "additionalProperties" in field:
+        return "map of string"
+    if field.get("format") == "date-time":
+        return "time"
+    return str(field["type"])
+
+
+def _default(field: Schema, required: bool) -> str:
+    if required:
+        return "required"
+    default = field.get("default")
+    if default is None or isinstance(default, dict):
+        return ""
+    return f"`{str(default).lower() if isinstance(default, bool) else default}`"
+
+
+def _cell(field: Schema) -> str:
+    """Return the description with what the schema itself adds to it, as one table cell."""
+    bounds = _bounds(field)
+    item_bounds = _bounds(field["items"]) if "items" in field else ""
+    extra = [bounds, f"each {item_bounds}" if item_bounds else ""]
+    text = field["description"] + "".join(f" *{part}*" for part in extra if part)
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _bounds(field: Schema) -> str:
+    parts = []
+    if "enum" in field:
+        parts.append("one of " + ", ".join(field["enum"]))
+    if "minimum" in field and "maximum" in field:
+        parts.append(f"{field['minimum']} to {field['maximum']}")
+    elif "minimum" in field:
+        parts.append(f"at least {field['minimum']}")
+    if "maxItems" in field:
+        parts.append(f"at most {field['maxItems']} items")
+    if "maxProperties" in field:
+        parts.append(f"at most {field['maxProperties']} keys")
+    return ", ".join(parts)
+
+
+def _rules(root: Schema) -> str:
+    seen: dict[str, None] = {}
+    for message in _messages(root):
+        seen.setdefault(" ".join(message.split()))
+    return "".join(f"- {message}\n" for message in seen).replace("<", "&lt;")
+
+
+def _messages(schema: Schema) -> Iterator[str]:
+    for rule in schema.get("x-kubernetes-validations", ()):
+        yield rule["message"]
+    for field in schema.get("properties", {}).values():
+        yield from _messages(field)
+    if "items" in schema:
+        yield from _messages(schema["items"])

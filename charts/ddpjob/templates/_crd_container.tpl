@@ -1,0 +1,125 @@
+{{/*
+Schema of one container of spec.template: only what the rules and the operator look at.
+Every other field of a Kubernetes container is kept as written.
+Call with (dict "kind" "container" | "initContainer").
+*/}}
+{{- define "ddpjob.crd.container" -}}
+type: object
+required: [name]
+x-kubernetes-preserve-unknown-fields: true
+x-kubernetes-validations:
+  - rule: "!has(self.restartPolicy)"
+    fieldPath: .restartPolicy
+    {{- if eq .kind "initContainer" }}
+    message: >-
+      restartPolicy of an init container is not supported (this includes native sidecars):
+      remove it, or move a sidecar to spec.template.spec.containers
+    {{- else }}
+    message: >-
+      restartPolicy of a container is not supported: remove it; the operator restarts the
+      gang, see spec.restart
+    {{- end }}
+  - rule: "!has(self.restartPolicyRules)"
+    fieldPath: .restartPolicyRules
+    message: >-
+      restartPolicyRules of a container are not supported: remove them and use
+      spec.restart.rules
+properties:
+  name:
+    description: Name of the container, a DNS label, unique in the pod.
+    type: string
+    minLength: 1
+    maxLength: 63
+    pattern: ^[a-z0-9]([-a-z0-9]*[a-z0-9])?$
+  image:
+    description: Image to run.
+    type: string
+    maxLength: 1024
+  command:
+    description: Entry point, as an array. The image's own is used when it is left out.
+    type: array
+    maxItems: 1024
+    items: {type: string}
+  args:
+    description: Arguments of the entry point.
+    type: array
+    maxItems: 1024
+    items: {type: string}
+  env:
+    description: >-
+      Environment variables. Those that ddpjob sets itself (rendezvous, ranks and every
+      DDPJOB_ name) are refused.
+    type: array
+    maxItems: 512
+    items:
+      type: object
+      required: [name]
+      x-kubernetes-preserve-unknown-fields: true
+      x-kubernetes-validations:
+        # Held equal to RESERVED_ENV and OWN_PREFIX of the operator's contract.py by a test.
+        - rule: >-
+            !self.name.startsWith('DDPJOB_') && !(self.name in [
+            'MASTER_ADDR', 'MASTER_PORT', 'PET_NNODES', 'PET_NPROC_PER_NODE', 'PET_NODE_RANK',
+            'PET_MASTER_ADDR', 'PET_MASTER_PORT', 'PET_RDZV_ID',
+            'RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'GROUP_RANK'])
+          fieldPath: .name
+          message: >-
+            this environment variable is set by ddpjob itself: remove it from the template
+          messageExpression: >-
+            'environment variable ' + self.name +
+            ' is set by ddpjob itself: remove it from the template'
+      properties:
+        name:
+          description: Name of the variable.
+          type: string
+          minLength: 1
+          maxLength: 256
+  ports:
+    description: Ports that the container listens on. Informational, as in any pod.
+    type: array
+    maxItems: 64
+    items:
+      type: object
+      required: [containerPort]
+      x-kubernetes-preserve-unknown-fields: true
+      properties:
+        containerPort:
+          description: Port number, 1 to 65535.
+          type: integer
+          format: int32
+          minimum: 1
+          maximum: 65535
+  volumeMounts:
+    description: Volumes mounted into the container.
+    type: array
+    maxItems: 128
+    items:
+      type: object
+      required: [name, mountPath]
+      x-kubernetes-preserve-unknown-fields: true
+      x-kubernetes-validations:
+        - rule: "!self.name.startsWith('ddpjob-')"
+          fieldPath: .name
+          message: >-
+            volume names that start with ddpjob- belong to the operator: choose another name
+      properties:
+        name:
+          description: Name of a volume of the pod.
+          type: string
+          maxLength: 63
+        mountPath:
+          description: Where it is mounted.
+          type: string
+          maxLength: 1024
+  restartPolicy:
+    description: Not supported; refused when set.
+    type: string
+    maxLength: 32
+  restartPolicyRules:
+    description: Not supported; refused when set.
+    type: array
+    maxItems: 32
+    items:
+      type: object
+      x-kubernetes-preserve-unknown-fields: true
+{{- end }}

@@ -1,0 +1,429 @@
+{{/* Schema of spec, with its bounds, defaults and rules. */}}
+
+{{- define "ddpjob.crd.spec" -}}
+description: What to run, and what to do when a member is lost.
+type: object
+required: [replicas, template]
+x-kubernetes-validations:
+  - rule: has(self.snapshot) == has(oldSelf.snapshot)
+    fieldPath: .snapshot
+    message: >-
+      spec.snapshot is immutable and can be neither added nor removed: create a new DDPJob
+  # Both ways round: the API server's == overlooks a field that only its right side has when
+  # it has no type here. Where neither side's field has one (nodeName for schedulerName), the
+  # operator's templateHash still sees the change.
+  - rule: >-
+      self.suspend || oldSelf.suspend ||
+      (self.template == oldSelf.template && oldSelf.template == self.template)
+    fieldPath: .template
+    message: >-
+      spec.template may change only while the job is suspended: set spec.suspend to true
+      first, or create a new DDPJob
+  - rule: self.port != self.metrics.port
+    fieldPath: .metrics
+    message: >-
+      spec.metrics.port must differ from spec.port: both are opened in the same pod
+  - rule: >-
+      self.template.spec.containers.all(c,
+      c.name == (self.template.spec.containers.exists(t, t.name == 'trainer')
+      ? 'trainer' : self.template.spec.containers[0].name)
+      || !has(c.ports)
+      || c.ports.all(p, p.containerPort != self.port && p.containerPort != self.metrics.port))
+    fieldPath: .template
+    message: >-
+      a sidecar in spec.template.spec.containers declares a containerPort equal to spec.port
+      or spec.metrics.port, which the trainer opens: change one of them
+  - rule: >-
+      !has(self.snapshot) || self.template.spec.containers.all(c,
+      c.name != (self.template.spec.containers.exists(t, t.name == 'trainer')
+      ? 'trainer' : self.template.spec.containers[0].name)
+      || !has(c.volumeMounts)
+      || c.volumeMounts.all(m, m.mountPath != self.snapshot.path
+      && m.mountPath != self.snapshot.path + '/'))
+    fieldPath: .snapshot
+    message: >-
+      spec.snapshot.path is also a mountPath of the trainer container in spec.template: the
+      operator mounts spec.snapshot.volume there; remove that mount or change the path
+  - rule: self.nodeLost.policy != 'Fence' || has(self.snapshot)
+    fieldPath: .nodeLost
+    message: >-
+      spec.nodeLost.policy Fence needs spec.snapshot: only the snapshot lineage shuts out a
+      pod that lives on behind a lost node; set spec.snapshot or use Wait
+properties:
+  replicas:
+    description: >-
+      Pods in the gang, 1 to 10000. They start, fail and restart together. Immutable.
+    type: integer
+    format: int32
+    minimum: 1
+    maximum: 10000
+    x-kubernetes-validations:
+      - rule: self == oldSelf
+        message: "spec.replicas is immutable: create a new DDPJob"
+  nprocPerNode:
+    description: >-
+      Training processes per pod: a number from 1 to 64, or "auto": the limit nvidia.com/gpu
+      of the trainer container, else 1. Immutable.
+    x-kubernetes-int-or-string: true
+    default: auto
+    x-kubernetes-validations:
+      - rule: "type(self) == int ? (self >= 1 && self <= 64) : string(self) == 'auto'"
+        message: >-
+          spec.nprocPerNode must be a number from 1 to 64 (without quotes) or "auto"
+      - rule: self == oldSelf
+        message: "spec.nprocPerNode is immutable: create a new DDPJob"
+  template:
+    {{- include "ddpjob.crd.template" . | nindent 4 }}
+  port:
+    description: >-
+      Port of the rendezvous on replica 0 (MASTER_PORT), 1024 to 65535. Immutable.
+    type: integer
+    format: int32
+    minimum: 1024
+    maximum: 65535
+    default: 29500
+    x-kubernetes-validations:
+      - rule: self == oldSelf
+        message: "spec.port is immutable: create a new DDPJob"
+  suspend:
+    description: >-
+      true removes the pods and keeps the job; false starts a new attempt from the newest
+      snapshot. It counts against no budget.
+    type: boolean
+    default: false
+  restart:
+    description: When and how often the gang comes back.
+    type: object
+    default: {}
+    properties:
+      maxRestarts:
+        description: >-
+          Exactly so many restarts are allowed for failures of the program; the next failure
+          ends the job. A newer committed snapshot heals the budget. 0 means none.
+        type: integer
+        format: int32
+        minimum: 0
+        maximum: 10000
+        default: 3
+      maxDisruptions:
+        description: >-
+          So many restarts are allowed for causes outside the program (eviction, preemption,
+          drain, lost node), which maxRestarts does not count.
+        type: integer
+        format: int32
+        minimum: 0
+        maximum: 1000000
+        default: 100
+      backoff:
+        description: >-
+          Delay between restarts. The first restart is immediate; then initialSeconds,
+          doubling up to maxSeconds.
+        type: object
+        # Written out: rules are checked against this value before nested defaults are set.
+        default: {initialSeconds: 1, maxSeconds: 300}
+        x-kubernetes-validations:
+          - rule: self.initialSeconds <= self.maxSeconds
+            message: >-
+              spec.restart.backoff.initialSeconds must not be greater than maxSeconds
+        properties:
+          initialSeconds:
+            description: Seconds before the second restart.
+            type: integer
+            format: int32
+            minimum: 1
+            maximum: 86400
+            default: 1
+          maxSeconds:
+            description: Most seconds before any restart.
+            type: integer
+            format: int32
+            minimum: 1
+            maximum: 86400
+            default: 300
+      inPlace:
+        description: >-
+          Rounds: processes are restarted and the pods kept. Needs our launcher
+          (ddpjob-trainer run).
+        # No default for the object: its presence tells the operator that a user set it, which
+        # it reports as Unsupported until it works. The same holds for spec.hang.
+        type: object
+        properties:
+          enabled:
+            description: Whether processes may be restarted in place.
+            type: boolean
+            default: true
+          maxWithoutProgress:
+            description: >-
+              After so many rounds without a newer snapshot the attempt ends and the pods are
+              replaced.
+            type: integer
+            format: int32
+            minimum: 1
+            maximum: 1000
+            default: 3
+      rules:
+        description: >-
+          Exceptions from the usual treatment of failures. The first rule that matches wins.
+        type: array
+        maxItems: 32
+        x-kubernetes-list-type: atomic
+        items:
+          type: object
+          required: [action]
+          x-kubernetes-validations:
+            - rule: has(self.exitCodes) != has(self.reasons)
+              message: >-
+                a rule in spec.restart.rules needs exactly one of exitCodes and reasons
+          properties:
+            exitCodes:
+              description: >-
+                Exit codes of the trainer container, 1 to 255; 128+n is death by signal n.
+              type: array
+              minItems: 1
+              maxItems: 255
+              x-kubernetes-list-type: set
+              items:
+                type: integer
+                format: int32
+                minimum: 1
+                maximum: 255
+            reasons:
+              description: >-
+                Reasons as Kubernetes gives them: of the container's end (OOMKilled, Error,
+                StartError), of the pod (Evicted, NodeLost) or of its DisruptionTarget
+                condition (PreemptionByScheduler, EvictionByEvictionAPI).
+              type: array
+              minItems: 1
+              maxItems: 64
+              x-kubernetes-list-type: set
+              items:
+                type: string
+                minLength: 1
+                maxLength: 64
+                pattern: ^[A-Za-z][A-Za-z0-9]*$
+            action:
+              description: >-
+                Restart: charged to maxRestarts. RestartFree: charged to maxDisruptions. Fail:
+                the job fails at once.
+              type: string
+              enum: [Restart, RestartFree, Fail]
+  snapshot:
+    description: >-
+      Where training state is kept, so that a restarted gang continues instead of starting
+      again. Without it a restart begins at step 0. Immutable.
+    type: object
+    required: [path, volume]
+    x-kubernetes-validations:
+      # Both ways round, as for the template.
+      - rule: self == oldSelf && oldSelf == self
+        message: "spec.snapshot is immutable: create a new DDPJob"
+      - rule: >-
+          self.path.startsWith('/') && self.path != '/' && !self.path.endsWith('/')
+          && !self.path.contains(':') && !self.path.contains('//')
+          && !self.path.split('/').exists(p, p == '.' || p == '..')
+        fieldPath: .path
+        message: >-
+          spec.snapshot.path must be an absolute directory other than "/", without ":", "//",
+          "." or ".." parts and without a final "/", for example /snapshots
+      - rule: "!self.path.matches('^/(dev|proc|sys)(/|$)')"
+        fieldPath: .path
+        message: >-
+          spec.snapshot.path must not lie in /dev, /proc or /sys: use for example /snapshots
+      - rule: >-
+          !has(self.volume.persistentVolumeClaim) ||
+          !has(self.volume.persistentVolumeClaim.readOnly) ||
+          !self.volume.persistentVolumeClaim.readOnly
+        fieldPath: .volume
+        message: >-
+          spec.snapshot.volume.persistentVolumeClaim.readOnly must be false or left out:
+          snapshots are written there
+    properties:
+      path:
+        description: >-
+          Directory in the trainer container where the volume is mounted. Snapshots go to
+          <path>/<job name> (DDPJOB_SNAPSHOT_DIR).
+        type: string
+        minLength: 1
+        maxLength: 512
+      volume:
+        description: >-
+          Volume of any type, written as in a pod but without a name; all replicas must see
+          the same files, so usually a ReadWriteMany persistentVolumeClaim. Exactly one type.
+        type: object
+        minProperties: 1
+        maxProperties: 1
+        x-kubernetes-preserve-unknown-fields: true
+        properties:
+          persistentVolumeClaim:
+            description: A claim in the job's namespace.
+            type: object
+            required: [claimName]
+            properties:
+              claimName:
+                description: Name of the PersistentVolumeClaim.
+                type: string
+                minLength: 1
+                maxLength: 253
+              readOnly:
+                description: Must be false or left out.
+                type: boolean
+          # Named so that a change from one to another is seen; they may hold what Kubernetes
+          # lets them hold.
+          nfs:
+            description: A directory of an NFS server.
+            type: object
+            x-kubernetes-preserve-unknown-fields: true
+          csi:
+            description: A volume of a CSI driver.
+            type: object
+            x-kubernetes-preserve-unknown-fields: true
+          hostPath:
+            description: A directory of the node, which must be the same files on all nodes.
+            type: object
+            x-kubernetes-preserve-unknown-fields: true
+          ephemeral:
+            description: A claim of each pod's own, which is lost with the pod.
+            type: object
+            x-kubernetes-preserve-unknown-fields: true
+          emptyDir:
+            description: A directory of each pod's own, which is lost with the pod.
+            type: object
+            x-kubernetes-preserve-unknown-fields: true
+      everySteps:
+        description: Steps between snapshots (DDPJOB_SNAPSHOT_EVERY_STEPS).
+        type: integer
+        format: int32
+        minimum: 1
+        maximum: 1000000000
+        default: 50
+      keep:
+        description: >-
+          Newest snapshots to keep (DDPJOB_SNAPSHOT_KEEP). At least two valid ones always
+          stay.
+        type: integer
+        format: int32
+        minimum: 1
+        maximum: 10000
+        default: 3
+      resume:
+        description: >-
+          Auto continues from the newest valid snapshot under the path. Never makes a new
+          DDPJob start at step 0 even when there are snapshots of an earlier one.
+        type: string
+        enum: [Auto, Never]
+        default: Auto
+  hang:
+    description: >-
+      Time without progress after which the trainer's watchdog ends a process (exit code 76)
+      and a restart follows. Needs our training library.
+    type: object
+    properties:
+      startupSeconds:
+        description: Seconds from the start of a process to its first finished step (600 when hang is left out).
+        type: integer
+        format: int32
+        minimum: 1
+        maximum: 2592000
+        default: 600
+      stepSeconds:
+        description: Seconds for one step (300 when hang is left out).
+        type: integer
+        format: int32
+        minimum: 1
+        maximum: 2592000
+        default: 300
+      snapshotSeconds:
+        description: Seconds for one snapshot (600 when hang is left out).
+        type: integer
+        format: int32
+        minimum: 1
+        maximum: 2592000
+        default: 600
+  nodeLost:
+    description: What to do when a node stops answering while it runs a replica.
+    type: object
+    default: {}
+    properties:
+      policy:
+        description: >-
+          Wait: the gang restarts once the node or an administrator has confirmed that the
+          pod is gone. Fence: the pod is deleted by force after afterSeconds; a process that
+          lives on is shut out of the snapshots. Fence needs spec.snapshot and does not
+          protect files that a script writes itself.
+        type: string
+        enum: [Wait, Fence]
+        default: Wait
+      afterSeconds:
+        description: >-
+          Seconds that a node may be not Ready before Fence acts. Kubernetes itself needs
+          about 50 s to notice a dead node.
+        type: integer
+        format: int32
+        minimum: 1
+        maximum: 86400
+        default: 30
+  startupDeadlineSeconds:
+    description: >-
+      Seconds from the first pod's creation to all replicas running. Past it everything is
+      released and tried again; charged unless the job waited for capacity or quota.
+    type: integer
+    format: int32
+    minimum: 1
+    maximum: 2592000
+    default: 600
+  activeDeadlineSeconds:
+    description: >-
+      Seconds that the job may be active, restarts included, before it fails. No limit when
+      left out.
+    type: integer
+    format: int64
+    minimum: 1
+    maximum: 3153600000
+  ttlSecondsAfterFinished:
+    description: >-
+      Seconds after the end at which the DDPJob is deleted with all that belongs to it. 0
+      means at once; kept when left out.
+    type: integer
+    format: int32
+    minimum: 0
+    maximum: 2147483647
+  cleanPodPolicy:
+    description: >-
+      What happens to pods when the job ends: Running removes those that still run, All
+      removes finished ones too (their logs go with them). Immutable.
+    type: string
+    enum: [Running, All]
+    default: Running
+    x-kubernetes-validations:
+      - rule: self == oldSelf
+        message: "spec.cleanPodPolicy is immutable: create a new DDPJob"
+  metrics:
+    description: Where the launcher serves /metrics, /healthz and /state.
+    type: object
+    default: {}
+    properties:
+      port:
+        description: Port in every pod, 1024 to 65535, other than spec.port. Immutable.
+        type: integer
+        format: int32
+        minimum: 1024
+        maximum: 65535
+        default: 9400
+        x-kubernetes-validations:
+          - rule: self == oldSelf
+            message: "spec.metrics.port is immutable: create a new DDPJob"
+  networkPolicy:
+    description: Protection of the gang's ports.
+    type: object
+    default: {}
+    properties:
+      enabled:
+        description: >-
+          Whether the operator creates a NetworkPolicy that lets only members of the gang
+          reach each other's ports, and everyone the metrics port. Immutable.
+        type: boolean
+        default: true
+        x-kubernetes-validations:
+          - rule: self == oldSelf
+            message: "spec.networkPolicy.enabled is immutable: create a new DDPJob"
+{{- end }}

@@ -1,0 +1,247 @@
+{{/* Schema of status. The operator alone writes it. */}}
+
+{{- define "ddpjob.crd.failure" -}}
+type: object
+properties:
+  attempt:
+    description: Attempt in which it happened, from 1.
+    type: integer
+    format: int32
+  round:
+    description: Round within the attempt, from 0.
+    type: integer
+    format: int32
+  replica:
+    description: Replica (pod) that failed first, 0 to replicas-1.
+    type: integer
+    format: int32
+  rank:
+    description: Rank (process) that failed first, when it is known.
+    type: integer
+    format: int32
+  pod:
+    description: Name of the pod.
+    type: string
+  node:
+    description: Kubernetes node that the pod ran on.
+    type: string
+  class:
+    description: >-
+      What kind of failure it was. Permanent, Diverged and Invalid end the job; Infrastructure
+      and Disruption are not charged to restart.maxRestarts.
+    type: string
+    enum: [Permanent, Diverged, OOM, Hang, User, Infrastructure, Disruption, Startup, Deadline, Invalid]
+  reason:
+    description: Short cause in CamelCase, for example Error, OOMKilled, Evicted, PodDeleted.
+    type: string
+  exitCode:
+    description: Exit code of the trainer container; 128+n is death by signal n.
+    type: integer
+    format: int32
+  signal:
+    description: Number of the signal that ended the process.
+    type: integer
+    format: int32
+  message:
+    description: >-
+      What the trainer reported: the exception and the last lines of its log, shortened. It
+      is text from the container and is not checked.
+    type: string
+  detectedAt:
+    description: When the operator saw it, UTC.
+    type: string
+    format: date-time
+{{- end }}
+
+{{- define "ddpjob.crd.status" -}}
+description: What the operator observed and decided. Only the operator writes it.
+type: object
+properties:
+  observedGeneration:
+    description: metadata.generation that this status speaks about.
+    type: integer
+    format: int64
+  phase:
+    description: >-
+      Pending (nothing created yet), Starting (pods are being created), Running (all
+      replicas run), Restarting (a member was lost, the gang is being replaced), Suspended,
+      Succeeded or Failed. The last two are final.
+    type: string
+    enum: [Pending, Starting, Running, Restarting, Suspended, Succeeded, Failed]
+  conditions:
+    description: >-
+      Conditions: Running, Complete, Failed, Suspended, Stalled (something outside holds the
+      job up, for example ImagePullBackOff, Unschedulable, QuotaExceeded, NameConflict),
+      Invalid (the spec cannot work; the message names the field) and Unsupported (a field
+      is set that this version does not act on).
+    type: array
+    maxItems: 32
+    x-kubernetes-list-type: map
+    x-kubernetes-list-map-keys: [type]
+    items:
+      type: object
+      required: [type, status, lastTransitionTime, reason, message]
+      properties:
+        type:
+          description: Name of the condition.
+          type: string
+          maxLength: 316
+        status:
+          description: "True, False or Unknown."
+          type: string
+          enum: ["True", "False", Unknown]
+        reason:
+          description: Cause of the last change, one word in CamelCase.
+          type: string
+          minLength: 1
+          maxLength: 1024
+          pattern: ^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$
+        message:
+          description: The cause in words. It may be empty.
+          type: string
+          maxLength: 32768
+        lastTransitionTime:
+          description: When status last changed, UTC.
+          type: string
+          format: date-time
+        observedGeneration:
+          description: metadata.generation that the condition speaks about.
+          type: integer
+          format: int64
+          minimum: 0
+  attempt:
+    description: >-
+      Number of the current incarnation of the gang's pods, from 1. Every creation of the
+      gang (start, restart, resume) takes a new one; only failures count against budgets.
+    type: integer
+    format: int32
+  membersSince:
+    description: >-
+      Lowest attempt whose pods are members of the gang. Pods of older attempts are deleted.
+    type: integer
+    format: int32
+  templateHash:
+    description: Hash of the spec that the current attempt's pods were made from.
+    type: string
+    maxLength: 128
+  ready:
+    description: Ready replicas of all, for example "2/3".
+    type: string
+  restarts:
+    description: How often the gang came back.
+    type: object
+    properties:
+      total:
+        description: Restarts of the gang, whatever the cause.
+        type: integer
+        format: int32
+      charged:
+        description: >-
+          Restarts charged to restart.maxRestarts since a snapshot was last committed.
+        type: integer
+        format: int32
+      inPlace:
+        description: Rounds in which processes were restarted and the pods kept.
+        type: integer
+        format: int32
+      snapshotStep:
+        description: >-
+          Step of the newest committed snapshot known at the last charged restart. A newer
+          one heals the budget.
+        type: integer
+        format: int64
+  replicas:
+    description: Replicas of the current attempt by state.
+    type: object
+    properties:
+      desired:
+        description: Replicas that the gang needs, as spec.replicas says.
+        type: integer
+        format: int32
+      active:
+        description: Pods that exist and have not ended.
+        type: integer
+        format: int32
+      ready:
+        description: Replicas whose trainer container runs and is ready.
+        type: integer
+        format: int32
+      succeeded:
+        description: Replicas whose trainer container ended with exit code 0.
+        type: integer
+        format: int32
+      failed:
+        description: Replicas whose trainer container failed.
+        type: integer
+        format: int32
+  succeededReplicas:
+    description: >-
+      Replicas of the current attempt that succeeded, as ranges, for example "0-2,5". Kept so
+      that a finished pod that is removed later does not count as lost.
+    type: string
+  progress:
+    description: >-
+      What the trainer of replica 0 said last. Absent for programs that do not use our
+      launcher.
+    type: object
+    properties:
+      step:
+        description: Finished training steps.
+        type: integer
+        format: int64
+      totalSteps:
+        description: Steps at which training ends.
+        type: integer
+        format: int64
+      loss:
+        description: Loss of the last finished step. Absent when it is not a finite number.
+        type: number
+      samplesPerSecond:
+        description: Samples per second of the whole gang.
+        type: number
+      snapshotStep:
+        description: Step of the newest committed snapshot.
+        type: integer
+        format: int64
+      updatedAt:
+        description: When the trainer reported it, UTC.
+        type: string
+        format: date-time
+  lastFailure:
+    description: The newest failure, with its cause and place.
+    {{- include "ddpjob.crd.failure" . | nindent 4 }}
+  failures:
+    description: The last failures, oldest first, at most 10.
+    type: array
+    maxItems: 10
+    x-kubernetes-list-type: atomic
+    items:
+      {{- include "ddpjob.crd.failure" . | nindent 6 }}
+  timings:
+    description: Points in time (UTC, of the operator's clock) and durations.
+    type: object
+    properties:
+      startedAt:
+        description: When the first pods were created; again after each resume.
+        type: string
+        format: date-time
+      attemptStartedAt:
+        description: When the current attempt was decided.
+        type: string
+        format: date-time
+      runningAt:
+        description: When all replicas of the current attempt ran.
+        type: string
+        format: date-time
+      nextRestartAt:
+        description: The next attempt is not created before this time (back-off).
+        type: string
+        format: date-time
+      completedAt:
+        description: When the job succeeded or failed.
+        type: string
+        format: date-time
+      lastRecoverySeconds:
+        description: Seconds from the last failure being detected to all replicas running.
+        type: number
+{{- end }}

@@ -1,0 +1,126 @@
+{{/*
+Schema of spec.template: a bounded skeleton of PodTemplateSpec. CEL sees what is typed here;
+everything else of a pod is kept as written and checked by the API server at the first pod.
+*/}}
+{{- define "ddpjob.crd.template" -}}
+description: >-
+  Pod template of every replica, kept as written; every field of a Kubernetes PodTemplateSpec
+  may be used. The container named "trainer", or else the first one, trains; the others are
+  sidecars, which do not decide whether a replica succeeded. It may change only while the job
+  is suspended.
+type: object
+required: [spec]
+properties:
+  metadata:
+    description: Labels and annotations of the pods.
+    type: object
+    properties:
+      labels:
+        description: Labels of the pods. Keys that start with ddpjob.dev/ belong to the operator.
+        type: object
+        maxProperties: 128
+        x-kubernetes-validations:
+          - rule: "self.all(k, !k.startsWith('ddpjob.dev/'))"
+            message: >-
+              label keys that start with ddpjob.dev/ belong to the operator: remove them from
+              spec.template.metadata.labels
+        additionalProperties: {type: string, maxLength: 63}
+      annotations:
+        description: >-
+          Annotations of the pods. Keys that start with ddpjob.dev/ belong to the operator.
+        type: object
+        maxProperties: 128
+        x-kubernetes-validations:
+          - rule: "self.all(k, !k.startsWith('ddpjob.dev/'))"
+            message: >-
+              annotation keys that start with ddpjob.dev/ belong to the operator: remove them
+              from spec.template.metadata.annotations
+        additionalProperties: {type: string}
+      creationTimestamp:
+        description: Ignored. Accepted because client libraries write it as null.
+        type: string
+        nullable: true
+  spec:
+    description: >-
+      Pod spec. Only the fields below are looked at by ddpjob; all others are kept as written
+      and checked by Kubernetes when the first pod is created. A field that Kubernetes does
+      not know shows as condition Invalid.
+    type: object
+    required: [containers]
+    x-kubernetes-preserve-unknown-fields: true
+    x-kubernetes-validations:
+      - rule: "!has(self.restartPolicy) || self.restartPolicy == 'Never'"
+        fieldPath: .restartPolicy
+        message: >-
+          spec.template.spec.restartPolicy must be Never or left out: the operator restarts
+          the whole gang, see spec.restart
+      - rule: "!has(self.hostname)"
+        fieldPath: .hostname
+        message: >-
+          spec.template.spec.hostname is set by the operator (<job>-<replica>): remove it
+      - rule: "!has(self.subdomain)"
+        fieldPath: .subdomain
+        message: >-
+          spec.template.spec.subdomain is set by the operator (<job>): remove it
+      - rule: >-
+          !has(self.initContainers) ||
+          self.initContainers.all(i, !self.containers.exists(c, c.name == i.name))
+        fieldPath: .initContainers
+        message: >-
+          spec.template.spec.initContainers: a container name is used twice: names must be
+          unique among initContainers and containers
+    properties:
+      containers:
+        description: >-
+          Containers of the pod. The one named "trainer", or else the first, trains.
+        type: array
+        minItems: 1
+        maxItems: 32
+        x-kubernetes-list-type: map
+        x-kubernetes-list-map-keys: [name]
+        items:
+          {{- include "ddpjob.crd.container" (dict "kind" "container") | nindent 10 }}
+      initContainers:
+        description: Containers that run to their end before the others start.
+        type: array
+        maxItems: 32
+        x-kubernetes-list-type: map
+        x-kubernetes-list-map-keys: [name]
+        items:
+          {{- include "ddpjob.crd.container" (dict "kind" "initContainer") | nindent 10 }}
+      volumes:
+        description: >-
+          Volumes of the pod. Names that start with ddpjob- belong to the operator.
+        type: array
+        maxItems: 128
+        x-kubernetes-list-type: map
+        x-kubernetes-list-map-keys: [name]
+        items:
+          type: object
+          required: [name]
+          x-kubernetes-preserve-unknown-fields: true
+          x-kubernetes-validations:
+            - rule: "!self.name.startsWith('ddpjob-')"
+              fieldPath: .name
+              message: >-
+                volume names that start with ddpjob- belong to the operator: choose another
+                name
+          properties:
+            name:
+              description: Name of the volume, a DNS label.
+              type: string
+              minLength: 1
+              maxLength: 63
+      restartPolicy:
+        description: Never, or left out. The operator sets Never.
+        type: string
+        maxLength: 32
+      hostname:
+        description: Not supported; set by the operator to <job>-<replica>.
+        type: string
+        maxLength: 253
+      subdomain:
+        description: Not supported; set by the operator to <job>.
+        type: string
+        maxLength: 253
+{{- end }}

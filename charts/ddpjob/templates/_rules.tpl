@@ -1,0 +1,29 @@
+{{/*
+What the operator may do, verb by verb. kopf needs no more: its scanning of definitions and
+namespaces is off, and discovery is open to every ServiceAccount.
+*/}}
+{{- define "ddpjob.rules" -}}
+# delete: spec.ttlSecondsAfterFinished
+- apiGroups: [ddpjob.dev]
+  resources: [ddpjobs]
+  verbs: [get, list, watch, delete]
+- apiGroups: [ddpjob.dev]
+  resources: [ddpjobs/status]
+  verbs: [update]
+# Asked for by blockOwnerDeletion where OwnerReferencesPermissionEnforcement is on.
+- apiGroups: [ddpjob.dev]
+  resources: [ddpjobs/finalizers]
+  verbs: [update]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch, create, delete]
+- apiGroups: [""]
+  resources: [services]
+  verbs: [get, create]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [get, create]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [create, patch]
+{{- end }}

@@ -1,0 +1,176 @@
+"""Which fields of a DDPJob may change, and when: real updates through `kubectl apply`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from support.cluster import Cluster
+from support.manifest import DELETE, as_json, changed, ddpjob
+
+NAMESPACE = "immutability"
+TRAINER = "spec.template.spec.containers.0"
+SNAPSHOT = {
+    "path": "/snapshots",
+    "volume": {"persistentVolumeClaim": {"claimName": "a"}},
+}
+CPU = {"limits": {"cpu": "1"}}
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def plane(control_plane: Cluster) -> Iterator[Cluster]:
+    control_plane.kubectl("create", "namespace", NAMESPACE, check=True)
+    yield control_plane
+    control_plane.kubectl("delete", "ddpjobs", "--all", "-n", NAMESPACE, "--wait=false")
+
+
+def replace(plane: Cluster, body: dict[str, Any]) -> str:
+    """PUT the whole object, so that removed fields are gone; "" or the refusal."""
+    done = plane.kubectl("replace", "-n", NAMESPACE, "-f", "-", input=as_json(body))
+    return done.stderr if done.returncode else ""
+
+
+@pytest.fixture
+def stored(plane: Cluster) -> dict[str, Any]:
+    """A new DDPJob with a snapshot, as it was accepted."""
+    body = ddpjob(f"job{next(_numbers)}", snapshot=SNAPSHOT)
+    body = changed(body, f"{TRAINER}.resources", CPU)
+    body = changed(body, "spec.template.spec.volumes", [{"name": "v", "emptyDir": {}}])
+    body = changed(body, "spec.template.spec.priorityClassName", "low")
+    plane.kubectl("create", "-n", NAMESPACE, "-f", "-", input=as_json(body), check=True)
+    return body
+
+
+FIXED = {
+    "replicas": ("spec.replicas", 4),
+    "nprocPerNode": ("spec.nprocPerNode", 2),
+    "port": ("spec.port", 29501),
+    "snapshot.path": ("spec.snapshot.path", "/other"),
+    "snapshot.everySteps": ("spec.snapshot.everySteps", 51),
+    "snapshot.volume's claim": ("spec.snapshot.volume.persistentVolumeClaim.claimName", "b"),
+    "snapshot.volume's type": ("spec.snapshot.volume", {"nfs": {"server": "s", "path": "/p"}}),
+    "snapshot removed": ("spec.snapshot", DELETE),
+    "cleanPodPolicy": ("spec.cleanPodPolicy", "All"),
+    "metrics.port": ("spec.metrics.port", 9401),
+    "networkPolicy.enabled": ("spec.networkPolicy.enabled", False),
+    "template image": (f"{TRAINER}.image", "other:2"),
+    "template env": (f"{TRAINER}.env", [{"name": "A", "value": "1"}]),
+    "template, a value CEL has no type for": (f"{TRAINER}.resources.limits.cpu", "2"),
+    "template, a field CEL has no type for": ("spec.template.spec.nodeName", "node1"),
+    "template, a field CEL has no type for removed": (
+        "spec.template.spec.priorityClassName",
+        DELETE,
+    ),
+    "template, a field with a type for one without": (
+        "spec.template.spec",
+        {
+            "containers": [{"name": "trainer", "image": "example/train:1", "resources": CPU}],
+            "priorityClassName": "low",
+            "nodeName": "node1",
+        },
+    ),
+    "template labels": ("spec.template.metadata", {"labels": {"a": "b"}}),
+}
+
+
+@pytest.mark.parametrize(("path", "value"), FIXED.values(), ids=FIXED)
+def test_refuses_change(plane: Cluster, stored: dict[str, Any], path: str, value: Any) -> None:
+    said = replace(plane, changed(stored, path, value))
+    field = ".".join(path.split(".")[:2])
+    assert field in said, said or "accepted"
+    words = "may change only while the job is suspended" if "template" in path else "is immutable"
+    assert words in said
+
+
+@pytest.mark.xfail(
+    reason="the API server takes objects for equal when one field without a type in the CRD"
+    " stands in for another; the operator's templateHash is there for this"
+)
+def test_refuses_one_untyped_field_for_another(plane: Cluster, stored: dict[str, Any]) -> None:
+    body = changed(stored, "spec.template.spec.priorityClassName", DELETE)
+    assert replace(plane, changed(body, "spec.template.spec.nodeName", "node1")) != ""
+
+
+def test_refuses_one_volume_type_for_another(plane: Cluster) -> None:
+    snapshot = {"path": "/s", "volume": {"nfs": {"server": "s", "path": "/p"}}}
+    body = ddpjob(f"job{next(_numbers)}", snapshot=snapshot)
+    plane.kubectl("create", "-n", NAMESPACE, "-f", "-", input=as_json(body), check=True)
+    said = replace(plane, changed(body, "spec.snapshot.volume", {"csi": {"driver": "d"}}))
+    assert "spec.snapshot is immutable" in said
+
+
+def test_refuses_adding_a_snapshot(plane: Cluster) -> None:
+    body = ddpjob(f"job{next(_numbers)}")
+    plane.kubectl("create", "-n", NAMESPACE, "-f", "-", input=as_json(body), check=True)
+    said = replace(plane, changed(body, "spec.snapshot", SNAPSHOT))
+    assert "spec.snapshot is immutable" in said
+
+
+FREE = {
+    "nothing": ("spec.replicas", 3),
+    "suspend": ("spec.suspend", True),
+    "activeDeadlineSeconds": ("spec.activeDeadlineSeconds", 60),
+    "startupDeadlineSeconds": ("spec.startupDeadlineSeconds", 60),
+    "ttlSecondsAfterFinished": ("spec.ttlSecondsAfterFinished", 60),
+    "hang": ("spec.hang", {"stepSeconds": 60}),
+    "nodeLost": ("spec.nodeLost", {"policy": "Fence"}),
+    "maxRestarts": ("spec.restart.maxRestarts", 5),
+    "backoff": ("spec.restart.backoff", {"maxSeconds": 10}),
+    "inPlace": ("spec.restart.inPlace", {"enabled": False}),
+    "rules": ("spec.restart.rules", [{"exitCodes": [3], "action": "Fail"}]),
+}
+
+
+@pytest.mark.parametrize(("path", "value"), FREE.values(), ids=FREE)
+def test_accepts_change(plane: Cluster, stored: dict[str, Any], path: str, value: Any) -> None:
+    assert replace(plane, changed(stored, path, value)) == ""
+
+
+def test_template_may_change_while_suspended(plane: Cluster, stored: dict[str, Any]) -> None:
+    suspended = changed(stored, "spec.suspend", True)
+    assert replace(plane, suspended) == ""
+    other = changed(suspended, f"{TRAINER}.image", "other:2")
+    assert replace(plane, other) == ""
+    assert replace(plane, changed(other, "spec.suspend", False)) == ""
+    assert "while the job is suspended" in replace(plane, changed(stored, "spec.suspend", False))
+
+
+def test_a_suspended_job_keeps_its_other_fields(plane: Cluster, stored: dict[str, Any]) -> None:
+    suspended = changed(stored, "spec.suspend", True)
+    assert replace(plane, suspended) == ""
+    assert "spec.replicas is immutable" in replace(plane, changed(suspended, "spec.replicas", 4))
+
+
+def test_status_is_written_apart(plane: Cluster, stored: dict[str, Any]) -> None:
+    """A user's apply cannot set status; the status subresource can, and shows in columns."""
+    name = stored["metadata"]["name"]
+    status = {
+        "phase": "Running",
+        "ready": "2/3",
+        "attempt": 2,
+        "restarts": {"total": 1, "charged": 1},
+        "progress": {"step": 120, "loss": 0.25},
+        "lastFailure": {"reason": "OOMKilled", "node": "node7", "class": "OOM"},
+    }
+    assert replace(plane, {**stored, "status": status}) == ""
+    get = ("get", "ddp", name, "-n", NAMESPACE)
+    assert "status" not in json.loads(plane.kubectl(*get, "-o", "json", check=True).stdout)
+    patch = ("patch", "ddpjob", name, "-n", NAMESPACE, "--subresource=status", "--type=merge")
+    plane.kubectl(*patch, "-p", json.dumps({"status": status}), check=True)
+    header, row = plane.kubectl(*get, "-o", "wide", check=True).stdout.splitlines()
+    assert header.split() == [
+        "NAME", "PHASE", "READY", "RESTARTS", "STEP", "LOSS", "ATTEMPT", "REASON", "NODE", "AGE",
+    ]  # fmt: skip
+    assert row.split()[1:9] == ["Running", "2/3", "1", "120", "0.25", "2", "OOMKilled", "node7"]
+    refused = plane.kubectl(*patch, "-p", json.dumps({"status": {"phase": "Odd"}}))
+    assert "status.phase" in refused.stderr
+
+
+def test_is_part_of_get_all(plane: Cluster, stored: dict[str, Any]) -> None:
+    done = plane.kubectl("get", "all", "-n", NAMESPACE, "-o", "name", check=True)
+    assert f"ddpjob.ddpjob.dev/{stored['metadata']['name']}" in done.stdout

@@ -1,0 +1,261 @@
+"""What the Helm chart renders: objects, security, rights, and what its values refuse."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+
+from ddpjob_operator.shell import settings
+from support.cluster import ROOT
+from support.manifest import rights
+
+CHART = ROOT / "charts" / "ddpjob"
+
+Objects = dict[str, dict[str, Any]]
+Template = Callable[..., Objects]
+Helm = Callable[..., subprocess.CompletedProcess[str]]
+
+# The operator's whole rights. A verb more or less is a decision: change both places.
+RIGHTS = {
+    ("ddpjob.dev", "ddpjobs"): {"get", "list", "watch", "delete"},
+    ("ddpjob.dev", "ddpjobs/status"): {"update"},
+    ("ddpjob.dev", "ddpjobs/finalizers"): {"update"},
+    ("", "pods"): {"get", "list", "watch", "create", "delete"},
+    ("", "services"): {"get", "create"},
+    ("networking.k8s.io", "networkpolicies"): {"get", "create"},
+    ("", "events"): {"create", "patch"},
+}
+
+
+def pod_spec(objects: Objects) -> dict[str, Any]:
+    spec: dict[str, Any] = objects["Deployment/ddpjob-operator"]["spec"]["template"]["spec"]
+    return spec
+
+
+def operator(objects: Objects) -> dict[str, Any]:
+    (container,) = pod_spec(objects)["containers"]
+    found: dict[str, Any] = container
+    return found
+
+
+def test_lints(helm: Helm) -> None:
+    done = helm("lint", str(CHART), "--strict")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_renders_these_objects_by_default(template: Template) -> None:
+    assert set(template()) == {
+        "ServiceAccount/ddpjob-operator",
+        "CustomResourceDefinition/ddpjobs.ddpjob.dev",
+        "ClusterRole/ddpjob-edit",
+        "ClusterRole/ddpjob-view",
+        "ClusterRole/ddpjob-operator",
+        "ClusterRoleBinding/ddpjob-operator",
+        "Role/ddpjob-operator-lease",
+        "RoleBinding/ddpjob-operator-lease",
+        "Service/ddpjob-operator-metrics",
+        "Deployment/ddpjob-operator",
+    }
+
+
+def test_operator_pod_is_restricted(template: Template) -> None:
+    objects = template()
+    assert pod_spec(objects)["securityContext"] == {
+        "runAsNonRoot": True,
+        "runAsUser": 1000,
+        "runAsGroup": 1000,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    assert operator(objects)["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert operator(objects)["resources"]["requests"].keys() == {"cpu", "memory"}
+    assert not any("hostPath" in volume for volume in pod_spec(objects)["volumes"])
+
+
+def test_operator_pod_is_reachable(template: Template) -> None:
+    objects = template()
+    container = operator(objects)
+    (port,) = container["ports"]
+    assert (port["name"], port["containerPort"]) == ("http", 8080)
+    assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http"}
+    assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}
+    service = objects["Service/ddpjob-operator-metrics"]["spec"]
+    assert service["ports"] == [
+        {"name": "http-metrics", "port": 8080, "targetPort": "http", "protocol": "TCP"}
+    ]
+    labels = objects["Deployment/ddpjob-operator"]["spec"]["template"]["metadata"]["labels"]
+    assert service["selector"].items() <= labels.items()
+
+
+def test_arguments_are_the_operators_own(template: Template) -> None:
+    """The rendered arguments go through the operator's parser: none may be unknown to it."""
+    values = ("--set", "namespaces={a,b}", "--set", "progressSeconds=7", "--set", "leaseName=l")
+    container = operator(template(*values, "--set", "log.level=debug,log.format=text"))
+    parsed = settings.parse(container["args"], {"POD_NAME": "pod", "POD_NAMESPACE": "ops"})
+    assert parsed.namespaces == ("a", "b")
+    assert parsed.progress_seconds == 7
+    assert (parsed.lease_name, parsed.lease_namespace) == ("l", "ops")
+    assert (parsed.log_level, parsed.log_format) == ("debug", "text")
+    ports = [port["containerPort"] for port in container["ports"]]
+    assert ports == [parsed.probe_port]
+    assert [variable["name"] for variable in container["env"]] == ["POD_NAME", "POD_NAMESPACE"]
+    assert settings.parse(operator(template())["args"], {}).namespaces == ()
+
+
+def test_image_follows_the_chart(template: Template) -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert operator(template())["image"] == f"ddpjob/operator:{chart['appVersion']}"
+    assert operator(template("--set", "image.tag=t"))["image"] == "ddpjob/operator:t"
+
+
+def test_cluster_wide_rights(template: Template) -> None:
+    objects = template()
+    assert rights(objects["ClusterRole/ddpjob-operator"]) == RIGHTS
+    binding = objects["ClusterRoleBinding/ddpjob-operator"]
+    assert binding["roleRef"]["name"] == "ddpjob-operator"
+    account = {"kind": "ServiceAccount", "name": "ddpjob-operator", "namespace": "ops"}
+    assert binding["subjects"] == [account]
+    assert pod_spec(objects)["serviceAccountName"] == "ddpjob-operator"
+
+
+def test_rights_in_namespaces_only(template: Template) -> None:
+    objects = template("--set", "namespaces={a,b}")
+    assert not any(name.startswith("ClusterRoleBinding/") for name in objects)
+    assert "ClusterRole/ddpjob-operator" not in objects
+    for namespace in ("a", "b"):
+        assert rights(objects[f"Role/{namespace}/ddpjob-operator"]) == RIGHTS
+        binding = objects[f"RoleBinding/{namespace}/ddpjob-operator"]
+        assert binding["roleRef"]["kind"] == "Role"
+        assert binding["subjects"][0]["namespace"] == "ops"
+
+
+def test_lease_rights(template: Template) -> None:
+    role = template("--set", "leaseName=mine")["Role/ddpjob-operator-lease"]
+    assert role["metadata"]["namespace"] == "ops"
+    assert rights(role) == {("coordination.k8s.io", "leases"): {"create", "get", "update"}}
+    named = [rule for rule in role["rules"] if "create" not in rule["verbs"]]
+    assert [rule["resourceNames"] for rule in named] == [["mine"]]
+
+
+@pytest.mark.parametrize("values", [(), ("--set", "namespaces={a}")])
+def test_no_rights_that_reach_further(template: Template, values: tuple[str, ...]) -> None:
+    for name, body in template(*values).items():
+        if body["kind"] in ("Role", "ClusterRole"):
+            for (group, resource), verbs in rights(body).items():
+                assert "*" not in {group, resource, *verbs}, name
+                assert resource not in ("secrets", "configmaps", "pods/exec"), name
+                assert not verbs & {"escalate", "bind", "impersonate"}, name
+
+
+def test_users_get_rights_by_aggregation(template: Template) -> None:
+    objects = template()
+    edit, view = objects["ClusterRole/ddpjob-edit"], objects["ClusterRole/ddpjob-view"]
+    prefix = "rbac.authorization.k8s.io/aggregate-to-"
+    assert {f"{prefix}edit", f"{prefix}admin"} <= edit["metadata"]["labels"].keys()
+    assert f"{prefix}view" in view["metadata"]["labels"]
+    assert rights(view)[("ddpjob.dev", "ddpjobs")] == {"get", "list", "watch"}
+    # Status is the operator's: nobody else may claim that a job has succeeded.
+    for role in (edit, view):
+        assert rights(role)[("ddpjob.dev", "ddpjobs/status")] == {"get"}
+
+
+def test_definition_outlives_the_release(template: Template) -> None:
+    definition = template()["CustomResourceDefinition/ddpjobs.ddpjob.dev"]
+    assert definition["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+
+
+@pytest.mark.parametrize(
+    ("values", "absent"),
+    [
+        ("crds.enabled=false", "CustomResourceDefinition/ddpjobs.ddpjob.dev"),
+        ("metrics.service.enabled=false", "Service/ddpjob-operator-metrics"),
+        ("rbac.create=false", "ClusterRole/ddpjob-operator"),
+        ("rbac.userRoles=false", "ClusterRole/ddpjob-edit"),
+        ("serviceAccount.create=false", "ServiceAccount/ddpjob-operator"),
+    ],
+)
+def test_parts_can_be_left_out(template: Template, values: str, absent: str) -> None:
+    assert set(template()) - set(template("--set", values)) >= {absent}
+
+
+def test_own_service_account(template: Template) -> None:
+    objects = template("--set", "serviceAccount.create=false,serviceAccount.name=mine")
+    assert pod_spec(objects)["serviceAccountName"] == "mine"
+    assert objects["ClusterRoleBinding/ddpjob-operator"]["subjects"][0]["name"] == "mine"
+
+
+def test_disruption_budget_needs_two(template: Template) -> None:
+    name = "PodDisruptionBudget/ddpjob-operator"
+    assert name not in template()
+    two = template("--set", "replicas=2")
+    assert two[name]["spec"]["maxUnavailable"] == 1
+    assert two["Deployment/ddpjob-operator"]["spec"]["replicas"] == 2
+    assert name not in template("--set", "replicas=2,podDisruptionBudget.enabled=false")
+
+
+def test_service_monitor(template: Template, helm: Helm) -> None:
+    on = ("--set", "metrics.serviceMonitor.enabled=true,metrics.serviceMonitor.labels.team=a")
+    monitor = template(*on)["ServiceMonitor/ddpjob-operator"]
+    assert monitor["metadata"]["labels"]["team"] == "a"
+    service = template(*on)["Service/ddpjob-operator-metrics"]
+    wanted = monitor["spec"]["selector"]["matchLabels"]
+    assert wanted.items() <= service["metadata"]["labels"].items()
+    assert monitor["spec"]["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
+    done = helm("template", str(CHART), *on, "--set", "metrics.service.enabled=false")
+    assert "needs metrics.service.enabled" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ("replica=2", "replica"),
+        ("image.tags=x", "tags"),
+        ("replicas=two", "/replicas"),
+        ("namespaces={A}", "/namespaces/0"),
+        ("log.level=loud", "/log/level"),
+        ("image.pullPolicy=Sometimes", "/image/pullPolicy"),
+        ("progressSeconds=0", "/progressSeconds"),
+        ("metrics.serviceMonitor.enable=true", "enable"),
+    ],
+)
+def test_values_schema_refuses(helm: Helm, values: str, names: str) -> None:
+    done = helm("template", str(CHART), "--set", values)
+    assert done.returncode != 0
+    assert names in done.stderr
+
+
+def test_values_are_described(helm: Helm) -> None:
+    """Every value has a `# --` line above it and a place in the schema."""
+    lines = (CHART / "values.yaml").read_text().splitlines()
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    described = {
+        following.strip().split(":")[0]
+        for line, following in itertools.pairwise(lines)
+        if line.strip().startswith("# -- ")
+    }
+
+    def walk(values: dict[str, Any], node: dict[str, Any]) -> None:
+        for name, value in values.items():
+            inner = node["properties"][name]
+            if isinstance(value, dict) and inner.get("properties"):
+                assert inner["additionalProperties"] is False, name
+                walk(value, inner)
+            else:
+                assert name in described, f"{name} has no `# --` line in values.yaml"
+
+    walk(yaml.safe_load("\n".join(lines)), schema)
+
+
+def test_notes_name_the_scope(helm: Helm) -> None:
+    args = ("install", "ddpjob", str(CHART), "--dry-run=client", "--namespace", "ops")
+    assert "the whole cluster" in helm(*args).stdout
+    assert "the namespaces a, b" in helm(*args, "--set", "namespaces={a,b}").stdout

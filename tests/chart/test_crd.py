@@ -1,0 +1,166 @@
+"""The CRD as a document: equal to what is committed, to the contract, and small."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from ddpjob_operator.core import contract
+from devcluster import binaries
+from support.cluster import CRD, ROOT
+from support.manifest import changed, ddpjob, example
+
+Schema = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def root() -> Schema:
+    definition = yaml.safe_load(CRD.read_text())
+    schema: Schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    return schema
+
+
+def walk(schema: Schema, path: str) -> Iterator[tuple[str, Schema]]:
+    """Yield (path, schema) of every field, list item and map value."""
+    yield path, schema
+    for name, field in schema.get("properties", {}).items():
+        yield from walk(field, f"{path}.{name}")
+    for key in ("items", "additionalProperties"):
+        if isinstance(schema.get(key), dict):
+            yield from walk(schema[key], f"{path}[]")
+
+
+def test_committed_files_are_what_the_chart_renders() -> None:
+    """manifests/crd.yaml, manifests/install.yaml and docs/api.md."""
+    helm = binaries.ensure(["helm"], print)["helm"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "charts" / "render.py", "--check"],
+        capture_output=True, text=True, check=False, env={**os.environ, "HELM": str(helm)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_reserved_variables_are_those_of_the_contract(root: Schema) -> None:
+    pod = root["properties"]["spec"]["properties"]["template"]["properties"]["spec"]
+    for kind in ("containers", "initContainers"):
+        item = pod["properties"][kind]["items"]["properties"]["env"]["items"]
+        (rule,) = item["x-kubernetes-validations"]
+        names = re.findall(r"'([A-Z][A-Z0-9_]*)'", rule["rule"])
+        prefix, *reserved = names
+        assert f"startsWith('{prefix}')" in rule["rule"]
+        assert prefix == contract.OWN_PREFIX
+        assert sorted(reserved) == sorted(contract.RESERVED_ENV)
+
+
+def test_is_small() -> None:
+    """Client-side apply keeps a copy in an annotation: 262144 bytes for all annotations."""
+    text = json.dumps(yaml.safe_load(CRD.read_text()), separators=(",", ":"))
+    assert len(text) < 64 * 1024
+
+
+def test_every_field_is_described(root: Schema) -> None:
+    silent = [
+        path
+        for path, schema in walk(root, "")
+        if not path.endswith("[]") and not path.startswith(".metadata") and path
+        if not schema.get("description", "").strip().endswith((".", ")"))
+    ]
+    assert silent == []
+
+
+def test_every_rule_has_a_message_of_one_line(root: Schema) -> None:
+    """Without one kubectl shows the CEL expression, which helps nobody."""
+    for path, schema in walk(root, ""):
+        for rule in schema.get("x-kubernetes-validations", ()):
+            assert rule.get("message"), f"{path}: {rule['rule']}"
+            assert "\n" not in rule["message"] + rule.get("messageExpression", ""), path
+
+
+def test_all_numbers_of_the_spec_are_bounded(root: Schema) -> None:
+    """A number without bounds would end in an overflow somewhere, or in an endless wait."""
+    for path, schema in walk(root["properties"]["spec"], "spec"):
+        if schema.get("type") == "integer":
+            assert {"minimum", "maximum"} <= schema.keys(), path
+
+
+def strict(schema: Schema) -> Schema:
+    """Return the schema as the API server's strict validation reads it: unknown is refused."""
+    result = dict(schema)
+    if result.pop("x-kubernetes-int-or-string", False):
+        result["type"] = ["integer", "string"]
+    if "properties" in result:
+        result["properties"] = {k: strict(v) for k, v in result["properties"].items()}
+        if not result.get("x-kubernetes-preserve-unknown-fields"):
+            result["additionalProperties"] = False
+    if "items" in result:
+        result["items"] = strict(result["items"])
+    return result
+
+
+@pytest.fixture(scope="module")
+def validate(root: Schema) -> Callable[[Any], None]:
+    schema = strict(root)
+    schema["properties"] = {**schema["properties"], "metadata": {"type": "object"}}
+    jsonschema.Draft7Validator.check_schema(schema)
+
+    def run(body: Any) -> None:
+        jsonschema.validate(body, schema)
+
+    return run
+
+
+def jobs() -> list[tuple[str, dict[str, Any]]]:
+    folder: Path = ROOT / "manifests" / "examples"
+    files = sorted(path.name for path in folder.glob("*.yaml"))
+    return [(f, body) for f in files for body in example(f) if body["kind"] == "DDPJob"]
+
+
+@pytest.mark.parametrize(("file", "body"), jobs(), ids=[file for file, _ in jobs()])
+def test_examples_fit_the_schema(
+    file: str, body: dict[str, Any], validate: Callable[[Any], None]
+) -> None:
+    validate(body)
+    with pytest.raises(jsonschema.ValidationError, match="replica'"):
+        validate(changed(body, "spec.replica", 1))
+
+
+@pytest.mark.parametrize(("file", "body"), jobs(), ids=[file for file, _ in jobs()])
+def test_examples_are_restricted(file: str, body: dict[str, Any]) -> None:
+    pod = body["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in pod["containers"]:
+        assert container["image"] == "ddpjob/trainer:0.1.0"
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert "hostPath" not in json.dumps(body)
+
+
+def test_digits_snapshots_lie_on_its_claim() -> None:
+    claim, job = example("digits.yaml")
+    assert claim["kind"] == "PersistentVolumeClaim"
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    volume = job["spec"]["snapshot"]["volume"]
+    assert volume == {"persistentVolumeClaim": {"claimName": claim["metadata"]["name"]}}
+    assert job["spec"]["replicas"] == 3
+
+
+def test_example_scripts_exist() -> None:
+    for _, body in jobs():
+        (container,) = body["spec"]["template"]["spec"]["containers"]
+        script = container["command"][-1].removeprefix("/workspace/")
+        assert (ROOT / script).is_file(), script
+
+
+def test_smallest_job_fits(validate: Callable[[Any], None]) -> None:
+    validate(ddpjob())

@@ -1,0 +1,1 @@
+"""What several levels of tests share: clusters, and the objects they apply to them."""

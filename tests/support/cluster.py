@@ -1,0 +1,92 @@
+"""A devcluster for tests: brought up under a name of its own, taken down at the end.
+
+Only the `devcluster` command and kubectl are used, as a user would use them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from devcluster import binaries
+
+ROOT = Path(__file__).resolve().parents[2]
+DEVCLUSTER = ROOT / "devcluster" / "devcluster"
+CRD = ROOT / "manifests" / "crd.yaml"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A running devcluster. ``nodes`` 0: etcd, API server, controllers and scheduler only."""
+
+    name: str
+    kubeconfig: Path
+    kubectl_path: Path
+
+    def kubectl(
+        self,
+        *args: str,
+        input: str | None = None,  # noqa: A002 - as subprocess.run names it
+        check: bool = False,
+        timeout: float = 60,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run kubectl as administrator; with ``check`` fail with what it said."""
+        command = [str(self.kubectl_path), "--kubeconfig", str(self.kubeconfig), *args]
+        done = subprocess.run(
+            command, input=input, capture_output=True, text=True, timeout=timeout, check=False
+        )
+        if check and done.returncode:
+            raise AssertionError(f"kubectl {' '.join(args)}: {done.stderr.strip()}")
+        return done
+
+    def apply_crd(self) -> None:
+        """Install the DDPJob definition and wait until the API server serves it."""
+        self.kubectl("apply", "-f", str(CRD), check=True)
+        name = "crd/ddpjobs.ddpjob.dev"
+        self.kubectl("wait", "--for=condition=Established", name, "--timeout=30s", check=True)
+        # Established comes before discovery: wait for the list as well.
+        wait_for(
+            lambda: self.kubectl("get", "ddpjobs.ddpjob.dev", "-A").returncode == 0 or None,
+            "the API server to serve ddpjobs",
+        )
+
+
+def up(name: str, *args: str, timeout: float = 1800) -> Cluster:
+    """Run ``devcluster --name NAME up ARGS``; it builds what is missing, once."""
+    _devcluster(name, "up", *args, timeout=timeout)
+    kubeconfig = Path(_devcluster(name, "kubeconfig", timeout=60).strip())
+    kubectl = binaries.ensure(["kubectl"], print)["kubectl"]
+    return Cluster(name, kubeconfig, kubectl)
+
+
+def down(name: str) -> None:
+    """Remove the cluster and everything that it made."""
+    _devcluster(name, "down", timeout=300)
+
+
+def wait_for(probe: Callable[[], T | None], what: str, timeout: float = 30) -> T:
+    """Call ``probe`` until it returns something; fail after ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    while True:
+        value = probe()
+        if value is not None:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {timeout:g} s for {what}")
+        time.sleep(0.1)
+
+
+def _devcluster(name: str, *args: str, timeout: float) -> str:
+    done = subprocess.run(
+        [DEVCLUSTER, "--name", name, *args],
+        capture_output=True, text=True, timeout=timeout, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise AssertionError(f"devcluster {' '.join(args)}: {done.stderr.strip()[-2000:]}")
+    return done.stdout
