@@ -1,0 +1,64 @@
+# Two images: `--target operator` and `--target trainer`. BASE_IMAGE is any Debian-like base with
+# python3 >= 3.11, its venv module and CA certificates.
+#
+# Two optional build secrets say how to reach the package index: `index`, a shell file that sets
+# variables such as PIP_INDEX_URL and UV_DEFAULT_INDEX, and `ca`, a PEM bundle that those may name
+# as /run/secrets/ca. Neither reaches a layer.
+ARG BASE_IMAGE=docker.io/library/python:3.11-slim
+
+FROM ${BASE_IMAGE} AS base
+# Some bases ship a standard library without byte code, and at run time none can be written.
+RUN groupadd --gid 1000 ddpjob \
+    && useradd --uid 1000 --gid 1000 --create-home --shell /usr/sbin/nologin ddpjob \
+    && python3 -c "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('stdlib'), quiet=2)"
+ENV PATH=/opt/ddpjob/bin:${PATH} PYTHONUNBUFFERED=1
+
+# --- Our own code becomes a tree that is copied over the environment --------------------------
+FROM base AS builder
+COPY requirements/install.sh requirements/uv.txt requirements/build.txt /opt/requirements/
+RUN --mount=type=secret,id=index --mount=type=secret,id=ca \
+    sh /opt/requirements/install.sh build.txt && mv /opt/ddpjob /opt/builder
+COPY requirements/package.sh /opt/requirements/
+
+FROM builder AS operator-code
+COPY operator /src
+RUN sh /opt/requirements/package.sh /src
+
+FROM builder AS trainer-code
+COPY trainer /src
+RUN sh /opt/requirements/package.sh /src
+
+# --- Operator --------------------------------------------------------------------------------
+FROM base AS operator
+COPY requirements/install.sh requirements/uv.txt requirements/operator.txt /opt/requirements/
+RUN --mount=type=secret,id=index --mount=type=secret,id=ca \
+    sh /opt/requirements/install.sh operator.txt
+COPY --from=operator-code /opt/ddpjob /opt/ddpjob
+LABEL org.opencontainers.image.title="ddpjob operator" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="0.1.0"
+USER 1000:1000
+ENTRYPOINT ["ddpjob-operator"]
+
+# --- Trainer ---------------------------------------------------------------------------------
+# torch brings the CUDA libraries, gigabytes of them. Its layer depends on the base, the installer
+# and torch.txt and on nothing else, so it is built, pushed and pulled once.
+FROM base AS torch
+COPY requirements/install.sh requirements/uv.txt requirements/torch.txt /opt/requirements/
+RUN --mount=type=secret,id=index --mount=type=secret,id=ca \
+    sh /opt/requirements/install.sh torch.txt
+
+FROM torch AS trainer
+COPY requirements/trainer.txt /opt/requirements/
+RUN --mount=type=secret,id=index --mount=type=secret,id=ca \
+    sh /opt/requirements/install.sh trainer.txt
+COPY --from=trainer-code /opt/ddpjob /opt/ddpjob
+COPY examples /workspace/examples
+RUN chmod -R a+rX /workspace
+# The driver's compute libraries, where a runtime injects them; which GPUs, the cluster decides.
+ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
+LABEL org.opencontainers.image.title="ddpjob trainer" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="0.1.0"
+WORKDIR /workspace
+USER 1000:1000

@@ -1,0 +1,102 @@
+# Everything a checkout needs. `make help` lists the targets.
+# A fresh machine needs Python >= 3.11 and make; clusters and images also need root and Go.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+
+ROOT := $(CURDIR)
+export PYTHONPATH := $(ROOT)/operator/src:$(ROOT)/trainer/src:$(ROOT)/devcluster/src
+export PYTHONUNBUFFERED := 1
+
+# The first Python that starts and is new enough; 3.11 is what the image and the tests use.
+ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; do \
+	$$p -c '$(ENOUGH)' >/dev/null 2>&1 && echo $$p && break; done)
+
+BIN := .venv/bin
+DEVCLUSTER := devcluster/devcluster
+PYTEST := $(BIN)/python -m pytest
+# More arguments for a level's pytest, a demo or a benchmark: make unit ARGS='-k restart -x'
+ARGS ?=
+# In the order in which a failure is cheapest to learn of.
+LEVELS := $(wildcard tests/unit tests/model tests/chart tests/api tests/trainer tests/cluster)
+TYPED := operator/src trainer/src devcluster/src
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: setup
+setup: ## make the virtual environment (once per set of pins, kept in the cache)
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "setup: Python 3.11 or newer is needed; install it or run make PYTHON=/path/to/python" >&2; \
+		exit 1; fi
+	@$(PYTHON) -m devcluster.venv --requirements requirements --link .venv
+
+.PHONY: lint
+lint: setup ## ruff, mypy --strict, import-linter
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy --strict $(TYPED)
+	@$(BIN)/lint-imports --config pyproject.toml
+
+.PHONY: format
+format: setup ## let ruff format and sort imports
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+.PHONY: unit
+unit: setup ## tests of pure code, seconds
+	@$(PYTEST) $(wildcard tests/unit tests/model) $(ARGS)
+
+.PHONY: chart
+chart: setup ## tests of what the Helm chart renders
+	@$(PYTEST) tests/chart $(ARGS)
+
+.PHONY: api
+api: setup ## the operator against a real API server and etcd
+	@$(PYTEST) tests/api $(ARGS)
+
+.PHONY: trainer
+trainer: setup ## training processes on this machine
+	@$(PYTEST) tests/trainer $(ARGS)
+
+.PHONY: cluster
+cluster: setup images ## all of it on a real cluster with kubelets and containers
+	@$(PYTEST) tests/cluster $(ARGS)
+
+.PHONY: test
+test: setup lint images ## lint, then every level in one pytest run
+	@$(PYTEST) $(LEVELS) $(ARGS)
+
+.PHONY: images
+images: setup ## build the operator's and the trainer's image
+	@$(DEVCLUSTER) image build operator trainer
+
+.PHONY: demo
+demo: setup ## train a job on a local cluster, kill a rank, compare with an undisturbed run
+	@$(BIN)/python demo/run.py $(ARGS)
+
+.PHONY: down
+down: ## remove the clusters of the demo and of the tests
+	@for name in $$($(DEVCLUSTER) list); do case $$name in \
+		demo|test|t-*) $(DEVCLUSTER) --name $$name down;; esac; done
+
+.PHONY: bench
+bench: setup ## measure; each benchmark prints a table and writes JSON
+	@for script in bench/*.py; do [ -e "$$script" ] || continue; $(BIN)/python $$script $(ARGS); done
+
+.PHONY: manifests
+manifests: setup ## render manifests/ and docs/api.md from the chart
+	@$(BIN)/python charts/render.py
+
+.PHONY: lock
+lock: ## pin requirements/*.in again (ARGS=--upgrade: at the newest allowed versions)
+	@$(PYTHON) -m devcluster.venv --lock $(ARGS)
+
+.PHONY: clean
+clean: ## remove what tools left in the checkout (the cache stays)
+	@rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage htmlcov
+	@find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

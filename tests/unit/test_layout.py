@@ -1,0 +1,95 @@
+"""The shape of the checkout: what must not be where, how long files are, one version."""
+
+from __future__ import annotations
+
+import operator
+import re
+import sysconfig
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from devcluster import images
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("operator/src", "trainer/src", "devcluster/src")
+MAX_LINES = 400
+#: Files that may be longer, each with its reason. Empty, and meant to stay so.
+ALLOWED_LONG: frozenset[str] = frozenset()
+
+
+def test_folder_operator_does_not_shadow_the_standard_library() -> None:
+    standard = Path(sysconfig.get_path("stdlib")).resolve()
+    assert operator.__file__ is not None
+    assert Path(operator.__file__).resolve() == standard / "operator.py"
+    loose = [path.name for path in (ROOT / "operator").glob("*.py*") if path.suffix != ".toml"]
+    assert loose == [], "operator/ holds src/ and pyproject.toml only"
+    assert not list((ROOT / "operator").glob("test*"))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_files_stay_short(source: str) -> None:
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text().splitlines())
+        for path in (ROOT / source).rglob("*.py")
+    }
+    assert lengths, f"no modules below {source}"
+    too_long = {name: n for name, n in lengths.items() if n > MAX_LINES}
+    assert too_long.keys() == ALLOWED_LONG & too_long.keys(), "split them by what they are about"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_module_says_what_it_is_for(source: str) -> None:
+    silent = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / source).rglob("*.py")
+        if not path.read_text().startswith(('"""', '#!/usr/bin/env python3\n"""'))
+    ]
+    assert silent == []
+
+
+def test_no_module_is_called_utils() -> None:
+    vague = re.compile(r"^(utils?|helpers?|common|misc)$")
+    found = [path for source in SOURCES for path in (ROOT / source).rglob("*")]
+    assert [path for path in found if vague.match(path.stem)] == []
+
+
+def test_everything_has_the_same_version() -> None:
+    def toml_version(path: str) -> str:
+        return str(tomllib.loads((ROOT / path).read_text())["project"]["version"])
+
+    def constant(path: str) -> str:
+        found = re.search(r'^__version__ = "(.+)"$', (ROOT / path).read_text(), re.MULTILINE)
+        assert found is not None, f"{path} says no __version__"
+        return found[1]
+
+    chart = yaml.safe_load((ROOT / "charts/ddpjob/Chart.yaml").read_text())
+    label = r'org\.opencontainers\.image\.version="(.+?)"'
+    labels = set(re.findall(label, (ROOT / "Dockerfile").read_text()))
+    newest = re.search(r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert {
+        toml_version("operator/pyproject.toml"),
+        toml_version("trainer/pyproject.toml"),
+        constant("operator/src/ddpjob_operator/__init__.py"),
+        constant("trainer/src/ddpjob_trainer/__init__.py"),
+        str(chart["version"]),
+        str(chart["appVersion"]),
+        newest[1],
+        *labels,
+    } == {images.VERSION}
+
+
+def test_lock_files_agree_and_name_no_index() -> None:
+    pin = re.compile(r"^([a-z0-9-]+)==(\S+)", re.MULTILINE)
+    requirements = ROOT / "requirements"
+    everything = set(pin.findall((requirements / "dev.txt").read_text()))
+    for lock in ("operator.txt", "torch.txt", "trainer.txt"):
+        pins = set(pin.findall((requirements / lock).read_text()))
+        assert pins, lock
+        assert pins <= everything, f"{lock} has pins that dev.txt has not: run `make lock`"
+    for lock in requirements.glob("*.txt"):
+        assert "://" not in lock.read_text(), f"{lock.name} names a place"
+        assert "--hash=sha256:" in lock.read_text(), f"{lock.name} has no hashes"
