@@ -1,0 +1,101 @@
+"""The `devcluster` command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from devcluster import binaries, cluster, images, lifecycle, status
+from devcluster.failure import Failure
+
+
+def say(line: str) -> None:
+    """Show progress; standard output is for results."""
+    print(f"==> {line}", file=sys.stderr, flush=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
+    top = argparse.ArgumentParser(
+        prog="devcluster",
+        description="A real local Kubernetes, built from its Go modules, for tests and demos.",
+        epilog="Clusters are kept in $DEVCLUSTER_HOME (/var/lib/devcluster), builds in the cache"
+        " ($DDPJOB_CACHE or ~/.cache/ddpjob).",
+    )
+    top.add_argument("--name", default="dev", help="which cluster (default: dev)")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    up = commands.add_parser("up", help="start the cluster, or repair what is missing of it")
+    up.add_argument(
+        "--nodes", type=int, metavar="N", help="0: control plane only (default: 2, or as before)"
+    )
+    up.add_argument(
+        "--image", action="append", default=[], help="image to load into every node; repeatable"
+    )
+    up.add_argument("--kwok", type=int, metavar="N", help="add N fake nodes, for scale")
+    commands.add_parser("down", help="remove the cluster and all that it made, but no cache")
+    shown = commands.add_parser("status", help="what is up, with versions")
+    shown.add_argument("--json", action="store_true", help="as one JSON object")
+    load = commands.add_parser("load", help="import an image into every node")
+    load.add_argument("image", metavar="IMAGE")
+    images.configure(commands)
+    commands.add_parser("kubeconfig", help="print the path of the administrator's kubeconfig")
+    node = commands.add_parser("node", help="make a node fail, or come back")
+    node.add_argument("verb", choices=("stop", "start", "partition", "heal"))
+    node.add_argument("number", type=int, metavar="N")
+    commands.add_parser("build", help="build all programs; print the directory that holds them")
+    kubectl = commands.add_parser("kubectl", help="run kubectl against the cluster")
+    kubectl.add_argument("arguments", nargs=argparse.REMAINDER, metavar="-- ARGS")
+    commands.add_parser("list", help="names of all clusters")
+    return top
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out a parsed command line; return the exit status."""
+    name: str = arguments.name
+    match arguments.command:
+        case "up":
+            made = lifecycle.up(name, arguments.nodes, arguments.kwok, arguments.image, say)
+            print(made.layout.kubeconfig)
+        case "down":
+            lifecycle.down(name, say)
+        case "status":
+            return status.show(name, arguments.json)
+        case "load":
+            lifecycle.load(name, arguments.image, say)
+        case "image":
+            images.command(arguments, say)
+        case "kubeconfig":
+            print(cluster.require(name).layout.kubeconfig)
+        case "node":
+            lifecycle.node_command(name, arguments.verb, arguments.number, say)
+        case "build":
+            print(binaries.toolbox(say))
+        case "kubectl":
+            kubectl(name, arguments.arguments)
+        case "list":
+            for one in cluster.names():
+                print(one)
+    return 0
+
+
+def kubectl(name: str, words: Sequence[str]) -> None:
+    """Become kubectl of the cluster's version."""
+    arguments = list(words[1:] if words[:1] == ["--"] else words)
+    config = cluster.require(name).layout.kubeconfig
+    program = str(binaries.ensure(["kubectl"], say)["kubectl"])
+    os.execv(program, ["kubectl", f"--kubeconfig={config}", *arguments])
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command line; a failure is one line and status 1."""
+    arguments = parser().parse_args(words)
+    try:
+        return run(arguments)
+    except Failure as failure:
+        print(f"devcluster: {failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("devcluster: interrupted; the same command continues", file=sys.stderr)
+        return 130

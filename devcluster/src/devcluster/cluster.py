@@ -1,0 +1,188 @@
+"""One cluster as it is kept on disk: its record, its processes, its lock.
+
+The record (cluster.json) holds what cannot be derived: the index and how many nodes there are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from devcluster import network, process
+from devcluster.cachedir import Log, cache_root, digest, locked
+from devcluster.failure import Failure
+from devcluster.layout import MAX_NODES, Layout, Node, check_name, free_index
+from devcluster.process import Identity, Register
+
+#: In the environment of every process of a cluster; its value is the cluster's state directory.
+MARK = "DEVCLUSTER_STATE"
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A cluster that has an index, running or not."""
+
+    layout: Layout
+    nodes: int
+    kwok: int = 0
+
+    @property
+    def register(self) -> Register:
+        """The records of its processes."""
+        return Register(self.layout.state / "process")
+
+    @property
+    def members(self) -> list[Node]:
+        """Its nodes."""
+        return [self.layout.node(number) for number in range(1, self.nodes + 1)]
+
+    def log_of(self, component: str) -> Path:
+        """Return a component's log file."""
+        return self.layout.logs / f"{component}.log"
+
+    def save(self) -> None:
+        """Write the record, whole or not at all."""
+        state = self.layout.state
+        state.mkdir(parents=True, exist_ok=True)
+        record = {"name": self.layout.name, "index": self.layout.index}
+        aside = state / f".cluster.{os.getpid()}"
+        aside.write_text(json.dumps({**record, "nodes": self.nodes, "kwok": self.kwok}))
+        aside.rename(state / "cluster.json")
+
+    def grown(self, nodes: int | None, kwok: int | None) -> Cluster:
+        """Return the cluster with as many nodes as asked for; it never shrinks."""
+        wanted = self.nodes if nodes is None else nodes
+        if wanted < self.nodes:
+            raise Failure(
+                f"--nodes {wanted}: cluster {self.layout.name} has {self.nodes} already;"
+                f" run `devcluster --name {self.layout.name} down` first"
+            )
+        return replace(self, nodes=wanted, kwok=self.kwok if kwok is None else kwok)
+
+    def ensure_process(
+        self, component: str, argv: Sequence[str | Path], configuration: str = ""
+    ) -> bool:
+        """Start a host process unless it runs just so; True when it was started."""
+        words = [str(word) for word in argv]
+        spec = digest(*words, configuration)
+        identity = self.register.running(component)
+        if identity is not None:
+            if identity.spec == spec:
+                return False
+            process.end([identity])
+        mark = {MARK: str(self.layout.state)}
+        pid = process.start(words, self.log_of(component), mark)
+        self.record(component, pid, spec)
+        return True
+
+    def record(self, component: str, pid: int, spec: str) -> Identity:
+        """Record a process that was just started."""
+        identity = process.identify(pid, spec)
+        if identity is None:
+            raise Failure(
+                f"{component} ended at once: {process.last_lines(self.log_of(component))}"
+            )
+        self.register.write(component, identity)
+        return identity
+
+
+def home() -> Path:
+    """Return where clusters are kept: $DEVCLUSTER_HOME, else /var/lib/devcluster."""
+    return Path(os.environ.get("DEVCLUSTER_HOME") or "/var/lib/devcluster").absolute()
+
+
+def load(name: str) -> Cluster | None:
+    """Return a cluster, None when there is none of that name."""
+    check_name(name, home())
+    state = home() / name
+    try:
+        record = json.loads((state / "cluster.json").read_text())
+        layout = Layout(name, int(record["index"]), state)
+        return Cluster(layout, int(record["nodes"]), int(record["kwok"]))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, KeyError) as error:
+        raise Failure(f"{state}/cluster.json is damaged ({error}): remove {state}") from error
+
+
+def require(name: str) -> Cluster:
+    """Return a cluster; Failure when there is none of that name."""
+    found = load(name)
+    if found is None:
+        raise Failure(f"there is no cluster {name}: run `devcluster --name {name} up`")
+    return found
+
+
+def names() -> list[str]:
+    """Return the names of all clusters of this home."""
+    return sorted(path.parent.name for path in home().glob("*/cluster.json"))
+
+
+@contextmanager
+def hold(name: str, log: Log) -> Iterator[None]:
+    """Let one command at a time change a cluster."""
+    with locked(cache_root() / "locks" / f"devcluster-{name}.lock", log):
+        yield
+
+
+def obtain(name: str, nodes: int | None, kwok: int | None, log: Log) -> Cluster:
+    """Return the cluster to bring up, new or old, with its bridge in place."""
+    if nodes is not None and not 0 <= nodes <= MAX_NODES:
+        raise Failure(f"--nodes {nodes}: give 0 (control plane only) to {MAX_NODES}")
+    found = load(name)
+    if found is not None:
+        if not network.claim_bridge(found.layout):
+            raise Failure(
+                f"another cluster has taken {found.layout.bridge} since cluster {name} was made:"
+                f" run `devcluster --name {name} down`, then `up` again"
+            )
+        cluster = found.grown(nodes, kwok)
+    else:
+        cluster = _allocate(name, 2 if nodes is None else nodes, kwok or 0, log)
+    cluster.save()
+    return cluster
+
+
+def _allocate(name: str, nodes: int, kwok: int, log: Log) -> Cluster:
+    with locked(cache_root() / "locks" / "devcluster-index.lock", log):
+        taken = {other.layout.index for one in names() if (other := load(one)) is not None}
+        while True:
+            index = free_index(taken, network.routes())
+            cluster = Cluster(Layout(name, index, home() / name), nodes, kwok)
+            cluster.save()  # first, so that `down` finds the bridge whatever happens next
+            if network.claim_bridge(cluster.layout):
+                return cluster
+            taken.add(index)
+
+
+def strays(state: Path) -> list[Identity]:
+    """Return processes that carry a cluster's mark, recorded or not."""
+    wanted = f"{MARK}={state}".encode()
+    found: list[Identity] = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            variables = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        identity = process.identify(int(entry.name)) if wanted in variables else None
+        if identity is not None:
+            found.append(identity)
+    return found
+
+
+def remove_state(state: Path) -> None:
+    """Remove a cluster's files, and the home when it was the last."""
+    shutil.rmtree(state, ignore_errors=True)
+    if state.exists():
+        raise Failure(f"{state} could not be removed wholly: look for open mounts below it")
+    try:
+        state.parent.rmdir()
+    except OSError:
+        return

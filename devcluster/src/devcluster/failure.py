@@ -1,0 +1,7 @@
+"""The one exception that reaches the user: a line that says what is wrong and what to do."""
+
+from __future__ import annotations
+
+
+class Failure(Exception):  # noqa: N818 - what it is for the user
+    """Something the user has to know; printed as one line, exit status 1."""

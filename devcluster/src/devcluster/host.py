@@ -1,0 +1,125 @@
+"""What devcluster needs of the host: root, Debian packages, disk space; and commands run on it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from devcluster.cachedir import Log, timed
+from devcluster.failure import Failure
+
+#: A program or a file that tells that a package is installed -> the package.
+PACKAGES: dict[str, str] = {"ip": "iproute2", "openssl": "openssl"}
+NODE_PACKAGES: dict[str, str] = {
+    "containerd": "containerd",
+    "ctr": "containerd",
+    "runc": "runc",
+    "/usr/lib/cni/bridge": "containernetworking-plugins",
+    "bridge": "iproute2",
+    "nsenter": "util-linux",
+    "nft": "nftables",
+    "conntrack": "conntrack",
+    "/usr/share/doc/busybox-static": "busybox-static",
+}
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def run(
+    argv: Sequence[str | Path],
+    why: str = "",
+    timeout: float = 120,
+    cwd: Path | None = None,
+    text: str = "",
+) -> str:
+    """Run a command that reads ``text`` and return its output.
+
+    A failure says ``why`` and the last line that the command said.
+    """
+    command = [str(word) for word in argv]
+    try:
+        done = subprocess.run(
+            command,
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            cwd=cwd,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Failure(f"{why or command[0]}: no answer within {timeout:.0f} s") from error
+    except FileNotFoundError as error:
+        raise Failure(f"{why or command[0]}: {command[0]} is not installed") from error
+    if done.returncode != 0:
+        words = (done.stderr or done.stdout).strip().splitlines()
+        said = words[-1] if words else f"exit status {done.returncode}"
+        raise Failure(f"{why or ' '.join(command[:4])}: {said}")
+    return done.stdout
+
+
+def output(argv: Sequence[str | Path]) -> str | None:
+    """Run a command that may fail; return its output, None when it failed."""
+    command = [str(word) for word in argv]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout if done.returncode == 0 else None
+
+
+def require_root() -> None:
+    """Fail unless this is root on Linux."""
+    if os.uname().sysname != "Linux":
+        raise Failure("devcluster needs Linux: it makes network namespaces and containers")
+    if os.geteuid() != 0:
+        raise Failure("devcluster needs root: run it with sudo, or as root")
+    # A root shell got by plain `su` may lack the sbin directories that ip and nft live in.
+    os.environ["PATH"] = f"{os.environ.get('PATH', '')}:{_PATH}"
+
+
+def missing_packages(wanted: Mapping[str, str]) -> list[str]:
+    """Return the packages of which a file is missing."""
+    return sorted(
+        {
+            package
+            for file, package in wanted.items()
+            if not (Path(file).exists() if file.startswith("/") else shutil.which(file))
+        }
+    )
+
+
+def ensure_packages(wanted: Mapping[str, str], log: Log) -> None:
+    """Install what is missing with apt-get."""
+    missing = missing_packages(wanted)
+    if not missing:
+        return
+    listed = " ".join(missing)
+    if shutil.which("apt-get") is None:
+        raise Failure(f"missing programs, and no apt-get to install them with: install {listed}")
+    variables = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *missing]
+    with timed(f"installing Debian packages: {listed}", log):
+        subprocess.run(
+            ["apt-get", "update", "-qq"], env=variables, capture_output=True, check=False
+        )
+        done = subprocess.run(install, env=variables, capture_output=True, text=True, check=False)
+    left = missing_packages(wanted)
+    if left:
+        words = done.stderr.strip().splitlines()
+        raise Failure(
+            f"could not install {' '.join(left)}: {words[-1] if words else 'apt-get failed'};"
+            " check the network and run `apt-get install` by hand to see more"
+        )
+
+
+def require_space(directory: Path, gibibytes: int, what: str, variable: str) -> None:
+    """Fail unless the disk under ``directory`` has that much room."""
+    existing = directory
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if free < gibibytes << 30:
+        raise Failure(
+            f"{what} needs {gibibytes} GiB of disk and {existing} has {free / (1 << 30):.1f} free:"
+            f" free some, or set {variable} to a directory on a larger disk"
+        )

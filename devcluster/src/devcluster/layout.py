@@ -1,0 +1,165 @@
+"""Where everything of one cluster is: names, addresses and paths, all derived from its index.
+
+Pure. Two clusters never share a bridge, a subnet or a listening address, so that they can stand
+side by side; the service network exists only inside the nodes and is the same in each.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from devcluster.failure import Failure
+
+MAX_INDEX = 63
+MAX_NODES = 32
+SERVICE_NETWORK = "10.96.0.0/16"
+API_SERVICE_ADDRESS = "10.96.0.1"
+CLUSTER_DOMAIN = "cluster.local"
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,18}[a-z0-9])?")
+_SOCKET_PATH_LIMIT = 107
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node: a machine made of namespaces, numbered from 1."""
+
+    number: int
+    name: str
+    address: str
+    pod_network: str
+    link: str
+    home: Path
+    cgroup: str
+
+    @property
+    def containerd_socket(self) -> Path:
+        """Containerd's socket; on a shared filesystem, so the host reaches it as well."""
+        return self.home / "containerd.sock"
+
+    @property
+    def containerd_root(self) -> Path:
+        """Containerd's images and snapshots."""
+        return self.home / "containerd"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One cluster's names, addresses and paths."""
+
+    name: str
+    index: int
+    state: Path
+
+    @property
+    def bridge(self) -> str:
+        """The bridge that joins the nodes and the host."""
+        return f"dc{self.index}"
+
+    @property
+    def alias(self) -> str:
+        """What the bridge's alias says of its owner."""
+        return f"devcluster {self.state}"
+
+    @property
+    def gateway(self) -> str:
+        """The host's address on the bridge: API server and DNS listen here."""
+        return f"10.89.{self.index}.1"
+
+    @property
+    def loopback(self) -> str:
+        """The cluster's own loopback address: what no pod may reach listens here."""
+        return f"127.89.{self.index}.1"
+
+    @property
+    def node_network(self) -> str:
+        """The bridge's subnet."""
+        return f"10.89.{self.index}.0/24"
+
+    @property
+    def pod_network(self) -> str:
+        """The subnet that holds every node's pod subnet."""
+        return f"10.{128 + self.index}.0.0/16"
+
+    @property
+    def server(self) -> str:
+        """The API server's URL."""
+        return f"https://{self.gateway}:6443"
+
+    @property
+    def etcd(self) -> str:
+        """The URL of etcd, which has no TLS and listens on loopback only."""
+        return f"http://{self.loopback}:2379"
+
+    @property
+    def cgroup(self) -> str:
+        """The cgroup, in every hierarchy, that holds all of this cluster's containers."""
+        return f"devcluster-{self.name}-{self.index}"
+
+    @property
+    def logs(self) -> Path:
+        """Log files of the components."""
+        return self.state / "log"
+
+    @property
+    def pki(self) -> Path:
+        """Keys and certificates."""
+        return self.state / "pki"
+
+    @property
+    def kubeconfig(self) -> Path:
+        """The administrator's kubeconfig."""
+        return self.state / "admin.kubeconfig"
+
+    @property
+    def volumes(self) -> Path:
+        """Directories behind the PersistentVolumes of class `shared`."""
+        return self.state / "volumes"
+
+    def node(self, number: int) -> Node:
+        """Return node ``number``, 1 to MAX_NODES."""
+        if not 1 <= number <= MAX_NODES:
+            raise Failure(f"node {number}: nodes are numbered 1 to {MAX_NODES}")
+        return Node(
+            number=number,
+            name=f"node{number}",
+            address=f"10.89.{self.index}.{10 + number}",
+            pod_network=f"10.{128 + self.index}.{number}.0/24",
+            link=f"dc{self.index}n{number}",
+            home=self.state / f"node{number}",
+            cgroup=f"{self.cgroup}/node{number}",
+        )
+
+
+def check_name(name: str, home: Path) -> None:
+    """Refuse a cluster name that cannot be part of a path, a cgroup and a socket's name."""
+    if not _NAME.fullmatch(name):
+        raise Failure(
+            f"--name {name!r}: use 1 to 20 lower-case letters, digits and dashes,"
+            " a letter or digit first and last"
+        )
+    longest = home / name / f"node{MAX_NODES}" / "containerd.sock.ttrpc"
+    if len(str(longest)) > _SOCKET_PATH_LIMIT:
+        raise Failure(
+            f"{home} is too long a path for Unix sockets below it:"
+            " set DEVCLUSTER_HOME to a shorter one"
+        )
+
+
+def free_index(taken: set[int], routes: list[str]) -> int:
+    """Return the lowest index that no cluster has and whose subnets overlap none of ``routes``."""
+    used = [ipaddress.ip_network(route, strict=False) for route in routes]
+    for index in range(MAX_INDEX + 1):
+        if index in taken:
+            continue
+        layout = Layout("any", index, Path("/"))
+        wanted = (layout.node_network, layout.pod_network)
+        subnets = [ipaddress.ip_network(subnet) for subnet in wanted]
+        if not any(subnet.overlaps(route) for subnet in subnets for route in used):
+            return index
+    raise Failure(
+        f"all {MAX_INDEX + 1} address ranges are taken:"
+        " see `devcluster list` and `ip route`, and run `devcluster down` for a cluster"
+    )

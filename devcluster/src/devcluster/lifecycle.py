@@ -1,0 +1,226 @@
+"""The commands: up, down, status, node. Each may be repeated at any moment, also after a crash.
+
+`up` looks at every piece and makes only what is missing, so a cluster that is whole costs it a
+few looks, and one that lost a process, a node or (after a reboot) everything is repaired.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from devcluster import (
+    binaries,
+    cgroups,
+    cluster,
+    host,
+    images,
+    kwok,
+    machine,
+    network,
+    pki,
+    process,
+    render,
+    volumes,
+)
+from devcluster.api import Api, ApiError, connect
+from devcluster.cachedir import Log
+from devcluster.cluster import Cluster
+from devcluster.failure import Failure
+from devcluster.layout import Layout, Node
+
+_PACKAGE_ROOT = Path(__file__).resolve().parents[1]
+_READY_SECONDS = 90.0
+
+
+def up(
+    name: str, nodes: int | None, fake_nodes: int | None, wanted_images: Sequence[str], log: Log
+) -> Cluster:
+    """Bring a cluster up, or repair it."""
+    host.require_root()
+    host.require_space(cluster.home(), 2, f"cluster {name}", "DEVCLUSTER_HOME")
+    known = cluster.load(name)
+    count = nodes if nodes is not None else known.nodes if known else 2
+    host.ensure_packages({**host.PACKAGES, **(host.NODE_PACKAGES if count else {})}, log)
+    fake = fake_nodes if fake_nodes is not None else known.kwok if known else 0
+    wanted = [*binaries.CONTROL_PLANE, *(binaries.NODE if count else ())]
+    wanted += ["kwok"] if fake else []
+    programs = binaries.ensure(wanted, log)
+    with cluster.hold(name, log):
+        started = time.monotonic()
+        this = cluster.obtain(name, nodes, fake_nodes, log)
+        warning = network.firewall_warning() if this.nodes > 1 else None
+        if warning is not None:
+            log(f"warning: {warning}")
+        _start(this, programs, log)
+        log(f"cluster {name} is up: {time.monotonic() - started:.1f} s")
+    for image in wanted_images:
+        load(name, image, log)
+    return this
+
+
+def _start(this: Cluster, programs: dict[str, Path], log: Log) -> None:
+    layout = this.layout
+    pki.ensure_cluster(layout)
+    for node in this.members:
+        pki.ensure_node(layout, node)
+    this.ensure_process("etcd", [programs["etcd"], *render.etcd(layout)])
+    this.ensure_process("apiserver", [programs["kube-apiserver"], *render.apiserver(layout)])
+    keep = [path.resolve().parent for path in programs.values()]
+    for node in this.members:  # while the API server starts
+        machine.power_on(this, node, keep)
+        machine.ensure_containerd(this, node, log)
+    api = connect(layout)
+    wait(this, "apiserver", api.is_ready)
+    manager: list[str | Path] = [
+        programs["kube-controller-manager"],
+        *render.controller_manager(layout),
+    ]
+    this.ensure_process("controller-manager", manager)
+    this.ensure_process("scheduler", [programs["kube-scheduler"], *render.scheduler(layout)])
+    if this.members:
+        _start_node_services(this, api, programs)
+    if "kwok" in programs:
+        this.ensure_process("kwok", [programs["kwok"], *kwok.arguments(layout)])
+        kwok.ensure_nodes(api, this.kwok)
+    elif (fake := this.register.running("kwok")) is not None:
+        kwok.ensure_nodes(api, 0)
+        process.end([fake])
+    wait(this, "controller-manager", lambda: _exists(api, "serviceaccounts/default"))
+    wait(this, "controller-manager", lambda: _exists(api, "configmaps/kube-root-ca.crt"))
+    for node in this.members:
+        wait(this, f"{node.name}-kubelet", partial(node_is_ready, api, node))
+    if this.members:
+        wait(this, "coredns", lambda: _answers(f"http://{layout.loopback}:8181/ready"))
+
+
+def _start_node_services(this: Cluster, api: Api, programs: dict[str, Path]) -> None:
+    layout = this.layout
+    for node in this.members:
+        machine.ensure_kubelet(this, node, programs["kubelet"])
+        machine.ensure_proxy(this, node, programs["kube-proxy"])
+    text = machine.write_if_changed(layout.state / "Corefile", render.corefile(layout))
+    this.ensure_process("coredns", [programs["coredns"], "-conf", layout.state / "Corefile"], text)
+    api.ensure("/apis/storage.k8s.io/v1/storageclasses", volumes.STORAGE_CLASS)
+    python = ["env", f"PYTHONPATH={_PACKAGE_ROOT}", sys.executable, "-u", "-m"]
+    arguments = [str(layout.state), str(layout.index)]
+    this.ensure_process("volumes", [*python, "devcluster.volumes", *arguments])
+
+
+def wait(this: Cluster, component: str, done: Callable[[], bool]) -> None:
+    """Wait for a condition; fail at once when the component that brings it about has died."""
+    deadline = time.monotonic() + _READY_SECONDS
+    while not done():
+        log = this.log_of(component)
+        if this.register.running(component) is None:
+            raise Failure(f"{component} died: {process.last_lines(log)} (see {log})")
+        if time.monotonic() > deadline:
+            raise Failure(f"{component} is not ready after {_READY_SECONDS:.0f} s: see {log}")
+        time.sleep(0.1)
+
+
+def _exists(api: Api, path: str) -> bool:
+    try:
+        api.get(f"/api/v1/namespaces/default/{path}")
+    except (OSError, ApiError):
+        return False
+    return True
+
+
+def node_is_ready(api: Api, node: Node) -> bool:
+    """Tell whether a node is Ready and free of the taints that a lost node has."""
+    try:
+        found = api.get(f"/api/v1/nodes/{node.name}")
+    except (OSError, ApiError):
+        return False
+    return is_ready(found)
+
+
+def is_ready(node: dict[str, Any]) -> bool:
+    """Tell whether a Node object is Ready and not tainted as lost or new."""
+    conditions = node.get("status", {}).get("conditions", [])
+    ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+    taints = node.get("spec", {}).get("taints", [])
+    return ready and not any(one["key"].startswith("node.kubernetes.io/") for one in taints)
+
+
+def _answers(url: str) -> bool:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(url, timeout=2) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
+
+
+def down(name: str, log: Log) -> None:
+    """Remove a cluster: processes, mounts, links, routes, cgroups, files; not the build cache."""
+    host.require_root()
+    with cluster.hold(name, log):
+        state = cluster.home() / name
+        this = _find(name, state)
+        if this is None and not state.exists() and not cluster.strays(state):
+            log(f"there is no cluster {name}")
+            return
+        started = time.monotonic()
+        left = process.end(cluster.strays(state), seconds=20, polite=False)
+        if left:
+            raise Failure(f"processes of cluster {name} do not end: {[one.pid for one in left]}")
+        if this is not None:
+            for node in this.members:
+                machine.power_off(this, node)
+            network.remove_bridge(this.layout)
+            cgroups.remove(this.layout.cgroup)
+        cluster.remove_state(state)
+        log(f"cluster {name} is gone: {time.monotonic() - started:.1f} s")
+
+
+def _find(name: str, state: Path) -> Cluster | None:
+    """Return the cluster, by its bridge when its record is lost or damaged."""
+    try:
+        found = cluster.load(name)
+    except Failure:
+        found = None
+    if found is not None:
+        return found
+    index = network.index_of(state)
+    return None if index is None else Cluster(Layout(name, index, state), 0)
+
+
+def load(name: str, image: str, log: Log) -> None:
+    """Import an image into every node of a cluster."""
+    host.require_root()
+    this = cluster.require(name)
+    images.load_into([node.containerd_socket for node in this.members], image, log)
+
+
+def node_command(name: str, verb: str, number: int, log: Log) -> None:
+    """Carry out `node stop|start|partition|heal N`."""
+    host.require_root()
+    this = cluster.require(name)
+    if not 1 <= number <= this.nodes:
+        raise Failure(f"node {number}: cluster {name} has nodes 1 to {this.nodes}")
+    node = this.layout.node(number)
+    with cluster.hold(name, log):
+        if verb == "start":
+            programs = binaries.ensure(binaries.NODE, log)
+            keep = [path.resolve().parent for path in programs.values()]
+            machine.power_on(this, node, keep)
+            machine.ensure_containerd(this, node, log)
+            machine.ensure_kubelet(this, node, programs["kubelet"])
+            machine.ensure_proxy(this, node, programs["kube-proxy"])
+            api = connect(this.layout)
+            wait(this, f"{node.name}-kubelet", lambda: node_is_ready(api, node))
+        elif verb == "stop":
+            machine.power_off(this, node)
+        elif this.register.running(machine.init_name(node)) is None:
+            raise Failure(f"{node.name} is off: run `devcluster node start {number}`")
+        else:
+            network.partition(node, cut=verb == "partition")
+    done = {"stop": "off", "start": "on and Ready", "partition": "cut off", "heal": "joined again"}
+    log(f"{node.name} is {done[verb]}")

@@ -1,0 +1,148 @@
+"""The wires: one bridge per cluster on the host, one link per node, routes between pod networks.
+
+Nodes route to one another's pods directly over the bridge, so the host forwards nothing and none
+of its settings change. There is no way out: images come through `devcluster load`, and a pull
+from a registry fails at once instead of after a time-out.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from devcluster import host
+from devcluster.failure import Failure
+from devcluster.layout import MAX_NODES, SERVICE_NETWORK, Layout, Node
+
+_DISABLED, _FORWARDING = "0", "3"  # STP states of a bridge port
+
+
+def routes() -> list[str]:
+    """Return the destinations that the host has routes for, the default route aside."""
+    listed = json.loads(host.run(["ip", "-j", "-4", "route", "show"]) or "[]")
+    return [route["dst"] for route in listed if route["dst"] != "default"]
+
+
+def _link(name: str) -> dict[str, Any] | None:
+    shown = host.output(["ip", "-j", "link", "show", "dev", name])
+    return dict(json.loads(shown)[0]) if shown else None
+
+
+def claim_bridge(layout: Layout) -> bool:
+    """Make the bridge with its address; True when it is ours now, False when it is another's.
+
+    Making it is atomic in the kernel, so of two clusters that want one index a single one gets
+    it, even when each keeps its state under a home of its own.
+    """
+    if host.output(["ip", "link", "add", layout.bridge, "type", "bridge"]) is None:
+        found = _link(layout.bridge)
+        if found is None:
+            raise Failure(f"cannot make bridge {layout.bridge}: does this kernel have bridges?")
+        if found.get("ifalias") != layout.alias:
+            return False
+    host.run(["ip", "link", "set", layout.bridge, "alias", layout.alias, "up"])
+    host.run(["ip", "addr", "replace", f"{layout.gateway}/24", "dev", layout.bridge])
+    return True
+
+
+def bridge_is_up(layout: Layout) -> bool:
+    """Tell whether the cluster's own bridge exists."""
+    found = _link(layout.bridge)
+    return found is not None and found.get("ifalias") == layout.alias
+
+
+def index_of(state: Path) -> int | None:
+    """Return the index that a cluster's bridge tells, for one whose record is lost."""
+    listed = json.loads(host.run(["ip", "-j", "link", "show", "type", "bridge"]) or "[]")
+    for link in listed:
+        name = link.get("ifname", "")
+        if name.removeprefix("dc").isdigit():
+            layout = Layout(state.name, int(name.removeprefix("dc")), state)
+            if link.get("ifalias") == layout.alias:
+                return layout.index
+    return None
+
+
+def remove_bridge(layout: Layout) -> None:
+    """Remove the bridge, with the routes that go through it."""
+    if bridge_is_up(layout):
+        host.run(["ip", "link", "del", "dev", layout.bridge])
+
+
+def connect(layout: Layout, node: Node, init: int) -> None:
+    """Plug a node, the machine of process ``init``, into the bridge."""
+    disconnect(node)
+    peer = f"{node.link}p"
+    host.run(["ip", "link", "add", node.link, "type", "veth", "peer", "name", peer])
+    host.run(["ip", "link", "set", peer, "netns", str(init), "name", "eth0"])
+    host.run(["ip", "link", "set", node.link, "master", layout.bridge, "up"])
+    lines = [
+        "link set lo up",
+        f"addr add {node.address}/24 dev eth0",
+        "link set eth0 up",
+        # Programs of the node itself reach services too: the kernel wants a route before it
+        # rewrites the address.
+        f"route add {SERVICE_NETWORK} via {layout.gateway}",
+    ]
+    # To every node that there may ever be, so that adding one changes no other.
+    others = [layout.node(number) for number in range(1, MAX_NODES + 1) if number != node.number]
+    lines += [f"route add {other.pod_network} via {other.address}" for other in others]
+    host.run(["nsenter", "-t", str(init), "-n", "ip", "-batch", "-"], text="\n".join(lines))
+    route_to(layout, node)
+
+
+def reconnect(layout: Layout, node: Node, init: int) -> None:
+    """Repair the wire of a node that runs: a lost link, a lost bridge, a partition."""
+    found = _link(node.link)
+    if found is None:
+        connect(layout, node, init)
+        return
+    if found.get("master") != layout.bridge:
+        host.run(["ip", "link", "set", node.link, "master", layout.bridge, "up"])
+    if is_partitioned(node):
+        partition(node, cut=False)
+    route_to(layout, node)
+
+
+def route_to(layout: Layout, node: Node) -> None:
+    """Let the host reach a node's pods."""
+    via = ["via", node.address, "dev", layout.bridge]
+    host.run(["ip", "route", "replace", node.pod_network, *via])
+
+
+def disconnect(node: Node) -> None:
+    """Remove a node's link, and with it the node's end."""
+    # The kernel may be removing it just now, after the death of the node.
+    host.output(["ip", "link", "del", "dev", node.link])
+
+
+def partition(node: Node, cut: bool) -> None:
+    """Cut a node off, or join it again: its port on the bridge drops every frame, in silence."""
+    state = _DISABLED if cut else _FORWARDING
+    host.run(["bridge", "link", "set", "dev", node.link, "state", state])
+
+
+def is_partitioned(node: Node) -> bool:
+    """Tell whether a node is cut off."""
+    shown = host.output(["bridge", "-j", "link", "show", "dev", node.link])
+    return any(port.get("state") == "disabled" for port in json.loads(shown or "[]"))
+
+
+def firewall_warning() -> str | None:
+    """Return a warning when the host's firewall is about to drop frames between nodes.
+
+    Docker, for one, makes bridged frames pass the host's FORWARD chain, whose policy it sets to
+    DROP. Its rules are the host's own business, so they are not touched here.
+    """
+    bridged = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
+    if not bridged.exists() or bridged.read_text().strip() != "1":
+        return None
+    policy = host.output(["iptables", "-S", "FORWARD"]) if shutil.which("iptables") else None
+    if policy is None or not policy.startswith("-P FORWARD DROP"):
+        return None
+    return (
+        "this host's firewall drops bridged traffic, so nodes may not reach one another;"
+        " allow it with `iptables -I FORWARD -i dc+ -o dc+ -j ACCEPT`"
+    )

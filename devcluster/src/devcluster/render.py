@@ -1,0 +1,219 @@
+"""Configuration files of the components, rendered from the layout. Pure.
+
+Kubernetes reads YAML, of which JSON is a part, so its files are rendered as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from devcluster.layout import CLUSTER_DOMAIN, SERVICE_NETWORK, Layout, Node
+
+PAUSE_IMAGE = "docker.io/devcluster/busybox:1"
+
+
+def etcd(layout: Layout) -> list[str]:
+    """Arguments of etcd. Its data need not survive a loss of power, only of processes."""
+    peer = f"http://{layout.loopback}:2380"
+    return [
+        f"--data-dir={layout.state}/etcd",
+        f"--listen-client-urls={layout.etcd}",
+        f"--advertise-client-urls={layout.etcd}",
+        f"--listen-peer-urls={peer}",
+        f"--initial-advertise-peer-urls={peer}",
+        f"--initial-cluster=default={peer}",
+        "--unsafe-no-fsync",
+        "--log-level=warn",
+    ]
+
+
+def apiserver(layout: Layout) -> list[str]:
+    """Arguments of kube-apiserver."""
+    pki = layout.pki
+    return [
+        f"--etcd-servers={layout.etcd}",
+        f"--bind-address={layout.gateway}",
+        f"--advertise-address={layout.gateway}",
+        "--secure-port=6443",
+        f"--cert-dir={layout.state}/apiserver",
+        f"--tls-cert-file={pki}/apiserver.crt",
+        f"--tls-private-key-file={pki}/apiserver.key",
+        f"--client-ca-file={pki}/ca.crt",
+        f"--kubelet-certificate-authority={pki}/ca.crt",
+        f"--kubelet-client-certificate={pki}/apiserver-kubelet.crt",
+        f"--kubelet-client-key={pki}/apiserver-kubelet.key",
+        "--kubelet-preferred-address-types=InternalIP",
+        "--service-account-issuer=https://kubernetes.default.svc",
+        f"--service-account-key-file={pki}/service-account.pub",
+        f"--service-account-signing-key-file={pki}/service-account.key",
+        f"--service-cluster-ip-range={SERVICE_NETWORK}",
+        "--authorization-mode=Node,RBAC",
+        "--enable-admission-plugins=NodeRestriction",
+        "--allow-privileged=true",
+        "--profiling=false",
+    ]
+
+
+def controller_manager(layout: Layout) -> list[str]:
+    """Arguments of kube-controller-manager. A silent node is NotReady after 20 s, not 50."""
+    return [
+        f"--kubeconfig={layout.state}/controller-manager.kubeconfig",
+        f"--bind-address={layout.loopback}",
+        f"--cert-dir={layout.state}/controller-manager",
+        f"--service-account-private-key-file={layout.pki}/service-account.key",
+        f"--root-ca-file={layout.pki}/ca.crt",
+        "--use-service-account-credentials=true",
+        "--leader-elect=false",
+        "--allocate-node-cidrs=false",
+        "--node-monitor-period=2s",
+        "--node-monitor-grace-period=20s",
+        "--kube-api-qps=100",
+        "--kube-api-burst=200",
+        "--profiling=false",
+    ]
+
+
+def scheduler(layout: Layout) -> list[str]:
+    """Arguments of kube-scheduler."""
+    return [
+        f"--kubeconfig={layout.state}/scheduler.kubeconfig",
+        f"--bind-address={layout.loopback}",
+        f"--cert-dir={layout.state}/scheduler",
+        "--leader-elect=false",
+        "--kube-api-qps=100",
+        "--kube-api-burst=200",
+        "--profiling=false",
+    ]
+
+
+def corefile(layout: Layout) -> str:
+    """CoreDNS: cluster names only, no cache, so that a pod's new address is seen at once."""
+    return f""".:53 {{
+    bind {layout.gateway}
+    errors
+    health {layout.loopback}:8080
+    ready {layout.loopback}:8181
+    kubernetes {CLUSTER_DOMAIN} in-addr.arpa {{
+        kubeconfig {layout.kubeconfig}
+        ttl 1
+    }}
+}}
+"""
+
+
+def containerd(node: Node) -> str:
+    """containerd.toml. Its own state is in the node's /run, which dies with the node."""
+    return f"""version = 2
+root = "{node.containerd_root}"
+state = "/run/containerd"
+disabled_plugins = [
+  "io.containerd.snapshotter.v1.aufs",
+  "io.containerd.snapshotter.v1.btrfs",
+  "io.containerd.snapshotter.v1.devmapper",
+  "io.containerd.snapshotter.v1.zfs",
+  "io.containerd.tracing.processor.v1.otlp",
+  "io.containerd.internal.v1.tracing",
+]
+
+[grpc]
+  address = "{node.containerd_socket}"
+
+[plugins."io.containerd.grpc.v1.cri"]
+  sandbox_image = "{PAUSE_IMAGE}"
+  restrict_oom_score_adj = true
+  disable_apparmor = true
+  [plugins."io.containerd.grpc.v1.cri".cni]
+    bin_dir = "/usr/lib/cni"
+    conf_dir = "{node.home}/cni"
+  [plugins."io.containerd.grpc.v1.cri".containerd]
+    snapshotter = "overlayfs"
+    default_runtime_name = "runc"
+  [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+    runtime_type = "io.containerd.runc.v2"
+"""
+
+
+def cni(node: Node) -> str:
+    """The pod network: a bridge inside the node. Leases are in /run: they die with the pods."""
+    plugin: dict[str, Any] = {
+        "type": "bridge",
+        "bridge": "cni0",
+        "isGateway": True,
+        "ipMasq": False,
+        "hairpinMode": True,
+        "ipam": {
+            "type": "host-local",
+            "dataDir": "/run/cni/leases",
+            "ranges": [[{"subnet": node.pod_network}]],
+            "routes": [{"dst": "0.0.0.0/0"}],
+        },
+    }
+    return json.dumps({"cniVersion": "0.4.0", "name": "pods", "plugins": [plugin]}, indent=1)
+
+
+def kubelet(layout: Layout, node: Node) -> str:
+    """KubeletConfiguration, for hosts with cgroup v1 or v2 and with or without systemd."""
+    config: dict[str, Any] = {
+        "apiVersion": "kubelet.config.k8s.io/v1beta1",
+        "kind": "KubeletConfiguration",
+        "authentication": {
+            "anonymous": {"enabled": False},
+            "webhook": {"enabled": True},
+            "x509": {"clientCAFile": f"{layout.pki}/ca.crt"},
+        },
+        "authorization": {"mode": "Webhook"},
+        "tlsCertFile": f"{layout.pki}/{node.name}.crt",
+        "tlsPrivateKeyFile": f"{layout.pki}/{node.name}.key",
+        "address": node.address,
+        "containerRuntimeEndpoint": f"unix://{node.containerd_socket}",
+        "clusterDNS": [layout.gateway],
+        "clusterDomain": CLUSTER_DOMAIN,
+        "resolvConf": f"{node.home}/resolv.conf",
+        "podLogsDir": "/var/log/pods",
+        "volumePluginDir": f"{node.home}/volume-plugins",
+        "cgroupDriver": "cgroupfs",
+        "cgroupsPerQOS": False,
+        "enforceNodeAllocatable": [],
+        "failCgroupV1": False,
+        "failSwapOn": False,
+        # Lowering a score needs CAP_SYS_RESOURCE, which a host in a container may not have.
+        "oomScoreAdj": 0,
+        "maxPods": 110,
+        "serializeImagePulls": False,
+        "registerWithTaints": [],
+        "syncFrequency": "10s",
+        "nodeStatusUpdateFrequency": "5s",
+        "nodeLeaseDurationSeconds": 20,
+        # Images come by `load` only: a collected one could not be pulled again.
+        "imageGCHighThresholdPercent": 100,
+        "evictionHard": {
+            "memory.available": "50Mi",
+            "nodefs.available": "1%",
+            "imagefs.available": "1%",
+        },
+    }
+    return json.dumps(config, indent=1)
+
+
+def proxy(layout: Layout, node: Node) -> str:
+    """KubeProxyConfiguration. Connection tracking limits belong to the host: leave them alone."""
+    config: dict[str, Any] = {
+        "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
+        "kind": "KubeProxyConfiguration",
+        "mode": "nftables",
+        "clientConnection": {"kubeconfig": f"{layout.state}/proxy.kubeconfig"},
+        "hostnameOverride": node.name,
+        "clusterCIDR": layout.pod_network,
+        "healthzBindAddress": "127.0.0.1:10256",
+        "metricsBindAddress": "127.0.0.1:10249",
+        "oomScoreAdj": 0,
+        "nftables": {"minSyncPeriod": "0s", "syncPeriod": "30s"},
+        "conntrack": {
+            "maxPerCore": 0,
+            "min": 0,
+            "tcpEstablishedTimeout": "0s",
+            "tcpCloseWaitTimeout": "0s",
+        },
+    }
+    return json.dumps(config, indent=1)

@@ -1,0 +1,158 @@
+"""The checkout's virtual environment: made once per set of pins, shared by checkouts.
+
+`python -m devcluster.venv --link .venv` installs requirements/dev.txt (every hash checked)
+into the cache and points a symlink at it. Nothing of the checkout itself is installed;
+sources are found through PYTHONPATH, so that two checkouts may share one environment.
+`--lock` writes the lock files from the *.in files instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from devcluster import host, pypi
+from devcluster.cachedir import Log, cache_root, digest, ensure_dir, timed
+from devcluster.failure import Failure
+
+_FORMAT = "1"
+_NEEDED_GIBIBYTES = 8
+#: dev comes first: it holds all the others, which then keep to its versions.
+_LOCKS = ("dev", "uv", "build", "operator", "torch", "trainer")
+
+
+def environment_dir(requirements: Path) -> Path:
+    """Return where the environment of these lock files and this Python lives."""
+    lock = (requirements / "dev.txt").read_bytes()
+    key = digest(_FORMAT, lock, sys.version, sys.base_prefix, platform.machine())
+    return cache_root() / f"venv-{key}"
+
+
+def ensure_uv(requirements: Path, log: Log) -> Path:
+    """Install the pinned uv into the cache, with pip, and return its environment."""
+    lock = requirements / "uv.txt"
+    home = cache_root() / f"uv-{digest(_FORMAT, lock.read_bytes(), sys.version, sys.base_prefix)}"
+
+    def make(aside: Path) -> None:
+        with timed("installing uv", log):
+            _make_plain_venv(aside, log)
+            pip = [str(aside / "bin/python"), "-m", "pip", "--disable-pip-version-check"]
+            pip += ["install", "--quiet", "--require-hashes", "--only-binary=:all:"]
+            _run([*pip, "--requirement", str(lock)])
+
+    ensure_dir(home, make, log)
+    return home
+
+
+def ensure_environment(requirements: Path, log: Log) -> Path:
+    """Make the environment unless it is there, and return its directory."""
+    home = environment_dir(requirements)
+    if home.is_dir():
+        return home
+    uv = ensure_uv(requirements, log)
+    variables = _uv_variables(uv)
+    what = "the virtual environment"
+    host.require_space(home.parent, _NEEDED_GIBIBYTES, what, "DDPJOB_CACHE")
+
+    def make(aside: Path) -> None:
+        create = [str(uv / "bin/uv"), "venv", "--quiet", "--clear", "--relocatable"]
+        install = [str(uv / "bin/uv"), "pip", "install", "--require-hashes", "--compile-bytecode"]
+        install += ["--python", str(aside / "bin/python")]
+        with timed(f"making {what} (about 5 GB: torch carries the CUDA libraries)", log):
+            _run([*create, "--python", sys.executable, str(aside)], variables)
+            _run([*install, "--requirement", str(requirements / "dev.txt")], variables)
+
+    ensure_dir(home, make, log)
+    return home
+
+
+def write_locks(requirements: Path, options: Sequence[str], log: Log) -> None:
+    """Resolve every *.in file to a lock file with hashes, all at the same versions."""
+    uv = ensure_uv(requirements, log)
+    compile_one = [str(uv / "bin/uv"), "pip", "compile", "--quiet", "--universal"]
+    compile_one += ["--python-version", "3.11", "--generate-hashes", "--no-emit-index-url"]
+    compile_one += ["--custom-compile-command", "make lock"]
+    for name in _LOCKS:
+        common = [] if name == "dev" else ["--constraint", "dev.txt"]
+        chosen = [*options, "--output-file", f"{name}.txt", f"{name}.in"]
+        with timed(f"pinning {name}.txt", log):
+            _run([*compile_one, *common, *chosen], _uv_variables(uv), requirements)
+
+
+def point(link: Path, target: Path) -> None:
+    """Make symlink ``link`` point at ``target``, atomically."""
+    if link.is_symlink() and link.readlink() == target:
+        return
+    if link.exists() and not link.is_symlink():
+        raise Failure(f"{link} is not a symlink of ours: move it away and try again")
+    aside = link.with_name(f"{link.name}.{os.getpid()}")
+    aside.unlink(missing_ok=True)
+    aside.symlink_to(target)
+    aside.rename(link)
+
+
+def _uv_variables(uv: Path) -> dict[str, str]:
+    """Return the environment for uv: its cache in ours, the index as pip knows it."""
+    # A Python of the system may come without pip; the one beside uv reads the same files.
+    settings = pypi.pip_settings() or pypi.pip_settings(str(uv / "bin/python"))
+    told = pypi.uv_environment(settings)
+    return {**os.environ, **told, "UV_CACHE_DIR": str(cache_root() / "uv")}
+
+
+def _make_plain_venv(home: Path, log: Log) -> None:
+    """Make a venv with pip; Debian keeps the modules for that in a package of its own."""
+    command = [sys.executable, "-m", "venv", "--clear", str(home)]
+    if subprocess.run(command, capture_output=True, check=False).returncode == 0:
+        return
+    package = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
+    if os.geteuid() != 0:
+        raise Failure(f"this Python cannot make virtual environments: install {package}")
+    host.ensure_packages({f"{sysconfig.get_path('stdlib')}/ensurepip": package}, log)
+    _run(command)
+
+
+def _run(
+    command: Sequence[str], variables: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> None:
+    """Run a command with its output shown."""
+    if subprocess.run(command, env=variables, cwd=cwd, check=False).returncode != 0:
+        raise Failure(
+            f"`{' '.join(command[:3])} ...` failed, see above; where the package index could not"
+            " be reached, set up pip for this host (`pip config`) and run `make setup` again"
+        )
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Make the environment and point the link at it, or write the lock files."""
+    parser = argparse.ArgumentParser(prog="python -m devcluster.venv", description=__doc__)
+    parser.add_argument("--requirements", type=Path, default=Path("requirements"))
+    parser.add_argument("--link", type=Path, help="symlink to point at the environment")
+    parser.add_argument("--lock", action="store_true", help="write the lock files instead")
+    arguments, options = parser.parse_known_args(words)
+    if options and not arguments.lock:
+        parser.error(f"unknown: {' '.join(options)} (with --lock it would go to uv)")
+
+    def say(line: str) -> None:
+        print(f"==> {line}", file=sys.stderr, flush=True)
+
+    try:
+        if arguments.lock:
+            write_locks(arguments.requirements, options, say)
+            return 0
+        home = ensure_environment(arguments.requirements.resolve(), say)
+        if arguments.link is not None:
+            point(arguments.link, home)
+    except Failure as failure:
+        print(f"setup: {failure}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

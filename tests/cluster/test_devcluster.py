@@ -1,0 +1,322 @@
+"""The devcluster itself: pods, names, volumes; nodes lost and found; repair; and no residue.
+
+The tests share one cluster and are written in the order of its life: what is read before `up`
+is compared after `down`. Other clusters may stand beside it, so what belongs to them is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from devcluster import cgroups, process
+from devcluster.cluster import MARK
+from support import cluster as support
+from support.cluster import DEVCLUSTER, Cluster, wait_for
+
+pytestmark = pytest.mark.root
+
+NAME = "t-residue"
+#: Names of programs, as the kernel cuts them, that a cluster runs and might leave.
+PROGRAMS = {
+    "etcd", "kube-apiserver", "kube-controller", "kube-scheduler", "kubelet", "kube-proxy",
+    "coredns", "containerd", "containerd-shim", "runc", "kwok",
+}  # fmt: skip
+PODS = """
+apiVersion: v1
+kind: PersistentVolumeClaim
+metadata: {name: data}
+spec: {accessModes: [ReadWriteMany], resources: {requests: {storage: 1Gi}}}
+---
+apiVersion: v1
+kind: Service
+metadata: {name: gang}
+spec: {clusterIP: None, publishNotReadyAddresses: true, selector: {app: gang}}
+"""
+POD = """
+---
+apiVersion: v1
+kind: Pod
+metadata: {name: gang-%(number)d, labels: {app: gang}}
+spec:
+  hostname: gang-%(number)d
+  subdomain: gang
+  terminationGracePeriodSeconds: 1
+  nodeSelector: {kubernetes.io/hostname: node%(number)d}
+  securityContext: {runAsUser: 1000, runAsNonRoot: true}
+  containers:
+    - name: main
+      image: devcluster/busybox:1
+      command: [sh, -c, "mkdir -p /tmp/w; echo %(number)d > /tmp/w/index.html;
+        httpd -p 8080 -h /tmp/w; echo %(number)d > /data/%(number)d; sleep 1000000"]
+      readinessProbe: {exec: {command: ["false"]}}
+      resources: {limits: {memory: 32Mi}}
+      volumeMounts: [{name: data, mountPath: /data}]
+  volumes: [{name: data, persistentVolumeClaim: {claimName: data}}]
+"""
+
+
+@dataclass(frozen=True)
+class Traces:
+    """What a cluster could leave on a host."""
+
+    mounts: set[str]
+    namespaces: set[str]
+    links: set[str]
+    routes: set[str]
+    tables: set[str]
+    cgroups: set[str]
+    processes: set[str] = field(default_factory=set)
+
+
+def lines(*argv: str) -> set[str]:
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    return {line.strip() for line in done.stdout.splitlines() if line.strip()}
+
+
+def others() -> tuple[list[str], list[str]]:
+    """Names of links and cgroups of all other clusters of this machine start with these."""
+    listed = json.loads(subprocess.check_output(["ip", "-j", "link", "show", "type", "bridge"]))
+    links, groups = [], []
+    for link in listed:
+        owner = Path(link.get("ifalias", "").removeprefix("devcluster "))
+        if owner.name and owner.name != NAME:
+            links.append(link["ifname"])
+            groups.append(f"devcluster-{owner.name}-{link['ifname'].removeprefix('dc')}")
+    return links, groups
+
+
+def traces() -> Traces:
+    links, groups = others()
+    device = re.compile(rf" dev ({'|'.join(links)})(n\d+)? ") if links else None
+    paths = {
+        str(directory)
+        for hierarchy in cgroups.hierarchies()
+        for directory, _, _ in os.walk(hierarchy.where)
+    }
+    shown = json.loads(subprocess.check_output(["ip", "-j", "link", "show"]))
+    return Traces(
+        mounts=lines("cat", "/proc/mounts"),
+        namespaces=lines("ip", "netns", "list") | lines("sh", "-c", "ls /run/netns || true"),
+        links={
+            link["ifname"]
+            for link in shown
+            if not any(link["ifname"] == one or link.get("master") == one for one in links)
+        },
+        routes={
+            route
+            for route in lines("ip", "route", "show", "table", "all")
+            if device is None or not device.search(f"{route} ")
+        },
+        tables=lines("nft", "list", "ruleset"),
+        cgroups={path for path in paths if not any(f"/{one}" in path for one in groups)},
+        processes=set(running(groups)),
+    )
+
+
+def running(groups: list[str]) -> Iterator[str]:
+    """Processes like a cluster's that are no other cluster's and not of this test."""
+    for entry in Path("/proc").iterdir():
+        try:
+            identity = process.identify(int(entry.name))
+            name = (entry / "comm").read_text().strip()
+            variables = (entry / "environ").read_bytes().split(b"\0")
+            inside = (entry / "cgroup").read_text()
+            elsewhere = (entry / "ns/pid").readlink() != Path("/proc/self/ns/pid").readlink()
+        except (ValueError, OSError):
+            continue
+        marks = [one.decode() for one in variables if one.startswith(MARK.encode())]
+        alien = bool(marks) and not marks[0].endswith(f"/{NAME}")
+        if alien or any(f"/{group}/" in inside for group in groups) or identity is None:
+            continue
+        if marks or elsewhere or name in PROGRAMS:
+            yield f"{identity.pid} {identity.started} {name}"
+
+
+@pytest.fixture(scope="module")
+def before() -> Traces:
+    support.down(NAME)
+    return traces()
+
+
+@pytest.fixture(scope="module")
+def cluster(before: Traces) -> Iterator[Cluster]:
+    try:
+        found = support.up(NAME, "--nodes", "2")
+        found.kubectl("apply", "-f", "-", input=PODS, check=True)
+        for number in (1, 2):
+            found.kubectl("apply", "-f", "-", input=POD % {"number": number}, check=True)
+        yield found
+    finally:
+        support.down(NAME)
+
+
+def devcluster(*words: str) -> str:
+    done = subprocess.run(
+        [DEVCLUSTER, "--name", NAME, *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode in (0, 3), done.stderr
+    return done.stdout
+
+
+def status() -> dict[str, object]:
+    found: dict[str, object] = json.loads(devcluster("status", "--json"))
+    return found
+
+
+def pod(cluster: Cluster, number: int) -> dict[str, object]:
+    done = cluster.kubectl("get", "pod", f"gang-{number}", "-o", "json", check=True)
+    found: dict[str, object] = json.loads(done.stdout)["status"]
+    return found
+
+
+def wait_running(cluster: Cluster, number: int) -> str:
+    """Wait until a pod's container runs; return that container's id."""
+
+    def container() -> str | None:
+        for one in pod(cluster, number).get("containerStatuses", []):  # type: ignore[attr-defined]
+            if "running" in one["state"]:
+                return str(one["containerID"])
+        return None
+
+    return wait_for(container, f"gang-{number} to run", 60)
+
+
+def fetch(cluster: Cluster, host: str) -> str | None:
+    """What gang-1 reads from another pod's web server; None when there is no answer."""
+    # Not wget: Debian's static busybox has one that crashes.
+    words = f"printf 'GET / HTTP/1.0\\r\\n\\r\\n' | nc -w 2 {host} 8080"
+    done = cluster.kubectl("exec", "gang-1", "--", "sh", "-c", words)
+    return done.stdout.split()[-1] if done.returncode == 0 and done.stdout else None
+
+
+def test_pods_run_on_both_nodes(cluster: Cluster) -> None:
+    for number in (1, 2):
+        wait_running(cluster, number)
+        assert pod(cluster, number)["phase"] == "Running"
+    assert status()["ok"] is True
+
+
+def test_a_pod_that_is_not_ready_has_a_name_and_is_reached_by_it(cluster: Cluster) -> None:
+    name = "gang-2.gang.default.svc.cluster.local"
+    assert wait_for(lambda: fetch(cluster, name), f"an answer from {name}", 30) == "2"
+
+
+def test_a_pod_reaches_the_api_server_by_its_service(cluster: Cluster) -> None:
+    words = "nc -w 5 kubernetes.default.svc 443 </dev/null"
+    done = cluster.kubectl("exec", "gang-1", "--", "sh", "-c", words)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_host_reaches_a_pod(cluster: Cluster) -> None:
+    address = pod(cluster, 2)["podIP"]
+    with urllib.request.urlopen(f"http://{address}:8080/", timeout=5) as reply:
+        assert reply.read().strip() == b"2"
+
+
+def test_pods_of_no_privilege_write_to_one_volume(cluster: Cluster) -> None:
+    done = cluster.kubectl("exec", "gang-1", "--", "sh", "-c", "id -u; cat /data/1 /data/2")
+    assert done.stdout.split() == ["1000", "1", "2"]
+
+
+def test_a_deleted_claim_takes_its_volume_along(cluster: Cluster) -> None:
+    claim = PODS.partition("---")[0].replace("name: data", "name: passing")
+    cluster.kubectl("apply", "-f", "-", input=claim, check=True)
+    words = ("wait", "--for=jsonpath={.status.phase}=Bound", "pvc/passing", "--timeout=20s")
+    cluster.kubectl(*words, check=True)
+    path = "jsonpath={.items[?(@.spec.claimRef.name=='passing')].spec.hostPath.path}"
+    directory = cluster.kubectl("get", "pv", "-o", path, check=True).stdout
+    assert Path(directory).is_dir()
+    cluster.kubectl("delete", "pvc", "passing", check=True)
+    wait_for(lambda: not Path(directory).exists() or None, "the volume's directory to go", 40)
+
+
+def test_a_partition_cuts_a_node_off_and_kills_nothing(cluster: Cluster) -> None:
+    address = str(pod(cluster, 2)["podIP"])
+    container = wait_running(cluster, 2)
+    assert fetch(cluster, address) == "2"
+    devcluster("node", "partition", "2")
+    assert fetch(cluster, address) is None
+    assert status()["nodes"]["node2"]["state"] == "partitioned"  # type: ignore[index]
+    devcluster("node", "heal", "2")
+    assert wait_for(lambda: fetch(cluster, address), "the healed node to answer", 30) == "2"
+    assert wait_running(cluster, 2) == container
+
+
+def test_a_stopped_node_is_dead_and_comes_back(cluster: Cluster) -> None:
+    old = wait_running(cluster, 1)
+    devcluster("node", "stop", "1")
+    found = status()["nodes"]["node1"]  # type: ignore[index]
+    assert found["state"] == "off"
+    assert not any("/node1" in path for path in traces().cgroups if NAME in path)
+    devcluster("node", "start", "1")
+    wait_for(lambda: wait_running(cluster, 1) != old or None, "a new container in gang-1", 60)
+
+
+@pytest.mark.parametrize("component", ["etcd", "apiserver", "node1-containerd", "node2-kubelet"])
+def test_up_repairs_a_killed_component(cluster: Cluster, component: str) -> None:
+    register = Path(cluster.kubeconfig).parent / "process"
+    pid = json.loads((register / f"{component}.json").read_text())["pid"]
+    containers = [wait_running(cluster, number) for number in (1, 2)]
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: process.identify(pid) is None or None, f"{component} to die", 10)
+    assert status()["ok"] is False
+    devcluster("up")
+    assert status()["ok"] is True
+    assert [wait_running(cluster, number) for number in (1, 2)] == containers
+
+
+def test_up_brings_all_back_after_a_reboot(cluster: Cluster) -> None:
+    old = {number: wait_running(cluster, number) for number in (1, 2)}
+    state = Path(cluster.kubeconfig).parent
+    link = json.loads((state / "cluster.json").read_text())["index"]
+    records = [json.loads(file.read_text()) for file in (state / "process").glob("*.json")]
+    for record in records:
+        if process.identify(record["pid"]) is not None:
+            os.kill(record["pid"], signal.SIGKILL)
+    subprocess.run(["ip", "link", "del", f"dc{link}"], check=True)
+    devcluster("up")
+    assert status()["ok"] is True
+    for number in (1, 2):
+        wait_for(
+            lambda number=number: wait_running(cluster, number) != old[number] or None,
+            f"a new container in gang-{number}",
+            60,
+        )
+    name = "gang-2.gang.default.svc.cluster.local"
+    assert wait_for(lambda: fetch(cluster, name), f"an answer from {name}", 30) == "2"
+
+
+def test_down_leaves_nothing_and_takes_nothing(cluster: Cluster, before: Traces) -> None:
+    for component in ("node1-init", "coredns"):  # a record may be lost, its process must not
+        (Path(cluster.kubeconfig).parent / "process" / f"{component}.json").unlink()
+    bystander = subprocess.Popen(["sleep", "300"])
+    try:
+        devcluster("down")
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+    assert not Path(cluster.kubeconfig).parent.exists()
+    deadline = time.monotonic() + 10
+    while True:
+        after = traces()
+        changed = {
+            kind: sorted(getattr(after, kind) ^ getattr(before, kind))
+            for kind in ("mounts", "namespaces", "links", "routes", "tables", "cgroups")
+        }
+        changed["processes"] = sorted(after.processes - before.processes)
+        if not any(changed.values()) or time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    assert not any(changed.values()), changed

@@ -1,0 +1,109 @@
+"""The devcluster's processes: a pid that was given away is not ours, and is left alone."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from devcluster import process
+from devcluster.process import Register
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "60"]) as started:
+        yield started
+        started.kill()
+
+
+def identity_of(child: subprocess.Popen[bytes]) -> process.Identity:
+    found = process.identify(child.pid)
+    assert found is not None
+    return found
+
+
+def test_stat_is_read_past_a_name_with_brackets_and_spaces() -> None:
+    rest = " ".join(str(number) for number in range(1, 50))
+    assert process.parse_stat(f"77 (a) R (b c) S {rest}") == ("S", 19)
+
+
+def test_a_running_process_is_alive_and_an_ended_one_is_not(
+    child: subprocess.Popen[bytes],
+) -> None:
+    identity = identity_of(child)
+    assert process.is_alive(identity)
+    child.kill()
+    child.wait()
+    assert not process.is_alive(identity)
+
+
+def test_a_zombie_is_not_alive(child: subprocess.Popen[bytes]) -> None:
+    identity = identity_of(child)
+    child.kill()
+    deadline = time.monotonic() + 10
+    while process.is_alive(identity):  # not waited for: it stays a zombie
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert Path(f"/proc/{child.pid}").exists()
+
+
+@pytest.mark.parametrize("other", [{"started": 1}, {"boot": "another"}])
+def test_the_same_pid_of_another_process_is_neither_alive_nor_ended(
+    child: subprocess.Popen[bytes], other: dict[str, int | str]
+) -> None:
+    foreign = replace(identity_of(child), **other)  # type: ignore[arg-type]
+    assert not process.is_alive(foreign)
+    assert process.end([foreign], polite=False) == []
+    assert child.poll() is None
+
+
+def test_a_polite_end_lets_a_process_clean_up(tmp_path: Path) -> None:
+    mark = tmp_path / "cleaned"
+    script = (
+        f"trap 'touch {mark}; exit 0' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
+    )
+    with subprocess.Popen(["sh", "-c", script]) as child:
+        while not (tmp_path / "ready").exists():
+            assert child.poll() is None
+            time.sleep(0.01)
+        assert process.end([identity_of(child)]) == []
+    assert mark.exists()
+
+
+def test_a_deaf_process_is_killed(tmp_path: Path) -> None:
+    script = f"trap '' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
+    with subprocess.Popen(["sh", "-c", script]) as child:
+        while not (tmp_path / "ready").exists():
+            assert child.poll() is None
+            time.sleep(0.01)
+        assert process.end([identity_of(child)], seconds=0.3) == []
+        assert child.wait(10) == -9
+
+
+def test_records_are_read_back(tmp_path: Path, child: subprocess.Popen[bytes]) -> None:
+    register = Register(tmp_path / "process")
+    identity = replace(identity_of(child), spec="abc")
+    register.write("etcd", identity)
+    assert register.read("etcd") == identity
+    assert register.running("etcd") == identity
+    assert register.names() == ["etcd"]
+    register.forget("etcd")
+    assert register.read("etcd") is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', "null"])
+def test_a_damaged_record_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "etcd.json").write_text(text)
+    assert Register(tmp_path).read("etcd") is None
+
+
+def test_the_log_of_a_dead_process_is_quoted_on_one_line(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    assert process.last_lines(log) == "(no log)"
+    log.write_text("one\ntwo\n\nthree\nfour\n")
+    assert process.last_lines(log, 2) == "three | four"
