@@ -1,0 +1,318 @@
+"""The API server as ~8 verbs: dicts in, dicts out, every failure an ApiError.
+
+Dicts, because typed models drop fields that they do not know and cost five times as much.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+
+from ddpjob_operator import __version__
+from ddpjob_operator.core import observe
+from ddpjob_operator.shell import errors
+from ddpjob_operator.shell.credentials import Credentials
+
+Object = dict[str, Any]
+
+_TIMEOUT = 20.0  # seconds for one call; a quorum list of 500 pods takes well below one
+_THROTTLE_PATIENCE = 5.0  # a longer Retry-After goes to the caller
+_THROTTLE_RETRIES = 3
+_PAGE = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """A kind of object as its URLs spell it."""
+
+    group: str  # "" is core
+    version: str
+    plural: str
+
+    def path(self, namespace: str | None, name: str = "", sub: str = "") -> str:
+        """The URL path of an object, or of a collection. namespace None: all of them."""
+        root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+        scope = f"/namespaces/{namespace}" if namespace else ""
+        tail = "".join(f"/{part}" for part in (name, sub) if part)
+        return f"{root}{scope}/{self.plural}{tail}"
+
+
+JOBS = Resource(observe.GROUP, observe.VERSION, observe.PLURAL)
+PODS = Resource("", "v1", "pods")
+SERVICES = Resource("", "v1", "services")
+EVENTS = Resource("", "v1", "events")
+LEASES = Resource("coordination.k8s.io", "v1", "leases")
+NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies")
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A whole collection and the resourceVersion at which it was read."""
+
+    items: list[Object]
+    resource_version: str
+
+
+class Api:
+    """The session with the API server. Use it as an async context manager.
+
+    ``count(verb, resource, code)`` is called once per finished call.
+    """
+
+    def __init__(self, credentials: Credentials, count: Callable[[str, str, int], None]) -> None:
+        self._credentials = credentials
+        self._count = count
+        self._server = credentials.endpoint.server
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Api:
+        endpoint = self._credentials.endpoint
+        context = self._credentials.ssl_context()
+        connector = aiohttp.TCPConnector(limit=128, ssl=context or True)
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            proxy=endpoint.proxy,
+            headers={"User-Agent": f"ddpjob-operator/{__version__}", "Accept": "application/json"},
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._session:
+            await self._session.close()
+
+    async def get(self, resource: Resource, namespace: str, name: str) -> Object:
+        """One object, read from a quorum."""
+        return await self._call("get", resource, resource.path(namespace, name))
+
+    async def create(
+        self, resource: Resource, namespace: str, body: Mapping[str, Any], *, strict: bool = False
+    ) -> Object:
+        """POST. ``strict``: unknown fields are an error instead of being dropped."""
+        params = {"fieldValidation": "Strict"} if strict else None
+        return await self._call("create", resource, resource.path(namespace), body, params)
+
+    async def replace(
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        body: Mapping[str, Any],
+        *,
+        sub: str = "",
+        within: float = _TIMEOUT,
+    ) -> Object:
+        """PUT; Conflict if metadata.resourceVersion is not the newest."""
+        path = resource.path(namespace, name, sub)
+        return await self._call("update", resource, path, body, within=within)
+
+    async def patch(
+        self, resource: Resource, namespace: str, name: str, body: Mapping[str, Any]
+    ) -> Object:
+        """PATCH with a JSON merge patch."""
+        return await self._call("patch", resource, resource.path(namespace, name), body)
+
+    async def delete(
+        self, resource: Resource, namespace: str, name: str, *, uid: str, grace: int | None = None
+    ) -> Object:
+        """DELETE that exact object; Conflict if the name now belongs to another uid."""
+        body: Object = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "preconditions": {"uid": uid},
+            "propagationPolicy": "Background",
+        }
+        if grace is not None:
+            body["gracePeriodSeconds"] = grace
+        return await self._call("delete", resource, resource.path(namespace, name), body)
+
+    async def discover(self, path: str) -> Object:
+        """What the API server serves below ``path`` (/apis, /apis/<group>/<version>)."""
+        return await self._call("get", Resource("", "", "discovery"), path)
+
+    async def list_all(
+        self, resource: Resource, namespace: str | None, selector: str = ""
+    ) -> Listing:
+        """All objects, in pages, as a quorum has them now. Gone if the pages took too long."""
+        params = {"limit": str(_PAGE)}
+        if selector:
+            params["labelSelector"] = selector
+        items: list[Object] = []
+        while True:
+            page = await self._call("list", resource, resource.path(namespace), None, params)
+            items += page.get("items") or []
+            meta = page.get("metadata") or {}
+            if not meta.get("continue"):
+                return Listing(items, meta.get("resourceVersion", ""))
+            params["continue"] = meta["continue"]
+
+    async def watch(
+        self,
+        resource: Resource,
+        namespace: str | None,
+        since: str,
+        *,
+        selector: str = "",
+        silence: float = 75.0,
+    ) -> AsyncIterator[tuple[str, Object]]:
+        """(type, object) after resourceVersion ``since``; ends when the server ends it.
+
+        Bookmarks come every minute; ``silence`` seconds without anything end the stream, for
+        a dead connection looks like a quiet one. Raises Gone when ``since`` is too old.
+        """
+        params = {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": since}
+        if selector:
+            params["labelSelector"] = selector
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=silence)
+        what = f"watch {resource.plural}"
+        try:
+            async with self._send(
+                "GET", resource.path(namespace), None, params, timeout
+            ) as response:
+                self._count("watch", resource.plural, response.status)
+                if response.status != 200:
+                    raise await _error(response, what)
+                async for line in _lines(response.content):
+                    event = json.loads(line)
+                    kind, obj = event["type"], event["object"]
+                    if kind == "ERROR":
+                        raise errors.from_status(int(obj.get("code") or 0), obj, what=what)
+                    yield kind, obj
+        except TimeoutError:
+            return
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise errors.from_status(0, {"message": _describe(error)}, what=what) from error
+
+    async def _call(
+        self,
+        verb: str,
+        resource: Resource,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        params: Mapping[str, str] | None = None,
+        within: float = _TIMEOUT,
+    ) -> Object:
+        """One call. A 429 surely did nothing, so it is repeated when the server says soon."""
+        for _ in range(_THROTTLE_RETRIES):
+            try:
+                return await self._call_once(verb, resource, path, body, params, within)
+            except errors.Throttled as error:
+                wait = error.retry_after if error.retry_after is not None else 1.0
+                if wait > _THROTTLE_PATIENCE:
+                    raise
+                await asyncio.sleep(wait)
+        return await self._call_once(verb, resource, path, body, params, within)
+
+    async def _call_once(
+        self,
+        verb: str,
+        resource: Resource,
+        path: str,
+        body: Mapping[str, Any] | None,
+        params: Mapping[str, str] | None,
+        within: float,
+    ) -> Object:
+        what = f"{verb} {path}"
+        code = 0
+        try:
+            limits = aiohttp.ClientTimeout(total=within, sock_connect=min(within, 10))
+            async with self._send(_METHODS[verb], path, body, params, limits) as response:
+                if response.status >= 300:
+                    code = response.status
+                    raise await _error(response, what)
+                found: Object = json.loads(await response.read())
+                code = response.status
+                return found
+        except TimeoutError as error:
+            message = f"no answer within {within:g} s"
+            raise errors.from_status(0, {"message": message}, what=what) from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise errors.from_status(0, {"message": _describe(error)}, what=what) from error
+        finally:
+            self._count(verb, resource.plural, code)
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        params: Mapping[str, str] | None,
+        timeout: aiohttp.ClientTimeout,
+    ) -> aiohttp.client._RequestContextManager:
+        assert self._session is not None, "the Api is used outside its context"
+        headers = {}
+        authorization = self._credentials.authorization()
+        if authorization:
+            headers["Authorization"] = authorization
+        data = None
+        if body is not None:
+            data = json.dumps(body).encode()
+            merge = method == "PATCH"
+            headers["Content-Type"] = (
+                "application/merge-patch+json" if merge else "application/json"
+            )
+        return self._session.request(
+            method,
+            self._server + path,
+            params=params,
+            data=data,
+            headers=headers,
+            timeout=timeout,
+            allow_redirects=False,
+            server_hostname=self._credentials.endpoint.server_name,
+        )
+
+
+_METHODS = {
+    "get": "GET",
+    "list": "GET",
+    "create": "POST",
+    "update": "PUT",
+    "patch": "PATCH",
+    "delete": "DELETE",
+}
+
+
+def _describe(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+async def _error(response: aiohttp.ClientResponse, what: str) -> errors.ApiError:
+    """The answer as an exception, whatever its body is."""
+    text = (await response.content.read(64 * 1024)).decode(errors="replace")
+    try:
+        status = json.loads(text)
+    except ValueError:
+        status = None
+    if not isinstance(status, dict):
+        status = {"reason": response.reason, "message": text[:500]}
+    try:
+        retry_after: float | None = float(response.headers.get("Retry-After", ""))
+    except ValueError:
+        retry_after = None
+    return errors.from_status(response.status, status, retry_after=retry_after, what=what)
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Lines of any length: aiohttp's own iteration fails on those above 128 KiB."""
+    buffer = bytearray()
+    async for chunk in content.iter_any():
+        buffer += chunk
+        if b"\n" not in chunk:
+            continue
+        *lines, rest = bytes(buffer).split(b"\n")
+        buffer = bytearray(rest)
+        for line in lines:
+            if line:
+                yield line

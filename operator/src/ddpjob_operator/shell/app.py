@@ -1,0 +1,208 @@
+"""Puts the parts together, runs them, and takes them down in the right order.
+
+kopf's events, the pod informer and the resync fill the store and name keys; workers take the
+keys, but only while this process holds the lease. On SIGTERM: no new work, what is under way
+ends, the lease is released, exit 0. On a lost lease: exit 1 at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Coroutine
+from datetime import UTC, datetime
+from typing import Any
+
+from ddpjob_operator import __version__
+from ddpjob_operator.core import observe
+from ddpjob_operator.shell.api import Api
+from ddpjob_operator.shell.credentials import Credentials
+from ddpjob_operator.shell.elector import Elector
+from ddpjob_operator.shell.executor import Executor
+from ddpjob_operator.shell.informer import PodInformer
+from ddpjob_operator.shell.metrics import Metrics
+from ddpjob_operator.shell.probes import Probes
+from ddpjob_operator.shell.progress import ProgressReader
+from ddpjob_operator.shell.reconciler import Reconciler
+from ddpjob_operator.shell.recorder import Recorder
+from ddpjob_operator.shell.resync import Resync
+from ddpjob_operator.shell.settings import Settings
+from ddpjob_operator.shell.store import Key, Store
+from ddpjob_operator.shell.watcher import JobWatcher
+from ddpjob_operator.shell.workqueue import WorkQueue
+
+log = logging.getLogger(__name__)
+
+_LAST_WORK = 5.0  # seconds that work under way gets at the end; the pod's grace is 30
+_RELIST_FACTOR = 20  # pods are listed anew once for so many resyncs of jobs
+
+
+class App:
+    """One operator process."""
+
+    def __init__(self, settings: Settings, credentials: Credentials) -> None:
+        self._settings = settings
+        self._metrics = Metrics()
+        self._store = Store()
+        self._queue: WorkQueue[Key] = WorkQueue(self._metrics.queue_latency.observe)
+        self._api = Api(credentials, self._metrics.count_call)
+        self._recorder = Recorder(self._api, settings.identity)
+        self._elector = Elector(
+            self._api,
+            namespace=settings.lease_namespace or credentials.endpoint.namespace,
+            name=settings.lease_name,
+            identity=settings.identity,
+            seconds=settings.lease_seconds,
+            on_change=self._on_leadership,
+        )
+        leads = self._elector.leads
+        executor = Executor(
+            self._api, self._store, self._recorder, self._metrics, leads=leads, now=_now
+        )
+        self._reconciler = Reconciler(self._store, self._queue, executor, self._metrics, leads)
+        self._watcher = JobWatcher(credentials, settings.namespaces, self._on_job_event)
+        self._resync = Resync(
+            self._api,
+            self._store,
+            settings.namespaces,
+            self._queue.add,
+            self._watcher,
+            settings.resync_seconds,
+        )
+        relist = settings.resync_seconds * _RELIST_FACTOR
+        self._informers = [
+            PodInformer(self._api, self._store, namespace, self._queue.add, relist)
+            for namespace in settings.namespaces or (None,)
+        ]
+        self._progress = ProgressReader(
+            self._store, self._queue.add, leads, settings.progress_seconds
+        )
+        self._probes = Probes(
+            settings.probe_host,
+            settings.probe_port,
+            self._metrics.registry,
+            self._idle_times,
+            self._unready,
+        )
+        self._expose()
+
+    async def run(self) -> int:
+        """Run until a signal or a lost lease; the process's exit status."""
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        async with self._api:
+            await self._probes.start()
+            log.info(
+                "ddpjob-operator %s serves %s, probes on port %d",
+                __version__,
+                ", ".join(self._settings.namespaces) or "all namespaces",
+                self._probes.port,
+            )
+            try:
+                return await self._run_parts(stop)
+            finally:
+                await self._probes.stop()
+
+    async def _run_parts(self, stop: asyncio.Event) -> int:
+        parts = {
+            "resync": self._resync.run(),
+            "kopf": self._watcher.run(self._resync.wait_for_crd),
+            "recorder": self._recorder.run(),
+            "progress": self._progress.run(),
+            "work": self._work(),
+            **{f"pods-{n}": informer.run() for n, informer in enumerate(self._informers)},
+        }
+        tasks = [_task(name, part) for name, part in parts.items()]
+        lease, asked = _task("lease", self._elector.run()), _task("signal", stop.wait())
+        try:
+            done, _ = await asyncio.wait(
+                [*tasks, lease, asked], return_when=asyncio.FIRST_COMPLETED
+            )
+            if asked in done:
+                log.info("asked to stop")
+                await self._finish_work()
+                await _cancel([lease, *tasks])
+                await self._elector.release()
+                return 0
+            for task in done - {lease}:
+                log.error("%s ended: a bug", task.get_name(), exc_info=task.exception())
+            return 1
+        finally:
+            await _cancel([asked, lease, *tasks])
+
+    async def _work(self) -> None:
+        """Wait until the caches are full, then work; what is not led is left in peace."""
+        await self._resync.synced.wait()
+        for informer in self._informers:
+            await informer.synced.wait()
+        log.info(
+            "caches are full: %d jobs, %d pods",
+            len(self._store.all_keys()),
+            self._store.pod_count(),
+        )
+        await self._queue.run(self._settings.workers, self._reconciler.reconcile)
+
+    async def _finish_work(self) -> None:
+        """Let what is under way end, and its events go out."""
+        self._queue.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORK):
+                await self._queue.drained()
+                await self._recorder.flush()
+
+    def _on_job_event(self, kind: str | None, obj: dict[str, Any]) -> None:
+        """From kopf: the store first, then the key."""
+        meta = obj["metadata"]
+        key = (meta["namespace"], meta["name"])
+        if kind == "DELETED":
+            if self._store.forget_job(key, meta["uid"]):
+                self._queue.add(key)
+        elif self._store.put_job(obj):
+            self._queue.add(key)
+
+    def _on_leadership(self, leading: bool) -> None:
+        self._metrics.leader.set(1 if leading else 0)
+        if leading:
+            for key in self._store.all_keys():
+                self._queue.add(key)
+
+    def _idle_times(self) -> dict[str, float]:
+        now = time.monotonic()
+        pods = max(now - informer.alive_at for informer in self._informers)
+        return {"pods": pods, observe.PLURAL: now - self._resync.alive_at}
+
+    def _watch_ages(self) -> dict[str, float]:
+        now = time.monotonic()
+        pods = max(now - informer.heard_at for informer in self._informers)
+        heard = max(self._watcher.heard_at, self._resync.heard_at)
+        return {"pods": pods, observe.PLURAL: now - heard}
+
+    def _unready(self) -> list[str]:
+        missing = [] if self._resync.synced.is_set() else [f"list of {observe.PLURAL}"]
+        if not all(informer.synced.is_set() for informer in self._informers):
+            missing.append("list of pods")
+        return missing
+
+    def _expose(self) -> None:
+        self._metrics.expose_jobs(self._store.count_phases)
+        self._metrics.expose_watch_ages(self._watch_ages)
+        self._metrics.queue_depth.set_function(lambda: len(self._queue))
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+def _task(name: str, part: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    return asyncio.create_task(part, name=name)
+
+
+async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks, timeout=2)

@@ -1,0 +1,330 @@
+"""Carries out a plan's actions in their order, and writes down what the API answered.
+
+Every answer goes into the store at once, so that the next plan never acts on its own stale
+past. Consecutive deletions, and consecutive creations, go out side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
+from datetime import datetime
+from itertools import groupby
+from typing import Any
+
+from ddpjob_operator.core import observe
+from ddpjob_operator.core.actions import (
+    Action,
+    Body,
+    ConfirmGone,
+    CreatePod,
+    DeleteJob,
+    DeletePod,
+    EnsureNetwork,
+    Existing,
+    Outcomes,
+    Refusal,
+    WriteStatus,
+)
+from ddpjob_operator.shell import errors
+from ddpjob_operator.shell.api import (
+    JOBS,
+    NETWORK_POLICIES,
+    PODS,
+    SERVICES,
+    Api,
+    Object,
+    Resource,
+)
+from ddpjob_operator.shell.metrics import Metrics
+from ddpjob_operator.shell.recorder import Recorder
+from ddpjob_operator.shell.store import Store
+
+log = logging.getLogger(__name__)
+
+_IN_PARALLEL = 32
+_NETWORK = {"Service": SERVICES, "NetworkPolicy": NETWORK_POLICIES}
+
+
+class NotLeadingError(Exception):
+    """Another operator may act now, so this one must not."""
+
+
+class JobGoneError(Exception):
+    """The API server knows the job no more."""
+
+
+class Executor:
+    """``leads()`` is asked before each call; ``now()`` is UTC."""
+
+    def __init__(
+        self,
+        api: Api,
+        store: Store,
+        recorder: Recorder,
+        metrics: Metrics,
+        *,
+        leads: Callable[[], bool],
+        now: Callable[[], datetime],
+    ) -> None:
+        self._api, self._store = api, store
+        self._recorder, self._metrics = recorder, metrics
+        self._leads, self._now = leads, now
+
+    async def carry_out(self, job: observe.Job, actions: Iterable[Action]) -> None:
+        """Do it all, or as much as still makes sense; then the planner must look again.
+
+        Raises ApiError for what only time can cure, JobGoneError, NotLeadingError.
+        """
+        for kind, run in groupby(actions, key=type):
+            if kind in (DeletePod, CreatePod):
+                goes_on = await self._do_pods(job, list(run))
+            else:
+                goes_on = all([await self._do(job, action) for action in run])
+            if not goes_on:
+                return
+
+    async def refresh(self, job: observe.Job) -> None:
+        """Read the job again; after a write of which we do not know whether it happened."""
+        try:
+            self._store.put_job(await self._api.get(JOBS, job.namespace, job.name))
+        except errors.NotFound as error:
+            raise JobGoneError from error
+
+    async def _do(self, job: observe.Job, action: Action) -> bool:
+        """One action; False if the rest of the plan was made for another world."""
+        self._check_leading()
+        match action:
+            case WriteStatus():
+                return await self._write_status(job, action)
+            case ConfirmGone():
+                return await self._confirm_gone(job, action)
+            case EnsureNetwork():
+                return await self._ensure_network(job, action)
+            case DeleteJob():
+                await self._delete_job(job, action)
+        return True
+
+    async def _do_pods(self, job: observe.Job, actions: list[Any]) -> bool:
+        """Deletions or creations side by side.
+
+        After most refusals no more are begun: a quota, a faulty template or an ailing server
+        meets every later pod in the same way. Only a taken name is the matter of one pod.
+        """
+        gate = asyncio.Semaphore(_IN_PARALLEL)
+        refused = False
+
+        async def one(action: CreatePod | DeletePod) -> None:
+            nonlocal refused
+            async with gate:
+                self._check_leading()
+                if isinstance(action, DeletePod):
+                    await self._delete_pod(job, action)
+                elif not refused:
+                    code = await self._create_pod(job, action)
+                    refused = refused or code not in (None, 409)
+
+        await _all(one(action) for action in actions)
+        return not refused
+
+    def _check_leading(self) -> None:
+        if not self._leads():
+            raise NotLeadingError
+
+    # --- the job itself ---
+
+    async def _write_status(self, job: observe.Job, action: WriteStatus) -> bool:
+        body = {
+            "apiVersion": f"{observe.GROUP}/{observe.VERSION}",
+            "kind": observe.KIND,
+            "metadata": {
+                "namespace": job.namespace,
+                "name": job.name,
+                "uid": job.uid,
+                "resourceVersion": job.resource_version,
+            },
+            "status": action.status,
+        }
+        try:
+            written = await self._api.replace(JOBS, job.namespace, job.name, body, sub="status")
+        except errors.NotFound as error:
+            raise JobGoneError from error
+        except errors.Conflict:
+            log.info("%s/%s: changed meanwhile, reading it again (uid %s)", *job.key, job.uid)
+            await self.refresh(job)
+            return False
+        except errors.ApiError as error:
+            if error.maybe_done:
+                await self.refresh(job)
+            raise
+        self._store.put_own_write(written)
+        self._learn(job.uid, lambda known: replace(known, status_written_at=self._now()))
+        self._recorder.send(job, action.events)
+        self._metrics.record(action.measurements)
+        for event in action.events:
+            log.info("%s/%s: %s: %s (uid %s)", *job.key, event.reason, event.message, job.uid)
+        return True
+
+    async def _delete_job(self, job: observe.Job, action: DeleteJob) -> None:
+        try:
+            await self._api.delete(JOBS, job.namespace, job.name, uid=action.uid)
+        except (errors.NotFound, errors.Conflict) as error:
+            raise JobGoneError from error
+
+    # --- pods ---
+
+    async def _delete_pod(self, job: observe.Job, action: DeletePod) -> None:
+        try:
+            left = await self._api.delete(
+                PODS, job.namespace, action.name, uid=action.uid, grace=action.grace_seconds
+            )
+        except errors.NotFound:
+            self._store.remove_pod(action.uid)
+            return
+        except errors.Conflict:
+            found = await self._read_back(PODS, job, action.name)
+            if found is not None and found["metadata"]["uid"] == action.uid:
+                raise  # not about the uid: somebody wrote to the pod at that moment
+            self._store.remove_pod(action.uid)
+            return
+        meta = left.get("metadata") or {}
+        stays = meta.get("deletionGracePeriodSeconds") or meta.get("finalizers")
+        if left.get("kind") == "Pod" and stays:
+            self._store.put_pod(left, from_watch=False)
+        else:
+            self._store.remove_pod(action.uid)
+
+    async def _confirm_gone(self, job: observe.Job, action: ConfirmGone) -> bool:
+        selector = f"{observe.LABEL_JOB_UID}={job.uid}"
+        listing = await self._api.list_all(PODS, job.namespace, selector)
+        self._store.replace_pods(job.uid, listing.items, listing.resource_version)
+        pods = self._store.pods_of(job.uid)
+        if any(pod.attempt is None or pod.attempt < action.attempt for pod in pods):
+            return False
+        self._learn(job.uid, lambda known: replace(known, confirmed_attempt=action.attempt))
+        return True
+
+    async def _create_pod(self, job: observe.Job, action: CreatePod) -> int | None:
+        """None if the pod is there now and ours, else the code of the refusal."""
+        try:
+            pod = await self._api.create(PODS, job.namespace, action.body, strict=True)
+        except errors.ApiError as error:
+            existing = None
+            if error.code == 409:
+                found = await self._read_back(PODS, job, action.body["metadata"]["name"])
+                existing = _existing("Pod", found) if found else None
+                if existing and found and existing.owner_uid == job.uid:
+                    self._store.put_pod(found, from_watch=False)
+                    if existing.attempt == action.attempt and not existing.deleting:
+                        self._learn(job.uid, lambda known: _accept(known, action.replica))
+                        return None
+            refusal = self._refusal(action.attempt, error, existing)
+            self._learn(job.uid, lambda known: _refuse(known, action.replica, refusal))
+            log.warning(
+                "%s/%s: pod of replica %d refused: %s (uid %s)",
+                *job.key,
+                action.replica,
+                error,
+                job.uid,
+            )
+            return error.code
+        self._store.put_pod(pod, from_watch=False)
+        self._learn(job.uid, lambda known: _accept(known, action.replica))
+        return None
+
+    # --- network ---
+
+    async def _ensure_network(self, job: observe.Job, action: EnsureNetwork) -> bool:
+        for body in action.bodies:
+            refusal = await self._ensure(job, action.attempt, body)
+            if refusal is not None:
+                known = self._store.outcomes(job.uid)
+                self._store.set_outcomes(job.uid, replace(known, network_refusal=refusal))
+                log.warning("%s/%s: %s (uid %s)", *job.key, refusal.message, job.uid)
+                return False
+        self._learn(
+            job.uid,
+            lambda known: replace(known, network_attempt=action.attempt, network_refusal=None),
+        )
+        return True
+
+    async def _ensure(self, job: observe.Job, attempt: int, body: Body) -> Refusal | None:
+        kind, name = body["kind"], body["metadata"]["name"]
+        resource = _NETWORK[kind]
+        error = errors.ApiError(409, "AlreadyExists", f"{kind} {name} already exists")
+        found = await self._read_back(resource, job, name)
+        if found is None:
+            try:
+                await self._api.create(resource, job.namespace, body, strict=True)
+                return None
+            except errors.ApiError as refused:
+                error = refused
+            if error.code != 409:
+                return self._refusal(attempt, error, None)
+            found = await self._read_back(resource, job, name)
+        existing = _existing(kind, found) if found else None
+        if existing and existing.owner_uid == job.uid and not existing.deleting:
+            return None
+        return self._refusal(attempt, error, existing)
+
+    # --- what was learnt ---
+
+    async def _read_back(self, resource: Resource, job: observe.Job, name: str) -> Object | None:
+        try:
+            return await self._api.get(resource, job.namespace, name)
+        except errors.NotFound:
+            return None
+
+    def _refusal(self, attempt: int, error: errors.ApiError, existing: Existing | None) -> Refusal:
+        return Refusal(
+            attempt=attempt,
+            code=error.code,
+            reason=error.reason,
+            message=observe.clean(error.message),
+            at=self._now(),
+            existing=existing,
+        )
+
+    def _learn(self, uid: str, change: Callable[[Outcomes], Outcomes]) -> None:
+        self._store.set_outcomes(uid, change(self._store.outcomes(uid)))
+
+
+def _refuse(known: Outcomes, replica: int, refusal: Refusal) -> Outcomes:
+    kept = {r: old for r, old in known.refusals.items() if old.attempt == refusal.attempt}
+    # Of a creation whose fate is unknown only a quorum list can tell.
+    unknown = refusal.code == 0 or refusal.code >= 500
+    return replace(
+        known,
+        refusals={**kept, replica: refusal},
+        confirmed_attempt=0 if unknown else known.confirmed_attempt,
+    )
+
+
+def _accept(known: Outcomes, replica: int) -> Outcomes:
+    if replica not in known.refusals:
+        return known
+    kept = {r: old for r, old in known.refusals.items() if r != replica}
+    return replace(known, refusals=kept)
+
+
+def _existing(kind: str, obj: Object) -> Existing:
+    meta = obj["metadata"]
+    owner: Object = next((o for o in meta.get("ownerReferences") or () if o.get("controller")), {})
+    attempt = str((meta.get("labels") or {}).get(observe.LABEL_ATTEMPT, ""))
+    return Existing(
+        kind=kind,
+        name=meta["name"],
+        owner_uid=owner.get("uid"),
+        attempt=int(attempt) if attempt.isdecimal() else None,
+        deleting="deletionTimestamp" in meta,
+    )
+
+
+async def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Let every call end before the first error is raised: none is cut off half-way."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result

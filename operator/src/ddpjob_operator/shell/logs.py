@@ -1,0 +1,58 @@
+"""Log lines on stderr, as text for people or as one JSON object per line for machines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+
+_TEXT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+
+
+def configure(level: str, form: str) -> None:
+    """Set up the root logger. ``level``: debug ... error; ``form``: text or json."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Json() if form == "json" else _Text(_TEXT))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    if level != "debug":
+        logging.getLogger("kopf._core.reactor.running").addFilter(_quiet)
+        logging.getLogger("kopf").setLevel(logging.WARNING)
+        logging.getLogger("asyncio").setLevel(logging.WARNING)
+    logging.captureWarnings(capture=True)
+
+
+def _quiet(record: logging.LogRecord) -> bool:
+    """Kopf is in a thread on purpose, so it need not warn that it gets no signals."""
+    return "OS signals are ignored" not in record.getMessage()
+
+
+def _time(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+
+
+class _Text(logging.Formatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        # Messages quote what users and servers wrote: none may look like a line of its own.
+        record.message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in record.message)
+        return super().formatMessage(record)
+
+    def formatTime(  # noqa: N802 - the name is logging's
+        self,
+        record: logging.LogRecord,
+        datefmt: str | None = None,
+    ) -> str:
+        return _time(record)
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=False)

@@ -1,0 +1,100 @@
+"""One key in, one look at it: snapshot -> plan -> actions -> when to look again.
+
+Whatever goes wrong with one job stays with it: it is logged with its key and uid and tried
+again later.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from ddpjob_operator.core import observe
+from ddpjob_operator.core.plan import plan
+from ddpjob_operator.shell import errors
+from ddpjob_operator.shell.executor import Executor, JobGoneError, NotLeadingError
+from ddpjob_operator.shell.metrics import Metrics
+from ddpjob_operator.shell.store import Key, Store
+from ddpjob_operator.shell.workqueue import WorkQueue
+
+log = logging.getLogger(__name__)
+
+_BUSY_ROUNDS = 25  # rounds in a row that had something to do, then slower
+_BUSY_PAUSE = 1.0
+
+
+class Reconciler:
+    """The work that the queue's workers do."""
+
+    def __init__(
+        self,
+        store: Store,
+        queue: WorkQueue[Key],
+        executor: Executor,
+        metrics: Metrics,
+        leads: Callable[[], bool],
+    ) -> None:
+        self._store, self._queue, self._executor = store, queue, executor
+        self._metrics, self._leads = metrics, leads
+        self._busy: dict[Key, int] = {}
+
+    async def reconcile(self, key: Key) -> None:
+        """Bring one job a step nearer to what its spec says. Never raises an Exception."""
+        started = time.perf_counter()
+        uid = ""
+        try:
+            snapshot = self._store.snapshot(key)
+            if snapshot is None:
+                self._forget(key)
+                return
+            uid = snapshot.job.uid
+            await self._step(key)
+            self._queue.forgive(key)
+        except NotLeadingError:
+            log.debug("%s/%s: not leading, left alone (uid %s)", *key, uid)
+        except JobGoneError:
+            log.info("%s/%s: gone (uid %s)", *key, uid)
+            self._store.forget_job(key, uid)
+            self._forget(key)
+        except errors.ApiError as error:
+            delay = self._queue.add_failed(key, error.retry_after)
+            log.warning("%s/%s: %s; again in %.1f s (uid %s)", *key, error, delay, uid)
+        except Exception:
+            delay = self._queue.add_failed(key)
+            log.exception("%s/%s: a bug; again in %.1f s (uid %s)", *key, delay, uid)
+        finally:
+            self._metrics.reconcile.observe(time.perf_counter() - started)
+
+    async def _step(self, key: Key) -> None:
+        snapshot = self._store.snapshot(key)
+        if snapshot is None or not self._leads():
+            return
+        todo = plan(snapshot.job, snapshot.pods, snapshot.outcomes, _now())
+        if todo.actions:
+            await self._executor.carry_out(snapshot.job, todo.actions)
+            self._look_again(key, snapshot.job)
+            return
+        self._busy.pop(key, None)
+        if todo.requeue_after is not None:
+            self._queue.add_after(key, max(todo.requeue_after, 0.01))
+
+    def _look_again(self, key: Key, job: observe.Job) -> None:
+        """At once: most of what an action changes is already in the store."""
+        rounds = self._busy.get(key, 0) + 1
+        self._busy[key] = rounds
+        if rounds <= _BUSY_ROUNDS:
+            self._queue.add(key)
+            return
+        if rounds % _BUSY_ROUNDS == 1:
+            log.warning("%s/%s: busy for %d rounds (uid %s)", *key, rounds, job.uid)
+        self._queue.add_after(key, _BUSY_PAUSE)
+
+    def _forget(self, key: Key) -> None:
+        self._busy.pop(key, None)
+        self._queue.forget(key)
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)

@@ -1,0 +1,162 @@
+"""Kubernetes Events about jobs, as `kubectl describe ddpjob` shows them.
+
+The same event again within ten minutes raises the count of the one that is there; a job that
+has too much to say is cut short. Sending is a side line: it never delays or fails anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from ddpjob_operator.core import observe
+from ddpjob_operator.core.actions import Event
+from ddpjob_operator.shell import errors
+from ddpjob_operator.shell.api import EVENTS, Object, Resource
+
+log = logging.getLogger(__name__)
+
+_COMPONENT = "ddpjob-operator"
+_SAME_WITHIN = 600.0  # seconds
+_BURST = 40  # events that one job may send at once ...
+_REFILL = 20.0  # ... and one more every so many seconds
+_REMEMBERED = 4096
+_QUEUE = 1000
+_MESSAGE_MAX = 1024
+
+
+class EventApi(Protocol):
+    """The two calls that the recorder makes."""
+
+    async def create(self, resource: Resource, namespace: str, body: Object) -> Object:
+        """Make an Event."""
+
+    async def patch(self, resource: Resource, namespace: str, name: str, body: Object) -> Object:
+        """Raise its count."""
+
+
+@dataclass(slots=True)
+class _Sent:
+    name: str
+    count: int
+    last: float
+
+
+@dataclass(slots=True)
+class _Bucket:
+    tokens: float
+    at: float
+
+
+class Recorder:
+    """``send`` only puts events in line; ``run`` sends them."""
+
+    def __init__(
+        self,
+        api: EventApi,
+        instance: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._api, self._instance, self._clock = api, instance, clock
+        self._line: asyncio.Queue[tuple[observe.Job, Event]] = asyncio.Queue(_QUEUE)
+        self._sent: OrderedDict[tuple[str, Event], _Sent] = OrderedDict()
+        self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
+
+    def send(self, job: observe.Job, events: Iterable[Event]) -> None:
+        """Send soon; what exceeds the job's rate or a full line is dropped."""
+        for event in events:
+            if not self._allows(job.uid):
+                log.debug("%s/%s: too many events, dropped %s", *job.key, event.reason)
+                continue
+            try:
+                self._line.put_nowait((job, event))
+            except asyncio.QueueFull:
+                log.warning("too many events wait to be sent, dropped %s", event.reason)
+
+    async def run(self) -> None:
+        """Send until cancelled."""
+        while True:
+            job, event = await self._line.get()
+            try:
+                await self._send(job, event)
+            except errors.ApiError as error:
+                log.info("%s/%s: event %s not sent: %s", *job.key, event.reason, error)
+            except Exception:
+                log.exception("%s/%s: event %s not sent: a bug", *job.key, event.reason)
+            finally:
+                self._line.task_done()
+
+    async def flush(self) -> None:
+        """Wait until everything in line has been tried; for an orderly end."""
+        await self._line.join()
+
+    async def _send(self, job: observe.Job, event: Event) -> None:
+        now = self._clock()
+        sent = self._sent.get((job.uid, event))
+        if sent is not None and now - sent.last < _SAME_WITHIN:
+            sent.count, sent.last = sent.count + 1, now
+            body: Object = {"count": sent.count, "lastTimestamp": _stamp()}
+            try:
+                await self._api.patch(EVENTS, job.namespace, sent.name, body)
+                return
+            except errors.NotFound:
+                pass  # the API server keeps events for an hour only
+        body = _body(job, event, self._instance)
+        await self._api.create(EVENTS, job.namespace, body)
+        self._sent[job.uid, event] = _Sent(body["metadata"]["name"], 1, now)
+        self._sent.move_to_end((job.uid, event))
+        if len(self._sent) > _REMEMBERED:
+            self._sent.popitem(last=False)
+
+    def _allows(self, uid: str) -> bool:
+        now = self._clock()
+        bucket = self._buckets.setdefault(uid, _Bucket(_BURST, now))
+        self._buckets.move_to_end(uid)
+        if len(self._buckets) > _REMEMBERED:
+            self._buckets.popitem(last=False)
+        bucket.tokens = min(_BURST, bucket.tokens + (now - bucket.at) / _REFILL)
+        bucket.at = now
+        if bucket.tokens < 1:
+            return False
+        bucket.tokens -= 1
+        return True
+
+
+def _body(job: observe.Job, event: Event, instance: str) -> dict[str, Any]:
+    now = _stamp()
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {
+            "name": f"{job.name}.{secrets.token_hex(8)}",
+            "namespace": job.namespace,
+        },
+        "involvedObject": {
+            "apiVersion": f"{observe.GROUP}/{observe.VERSION}",
+            "kind": observe.KIND,
+            "namespace": job.namespace,
+            "name": job.name,
+            "uid": job.uid,
+            "resourceVersion": job.resource_version,
+        },
+        "type": event.type,
+        "reason": event.reason,
+        "message": event.message[:_MESSAGE_MAX],
+        "source": {"component": _COMPONENT},
+        "reportingComponent": _COMPONENT,
+        "reportingInstance": instance[:128],
+        "firstTimestamp": now,
+        "lastTimestamp": now,
+        "count": 1,
+    }
+
+
+def _stamp() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,125 @@
+"""A full list of all DDPJobs now and then: it finds what the watch missed.
+
+A job deleted during a watch gap is announced by nobody; only a list that no longer shows it
+tells. The first list also tells whether the CRD is installed at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from ddpjob_operator.core import observe
+from ddpjob_operator.shell import errors
+from ddpjob_operator.shell.api import JOBS, Api
+from ddpjob_operator.shell.store import Key, Store
+from ddpjob_operator.shell.watcher import JobWatcher
+
+log = logging.getLogger(__name__)
+
+_RETRY = 2.0
+
+
+class Resync:
+    """Lists every ``seconds``; ``changed(key)`` is told of every job, new, old and vanished."""
+
+    def __init__(
+        self,
+        api: Api,
+        store: Store,
+        namespaces: tuple[str, ...],
+        changed: Callable[[Key], None],
+        watcher: JobWatcher,
+        seconds: float = 30.0,
+    ) -> None:
+        self._api, self._store = api, store
+        self._namespaces: tuple[str | None, ...] = namespaces or (None,)
+        self._changed, self._watcher, self._seconds = changed, watcher, seconds
+        self.synced = asyncio.Event()
+        self.heard_at = time.monotonic()
+        self.alive_at = time.monotonic()
+        self._missed_at: float | None = None
+        self._told = ""
+
+    async def run(self) -> None:
+        """List until cancelled; trouble with the API server is waited out."""
+        while True:
+            delay = self._seconds
+            try:
+                await self._list_all()
+                self.heard_at = time.monotonic()
+                self.synced.set()
+                self._tell("")
+            except errors.ApiError as error:
+                self._tell(_explain(error))
+                delay = min(max(_RETRY, error.retry_after or 0.0), self._seconds)
+            self.alive_at = time.monotonic()
+            await asyncio.sleep(delay)
+
+    async def wait_for_crd(self) -> None:
+        """Return once the API server serves DDPJobs: kopf looks for them only once."""
+        while True:
+            if await self._served():
+                return
+            await asyncio.sleep(1.0)
+
+    async def _served(self) -> bool:
+        try:
+            groups = await self._api.discover("/apis")
+            kinds = await self._api.discover(f"/apis/{observe.GROUP}/{observe.VERSION}")
+        except errors.ApiError:
+            return False  # run() says why
+        return any(group["name"] == observe.GROUP for group in groups.get("groups", ())) and any(
+            kind["name"] == observe.PLURAL for kind in kinds.get("resources", ())
+        )
+
+    async def _list_all(self) -> None:
+        missed = 0
+        began = time.monotonic()
+        for namespace in self._namespaces:
+            listing = await self._api.list_all(JOBS, namespace)
+            uids = [obj["metadata"]["uid"] for obj in listing.items]
+            gone = self._store.drop_vanished_jobs(namespace, uids, listing.resource_version)
+            missed += len(gone) + sum(self._store.put_job(obj) for obj in listing.items)
+            for key in gone:
+                log.info("%s/%s: vanished without a word from the watch", *key)
+                self._changed(key)
+        for key in self._store.all_keys():
+            self._changed(key)
+        self._judge_watch(missed, began)
+
+    def _judge_watch(self, missed: int, began: float) -> None:
+        """A watch that stayed silent twice while there was news is taken for dead."""
+        if not missed or not self.synced.is_set():
+            self._missed_at = None
+        elif self._missed_at is None or self._watcher.heard_at > self._missed_at:
+            self._missed_at = began
+        else:
+            log.warning("the watch of DDPJobs misses events, starting it again")
+            self._watcher.restart()
+            self._missed_at = None
+
+    def _tell(self, trouble: str) -> None:
+        """Once per kind of trouble, and once when it is over."""
+        if trouble and trouble != self._told:
+            log.error("%s; trying again until it works", trouble)
+        elif self._told and not trouble:
+            log.info("the API server serves DDPJobs now")
+        self._told = trouble
+
+
+def _explain(error: errors.ApiError) -> str:
+    match error:
+        case errors.NotFound():
+            return (
+                f"the cluster does not know {observe.KIND}s ({observe.PLURAL}.{observe.GROUP}): "
+                "kubectl apply -f manifests/crd.yaml"
+            )
+        case errors.Forbidden():
+            return f"not allowed to list {observe.PLURAL}: {error.message}"
+        case _ if error.code == 0:
+            return f"no answer from the API server: {error.message}"
+        case _:
+            return f"cannot list {observe.PLURAL}: {error}"

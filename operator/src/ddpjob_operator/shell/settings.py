@@ -1,0 +1,164 @@
+"""Every flag and every environment variable that the operator reads, in this one file.
+
+Flags win over the environment. Only what a pod learns about itself (POD_NAME,
+POD_NAMESPACE) and KUBECONFIG come from the environment, as every Kubernetes tool has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ddpjob_operator import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How this process runs. Durations are in seconds."""
+
+    namespaces: tuple[str, ...] = ()  # empty: the whole cluster
+    workers: int = 8
+    progress_seconds: float = 15.0
+    resync_seconds: float = 30.0
+    probe_host: str = "0.0.0.0"
+    probe_port: int = 8080
+    lease_name: str = "ddpjob-operator"
+    lease_namespace: str = ""  # empty: the namespace of the credentials
+    lease_seconds: float = 15.0
+    identity: str = ""
+    log_level: str = "info"
+    log_format: str = "text"
+    kubeconfig: str = ""  # empty: in-cluster, else the default file
+    context: str = ""
+
+
+def parse(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
+    """Flags and environment -> Settings. Exits with status 2 and a message on a bad flag."""
+    args = _parser(environ).parse_args(argv)
+    return Settings(
+        namespaces=tuple(part for part in (p.strip() for p in args.namespaces.split(",")) if part),
+        workers=args.workers,
+        progress_seconds=args.progress_seconds,
+        resync_seconds=args.resync_seconds,
+        probe_host=args.probe_host,
+        probe_port=args.probe_port,
+        lease_name=args.lease_name,
+        lease_namespace=args.lease_namespace,
+        lease_seconds=args.lease_seconds,
+        identity=_identity(environ),
+        log_level=args.log_level,
+        log_format=args.log_format,
+        kubeconfig=args.kubeconfig,
+        context=args.context,
+    )
+
+
+def _identity(environ: Mapping[str, str]) -> str:
+    """The holder name in the Lease.
+
+    A pod's name is enough, because the kubelet never runs two incarnations of one container
+    at once; so a restarted container takes its own lease back without waiting for it to expire.
+    """
+    return environ.get("POD_NAME") or f"{socket.gethostname()}-{secrets.token_hex(4)}"
+
+
+def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ddpjob-operator",
+        description="Runs DDPJob objects: gangs of pods that train with PyTorch DDP.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    scope = parser.add_argument_group("what it serves")
+    scope.add_argument(
+        "--namespaces",
+        default="",
+        metavar="A,B",
+        help="serve only these namespaces; empty serves the whole cluster",
+    )
+    scope.add_argument(
+        "--workers", type=_at_least_one, default=8, help="DDPJobs that are worked on at once"
+    )
+    scope.add_argument(
+        "--progress-seconds",
+        type=_positive,
+        default=15.0,
+        metavar="S",
+        help="read each running job's progress at most every S seconds",
+    )
+    scope.add_argument(
+        "--resync-seconds",
+        type=_positive,
+        default=30.0,
+        metavar="S",
+        help="list all DDPJobs every S seconds, to find those that vanished while a watch was down",
+    )
+    _cluster_flags(parser, environ)
+    _process_flags(parser)
+    return parser
+
+
+def _cluster_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
+    cluster = parser.add_argument_group("the cluster")
+    cluster.add_argument(
+        "--kubeconfig",
+        default=environ.get("KUBECONFIG", ""),
+        metavar="FILE",
+        help="credentials; without it those of the pod's ServiceAccount, else ~/.kube/config",
+    )
+    cluster.add_argument("--context", default="", help="a context of the kubeconfig")
+    cluster.add_argument(
+        "--lease-name",
+        default="ddpjob-operator",
+        help="of several operators with the same lease one acts and the others stand by",
+    )
+    cluster.add_argument(
+        "--lease-namespace",
+        default=environ.get("POD_NAMESPACE", ""),
+        metavar="NS",
+        help="where the lease lies; empty takes the namespace of the credentials",
+    )
+    cluster.add_argument(
+        "--lease-seconds",
+        type=_positive,
+        default=15.0,
+        metavar="S",
+        help="how long a dead leader's lease holds the others back",
+    )
+
+
+def _process_flags(parser: argparse.ArgumentParser) -> None:
+    process = parser.add_argument_group("the process")
+    process.add_argument(
+        "--probe-host", default="0.0.0.0", help="address of /healthz, /readyz and /metrics"
+    )
+    process.add_argument(
+        "--probe-port", type=int, default=8080, help="their port; 0 takes any free one"
+    )
+    process.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="the least important lines to write",
+    )
+    process.add_argument(
+        "--log-format", choices=("text", "json"), default="text", help="for people or for machines"
+    )
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 86400:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and below 86400 seconds")
+    return value
+
+
+def _at_least_one(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value

@@ -1,0 +1,241 @@
+"""What the operator knows of the cluster: jobs, their pods, and the API's refusals.
+
+Three sources write here: the watches, full lists, and the answers to our own calls. They
+overtake one another, so a record only ever gives way to a newer one (resourceVersion), and
+what a quorum list or a deletion has removed is not brought back by an older watch event.
+Everything runs on one event loop; no method awaits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddpjob_operator.core import observe, status
+from ddpjob_operator.core.actions import Outcomes
+
+log = logging.getLogger(__name__)
+
+Key = tuple[str, str]  # namespace, name
+Object = Mapping[str, Any]
+
+_TOMBSTONES = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One job with all that is known about it, for one run of the planner."""
+
+    job: observe.Job
+    pods: tuple[observe.Pod, ...]
+    outcomes: Outcomes
+
+
+@dataclass(slots=True)
+class _PodRecord:
+    pod: observe.Pod
+    version: int | None
+
+
+@dataclass(slots=True)
+class _Gang:
+    """The pods of one job. ``floor``: watch events up to this version are history."""
+
+    pods: dict[str, _PodRecord] = field(default_factory=dict)  # by uid
+    floor: int = 0
+
+
+class Store:
+    """Jobs by key and uid, pods by their controller's uid, outcomes by job uid."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[Key, observe.Job] = {}
+        self._keys: dict[str, Key] = {}  # by job uid
+        self._gangs: dict[str, _Gang] = {}  # by job uid
+        self._owners: dict[str, str] = {}  # pod uid -> job uid
+        self._outcomes: dict[str, Outcomes] = {}
+        self._buried: OrderedDict[str, None] = OrderedDict()  # uids of pods that are gone
+
+    # --- jobs ---
+
+    def put_job(self, obj: Object) -> bool:
+        """Take a job from a watch or a list. False if it is no newer than what is known."""
+        job = observe.job(obj)
+        known = self._jobs.get(job.key)
+        if known is not None and not _newer(known.resource_version, job.resource_version):
+            return False
+        if known is not None and known.uid != job.uid:
+            self.forget_job(known.key, known.uid)
+        self._jobs[job.key] = job
+        self._keys[job.uid] = job.key
+        return True
+
+    def put_own_write(self, obj: Object) -> None:
+        """Take the answer to our own write; a job that vanished meanwhile stays vanished."""
+        if observe.job(obj).uid in self._keys:
+            self.put_job(obj)
+
+    def forget_job(self, key: Key, uid: str) -> bool:
+        """The job with that uid is gone, with all that was learnt about it."""
+        if self._keys.get(uid) != key:
+            return False
+        del self._keys[uid]
+        self._jobs.pop(key, None)
+        self._outcomes.pop(uid, None)
+        gang = self._gangs.get(uid)
+        if gang is not None and not gang.pods:
+            del self._gangs[uid]
+        return True
+
+    def drop_vanished_jobs(
+        self, namespace: str | None, listed_uids: Iterable[str], version: str
+    ) -> list[Key]:
+        """After a full list: forget what it does not show and what is not younger than it."""
+        listed = set(listed_uids)
+        gone = [
+            job
+            for job in self._jobs.values()
+            if namespace in (None, job.namespace)
+            and job.uid not in listed
+            and _newer(job.resource_version, version)
+        ]
+        for job in gone:
+            self.forget_job(job.key, job.uid)
+        return [job.key for job in gone]
+
+    def all_keys(self) -> list[Key]:
+        """The keys of all jobs."""
+        return list(self._jobs)
+
+    def jobs(self) -> Iterator[observe.Job]:
+        """All jobs; the store must not change meanwhile."""
+        return iter(self._jobs.values())
+
+    def snapshot(self, key: Key) -> Snapshot | None:
+        """All that is known about one job, or None if there is none."""
+        job = self._jobs.get(key)
+        if job is None:
+            return None
+        return Snapshot(job, self.pods_of(job.uid), self.outcomes(job.uid))
+
+    def count_phases(self) -> dict[str, int]:
+        """How many jobs are in each phase; all phases are there, for steady metrics."""
+        counts: dict[str, int] = dict.fromkeys(status.PHASES, 0)
+        for job in self._jobs.values():
+            phase = job.status.get("phase") or "Pending"
+            if phase in counts:
+                counts[phase] += 1
+        return counts
+
+    # --- outcomes ---
+
+    def outcomes(self, uid: str) -> Outcomes:
+        """What the API's answers taught about that job."""
+        return self._outcomes.get(uid, Outcomes())
+
+    def set_outcomes(self, uid: str, outcomes: Outcomes) -> None:
+        """Remember them, unless the job is gone."""
+        if uid in self._keys:
+            self._outcomes[uid] = outcomes
+
+    # --- pods ---
+
+    def put_pod(self, obj: Object, *, from_watch: bool = True) -> Key | None:
+        """Take a pod. The key of the job that it concerns, or None if nothing changed."""
+        try:
+            pod, version = observe.pod(obj), _version(obj)
+        except Exception:
+            # One odd pod must not blind the operator to all the others.
+            log.exception("a pod that cannot be read is ignored")
+            return None
+        if pod.owner_uid is None or pod.uid in self._buried:
+            return None
+        gang = self._gangs.setdefault(pod.owner_uid, _Gang())
+        if from_watch and version is not None and version <= gang.floor:
+            return None
+        known = gang.pods.get(pod.uid)
+        if known and None not in (known.version, version) and version <= known.version:  # type: ignore[operator]
+            return None
+        gang.pods[pod.uid] = _PodRecord(pod, version)
+        self._owners[pod.uid] = pod.owner_uid
+        return self._keys.get(pod.owner_uid)
+
+    def remove_pod(self, uid: str) -> Key | None:
+        """The pod with that uid is gone for good. The key of the job that it concerns."""
+        self._buried[uid] = None
+        self._buried.move_to_end(uid)
+        if len(self._buried) > _TOMBSTONES:
+            self._buried.popitem(last=False)
+        owner = self._owners.pop(uid, None)
+        if owner is None:
+            return None
+        gang = self._gangs[owner]
+        gang.pods.pop(uid, None)
+        if not gang.pods and owner not in self._keys:
+            del self._gangs[owner]
+        return self._keys.get(owner)
+
+    def replace_pods(self, job_uid: str, items: Iterable[Object], version: str) -> None:
+        """A quorum list of one job's pods, read at ``version``, replaces what was cached."""
+        self._retain(job_uid, {obj["metadata"]["uid"] for obj in items}, version)
+        for obj in items:
+            self._buried.pop(obj["metadata"]["uid"], None)
+            self.put_pod(obj, from_watch=False)
+        gang = self._gangs.setdefault(job_uid, _Gang())
+        gang.floor = max(gang.floor, _number(version) or 0)
+
+    def replace_all_pods(
+        self, namespace: str | None, items: Iterable[Object], version: str
+    ) -> set[Key]:
+        """A full list by the informer. The keys of all jobs for which something changed."""
+        listed = {obj["metadata"]["uid"] for obj in items}
+        changed: set[Key | None] = set()
+        for job_uid, gang in list(self._gangs.items()):
+            pods = [record.pod for record in gang.pods.values()]
+            in_scope = bool(pods) and namespace in (None, pods[0].namespace)
+            if in_scope and self._retain(job_uid, listed, version):
+                changed.add(self._keys.get(job_uid))
+        changed.update(self.put_pod(obj) for obj in items)
+        return {key for key in changed if key is not None}
+
+    def pods_of(self, job_uid: str) -> tuple[observe.Pod, ...]:
+        """The pods whose controller is that job, by name."""
+        gang = self._gangs.get(job_uid)
+        pods = [record.pod for record in gang.pods.values()] if gang else []
+        return tuple(sorted(pods, key=lambda pod: (pod.name, pod.uid)))
+
+    def pod_count(self) -> int:
+        """How many pods are cached."""
+        return len(self._owners)
+
+    def _retain(self, job_uid: str, listed: set[str], version: str) -> bool:
+        """Remove the job's pods that a list read at ``version`` does not show."""
+        at = _number(version)
+        gang = self._gangs.get(job_uid)
+        gone = [
+            uid
+            for uid, record in (gang.pods.items() if gang else ())
+            if uid not in listed
+            # A pod that we created after the list was read is not missing from it.
+            and (at is None or record.version is None or record.version <= at)
+        ]
+        for uid in gone:
+            self.remove_pod(uid)
+        return bool(gone)
+
+
+def _version(obj: Object) -> int | None:
+    return _number(obj["metadata"].get("resourceVersion"))
+
+
+def _number(version: object) -> int | None:
+    return int(version) if isinstance(version, str) and version.isdecimal() else None
+
+
+def _newer(known: str, offered: str) -> bool:
+    """Whether ``offered`` replaces ``known``; when they cannot be compared it does."""
+    a, b = _number(known), _number(offered)
+    return True if a is None or b is None else b > a

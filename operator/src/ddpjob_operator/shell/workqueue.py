@@ -1,0 +1,132 @@
+"""Keys that want work: each at most once in line, each worked on by one worker at a time.
+
+The rules are those of client-go's work queue: a key that comes back while it is being worked
+on is worked on once more afterwards; a key that fails comes back after a growing delay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+_FIRST_DELAY = 0.1  # seconds, doubled by each failure in a row
+_MAX_DELAY = 30.0
+
+
+class WorkQueue(Generic[K]):
+    """``observe_latency(seconds)`` is told how long each key stood in line."""
+
+    def __init__(self, observe_latency: Callable[[float], None] = lambda _: None) -> None:
+        self._line: deque[K] = deque()
+        self._waiting: dict[K, float] = {}  # in line, since when
+        self._working: set[K] = set()
+        self._again: set[K] = set()  # came back while being worked on
+        self._timers: dict[K, asyncio.TimerHandle] = {}
+        self._failures: dict[K, int] = {}
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()  # somebody finished
+        self._closed = False
+        self._observe_latency = observe_latency
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def add(self, key: K) -> None:
+        """Put the key in line, once."""
+        if key in self._waiting:
+            return
+        if key in self._working:
+            self._again.add(key)
+            return
+        self._waiting[key] = _now()
+        self._line.append(key)
+        self._wake.set()
+
+    def add_after(self, key: K, delay: float) -> None:
+        """Put the key in line after ``delay`` seconds, or earlier if that was asked for."""
+        if delay <= 0:
+            self.add(key)
+            return
+        due = _now() + delay
+        timer = self._timers.get(key)
+        if timer is not None:
+            if timer.when() <= due:
+                return
+            timer.cancel()
+        self._timers[key] = asyncio.get_running_loop().call_at(due, self._ring, key)
+
+    def add_failed(self, key: K, at_least: float | None = None) -> float:
+        """Put the key in line after its back-off, or ``at_least``; returns the delay."""
+        failures = self._failures.get(key, 0)
+        self._failures[key] = failures + 1
+        delay = min(_MAX_DELAY, _FIRST_DELAY * 2.0 ** min(failures, 20))
+        delay *= random.uniform(0.8, 1.2)
+        delay = max(delay, at_least or 0.0)
+        self.add_after(key, delay)
+        return delay
+
+    def forgive(self, key: K) -> None:
+        """The key was worked on well: its back-off starts from the beginning."""
+        self._failures.pop(key, None)
+
+    def forget(self, key: K) -> None:
+        """The object behind the key is gone: no timer, no back-off."""
+        self._failures.pop(key, None)
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+
+    def close(self) -> None:
+        """Hand out no more keys; what is being worked on goes on."""
+        self._closed = True
+        self._wake.clear()
+
+    async def drained(self) -> None:
+        """After close: wait until nobody works any more."""
+        while self._working:
+            self._idle.clear()
+            await self._idle.wait()
+
+    async def run(self, workers: int, work: Callable[[K], Awaitable[None]]) -> None:
+        """Work until cancelled. ``work`` must not raise; what it raises ends the run."""
+        async with asyncio.TaskGroup() as group:
+            for number in range(workers):
+                group.create_task(self._worker(work), name=f"worker-{number}")
+
+    async def _worker(self, work: Callable[[K], Awaitable[None]]) -> None:
+        while True:
+            key = await self._take()
+            try:
+                await work(key)
+            finally:
+                self._working.discard(key)
+                self._idle.set()
+                if key in self._again:
+                    self._again.discard(key)
+                    self.add(key)
+
+    async def _take(self) -> K:
+        while self._closed or not self._line:
+            self._wake.clear()
+            await self._wake.wait()
+        key = self._line.popleft()
+        self._observe_latency(_now() - self._waiting.pop(key))
+        self._working.add(key)
+        # What the timer was set for is looked at now; the new plan sets it anew.
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+        return key
+
+    def _ring(self, key: K) -> None:
+        self._timers.pop(key, None)
+        self.add(key)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,102 @@
+"""Several operators, one lease: who acts, who follows, and how the process ends."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+from support.arena import Arena, arena
+from support.cluster import Cluster
+from support.proxy import Fault
+from support.rest import Object, eventually
+
+
+@pytest.fixture
+def stage(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
+    with arena(control_plane.kubeconfig, tmp_path_factory.mktemp("leader")) as found:
+        yield found
+
+
+def holder(stage: Arena) -> str:
+    path = stage.path("leases", "ddpjob-operator", "/apis/coordination.k8s.io/v1")
+    lease: Object = stage.rest.find(path) or {"spec": {}}
+    return str(lease["spec"].get("holderIdentity"))
+
+
+def test_the_second_stands_by_and_takes_over(stage: Arena) -> None:
+    first = stage.start_operator()
+    second = stage.operator(name="op-b").start()
+    second.wait_ready()
+    eventually("the second stands by", lambda: "standing by" in second.log())
+    gang = f"gang-{secrets.token_hex(2)}"
+    stage.apply(gang)
+    stage.wait_phase(gang, "Running")
+    assert holder(stage) == "op-a"
+    assert "Started" not in second.log(), "the standby does nothing"
+    first.kill()
+    stage.kubelet.finish(f"{gang}-1", 1, "boom")
+    status = stage.wait_phase(gang, "Running", attempt=2)
+    assert status["restarts"]["total"] == 1
+    assert holder(stage) == "op-b"
+    assert "ddpjob_leader 1.0" in second.probe("/metrics")[1]
+
+
+def test_sigterm_ends_in_order_and_frees_the_lease(stage: Arena) -> None:
+    operator = stage.start_operator()
+    gang = f"gang-{secrets.token_hex(2)}"
+    stage.apply(gang)
+    stage.wait_phase(gang, "Running")
+    assert operator.terminate() == 0
+    assert holder(stage) == ""
+    assert "Traceback" not in operator.log()
+    second = stage.operator(name="op-b").start()
+    second.wait_leading(seconds=20)
+
+
+def test_who_cannot_renew_stops_and_the_process_ends(stage: Arena) -> None:
+    operator = stage.start_operator()
+    stage.proxy.faults = [
+        Fault("answer", lambda call: "/leases/" in call.path, times=10_000, code=500)
+    ]
+    assert operator.wait(20) == 1
+    assert "lost the lease" in operator.log()
+
+
+def test_a_standby_becomes_ready_but_writes_nothing(stage: Arena) -> None:
+    path = stage.path("leases", group="/apis/coordination.k8s.io/v1")
+    body: Object = {
+        "apiVersion": "coordination.k8s.io/v1",
+        "kind": "Lease",
+        "metadata": {"name": "ddpjob-operator"},
+        "spec": {"holderIdentity": "somebody", "leaseDurationSeconds": 3600},
+    }
+    stage.rest.post(path, body)
+    stage.apply("gang")
+    operator = stage.operator().start()
+    operator.wait_ready()
+    assert stage.quiet_resyncs() == []
+    assert stage.status("gang") == {}
+    assert "ddpjob_leader 0.0" in operator.probe("/metrics")[1]
+
+
+def test_two_that_both_act_harm_nothing(stage: Arena) -> None:
+    """As after a pause of the one that held the lease: preconditions guard, not the lease."""
+    stage.start_operator()
+    second = stage.operator("--lease-name", "another", name="op-b").start()
+    second.wait_leading()
+    gangs = [f"gang-{secrets.token_hex(2)}" for _ in range(4)]
+    for gang in gangs:
+        stage.apply(gang)
+    for attempt in (1, 2, 3):
+        for gang in gangs:
+            stage.wait_phase(gang, "Running", attempt=attempt)
+            if attempt < 3:
+                stage.kubelet.finish(f"{gang}-1", 1, "boom")
+    for gang in gangs:
+        assert stage.status(gang)["restarts"]["total"] == 2
+        assert stage.attempts(gang) == [(f"{gang}-{r}", "3") for r in range(3)]
+    made = [c.target for c in stage.proxy.calls if c.method == "POST" and c.code == 201]
+    pods = [target for target in made if "pods/" in target]
+    assert len(pods) == len(gangs) * 3 * 3, "each member of each attempt was created once"

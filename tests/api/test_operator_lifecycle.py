@@ -1,0 +1,248 @@
+"""A gang's life against a real API server: created, restarted, ended, deleted."""
+
+from __future__ import annotations
+
+import http.server
+import secrets
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from support.arena import Arena, arena
+from support.cluster import Cluster
+from support.proxy import Call
+from support.rest import Object, eventually
+
+
+@pytest.fixture(scope="module")
+def stage(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
+    with arena(control_plane.kubeconfig, tmp_path_factory.mktemp("lifecycle")) as found:
+        found.start_operator()
+        yield found
+
+
+@pytest.fixture
+def gang(stage: Arena) -> Iterator[str]:
+    """A name for the test's own DDPJob, which is removed afterwards."""
+    name = f"gang-{secrets.token_hex(2)}"
+    yield name
+    stage.remove(name)
+
+
+def env_of(pod: Object) -> dict[str, str]:
+    return {v["name"]: v.get("value", "") for v in pod["spec"]["containers"][0]["env"]}
+
+
+def test_a_gang_is_created_runs_and_succeeds(stage: Arena, gang: str) -> None:
+    job = stage.apply(gang)
+    uid = job["metadata"]["uid"]
+    status = stage.wait_phase(gang, "Running")
+    assert (status["attempt"], status["ready"]) == (1, "3/3")
+    pods = stage.kubelet.pods(gang)
+    assert [pod["metadata"]["name"] for pod in pods] == [f"{gang}-{n}" for n in range(3)]
+    for rank, pod in enumerate(pods):
+        labels = pod["metadata"]["labels"]
+        assert labels["ddpjob.dev/job-uid"] == uid
+        assert labels["ddpjob.dev/attempt"] == "1"
+        assert labels["ddpjob.dev/replica"] == str(rank)
+        (owner,) = pod["metadata"]["ownerReferences"]
+        assert (owner["uid"], owner["controller"]) == (uid, True)
+        env = env_of(pod)
+        assert env["MASTER_ADDR"] == f"{gang}-0.{gang}.{stage.namespace}.svc"
+        assert (env["RANK"], env["WORLD_SIZE"]) == (str(rank), "3")
+        assert (env["PET_NNODES"], env["PET_NODE_RANK"]) == ("3", str(rank))
+        assert (env["DDPJOB_UID"], env["DDPJOB_ATTEMPT"]) == (uid, "1")
+        assert pod["spec"]["hostname"] == pod["metadata"]["name"]
+        assert pod["spec"]["subdomain"] == gang
+    service = stage.rest.get(stage.path("services", gang))
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    policies = stage.path("networkpolicies", gang, "/apis/networking.k8s.io/v1")
+    assert stage.rest.get(policies)["metadata"]["ownerReferences"][0]["uid"] == uid
+    assert stage.quiet_resyncs() == [], "a running gang costs no write"
+    status = stage.succeed(gang)
+    assert (status["succeededReplicas"], status["restarts"]["total"]) == ("0-2", 0)
+    assert stage.condition(gang, "Complete")["status"] == "True"
+    assert stage.quiet_resyncs() == [], "a finished gang costs no write"
+    code, text = stage.operators[0].probe("/metrics")
+    assert code == 200
+    assert 'ddpjob_jobs{phase="Succeeded"} 1.0' in text
+    assert "ddpjob_leader 1.0" in text
+    assert stage.operators[0].probe("/healthz")[0] == 200
+
+
+def test_a_restart_keeps_the_order_of_writes(stage: Arena, gang: str) -> None:
+    stage.apply(gang)
+    stage.wait_phase(gang, "Running")
+    eventually("the count of ready pods is stored", lambda: stage.quiet_resyncs(1) == [])
+    stage.proxy.clear()
+    stage.kubelet.finish(f"{gang}-1", 1, "Traceback: boom")
+    status = stage.wait_phase(gang, "Running", attempt=2)
+    assert status["restarts"]["total"] == status["restarts"]["charged"] == 1
+    loss = status["lastFailure"]
+    assert (loss["replica"], loss["exitCode"], loss["node"]) == (1, 1, stage.kubelet.node)
+    assert loss["message"] == "Traceback: boom"
+    calls = stage.proxy.calls
+    kinds = [kind for kind in map(step, calls) if kind]
+    assert kinds[0] == "intent", kinds
+    barrier = kinds.index("barrier")
+    assert kinds[1:4] == ["delete"] * 3
+    assert "delete" not in kinds[barrier:], kinds
+    assert [kind for kind in kinds[barrier:] if kind == "create"] == ["create"] * 3
+    assert "create" not in kinds[:barrier]
+    writes = stage.proxy.writes()
+    assert len(writes) <= 3 + 2 * 3, [call.target for call in writes]
+    assert all(uid_guarded(call) for call in writes if call.method == "DELETE")
+
+
+def step(call: Call) -> str:
+    """The role of a call in a restart."""
+    if call.method == "PUT" and call.path.endswith("/status"):
+        return "intent"
+    if call.method == "DELETE" and "/pods/" in call.path:
+        return "delete"
+    if call.method == "POST" and call.path.endswith("/pods"):
+        return "create"
+    quorum = "resourceVersion" not in call.query and "watch" not in call.query
+    if call.method == "GET" and "job-uid%3D" in call.query and quorum:
+        return "barrier"
+    return ""
+
+
+def uid_guarded(call: Call) -> bool:
+    return bool(call.body and call.body["preconditions"]["uid"])
+
+
+@pytest.mark.parametrize("grace", [None, 0], ids=["delete", "force"])
+def test_a_deleted_member_restarts_the_gang_once(
+    stage: Arena, gang: str, grace: int | None
+) -> None:
+    stage.apply(gang)
+    stage.wait_phase(gang, "Running")
+    stage.rest.delete(stage.path("pods", f"{gang}-2"), grace=grace)
+    status = stage.wait_phase(gang, "Running", attempt=2)
+    assert status["restarts"]["total"] == 1
+    assert stage.attempts(gang) == [(f"{gang}-0", "2"), (f"{gang}-1", "2"), (f"{gang}-2", "2")]
+    stage.succeed(gang)
+
+
+def test_two_members_lost_at_once_are_one_restart(stage: Arena, gang: str) -> None:
+    stage.apply(gang)
+    stage.wait_phase(gang, "Running")
+    stage.kubelet.finish(f"{gang}-0", 137)
+    stage.kubelet.finish(f"{gang}-2", 137)
+    stage.wait_phase(gang, "Running", attempt=2)
+    status = stage.succeed(gang)
+    assert (status["attempt"], status["restarts"]["total"]) == (2, 1)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2])
+def test_exactly_max_restarts(stage: Arena, gang: str, limit: int) -> None:
+    backoff = {"initialSeconds": 1, "maxSeconds": 1}
+    stage.apply(gang, restart={"maxRestarts": limit, "backoff": backoff})
+    for attempt in range(1, limit + 2):
+        stage.wait_phase(gang, "Running", attempt=attempt)
+        stage.kubelet.finish(f"{gang}-1", 3, f"end of {attempt}")
+    status = stage.wait_phase(gang, "Failed")
+    assert status["restarts"]["total"] == limit
+    assert status["attempt"] == limit + 1
+    loss = status["lastFailure"]
+    assert (loss["exitCode"], loss["message"]) == (3, f"end of {limit + 1}")
+    assert stage.condition(gang, "Failed")["reason"] == "MaxRestartsExceeded"
+
+    def left() -> list[str]:
+        found = stage.kubelet.pods(gang)
+        return [p["metadata"]["name"] for p in found if p["status"]["phase"] == "Running"]
+
+    eventually("members that still run are removed", lambda: not left())
+    assert stage.quiet_resyncs() == []
+
+
+def test_a_deleted_job_leaves_nothing(stage: Arena, gang: str) -> None:
+    stage.apply(gang)
+    stage.wait_phase(gang, "Running")
+    stage.rest.delete(stage.job_path(gang))
+
+    def left() -> list[str]:
+        plurals = {
+            "pods": "/api/v1",
+            "services": "/api/v1",
+            "networkpolicies": "/apis/networking.k8s.io/v1",
+        }
+        return [
+            str(obj["metadata"]["name"])
+            for plural, group in plurals.items()
+            for obj in stage.rest.items(stage.path(plural, group=group))
+        ]
+
+    eventually("the garbage collector has removed everything", lambda: not left(), 90)
+    stage.apply(gang, replicas=2)
+    stage.wait_phase(gang, "Running", attempt=1)
+    assert Counter(attempt for _, attempt in stage.attempts(gang)) == {"1": 2}
+
+
+class StateServer(http.server.BaseHTTPRequestHandler):
+    """Answers GET /state as the launcher of replica 0 does."""
+
+    body = b"{}"
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_progress_is_read_from_replica_0_and_costs_a_write_only_when_it_moves(
+    stage: Arena, gang: str
+) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing; tells our own address
+        address = probe.getsockname()[0]
+    server = http.server.ThreadingHTTPServer((address, 0), StateServer)
+    StateServer.body = b'{"version": 1, "step": 41, "totalSteps": 2000, "snapshotStep": 40}'
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    stage.kubelet.pod_ip, before = address, stage.kubelet.pod_ip
+    try:
+        stage.apply(gang, metrics={"port": server.server_port})
+        status = stage.wait_status(gang, "progress", lambda s: s.get("progress"))
+        assert (status["progress"]["step"], status["progress"]["totalSteps"]) == (41, 2000)
+        assert status["progress"]["snapshotStep"] == 40
+        stage.wait_status(gang, "all ready", lambda s: s["replicas"]["ready"] == 3)
+        assert stage.quiet_resyncs() == []
+        StateServer.body = b'{"version": 1, "step": 99}'
+        stage.wait_status(gang, "step 99", lambda s: s["progress"]["step"] == 99)
+    finally:
+        stage.kubelet.pod_ip = before
+        server.shutdown()
+        server.server_close()
+
+
+def test_suspend_and_resume(stage: Arena, gang: str) -> None:
+    stage.apply(gang, suspend=True)
+    stage.wait_phase(gang, "Suspended")
+    assert stage.kubelet.pods(gang) == []
+    stage.rest.merge(stage.job_path(gang), {"spec": {"suspend": False}})
+    stage.wait_phase(gang, "Running")
+    stage.rest.merge(stage.job_path(gang), {"spec": {"suspend": True}})
+    stage.wait_phase(gang, "Suspended")
+    eventually("no pods", lambda: not stage.kubelet.pods(gang))
+    assert stage.status(gang)["restarts"]["total"] == 0
+
+
+def test_the_cause_is_in_the_events(stage: Arena, gang: str, control_plane: Cluster) -> None:
+    stage.apply(gang)
+    stage.wait_phase(gang, "Running")
+    stage.kubelet.finish(f"{gang}-1", 9, "boom")
+    stage.wait_phase(gang, "Running", attempt=2)
+
+    def told() -> bool:
+        said = control_plane.kubectl("-n", stage.namespace, "describe", "ddpjob", gang).stdout
+        return "Restarting" in said and "exit code 9" in said and "ddpjob-operator" in said
+
+    eventually("kubectl describe tells the cause", told)

@@ -1,0 +1,100 @@
+"""What the API server may refuse: quota, a taken name, a misspelt field of the template."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+from support.arena import Arena, arena
+from support.cluster import Cluster
+from support.rest import Object, eventually
+
+
+@pytest.fixture(scope="module")
+def stage(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
+    with arena(control_plane.kubeconfig, tmp_path_factory.mktemp("refusals")) as found:
+        found.start_operator()
+        yield found
+
+
+@pytest.fixture
+def gang(stage: Arena) -> Iterator[str]:
+    name = f"gang-{secrets.token_hex(2)}"
+    yield name
+    stage.remove(name)
+
+
+def test_quota_releases_all_and_the_gang_comes_up_when_it_is_lifted(
+    stage: Arena, gang: str
+) -> None:
+    quota = stage.path("resourcequotas", "few")
+    body: Object = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "few"},
+        "spec": {"hard": {"pods": "2"}},
+    }
+    stage.rest.post(stage.path("resourcequotas"), body)
+    eventually("the quota counts", lambda: stage.rest.get(quota).get("status", {}).get("used"))
+    stage.apply(gang)
+    stage.wait_status(
+        gang,
+        "Stalled by QuotaExceeded",
+        lambda s: any(
+            (c["type"], c["status"], c["reason"]) == ("Stalled", "True", "QuotaExceeded")
+            for c in s.get("conditions", [])
+        ),
+    )
+    assert "exceeded quota" in stage.condition(gang, "Stalled")["message"]
+    eventually("all pods are released", lambda: not stage.kubelet.pods(gang))
+    stage.rest.delete(quota)
+    status = stage.wait_phase(gang, "Running")
+    assert status["restarts"]["charged"] == 0, "waiting for quota is never charged"
+    assert stage.condition(gang, "Stalled")["status"] == "False"
+
+
+@pytest.mark.parametrize("kind", ["Service", "Pod"])
+def test_a_foreign_object_of_that_name_is_not_touched(stage: Arena, gang: str, kind: str) -> None:
+    plural, name = ("services", gang) if kind == "Service" else ("pods", f"{gang}-1")
+    spec: Object = (
+        {"ports": [{"port": 80}]}
+        if kind == "Service"
+        else {"schedulerName": "nobody", "containers": [{"name": "c", "image": "x"}]}
+    )
+    body = {"apiVersion": "v1", "kind": kind, "metadata": {"name": name}, "spec": spec}
+    foreign = stage.rest.post(stage.path(plural), body)
+    stage.apply(gang)
+    stage.wait_status(
+        gang,
+        "Stalled by NameConflict",
+        lambda s: any(c["reason"] == "NameConflict" for c in s.get("conditions", [])),
+    )
+    message = stage.condition(gang, "Stalled")["message"]
+    assert f"{kind} {name}" in message
+    kept = stage.rest.get(stage.path(plural, name))
+    assert kept["metadata"]["uid"] == foreign["metadata"]["uid"]
+    assert "deletionTimestamp" not in kept["metadata"]
+    stage.rest.delete(stage.path(plural, name), grace=0)
+    stage.wait_phase(gang, "Running")
+
+
+def test_a_misspelt_field_of_the_template_ends_in_invalid_with_the_apis_words(
+    stage: Arena, gang: str
+) -> None:
+    container = {"name": "trainer", "image": "example/train:1", "imagePullPolcy": "Always"}
+    stage.apply(gang, template={"spec": {"schedulerName": "hand", "containers": [container]}})
+    stage.wait_phase(gang, "Failed")
+    invalid = stage.condition(gang, "Invalid")
+    assert invalid["status"] == "True"
+    assert 'unknown field "spec.containers[0].imagePullPolcy"' in invalid["message"]
+    assert stage.kubelet.pods(gang) == []
+    assert stage.quiet_resyncs() == []
+
+
+def test_a_value_that_the_api_refuses_ends_in_invalid_too(stage: Arena, gang: str) -> None:
+    container = {"name": "trainer", "image": "example/train:1", "imagePullPolicy": "Sometimes"}
+    stage.apply(gang, template={"spec": {"schedulerName": "hand", "containers": [container]}})
+    stage.wait_phase(gang, "Failed")
+    assert "imagePullPolicy" in stage.condition(gang, "Invalid")["message"]

@@ -1,0 +1,79 @@
+"""How the operator starts: what it waits for and what it says meanwhile."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.arena import Arena, arena
+from support.cluster import Cluster
+from support.proxy import Fault
+from support.rest import eventually
+
+
+@pytest.fixture
+def stage(control_plane: Cluster, tmp_path: Path) -> Iterator[Arena]:
+    with arena(control_plane.kubeconfig, tmp_path) as found:
+        yield found
+
+
+def test_it_waits_for_the_api_server_and_says_so(stage: Arena) -> None:
+    stage.proxy.faults = [Fault("lose-call", lambda call: True, times=10_000)]
+    operator = stage.operator().start()
+    eventually("it says so", lambda: "no answer from the API server" in operator.log())
+    assert operator.probe("/readyz")[0] == 503
+    assert operator.probe("/healthz")[0] == 200, "a restart would not help"
+    stage.proxy.faults = []
+    operator.wait_ready()
+    operator.wait_leading()
+
+
+def test_it_waits_for_the_crd_and_says_what_to_do(stage: Arena) -> None:
+    absent = Fault("answer", lambda call: "ddpjob.dev" in call.path, times=10_000, code=404)
+    stage.proxy.faults = [absent]
+    operator = stage.operator("--resync-seconds", "2").start()
+    eventually("it says so", lambda: "kubectl apply -f manifests/crd.yaml" in operator.log())
+    assert operator.probe("/readyz")[0] == 503
+    stage.proxy.faults = []
+    operator.wait_ready()
+    gang = f"gang-{secrets.token_hex(2)}"
+    stage.apply(gang)
+    stage.wait_phase(gang, "Running")
+
+
+def test_the_watch_alone_is_enough(stage: Arena) -> None:
+    operator = stage.operator("--resync-seconds", "3600").start()
+    operator.wait_ready()
+    operator.wait_leading()
+    stage.apply("gang")
+    stage.wait_phase("gang", "Running")
+    stage.rest.merge(stage.job_path("gang"), {"spec": {"suspend": True}})
+    stage.wait_phase("gang", "Suspended")
+    stage.rest.delete(stage.job_path("gang"))
+    eventually(
+        "its deletion is known", lambda: 'phase="Suspended"} 0.0' in operator.probe("/metrics")[1]
+    )
+
+
+def test_json_logs_are_json_line_by_line(stage: Arena) -> None:
+    operator = stage.operator("--log-format", "json").start()
+    operator.wait_ready()
+    operator.terminate()
+    lines = [json.loads(line) for line in operator.log().splitlines()]
+    assert len(lines) >= 3
+    assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
+
+
+def test_a_taken_port_is_a_clear_error(stage: Arena) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        operator = stage.operator("--probe-port", str(taken.getsockname()[1])).start()
+        assert operator.wait(20) == 1
+    assert "cannot start" in operator.log()
+    assert "Traceback" not in operator.log()

@@ -1,0 +1,154 @@
+"""An API server that refuses, stalls, forgets to answer, and loses events.
+
+Errors are injected at each write of a restart; the gang must come back all the same, with one
+restart, and nothing may be created twice.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from support.arena import Arena, arena
+from support.cluster import Cluster
+from support.proxy import Call, Fault, Harm
+from support.rest import Object, eventually
+
+REPLICAS = 2
+WRITES = 3 + 2 * REPLICAS
+
+
+@pytest.fixture(scope="module")
+def stage(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
+    with arena(control_plane.kubeconfig, tmp_path_factory.mktemp("weather")) as found:
+        found.start_operator()
+        yield found
+
+
+@pytest.fixture
+def gang(stage: Arena) -> Iterator[str]:
+    name = f"gang-{secrets.token_hex(2)}"
+    yield name
+    stage.proxy.faults = []
+    stage.proxy.swallow = lambda _: False
+    stage.remove(name)
+
+
+def ready(stage: Arena, name: str) -> None:
+    stage.wait_phase(name, "Running")
+    stage.wait_status(
+        name, "all ready", lambda s: s["replicas"]["ready"] == s["replicas"]["desired"]
+    )
+
+
+def fault_at(harm: Harm, code: int, name: str, write: int) -> Fault:
+    def match(call: Call) -> bool:
+        return call.is_write and name in call.target
+
+    headers = {"Retry-After": "1"} if code == 429 else {}
+    return Fault(harm, match, skip=write, code=code, headers=headers)
+
+
+@pytest.mark.parametrize(
+    ("harm", "code"),
+    [
+        ("answer", 409),
+        ("answer", 403),
+        ("answer", 429),
+        ("answer", 500),
+        ("answer", 504),
+        ("lose-call", 0),
+        ("lose-reply", 0),
+    ],
+    ids=["409", "403", "429", "500", "504", "lost-call", "lost-reply"],
+)
+def test_trouble_at_each_write(stage: Arena, harm: Harm, code: int) -> None:
+    names = [f"w{write}-{secrets.token_hex(2)}" for write in range(WRITES)]
+    for name in names:
+        stage.apply(name, replicas=REPLICAS)
+    for name in names:
+        ready(stage, name)
+    stage.proxy.clear()
+    faults = [fault_at(harm, code, name, write) for write, name in enumerate(names)]
+    stage.proxy.faults = faults
+    for name in names:
+        stage.kubelet.finish(f"{name}-1", 1, "boom")
+    for name in names:
+        status = stage.wait_phase(name, "Running", attempt=2)
+        assert status["restarts"]["total"] == 1, name
+        assert stage.attempts(name) == [(f"{name}-{r}", "2") for r in range(REPLICAS)]
+    assert [fault.met for fault in faults] == [1] * WRITES
+    made = Counter(
+        call.target for call in stage.proxy.calls if call.method == "POST" and call.code == 201
+    )
+    assert made.most_common(1)[0][1] == 1, "no object is created twice"
+    for name in names:
+        stage.remove(name)
+
+
+def test_a_job_whose_deletion_no_watch_told_is_forgotten(stage: Arena, gang: str) -> None:
+    stage.apply(gang)
+    ready(stage, gang)
+
+    def of_the_job(event: Object) -> bool:
+        obj = event["object"]
+        return bool(obj.get("kind") == "DDPJob" and obj["metadata"].get("name") == gang)
+
+    stage.proxy.swallow = of_the_job
+    stage.rest.delete(stage.job_path(gang))
+    eventually(
+        "the resync notices",
+        lambda: f"{stage.namespace}/{gang}: vanished" in stage.operators[0].log(),
+    )
+    assert gang not in [call.target for call in stage.proxy.writes()]
+
+
+def test_a_pod_event_that_is_lost_with_its_watch_is_found_by_the_list(
+    stage: Arena, gang: str
+) -> None:
+    stage.apply(gang)
+    ready(stage, gang)
+    stage.proxy.swallow = lambda event: event["object"].get("kind") == "Pod"
+    stage.kubelet.finish(f"{gang}-1", 1, "boom")
+    stage.proxy.swallow = lambda _: False
+    stage.proxy.errors_next = [("/pods", 410)]
+    stage.proxy.cut_watches()
+    stage.wait_phase(gang, "Running", attempt=2)
+
+
+def test_broken_watches_are_taken_up_again(stage: Arena, gang: str) -> None:
+    stage.apply(gang)
+    ready(stage, gang)
+    for attempt in (2, 3):
+        stage.proxy.cut_watches()
+        stage.kubelet.finish(f"{gang}-0", 1, "boom")
+        stage.wait_phase(gang, "Running", attempt=attempt)
+
+
+@pytest.mark.parametrize("code", [404, 500])
+def test_kopf_is_started_again_when_its_watch_ends_it(stage: Arena, gang: str, code: int) -> None:
+    """What ends kopf: an ERROR event that is not 410, or 404 on the list."""
+    operator = stage.operators[0]
+    before = operator.log().count("starting it again")
+    if code == 500:
+        stage.proxy.errors_next = [("/ddpjobs", 500)]
+        stage.proxy.cut_watches()
+    else:
+        kopf_lists = Fault(
+            "answer",
+            lambda c: c.path == stage.job_path() and c.agent.startswith("kopf"),
+            code=404,
+        )
+        stage.proxy.faults = [kopf_lists]
+        stage.proxy.errors_next = [("/ddpjobs", 410)]  # so that kopf lists again
+        stage.proxy.cut_watches()
+    eventually(
+        "the watch ends", lambda: operator.log().count("starting it again") > before, seconds=60
+    )
+    stage.apply(gang)
+    ready(stage, gang)
+    assert operator.process is not None
+    assert operator.process.poll() is None, "the process lives on"

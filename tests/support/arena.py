@@ -1,0 +1,159 @@
+"""The stage of the api level: a namespace with an operator, a proxy and a hand kubelet.
+
+The API server, etcd and the controllers are real; the operator is a process of its own that
+reaches them through the proxy only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from support.operator import OperatorProcess, write_kubeconfig
+from support.pods import HandKubelet
+from support.proxy import Call, Proxy
+from support.rest import JOBS, Object, Rest, RestError, eventually
+
+#: Quick, so that tests need not wait; the defaults are for clusters.
+FLAGS = ("--lease-seconds", "3", "--resync-seconds", "1", "--progress-seconds", "0.5")
+
+
+@dataclass
+class Arena:
+    """What a test plays with. ``rest`` reaches the API server directly, not by the proxy."""
+
+    rest: Rest
+    namespace: str
+    folder: Path
+    proxy: Proxy
+    kubelet: HandKubelet
+    operators: list[OperatorProcess] = field(default_factory=list)
+
+    def operator(self, *flags: str, name: str = "op-a") -> OperatorProcess:
+        """An operator for this namespace, not started yet."""
+        kubeconfig = write_kubeconfig(self.folder / "kubeconfig", self.proxy.url, self.namespace)
+        made = OperatorProcess(kubeconfig, self.namespace, self.folder, *FLAGS, *flags, name=name)
+        self.operators.append(made)
+        return made
+
+    def start_operator(self, *flags: str) -> OperatorProcess:
+        """An operator that is up and leads; the proxy's faults can kill it."""
+        made = self.operator(*flags).start()
+        made.wait_ready()
+        made.wait_leading()
+        self.proxy.kill = made.kill
+        return made
+
+    def job_path(self, name: str = "") -> str:
+        return f"{JOBS}/namespaces/{self.namespace}/ddpjobs" + (f"/{name}" if name else "")
+
+    def path(self, plural: str, name: str = "", group: str = "/api/v1") -> str:
+        return f"{group}/namespaces/{self.namespace}/{plural}" + (f"/{name}" if name else "")
+
+    def apply(self, name: str, **spec: Any) -> Object:
+        """Create a DDPJob of 3 replicas whose pods the real scheduler leaves alone."""
+        container = {"name": "trainer", "image": "example/train:1"}
+        template = {"spec": {"schedulerName": "hand", "containers": [container]}}
+        body = {
+            "apiVersion": "ddpjob.dev/v1alpha1",
+            "kind": "DDPJob",
+            "metadata": {"name": name},
+            "spec": {"replicas": 3, "template": template, **spec},
+        }
+        return self.rest.post(self.job_path(), body)
+
+    def status(self, name: str) -> Object:
+        return dict(self.rest.get(self.job_path(name)).get("status") or {})
+
+    def condition(self, name: str, kind: str) -> Object:
+        """The condition, or an empty one."""
+        found = self.status(name).get("conditions") or []
+        return next((c for c in found if c["type"] == kind), {})
+
+    def wait_status(
+        self, name: str, what: str, check: Callable[[Object], object], seconds: float = 30
+    ) -> Object:
+        """Wait until the job's status is as wanted and return it."""
+
+        def look() -> Object | None:
+            status = self.status(name)
+            return status if check(status) else None
+
+        try:
+            return eventually(f"{name}: {what}", look, seconds)
+        except AssertionError as error:
+            log = "\n".join(operator.log() for operator in self.operators)
+            raise AssertionError(f"{error}\nstatus {self.status(name)}\n{log}") from None
+
+    def wait_phase(
+        self, name: str, phase: str, attempt: int | None = None, seconds: float = 30
+    ) -> Object:
+        """Wait for a phase, of a certain attempt if one is given; return the status."""
+        return self.wait_status(
+            name,
+            f"phase {phase}, attempt {attempt}",
+            lambda s: s.get("phase") == phase and attempt in (None, s.get("attempt")),
+            seconds,
+        )
+
+    def remove(self, name: str) -> None:
+        """Delete the job if it is there, and its pods, for the garbage collector is slow."""
+        with contextlib.suppress(RestError):
+            self.rest.delete(self.job_path(name))
+
+        def gone() -> bool:
+            for pod in self.kubelet.pods(name):
+                with contextlib.suppress(RestError):
+                    self.rest.delete(self.path("pods", pod["metadata"]["name"]), grace=0)
+            return not self.kubelet.pods(name)
+
+        eventually(f"the pods of {name} are gone", gone)
+
+    def succeed(self, name: str) -> Object:
+        """End all of the job's pods well and wait for the end."""
+        for pod in self.kubelet.pods(name):
+            self.kubelet.finish(pod["metadata"]["name"])
+        return self.wait_phase(name, "Succeeded")
+
+    def attempts(self, name: str) -> list[tuple[str, str]]:
+        """(pod, attempt) of all pods of the job that are there and not going."""
+        return [
+            (pod["metadata"]["name"], pod["metadata"]["labels"]["ddpjob.dev/attempt"])
+            for pod in self.kubelet.pods(name)
+            if "deletionTimestamp" not in pod["metadata"]
+        ]
+
+    def quiet_resyncs(self, count: int = 3) -> list[Call]:
+        """Let the operator look at everything ``count`` times; the writes that it made."""
+        self.proxy.clear()
+
+        def lists() -> int:
+            path = self.job_path()
+            return sum(c.path == path and "watch" not in c.query for c in self.proxy.calls)
+
+        eventually(f"{count} resyncs", lambda: lists() > count)
+        return self.proxy.writes()
+
+
+@contextlib.contextmanager
+def arena(kubeconfig: Path, folder: Path) -> Iterator[Arena]:
+    """A fresh namespace with proxy and hand kubelet; everything in it goes at the end."""
+    rest = Rest(kubeconfig)
+    namespace = f"t-{secrets.token_hex(4)}"
+    body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
+    rest.post("/api/v1/namespaces", body)
+    account = f"/api/v1/namespaces/{namespace}/serviceaccounts/default"
+    eventually("the namespace's ServiceAccount", lambda: rest.find(account))
+    with Proxy(rest) as proxy, HandKubelet(rest, namespace) as kubelet:
+        stage = Arena(rest, namespace, folder, proxy, kubelet)
+        try:
+            yield stage
+        finally:
+            for operator in stage.operators:
+                operator.kill()
+            with contextlib.suppress(RestError):
+                rest.delete(f"/api/v1/namespaces/{namespace}")

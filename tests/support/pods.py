@@ -1,0 +1,174 @@
+"""A hand kubelet: no containers run; it writes to the API server what a kubelet would write.
+
+The api level has a real kube-apiserver, etcd and controller-manager, but no machine. This
+class binds pods to a made-up Node, reports them Running, ends them with the exit code that a
+test asks for, and removes the objects of deleted pods. What a kubelet does beyond that
+(sandboxes, volumes, probes, images) is the business of tests/cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+from support.rest import Object, Rest, RestError
+
+_PERIOD = 0.04  # seconds between looks
+_HEARTBEAT = 5.0  # the node controller evicts the pods of a silent node
+
+
+class HandKubelet:
+    """Looks after the pods of one namespace. Use it as a context manager.
+
+    ``start_pods`` False leaves new pods Pending; ``remove_pods`` False leaves deleted pods
+    Terminating, as a node that does not answer would.
+    """
+
+    def __init__(self, rest: Rest, namespace: str, pod_ip: str = "10.255.0.1") -> None:
+        self.rest, self.namespace, self.pod_ip = rest, namespace, pod_ip
+        self.node = f"hand-{namespace}"
+        self.start_pods = self.remove_pods = True
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name=self.node, daemon=True)
+        self._heartbeat_at = 0.0
+        self.trouble: list[str] = []
+
+    def __enter__(self) -> HandKubelet:
+        self.rest.post(
+            "/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": self.node}}
+        )
+        self._heartbeat()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(10)
+        with contextlib.suppress(RestError):
+            self.rest.delete(f"/api/v1/nodes/{self.node}")
+
+    @property
+    def path(self) -> str:
+        return f"/api/v1/namespaces/{self.namespace}/pods"
+
+    def pods(self, job: str | None = None) -> list[Object]:
+        """All pods, or those of one job, by name."""
+        selector = f"?labelSelector=ddpjob.dev/job-name={job}" if job else ""
+        found = self.rest.items(self.path + selector)
+        return sorted(found, key=lambda pod: str(pod["metadata"]["name"]))
+
+    def finish(self, name: str, code: int = 0, message: str = "", reason: str = "") -> None:
+        """End the trainer container of a pod, with an exit code and its last words."""
+        pod = self.rest.get(f"{self.path}/{name}")
+        state: Object = {
+            "exitCode": code,
+            "reason": reason or ("Completed" if code == 0 else "Error"),
+            "startedAt": _now(),
+            "finishedAt": _now(),
+        }
+        if message:
+            state["message"] = message
+        if code > 128:
+            state["signal"] = code - 128
+        status = {
+            "phase": "Succeeded" if code == 0 else "Failed",
+            "conditions": _conditions(ready=False),
+            "containerStatuses": _containers(pod, {"terminated": state}, ready=False),
+        }
+        self._patch(name, status)
+
+    def _loop(self) -> None:
+        while not self._stop.wait(_PERIOD):
+            try:
+                if time.monotonic() - self._heartbeat_at > _HEARTBEAT:
+                    self._heartbeat()
+                for pod in self.pods():
+                    self._look_after(pod)
+            except (RestError, OSError) as error:
+                self.trouble.append(str(error))
+
+    def _look_after(self, pod: Object) -> None:
+        meta, name = pod["metadata"], pod["metadata"]["name"]
+        # Whoever deletes or replaces a pod at this very moment wins.
+        with self._races():
+            if "deletionTimestamp" in meta:
+                if self.remove_pods:
+                    self.rest.delete(f"{self.path}/{name}", grace=0, uid=meta["uid"])
+            elif self.start_pods and not pod["spec"].get("nodeName"):
+                self._bind(name, meta["uid"])
+                self._run(pod)
+
+    def _bind(self, name: str, uid: str) -> None:
+        body: Object = {
+            "apiVersion": "v1",
+            "kind": "Binding",
+            "metadata": {"name": name, "uid": uid},
+            "target": {"apiVersion": "v1", "kind": "Node", "name": self.node},
+        }
+        self.rest.post(f"{self.path}/{name}/binding", body)
+
+    def _run(self, pod: Object) -> None:
+        status = {
+            "phase": "Running",
+            "podIP": self.pod_ip,
+            "podIPs": [{"ip": self.pod_ip}],
+            "startTime": _now(),
+            "conditions": _conditions(ready=True),
+            "containerStatuses": _containers(pod, {"running": {"startedAt": _now()}}, ready=True),
+        }
+        self._patch(pod["metadata"]["name"], status)
+
+    def _patch(self, name: str, status: Object) -> None:
+        self.rest.merge(f"{self.path}/{name}/status", {"status": status})
+
+    def _heartbeat(self) -> None:
+        now = _now()
+        condition = {
+            "type": "Ready",
+            "status": "True",
+            "reason": "HandKubelet",
+            "message": "",
+            "lastHeartbeatTime": now,
+            "lastTransitionTime": now,
+        }
+        body: Object = {"status": {"conditions": [condition]}}
+        self.rest.merge(f"/api/v1/nodes/{self.node}/status", body)
+        self._heartbeat_at = time.monotonic()
+
+    @contextlib.contextmanager
+    def _races(self) -> Iterator[None]:
+        try:
+            yield
+        except RestError as error:
+            if error.code not in (404, 409):
+                raise
+
+
+def _conditions(*, ready: bool) -> list[Object]:
+    states = {"PodScheduled": True, "Initialized": True, "ContainersReady": ready, "Ready": ready}
+    return [
+        {"type": kind, "status": str(state), "lastTransitionTime": _now()}
+        for kind, state in states.items()
+    ]
+
+
+def _containers(pod: Object, state: Object, *, ready: bool) -> list[Object]:
+    trainer: Any = pod["spec"]["containers"][0]
+    return [
+        {
+            "name": trainer["name"],
+            "image": trainer["image"],
+            "imageID": "",
+            "ready": ready,
+            "restartCount": 0,
+            "state": state,
+        }
+    ]
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

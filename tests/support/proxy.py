@@ -1,0 +1,248 @@
+"""A recording HTTP proxy in front of a real kube-apiserver, which can also do harm.
+
+It stands between one operator process and the API server, in a thread of the test process.
+Every call is recorded. Faults, one after another, meet the calls that they match: a call can
+be refused, lost on the way there or on the way back, or be the operator's last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import aiohttp
+from aiohttp import web
+
+from support.rest import Object, Rest
+
+#: What a fault does to the call that it meets.
+#: kill-before: the operator dies and the call never arrives.
+#: kill-commit: it arrives, but the operator dies before it hears the answer.
+#: kill-reply: the operator dies right after the answer went out.
+#: answer: a made-up error instead of forwarding. lose-call: the connection breaks before,
+#: lose-reply: after it was carried out.
+Harm = Literal["kill-before", "kill-commit", "kill-reply", "answer", "lose-call", "lose-reply"]
+
+
+@dataclass(slots=True)
+class Call:
+    """One request as it arrived; ``code`` is what the API server said, None if not asked."""
+
+    method: str
+    path: str
+    query: str
+    agent: str = ""
+    body: Object | None = None
+    code: int | None = None
+
+    @property
+    def is_write(self) -> bool:
+        """A write of the operator proper: its Lease and Events are not counted."""
+        side = "/leases" in self.path or "/events" in self.path
+        return self.method != "GET" and not side
+
+    @property
+    def target(self) -> str:
+        """Method and object, names of pods being created included; to be counted."""
+        path = self.path
+        if self.method == "POST" and self.body:
+            path = f"{path}/{self.body['metadata']['name']}"
+        return f"{self.method} {re.sub(r'^.*/namespaces/[^/]+/', '', path)}"
+
+
+@dataclass(slots=True)
+class Fault:
+    """Meets the calls that ``match``, after letting ``skip`` of them pass, ``times`` times."""
+
+    harm: Harm
+    match: Callable[[Call], bool]
+    skip: int = 0
+    times: int = 1
+    code: int = 500
+    headers: dict[str, str] = field(default_factory=dict)
+    met: int = 0
+
+
+class Proxy:
+    """Use it as a context manager; ``url`` is what the operator's kubeconfig names."""
+
+    def __init__(self, rest: Rest) -> None:
+        self._rest = rest
+        self.calls: list[Call] = []
+        self.faults: list[Fault] = []
+        self.kill: Callable[[], None] = lambda: None
+        self.swallow: Callable[[Object], bool] = lambda _: False
+        self.errors_next: list[tuple[str, int]] = []  # (path end, code) of ERROR events
+        self.url = ""
+        self._streams: set[web.StreamResponse] = set()
+        self._stop = asyncio.Event()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="proxy", daemon=True)
+
+    def __enter__(self) -> Proxy:
+        self._thread.start()
+        assert self._ready.wait(10), "the proxy did not start"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(10)
+
+    def writes(self) -> list[Call]:
+        """The writes so far, in the order of their arrival."""
+        return [call for call in self.calls if call.is_write]
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        self.calls.clear()
+
+    def cut_watches(self) -> None:
+        """Break every open watch."""
+
+        def cut() -> None:
+            for stream in list(self._streams):
+                if stream._req is not None and stream._req.transport is not None:
+                    stream._req.transport.abort()
+
+        self._loop.call_soon_threadsafe(cut)
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        connector = aiohttp.TCPConnector(ssl=self._rest.context or True, limit=0)
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self._session:
+            app = web.Application(client_max_size=64 << 20)
+            app.router.add_route("*", "/{path:.*}", self._handle)
+            runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            self._ready.set()
+            await self._stop.wait()
+            await runner.cleanup()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        data = await request.read()
+        call = Call(request.method, request.path, request.query_string)
+        call.agent = request.headers.get("User-Agent", "")
+        call.body = json.loads(data) if data else None
+        self.calls.append(call)
+        if request.query.get("watch") == "true":
+            return await self._watch(request, call)
+        fault = self._meet(call)
+        if fault and fault.harm in ("kill-before", "lose-call", "answer"):
+            return self._instead(request, fault)
+        async with self._session.request(
+            request.method,
+            self._rest.server + request.path_qs,
+            data=data or None,
+            headers=_headers(request, self._rest.token),
+            skip_auto_headers=("Content-Type",),
+        ) as answer:
+            body = await answer.read()
+            call.code = answer.status
+            reply = web.Response(body=body, status=answer.status, headers=_pass(answer))
+        if fault:
+            await self._afterwards(request, fault, reply)
+        return reply
+
+    def _meet(self, call: Call) -> Fault | None:
+        for fault in self.faults:
+            if fault.times > 0 and fault.match(call):
+                if fault.skip > 0:
+                    fault.skip -= 1
+                    continue
+                fault.times -= 1
+                fault.met += 1
+                return fault
+        return None
+
+    def _instead(self, request: web.Request, fault: Fault) -> web.StreamResponse:
+        if fault.harm == "answer":
+            status = {
+                "kind": "Status",
+                "apiVersion": "v1",
+                "status": "Failure",
+                "code": fault.code,
+                "reason": "Injected",
+                "message": "injected by the test",
+            }
+            return web.json_response(status, status=fault.code, headers=fault.headers)
+        if fault.harm == "kill-before":
+            self.kill()
+        return _break(request)
+
+    async def _afterwards(
+        self, request: web.Request, fault: Fault, reply: web.StreamResponse
+    ) -> None:
+        if fault.harm == "kill-reply":
+            await reply.prepare(request)
+            await reply.write_eof()
+            self.kill()
+            return
+        if fault.harm == "kill-commit":
+            self.kill()
+        _break(request)
+
+    async def _watch(self, request: web.Request, call: Call) -> web.StreamResponse:
+        stream = web.StreamResponse(headers={"Content-Type": "application/json"})
+        for number, (end, code) in enumerate(self.errors_next):
+            if request.path.endswith(end):
+                del self.errors_next[number]
+                await stream.prepare(request)
+                status = {"kind": "Status", "code": code, "reason": "X", "message": "injected"}
+                event = {"type": "ERROR", "object": status}
+                await stream.write(json.dumps(event).encode() + b"\n")
+                return stream
+        async with self._session.get(
+            self._rest.server + request.path_qs, headers=_headers(request, self._rest.token)
+        ) as answer:
+            call.code = answer.status
+            if answer.status != 200:
+                return web.Response(body=await answer.read(), status=answer.status)
+            await stream.prepare(request)
+            self._streams.add(stream)
+            try:
+                await self._pump(answer, stream)
+            finally:
+                self._streams.discard(stream)
+        return stream
+
+    async def _pump(self, answer: aiohttp.ClientResponse, stream: web.StreamResponse) -> None:
+        buffer = b""
+        async for chunk in answer.content.iter_any():
+            *lines, buffer = (buffer + chunk).split(b"\n")
+            for line in lines:
+                if line and not self.swallow(json.loads(line)):
+                    try:
+                        await stream.write(line + b"\n")
+                    except ConnectionError:
+                        return
+
+
+def _break(request: web.Request) -> web.StreamResponse:
+    """Close the connection without a word."""
+    if request.transport is not None:
+        request.transport.abort()
+    return web.Response(status=502)
+
+
+def _headers(request: web.Request, token: str | None) -> dict[str, str]:
+    wanted = ("Content-Type", "Accept", "User-Agent")
+    headers = {name: request.headers[name] for name in wanted if name in request.headers}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    return headers
+
+
+def _pass(answer: aiohttp.ClientResponse) -> dict[str, Any]:
+    wanted = ("Content-Type", "Retry-After")
+    return {name: answer.headers[name] for name in wanted if name in answer.headers}

@@ -1,0 +1,153 @@
+"""A small synchronous client for tests: what kubectl would do, without starting kubectl.
+
+Independent of the operator's own API code on purpose, so that a fault in the one does not
+hide in the other.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import ssl
+import tempfile
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+T = TypeVar("T")
+Object = dict[str, Any]
+
+JOBS = "/apis/ddpjob.dev/v1alpha1"
+
+
+class RestError(Exception):
+    """Any answer that is not a success."""
+
+    def __init__(self, code: int, body: Object) -> None:
+        super().__init__(f"{code} {body.get('reason')}: {body.get('message')}")
+        self.code, self.body = code, body
+
+
+class Rest:
+    """One kubeconfig's cluster; connections are per thread."""
+
+    def __init__(self, kubeconfig: Path | str) -> None:
+        config = yaml.safe_load(Path(kubeconfig).read_text())
+        context = next(
+            c["context"] for c in config["contexts"] if c["name"] == config["current-context"]
+        )
+        cluster = next(c["cluster"] for c in config["clusters"] if c["name"] == context["cluster"])
+        user = next(u["user"] for u in config["users"] if u["name"] == context["user"])
+        self.server: str = cluster["server"].rstrip("/")
+        self.url = urllib.parse.urlsplit(self.server)
+        base = Path(kubeconfig).parent
+        self.context = _tls(base, cluster, user) if self.url.scheme == "https" else None
+        self.token: str | None = user.get("token")
+        self._local = threading.local()
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: Object | None = None,
+        content_type: str = "application/json",
+    ) -> Object:
+        """One request; RestError unless it succeeds. A stale connection is tried once more."""
+        headers = {"Accept": "application/json", "Content-Type": content_type}
+        if self.token:
+            headers["Authorization"] = f"Bearer {self.token}"
+        data = json.dumps(body).encode() if body is not None else None
+        for last in (False, True):
+            connection = self._connection()
+            try:
+                connection.request(method, path, data, headers)
+                response = connection.getresponse()
+                text = response.read()
+                break
+            except (http.client.HTTPException, OSError):
+                self._local.connection = None
+                if last:
+                    raise
+        found = json.loads(text) if text.startswith(b"{") else {"message": text.decode()}
+        if response.status >= 300:
+            raise RestError(response.status, found)
+        return dict(found)
+
+    def get(self, path: str) -> Object:
+        return self.call("GET", path)
+
+    def find(self, path: str) -> Object | None:
+        """The object, or None where there is none."""
+        try:
+            return self.get(path)
+        except RestError as error:
+            if error.code == 404:
+                return None
+            raise
+
+    def items(self, path: str) -> list[Object]:
+        return list(self.get(path).get("items") or [])
+
+    def post(self, path: str, body: Object) -> Object:
+        return self.call("POST", path, body)
+
+    def merge(self, path: str, body: Object) -> Object:
+        return self.call("PATCH", path, body, "application/merge-patch+json")
+
+    def delete(self, path: str, grace: int | None = None, uid: str | None = None) -> Object:
+        options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
+        if grace is not None:
+            options["gracePeriodSeconds"] = grace
+        if uid is not None:
+            options["preconditions"] = {"uid": uid}
+        return self.call("DELETE", path, options)
+
+    def _connection(self) -> http.client.HTTPConnection:
+        connection = getattr(self._local, "connection", None)
+        if connection is None:
+            host, port = self.url.hostname or "", self.url.port
+            connection = (
+                http.client.HTTPSConnection(host, port, context=self.context, timeout=30)
+                if self.context
+                else http.client.HTTPConnection(host, port, timeout=30)
+            )
+            self._local.connection = connection
+        return connection
+
+
+def eventually(
+    what: str, check: Callable[[], T | None], seconds: float = 30.0, every: float = 0.05
+) -> T:
+    """Wait until ``check`` gives something true and return it; say what was missing if not."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = check()
+        if found:
+            return found
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds:g} s: {what}")
+        time.sleep(every)
+
+
+def _tls(base: Path, cluster: Object, user: Object) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=_file(base, cluster, "certificate-authority"))
+    certificate = _file(base, user, "client-certificate")
+    if certificate:
+        context.load_cert_chain(certificate, _file(base, user, "client-key"))
+    return context
+
+
+def _file(base: Path, fields: Object, name: str) -> str | None:
+    if name in fields:
+        return str(base / fields[name])
+    if f"{name}-data" in fields:
+        with tempfile.NamedTemporaryFile(delete=False, suffix=".pem") as file:
+            file.write(base64.b64decode(fields[f"{name}-data"]))
+        return file.name
+    return None

@@ -1,0 +1,247 @@
+"""A cluster with the operator installed as a user installs it, and jobs on it.
+
+Everything goes through devcluster, helm and kubectl; only the operator's own process is
+looked up on this machine, since nothing in Kubernetes can SIGKILL a container's PID 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from devcluster import binaries
+from support import cluster
+from support.cluster import ROOT, Cluster, wait_for
+
+IMAGES = ("ddpjob/operator:0.1.0", "ddpjob/trainer:0.1.0")
+SYSTEM = "ddpjob-system"
+CLAIM = "snapshots"
+#: Kills the children of PID 1, that is what the launcher has started.
+KILL_TRAINING = r"kill -9 $(grep -l '^PPid:[[:space:]]*1$' /proc/[0-9]*/status | cut -d/ -f3)"
+DIGITS = "/workspace/examples/digits.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """The cluster, the namespace that tests use, and the tools to look at it."""
+
+    cluster: Cluster
+    namespace: str
+
+    def kubectl(self, *args: str, **more: Any) -> subprocess.CompletedProcess[str]:
+        """Run kubectl in the tests' namespace."""
+        return self.cluster.kubectl("-n", self.namespace, *args, **more)
+
+    def get(self, *args: str) -> dict[str, Any]:
+        """`kubectl get ARGS -o json`, parsed."""
+        done = self.kubectl("get", *args, "-o", "json", check=True)
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    def apply(self, *objects: dict[str, Any]) -> None:
+        """`kubectl apply` with its strict validation."""
+        items = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
+        self.kubectl("apply", "-f", "-", input=json.dumps(items), check=True)
+
+    def status(self, name: str) -> dict[str, Any]:
+        """.status of a job; empty before the operator has seen it."""
+        found: dict[str, Any] = self.get("ddpjob", name).get("status", {})
+        return found
+
+    def condition(self, name: str, type_: str) -> dict[str, Any]:
+        """A condition of a job; empty if it was never set."""
+        found = (c for c in self.status(name).get("conditions", []) if c["type"] == type_)
+        return next(found, {})
+
+    def pods(self, name: str) -> dict[str, dict[str, Any]]:
+        """The job's pods by name, whatever their attempt."""
+        found = self.get("pods", "-l", f"ddpjob.dev/job-name={name}")["items"]
+        return {pod["metadata"]["name"]: pod for pod in found}
+
+    # --- waiting --------------------------------------------------------------------------
+
+    def wait_phase(self, name: str, phase: str, timeout: float = 180) -> dict[str, Any]:
+        """Wait until the job is in a phase; an end in another one fails at once."""
+
+        def reached() -> dict[str, Any] | None:
+            status = self.status(name)
+            now = status.get("phase")
+            if now in ("Succeeded", "Failed") and now != phase:
+                raise AssertionError(
+                    f"{name} is {now}, not {phase}: {json.dumps(status, indent=1)}"
+                )
+            return status if now == phase else None
+
+        try:
+            return wait_for(reached, f"{name} to be {phase}", timeout)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.explain(name)}") from None
+
+    def wait_running(self, name: str, attempt: int, step: int = 0) -> dict[str, Any]:
+        """Wait until attempt N runs and has reported a step."""
+
+        def reached() -> dict[str, Any] | None:
+            status = self.status(name)
+            there = status.get("phase") == "Running" and status["attempt"] >= attempt
+            if status.get("phase") in ("Succeeded", "Failed"):
+                raise AssertionError(f"{name} ended too early: {json.dumps(status, indent=1)}")
+            on = there and (step == 0 or status.get("progress", {}).get("step", 0) >= step)
+            return status if on else None
+
+        try:
+            return wait_for(reached, f"{name}: attempt {attempt}, step {step}", 180)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.explain(name)}") from None
+
+    def explain(self, name: str) -> str:
+        """What a person would look at when a job does not do what it should."""
+        parts = [self.kubectl("describe", "ddpjob", name).stdout]
+        parts.append(self.kubectl("get", "pods", "-o", "wide").stdout)
+        parts += [
+            f"--- {pod}\n" + self.kubectl("logs", pod, "--tail=30").stdout
+            for pod in self.pods(name)
+        ]
+        operator = ("logs", "deploy/ddpjob-operator", "--tail=40")
+        parts.append(self.cluster.kubectl("-n", SYSTEM, *operator).stdout)
+        return "\n".join(parts)
+
+    # --- disturbing -----------------------------------------------------------------------
+
+    def kill_training(self, *pods: str) -> None:
+        """SIGKILL the training process in each pod, all at the same time."""
+        base = [str(self.cluster.kubectl_path), "--kubeconfig", str(self.cluster.kubeconfig)]
+        words = ["-n", self.namespace, "exec", "-c", "trainer"]
+        running = [
+            subprocess.Popen(
+                [*base, *words, pod, "--", "sh", "-c", KILL_TRAINING], stderr=subprocess.PIPE
+            )
+            for pod in pods
+        ]
+        for one in running:
+            _, said = one.communicate(timeout=30)
+            # The container may end before the exec session does; then it has worked too.
+            assert b"usage" not in said, said
+
+    def kill_operator(self) -> None:
+        """SIGKILL the operator's process, from outside its container."""
+        labels = "app.kubernetes.io/name=ddpjob"
+        found = json.loads(
+            self.cluster.kubectl(
+                "-n", SYSTEM, "get", "pods", "-l", labels, "-o", "json", check=True
+            ).stdout
+        )["items"]
+        names = {pod["metadata"]["name"] for pod in found}
+        for process in _processes_with_hostname(names):
+            os.kill(process, signal.SIGKILL)
+
+    # --- results --------------------------------------------------------------------------
+
+    def result(self, name: str) -> dict[str, str]:
+        """The `key=value` lines that digits.py prints at its end."""
+        log = self.kubectl("logs", f"{name}-0", check=True).stdout
+        return dict(re.findall(r"(\w+)=(\S+)\s*$", log, re.MULTILINE))
+
+    def delete(self, name: str) -> None:
+        """Delete a job and wait until nothing of it is left."""
+        self.kubectl("delete", "ddpjob", name, "--wait", "--timeout=60s", check=True)
+        wait_for(lambda: True if not self.pods(name) else None, f"pods of {name} to go", 60)
+
+
+def digits(
+    name: str, *, steps: int = 60, step_seconds: float = 0.1, every: int = 10, **spec: Any
+) -> dict[str, Any]:
+    """The digits example as a DDPJob of 3 replicas, slowed down so that it can be disturbed."""
+    command = ["ddpjob-trainer", "run", DIGITS]
+    command += ["--total-steps", str(steps), "--step-seconds", str(step_seconds)]
+    claim = {"persistentVolumeClaim": {"claimName": CLAIM}}
+    snapshot = {"path": "/snapshots", "volume": claim, "everySteps": every}
+    return job(name, command, snapshot=snapshot, **spec)
+
+
+def job(name: str, command: list[str], **spec: Any) -> dict[str, Any]:
+    """A DDPJob of 3 replicas that runs a command in the trainer image."""
+    container = {
+        "name": "trainer",
+        "image": IMAGES[1],
+        "command": command,
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        },
+    }
+    security = {
+        "runAsNonRoot": True,
+        "runAsUser": 1000,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    template = {"spec": {"securityContext": security, "containers": [container]}}
+    return {
+        "apiVersion": "ddpjob.dev/v1alpha1",
+        "kind": "DDPJob",
+        "metadata": {"name": name},
+        "spec": {"replicas": 3, "nprocPerNode": 1, "template": template, **spec},
+    }
+
+
+@contextmanager
+def installed(name: str) -> Iterator[Site]:
+    """Bring up a two-node cluster, install the chart, make a namespace with a claim."""
+    try:
+        images = [word for image in IMAGES for word in ("--image", image)]
+        plane = cluster.up(name, "--nodes", "2", *images, timeout=3600)
+        _helm_install(plane)
+        site = Site(plane, f"tests-{uuid.uuid4().hex[:6]}")
+        plane.kubectl("create", "namespace", site.namespace, check=True)
+        # What the trainer image promises: it needs no rights at all.
+        label = "pod-security.kubernetes.io/enforce=restricted"
+        plane.kubectl("label", "namespace", site.namespace, label, check=True)
+        site.apply(
+            {
+                "apiVersion": "v1",
+                "kind": "PersistentVolumeClaim",
+                "metadata": {"name": CLAIM},
+                "spec": {
+                    "accessModes": ["ReadWriteMany"],
+                    "resources": {"requests": {"storage": "1Gi"}},
+                },
+            }
+        )
+        yield site
+    finally:
+        if not os.environ.get("DDPJOB_KEEP_CLUSTER"):
+            cluster.down(name)
+
+
+def _helm_install(plane: Cluster) -> None:
+    helm = binaries.ensure(["helm"], print)["helm"]
+    command = [helm, "--kubeconfig", plane.kubeconfig, "upgrade", "--install", "ddpjob"]
+    command += [ROOT / "charts" / "ddpjob", "--namespace", SYSTEM, "--create-namespace"]
+    command += ["--set", "progressSeconds=1", "--wait", "--timeout", "180s"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+
+
+def _processes_with_hostname(names: set[str]) -> list[int]:
+    """PID 1 of the containers of these pods: HOSTNAME in a pod is the pod's name."""
+    wanted = {f"HOSTNAME={name}".encode() for name in names}
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            variables = set((entry / "environ").read_bytes().split(b"\0"))
+            levels = re.search(r"^NSpid:.*\t(\d+)$", (entry / "status").read_text(), re.MULTILINE)
+        except OSError:
+            continue  # it has ended meanwhile
+        if variables & wanted and levels and levels.group(1) == "1":
+            found.append(int(entry.name))
+    return found

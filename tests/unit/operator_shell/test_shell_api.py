@@ -1,0 +1,230 @@
+"""The API client against a local HTTP server that behaves in all the ways servers do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from ddpjob_operator.shell import errors
+from ddpjob_operator.shell.api import JOBS, PODS, Api
+from ddpjob_operator.shell.credentials import Credentials
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Server:
+    """``handle`` answers every request; requests are kept."""
+
+    def __init__(self) -> None:
+        self.handle: Handler = self._nothing
+        self.seen: list[web.Request] = []
+        self.url = ""
+
+    async def _nothing(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({})
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.seen.append(request)
+        return await self.handle(request)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    found = Server()
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", found.answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    found.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield found
+    await runner.cleanup()
+
+
+class FakeConfiguration:
+    ssl_ca_cert = cert_file = key_file = tls_server_name = proxy = None
+    verify_ssl = True
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self.token = "bearer first\n"
+
+    def get_api_key_with_prefix(self, name: str, alias: str) -> str:
+        return self.token
+
+
+@pytest.fixture
+async def calls() -> Counter[tuple[str, str, int]]:
+    return Counter()
+
+
+@pytest.fixture
+async def api(server: Server, calls: Counter[tuple[str, str, int]]) -> AsyncIterator[Api]:
+    def count(verb: str, resource: str, code: int) -> None:
+        calls[verb, resource, code] += 1
+
+    async with Api(Credentials(FakeConfiguration(server.url), "default"), count) as found:
+        yield found
+
+
+def status(code: int, **fields: Any) -> web.Response:
+    headers = fields.pop("headers", None)
+    return web.json_response({"kind": "Status", **fields}, status=code, headers=headers)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (400, errors.Invalid),
+        (401, errors.Forbidden),
+        (403, errors.Forbidden),
+        (404, errors.NotFound),
+        (409, errors.Conflict),
+        (410, errors.Gone),
+        (422, errors.Invalid),
+        (500, errors.Unavailable),
+        (504, errors.Unavailable),
+    ],
+)
+async def test_errors_carry_the_servers_words(
+    api: Api, server: Server, calls: Counter[Any], code: int, error: type[errors.ApiError]
+) -> None:
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        return status(code, reason="Because", message="so it is")
+
+    server.handle = refuse
+    with pytest.raises(error) as caught:
+        await api.get(PODS, "ns", "x")
+    assert (caught.value.code, caught.value.reason) == (code, "Because")
+    assert caught.value.message == "so it is"
+    assert caught.value.maybe_done is (code >= 500)
+    assert calls == {("get", "pods", code): 1}
+
+
+async def test_a_body_that_is_no_status_is_an_error_too(api: Api, server: Server) -> None:
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=503, text="<html>bad gateway")
+
+    server.handle = refuse
+    with pytest.raises(errors.Unavailable, match="bad gateway"):
+        await api.get(PODS, "ns", "x")
+
+
+async def test_no_answer_may_mean_done(api: Api, server: Server, calls: Counter[Any]) -> None:
+    async def hang(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(30)
+        return web.json_response({})
+
+    server.handle = hang
+    with pytest.raises(errors.Unavailable) as caught:
+        await api.replace(PODS, "ns", "x", {}, within=0.2)
+    assert caught.value.maybe_done
+    assert calls == {("update", "pods", 0): 1}
+
+
+async def test_a_throttled_call_is_repeated_when_the_server_says(
+    api: Api, server: Server, calls: Counter[Any]
+) -> None:
+    async def later(request: web.Request) -> web.StreamResponse:
+        if len(server.seen) < 3:
+            return status(429, reason="TooManyRequests", headers={"Retry-After": "0"})
+        return web.json_response({"ok": True})
+
+    server.handle = later
+    assert await api.create(PODS, "ns", {"a": 1}) == {"ok": True}
+    assert calls == {("create", "pods", 429): 2, ("create", "pods", 200): 1}
+
+
+async def test_a_long_retry_after_goes_to_the_caller(api: Api, server: Server) -> None:
+    async def later(request: web.Request) -> web.StreamResponse:
+        return status(429, headers={"Retry-After": "120"})
+
+    server.handle = later
+    with pytest.raises(errors.Throttled) as caught:
+        await api.get(PODS, "ns", "x")
+    assert caught.value.retry_after == 120
+    assert len(server.seen) == 1
+
+
+async def test_a_list_is_read_in_pages(api: Api, server: Server) -> None:
+    async def page(request: web.Request) -> web.StreamResponse:
+        token = request.query.get("continue")
+        meta = {"resourceVersion": "7"} | ({} if token else {"continue": "more"})
+        return web.json_response({"metadata": meta, "items": [{"page": token}]})
+
+    server.handle = page
+    listing = await api.list_all(PODS, "ns", "app=x")
+    assert [item["page"] for item in listing.items] == [None, "more"]
+    assert listing.resource_version == "7"
+    for request in server.seen:
+        assert request.query["limit"] == "500"
+        assert request.query["labelSelector"] == "app=x"
+        assert "resourceVersion" not in request.query, "a quorum read"
+
+
+async def test_a_watch_reads_lines_of_any_length_and_ends_with_the_stream(
+    api: Api, server: Server
+) -> None:
+    long = {"type": "ADDED", "object": {"metadata": {"note": "x" * 700_000}}}
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        data = b"".join(json.dumps(event).encode() + b"\n" for event in (long, long))
+        for start in range(0, len(data), 100_001):
+            await response.write(data[start : start + 100_001])
+        return response
+
+    server.handle = stream
+    events = [event async for event in api.watch(PODS, None, "5")]
+    assert events == [("ADDED", long["object"])] * 2
+    assert server.seen[0].query["resourceVersion"] == "5"
+    assert server.seen[0].query["allowWatchBookmarks"] == "true"
+    assert server.seen[0].path == "/api/v1/pods"
+
+
+async def test_an_error_event_of_a_watch_is_raised(api: Api, server: Server) -> None:
+    async def stream(request: web.Request) -> web.StreamResponse:
+        event = {"type": "ERROR", "object": {"code": 410, "message": "too old"}}
+        return web.Response(text=json.dumps(event) + "\n")
+
+    server.handle = stream
+    with pytest.raises(errors.Gone, match="too old"):
+        async for _ in api.watch(JOBS, "ns", "5"):
+            pass
+
+
+async def test_a_silent_watch_ends(api: Api, server: Server) -> None:
+    async def silent(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await asyncio.sleep(30)
+        return response
+
+    server.handle = silent
+    assert [event async for event in api.watch(PODS, "ns", "5", silence=0.2)] == []
+
+
+async def test_a_redirect_is_not_followed(api: Api, server: Server) -> None:
+    async def away(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=302, headers={"Location": "/elsewhere"})
+
+    server.handle = away
+    with pytest.raises(errors.ApiError):
+        await api.get(PODS, "ns", "x")
+    assert len(server.seen) == 1
+
+
+async def test_each_call_carries_the_token_of_the_moment(server: Server) -> None:
+    configuration = FakeConfiguration(server.url)
+    async with Api(Credentials(configuration, "default"), lambda *_: None) as api:
+        await api.get(PODS, "ns", "x")
+        configuration.token = "bearer second"
+        await api.delete(PODS, "ns", "x", uid="u")
+    assert [r.headers["Authorization"] for r in server.seen] == ["Bearer first", "Bearer second"]

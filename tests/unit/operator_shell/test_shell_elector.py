@@ -1,0 +1,241 @@
+"""The lease: two electors, one clock that the test moves, and an API that can fail."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable
+
+from ddpjob_operator.shell import errors
+from ddpjob_operator.shell.api import Object, Resource
+from ddpjob_operator.shell.elector import Elector
+
+
+class Clock:
+    """Time that moves only by ``sleep``; everybody who sleeps wakes in order."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self._sleepers: list[tuple[float, asyncio.Event]] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        event = asyncio.Event()
+        self._sleepers.append((self.now + seconds, event))
+        await event.wait()
+
+    async def pass_by(self, seconds: float) -> None:
+        until = self.now + seconds
+        while True:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            due = sorted(
+                (s for s in self._sleepers if s[0] <= until), key=lambda sleeper: sleeper[0]
+            )
+            if not due:
+                break
+            self.now = max(self.now, due[0][0])
+            self._sleepers.remove(due[0])
+            due[0][1].set()
+        self.now = until
+
+
+class LeaseServer:
+    """One Lease with optimistic concurrency; ``fail`` may raise instead."""
+
+    def __init__(self) -> None:
+        self.lease: Object | None = None
+        self.version = 0
+        self.fail: Callable[[str], None] = lambda verb: None
+
+    async def get(self, resource: Resource, namespace: str, name: str) -> Object:
+        self.fail("get")
+        if self.lease is None:
+            raise errors.NotFound(404, "NotFound", "no lease")
+        return copy.deepcopy(self.lease)
+
+    async def create(self, resource: Resource, namespace: str, body: Object) -> Object:
+        self.fail("create")
+        if self.lease is not None:
+            raise errors.Conflict(409, "AlreadyExists", "there is one")
+        return self._store(body)
+
+    async def replace(self, resource: Resource, namespace: str, name: str, body: Object) -> Object:
+        self.fail("replace")
+        if body["metadata"]["resourceVersion"] != str(self.version):
+            raise errors.Conflict(409, "Conflict", "changed")
+        return self._store(body)
+
+    @property
+    def holder(self) -> str:
+        assert self.lease is not None
+        return str(self.lease["spec"]["holderIdentity"])
+
+    def _store(self, body: Object) -> Object:
+        self.version += 1
+        self.lease = copy.deepcopy(body)
+        self.lease["metadata"]["resourceVersion"] = str(self.version)
+        return copy.deepcopy(self.lease)
+
+
+class Candidate:
+    def __init__(self, server: LeaseServer, clock: Clock, name: str) -> None:
+        self.changes: list[bool] = []
+        self.elector = Elector(
+            server,
+            namespace="ns",
+            name="lease",
+            identity=name,
+            seconds=15,
+            on_change=self.changes.append,
+            clock=clock,
+            sleep=clock.sleep,
+        )
+        self.task = asyncio.create_task(self.elector.run())
+
+    def leads(self) -> bool:
+        return self.elector.leads()
+
+    async def die(self) -> None:
+        """As by SIGKILL: nothing is released."""
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+
+async def test_one_of_two_leads_and_the_other_follows_when_it_dies() -> None:
+    server, clock = LeaseServer(), Clock()
+    first = Candidate(server, clock, "a")
+    await clock.pass_by(0)
+    second = Candidate(server, clock, "b")
+    await clock.pass_by(60)
+    assert (first.leads(), second.leads()) == (True, False)
+    await first.die()
+    await clock.pass_by(10)
+    assert not second.leads(), "the lease has not expired"
+    await clock.pass_by(10)
+    assert second.leads()
+    assert server.lease is not None
+    assert server.lease["spec"]["leaseTransitions"] == 2
+    await second.die()
+
+
+async def test_release_lets_the_next_begin_at_once() -> None:
+    server, clock = LeaseServer(), Clock()
+    first = Candidate(server, clock, "a")
+    await clock.pass_by(5)
+    second = Candidate(server, clock, "b")
+    await clock.pass_by(5)
+    await first.die()
+    await first.elector.release()
+    await clock.pass_by(4)
+    assert second.leads()
+    await second.die()
+
+
+async def test_release_touches_nobody_elses_lease() -> None:
+    server, clock = LeaseServer(), Clock()
+    first = Candidate(server, clock, "a")
+    await clock.pass_by(5)
+    assert server.lease is not None
+    server.lease["spec"]["holderIdentity"] = "somebody"
+    await first.elector.release()
+    assert server.holder == "somebody"
+    await first.die()
+
+
+async def test_a_restarted_pod_takes_its_own_lease_back_at_once() -> None:
+    server, clock = LeaseServer(), Clock()
+    first = Candidate(server, clock, "a")
+    await clock.pass_by(5)
+    await first.die()
+    again = Candidate(server, clock, "a")
+    await clock.pass_by(0.1)
+    assert again.leads()
+    assert server.lease is not None
+    assert server.lease["spec"]["leaseTransitions"] == 1
+    await again.die()
+
+
+async def test_without_an_api_server_it_stops_acting_before_the_lease_expires() -> None:
+    server, clock = LeaseServer(), Clock()
+    first = Candidate(server, clock, "a")
+    await clock.pass_by(6)
+    assert first.leads()
+
+    def down(verb: str) -> None:
+        raise errors.Unavailable(0, "", "down")
+
+    server.fail = down
+    await clock.pass_by(6)
+    assert first.leads(), "one missed renewal is no reason to stop"
+    await clock.pass_by(6)
+    assert not first.leads()
+    await clock.pass_by(5)
+    assert first.task.done(), "run() returns, so that the process ends"
+    assert first.changes == [True, False]
+
+
+async def test_it_waits_for_an_api_server_that_is_not_there_yet() -> None:
+    server, clock = LeaseServer(), Clock()
+
+    def down(verb: str) -> None:
+        raise errors.Unavailable(503, "", "starting")
+
+    server.fail = down
+    first = Candidate(server, clock, "a")
+    await clock.pass_by(60)
+    assert not first.leads()
+    server.fail = lambda verb: None
+    await clock.pass_by(4)
+    assert first.leads()
+    await first.die()
+
+
+async def test_a_lost_race_for_the_lease_is_lost() -> None:
+    server, clock = LeaseServer(), Clock()
+    raced = False
+
+    def race(verb: str) -> None:
+        nonlocal raced
+        if verb == "replace" and not raced and server.lease is not None:
+            raced = True
+            server.lease["spec"]["holderIdentity"] = "winner"
+            server._store(server.lease)
+
+    first = Candidate(server, clock, "a")
+    await clock.pass_by(5)
+    await first.die()
+    server.fail = race
+    second = Candidate(server, clock, "b")
+    await clock.pass_by(16)
+    assert raced
+    assert not second.leads()
+    assert server.holder == "winner"
+    await second.die()
+
+
+async def test_a_lease_taken_by_another_ends_leadership_at_once() -> None:
+    server, clock = LeaseServer(), Clock()
+    first = Candidate(server, clock, "a")
+    await clock.pass_by(5)
+    assert server.lease is not None
+    server.lease["spec"]["holderIdentity"] = "b"
+    server._store(server.lease)
+    await clock.pass_by(3.5)
+    assert first.task.done()
+    assert not first.leads()
+
+
+async def test_the_holders_clock_does_not_matter() -> None:
+    server, clock = LeaseServer(), Clock()
+    first = Candidate(server, clock, "a")
+    await clock.pass_by(5)
+    assert server.lease is not None
+    server.lease["spec"]["renewTime"] = "1999-01-01T00:00:00.000000Z"
+    second = Candidate(server, clock, "b")
+    await clock.pass_by(2)
+    assert not second.leads(), "an old time in the lease says nothing about its age here"
+    await first.die()
+    await second.die()

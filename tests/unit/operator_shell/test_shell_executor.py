@@ -1,0 +1,432 @@
+"""The executor: what each answer of the API server teaches. The API is a scripted double."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from ddpjob_operator.core.actions import (
+    Action,
+    ConfirmGone,
+    CreatePod,
+    DeletePod,
+    EnsureNetwork,
+    Event,
+    Measurement,
+    Outcomes,
+    WriteStatus,
+)
+from ddpjob_operator.core.observe import LABEL_ATTEMPT, LABEL_REPLICA, Job
+from ddpjob_operator.shell import errors
+from ddpjob_operator.shell.api import Listing, Object, Resource
+from ddpjob_operator.shell.executor import Executor, JobGoneError, NotLeadingError
+from ddpjob_operator.shell.metrics import Metrics
+from ddpjob_operator.shell.store import Store
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+Answer = Object | errors.ApiError
+
+
+class ScriptedApi:
+    """Answers with what the test put into ``script`` under "verb plural", in turn."""
+
+    def __init__(self) -> None:
+        self.script: dict[str, list[Any]] = {}
+        self.calls: list[str] = []
+        self.bodies: list[Any] = []
+
+    def _answer(self, verb: str, resource: Resource, body: Any = None) -> Any:
+        what = f"{verb} {resource.plural}"
+        self.calls.append(what)
+        self.bodies.append(body)
+        answer = self.script[what].pop(0)
+        if isinstance(answer, errors.ApiError):
+            raise answer
+        return answer
+
+    async def get(self, resource: Resource, namespace: str, name: str) -> Any:
+        return self._answer("get", resource)
+
+    async def create(
+        self, resource: Resource, namespace: str, body: Any, *, strict: bool = False
+    ) -> Any:
+        assert strict
+        return self._answer("create", resource, body)
+
+    async def replace(
+        self, resource: Resource, namespace: str, name: str, body: Any, *, sub: str = ""
+    ) -> Any:
+        return self._answer("replace", resource, body)
+
+    async def delete(
+        self, resource: Resource, namespace: str, name: str, *, uid: str, grace: int | None = None
+    ) -> Any:
+        return self._answer("delete", resource, (name, uid, grace))
+
+    async def list_all(self, resource: Resource, namespace: str, selector: str) -> Any:
+        return self._answer("list", resource, selector)
+
+
+class FakeRecorder:
+    def __init__(self) -> None:
+        self.sent: list[Event] = []
+
+    def send(self, job: Job, events: Any) -> None:
+        self.sent += events
+
+
+class Stage:
+    def __init__(self) -> None:
+        self.api, self.store, self.recorder = ScriptedApi(), Store(), FakeRecorder()
+        self.metrics = Metrics()
+        self.leading = True
+        self.executor = Executor(
+            self.api,  # type: ignore[arg-type]
+            self.store,
+            self.recorder,  # type: ignore[arg-type]
+            self.metrics,
+            leads=lambda: self.leading,
+            now=lambda: NOW,
+        )
+        self.store.put_job(job_object(5))
+        snapshot = self.store.snapshot(("ns", "job"))
+        assert snapshot is not None
+        self.job = snapshot.job
+
+    async def do(self, *actions: Action) -> None:
+        await self.executor.carry_out(self.job, actions)
+
+    @property
+    def outcomes(self) -> Outcomes:
+        return self.store.outcomes("u1")
+
+    @property
+    def pods(self) -> list[str]:
+        return [pod.uid for pod in self.store.pods_of("u1")]
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage()
+
+
+def job_object(version: int, **status: Any) -> Object:
+    meta = {"namespace": "ns", "name": "job", "uid": "u1", "resourceVersion": str(version)}
+    return {"metadata": meta, "spec": {}, "status": status}
+
+
+def pod(
+    replica: int = 0, attempt: int = 2, version: int = 10, owner: str = "u1", **meta: Any
+) -> Object:
+    return {
+        "kind": "Pod",
+        "metadata": {
+            "namespace": "ns",
+            "name": f"job-{replica}",
+            "uid": f"p{replica}-{attempt}",
+            "resourceVersion": str(version),
+            "labels": {LABEL_ATTEMPT: str(attempt), LABEL_REPLICA: str(replica)},
+            "ownerReferences": [{"controller": True, "uid": owner}],
+            **meta,
+        },
+        "spec": {"containers": [{"name": "trainer"}]},
+        "status": {},
+    }
+
+
+def create(replica: int = 0) -> CreatePod:
+    return CreatePod(replica, 2, {"metadata": {"name": f"job-{replica}"}})
+
+
+def taken() -> errors.ApiError:
+    return errors.Conflict(409, "AlreadyExists", "is there")
+
+
+WRITE = WriteStatus(
+    {"phase": "Starting"},
+    (Event("Normal", "Started", "x"),),
+    (Measurement("restarts_total", 1, "User"),),
+)
+
+
+async def test_a_stored_status_is_known_at_once_and_only_then_told(stage: Stage) -> None:
+    stage.api.script["replace ddpjobs"] = [job_object(9, phase="Starting")]
+    await stage.do(WRITE)
+    snapshot = stage.store.snapshot(("ns", "job"))
+    assert snapshot is not None
+    assert (snapshot.job.resource_version, snapshot.job.status) == ("9", {"phase": "Starting"})
+    assert stage.outcomes.status_written_at == NOW
+    assert [event.reason for event in stage.recorder.sent] == ["Started"]
+    value = stage.metrics.registry.get_sample_value("ddpjob_restarts_total", {"class": "User"})
+    assert value == 1
+    (body,) = stage.api.bodies
+    assert body["metadata"]["resourceVersion"] == "5"
+
+
+async def test_a_conflict_reads_the_job_again_and_drops_the_rest(stage: Stage) -> None:
+    stage.api.script["replace ddpjobs"] = [errors.Conflict(409, "Conflict", "changed")]
+    stage.api.script["get ddpjobs"] = [job_object(8, phase="Running")]
+    await stage.do(WRITE, create())
+    snapshot = stage.store.snapshot(("ns", "job"))
+    assert snapshot is not None
+    assert snapshot.job.status == {"phase": "Running"}
+    assert stage.api.calls == ["replace ddpjobs", "get ddpjobs"]
+    assert stage.recorder.sent == []
+    assert stage.outcomes.status_written_at is None
+
+
+@pytest.mark.parametrize("code", [0, 500, 504])
+async def test_a_status_write_of_unknown_fate_reads_the_job_again(stage: Stage, code: int) -> None:
+    stage.api.script["replace ddpjobs"] = [errors.Unavailable(code, "", "lost")]
+    stage.api.script["get ddpjobs"] = [job_object(9, phase="Starting")]
+    with pytest.raises(errors.Unavailable):
+        await stage.do(WRITE)
+    snapshot = stage.store.snapshot(("ns", "job"))
+    assert snapshot is not None
+    assert snapshot.job.resource_version == "9"
+    assert stage.recorder.sent == []
+
+
+async def test_a_job_that_is_gone_says_so(stage: Stage) -> None:
+    stage.api.script["replace ddpjobs"] = [errors.NotFound(404, "NotFound", "")]
+    with pytest.raises(JobGoneError):
+        await stage.do(WRITE)
+
+
+async def test_nothing_is_done_without_the_lease(stage: Stage) -> None:
+    stage.leading = False
+    for action in (WRITE, ConfirmGone(2), create(), DeletePod("job-0", "p", None)):
+        with pytest.raises(NotLeadingError):
+            await stage.do(action)
+    assert stage.api.calls == []
+
+
+async def test_a_created_pod_is_known_at_once(stage: Stage) -> None:
+    stage.api.script["create pods"] = [pod(0), pod(1)]
+    await stage.do(create(0), create(1))
+    assert stage.pods == ["p0-2", "p1-2"]
+    assert stage.outcomes.refusals == {}
+
+
+async def test_a_name_that_we_took_ourselves_is_success(stage: Stage) -> None:
+    stage.api.script["create pods"] = [taken()]
+    stage.api.script["get pods"] = [pod()]
+    await stage.do(create())
+    assert stage.pods == ["p0-2"]
+    assert stage.outcomes.refusals == {}
+
+
+@pytest.mark.parametrize(
+    ("found", "owner", "attempt", "deleting", "kept"),
+    [
+        (pod(attempt=1), "u1", 1, False, ["p0-1"]),
+        (pod(deletionTimestamp="2026-01-01T00:00:00Z"), "u1", 2, True, ["p0-2"]),
+        (pod(owner="other"), "other", 2, False, []),
+        (pod(ownerReferences=[]), None, 2, False, []),
+    ],
+    ids=["older-attempt", "terminating", "another-job", "nobody's"],
+)
+async def test_a_name_that_is_taken_is_a_refusal_that_tells_by_whom(
+    stage: Stage,
+    found: Object,
+    owner: str | None,
+    attempt: int,
+    deleting: bool,
+    kept: list[str],
+) -> None:
+    stage.api.script["create pods"] = [taken()]
+    stage.api.script["get pods"] = [found]
+    await stage.do(create())
+    refusal = stage.outcomes.refusals[0]
+    assert refusal.existing is not None
+    existing = refusal.existing
+    assert (existing.owner_uid, existing.attempt, existing.deleting) == (owner, attempt, deleting)
+    assert (refusal.code, refusal.attempt, refusal.at) == (409, 2, NOW)
+    assert stage.pods == kept, "ours is known, so that the planner can remove it"
+
+
+@pytest.mark.parametrize(("code", "confirmed"), [(403, 2), (422, 2), (500, 0), (0, 0)])
+async def test_after_a_creation_of_unknown_fate_a_list_comes_first(
+    stage: Stage, code: int, confirmed: int
+) -> None:
+    stage.store.set_outcomes("u1", Outcomes(confirmed_attempt=2))
+    stage.api.script["create pods"] = [errors.from_status(code, {"reason": "R", "message": "m"})]
+    await stage.do(create())
+    assert stage.outcomes.confirmed_attempt == confirmed
+    refusal = stage.outcomes.refusals[0]
+    assert (refusal.code, refusal.reason, refusal.message) == (code, "R", "m")
+
+
+async def test_after_a_refusal_no_more_creations_begin_but_a_taken_name_is_one_pods_matter(
+    stage: Stage,
+) -> None:
+    # All creations that fit side by side have begun before the first answer is in.
+    stage.api.script["create pods"] = [errors.Forbidden(403, "Forbidden", "quota")] * 100
+    await stage.do(*(create(replica) for replica in range(100)))
+    assert len(stage.api.calls) < 100
+    stage.api.calls.clear()
+    stage.api.script["create pods"] = [taken()] * 100
+    stage.api.script["get pods"] = [pod(owner="other")] * 100
+    await stage.do(*(create(replica) for replica in range(100)))
+    assert stage.api.calls.count("create pods") == 100
+
+
+async def test_a_success_takes_back_the_refusal(stage: Stage) -> None:
+    stage.api.script["create pods"] = [errors.Forbidden(403, "Forbidden", "no"), pod()]
+    await stage.do(create())
+    assert set(stage.outcomes.refusals) == {0}
+    await stage.do(create())
+    assert stage.outcomes.refusals == {}
+
+
+async def test_the_barrier_shows_an_older_pod_or_confirms(stage: Stage) -> None:
+    stage.api.script["list pods"] = [
+        Listing([pod(0, attempt=1, version=7)], "20"),
+        Listing([pod(1, attempt=2, version=21)], "30"),
+    ]
+    await stage.do(ConfirmGone(2), create())
+    assert stage.outcomes.confirmed_attempt == 0
+    assert stage.pods == ["p0-1"]
+    assert stage.api.calls == ["list pods"], "the rest of the plan is dropped"
+    await stage.do(ConfirmGone(2))
+    assert stage.outcomes.confirmed_attempt == 2
+    assert stage.pods == ["p1-2"], "what the list does not show is gone"
+
+
+async def test_the_barrier_brings_back_a_pod_that_was_thought_gone(stage: Stage) -> None:
+    stage.store.put_pod(pod())
+    stage.store.remove_pod("p0-2")
+    stage.api.script["list pods"] = [Listing([pod(version=10)], "20")]
+    await stage.do(ConfirmGone(3))
+    assert stage.pods == ["p0-2"]
+    assert stage.outcomes.confirmed_attempt == 0
+
+
+def with_pod(stage: Stage) -> DeletePod:
+    stage.store.put_pod(pod())
+    return DeletePod("job-0", "p0-2", 2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "left"),
+    [
+        (errors.NotFound(404, "NotFound", ""), []),
+        (pod(version=11, deletionTimestamp="2026-01-01T00:00:00Z"), []),
+        (
+            pod(
+                version=11,
+                deletionTimestamp="2026-01-01T00:00:00Z",
+                deletionGracePeriodSeconds=2,
+            ),
+            ["p0-2"],
+        ),
+        (
+            pod(
+                version=11,
+                deletionTimestamp="2026-01-01T00:00:00Z",
+                deletionGracePeriodSeconds=0,
+                finalizers=["x"],
+            ),
+            ["p0-2"],
+        ),
+        ({"kind": "Status", "status": "Success"}, []),
+    ],
+    ids=["gone", "removed-at-once", "graceful", "finalizer", "status"],
+)
+async def test_deletions(stage: Stage, answer: Answer, left: list[str]) -> None:
+    stage.api.script["delete pods"] = [answer]
+    await stage.do(with_pod(stage))
+    assert stage.api.bodies == [("job-0", "p0-2", 2)]
+    assert stage.pods == left
+    assert all(pod.deleting for pod in stage.store.pods_of("u1"))
+
+
+async def test_a_deletion_that_meets_another_uid_is_done(stage: Stage) -> None:
+    stage.api.script["delete pods"] = [taken()]
+    stage.api.script["get pods"] = [pod(attempt=3)]
+    await stage.do(with_pod(stage))
+    assert stage.pods == []
+
+
+async def test_a_deletion_that_meets_a_mere_write_is_tried_again(stage: Stage) -> None:
+    stage.api.script["delete pods"] = [taken()]
+    stage.api.script["get pods"] = [pod()]
+    with pytest.raises(errors.Conflict):
+        await stage.do(with_pod(stage))
+    assert stage.pods == ["p0-2"]
+
+
+def service(owner: str | None = "u1", **meta: Any) -> Object:
+    owners = [{"controller": True, "uid": owner}] if owner else []
+    return {"kind": "Service", "metadata": {"name": "job", "ownerReferences": owners, **meta}}
+
+
+def missing() -> errors.ApiError:
+    return errors.NotFound(404, "NotFound", "")
+
+
+ENSURE = EnsureNetwork(2, ({"kind": "Service", "metadata": {"name": "job"}},))
+
+
+@pytest.mark.parametrize(
+    ("gets", "creates", "calls"),
+    [
+        ([missing()], [service()], ["get", "create"]),
+        ([service()], [], ["get"]),
+        ([missing(), service()], [taken()], ["get", "create", "get"]),
+    ],
+    ids=["made", "there", "made-by-a-lost-call"],
+)
+async def test_network_that_stands(
+    stage: Stage, gets: list[Any], creates: list[Any], calls: list[str]
+) -> None:
+    stage.api.script = {"get services": list(gets), "create services": list(creates)}
+    await stage.do(ENSURE)
+    assert stage.outcomes.network_attempt == 2
+    assert stage.outcomes.network_refusal is None
+    assert stage.api.calls == [f"{verb} services" for verb in calls]
+
+
+@pytest.mark.parametrize(
+    ("gets", "creates", "code", "owner"),
+    [
+        ([service("other")], [], 409, "other"),
+        ([service(None)], [], 409, None),
+        ([service(deletionTimestamp="x")], [], 409, "u1"),
+        ([missing(), service("other")], [taken()], 409, "other"),
+        ([missing()], [errors.Forbidden(403, "Forbidden", "quota")], 403, None),
+    ],
+    ids=["foreign", "nobody's", "terminating", "foreign-after-all", "forbidden"],
+)
+async def test_network_that_is_refused_stops_the_plan(
+    stage: Stage, gets: list[Any], creates: list[Any], code: int, owner: str | None
+) -> None:
+    stage.api.script = {"get services": list(gets), "create services": list(creates)}
+    await stage.do(ENSURE, create())
+    assert stage.outcomes.network_attempt == 0
+    refusal = stage.outcomes.network_refusal
+    assert refusal is not None
+    assert refusal.code == code
+    assert (refusal.existing.owner_uid if refusal.existing else None) == owner
+    assert "create pods" not in stage.api.calls
+
+
+async def test_every_call_of_a_batch_ends_before_an_error_is_raised(stage: Stage) -> None:
+    stage.store.put_pod(pod(0))
+    stage.store.put_pod(pod(1))
+    stage.api.script["delete pods"] = [errors.Unavailable(500, "", "x"), missing()]
+    with pytest.raises(errors.Unavailable):
+        await stage.do(DeletePod("job-0", "p0-2", 2), DeletePod("job-1", "p1-2", 2))
+    assert stage.pods == ["p0-2"]
+
+
+def test_the_scripted_double_has_the_real_ones_methods() -> None:
+    """So that a renamed method cannot leave this file green."""
+    from ddpjob_operator.shell.api import Api
+
+    for name in ("get", "create", "replace", "delete", "list_all"):
+        method: Callable[..., Any] = getattr(Api, name)
+        assert callable(method)

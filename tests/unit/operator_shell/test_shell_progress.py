@@ -1,0 +1,174 @@
+"""GET /state: whom it asks, what it accepts, and that it never fails anything."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from ddpjob_operator.core import contract
+from ddpjob_operator.core.observe import LABEL_ATTEMPT, LABEL_REPLICA
+from ddpjob_operator.shell.progress import ProgressReader, _url
+from ddpjob_operator.shell.store import Key, Store
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def own_address() -> str:
+    """An address of this machine that is not the loopback's, as a pod's would be."""
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+    ):
+        probe.connect(("192.0.2.1", 9))  # sends nothing
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+ADDRESS = own_address()
+needs_address = pytest.mark.skipif(
+    ADDRESS.startswith("127."), reason="this machine has no address but the loopback's"
+)
+
+
+@contextlib.asynccontextmanager
+async def reading(
+    handle: Handler, leads: Callable[[], bool] = lambda: True
+) -> AsyncIterator[tuple[Store, list[Key]]]:
+    """A running job whose replica 0 answers with ``handle``, and a reader that reads fast."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, ADDRESS, 0).start()
+    store = Store()
+    changed: list[Key] = []
+    store.put_job(job(runner.addresses[0][1]))
+    store.put_pod(pod(replica=1, ip="192.0.2.77"))
+    store.put_pod(pod(replica=0, ip=ADDRESS))
+    reader = ProgressReader(store, changed.append, leads, seconds=0.05)
+    task = asyncio.create_task(reader.run())
+    try:
+        yield store, changed
+    finally:
+        task.cancel()
+        await runner.cleanup()
+
+
+def job(port: int) -> dict[str, Any]:
+    return {
+        "metadata": {"namespace": "ns", "name": "job", "uid": "u1", "resourceVersion": "1"},
+        "spec": {"metrics": {"port": port}},
+        "status": {"phase": "Running", "attempt": 1},
+    }
+
+
+def pod(replica: int, ip: str) -> dict[str, Any]:
+    return {
+        "metadata": {
+            "namespace": "ns",
+            "name": f"job-{replica}",
+            "uid": f"p{replica}",
+            "labels": {LABEL_ATTEMPT: "1", LABEL_REPLICA: str(replica)},
+            "ownerReferences": [{"controller": True, "uid": "u1"}],
+        },
+        "spec": {"containers": [{"name": "trainer"}]},
+        "status": {
+            "phase": "Running",
+            "podIP": ip,
+            "containerStatuses": [{"name": "trainer", "state": {"running": {}}}],
+        },
+    }
+
+
+async def until(check: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            if check():
+                return
+            await asyncio.sleep(0.01)
+
+
+@needs_address
+async def test_news_reach_the_outcomes_and_the_queue_once() -> None:
+    asked: list[str] = []
+
+    async def state(request: web.Request) -> web.StreamResponse:
+        asked.append(request.path)
+        return web.json_response({"step": 7, "totalSteps": 100, "loss": 0.5, "snapshotStep": 5})
+
+    async with reading(state) as (store, changed):
+        await until(lambda: len(asked) >= 5)
+        progress = store.outcomes("u1").progress
+    assert progress is not None
+    assert (progress.step, progress.total_steps, progress.snapshot_step) == (7, 100, 5)
+    assert set(asked) == {"/state"}
+    assert changed == [("ns", "job")], "the same answer again is no news"
+
+
+@needs_address
+@pytest.mark.parametrize("answer", ["huge", "deep", "text", "error", "redirect", "list"])
+async def test_what_a_stranger_may_answer_is_ignored(answer: str) -> None:
+    asked = 0
+
+    async def state(request: web.Request) -> web.StreamResponse:
+        nonlocal asked
+        asked += 1
+        good = json.dumps({"step": 1})
+        match answer:
+            case "huge":
+                return web.Response(text=good + " " * contract.STATE_MAX_BYTES)
+            case "deep":
+                return web.Response(text="[" * 50_000)
+            case "text":
+                return web.Response(text="step 1")
+            case "error":
+                return web.Response(status=500, text=good)
+            case "redirect" if request.path == "/state":
+                return web.Response(status=302, headers={"Location": "/other"})
+            case "list":
+                return web.Response(text=f"[{good}]")
+        return web.Response(text=good)
+
+    async with reading(state) as (store, changed):
+        await until(lambda: asked >= 3)
+        assert store.outcomes("u1").progress is None
+    assert changed == []
+
+
+@needs_address
+async def test_who_does_not_lead_asks_nobody() -> None:
+    asked = 0
+
+    async def state(request: web.Request) -> web.StreamResponse:
+        nonlocal asked
+        asked += 1
+        return web.json_response({"step": 1})
+
+    questions = 0
+
+    def leads() -> bool:
+        nonlocal questions
+        questions += 1
+        return questions > 5
+
+    async with reading(state, leads):
+        await until(lambda: questions == 5)
+        assert asked == 0
+        await until(lambda: asked > 0)
+
+
+@pytest.mark.parametrize("ip", ["127.0.0.1", "169.254.169.254", "::1", "224.0.0.1", "", "example"])
+def test_addresses_that_no_pod_has_are_not_asked(ip: str) -> None:
+    assert _url(ip, 9400) is None
+
+
+def test_addresses_of_pods() -> None:
+    assert _url("10.1.2.3", 9400) == "http://10.1.2.3:9400/state"
+    assert _url("fd00::7", 9400) == "http://[fd00::7]:9400/state"

@@ -1,0 +1,126 @@
+"""Events: the same one again is counted, too many are cut, failures stay here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from ddpjob_operator.core.actions import Event
+from ddpjob_operator.core.observe import Job
+from ddpjob_operator.shell import errors
+from ddpjob_operator.shell.api import Object, Resource
+from ddpjob_operator.shell.recorder import Recorder
+
+STARTED = Event("Normal", "Started", "creating 3 pods")
+FAILED = Event("Warning", "Failed", "exit code 1")
+
+
+def job(uid: str = "u1") -> Job:
+    return Job("ns", "job", uid, "7", 1, False, {}, {})
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.created: list[Object] = []
+        self.patched: list[tuple[str, Object]] = []
+        self.fail: list[errors.ApiError] = []
+
+    async def create(self, resource: Resource, namespace: str, body: Object) -> Object:
+        if self.fail:
+            raise self.fail.pop()
+        assert namespace == "ns"
+        self.created.append(body)
+        return body
+
+    async def patch(self, resource: Resource, namespace: str, name: str, body: Object) -> Object:
+        if self.fail:
+            raise self.fail.pop()
+        self.patched.append((name, body))
+        return body
+
+
+class Time:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextlib.asynccontextmanager
+async def recording() -> AsyncIterator[tuple[Recorder, Sink, Time]]:
+    sink, time = Sink(), Time()
+    recorder = Recorder(sink, "op-a", clock=time)
+    task = asyncio.create_task(recorder.run())
+    yield recorder, sink, time
+    task.cancel()
+
+
+async def test_an_event_names_the_job() -> None:
+    async with recording() as (recorder, sink, _):
+        recorder.send(job(), [STARTED])
+        await recorder.flush()
+    (body,) = sink.created
+    assert body["involvedObject"] == {
+        "apiVersion": "ddpjob.dev/v1alpha1",
+        "kind": "DDPJob",
+        "namespace": "ns",
+        "name": "job",
+        "uid": "u1",
+        "resourceVersion": "7",
+    }
+    assert (body["type"], body["reason"], body["count"]) == ("Normal", "Started", 1)
+
+
+async def test_the_same_event_again_raises_the_count() -> None:
+    async with recording() as (recorder, sink, time):
+        for _ in range(3):
+            recorder.send(job(), [STARTED])
+            time.now += 60
+        recorder.send(job("u2"), [STARTED])
+        recorder.send(job(), [FAILED])
+        await recorder.flush()
+    assert len(sink.created) == 3, "another job and another reason are not the same"
+    name = sink.created[0]["metadata"]["name"]
+    assert [(to, body["count"]) for to, body in sink.patched] == [(name, 2), (name, 3)]
+
+
+async def test_after_a_while_it_is_a_new_event() -> None:
+    async with recording() as (recorder, sink, time):
+        recorder.send(job(), [STARTED])
+        await recorder.flush()
+        time.now += 601
+        recorder.send(job(), [STARTED])
+        await recorder.flush()
+    assert (len(sink.created), len(sink.patched)) == (2, 0)
+
+
+async def test_an_event_that_the_server_has_dropped_is_sent_anew() -> None:
+    async with recording() as (recorder, sink, _):
+        recorder.send(job(), [STARTED])
+        await recorder.flush()
+        sink.fail = [errors.NotFound(404, "NotFound", "expired")]
+        recorder.send(job(), [STARTED])
+        await recorder.flush()
+    assert len(sink.created) == 2
+
+
+async def test_one_job_cannot_flood_and_does_not_silence_others() -> None:
+    async with recording() as (recorder, sink, time):
+        flood = [Event("Normal", "Flood", str(number)) for number in range(500)]
+        recorder.send(job(), flood)
+        recorder.send(job("u2"), [STARTED])
+        await recorder.flush()
+        assert len(sink.created) == 41
+        time.now += 60  # three more may pass
+        recorder.send(job(), flood)
+        await recorder.flush()
+    assert len(sink.created) + len(sink.patched) == 44
+
+
+async def test_a_failure_to_send_is_no_failure() -> None:
+    async with recording() as (recorder, sink, _):
+        sink.fail = [errors.Forbidden(403, "Forbidden", "no")]
+        recorder.send(job(), [STARTED, FAILED])
+        await recorder.flush()
+    assert [body["reason"] for body in sink.created] == ["Failed"]

@@ -1,0 +1,188 @@
+"""The store: newer replaces older, lists and deletions are not undone by late events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpjob_operator.core.actions import Outcomes
+from ddpjob_operator.core.observe import LABEL_ATTEMPT, LABEL_REPLICA
+from ddpjob_operator.shell.store import Store
+
+KEY = ("ns", "job")
+
+
+def job(version: int | str, uid: str = "u1", name: str = "job", **status: Any) -> dict[str, Any]:
+    meta = {"namespace": "ns", "name": name, "uid": uid, "resourceVersion": str(version)}
+    return {"metadata": meta, "spec": {}, "status": status}
+
+
+def pod(
+    version: int | str, uid: str = "p0", owner: str = "u1", phase: str = "Pending"
+) -> dict[str, Any]:
+    return {
+        "metadata": {
+            "namespace": "ns",
+            "name": f"pod-{uid}",
+            "uid": uid,
+            "resourceVersion": str(version),
+            "labels": {LABEL_ATTEMPT: "1", LABEL_REPLICA: "0"},
+            "ownerReferences": [{"controller": True, "uid": owner}],
+        },
+        "spec": {"containers": [{"name": "trainer"}]},
+        "status": {"phase": phase},
+    }
+
+
+def stored() -> Store:
+    store = Store()
+    store.put_job(job(5))
+    return store
+
+
+def phases(store: Store, uid: str = "u1") -> dict[str, str]:
+    return {found.uid: found.phase for found in store.pods_of(uid)}
+
+
+def test_an_older_or_equal_job_changes_nothing() -> None:
+    store = stored()
+    assert not store.put_job(job(5, phase="Running"))
+    assert not store.put_job(job(4, phase="Running"))
+    assert store.put_job(job(10, phase="Running")), "10 is newer than 5, as text it is not"
+    snapshot = store.snapshot(KEY)
+    assert snapshot is not None
+    assert snapshot.job.status == {"phase": "Running"}
+
+
+def test_versions_that_are_no_numbers_are_taken_as_they_come() -> None:
+    store = stored()
+    assert store.put_job(job("b"))
+    assert store.put_job(job("a"))
+    store.put_pod(pod("x", phase="Pending"))
+    store.put_pod(pod("a", phase="Running"))
+    assert phases(store) == {"p0": "Running"}
+
+
+def test_a_job_made_again_under_the_same_name_starts_from_nothing() -> None:
+    store = stored()
+    store.set_outcomes("u1", Outcomes(confirmed_attempt=3))
+    store.put_pod(pod(6))
+    assert store.put_job(job(9, uid="u2"))
+    snapshot = store.snapshot(KEY)
+    assert snapshot is not None
+    assert snapshot.outcomes == Outcomes()
+    assert snapshot.pods == ()
+    assert store.outcomes("u1") == Outcomes()
+
+
+def test_forget_wants_the_right_uid() -> None:
+    store = stored()
+    assert not store.forget_job(KEY, "other")
+    assert store.snapshot(KEY) is not None
+    assert store.forget_job(KEY, "u1")
+    assert store.snapshot(KEY) is None
+
+
+def test_the_answer_to_our_own_write_revives_no_job_that_is_gone() -> None:
+    store = stored()
+    store.put_own_write(job(7, phase="Running"))
+    snapshot = store.snapshot(KEY)
+    assert snapshot is not None
+    assert snapshot.job.resource_version == "7"
+    store.forget_job(KEY, "u1")
+    store.put_own_write(job(8))
+    assert store.snapshot(KEY) is None
+
+
+def test_a_list_drops_jobs_that_vanished_but_none_younger_than_itself() -> None:
+    store = stored()
+    store.put_job(job(3, uid="u2", name="old"))
+    store.put_job(job(30, uid="u3", name="young"))
+    assert store.drop_vanished_jobs(None, ["u1"], "20") == [("ns", "old")]
+    assert sorted(store.all_keys()) == [("ns", "job"), ("ns", "young")]
+    assert store.drop_vanished_jobs("elsewhere", [], "99") == []
+
+
+def test_outcomes_of_an_unknown_job_are_not_kept() -> None:
+    store = stored()
+    store.set_outcomes("u9", Outcomes(confirmed_attempt=1))
+    assert store.outcomes("u9") == Outcomes()
+
+
+def test_pods_that_come_before_their_job_are_there_when_it_comes() -> None:
+    store = Store()
+    assert store.put_pod(pod(3)) is None, "no key to look at yet"
+    store.put_job(job(5))
+    assert phases(store) == {"p0": "Pending"}
+
+
+def test_a_pod_event_names_the_job_and_an_echo_does_not() -> None:
+    store = stored()
+    assert store.put_pod(pod(6)) == KEY
+    assert store.put_pod(pod(6), from_watch=False) is None
+    assert store.put_pod(pod(5, phase="Running")) is None
+    assert phases(store) == {"p0": "Pending"}
+    assert store.remove_pod("p0") == KEY
+    assert store.remove_pod("p0") is None
+
+
+def test_a_pod_without_a_controller_is_nobodys() -> None:
+    store = stored()
+    body = pod(6)
+    del body["metadata"]["ownerReferences"]
+    assert store.put_pod(body) is None
+    assert store.pod_count() == 0
+
+
+def test_a_late_event_does_not_bring_a_removed_pod_back() -> None:
+    store = stored()
+    store.put_pod(pod(6))
+    store.remove_pod("p0")
+    assert store.put_pod(pod(7, phase="Running")) is None
+    assert phases(store) == {}
+
+
+def test_a_quorum_list_replaces_the_cache_and_outlives_older_events() -> None:
+    store = stored()
+    store.put_pod(pod(6, "gone"))
+    store.put_pod(pod(7, "kept"))
+    store.put_pod(pod(25, "young"))
+    store.replace_pods("u1", [pod(19, "kept", phase="Running"), pod(18, "new")], "20")
+    assert phases(store) == {"kept": "Running", "new": "Pending", "young": "Pending"}
+    assert store.put_pod(pod(12, "never-seen")) is None, "history: gone again by 20"
+    assert store.put_pod(pod(19, "kept", phase="Failed")) is None
+    assert store.put_pod(pod(21, "kept", phase="Failed")) == KEY
+    assert phases(store) == {"kept": "Failed", "new": "Pending", "young": "Pending"}
+
+
+def test_a_relist_deletes_what_it_does_not_show_and_names_the_jobs() -> None:
+    store = stored()
+    store.put_job(job(6, uid="u2", name="other"))
+    store.put_job(job(6, uid="u3", name="quiet"))
+    store.put_pod(pod(7, "a"))
+    store.put_pod(pod(8, "b", owner="u2"))
+    store.put_pod(pod(9, "c", owner="u3"))
+    changed = store.replace_all_pods(
+        None, [pod(8, "b", owner="u2", phase="Pending"), pod(9, "c", owner="u3")], "20"
+    )
+    assert changed == {("ns", "job")}
+    assert phases(store) == {}
+    changed = store.replace_all_pods("elsewhere", [], "30")
+    assert changed == set()
+    assert phases(store, "u2") == {"b": "Pending"}
+
+
+def test_a_relist_keeps_a_pod_that_we_created_after_it_was_read() -> None:
+    store = stored()
+    store.put_pod(pod(25), from_watch=False)
+    store.replace_all_pods(None, [], "20")
+    assert phases(store) == {"p0": "Pending"}
+
+
+def test_phases_are_counted_from_what_is_stored() -> None:
+    store = stored()
+    store.put_job(job(6, uid="u2", name="b", phase="Running"))
+    store.put_job(job(6, uid="u3", name="c", phase="Running"))
+    store.put_job(job(6, uid="u4", name="d", phase="Nonsense"))
+    counts = store.count_phases()
+    assert (counts["Pending"], counts["Running"], counts["Failed"]) == (1, 2, 0)
+    assert "Nonsense" not in counts

@@ -1,0 +1,174 @@
+"""The work queue: once in line, one worker per key, delays and back-off."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from ddpjob_operator.shell.workqueue import WorkQueue
+
+pytestmark = [pytest.mark.looptime]
+
+
+@contextlib.asynccontextmanager
+async def working(
+    queue: WorkQueue[str], work: Callable[[str], Awaitable[None]], workers: int = 4
+) -> AsyncIterator[None]:
+    task = asyncio.create_task(queue.run(workers, work))
+    yield
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_a_key_stands_in_line_once() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    seen: Counter[str] = Counter()
+
+    async def work(key: str) -> None:
+        seen[key] += 1
+
+    for _ in range(5):
+        queue.add("a")
+    queue.add("b")
+    assert len(queue) == 2
+    async with working(queue, work):
+        await asyncio.sleep(1)
+    assert seen == {"a": 1, "b": 1}
+    assert len(queue) == 0
+
+
+async def test_a_key_is_never_worked_on_twice_at_once_and_comes_back_once() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    inside: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+    rounds: Counter[str] = Counter()
+
+    async def work(key: str) -> None:
+        inside[key] += 1
+        most[key] = max(most[key], inside[key])
+        rounds[key] += 1
+        if rounds[key] == 1:
+            for _ in range(3):  # asked for again while at work
+                queue.add(key)
+        await asyncio.sleep(1)
+        inside[key] -= 1
+
+    async with working(queue, work):
+        queue.add("a")
+        queue.add("b")
+        await asyncio.sleep(1.5)
+        assert inside == {"a": 1, "b": 1}, "different keys are worked on side by side"
+        await asyncio.sleep(10)
+    assert most == {"a": 1, "b": 1}
+    assert rounds == {"a": 2, "b": 2}
+
+
+async def test_no_more_workers_than_asked_for() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    inside = most = 0
+
+    async def work(key: str) -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        await asyncio.sleep(1)
+        inside -= 1
+
+    for number in range(20):
+        queue.add(str(number))
+    async with working(queue, work, workers=3):
+        await asyncio.sleep(10)
+    assert most == 3
+    assert len(queue) == 0
+
+
+async def test_the_earliest_of_several_delays_counts() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    loop = asyncio.get_running_loop()
+    times: list[float] = []
+
+    async def work(key: str) -> None:
+        times.append(loop.time())
+
+    began = loop.time()
+    queue.add_after("a", 50)
+    queue.add_after("a", 10)
+    queue.add_after("a", 30)
+    async with working(queue, work):
+        await asyncio.sleep(100)
+    assert [round(at - began) for at in times] == [10]
+
+
+async def test_work_cancels_the_delay_that_was_set_before() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    rounds = 0
+
+    async def work(key: str) -> None:
+        nonlocal rounds
+        rounds += 1
+
+    queue.add_after("a", 10)
+    queue.add("a")
+    async with working(queue, work):
+        await asyncio.sleep(100)
+    assert rounds == 1
+
+
+async def test_failures_in_a_row_double_the_delay_until_forgiven() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    delays = [queue.add_failed("a") for _ in range(12)]
+    assert 0.08 <= delays[0] <= 0.12
+    assert 0.16 <= delays[1] <= 0.24
+    assert 24 <= delays[-1] <= 36, "bounded"
+    assert queue.add_failed("b") <= 0.12, "each key has its own"
+    queue.forgive("a")
+    assert queue.add_failed("a") <= 0.12
+    assert queue.add_failed("a", at_least=77) == 77, "the server's Retry-After is honoured"
+    queue.forget("a")
+    queue.forget("b")
+
+
+async def test_forget_drops_the_timer() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    queue.add_after("a", 5)
+    queue.forget("a")
+    await asyncio.sleep(10)
+    assert len(queue) == 0
+
+
+async def test_close_lets_work_under_way_end_and_hands_out_no_more() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    done: list[str] = []
+
+    async def work(key: str) -> None:
+        await asyncio.sleep(3)
+        done.append(key)
+
+    async with working(queue, work):
+        queue.add("a")
+        await asyncio.sleep(1)
+        queue.close()
+        queue.add("b")
+        await queue.drained()
+        assert done == ["a"]
+        await asyncio.sleep(10)
+    assert done == ["a"]
+
+
+async def test_latency_is_the_time_in_line() -> None:
+    waited: list[float] = []
+    queue: WorkQueue[str] = WorkQueue(waited.append)
+    queue.add("a")
+    await asyncio.sleep(4)
+
+    async def work(key: str) -> None:
+        pass
+
+    async with working(queue, work):
+        await asyncio.sleep(1)
+    assert [round(seconds) for seconds in waited] == [4]
