@@ -1,0 +1,140 @@
+"""A gang of real training processes, forked from this one because torch is imported already.
+
+What the forked ranks run is the library as it ships: gloo between them, snapshots on disk,
+SIGKILL for real. The launcher has tests of its own, which start it as a program.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+Program = Callable[[int], None]
+_libc = ctypes.CDLL(None)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Gang:
+    """Starts ranks; remembers them so that none is left behind."""
+
+    directory: Path
+    pids: dict[int, int] = field(default_factory=dict)  # rank -> pid
+
+    def start(
+        self, program: Program, *, world: int = 3, env: Mapping[str, str] | None = None
+    ) -> None:
+        common = {
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "TORCHELASTIC_RUN_ID": "test",
+            **(env or {}),
+        }
+        for rank in range(world):
+            self.spawn(program, rank, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+
+    def spawn(self, program: Program, rank: int, env: Mapping[str, str]) -> None:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid:
+            self.pids[rank] = pid
+            return
+        code = 1
+        try:
+            _libc.prctl(1, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != parent:
+                os._exit(1)
+            log = os.open(self.log_path(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            # pytest has put its own objects in the place of the streams.
+            sys.stdout = os.fdopen(1, "w", buffering=1)
+            sys.stderr = os.fdopen(2, "w", buffering=1)
+            os.environ.update(env)
+            program(rank)
+            code = 0
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else 1
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+        finally:
+            os._exit(code)
+
+    def log_path(self, rank: int) -> Path:
+        return self.directory / f"rank{rank}.log"
+
+    def log(self, rank: int) -> str:
+        return self.log_path(rank).read_text()
+
+    def wait(self, seconds: float = 90) -> dict[int, int]:
+        """Exit code, or -signal, of every rank; fails when one does not end."""
+        codes: dict[int, int] = {}
+        deadline = time.monotonic() + seconds
+        while self.pids:
+            for rank, pid in list(self.pids.items()):
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    del self.pids[rank]
+                    codes[rank] = os.waitstatus_to_exitcode(status)
+            if time.monotonic() > deadline:
+                running = list(self.pids)
+                logs = "\n".join(f"--- rank {r}\n{self.log(r)[-2000:]}" for r in running)
+                self.end()
+                pytest.fail(f"ranks {running} did not end\n{logs}")
+            time.sleep(0.005)
+        return codes
+
+    def run(
+        self, program: Program, *, world: int = 3, env: Mapping[str, str] | None = None
+    ) -> dict[int, int]:
+        self.start(program, world=world, env=env)
+        return self.wait()
+
+    def end(self) -> None:
+        for pid in self.pids.values():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        self.pids.clear()
+
+
+@pytest.fixture
+def gang(tmp_path: Path) -> Iterator[Gang]:
+    # Ranks are forked from here: what they would all import lazily is imported once.
+    import torch._dynamo
+    import torch.distributed
+
+    assert torch.distributed.is_available()
+    found = Gang(tmp_path)
+    yield found
+    found.end()
+
+
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"after {seconds} s still not: {what}")
+        time.sleep(0.02)
+
+
+@pytest.fixture(name="wait_until")
+def wait_until_fixture() -> Callable[..., None]:
+    return wait_until

@@ -1,0 +1,246 @@
+"""Kills at any place of a step, at 3 ranks and more than one bucket: equal bits at the end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import ddpjob_trainer as ddp
+from ddpjob_trainer import exact
+from ddpjob_trainer.snapshot import disk
+
+STEPS = 14
+EVERY = 4
+
+
+@dataclass
+class Ema:
+    """A registered object that is neither a module nor an optimizer."""
+
+    values: list[torch.Tensor] = field(default_factory=list)
+    updates: int = 0
+
+    def update(self, model: nn.Module) -> None:
+        self.updates += 1
+        now = [p.detach() for p in model.parameters()]
+        if not self.values:
+            self.values = [p.clone() for p in now]
+        for value, p in zip(self.values, now, strict=True):
+            value.lerp_(p, 0.1)
+
+    def state_dict(self) -> dict[str, object]:
+        return {"values": self.values, "updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.values = state["values"]  # type: ignore[assignment]
+        self.updates = state["updates"]  # type: ignore[assignment]
+
+
+@dataclass
+class Training:
+    """One small training, with a place where it can be told to die."""
+
+    directory: Path
+    level: str = "resume"
+    momentum: bool = True
+    steps: int = STEPS
+    die: tuple[int, int, str] | None = None  # rank, step, place
+    at: Callable[[ddp.Run, int], None] | None = None  # called in the middle of each step
+
+    def __call__(self, rank: int) -> None:
+        torch.manual_seed(3)
+        inputs, targets = torch.randn(200, 48), torch.randint(0, 10, (200,))
+        run = ddp.start(
+            total_steps=self.steps, global_batch=24, seed=5, level=self.level,
+            snapshot_dir=self.directory / "snapshots", snapshot_every=EVERY,
+        )  # fmt: skip
+        model = nn.Sequential(
+            nn.Linear(48, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Dropout(0.3),
+            nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10),
+        )  # fmt: skip
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps)
+        wrapped, _ = run.prepare(model, optimizer, scheduler=scheduler, bucket_cap_mb=0.05)
+        ema = Ema()
+        run.register("ema", ema)
+        losses = (self.directory / f"losses-{rank}").open("a", buffering=1)
+        for step in run.steps(TensorDataset(inputs, targets)):
+            for x, y in step.batches:
+                loss = nn.functional.cross_entropy(wrapped(x), y)
+                self._maybe_die(rank, step.index, "before backward")
+                step.backward(loss)
+            if self.level == "resume":  # without the warm-up the buckets are not final yet
+                assert exact.bucket_count(wrapped) > 1
+            if self.at is not None:
+                self.at(run, step.index)
+            self._maybe_die(rank, step.index, "before commit")
+            if self.die == (rank, step.index, "in save"):
+                disk.seam = _die_at_first_rename
+            step.commit()
+            ema.update(model)
+            losses.write(f"{step.index} {loss.item().hex()}\n")
+        run.finish()
+        result = f"{run.weights_sha256()} {run.state_sha256()}"
+        (self.directory / f"result-{rank}").write_text(result)
+
+    def _maybe_die(self, rank: int, step: int, place: str) -> None:
+        if self.die == (rank, step, place):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def outcome(self, world: int = 3) -> list[tuple[str, dict[int, str]]]:
+        """Per rank: hashes, and the loss of each step, which must be equal when replayed."""
+        found = []
+        for rank in range(world):
+            losses: dict[int, str] = {}
+            for line in (self.directory / f"losses-{rank}").read_text().splitlines():
+                index, value = line.split()
+                losses.setdefault(int(index), value)
+                assert losses[int(index)] == value, f"step {index} was replayed differently"
+            assert sorted(losses) == list(range(self.steps))
+            found.append(((self.directory / f"result-{rank}").read_text(), losses))
+        return found
+
+
+def fresh(path: Path, **options: object) -> Training:
+    path.mkdir()
+    return Training(path, **options)  # type: ignore[arg-type]
+
+
+def _die_at_first_rename(operation: str, path: Path) -> None:
+    if operation == "before rename":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_killed_at_every_rank_and_place_equals_undisturbed(gang, tmp_path):  # type: ignore[no-untyped-def]
+    undisturbed = fresh(tmp_path / "undisturbed")
+    assert gang.run(undisturbed) == {0: 0, 1: 0, 2: 0}
+    disturbed = fresh(tmp_path / "disturbed")
+    for die in (
+        (2, 1, "before commit"),  # before any snapshot: from the start again
+        (1, 5, "before backward"),
+        (0, 6, "before commit"),
+        (0, 7, "in save"),
+        (2, 8, "before backward"),
+        (1, 11, "before commit"),
+        (0, 13, "before backward"),
+    ):
+        disturbed.die = die
+        codes = gang.run(disturbed)
+        killed = die[0]
+        assert codes == {r: -9 if r == killed else 75 for r in range(3)}, gang.log(killed)
+    disturbed.die = None
+    assert gang.run(disturbed) == {0: 0, 1: 0, 2: 0}
+    assert disturbed.outcome() == undisturbed.outcome()
+    assert "lost a peer after step" in gang.log(1)
+
+
+def test_without_the_warm_up_the_same_test_sees_a_difference(gang, tmp_path):  # type: ignore[no-untyped-def]
+    """Proves that the comparison can fail: level off skips the warm-up and nothing else."""
+    undisturbed = fresh(tmp_path / "undisturbed", level="off")
+    assert gang.run(undisturbed) == {0: 0, 1: 0, 2: 0}
+    disturbed = fresh(tmp_path / "disturbed", level="off", die=(1, 5, "before commit"))
+    assert gang.run(disturbed)[1] == -9
+    disturbed.die = None
+    assert gang.run(disturbed) == {0: 0, 1: 0, 2: 0}
+    weights = [(t.directory / "result-0").read_text().split()[0] for t in (undisturbed, disturbed)]
+    assert weights[0] != weights[1]
+
+
+def test_sigterm_to_one_rank_stops_all_at_one_step_with_a_snapshot(gang, tmp_path):  # type: ignore[no-untyped-def]
+    undisturbed = fresh(tmp_path / "undisturbed")
+    gang.run(undisturbed)
+
+    def terminate_rank_1(run: ddp.Run, index: int) -> None:
+        if run.rank == 1 and index == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    disturbed = fresh(tmp_path / "disturbed", at=terminate_rank_1)
+    assert gang.run(disturbed) == {0: 75, 1: 143, 2: 75}
+    disturbed.at = None
+    assert gang.run(disturbed) == {0: 0, 1: 0, 2: 0}
+    assert "resuming after step 6" in gang.log(0)
+    assert disturbed.outcome() == undisturbed.outcome()
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "manifest", "missing"])
+def test_a_damaged_newest_snapshot_gives_way_to_the_older(gang, tmp_path, damage):  # type: ignore[no-untyped-def]
+    undisturbed = fresh(tmp_path / "undisturbed")
+    gang.run(undisturbed)
+    disturbed = fresh(tmp_path / "disturbed", die=(1, 9, "before commit"))
+    gang.run(disturbed)
+    newest = max((tmp_path / "disturbed/snapshots").glob("*/step-*8-*.safetensors"))
+    if damage == "truncate":
+        os.truncate(newest, newest.stat().st_size // 2)
+    elif damage == "missing":
+        newest.unlink()
+    else:
+        target = newest if damage == "flip" else next(newest.parent.glob("step-*8.json"))
+        data = bytearray(target.read_bytes())
+        data[len(data) * 3 // 4] ^= 1
+        target.write_bytes(data)
+    disturbed.die = None
+    assert gang.run(disturbed) == {0: 0, 1: 0, 2: 0}
+    assert "is not usable" in gang.log(0)
+    assert "resuming after step 4" in gang.log(0)
+    assert disturbed.outcome() == undisturbed.outcome()
+
+
+def test_a_full_disk_does_not_stop_training(gang, tmp_path):  # type: ignore[no-untyped-def]
+    def fail_saves(run: ddp.Run, index: int) -> None:
+        def seam(operation: str, path: Path) -> None:
+            if operation == "before write" and 7 <= index < 12:
+                raise OSError(28, "No space left on device")
+
+        disk.seam = seam
+
+    training = fresh(tmp_path / "t", at=fail_saves)
+    assert gang.run(training) == {0: 0, 1: 0, 2: 0}
+    log = gang.log(0)
+    assert "snapshot after step 8 failed: No space left on device" in log
+    assert "the newest snapshot is that of step 4" in log
+    left = {p.name.split("-")[1].split(".")[0].lstrip("0")
+            for p in (tmp_path / "t/snapshots").glob("*/step-*")}  # fmt: skip
+    assert left == {"4", "14"}
+
+
+def test_another_configuration_is_refused_with_the_cure(gang, tmp_path):  # type: ignore[no-untyped-def]
+    training = fresh(tmp_path / "t", steps=5)
+    gang.run(training)
+    for start in (tmp_path / "t/snapshots").glob("*/step-*5.json"):
+        start.unlink()
+
+    def other_seed(rank: int) -> None:
+        run = ddp.start(
+            total_steps=9, global_batch=24, seed=6, snapshot_dir=tmp_path / "t/snapshots"
+        )
+        model = nn.Linear(2, 2)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in run.steps(TensorDataset(torch.ones(200, 2))):
+            pass
+
+    assert gang.run(other_seed) == {0: 64, 1: 64, 2: 64}
+    assert "seed=5, now it is 6" in gang.log(0)
+    assert "snapshot.resume: Never" in gang.log(0)
+
+
+def test_resume_never_starts_anew_and_its_chain_is_followed_afterwards(gang, tmp_path):  # type: ignore[no-untyped-def]
+    training = fresh(tmp_path / "t", die=(1, 9, "before commit"))
+    gang.run(training)
+    for rank in range(3):
+        (tmp_path / f"t/losses-{rank}").unlink()
+    training.die = (1, 5, "before commit")
+    gang.run(training, env={"DDPJOB_SNAPSHOT_RESUME": "Never"})
+    assert "resuming" not in gang.log(0)
+    training.die = None
+    assert gang.run(training) == {0: 0, 1: 0, 2: 0}
+    assert "resuming after step 4" in gang.log(0)
+    shutil.rmtree(tmp_path / "t")

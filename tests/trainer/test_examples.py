@@ -1,0 +1,93 @@
+"""The examples as users start them: alone, under torchrun, under the launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DIGITS = str(ROOT / "examples/digits.py")
+PLAIN = str(ROOT / "examples/plain_torchrun.py")
+LAUNCHER = (sys.executable, "-m", "ddpjob_trainer", "run", "--nproc", "3")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3")
+
+
+def start(*command: str, **env: str) -> subprocess.Popen[str]:
+    sources = os.pathsep.join([str(ROOT / "trainer/src"), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": sources, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(*command: str, **env: str) -> str:
+    with start(*command, **env) as process:
+        out, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, out[-3000:]
+    return out
+
+
+def value(name: str, output: str) -> str:
+    found = re.findall(rf"^(?:\[rank 0\] )?{name}=(\S+)$", output, re.MULTILINE)
+    assert len(found) == 1, output[-2000:]
+    return str(found[0])
+
+
+def workers(launcher: int) -> dict[int, int]:
+    """Rank -> pid of a launcher's children."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+            environ = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        ranks = [e for e in environ if e.startswith(b"RANK=")]
+        if int(parent) == launcher and ranks:
+            found[int(ranks[0][5:])] = int(entry.name)
+    return found
+
+
+@pytest.mark.parametrize("launcher", [LAUNCHER, TORCHRUN], ids=["launcher", "torchrun"])
+def test_plain_ddp_without_a_line_of_ours(launcher):  # type: ignore[no-untyped-def]
+    assert float(value("test_accuracy", finish(*launcher, PLAIN, "--epochs", "6"))) > 0.9
+
+
+def test_digits_reaches_95_percent_alone():  # type: ignore[no-untyped-def]
+    out = finish(sys.executable, DIGITS, "--total-steps", "120")
+    assert float(value("test_accuracy", out)) >= 0.95
+    assert re.search(r"^step 120/120 loss [\d.]+ [\d,]+ samples/s$", out, re.MULTILINE)
+
+
+def test_digits_killed_and_restarted_by_the_launcher_equals_torchruns(tmp_path):  # type: ignore[no-untyped-def]
+    """The whole path: SIGKILL of one rank, exit code and report, a new gang, equal weights."""
+    undisturbed = finish(*TORCHRUN, DIGITS, "--total-steps", "60")
+    report = tmp_path / "report.json"
+    command = (*LAUNCHER, "--termination-log", str(report), DIGITS, "--total-steps", "60")
+    env = {"DDPJOB_SNAPSHOT_DIR": str(tmp_path / "s"), "DDPJOB_SNAPSHOT_EVERY_STEPS": "10"}
+    process = start(*command, "--step-seconds", "0.05", **env)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if re.search(r"step \d+/60 .* snapshot 20$", line):
+            os.kill(workers(process.pid)[1], signal.SIGKILL)
+            break
+    rest = process.stdout.read()
+    assert process.wait(timeout=60) == 137, rest
+    content = json.loads(report.read_bytes())
+    assert (content["kind"], content["rank"], content["signal"]) == ("signal", 1, 9)
+    assert content["step"] >= content["snapshotStep"] >= 20
+    resumed = finish(*command, **env)
+    assert f"resuming after step {content['snapshotStep']}" in resumed
+    assert value("weights_sha256", resumed) == value("weights_sha256", undisturbed)
+    assert value("test_accuracy", resumed) == value("test_accuracy", undisturbed)
+    assert json.loads(report.read_bytes())["kind"] == "success"

@@ -1,0 +1,329 @@
+"""The launcher as a program: exit codes, report, signals, orphans, nobody left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+RUN = (sys.executable, "-m", "ddpjob_trainer", "run")
+SOURCES = Path(__file__).parents[2] / "trainer/src"
+
+
+def launch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*RUN, *arguments],
+        env={**os.environ, "PYTHONPATH": str(SOURCES), **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
+    with launch(*arguments, env=env) as process:
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], str]:
+    def write(text: str) -> str:
+        path = tmp_path / "script.py"
+        path.write_text("import os, sys, time, signal\nrank = int(os.environ['RANK'])\n" + text)
+        return str(path)
+
+    return write
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "kind"),
+    [
+        ("sys.exit(0)", 0, "success"),
+        ("sys.exit(7)", 7, "exit"),
+        ("sys.exit(2)", 2, "exit"),
+        ("sys.exit(70)", 70, "exit"),
+        ("sys.exit(76)", 76, "hang"),
+        ("raise ValueError('seven')", 1, "exception"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "signal"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "signal"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "sigterm"),
+    ],
+)
+def test_exit_code_and_report(script, tmp_path, end, code, kind):  # type: ignore[no-untyped-def]
+    report = tmp_path / "report"
+    program = script(f"print('last words of', rank)\nif rank == 1: {end}\n")
+    returned, _, err = run("--nproc", "2", "--termination-log", str(report), program)
+    assert returned == code, err
+    content = json.loads(report.read_bytes())
+    assert (content["version"], content["kind"], content["round"]) == (1, kind, 0)
+    if code:
+        assert (content["rank"], content["localRank"], content["code"]) == (1, 1, code)
+        assert content["log"][0] == "last words of 1"
+    assert content.get("signal") == (code - 128 if code > 128 else None)
+    assert content.get("exception") == ("ValueError: seven" if kind == "exception" else None)
+
+
+def test_the_report_stays_below_2_kib(script, tmp_path):  # type: ignore[no-untyped-def]
+    report = tmp_path / "report"
+    program = script("[print('\\x01é' * 300) for _ in range(30)]\nraise ValueError('y' * 5000)")
+    run("--termination-log", str(report), program)
+    assert len(report.read_bytes()) <= 2048
+    assert json.loads(report.read_bytes())["exception"].startswith("ValueError: yyy")
+
+
+def test_the_cause_is_told_from_collateral_that_ended_first(script):  # type: ignore[no-untyped-def]
+    program = script("if rank == 0: sys.exit(75)\ntime.sleep(0.5)\nsys.exit(9)")
+    code, _, err = run("--nproc", "2", program)
+    assert code == 9
+    assert "rank 1 ended first, with exit code 9" in err
+
+
+def test_collateral_alone_is_not_waited_for_forever(script):  # type: ignore[no-untyped-def]
+    program = script("if rank == 0: sys.exit(75)\ntime.sleep(600)")
+    code, _, err = run("--nproc", "2", program)
+    assert code == 75
+    assert "peerLost" in err
+
+
+def test_one_failure_ends_the_others_and_all_their_descendants(script, tmp_path):  # type: ignore[no-untyped-def]
+    """Also a daemon in a session of its own, and a worker that ignores SIGTERM."""
+    program = script(
+        f"""
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for _ in range(2):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            open({str(tmp_path)!r} + f"/{{os.getpid()}}.pid", "w").close()
+            time.sleep(600)
+        os._exit(0)
+while len([n for n in os.listdir({str(tmp_path)!r}) if n.endswith(".pid")]) < 6:
+    time.sleep(0.01)
+if rank == 2:
+    sys.exit(5)
+open({str(tmp_path)!r} + f"/{{os.getpid()}}.pid", "w").close()
+time.sleep(600)
+"""
+    )
+    code, _, err = run("--nproc", "3", program)
+    assert code == 5, err
+    pids = [int(p.stem) for p in tmp_path.glob("*.pid")]
+    assert len(pids) >= 6
+    assert [pid for pid in pids if alive(pid)] == []
+
+
+def test_orphans_are_reaped_while_training_goes_on(script, wait_until):  # type: ignore[no-untyped-def]
+    program = script(
+        """
+if os.fork() == 0:
+    if os.fork() == 0:
+        time.sleep(0.1)
+    os._exit(0)
+os.wait()
+print("ready", flush=True)
+sys.stdin.read()
+time.sleep(600)
+"""
+    )
+    process = launch(program)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+
+        def parents() -> list[str]:
+            found = []
+            for stat in Path("/proc").glob("[0-9]*/stat"):
+                try:
+                    fields = stat.read_text().rpartition(")")[2].split()
+                except OSError:
+                    continue
+                if fields[1] == str(process.pid):
+                    found.append(fields[0])
+            return found
+
+        wait_until(lambda: len(parents()) == 1, "only the worker is left, no zombie", 20)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+
+
+def test_workers_die_with_a_killed_launcher(script, wait_until):  # type: ignore[no-untyped-def]
+    process = launch("--nproc", "2", script("print(os.getpid(), flush=True)\ntime.sleep(600)"))
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
+    process.kill()
+    process.communicate(timeout=30)
+    wait_until(lambda: not any(alive(pid) for pid in pids), "workers are gone", 20)
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_are_forwarded(script, signum, code):  # type: ignore[no-untyped-def]
+    program = script(
+        """
+def handler(signum, frame):
+    print("got", signum, flush=True)
+    signal.signal(signum, signal.SIG_DFL)
+    os.kill(os.getpid(), signum)
+for s in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(s, handler)
+signal.signal(signal.SIGUSR1, lambda *_: print("user", flush=True))
+print("ready", flush=True)
+time.sleep(600)
+time.sleep(600)
+"""
+    )
+    process = launch(program)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGUSR1)
+    assert process.stdout.readline() == "user\n"
+    process.send_signal(signum)
+    out, err = process.communicate(timeout=30)
+    assert f"got {int(signum)}\n" in out
+    assert process.returncode == code, err
+
+
+def test_who_ignores_sigterm_is_killed_before_the_grace_period_ends(script, tmp_path):  # type: ignore[no-untyped-def]
+    report = tmp_path / "report"
+    program = script("signal.signal(15, signal.SIG_IGN)\nprint('x', flush=True)\ntime.sleep(600)")
+    process = launch("--termination-log", str(report), program, env={"DDPJOB_GRACE_SECONDS": "2"})
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert json.loads(report.read_bytes())["kind"] == "sigterm"
+
+
+def test_the_environment_of_torchrun_and_of_a_gang(script):  # type: ignore[no-untyped-def]
+    program = script("print(*(f'{k}={v}' for k, v in sorted(os.environ.items())), sep='|')")
+    code, out, _ = run(
+        program, "--lr", "1",
+        env={
+            "DDPJOB_UID": "u", "DDPJOB_ATTEMPT": "4", "DDPJOB_REPLICA": "1", "PET_NNODES": "3",
+            "PET_NPROC_PER_NODE": "2", "MASTER_ADDR": "job-0.job.ns.svc", "MASTER_PORT": "29500",
+        },
+    )  # fmt: skip
+    assert code == 0
+    lines = {m[1]: m[2] for m in re.finditer(r"^\[rank (\d)\] (.*)$", out, re.MULTILINE)}
+    assert sorted(lines) == ["2", "3"]
+    wanted = {
+        "RANK": "3", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "3", "ROLE_RANK": "3", "ROLE_WORLD_SIZE": "6",
+        "MASTER_ADDR": "job-0.job.ns.svc", "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1",
+        "TORCHELASTIC_RESTART_COUNT": "0", "DDPJOB_ROUND": "0", "TORCHELASTIC_RUN_ID": "u-4-0",
+    }  # fmt: skip
+    found = dict(part.partition("=")[::2] for part in lines["3"].split("|"))
+    assert {name: found.get(name) for name in wanted} == wanted
+
+
+def test_one_process_per_pod_has_its_log_unchanged(script):  # type: ignore[no-untyped-def]
+    code, out, err = run(script("print('plain')\nprint('to stderr', file=sys.stderr)"))
+    assert (code, out, err) == (0, "plain\n", "to stderr\n")
+
+
+def test_a_module_and_an_executable(tmp_path):  # type: ignore[no-untyped-def]
+    (tmp_path / "my_module.py").write_text("import sys; print('module', sys.argv[1:])")
+    code, out, err = run("-m", "my_module", "--x", "1", env={"PYTHONPATH": f"{SOURCES}:{tmp_path}"})
+    assert (code, out) == (0, "module ['--x', '1']\n"), err
+    code, out, _ = run("sh", "-c", "echo $RANK of $WORLD_SIZE")
+    assert (code, out) == (0, "0 of 1\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "code", "words"),
+    [
+        (["missing.py"], {}, 127, "missing.py: no such script"),
+        (["no-such-program"], {}, 127, "no-such-program: not found"),
+        ([str(SOURCES / "ddpjob_trainer/py.typed")], {}, 126, "is not executable"),
+        (["--nproc", "0", "sh"], {}, 64, "--nproc 0 must be at least 1"),
+        ([], {}, 2, "required: PROGRAM"),
+        (["sh"], {"DDPJOB_REPLICA": "0", "MASTER_ADDR": ""}, 64, "MASTER_ADDR"),
+        (["sh"], {"DDPJOB_GRACE_SECONDS": "soon"}, 64, "DDPJOB_GRACE_SECONDS='soon'"),
+    ],
+)
+def test_what_cannot_be_started_says_why(arguments, env, code, words):  # type: ignore[no-untyped-def]
+    returned, out, err = run(*arguments, env=env)
+    assert (returned, out) == (code, "")
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_state_health_and_metrics(script, tmp_path, wait_until):  # type: ignore[no-untyped-def]
+    program = script(
+        """
+from pathlib import Path
+from ddpjob_trainer.rankstate import RankStateWriter
+from ddpjob_trainer.metrics import Metrics
+writer = RankStateWriter(Path(os.environ["DDPJOB_TRAINER_STATE_DIR"]), rank)
+metrics = Metrics(rank)
+metrics.step(12, 0.5, 32, 0.01)
+writer.update(phase="step", step=12, total_steps=40, loss=0.5, snapshot_step=10)
+print("ready", flush=True)
+time.sleep(600)
+"""
+    )
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = launch("--nproc", "2", "--metrics-port", str(port), program)
+
+    def get(path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as reply:
+            return str(reply.read().decode())
+
+    try:
+        assert process.stdout is not None
+        for _ in range(2):
+            assert process.stdout.readline().endswith("ready\n")
+        state = json.loads(get("/state"))
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", state.pop("updatedAt"))
+        assert state == {
+            "version": 1, "attempt": 1, "round": 0, "phase": "step", "step": 12,
+            "totalSteps": 40, "loss": 0.5, "snapshotStep": 10,
+        }  # fmt: skip
+        assert get("/healthz") == "ok\n"
+        metrics = get("/metrics")
+        for rank in (0, 1):
+            assert f'ddpjob_trainer_step{{rank="{rank}"}} 12.0' in metrics
+            assert f'ddpjob_trainer_samples_total{{rank="{rank}"}} 32.0' in metrics
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+
+
+def test_the_launcher_never_imports_torch(script):  # type: ignore[no-untyped-def]
+    """Import time of every module the launcher has: torch must not be among them."""
+    code = (
+        "import sys, ddpjob_trainer.cli, ddpjob_trainer.launcher.supervisor,"
+        " ddpjob_trainer.launcher.plan; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(SOURCES)},
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert result.stdout == "False False\n"
+
+
+def test_nothing_is_left_in_shared_memory(script):  # type: ignore[no-untyped-def]
+    code, out, _ = run(script("print(os.environ['DDPJOB_TRAINER_STATE_DIR'])"))
+    assert code == 0
+    assert not Path(out.strip()).exists()

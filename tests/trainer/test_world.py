@@ -1,0 +1,233 @@
+"""Rendezvous between real processes: late peers, strangers, other attempts, lost peers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import ddpjob_trainer as ddp
+
+DATA = TensorDataset(torch.ones(24, 4))
+
+
+def train(steps: int = 3, **options: object) -> ddp.Run:
+    run = ddp.start(total_steps=steps, global_batch=6, **options)  # type: ignore[arg-type]
+    model = nn.Linear(4, 2)
+    wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in run.steps(DATA):
+        for (x,) in step.batches:
+            step.backward(wrapped(x).sum())
+        step.commit()
+    run.finish()
+    return run
+
+
+def environment(port: int, rank: int, world: int, **more: str) -> dict[str, str]:
+    return {
+        "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
+        "DDPJOB_UID": "u", "DDPJOB_ATTEMPT": "2", **more,
+    }  # fmt: skip
+
+
+def port_of(sock: socket.socket) -> int:
+    return int(sock.getsockname()[1])
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return port_of(probe)
+
+
+def program(rank: int) -> None:
+    train()
+
+
+def test_rank_0_may_come_last(gang, port, wait_until):  # type: ignore[no-untyped-def]
+    def late(rank: int) -> None:
+        gang.log_path(rank).with_suffix(".up").touch()
+        train()
+
+    for rank in (1, 2):
+        gang.spawn(late, rank, environment(port, rank, 3))
+    ups = [gang.log_path(rank).with_suffix(".up") for rank in (1, 2)]
+    wait_until(lambda: all(up.exists() for up in ups), "ranks 1 and 2 run")
+    gang.spawn(program, 0, environment(port, 0, 3))
+    assert gang.wait() == {0: 0, 1: 0, 2: 0}
+
+
+def test_a_straggler_of_an_earlier_attempt_ends_with_75(gang, port):  # type: ignore[no-untyped-def]
+    gang.spawn(program, 0, environment(port, 0, 2, DDPJOB_ATTEMPT="3"))
+    gang.spawn(program, 1, environment(port, 1, 2, DDPJOB_ATTEMPT="2"))
+    straggler = gang.pids.pop(1)
+    _, status = os.waitpid(straggler, 0)
+    assert os.waitstatus_to_exitcode(status) == 75
+    assert "rank 0 belongs to attempt 3 round 0, this process to attempt 2 round 0" in gang.log(1)
+    gang.spawn(program, 1, environment(port, 1, 2, DDPJOB_ATTEMPT="3"))
+    assert gang.wait() == {0: 0, 1: 0}
+
+
+def test_a_new_attempt_waits_while_the_old_rank_0_still_answers(gang, port, wait_until):  # type: ignore[no-untyped-def]
+    gang.spawn(program, 0, environment(port, 0, 2, DDPJOB_ATTEMPT="1"))
+    old = gang.pids.pop(0)
+
+    def answers() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    wait_until(answers, "the old rank 0 serves its store")
+    gang.spawn(program, 1, environment(port, 1, 2, DDPJOB_ATTEMPT="2"))
+    gang.spawn(program, 0, environment(port, 0, 2, DDPJOB_ATTEMPT="2"))  # the port is taken
+    time.sleep(0.5)  # no condition to wait for: both must keep trying meanwhile
+    assert all(os.waitpid(pid, os.WNOHANG)[0] == 0 for pid in gang.pids.values())
+    os.kill(old, signal.SIGKILL)
+    os.waitpid(old, 0)
+    assert gang.wait() == {0: 0, 1: 0}
+
+
+@pytest.mark.parametrize("address", ["no-such-name.invalid", "127.0.0.1"])
+def test_who_finds_nobody_gives_up_at_the_startup_deadline(gang, port, address):  # type: ignore[no-untyped-def]
+    env = environment(port, 1, 2, MASTER_ADDR=address, DDPJOB_HANG_STARTUP_SECONDS="1")
+    gang.spawn(program, 1, env)
+    assert gang.wait() == {1: 75}
+    assert "gave up after the startup deadline" in gang.log(1)
+
+
+def test_rank_0_says_who_is_missing(gang, port):  # type: ignore[no-untyped-def]
+    env = environment(port, 0, 3, DDPJOB_HANG_STARTUP_SECONDS="1")
+    gang.spawn(program, 0, env)
+    assert gang.wait() == {0: 75}
+    assert "2 of 3 ranks are missing: 1, 2" in gang.log(0)
+
+
+def test_a_world_size_that_differs_is_a_configuration_error(gang, port):  # type: ignore[no-untyped-def]
+    gang.spawn(program, 0, environment(port, 0, 2))
+    gang.spawn(program, 1, environment(port, 1, 3))
+    assert_code(gang, 1, 64)
+    assert "WORLD_SIZE is 3 here and 2 at rank 0" in gang.log(1)
+    gang.end()
+
+
+def assert_code(gang, rank: int, code: int) -> None:  # type: ignore[no-untyped-def]
+    pid = gang.pids.pop(rank)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == code, gang.log(rank)
+
+
+def test_a_stranger_on_the_port_is_no_rank_0(gang):  # type: ignore[no-untyped-def]
+    """Something that accepts and closes: not our store, and no reason to crash."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with pytest.MonkeyPatch.context():
+                while True:
+                    try:
+                        server.accept()[0].close()
+                    except OSError:
+                        return
+
+        threading.Thread(target=serve, daemon=True).start()
+        env = environment(port_of(server), 1, 2, DDPJOB_HANG_STARTUP_SECONDS="2")
+        gang.spawn(program, 1, env)
+        assert gang.wait() == {1: 75}
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def test_an_exception_on_one_rank_is_the_cause_and_75_the_others(gang):  # type: ignore[no-untyped-def]
+    def fails(rank: int) -> None:
+        run = ddp.start(total_steps=3, global_batch=6)
+        model = nn.Linear(4, 2)
+        wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in run.steps(DATA):
+            for (x,) in step.batches:
+                if rank == 1 and step.index == 1:
+                    raise KeyError("bug")
+                step.backward(wrapped(x).sum())
+            step.commit()
+
+    assert gang.run(fails) == {0: 75, 1: 1, 2: 75}
+    assert "KeyError: 'bug'" in gang.log(1)
+    assert "Traceback" not in gang.log(0)
+
+
+def test_sigterm_before_the_loop_ends_at_once(gang, wait_until):  # type: ignore[no-untyped-def]
+    def waits(rank: int) -> None:
+        if rank == 1:
+            time.sleep(600)
+        ddp.start(total_steps=1, global_batch=6)
+
+    gang.start(waits, env={"DDPJOB_HANG_STARTUP_SECONDS": "300"})
+    wait_until(lambda: _handles_sigterm(gang.pids[2]), "rank 2 is in start()")
+    os.kill(gang.pids[2], signal.SIGTERM)
+    assert_code(gang, 2, 143)
+    gang.end()
+
+
+def _handles_sigterm(pid: int) -> bool:
+    with open(f"/proc/{pid}/status") as file:  # noqa: PTH123
+        caught = next(line for line in file if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) & (1 << (signal.SIGTERM - 1)))
+
+
+def test_alone_without_any_environment(gang):  # type: ignore[no-untyped-def]
+    def alone(rank: int) -> None:
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+        run = train()
+        assert (run.rank, run.world_size, run.finished_steps) == (0, 1, 3)
+
+    assert gang.run(alone, world=1) == {0: 0}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"global_batch": 7}, "global_batch=7 cannot be divided by 2 processes"),
+        ({"total_steps": 0}, "total_steps=0 must be at least 1"),
+        ({"level": "elastic"}, "level='elastic' is not there yet"),
+        ({"level": "exact"}, "level='exact' must be one of off, resume"),
+        ({"snapshot_keep": 1}, "snapshot_keep=1 must be at least 2"),
+    ],
+)
+def test_wrong_options_name_the_option_and_end_with_64(gang, port, options, words):  # type: ignore[no-untyped-def]
+    def wrong(rank: int) -> None:
+        ddp.start(**{"total_steps": 3, "global_batch": 6, **options})
+
+    gang.spawn(wrong, 0, environment(port, 0, 2))
+    assert gang.wait() == {0: 64}
+    assert f"ConfigError: {words}" in gang.log(0)
+
+
+def test_misuse_of_the_loop_is_an_error_not_silence(gang):  # type: ignore[no-untyped-def]
+    def misuse(rank: int) -> None:
+        run = ddp.start(total_steps=3, global_batch=6)
+        model, other = nn.Linear(4, 2), nn.Linear(4, 2)
+        with pytest.raises(ddp.ConfigError, match=r"run\.prepare\(model, optimizer\) before"):
+            next(iter(run.steps(DATA)))
+        with pytest.raises(ddp.ConfigError, match="parameters that are not the model's"):
+            run.prepare(model, torch.optim.SGD(other.parameters(), lr=0.1))
+        wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(ddp.ConfigError, match="has no state_dict"):
+            run.register("x", object())  # type: ignore[arg-type]
+        with pytest.raises(ddp.ConfigError, match="not a map-style dataset"):
+            next(iter(run.steps(iter([1]))))  # type: ignore[arg-type]
+        steps = iter(run.steps(DATA))
+        step = next(steps)
+        with pytest.raises(RuntimeError, match=r"before step\.backward"):
+            step.commit()
+        with pytest.raises(ddp.ConfigError, match="needs a scalar loss"):
+            step.backward(wrapped(torch.ones(1, 4)))
+        with pytest.raises(RuntimeError, match=r"left without step\.commit"):
+            next(steps)
+
+    assert gang.run(misuse, world=1) == {0: 0}, gang.log(0)

@@ -1,0 +1,223 @@
+"""Pure pieces of the trainer: environment, data order, verdict, report, random numbers."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from ddpjob_trainer.environment import read_launcher, read_worker
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.launcher import report, verdict
+from ddpjob_trainer.launcher.verdict import Exit
+from ddpjob_trainer.order import DataOrder, permutation
+from ddpjob_trainer.rankstate import RankState, RankStateWriter, read_state
+
+# --- Environment ----------------------------------------------------------------------------
+
+
+def test_no_environment_is_a_world_of_one():  # type: ignore[no-untyped-def]
+    env = read_worker({})
+    assert (env.rank, env.world_size, env.master, env.snapshot.directory) == (0, 1, None, None)
+
+
+def test_the_operators_environment():  # type: ignore[no-untyped-def]
+    env = read_worker(
+        {
+            "RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "j-0.j.n.svc", "MASTER_PORT": "29500", "DDPJOB_UID": "abc",
+            "DDPJOB_ATTEMPT": "4", "DDPJOB_ROUND": "1", "DDPJOB_SNAPSHOT_DIR": "/s/j",
+            "DDPJOB_SNAPSHOT_EVERY_STEPS": "20", "DDPJOB_SNAPSHOT_KEEP": "1",
+            "DDPJOB_SNAPSHOT_RESUME": "Never",
+        }
+    )  # fmt: skip
+    assert (env.rank, env.world_size, env.master) == (2, 3, ("j-0.j.n.svc", 29500))
+    assert env.identity.key == "abc/4/1"
+    assert env.identity.unique
+    assert str(env.snapshot.directory) == "/s/j"
+    assert (env.snapshot.every_steps, env.snapshot.keep, env.snapshot.resume) == (20, 2, False)
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"RANK": "1"}, "RANK and WORLD_SIZE must both be set"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' is not a whole number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE=2 needs MASTER_ADDR"),
+        (
+            {"DDPJOB_REPLICA": "0", "PET_NNODES": "1", "PET_NPROC_PER_NODE": "2"},
+            "start the script with `ddpjob-trainer run script.py`",
+        ),
+        ({"DDPJOB_SNAPSHOT_DIR": "s3://x/y"}, "URLs are not supported yet"),
+        ({"DDPJOB_SNAPSHOT_RESUME": "auto"}, "must be Auto or Never"),
+        ({"DDPJOB_SNAPSHOT_EVERY_STEPS": "0"}, "DDPJOB_SNAPSHOT_EVERY_STEPS=0 is too small"),
+        ({"DDPJOB_HANG_STEP_SECONDS": "-1"}, "must be a positive number of seconds"),
+    ],
+)
+def test_contradictions_name_the_variable(env, words):  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError) as error:
+        read_worker(env)
+    assert words in str(error.value)
+
+
+def test_a_launcher_in_a_gang_needs_the_gangs_variables():  # type: ignore[no-untyped-def]
+    gang = {"DDPJOB_REPLICA": "1", "PET_NNODES": "3", "MASTER_ADDR": "a", "PET_NPROC_PER_NODE": "2"}
+    env = read_launcher(gang)
+    assert (env.replica, env.replicas, env.nproc, env.master) == (1, 3, 2, ("a", 29500))
+    with pytest.raises(ConfigError, match="must be below PET_NNODES=3"):
+        read_launcher({**gang, "DDPJOB_REPLICA": "3"})
+    with pytest.raises(ConfigError, match="PET_NPROC_PER_NODE='auto'"):
+        read_launcher({**gang, "PET_NPROC_PER_NODE": "auto"})
+
+
+# --- Data order -----------------------------------------------------------------------------
+
+
+def test_the_order_is_fixed_for_ever():  # type: ignore[no-untyped-def]
+    """A changed permutation would silently break every resume over an upgrade."""
+    assert permutation(7, 0, 10).tolist() == [8, 3, 7, 2, 1, 5, 9, 0, 4, 6]
+    assert sorted(permutation(7, 1, 1000).tolist()) == list(range(1000))
+    assert permutation(7, 1, 10).tolist() != permutation(7, 0, 10).tolist()
+    assert permutation(8, 0, 10).tolist() != permutation(7, 0, 10).tolist()
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 4, 6, 12])
+def test_shards_partition_each_batch_and_batches_an_epoch(shards):  # type: ignore[no-untyped-def]
+    order = DataOrder(seed=3, length=100, global_batch=12)
+    assert order.steps_per_epoch == 8
+    seen: list[int] = []
+    for step in range(8):
+        parts = [order.shard(step, shard, shards) for shard in range(shards)]
+        assert np.concatenate(parts).tolist() == order.batch(step).tolist()
+        seen += order.batch(step).tolist()
+    assert len(set(seen)) == 96  # no sample twice; four are left for other epochs
+    assert order.batch(8).tolist() != order.batch(0).tolist()
+
+
+def test_the_order_does_not_depend_on_how_a_step_was_reached():  # type: ignore[no-untyped-def]
+    order = DataOrder(seed=3, length=50, global_batch=10)
+    forward = [order.batch(step).tolist() for step in range(12)]
+    backward = [order.batch(step).tolist() for step in reversed(range(12))]
+    assert forward == backward[::-1]
+
+
+@pytest.mark.parametrize(
+    ("length", "batch", "shards", "words"),
+    [
+        (5, 6, 1, "fewer than global_batch=6"),
+        (50, 0, 1, "global_batch=0 must be at least 1"),
+        (50, 10, 3, "cannot be divided by 3 processes: use a multiple of 3"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(length, batch, shards, words):  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=words):
+        DataOrder(1, length, batch).shard(0, 0, shards)
+
+
+# --- Verdict and report ---------------------------------------------------------------------
+
+
+def failed(rank: int, status: int, at: float = 0.0) -> Exit:
+    return Exit(rank, rank, status, at)
+
+
+@pytest.mark.parametrize(
+    ("exits", "rank"),
+    [
+        ([failed(0, 1, 2.0), failed(1, 1, 1.0)], 1),  # the earlier
+        ([failed(0, 75, 1.0), failed(1, 1, 2.0)], 1),  # the cause, though later
+        ([failed(0, 1, 1.0), failed(1, -9, 1.0)], 1),  # seen at once: the signal
+        ([failed(0, 0, 0.5), failed(1, 75, 1.0)], 1),  # only collateral
+        ([failed(0, 75, 1.0), failed(1, 75, 1.0)], 0),
+    ],
+)
+def test_the_first_failure(exits, rank):  # type: ignore[no-untyped-def]
+    found = verdict.first_failure(exits)
+    assert found is not None
+    assert found.rank == rank
+
+
+def test_collateral_is_waited_on_for_a_moment():  # type: ignore[no-untyped-def]
+    exits = [failed(1, 75, 10.0)]
+    assert verdict.decide(exits, running=2, now=10.5) == 12.0
+    assert verdict.decide(exits, running=2, now=12.0) == exits[0]
+    assert verdict.decide(exits, running=0, now=10.5) == exits[0]
+    assert verdict.decide([failed(0, 0)], running=2, now=10.5) is None
+
+
+def test_log_lines_go_oldest_first_when_the_report_is_too_long():  # type: ignore[no-untyped-def]
+    lines = [f"{n:02d} " + "\u20ac" * 150 for n in range(20)]
+    made = report.make_report(
+        failed(1, 1), None, lines, round_=2, terminated=False, snapshot_step=2
+    )
+    data = report.encode(made)
+    assert len(data) <= 2048
+    assert json.loads(data)["log"][-1].startswith("19 ")
+    assert json.loads(data)["round"] == json.loads(data)["snapshotStep"] == 2
+
+
+def test_the_exception_is_found_in_a_traceback():  # type: ignore[no-untyped-def]
+    lines = ["Error: no", "Traceback (most recent call last):", "  File x", "    f()",
+             "my.lib.Oops: what", "bye"]  # fmt: skip
+    assert report.exception_in(lines) == "my.lib.Oops: what"
+    assert report.exception_in(["ValueError: printed by the program"]) == ""
+
+
+def test_a_loss_that_is_not_a_number_is_left_out():  # type: ignore[no-untyped-def]
+    state = RankState(0, step=3, loss=float("nan"))
+    made = report.make_report(None, state, [], round_=0, terminated=False, snapshot_step=2)
+    assert made == {"version": 1, "kind": "success", "round": 0, "step": 3, "snapshotStep": 2}
+
+
+def test_an_existing_file_only_unless_asked(tmp_path):  # type: ignore[no-untyped-def]
+    made = report.make_report(None, None, [], round_=0, terminated=False, snapshot_step=2)
+    path = tmp_path / "log"
+    assert report.write(made, path, create=False) == ""
+    assert not path.exists()
+    assert report.write(made, path, create=True) == ""
+    assert json.loads(path.read_bytes())["kind"] == "success"
+    assert "not a regular file" in report.write(made, tmp_path, create=False)
+
+
+# --- Rank state and random numbers ----------------------------------------------------------
+
+
+def test_a_ranks_record_survives_and_a_long_exception_fits(tmp_path):  # type: ignore[no-untyped-def]
+    writer = RankStateWriter(tmp_path, 3)
+    writer.update(step=7, loss=0.25, phase="step")
+    writer.failed(ValueError("\u20ac" * 3000))
+    found = read_state(tmp_path, 3)
+    assert found is not None
+    assert (found.step, found.loss, found.phase) == (7, 0.25, "step")
+    assert found.exception.startswith("ValueError: \u20ac")
+    assert read_state(tmp_path, 4) is None
+
+
+def test_random_numbers_depend_on_seed_step_and_shard_only():  # type: ignore[no-untyped-def]
+    import random
+
+    import torch
+
+    from ddpjob_trainer import rng
+
+    def draw() -> tuple[float, float, float]:
+        return float(torch.rand(())), float(np.random.rand()), random.random()
+
+    def drawn(seed: int, step: int, shard: int) -> tuple[float, float, float]:
+        rng.reseed(seed, step, shard)
+        return draw()
+
+    first = drawn(1, 2, 3)
+    assert drawn(1, 2, 3) == first
+    for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4)):
+        assert all(a != b for a, b in zip(drawn(*other), first, strict=True))
+    rng.reseed(1, 2, 3)
+    with rng.preserved():
+        draw()
+    assert draw() == first
+    blob = rng.capture()
+    after = draw()
+    rng.restore(blob)
+    assert draw() == after

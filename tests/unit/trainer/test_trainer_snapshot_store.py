@@ -1,0 +1,382 @@
+"""Snapshots on a real file system: every point of a save killed, every byte range damaged."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ddpjob_trainer.environment import Identity
+from ddpjob_trainer.errors import PeerLostError
+from ddpjob_trainer.snapshot import disk, lineage, manifest
+from ddpjob_trainer.snapshot.format import flatten, unflatten
+from ddpjob_trainer.snapshot.store import Loaded, SnapshotStore
+
+CONFIG = {"seed": 1}
+
+
+def identity(attempt: int = 1, round_: int = 0, uid: str = "u") -> Identity:
+    return Identity(uid, attempt, round_, unique=True)
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": torch.full((50,), float(step)), "n": step, "nested": [torch.arange(step)]}
+
+
+def open_store(
+    root: Path, attempt: int = 1, *, resume: bool = True, keep: int = 3
+) -> tuple[SnapshotStore, Loaded | None]:
+    return SnapshotStore.open(root, identity(attempt), keep=keep, resume=resume, tell=print)
+
+
+def save(store: SnapshotStore, step: int) -> None:
+    store.save(step, flatten(state(step)), CONFIG)
+
+
+def check(loaded: Loaded | None, step: int) -> None:
+    assert loaded is not None
+    assert loaded.step == step
+    assert loaded.config == CONFIG
+    found = unflatten(loaded.flat)
+    assert found["n"] == step
+    assert torch.equal(found["w"], state(step)["w"])
+    assert torch.equal(found["nested"][0], torch.arange(step))
+
+
+@pytest.fixture(autouse=True)
+def _no_seam() -> Iterator[None]:
+    yield
+    disk.seam = None
+
+
+def test_what_is_saved_comes_back_in_the_next_attempt(tmp_path):  # type: ignore[no-untyped-def]
+    store, loaded = open_store(tmp_path)
+    assert loaded is None
+    for step in (5, 10):
+        save(store, step)
+    check(open_store(tmp_path, 2)[1], 10)
+
+
+def test_data_files_are_plain_safetensors(tmp_path):  # type: ignore[no-untyped-def]
+    store, _ = open_store(tmp_path)
+    save(store, 5)
+    (data,) = tmp_path.glob("*/*.safetensors")
+    assert torch.equal(load_file(data)["w@0"], state(5)["w"])
+
+
+def operations_of_a_save(root: Path) -> int:
+    store, _ = open_store(root)
+    for step in (1, 2):
+        save(store, step)
+    seen: list[str] = []
+    disk.seam = lambda operation, path: seen.append(operation)
+    save(store, 3)
+    disk.seam = None
+    assert [s for s in seen if s.startswith("before")].count("before fsync") >= 3
+    return len(seen)
+
+
+def test_killed_at_every_point_of_a_save_the_newest_durable_one_loads(tmp_path):  # type: ignore[no-untyped-def]
+    count = operations_of_a_save(tmp_path / "probe")
+    outcomes = set()
+    for point in range(count):
+        root = tmp_path / str(point)
+        pid = os.fork()
+        if pid == 0:
+            store, _ = open_store(root)
+            for step in (1, 2):
+                save(store, step)
+            left = point
+
+            def seam(operation: str, path: Path) -> None:
+                nonlocal left
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left -= 1
+
+            disk.seam = seam
+            save(store, 3)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        loaded = open_store(root, 2)[1]
+        assert loaded is not None
+        check(loaded, loaded.step)
+        outcomes.add(loaded.step)
+    assert outcomes == {2, 3}
+
+
+def test_killed_at_every_point_of_a_start_the_parent_still_loads(tmp_path):  # type: ignore[no-untyped-def]
+    point = 0
+    while True:
+        root = tmp_path / str(point)
+        store, _ = open_store(root)
+        save(store, 7)
+        pid = os.fork()
+        if pid == 0:
+            left = point
+
+            def seam(operation: str, path: Path) -> None:
+                nonlocal left
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left -= 1
+
+            disk.seam = seam
+            open_store(root, 2)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        check(open_store(root, 3)[1], 7)
+        if code == 0:
+            break
+        point += 1
+    assert point > 10
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_a_save_that_fails_anywhere_leaves_the_older_ones(tmp_path, code):  # type: ignore[no-untyped-def]
+    count = operations_of_a_save(tmp_path / "probe")
+    failed = 0
+    for point in range(count):
+        root = tmp_path / str(point)
+        store, _ = open_store(root)
+        save(store, 1)
+        left = point
+
+        def seam(operation: str, path: Path) -> None:
+            nonlocal left
+            left -= 1
+            if left == -1:
+                raise OSError(code, os.strerror(code))
+
+        disk.seam = seam
+        try:
+            save(store, 2)
+        except OSError as error:
+            failed += error.errno == code
+            if not list(root.glob("*/step-000000000002.json")):  # the space is free again
+                assert not list(root.glob("*/step-000000000002*"))
+        disk.seam = None
+        save(store, 3)  # the next one works again
+        assert not list(root.glob("*/*.tmp"))
+        check(open_store(root, 2)[1], 3)
+    assert failed > 5
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "json"])
+def test_any_flipped_or_missing_byte_gives_way_to_the_older(tmp_path, suffix):  # type: ignore[no-untyped-def]
+    store, _ = open_store(tmp_path / "origin")
+    save(store, 1)
+    save(store, 2)
+    (newest,) = (
+        p for p in (tmp_path / "origin").glob(f"*/step-000000000002*.{suffix}")
+    )  # fmt: skip
+    data = newest.read_bytes()
+    places = range(0, len(data), max(1, len(data) // 40))
+    for place in places:
+        for damaged in (data[:place], data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :]):
+            newest.unlink()
+            newest.write_bytes(damaged)
+            found = _load_only(newest.parent)
+            assert found == [1], (place, len(damaged))
+    newest.unlink()
+    newest.write_bytes(data)
+    assert _load_only(newest.parent) == [1, 2]
+
+
+def _load_only(directory: Path) -> list[int]:
+    """Steps that load, without changing anything on disk."""
+    good = []
+    for path in sorted(directory.glob("step-*.json")):
+        try:
+            found = manifest.read(path)
+            manifest.load(directory, found)
+        except manifest.InvalidSnapshotError:
+            continue
+        good.append(found.step)
+    return good
+
+
+def test_an_invalid_snapshot_is_put_aside_and_the_older_taken(tmp_path, capsys):  # type: ignore[no-untyped-def]
+    store, _ = open_store(tmp_path)
+    save(store, 1)
+    save(store, 2)
+    (data,) = tmp_path.glob("*/step-000000000002-*.safetensors")
+    data.write_bytes(data.read_bytes()[:-1])
+    check(open_store(tmp_path, 2)[1], 1)
+    assert "is not usable" in capsys.readouterr().out
+    assert list(tmp_path.glob("*/*.invalid"))
+
+
+def test_a_future_version_and_a_symbolic_link_are_refused(tmp_path):  # type: ignore[no-untyped-def]
+    store, _ = open_store(tmp_path)
+    save(store, 1)
+    (path,) = tmp_path.glob("*/step-*.json")
+    target = tmp_path / "elsewhere"
+    path.rename(target)
+    path.symlink_to(target)
+    with pytest.raises(manifest.InvalidSnapshotError, match="symbolic link"):
+        manifest.read(path)
+    body = target.read_bytes().replace(b'"version":1', b'"version":2')
+    text = body[: body.rfind(b',"sha256"')] + b"}"
+    import hashlib
+
+    digest = hashlib.sha256(text).hexdigest().encode()
+    path.unlink()
+    path.write_bytes(text[:-1] + b',"sha256":"' + digest + b'"}')
+    with pytest.raises(manifest.InvalidSnapshotError, match="version 2 is not known"):
+        manifest.read(path)
+
+
+# --- Lineage --------------------------------------------------------------------------------
+
+
+def test_what_a_zombie_commits_is_never_loaded(tmp_path):  # type: ignore[no-untyped-def]
+    zombie, _ = open_store(tmp_path, 1)
+    save(zombie, 10)
+    live, loaded = open_store(tmp_path, 2)
+    check(loaded, 10)
+    for step in (20, 30, 40, 50, 60):
+        save(zombie, step)  # retention of the zombie runs as well
+    save(live, 15)
+    check(open_store(tmp_path, 3)[1], 15)
+
+
+def test_a_zombie_cannot_hurt_what_its_successor_took_over(tmp_path):  # type: ignore[no-untyped-def]
+    zombie, _ = open_store(tmp_path, 1)
+    save(zombie, 10)
+    open_store(tmp_path, 2)
+    for step in (20, 30, 40, 50):
+        save(zombie, step)
+    check(open_store(tmp_path, 3)[1], 10)
+
+
+def test_a_late_start_of_an_earlier_attempt_is_refused(tmp_path):  # type: ignore[no-untyped-def]
+    live, _ = open_store(tmp_path, 2)
+    save(live, 5)
+    with pytest.raises(PeerLostError, match="attempt 2 round 0 of this job has already started"):
+        open_store(tmp_path, 1)
+    check(open_store(tmp_path, 3)[1], 5)
+
+
+def test_a_zombie_that_claimed_late_does_not_take_the_lead(tmp_path):  # type: ignore[no-untyped-def]
+    live, _ = open_store(tmp_path, 2)
+    save(live, 5)
+    late = lineage.claim(tmp_path)  # attempt 1, stopped before its check, wakes up after it
+    lineage.write_start(tmp_path, lineage.Start(late, "u", 1, 0))
+    zombie = SnapshotStore(tmp_path, late, 3, print)
+    save(zombie, 99)
+    check(open_store(tmp_path, 3)[1], 5)
+
+
+def test_a_claim_without_a_start_record_is_on_no_chain(tmp_path):  # type: ignore[no-untyped-def]
+    live, _ = open_store(tmp_path, 1)
+    save(live, 5)
+    lineage.claim(tmp_path)
+    check(open_store(tmp_path, 2)[1], 5)
+
+
+def test_resume_never_begins_a_chain_that_is_followed_then(tmp_path):  # type: ignore[no-untyped-def]
+    old, _ = open_store(tmp_path, 1)
+    save(old, 50)
+    new, loaded = open_store(tmp_path, 2, resume=False)
+    assert loaded is None
+    assert list(tmp_path.glob("*/step-000000000050.json"))  # not removed in haste
+    save(new, 5)
+    check(open_store(tmp_path, 3)[1], 5)
+
+
+def test_another_job_over_the_same_directory_continues_its_newest_chain(tmp_path):  # type: ignore[no-untyped-def]
+    old, _ = open_store(tmp_path, 7)
+    save(old, 50)
+    other = identity(1, uid="another")
+    check(SnapshotStore.open(tmp_path, other, keep=3, resume=True, tell=print)[1], 50)
+
+
+def test_few_snapshots_and_directories_stay_however_many_attempts(tmp_path):  # type: ignore[no-untyped-def]
+    step = 0
+    for attempt in range(1, 12):
+        store, _ = open_store(tmp_path, attempt, keep=2)
+        for _ in range(attempt % 3):
+            step += 1
+            save(store, step)
+    steps = {manifest.step_of(p) for p in tmp_path.glob("*/step-*.json")}
+    assert step in steps
+    assert len(steps) <= 4
+    assert len(lineage.sequences(tmp_path)) <= 4
+    check(open_store(tmp_path, 99)[1], step)
+
+
+def test_retention_keeps_the_newest_and_removes_the_rest(tmp_path):  # type: ignore[no-untyped-def]
+    store, _ = open_store(tmp_path, keep=2)
+    for step in range(1, 8):
+        save(store, step)
+    names = sorted(p.name for p in tmp_path.glob("*/*"))
+    assert [n for n in names if n.endswith(".json")] == [
+        "start.json", "step-000000000006.json", "step-000000000007.json",
+    ]  # fmt: skip
+    assert len([n for n in names if n.endswith(".safetensors")]) == 2
+
+
+# --- Format ---------------------------------------------------------------------------------
+
+
+def test_every_kind_of_value_survives_the_trip(tmp_path):  # type: ignore[no-untyped-def]
+    import numpy as np
+
+    shared = torch.arange(6.0).reshape(2, 3)
+    value = {
+        "ints": {0: "zero", 1: [True, None]},
+        "floats": [0.1, float("inf"), float("-inf")],
+        "tuple": (1, (2, "x")),
+        "bytes": b"\x00\xff",
+        "$odd": 1,
+        "numpy": np.arange(3, dtype=np.float32),
+        "scalar": torch.tensor(3.5, dtype=torch.bfloat16),
+        "bool": torch.tensor([True, False]),
+        "empty": torch.empty(0, 4),
+        "strided": torch.arange(12).reshape(3, 4).t(),
+        "tied": [shared, shared],
+    }
+    store, _ = open_store(tmp_path)
+    store.save(1, flatten(value), {})
+    loaded = open_store(tmp_path, 2)[1]
+    assert loaded is not None
+    found = unflatten(loaded.flat)
+    for name in ("ints", "floats", "tuple", "bytes", "$odd"):
+        assert found[name] == value[name]
+    assert found["numpy"].dtype == np.float32
+    assert found["numpy"].tolist() == [0, 1, 2]
+    for name in ("scalar", "bool", "empty", "strided"):
+        want = value[name]
+        assert isinstance(want, torch.Tensor)
+        assert found[name].dtype == want.dtype
+        assert torch.equal(found[name], want)
+    assert found["tied"][0] is found["tied"][1]
+    assert torch.equal(found["tied"][0], shared)
+    nan = unflatten(flatten({"x": float("nan")}))["x"]
+    assert nan != nan
+
+
+def test_what_cannot_be_stored_is_named():  # type: ignore[no-untyped-def]
+    with pytest.raises(TypeError, match=r"cannot store optimizer/0/fn: a function"):
+        flatten({"optimizer": [{"fn": lambda: None}]})
+
+
+def test_a_file_without_a_chunk_is_incomplete(tmp_path):  # type: ignore[no-untyped-def]
+    store, _ = open_store(tmp_path)
+    save(store, 1)
+    (path,) = tmp_path.glob("*/step-*.json")
+    found = manifest.read(path)
+    from dataclasses import replace
+
+    with pytest.raises(manifest.InvalidSnapshotError, match="is incomplete"):
+        manifest.load(path.parent, replace(found, chunks=found.chunks[1:]))
+    assert json.loads(path.read_bytes())["format"] == "ddpjob-snapshot"

@@ -1,0 +1,33 @@
+"""PyTorch DDP training that resumes bit for bit.
+
+``start`` is all a script needs. Names are resolved when used, so that the launcher, which
+shares this package, never imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ddpjob_trainer.errors import ConfigError
+    from ddpjob_trainer.run import Run, Step
+    from ddpjob_trainer.starting import start
+
+__version__ = "0.1.0"
+__all__ = ["ConfigError", "Run", "Step", "start"]
+
+
+def __getattr__(name: str) -> object:
+    if name in ("Run", "Step"):
+        from ddpjob_trainer import run
+
+        return getattr(run, name)
+    if name == "start":
+        from ddpjob_trainer.starting import start
+
+        return start
+    if name == "ConfigError":
+        from ddpjob_trainer.errors import ConfigError
+
+        return ConfigError
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,7 @@
+"""`python -m ddpjob_trainer` is the `ddpjob-trainer` command."""
+
+import sys
+
+from ddpjob_trainer.cli import main
+
+sys.exit(main())

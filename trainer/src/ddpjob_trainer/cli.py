@@ -1,0 +1,110 @@
+"""The `ddpjob-trainer` command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from ddpjob_trainer import contract
+from ddpjob_trainer.environment import read_launcher
+from ddpjob_trainer.errors import ConfigError
+
+_RUN_DESCRIPTION = """\
+Start the training processes of this pod (or, without a cluster, of this machine), watch them,
+report how they ended, and leave no process behind. Any program that torchrun can start runs
+unchanged: each process gets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and the rest.
+"""
+
+_RUN_EPILOG = """\
+examples:
+  ddpjob-trainer run --nproc 3 train.py --lr 0.1     three processes on this machine
+  ddpjob-trainer run train.py                        in a DDPJob: nprocPerNode processes
+  ddpjob-trainer run --nproc 2 -m package.train      as python -m package.train
+  ddpjob-trainer run ./train                         any executable
+
+exit code: that of the first process that failed, 128+n when signal n killed it
+"""
+
+
+def _version() -> str:
+    try:
+        return metadata.version("ddpjob-trainer")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return "0.1.0"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ddpjob-trainer", description="Run PyTorch DDP training that resumes bit for bit."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run = commands.add_parser(
+        "run",
+        help="start and watch training processes",
+        description=_RUN_DESCRIPTION,
+        epilog=_RUN_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run.add_argument(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="processes on this machine (default: nprocPerNode of the DDPJob, else 1)",
+    )
+    run.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="PORT",
+        help=f"serve /state, /healthz and /metrics there (default: ${contract.METRICS_PORT}, "
+        "else not at all)",
+    )
+    run.add_argument(
+        "--termination-log",
+        type=Path,
+        metavar="FILE",
+        help="write the JSON report of how training ended to FILE (default: "
+        f"{contract.TERMINATION_LOG} where that file exists, as in a pod)",
+    )
+    run.add_argument(
+        "-m", "--module", action="store_true", help="PROGRAM is a Python module, as in python -m"
+    )
+    run.add_argument("program", metavar="PROGRAM", help="a script (*.py), or an executable")
+    run.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="passed on to PROGRAM"
+    )
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    from ddpjob_trainer.launcher.plan import CannotStartError, command_line, make_plan
+    from ddpjob_trainer.launcher.supervisor import Supervisor
+
+    try:
+        plan = make_plan(
+            read_launcher(os.environ),
+            command_line(options.program, options.arguments, module=options.module),
+            options.nproc,
+            options.metrics_port,
+            options.termination_log,
+        )
+    except CannotStartError as error:
+        print(f"ddpjob-trainer: {error}", file=sys.stderr)
+        return error.code
+    except ConfigError as error:
+        print(f"ddpjob-trainer: {error}", file=sys.stderr)
+        return contract.ExitCode.BAD_CONFIG
+    return Supervisor(plan).run()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return the exit code."""
+    return _run(_parser().parse_args(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""How a training process ends early: SIGTERM, an exception, a lost peer.
+
+A signal handler only sets a flag while the loop runs; the ranks agree on a step at which all of
+them stop. Outside the loop there is nothing to save, and the process ends at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+from typing import NoReturn
+
+from ddpjob_trainer.contract import ExitCode
+from ddpjob_trainer.errors import PeerLostError
+from ddpjob_trainer.rankstate import RankStateWriter
+from ddpjob_trainer.world import brief, exit_code_of, is_peer_loss, leave, say
+
+
+class Ending:
+    """Owns SIGTERM, SIGINT and sys.excepthook of a training process."""
+
+    def __init__(self, rank: int, state: RankStateWriter) -> None:
+        self._rank = rank
+        self._state = state
+        self._in_loop = False
+        self.signal = 0  # the one that asked us to stop, 0: none
+        self._hook = sys.excepthook
+        self.watch_exceptions()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._received)
+            signal.signal(signal.SIGINT, self._received)
+
+    def watch_exceptions(self) -> None:
+        """Take sys.excepthook, again after torch has put its own around ours.
+
+        init_process_group does: its hook keeps the text back until ours returns, which never does.
+        """
+        sys.excepthook = self._uncaught
+
+    def _received(self, signum: int, frame: FrameType | None) -> None:
+        if not self._in_loop or self.signal == signum == signal.SIGINT:
+            leave(128 + signum)
+        self.signal = self.signal or signum
+
+    @contextlib.contextmanager
+    def in_loop(self) -> Iterator[None]:
+        """While the training loop runs, a signal waits for the end of the step."""
+        self._in_loop = True
+        try:
+            yield
+        finally:
+            self._in_loop = False
+
+    def stop(self, step: int) -> NoReturn:
+        """End after an agreed stop. A rank that got no signal itself is collateral: 75."""
+        if not self.signal:
+            self._state.failed(PeerLostError("another rank was told to stop"))
+            say(self._rank, f"stopped after step {step}: another rank was told to stop")
+            leave(ExitCode.PEER_LOST)
+        say(self._rank, f"stopped after step {step} by {signal.Signals(self.signal).name}")
+        leave(128 + self.signal)
+
+    def if_peer_lost(self, error: BaseException) -> None:
+        """End with exit code 75 if the error says that another rank is gone."""
+        if not is_peer_loss(error):
+            return
+        lost = error if isinstance(error, PeerLostError) else PeerLostError(brief(error))
+        self._state.failed(lost)
+        say(
+            self._rank,
+            f"lost a peer after step {self._state.state.step}, ending with exit code"
+            f" {ExitCode.PEER_LOST:d}: {lost}",
+        )
+        leave(ExitCode.PEER_LOST)
+
+    def _uncaught(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Report, run exit handlers, and end without waiting for peers."""
+        self.if_peer_lost(error)
+        self._state.failed(error)
+        self._hook(kind, error, trace)
+        if issubclass(kind, KeyboardInterrupt):
+            leave(128 + signal.SIGINT)
+        atexit._run_exitfuncs()
+        leave(exit_code_of(error))

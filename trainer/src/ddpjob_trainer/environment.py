@@ -1,0 +1,218 @@
+"""The process environment, read here and nowhere else.
+
+Two readers: a worker (what the operator, our launcher or torchrun set, or nothing at all) and
+the launcher (what the operator set, or nothing at all: then it stands alone on this machine).
+Never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpjob_trainer import contract
+from ddpjob_trainer.errors import ConfigError
+
+#: Between launcher and worker only, hence not in the contract.
+STATE_DIR = "DDPJOB_TRAINER_STATE_DIR"
+
+DEFAULT_EVERY_STEPS = 50
+DEFAULT_KEEP = 3
+MIN_KEEP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which incarnation of which job this process belongs to.
+
+    ``unique`` is true when (uid, attempt, round) never comes twice: only the operator can
+    promise that. Otherwise rank 0 draws a uid of its own for the snapshot lineage.
+    """
+
+    uid: str
+    attempt: int
+    round: int
+    unique: bool
+
+    @property
+    def key(self) -> str:
+        """A prefix for rendezvous keys."""
+        return f"{self.uid}/{self.attempt}/{self.round}"
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotSettings:
+    """Where and how often. ``directory`` None means no snapshots."""
+
+    directory: Path | None
+    every_steps: int
+    keep: int
+    resume: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEnvironment:
+    """One training process's place in the world. ``master`` None: alone, no rendezvous."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master: tuple[str, int] | None
+    agent_store: bool  # torchrun's agent already serves the store
+    identity: Identity
+    snapshot: SnapshotSettings
+    startup_seconds: float
+    step_seconds: float
+    snapshot_seconds: float
+    threads: int | None
+    state_dir: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherEnvironment:
+    """What the operator told this pod. ``replica`` None: standalone."""
+
+    replica: int | None
+    replicas: int
+    nproc: int | None
+    master: tuple[str, int] | None
+    identity: Identity
+    grace_seconds: float
+    metrics_port: int | None
+
+
+def _integer(env: Mapping[str, str], name: str, default: int, *, least: int = 0) -> int:
+    text = env.get(name, "")
+    if not text:
+        return default
+    try:
+        value = int(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r} is not a whole number") from None
+    if value < least:
+        raise ConfigError(f"{name}={value} is too small: at least {least}")
+    return value
+
+
+def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    text = env.get(name, "")
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r} is not a number of seconds") from None
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{name}={text} must be a positive number of seconds")
+    return value
+
+
+def _identity(env: Mapping[str, str]) -> Identity:
+    uid = env.get(contract.UID, "")
+    if uid:
+        return Identity(
+            uid,
+            _integer(env, contract.ATTEMPT, 1),
+            _integer(env, contract.ROUND, 0),
+            unique=True,
+        )
+    # torchrun, or our launcher standing alone; torchrun's default run id is "none".
+    run = env.get("TORCHELASTIC_RUN_ID", "none")
+    return Identity(f"local-{run}", 1, _integer(env, "TORCHELASTIC_RESTART_COUNT", 0), unique=False)
+
+
+def _snapshot(env: Mapping[str, str]) -> SnapshotSettings:
+    directory = env.get(contract.SNAPSHOT_DIR, "")
+    if "://" in directory:
+        raise ConfigError(
+            f"{contract.SNAPSHOT_DIR}={directory}: URLs are not supported yet; give a directory"
+        )
+    resume = env.get(contract.SNAPSHOT_RESUME, "") or "Auto"
+    if resume not in ("Auto", "Never"):
+        raise ConfigError(f"{contract.SNAPSHOT_RESUME}={resume!r} must be Auto or Never")
+    return SnapshotSettings(
+        Path(directory) if directory else None,
+        _integer(env, contract.SNAPSHOT_EVERY_STEPS, DEFAULT_EVERY_STEPS, least=1),
+        max(MIN_KEEP, _integer(env, contract.SNAPSHOT_KEEP, DEFAULT_KEEP, least=1)),
+        resume == "Auto",
+    )
+
+
+def _place(env: Mapping[str, str]) -> tuple[int, int, int, int]:
+    """Rank, world size, local rank, local world size."""
+    given = [name for name in ("RANK", "WORLD_SIZE") if env.get(name)]
+    if not given:
+        processes = _integer(env, "PET_NNODES", 1) * _integer(env, "PET_NPROC_PER_NODE", 1)
+        if env.get(contract.REPLICA) and processes > 1:
+            raise ConfigError(
+                "RANK and WORLD_SIZE are not set, but this pod is one of a gang: start the script"
+                " with `ddpjob-trainer run script.py` or with torchrun"
+            )
+        return 0, 1, 0, 1
+    if len(given) == 1:
+        raise ConfigError(f"{given[0]} is set, so RANK and WORLD_SIZE must both be set")
+    rank = _integer(env, "RANK", 0)
+    world = _integer(env, "WORLD_SIZE", 1, least=1)
+    if rank >= world:
+        raise ConfigError(f"RANK={rank} must be below WORLD_SIZE={world}")
+    return (
+        rank,
+        world,
+        _integer(env, "LOCAL_RANK", 0),
+        _integer(env, "LOCAL_WORLD_SIZE", 1, least=1),
+    )
+
+
+def _master(env: Mapping[str, str]) -> tuple[str, int] | None:
+    address = env.get("MASTER_ADDR", "")
+    return (address, _integer(env, "MASTER_PORT", 29500, least=1)) if address else None
+
+
+def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
+    """Raise ConfigError where the variables contradict each other."""
+    rank, world, local_rank, local_world = _place(env)
+    master = _master(env)
+    if world > 1 and master is None:
+        raise ConfigError(f"WORLD_SIZE={world} needs MASTER_ADDR and MASTER_PORT")
+    state_dir = env.get(STATE_DIR, "")
+    return WorkerEnvironment(
+        rank=rank,
+        world_size=world,
+        local_rank=local_rank,
+        local_world_size=local_world,
+        master=master if world > 1 else None,
+        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
+        identity=_identity(env),
+        snapshot=_snapshot(env),
+        startup_seconds=_seconds(env, contract.HANG_STARTUP_SECONDS, 600),
+        step_seconds=_seconds(env, contract.HANG_STEP_SECONDS, 300),
+        snapshot_seconds=_seconds(env, contract.HANG_SNAPSHOT_SECONDS, 600),
+        threads=_integer(env, "OMP_NUM_THREADS", 0) or None,
+        state_dir=Path(state_dir) if state_dir else None,
+    )
+
+
+def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
+    """Raise ConfigError where a gang's variables are incomplete."""
+    replica = env.get(contract.REPLICA, "")
+    master = _master(env)
+    nproc = env.get("PET_NPROC_PER_NODE") or env.get(contract.NPROC_PER_NODE) or ""
+    if replica and master is None:
+        raise ConfigError(f"{contract.REPLICA} is set, so MASTER_ADDR and MASTER_PORT must be too")
+    replicas = _integer(env, "PET_NNODES", _integer(env, contract.REPLICAS, 1), least=1)
+    index = _integer(env, contract.REPLICA, 0)
+    if replica and index >= replicas:
+        raise ConfigError(f"{contract.REPLICA}={index} must be below PET_NNODES={replicas}")
+    if nproc and not nproc.isdigit():
+        raise ConfigError(f"PET_NPROC_PER_NODE={nproc!r} must be a number; the operator sets it")
+    return LauncherEnvironment(
+        replica=index if replica else None,
+        replicas=replicas if replica else 1,
+        nproc=int(nproc) if nproc else None,
+        master=master if replica else None,
+        identity=_identity(env),
+        grace_seconds=_seconds(env, contract.GRACE_SECONDS, 30),
+        metrics_port=_integer(env, contract.METRICS_PORT, 0) or None,
+    )

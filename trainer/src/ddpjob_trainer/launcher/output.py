@@ -1,0 +1,113 @@
+"""Workers' output: passed through line by line, prefixed where useful, the tail kept.
+
+One thread reads all pipes, so a log reader that stands still never stops the supervisor.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import sys
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+
+TAIL_LINES = 20
+_MAX_LINE = 64 * 1024  # a longer line is passed on in pieces
+
+
+@dataclass(slots=True)
+class _Stream:
+    target: int
+    prefix: bytes
+    tail: deque[str]
+    rest: bytes = b""
+
+
+@dataclass(slots=True)
+class _Worker:
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+    streams: int = 0
+
+
+def _write(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    try:
+        while view:
+            view = view[os.write(fd, view) :]
+    except OSError:
+        pass  # nobody reads our output any more; training goes on
+
+
+class OutputPump:
+    """Owns the reading ends of all workers' pipes."""
+
+    def __init__(self, *, prefixed: bool) -> None:
+        self._prefixed = prefixed
+        self._selector = selectors.DefaultSelector()
+        self._workers: dict[int, _Worker] = {}
+        self._changed = threading.Condition()
+        self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._selector.register(self._wake_r, selectors.EVENT_READ, None)
+        threading.Thread(target=self._run, name="output", daemon=True).start()
+
+    def pipe(self, rank: int, target: int) -> int:
+        """Return a writing end for a worker's stdout (target 1) or stderr (target 2)."""
+        read, write = os.pipe2(os.O_CLOEXEC)
+        prefix = f"[rank {rank}] ".encode() if self._prefixed else b""
+        with self._changed:
+            worker = self._workers.setdefault(rank, _Worker())
+            worker.streams += 1
+            self._selector.register(
+                read, selectors.EVENT_READ, (rank, _Stream(target, prefix, worker.tail))
+            )
+        os.write(self._wake_w, b"x")
+        return write
+
+    def tail(self, rank: int) -> list[str]:
+        """Last lines of a worker, oldest first."""
+        with self._changed:
+            worker = self._workers.get(rank)
+            return list(worker.tail) if worker else []
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until every pipe has ended; False when a stray process still holds one."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: all(worker.streams == 0 for worker in self._workers.values()), timeout
+            )
+
+    def _run(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    os.read(self._wake_r, 4096)
+                    continue
+                rank, stream = key.data
+                data = os.read(key.fd, 65536)
+                self._pass_on(stream, data)
+                if not data:
+                    with self._changed:
+                        self._selector.unregister(key.fd)
+                        os.close(key.fd)
+                        self._workers[rank].streams -= 1
+                        self._changed.notify_all()
+
+    def _pass_on(self, stream: _Stream, data: bytes) -> None:
+        lines = (stream.rest + data).split(b"\n")
+        stream.rest = lines.pop()
+        if stream.rest and (not data or len(stream.rest) > _MAX_LINE):
+            lines.append(stream.rest)
+            stream.rest = b""
+        if not lines:
+            return
+        with self._changed:
+            stream.tail.extend(
+                line[:1000].decode(errors="replace").rstrip() for line in lines if line.strip()
+            )
+        _write(stream.target, b"".join(stream.prefix + line + b"\n" for line in lines))
+
+
+def stdout_is_terminal() -> bool:
+    """Whether a person watches."""
+    return sys.stdout.isatty()

@@ -1,0 +1,142 @@
+"""What to start: the command and each worker's environment, torchrun's names included."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpjob_trainer import contract
+from ddpjob_trainer.environment import STATE_DIR, LauncherEnvironment
+from ddpjob_trainer.errors import ConfigError
+
+
+class CannotStartError(Exception):
+    """The program is missing (127) or not executable (126)."""
+
+    def __init__(self, code: contract.ExitCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One launcher's share of a gang."""
+
+    command: tuple[str, ...]
+    nproc: int
+    replica: int
+    replicas: int
+    master: tuple[str, int]
+    run_id: str
+    attempt: int
+    round: int
+    grace_seconds: float
+    metrics_port: int | None
+    termination_log: Path | None
+    standalone: bool
+
+    @property
+    def world_size(self) -> int:
+        """Training processes in the whole gang."""
+        return self.replicas * self.nproc
+
+    def rank(self, local_rank: int) -> int:
+        """Global rank of a local one."""
+        return self.replica * self.nproc + local_rank
+
+
+def command_line(program: str, arguments: Sequence[str], *, module: bool) -> tuple[str, ...]:
+    """Turn ``script.py``, ``-m module`` or an executable into an argv. Raise CannotStartError."""
+    if module:
+        return (sys.executable, "-u", "-m", program, *arguments)
+    path = Path(program)
+    if program.endswith(".py"):
+        if not path.is_file():
+            raise CannotStartError(contract.ExitCode.NOT_FOUND, f"{program}: no such script")
+        return (sys.executable, "-u", program, *arguments)
+    found = shutil.which(program)
+    if found:
+        return (found, *arguments)
+    if path.exists():
+        raise CannotStartError(
+            contract.ExitCode.NOT_EXECUTABLE,
+            f"{program} is not executable: chmod +x it, or name it *.py",
+        )
+    raise CannotStartError(contract.ExitCode.NOT_FOUND, f"{program}: not found")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def make_plan(
+    env: LauncherEnvironment,
+    command: tuple[str, ...],
+    nproc: int | None,
+    metrics_port: int | None,
+    termination_log: Path | None,
+) -> Plan:
+    """Join the environment and the command line; the operator's number of processes wins."""
+    standalone = env.replica is None
+    if nproc is not None and nproc < 1:
+        raise ConfigError(f"--nproc {nproc} must be at least 1")
+    if not standalone and env.nproc and nproc and nproc != env.nproc:
+        raise ConfigError(
+            f"--nproc {nproc} contradicts nprocPerNode {env.nproc} of the DDPJob: leave it out"
+        )
+    return Plan(
+        command=command,
+        nproc=(nproc or env.nproc or 1),
+        replica=env.replica or 0,
+        replicas=env.replicas,
+        master=env.master or ("127.0.0.1", _free_port()),
+        run_id=uuid.uuid4().hex if standalone else env.identity.key.replace("/", "-"),
+        attempt=env.identity.attempt,
+        round=env.identity.round,
+        grace_seconds=env.grace_seconds,
+        metrics_port=metrics_port or env.metrics_port,
+        termination_log=termination_log,
+        standalone=standalone,
+    )
+
+
+def worker_environment(
+    plan: Plan, local_rank: int, state_dir: Path, base: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Everything torchrun sets, and what our library reads besides."""
+    address, port = plan.master
+    env = dict(base)
+    env.update(
+        RANK=str(plan.rank(local_rank)),
+        WORLD_SIZE=str(plan.world_size),
+        LOCAL_RANK=str(local_rank),
+        LOCAL_WORLD_SIZE=str(plan.nproc),
+        GROUP_RANK=str(plan.replica),
+        GROUP_WORLD_SIZE=str(plan.replicas),
+        ROLE_RANK=str(plan.rank(local_rank)),
+        ROLE_WORLD_SIZE=str(plan.world_size),
+        ROLE_NAME="default",
+        MASTER_ADDR=address,
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RESTART_COUNT=str(plan.round),
+        TORCHELASTIC_MAX_RESTARTS="0",
+        TORCHELASTIC_RUN_ID=plan.run_id,
+        TORCHELASTIC_USE_AGENT_STORE="False",
+        PROMETHEUS_MULTIPROC_DIR=str(state_dir / "metrics"),
+    )
+    env[STATE_DIR] = str(state_dir)
+    env[contract.ROUND] = str(plan.round)
+    env.setdefault("OMP_NUM_THREADS", "1")
+    env.setdefault("PYTHONUNBUFFERED", "1")
+    if plan.standalone:
+        # Every rank is on this machine; its host name may resolve to an address it lacks.
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return env

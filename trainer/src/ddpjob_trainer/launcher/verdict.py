@@ -1,0 +1,67 @@
+"""Who failed first, and what the launcher's exit code is. Pure.
+
+Exit 75 says of itself that it is collateral. When only collateral has been seen, the cause may
+still be on its way on this machine: wait a moment for it.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from ddpjob_trainer.contract import ExitCode, ReportKind
+
+CAUSE_WAIT_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """One worker's end. ``status`` is its exit code, or -n for death by signal n."""
+
+    rank: int
+    local_rank: int
+    status: int
+    at: float  # monotonic seconds; workers reaped together share it
+
+    @property
+    def code(self) -> int:
+        """The exit code as a shell has it: 128+n for signal n."""
+        return 128 - self.status if self.status < 0 else self.status
+
+
+def _order(exit_: Exit) -> tuple[bool, float, bool, int]:
+    """Causes before collateral, then by time; of those seen at once a signal comes first."""
+    return (exit_.code == ExitCode.PEER_LOST, exit_.at, exit_.status > 0, exit_.local_rank)
+
+
+def first_failure(exits: Collection[Exit]) -> Exit | None:
+    """Return the worker that failed first as far as can be told, None if none failed."""
+    return min((exit_ for exit_ in exits if exit_.status != 0), key=_order, default=None)
+
+
+def decide(exits: Sequence[Exit], running: int, now: float) -> Exit | float | None:
+    """Return the cause, a monotonic time until which to wait for it, or None: nothing failed."""
+    failure = first_failure(exits)
+    if failure is None:
+        return None
+    until = failure.at + CAUSE_WAIT_SECONDS
+    if failure.code != ExitCode.PEER_LOST or running == 0 or now >= until:
+        return failure
+    return until
+
+
+def kind(failure: Exit | None, *, exception: str, terminated: bool) -> ReportKind:
+    """Name the end for the termination report. ``terminated``: SIGTERM had been received."""
+    if failure is None:
+        return "success"
+    if terminated and failure.code in (ExitCode.SIGTERM, ExitCode.SIGKILL):
+        return "sigterm"
+    if failure.status < 0:
+        return "sigterm" if -failure.status == signal.SIGTERM else "signal"
+    named: dict[int, ReportKind] = {
+        ExitCode.PEER_LOST: "peerLost",
+        ExitCode.HANG: "hang",
+        ExitCode.SIGTERM: "sigterm",
+    }
+    return named.get(failure.code) or ("exception" if exception else "exit")

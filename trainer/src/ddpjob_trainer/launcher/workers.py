@@ -1,0 +1,91 @@
+"""Starting and ending worker processes. What a worker leaves behind is ours to end as well.
+
+The launcher is PID 1 in a pod; elsewhere it makes itself the reaper of its descendants, so
+that orphans come to it in both places.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)  # loaded here: nothing may be loaded after a fork
+
+
+def adopt_orphans() -> None:
+    """Have descendants whose parent died become our children."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _die_with(parent: int) -> Callable[[], None]:
+    """For the child, between fork and exec: SIGKILL when the launcher dies."""
+
+    def prepare() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died before the call above
+            os._exit(1)
+
+    return prepare
+
+
+def spawn(command: Sequence[str], env: Mapping[str, str], stdout: int, stderr: int) -> int:
+    """Start a worker in a process group of its own; return its pid. Raises OSError.
+
+    Must be called from the main thread: the death signal follows the thread that forked.
+    """
+    process = subprocess.Popen(
+        command,
+        env=dict(env),
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        process_group=0,
+        # Safe beside our threads: between fork and exec it only calls into a loaded libc.
+        preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509
+    )
+    # We reap with waitpid(-1) ourselves; a set returncode keeps Popen from trying.
+    process.returncode = 0
+    return process.pid
+
+
+def reap() -> list[tuple[int, int]]:
+    """Collect every child that has ended: (pid, exit code or -signal)."""
+    ended: list[tuple[int, int]] = []
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended.append((pid, os.waitstatus_to_exitcode(status)))
+
+
+def children() -> list[int]:
+    """Every process whose parent we are, adopted orphans included."""
+    me = os.getpid()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat = (entry / "stat").read_text()
+        except OSError:
+            continue
+        # The name, in parentheses, may hold anything; the parent is the second field after it.
+        if int(stat.rpartition(")")[2].split()[1]) == me:
+            found.append(int(entry.name))
+    return found
+
+
+def send(pid: int, signum: int) -> None:
+    """Signal one process, which may be gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signum)

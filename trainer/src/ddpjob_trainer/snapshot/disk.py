@@ -1,0 +1,94 @@
+"""Durable file operations. Every change of the disk that a snapshot makes goes through here.
+
+``seam`` is called before and after each of them, so that tests can kill the process, or fail
+the call, at every single point of a save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+Seam = Callable[[str, Path], None]
+seam: Seam | None = None
+
+
+@contextlib.contextmanager
+def _operation(name: str, path: Path) -> Iterator[None]:
+    if seam is not None:
+        seam(f"before {name}", path)
+    yield
+    if seam is not None:
+        seam(f"after {name}", path)
+
+
+def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Write a file that must not exist yet, and make its content durable."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with _operation("create", path):
+        fd = os.open(path, flags, 0o644)
+    try:
+        for chunk in chunks:
+            view = memoryview(chunk).cast("B")
+            with _operation("write", path):
+                while view:
+                    view = view[os.write(fd, view) :]
+        with _operation("fsync", path):
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Give a durable file its final name, durably: the commit point."""
+    with _operation("rename", final):
+        temporary.rename(final)
+    sync_directory(final.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    with _operation("fsync", path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def make_directory(path: Path) -> None:
+    """Create a directory exclusively. Raises FileExistsError."""
+    with _operation("mkdir", path):
+        path.mkdir()
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """A second name for a file; a durable copy where the file system has no hard links."""
+    try:
+        with _operation("link", target):
+            os.link(source, target, follow_symlinks=False)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        write_new(target, _pieces(source))
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            yield piece
+
+
+def remove(path: Path) -> None:
+    """Remove a file that may be gone already."""
+    with _operation("unlink", path):
+        path.unlink(missing_ok=True)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory; what cannot be removed now is left for the next time."""
+    with _operation("rmtree", path):
+        shutil.rmtree(path, ignore_errors=True)

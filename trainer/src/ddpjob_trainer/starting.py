@@ -1,0 +1,111 @@
+"""start(): read the environment, meet the other ranks, make the Run."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ddpjob_trainer import batches, exact
+from ddpjob_trainer.ending import Ending
+from ddpjob_trainer.environment import MIN_KEEP, SnapshotSettings, read_worker
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.progress import Progress
+from ddpjob_trainer.rankstate import RankStateWriter
+from ddpjob_trainer.run import Options, Run
+from ddpjob_trainer.snapshotting import Snapshots
+from ddpjob_trainer.world import join
+
+_LOG_LINES = 40  # in a whole run, when log_every is not given
+
+
+def start(
+    *,
+    total_steps: int,
+    global_batch: int,
+    seed: int = 0,
+    level: str | None = None,
+    threads: int | None = None,
+    log_every: int | None = None,
+    collate: batches.Collate | None = None,
+    snapshot_dir: str | os.PathLike[str] | None = None,
+    snapshot_every: int | None = None,
+    snapshot_keep: int | None = None,
+) -> Run:
+    """Join the other processes and return the Run.
+
+    ``total_steps``: optimizer steps of the whole run, resumes included.
+    ``global_batch``: samples per step over all processes; the processes must divide it.
+    ``level``: ``resume`` (equal bits after any restart at the same world size; the default on
+    the CPU) or ``off`` (the default on CUDA).
+    ``threads``: torch's threads per process (default: OMP_NUM_THREADS, else 1).
+    ``snapshot_*``: by default what the operator says in DDPJOB_SNAPSHOT_*; without a directory
+    there are no snapshots.
+
+    Alone without any environment, under torchrun and under our launcher it is the same call.
+    Raises ConfigError; ends the process with exit code 75 when the others do not come.
+    """
+    begun = time.monotonic()
+    try:
+        env = read_worker(os.environ)
+    except ConfigError:
+        Ending(0, RankStateWriter(None, 0))  # for the exit code of what goes up from here
+        raise
+    writer = RankStateWriter(env.state_dir, env.rank)
+    ending = Ending(env.rank, writer)
+    _check_sizes(total_steps, global_batch, env.world_size)
+    threads = threads or env.threads or 1
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    level = exact.choose_level(level, device)
+    exact.pin_arithmetic(level, threads)
+    settings = _snapshot_settings(env.snapshot, snapshot_dir, snapshot_every, snapshot_keep)
+    try:
+        world = join(env, begun)
+    except RuntimeError as error:
+        ending.if_peer_lost(error)
+        raise
+    ending.watch_exceptions()
+    torch.manual_seed(seed)  # models built from here on are equal on all ranks
+    progress = Progress(
+        env.rank,
+        writer,
+        total_steps=total_steps,
+        global_batch=global_batch,
+        samples_per_step=global_batch // env.world_size,
+        log_every=log_every or max(1, total_steps // _LOG_LINES),
+    )
+    options = Options(total_steps, global_batch, seed, level, threads, collate)
+    return Run(world, options, ending, progress, Snapshots(settings, world, progress))
+
+
+def _check_sizes(total_steps: int, global_batch: int, world_size: int) -> None:
+    for name, value in (("total_steps", total_steps), ("global_batch", global_batch)):
+        if value < 1:
+            raise ConfigError(f"{name}={value} must be at least 1")
+    if global_batch % world_size:
+        raise ConfigError(
+            f"global_batch={global_batch} cannot be divided by {world_size} processes: use a"
+            f" multiple of {world_size}"
+        )
+
+
+def _snapshot_settings(
+    given: SnapshotSettings,
+    directory: str | os.PathLike[str] | None,
+    every: int | None,
+    keep: int | None,
+) -> SnapshotSettings:
+    """Arguments of start() before the environment."""
+    if every is not None and every < 1:
+        raise ConfigError(f"snapshot_every={every} must be at least 1")
+    if keep is not None and keep < MIN_KEEP:
+        raise ConfigError(f"snapshot_keep={keep} must be at least {MIN_KEEP}")
+    return replace(
+        given,
+        directory=Path(directory) if directory is not None else given.directory,
+        every_steps=every or given.every_steps,
+        keep=keep or given.keep,
+    )

@@ -1,0 +1,352 @@
+"""The process group: rendezvous, small exchanges between ranks, peer loss.
+
+A peer's pod may start half a minute later and its DNS name may not resolve yet, so connecting
+is retried until the startup deadline. Rank 0 publishes which incarnation (uid, attempt, round)
+it belongs to; a rank of another one is refused. Whatever says that a peer is gone becomes
+PeerLostError, hence exit 75.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from ddpjob_trainer.contract import ExitCode
+from ddpjob_trainer.environment import Identity, WorkerEnvironment
+from ddpjob_trainer.errors import ConfigError, PeerLostError
+
+_NEWS_SECONDS = 10.0
+_IDENTITY_KEY = "ddpjob/identity"
+#: What gloo and NCCL say when the other end is gone; they have no exception type for it.
+_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "gloo/transport",
+    "Timed out waiting",
+    "Socket Timeout",
+    "NCCL communicator was aborted",
+    "remote process exited",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This rank's place, and the groups it talks through."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    identity: Identity
+    control: dist.ProcessGroup  # gloo, for CPU tensors, also where gradients go through NCCL
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Add up a few numbers over all ranks; the order of additions is always the same."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        if self.size > 1:
+            with peer_loss():
+                dist.all_reduce(tensor, group=self.control)
+        result: list[float] = tensor.tolist()
+        return result
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """Give every rank the bytes of rank 0."""
+        if self.size == 1:
+            return data or b""
+        length = torch.tensor([len(data) if data is not None else 0])
+        with peer_loss():
+            dist.broadcast(length, 0, group=self.control)
+            buffer = torch.zeros(int(length), dtype=torch.uint8)
+            if data:
+                buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            if len(buffer):
+                dist.broadcast(buffer, 0, group=self.control)
+        return buffer.numpy().tobytes()
+
+    def broadcast_tensor(self, tensor: torch.Tensor) -> None:
+        """Overwrite a tensor with rank 0's, in place."""
+        if self.size > 1 and tensor.numel():
+            flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            with peer_loss():
+                dist.broadcast(flat, 0, group=self.control)
+            if self.rank != 0:
+                tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Give every rank the bytes of each rank."""
+        if self.size == 1:
+            return [data]
+        with peer_loss():
+            length = torch.tensor([len(data)])
+            lengths = [torch.zeros_like(length) for _ in range(self.size)]
+            dist.all_gather(lengths, length, group=self.control)
+            longest = max(int(n) for n in lengths)
+            mine = torch.zeros(longest, dtype=torch.uint8)
+            mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            parts = [torch.zeros_like(mine) for _ in range(self.size)]
+            dist.all_gather(parts, mine, group=self.control)
+        return [p[: int(n)].numpy().tobytes() for p, n in zip(parts, lengths, strict=True)]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.sum([0.0])
+
+
+# --- Peer loss ------------------------------------------------------------------------------
+
+
+def is_peer_loss(error: BaseException) -> bool:
+    """Tell a transport's complaint about a peer from a mistake in this process."""
+    if isinstance(error, PeerLostError | dist.DistBackendError | dist.DistNetworkError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)
+
+
+@contextlib.contextmanager
+def peer_loss() -> Iterator[None]:
+    """Turn a transport's errors into PeerLostError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_peer_loss(error):
+            raise PeerLostError(brief(error)) from error
+        raise
+
+
+def brief(error: BaseException) -> str:
+    """First line of an error, without gloo's source path and advice."""
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else type(error).__name__
+    text = re.sub(r"^\[[^\]]*\.(cc|cpp|h):\d+\] ", "", text)
+    return text.partition(". This is typically")[0][:300]
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now: closing its sockets is what tells the peers.
+
+    An orderly exit would run destructors of process groups that may wait for dead peers.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+# --- Rendezvous -----------------------------------------------------------------------------
+
+
+def say(rank: int, text: str) -> None:
+    """One line to the log of this rank."""
+    who = f"rank {rank}: " if rank else ""
+    print(f"ddpjob: {who}{text}", file=sys.stderr, flush=True)
+
+
+class _Waiting:
+    """Deadline and news of one wait."""
+
+    def __init__(self, rank: int, deadline: float) -> None:
+        self.rank = rank
+        self.deadline = deadline
+        self._news = time.monotonic() + _NEWS_SECONDS
+        self._pause = 0.05
+
+    def left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def pause(self, reason: str) -> None:
+        """Sleep a little, tell the reason now and then, raise PeerLostError at the deadline."""
+        if self.left() <= 0:
+            raise PeerLostError(f"gave up after the startup deadline: {reason}")
+        if time.monotonic() >= self._news:
+            self._news += _NEWS_SECONDS
+            say(self.rank, f"still waiting: {reason}")
+        time.sleep(min(self._pause, max(0.0, self.left())))
+        self._pause = min(0.5, self._pause * 1.5)
+
+
+def _reachable(address: str, port: int) -> str:
+    """Try rank 0's store; return why it cannot be reached, "" if it can."""
+    try:
+        socket.create_connection((address, port), timeout=3).close()
+    except socket.gaierror as error:
+        return f"{address} does not resolve yet ({error.strerror})"
+    except OSError as error:
+        return f"rank 0 does not answer at {address}:{port} yet ({error.strerror or error})"
+    return ""
+
+
+def _server(env: WorkerEnvironment, waiting: _Waiting) -> TCPStore:
+    """Serve the store. A process of an ended attempt may still hold the port for a moment."""
+    assert env.master is not None
+    while True:
+        try:
+            # By "localhost": this pod's own service name may not resolve yet.
+            return TCPStore(
+                "localhost",
+                env.master[1],
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=max(1.0, waiting.left())),
+            )
+        except RuntimeError as error:
+            if "EADDRINUSE" not in str(error) and "already in use" not in str(error):
+                raise
+            waiting.pause(f"port {env.master[1]} is in use")
+
+
+def _client(env: WorkerEnvironment, waiting: _Waiting) -> TCPStore:
+    assert env.master is not None
+    address, port = env.master
+    while True:
+        reason = _reachable(address, port)
+        if not reason:
+            try:
+                return TCPStore(
+                    address,
+                    port,
+                    is_master=False,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=max(1.0, min(10.0, waiting.left()))),
+                )
+            except RuntimeError as error:
+                reason = brief(error)
+        waiting.pause(reason)
+
+
+def _card(env: WorkerEnvironment) -> dict[str, str | int]:
+    who = env.identity
+    return {
+        "uid": who.uid,
+        "attempt": who.attempt,
+        "round": who.round,
+        "worldSize": env.world_size,
+    }
+
+
+def _ask(store: Store, name: str, mine: dict[str, str | int]) -> str:
+    """Compare rank 0's card with ours; return why to try again, "" if they are equal."""
+    try:
+        if not store.check([name]):
+            return "rank 0 is not ready yet"
+        theirs = json.loads(store.get(name))
+    except (RuntimeError, ValueError) as error:
+        return f"rank 0's store broke off: {brief(error)}"
+    if mine == theirs:
+        return ""
+    same = all(mine[key] == theirs.get(key) for key in ("uid", "attempt", "round"))
+    if same:
+        raise ConfigError(
+            f"WORLD_SIZE is {mine['worldSize']} here and {theirs.get('worldSize')} at rank 0"
+        )
+    if mine["uid"] == theirs.get("uid"):
+        ours = (int(mine["attempt"]), int(mine["round"]))
+        other = (int(theirs["attempt"]), int(theirs["round"]))
+        if other > ours:
+            raise PeerLostError(
+                f"rank 0 belongs to attempt {other[0]} round {other[1]}, this process to attempt"
+                f" {ours[0]} round {ours[1]}: it is out of date and ends"
+            )
+    return f"another job or an earlier attempt answers: {theirs}"
+
+
+def _rendezvous(env: WorkerEnvironment, deadline: float) -> Store:
+    """Return a store that all ranks of this incarnation, and no others, have joined."""
+    waiting = _Waiting(env.rank, deadline)
+    card = _card(env)
+    serves = env.rank == 0 and not env.agent_store
+    while True:
+        tcp = _server(env, waiting) if serves else _client(env, waiting)
+        # torchrun keeps one store over its restarts, hence the key per incarnation there.
+        name = f"{_IDENTITY_KEY}/{env.identity.key}" if env.agent_store else _IDENTITY_KEY
+        if env.rank == 0:
+            tcp.set(name, json.dumps(card))
+            break
+        reason = _ask(tcp, name, card)
+        if not reason:
+            break
+        waiting.pause(reason)
+    store = PrefixStore(env.identity.key, tcp)
+    _gather_all(store, env, waiting)
+    return store
+
+
+def _gather_all(store: Store, env: WorkerEnvironment, waiting: _Waiting) -> None:
+    """Wait until every rank is here, so that later timeouts mean a lost peer."""
+    store.set(f"here/{env.rank}", "1")
+    if env.rank == 0:
+        missing = list(range(1, env.world_size))
+        while missing:
+            missing = [rank for rank in missing if not store.check([f"here/{rank}"])]
+            if missing:
+                names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+                waiting.pause(f"{len(missing)} of {env.world_size} ranks are missing: {names}")
+        store.set("all-here", "1")
+        return
+    while not store.check(["all-here"]):
+        waiting.pause("rank 0 still waits for other ranks")
+
+
+def _device(env: WorkerEnvironment) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if env.local_rank >= count:
+        raise ConfigError(
+            f"LOCAL_RANK={env.local_rank}, but this machine shows {count} GPUs: lower nprocPerNode"
+            " or hide the GPUs with CUDA_VISIBLE_DEVICES="
+        )
+    device = torch.device("cuda", env.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join(env: WorkerEnvironment, started: float) -> World:
+    """Meet the other ranks. ``started``: monotonic time from which the deadline counts.
+
+    Raises ConfigError, PeerLostError.
+    """
+    device = _device(env)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=max(env.step_seconds, env.snapshot_seconds))
+    if env.world_size == 1:
+        store: Store = HashStore()
+    else:
+        store = _rendezvous(env, started + env.startup_seconds)
+    with peer_loss():
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        control = dist.group.WORLD
+        if backend != "gloo":
+            control = dist.new_group(backend="gloo", timeout=timeout)
+    assert control is not None
+    return World(env.rank, env.world_size, env.local_rank, device, env.identity, control)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Exit code of the contract for an error that ends the process."""
+    if is_peer_loss(error):
+        return ExitCode.PEER_LOST
+    if isinstance(error, ConfigError):
+        return ExitCode.BAD_CONFIG
+    return 1
