@@ -1,0 +1,255 @@
+"""`make demo`: a DDPJob on a real cluster loses a rank and ends in the same weights.
+
+Everything goes through the tools a user has: helm, kubectl and the example manifest. With
+KUBECONFIG_DEMO set, that cluster is used instead of a local one; its nodes must be able to
+pull the images named in the chart and in the manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DEVCLUSTER = ROOT / "devcluster" / "devcluster"
+MANIFEST = ROOT / "manifests" / "examples" / "digits.yaml"
+CLUSTER = "demo"
+NAMESPACE = "ddpjob-demo"
+SYSTEM = "ddpjob-system"
+IMAGES = ("ddpjob/operator:0.1.0", "ddpjob/trainer:0.1.0")
+JOB, TWIN = "digits", "digits-undisturbed"
+#: The replica that loses its training process, once half of the steps are done.
+VICTIM = 1
+WANTED_ACCURACY = 0.95
+JOB_TIMEOUT = 900.0
+
+
+class DemoError(Exception):
+    """The demo cannot go on; the message says what to do."""
+
+
+@dataclass
+class Tools:
+    """kubectl and helm for one cluster, with a clock for the log."""
+
+    kubeconfig: Path
+    bin: Path
+    began: float = field(default_factory=time.monotonic)
+
+    def say(self, line: str) -> None:
+        """Print a line with the time since the start."""
+        print(f"[{time.monotonic() - self.began:6.1f}s] {line}", flush=True)
+
+    def kubectl(self, *args: str, stdin: str | None = None, check: bool = True) -> str:
+        """Run kubectl in the demo's namespace; return what it printed."""
+        return self._run("kubectl", "-n", NAMESPACE, *args, stdin=stdin, check=check)
+
+    def helm(self, *args: str) -> str:
+        """Run helm; return what it printed."""
+        return self._run("helm", *args)
+
+    def job(self, name: str) -> dict[str, Any]:
+        """The DDPJob as the API server has it."""
+        found: dict[str, Any] = json.loads(self.kubectl("get", "ddpjob", name, "-o", "json"))
+        return found
+
+    def _run(self, program: str, *args: str, stdin: str | None = None, check: bool = True) -> str:
+        own = self.bin / program
+        command = [str(own if own.exists() else program), "--kubeconfig", str(self.kubeconfig)]
+        done = subprocess.run(
+            [*command, *args], input=stdin, capture_output=True, text=True, check=False
+        )
+        if check and done.returncode:
+            raise DemoError(f"{program} {' '.join(args)}:\n{done.stderr.strip()}")
+        return done.stdout
+
+
+def main() -> int:
+    """Run the demo; 0 if the weights are identical and the accuracy is reached."""
+    try:
+        tools = cluster()
+        install(tools)
+        run_disturbed(tools)
+        ok = compare(tools)
+        next_commands(tools)
+    except DemoError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("demo: interrupted; the cluster is still up, `make down` removes it", file=sys.stderr)
+        return 130
+    return 0 if ok else 1
+
+
+def cluster() -> Tools:
+    """A local two-node cluster with the images loaded, or the user's own."""
+    binaries = Path(devcluster("build").strip())
+    if given := os.environ.get("KUBECONFIG_DEMO"):
+        if not Path(given).is_file():
+            raise DemoError(f"KUBECONFIG_DEMO: there is no file {given}")
+        return Tools(Path(given), binaries)
+    devcluster("image", "build", "operator", "trainer")
+    images = [word for image in IMAGES for word in ("--image", image)]
+    kubeconfig = devcluster("up", "--nodes", "2", *images)
+    return Tools(Path(kubeconfig.strip()), binaries)
+
+
+def devcluster(*args: str) -> str:
+    """Its progress goes to the terminal, its result comes back."""
+    command = [str(DEVCLUSTER), "--name", CLUSTER, *args]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise DemoError(f"`{' '.join(command[1:])}` failed, see above")
+    return done.stdout
+
+
+def install(tools: Tools) -> None:
+    """The chart, as README says; progress is read often because the demo is short."""
+    tools.say("installing the operator: helm upgrade --install ddpjob charts/ddpjob")
+    tools.helm(
+        "upgrade", "--install", "ddpjob", str(ROOT / "charts" / "ddpjob"),
+        "--namespace", SYSTEM, "--create-namespace", "--set", "progressSeconds=1",
+        "--wait", "--timeout", "180s",
+    )  # fmt: skip
+    tools._run("kubectl", "create", "namespace", NAMESPACE, check=False)
+    tools.say("the operator is ready")
+    # A demo that is repeated starts from nothing, snapshots included.
+    names = ["ddpjob", JOB, TWIN, "--ignore-not-found", "--cascade=foreground"]
+    tools.kubectl("delete", *names, "--wait", "--timeout=120s")
+    tools.kubectl("delete", "-f", str(MANIFEST), "--ignore-not-found", "--wait", "--timeout=120s")
+
+
+def run_disturbed(tools: Tools) -> None:
+    """The job as it stands in the manifest; one rank is killed half-way."""
+    tools.say(f"kubectl apply -f {MANIFEST.relative_to(ROOT)}")
+    tools.kubectl("apply", "-f", str(MANIFEST))
+    killed = False
+    for status in watch(tools, JOB):
+        progress = status.get("progress", {})
+        step, total = progress.get("step", 0), progress.get("totalSteps", 0)
+        if not killed and status.get("phase") == "Running" and total and step >= total // 2:
+            kill_rank(tools, f"{JOB}-{VICTIM}", step)
+            killed = True
+    if not killed:
+        raise DemoError("the job ended before its rank could be killed; please report this")
+    show_cause(tools)
+
+
+def kill_rank(tools: Tools, pod: str, step: int) -> None:
+    """SIGKILL what PID 1 of the container, the launcher, has started."""
+    tools.say(f"--- killing the training process in pod {pod} at step {step}: kill -9 ---")
+    script = r"kill -9 $(grep -l '^PPid:[[:space:]]*1$' /proc/[0-9]*/status | cut -d/ -f3)"
+    tools.kubectl("exec", pod, "-c", "trainer", "--", "sh", "-c", script)
+
+
+def show_cause(tools: Tools) -> None:
+    """What a user sees afterwards."""
+    tools.say(f"kubectl get ddpjob {JOB}")
+    print(indent(tools.kubectl("get", "ddpjob", JOB)))
+    tools.say(f"kubectl describe ddpjob {JOB} (last failure and events)")
+    text = tools.kubectl("describe", "ddpjob", JOB)
+    failure = re.search(r"^  Last Failure:\n(?:    .*\n|\s*\n)+", text, re.MULTILINE)
+    events = re.search(r"^Events:\n(?:.*\n)+", text, re.MULTILINE)
+    print(indent((failure.group() if failure else "") + (events.group() if events else "")))
+
+
+def compare(tools: Tools) -> bool:
+    """The same job once more, undisturbed, under another name."""
+    tools.say(f"now the same job undisturbed, as {TWIN}")
+    claim, job = MANIFEST.read_text().split("\n---\n", 1)
+    del claim  # the twin shares the volume; its snapshots have a directory of their own
+    twin, count = re.subn(rf"^  name: {JOB}$", f"  name: {TWIN}", job, flags=re.MULTILINE)
+    if count != 1:
+        raise DemoError(f"{MANIFEST}: expected one line `  name: {JOB}` in the DDPJob")
+    tools.kubectl("apply", "-f", "-", stdin=twin)
+    for _ in watch(tools, TWIN):
+        pass
+    disturbed, undisturbed = result(tools, JOB), result(tools, TWIN)
+    accuracy = float(disturbed["test_accuracy"])
+    same = disturbed["weights_sha256"] == undisturbed["weights_sha256"]
+    restarts = tools.job(JOB)["status"]["restarts"]["total"]
+    print()
+    print(f"  test accuracy              {accuracy:.2%} (at least {WANTED_ACCURACY:.0%} wanted)")
+    print(f"  restarts                   {restarts}")
+    print(f"  weights, rank killed       sha256 {disturbed['weights_sha256']}")
+    print(f"  weights, undisturbed       sha256 {undisturbed['weights_sha256']}")
+    print(f"  the two are                {'identical' if same else 'DIFFERENT'}")
+    print(flush=True)
+    return same and accuracy >= WANTED_ACCURACY
+
+
+def watch(tools: Tools, name: str) -> Iterator[dict[str, Any]]:
+    """Yield each new status and print a line for it, until the job has succeeded."""
+    deadline, shown = time.monotonic() + JOB_TIMEOUT, ""
+    while time.monotonic() < deadline:
+        status = tools.job(name).get("status", {})
+        line = describe(name, status)
+        if line != shown:
+            tools.say(line)
+            shown = line
+            yield status
+        if status.get("phase") == "Succeeded":
+            return
+        if status.get("phase") == "Failed":
+            raise DemoError(f"the job failed: {json.dumps(status.get('lastFailure'), indent=2)}")
+        time.sleep(0.5)
+    raise DemoError(
+        f"{name} did not end within {JOB_TIMEOUT:.0f} s: kubectl describe ddpjob {name}"
+    )
+
+
+def describe(name: str, status: dict[str, Any]) -> str:
+    """One line of live progress."""
+    progress = status.get("progress", {})
+    loss = progress.get("loss")
+    parts = [
+        f"{name}: {status.get('phase', 'Pending'):<10}",
+        f"ready {status.get('ready', '0/3')}",
+        f"restarts {status.get('restarts', {}).get('total', 0)}",
+        f"step {progress.get('step', 0)}/{progress.get('totalSteps', '?')}",
+        f"loss {loss:.4f}" if loss is not None else "loss -",
+    ]
+    stalled = [
+        f"[{c['reason']}: {c['message']}]"
+        for c in status.get("conditions", [])
+        if c["type"] == "Stalled" and c["status"] == "True"
+    ]
+    return "  ".join(parts + stalled)
+
+
+def result(tools: Tools, name: str) -> dict[str, str]:
+    """The `key=value` lines that the example prints at its end."""
+    found = dict(re.findall(r"(\w+)=(\S+)\s*$", tools.kubectl("logs", f"{name}-0"), re.MULTILINE))
+    missing = {"test_accuracy", "weights_sha256"} - found.keys()
+    if missing:
+        raise DemoError(f"the log of {name}-0 lacks {', '.join(sorted(missing))}")
+    return found
+
+
+def next_commands(tools: Tools) -> None:
+    """The cluster stays up for the reader to try things."""
+    print("The cluster is still up. Try:")
+    print(f"  export KUBECONFIG={tools.kubeconfig} PATH={tools.bin}:$PATH")
+    print(f"  kubectl -n {NAMESPACE} get ddpjobs,pods -o wide")
+    print(f"  kubectl -n {NAMESPACE} logs {JOB}-0                     # the last attempt's log")
+    print(f"  kubectl -n {NAMESPACE} apply -f manifests/examples/plain-torchrun.yaml")
+    print(f"  kubectl -n {NAMESPACE} delete pod plain-torchrun-1   # then watch it come back")
+    print("  kubectl explain ddpjob.spec                         # write a job of your own")
+    print("  make down                                           # remove the cluster", flush=True)
+
+
+def indent(text: str) -> str:
+    """Set output of other programs apart from our own."""
+    return "".join(f"    {line}\n" for line in text.splitlines())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""One real two-node cluster for the whole level, with the chart installed by Helm.
+
+DDPJOB_KEEP_CLUSTER=1 leaves it up, which makes the next run start at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from support import site as support
+
+
+@pytest.fixture(scope="session")
+def site() -> Iterator[support.Site]:
+    """The cluster with the operator and an empty namespace."""
+    with support.installed("test") as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def undisturbed(site: support.Site) -> Callable[[int], dict[str, str]]:
+    """Results of the digits example that nothing disturbed, by number of steps."""
+    known: dict[int, dict[str, str]] = {}
+
+    def result(steps: int) -> dict[str, str]:
+        if steps not in known:
+            name = f"undisturbed-{steps}"
+            site.apply(support.digits(name, steps=steps, step_seconds=0))
+            status = site.wait_phase(name, "Succeeded")
+            assert status["attempt"] == 1
+            assert status["restarts"]["total"] == 0
+            known[steps] = site.result(name)
+            site.delete(name)
+        return known[steps]
+
+    return result

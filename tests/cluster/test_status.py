@@ -1,0 +1,123 @@
+"""What a user is told: failures, stalls, refusals; and that deletion leaves nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.cluster import ROOT, wait_for
+from support.site import Site, digits, job
+
+
+def trainer(obj: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = obj["spec"]["template"]["spec"]["containers"][0]
+    return found
+
+
+def wait_condition(site: Site, name: str, type_: str, reason: str) -> str:
+    """The message of a condition, once it is true for that reason."""
+
+    def told() -> str | None:
+        found = site.condition(name, type_)
+        right = found.get("status") == "True" and found.get("reason") == reason
+        return str(found["message"]) if right else None
+
+    try:
+        return wait_for(told, f"{type_}={reason}", 90)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{site.explain(name)}") from None
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2])
+def test_max_restarts_is_exact_and_the_cause_is_told(site: Site, limit: int) -> None:
+    name = f"max-restarts-{limit}"
+    script = 'echo "the data set is gone"; [ $DDPJOB_REPLICA = 1 ] && exit 3; sleep 300'
+    site.apply(job(name, ["sh", "-c", script], restart={"maxRestarts": limit}))
+    status = site.wait_phase(name, "Failed")
+    assert (status["attempt"], status["restarts"]["total"]) == (limit + 1, limit)
+    failure = status["lastFailure"]
+    assert (failure["replica"], failure["exitCode"], failure["class"]) == (1, 3, "User")
+    assert failure["node"] in ("node1", "node2")
+    assert "the data set is gone" in failure["message"]
+    assert site.condition(name, "Failed")["reason"] == "MaxRestartsExceeded"
+    shown = site.kubectl("describe", "ddpjob", name).stdout
+    assert "MaxRestartsExceeded" in shown
+    assert "exit code 3" in shown
+    site.delete(name)
+
+
+def test_a_signal_is_told_with_the_last_lines_of_the_log(site: Site) -> None:
+    name = "signalled"
+    code = "import os; print('last words', flush=True); os.kill(os.getpid(), 11)"
+    script = ["ddpjob-trainer", "run", "python3", "-c", code]
+    site.apply(job(name, script, restart={"maxRestarts": 0}))
+    failure = site.wait_phase(name, "Failed")["lastFailure"]
+    assert (failure["exitCode"], failure["signal"]) == (139, 11)
+    assert "last words" in failure["message"]
+    site.delete(name)
+
+
+def test_a_wrong_image_is_told(site: Site) -> None:
+    obj = job("wrong-image", ["true"])
+    trainer(obj)["image"] = "ddpjob/no-such-image:1"
+    site.apply(obj)
+    told = wait_condition(site, "wrong-image", "Stalled", "ImagePullBackOff")
+    assert "ddpjob/no-such-image:1" in told
+    site.delete("wrong-image")
+
+
+def test_a_missing_claim_is_told(site: Site) -> None:
+    claim = {"persistentVolumeClaim": {"claimName": "no-such-claim"}}
+    site.apply(job("no-claim", ["true"], snapshot={"path": "/snapshots", "volume": claim}))
+    assert "no-such-claim" in wait_condition(site, "no-claim", "Stalled", "Unschedulable")
+    site.delete("no-claim")
+
+
+def test_a_volume_that_cannot_be_mounted_is_told(site: Site) -> None:
+    obj = job("no-config", ["true"])
+    obj["spec"]["template"]["spec"]["volumes"] = [{"name": "c", "configMap": {"name": "absent"}}]
+    site.apply(obj)
+    told = wait_condition(site, "no-config", "Stalled", "ContainerCreating")
+    assert "kubectl describe pod" in told
+    site.delete("no-config")
+
+
+def test_a_misspelt_field_of_the_template_fails_in_the_words_of_the_api(site: Site) -> None:
+    obj = job("misspelt", ["true"])
+    trainer(obj)["imagePolicy"] = "Always"
+    site.apply(obj)
+    site.wait_phase("misspelt", "Failed")
+    assert 'unknown field "spec.containers[0].imagePolicy"' in wait_condition(
+        site, "misspelt", "Invalid", "PodRefused"
+    )
+    assert site.pods("misspelt") == {}
+    site.delete("misspelt")
+
+
+def test_deletion_leaves_nothing(site: Site) -> None:
+    name = "deleted"
+    site.apply(digits(name, steps=10_000))
+    site.wait_running(name, 1)
+    site.delete(name)
+    selector = f"ddpjob.dev/job-name={name}"
+    kinds = "pods,services,networkpolicies,endpointslices"
+    wait_for(
+        lambda: True if not site.get(kinds, "-l", selector)["items"] else None,
+        "everything of the job to go", 60,
+    )  # fmt: skip
+
+
+def test_the_plain_torchrun_example_runs_as_it_stands(site: Site) -> None:
+    manifest: Path = ROOT / "manifests" / "examples" / "plain-torchrun.yaml"
+    site.kubectl("apply", "-f", str(manifest), check=True)
+    status = site.wait_phase("plain-torchrun", "Succeeded", timeout=300)
+    assert status["restarts"]["total"] == 0
+    site.kubectl("delete", "-f", str(manifest), "--timeout=90s", check=True)
+
+
+def test_the_operator_was_never_refused_anything(site: Site) -> None:
+    """RBAC gives all that it uses: a 403 would show in its log."""
+    log = site.cluster.kubectl("-n", "ddpjob-system", "logs", "deploy/ddpjob-operator").stdout
+    assert "forbidden" not in log.lower()
