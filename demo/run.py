@@ -214,7 +214,7 @@ def describe(name: str, status: dict[str, Any]) -> str:
         f"{name}: {status.get('phase', 'Pending'):<10}",
         f"ready {status.get('ready', '0/3')}",
         f"restarts {status.get('restarts', {}).get('total', 0)}",
-        f"step {progress.get('step', 0)}/{progress.get('totalSteps', '?')}",
+        f"step {progress.get('step', '-')}/{progress.get('totalSteps', '-')}",
         f"loss {loss:.4f}" if loss is not None else "loss -",
     ]
     stalled = [

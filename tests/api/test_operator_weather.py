@@ -111,12 +111,25 @@ def test_a_pod_event_that_is_lost_with_its_watch_is_found_by_the_list(
 ) -> None:
     stage.apply(gang)
     ready(stage, gang)
-    stage.proxy.swallow = lambda event: event["object"].get("kind") == "Pod"
+    later: list[str] = []
+
+    def of_replica_1(event: Object) -> bool:
+        meta = event["object"].get("metadata", {})
+        if "later" in (meta.get("annotations") or {}):
+            later.append(meta["name"])
+        return meta.get("name") == f"{gang}-1"
+
+    stage.proxy.swallow = of_replica_1
     stage.kubelet.finish(f"{gang}-1", 1, "boom")
+    # A later event moves the watch on, so that watching again does not bring the lost one back.
+    touch: Object = {"metadata": {"annotations": {"later": ""}}}
+    stage.rest.merge(stage.path("pods", f"{gang}-0"), touch)
+    eventually("the later event has passed", lambda: later)
     stage.proxy.swallow = lambda _: False
     stage.proxy.errors_next = [("/pods", 410)]
     stage.proxy.cut_watches()
     stage.wait_phase(gang, "Running", attempt=2)
+    assert "the watch is too old, listing again" in stage.operators[0].log()
 
 
 def test_broken_watches_are_taken_up_again(stage: Arena, gang: str) -> None:

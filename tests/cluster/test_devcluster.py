@@ -156,6 +156,8 @@ def cluster(before: Traces) -> Iterator[Cluster]:
         found.kubectl("apply", "-f", "-", input=PODS, check=True)
         for number in (1, 2):
             found.kubectl("apply", "-f", "-", input=POD % {"number": number}, check=True)
+        for number in (1, 2):
+            wait_running(found, number)
         yield found
     finally:
         support.down(NAME)
@@ -192,6 +194,12 @@ def wait_running(cluster: Cluster, number: int) -> str:
     return wait_for(container, f"gang-{number} to run", 60)
 
 
+def wait_restarted(cluster: Cluster, number: int, old: str) -> None:
+    """Wait until a pod's container is another one than ``old``."""
+    what = f"a new container in gang-{number}"
+    wait_for(lambda: wait_running(cluster, number) != old or None, what, 60)
+
+
 def fetch(cluster: Cluster, host: str) -> str | None:
     """What gang-1 reads from another pod's web server; None when there is no answer."""
     # Not wget: Debian's static busybox has one that crashes.
@@ -202,7 +210,6 @@ def fetch(cluster: Cluster, host: str) -> str | None:
 
 def test_pods_run_on_both_nodes(cluster: Cluster) -> None:
     for number in (1, 2):
-        wait_running(cluster, number)
         assert pod(cluster, number)["phase"] == "Running"
     assert status()["ok"] is True
 
@@ -260,7 +267,7 @@ def test_a_stopped_node_is_dead_and_comes_back(cluster: Cluster) -> None:
     assert found["state"] == "off"
     assert not any("/node1" in path for path in traces().cgroups if NAME in path)
     devcluster("node", "start", "1")
-    wait_for(lambda: wait_running(cluster, 1) != old or None, "a new container in gang-1", 60)
+    wait_restarted(cluster, 1, old)
 
 
 @pytest.mark.parametrize("component", ["etcd", "apiserver", "node1-containerd", "node2-kubelet"])
@@ -288,11 +295,7 @@ def test_up_brings_all_back_after_a_reboot(cluster: Cluster) -> None:
     devcluster("up")
     assert status()["ok"] is True
     for number in (1, 2):
-        wait_for(
-            lambda number=number: wait_running(cluster, number) != old[number] or None,
-            f"a new container in gang-{number}",
-            60,
-        )
+        wait_restarted(cluster, number, old[number])
     name = "gang-2.gang.default.svc.cluster.local"
     assert wait_for(lambda: fetch(cluster, name), f"an answer from {name}", 30) == "2"
 

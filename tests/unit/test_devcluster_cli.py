@@ -38,7 +38,12 @@ def test_a_command_for_no_cluster_says_how_to_make_one(
 def test_who_is_not_root_is_told(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def went_on(*_: object) -> None:
+        raise AssertionError("it went on")
+
     monkeypatch.setattr("os.geteuid", lambda: 1000)
+    for step in ("host.require_space", "cluster.hold", "cluster.require"):
+        monkeypatch.setattr(f"devcluster.{step}", went_on)
     assert main(words) == 1
     assert capsys.readouterr().err.startswith("devcluster: devcluster needs root")
 

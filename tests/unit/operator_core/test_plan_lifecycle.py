@@ -207,6 +207,16 @@ def test_an_old_pod_of_ours_in_the_way_is_no_conflict():
     assert "job-1" in world.wait(2).pods
 
 
+def test_what_a_deleted_namesake_left_is_waited_for():
+    world = World()
+    left = act.Existing("Service", "job", "older uid", None, False, "DDPJob job")
+    world.refuse_network = lambda _: refusal(world, 409, "exists", existing=left)
+    world.settle()
+    assert world.condition("Stalled")["reason"] == "WaitingForDeletion"
+    world.refuse_network = lambda _: None
+    assert len(world.wait(2).pods) == 3
+
+
 def test_a_foreign_service_in_the_way_stops_before_the_first_pod():
     world = World()
     stranger = act.Existing("Service", "job", None, None, False)

@@ -212,6 +212,7 @@ async def test_a_lost_race_for_the_lease_is_lost() -> None:
     await clock.pass_by(16)
     assert raced
     assert not second.leads()
+    assert second.changes == []
     assert server.holder == "winner"
     await second.die()
 

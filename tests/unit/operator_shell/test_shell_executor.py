@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
@@ -37,6 +38,7 @@ class ScriptedApi:
         self.script: dict[str, list[Any]] = {}
         self.calls: list[str] = []
         self.bodies: list[Any] = []
+        self.slow: set[str] = set()
 
     def _answer(self, verb: str, resource: Resource, body: Any = None) -> Any:
         what = f"{verb} {resource.plural}"
@@ -64,6 +66,8 @@ class ScriptedApi:
     async def delete(
         self, resource: Resource, namespace: str, name: str, *, uid: str, grace: int | None = None
     ) -> Any:
+        if name in self.slow:
+            await asyncio.sleep(0.05)
         return self._answer("delete", resource, (name, uid, grace))
 
     async def list_all(self, resource: Resource, namespace: str, selector: str) -> Any:
@@ -417,6 +421,7 @@ async def test_network_that_is_refused_stops_the_plan(
 async def test_every_call_of_a_batch_ends_before_an_error_is_raised(stage: Stage) -> None:
     stage.store.put_pod(pod(0))
     stage.store.put_pod(pod(1))
+    stage.api.slow = {"job-1"}
     stage.api.script["delete pods"] = [errors.Unavailable(500, "", "x"), missing()]
     with pytest.raises(errors.Unavailable):
         await stage.do(DeletePod("job-0", "p0-2", 2), DeletePod("job-1", "p1-2", 2))

@@ -135,6 +135,7 @@ class Existing:
     owner_uid: str | None
     attempt: int | None
     deleting: bool
+    owner: str = ""  # kind and name of its controller, "DDPJob digits"
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,7 +259,7 @@ def _resting(view: View, refusal: Refusal | None) -> bool:
 
 
 def _retry_at(view: View, refusal: Refusal) -> datetime:
-    foreign = refusal.existing is not None and not report.ours(view, refusal)
+    foreign = refusal.existing is not None and not report.passes(view, refusal)
     return refusal.at + (RETRY_CONFLICT if foreign else RETRY)
 
 

@@ -319,6 +319,7 @@ def _existing(kind: str, obj: Object) -> Existing:
         owner_uid=owner.get("uid"),
         attempt=int(attempt) if attempt.isdecimal() else None,
         deleting="deletionTimestamp" in meta,
+        owner=f"{owner.get('kind')} {owner.get('name')}" if owner else "",
     )
 
 

@@ -24,8 +24,9 @@ def state_body(state: RankState | None, *, attempt: int, round_: int) -> State:
         body["phase"] = "startup"
         return body
     body["phase"] = state.phase
-    body["step"] = state.step
-    body["totalSteps"] = state.total_steps
+    if state.phase != "startup":  # before the resume nobody knows how far training is
+        body["step"] = state.step
+        body["totalSteps"] = state.total_steps
     if state.loss is not None and math.isfinite(state.loss):
         body["loss"] = state.loss
     if state.samples_per_second is not None:

@@ -23,7 +23,7 @@ def succeed(view: View, change: Change) -> Change:
     took = (view.now - started).total_seconds()
     message = (
         f"all {view.spec.replicas} replicas of attempt {view.status.attempt} succeeded "
-        f"after {took:.0f} s and {view.status.restarts.total} restarts"
+        f"after {took:.0f} s; restarts: {view.status.restarts.total}"
     )
     change = _end(view, change, "Succeeded").with_status(progress=_final_progress(view, change))
     change = change.condition("Running", False, "Succeeded", message, view.now)

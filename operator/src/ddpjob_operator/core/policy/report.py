@@ -12,6 +12,7 @@ from datetime import timedelta
 from ddpjob_operator.core import classify
 from ddpjob_operator.core import spec as spec_module
 from ddpjob_operator.core.actions import Refusal
+from ddpjob_operator.core.observe import KIND
 from ddpjob_operator.core.status import Progress, Replicas
 from ddpjob_operator.core.view import Change, View
 
@@ -56,7 +57,7 @@ def stall(view: View, change: Change) -> Change:
 def _reasons(view: View) -> Iterator[tuple[str, str]]:
     for refusal in (view.outcomes.network_refusal, *view.refusals.values()):
         if refusal and not ours(view, refusal):
-            yield _refused(refusal)
+            yield _refused(view, refusal)
     for pod in view.members.values():
         if pod.waiting_reason:
             yield pod.waiting_reason, f"pod {pod.name}: {pod.waiting_message}"
@@ -84,8 +85,18 @@ def ours(view: View, refusal: Refusal) -> bool:
     return refusal.existing is not None and refusal.existing.owner_uid == view.job.uid
 
 
-def _refused(refusal: Refusal) -> tuple[str, str]:
+def passes(view: View, refusal: Refusal) -> bool:
+    """It goes by itself: ours, or left by a deleted job of the same name."""
+    namesake = f"{KIND} {view.job.name}"
+    left = refusal.existing is not None and refusal.existing.owner == namesake
+    return left or ours(view, refusal)
+
+
+def _refused(view: View, refusal: Refusal) -> tuple[str, str]:
     found = refusal.existing
+    if found and passes(view, refusal):
+        what = f"{found.kind} {found.name} of a deleted job of this name is still there"
+        return "WaitingForDeletion", what
     if found:
         what = f"{found.kind} {found.name} exists and is not ours: delete or rename one of them"
         return "NameConflict", what
