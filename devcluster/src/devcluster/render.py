@@ -183,6 +183,8 @@ def kubelet(layout: Layout, node: Node) -> str:
         "serializeImagePulls": False,
         "registerWithTaints": [],
         "syncFrequency": "10s",
+        # Tests kill a container again and again; up to five minutes of rest prove nothing.
+        "crashLoopBackOff": {"maxContainerRestartPeriod": "1s"},
         "nodeStatusUpdateFrequency": "5s",
         "nodeLeaseDurationSeconds": 20,
         # Images come by `load` only: a collected one could not be pulled again.
