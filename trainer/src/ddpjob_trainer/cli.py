@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from ddpjob_trainer import contract
 from ddpjob_trainer.environment import read_launcher
@@ -77,7 +78,50 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="...", help="passed on to PROGRAM"
     )
+    _add_snapshot(commands)
     return parser
+
+
+def _add_snapshot(commands: Any) -> None:
+    snapshot = commands.add_parser(
+        "snapshot",
+        help="look at snapshots, check them, take them along",
+        description="Look at the snapshots of a run. Reads only; safe beside a running job.",
+    )
+    verbs = snapshot.add_subparsers(dest="verb", required=True, metavar="VERB")
+    where = "the snapshot directory: <spec.snapshot.path>/<job name>, or $DDPJOB_SNAPSHOT_DIR"
+    verbs_help = {
+        "ls": "list all snapshots and say which ones a resume would take",
+        "verify": "check every byte; exit code 1 if a snapshot is damaged",
+        "export": "write the model's weights to one file that needs nothing of ours",
+    }
+    for verb, text in verbs_help.items():
+        one = verbs.add_parser(verb, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        one.add_argument("directory", type=Path, metavar="DIR", help=where)
+    one.add_argument("out", type=Path, metavar="FILE", help="file to write; must not exist")
+    one.add_argument("--step", type=int, metavar="N", help="which one (default: the newest valid)")
+    one.add_argument(
+        "--format",
+        choices=("safetensors", "torch"),
+        default="safetensors",
+        help="safetensors (default), or torch: a state_dict as torch.save writes it",
+    )
+
+
+def _snapshot(options: argparse.Namespace) -> int:
+    from ddpjob_trainer.snapshot import tool  # needs torch, which `run` must never import
+
+    try:
+        if options.verb == "ls":
+            return tool.ls(options.directory)
+        if options.verb == "verify":
+            return tool.verify(options.directory)
+        return tool.export(
+            options.directory, options.out, step=options.step, format_=options.format
+        )
+    except (tool.SnapshotToolError, OSError) as error:
+        print(f"ddpjob-trainer: {error}", file=sys.stderr)
+        return 1
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -103,7 +147,8 @@ def _run(options: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code."""
-    return _run(_parser().parse_args(arguments))
+    options = _parser().parse_args(arguments)
+    return _snapshot(options) if options.command == "snapshot" else _run(options)
 
 
 if __name__ == "__main__":

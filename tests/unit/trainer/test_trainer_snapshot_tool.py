@@ -1,0 +1,123 @@
+"""`ddpjob-trainer snapshot` on directories that the real store has written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ddpjob_trainer import cli
+from ddpjob_trainer.environment import Identity
+from ddpjob_trainer.snapshot.format import flatten
+from ddpjob_trainer.snapshot.store import SnapshotStore
+
+
+def model(step: int) -> dict[str, torch.Tensor]:
+    shared = torch.full((4, 2), float(step))
+    return {"embed.weight": shared, "head.weight": shared, "bn.mean": torch.tensor(1.5)}
+
+
+def save(root: Path, attempt: int, *steps: int) -> None:
+    identity = Identity("uid", attempt, 0, unique=True)
+    store, _ = SnapshotStore.open(root, identity, keep=3, resume=True, tell=print)
+    for step in steps:
+        state: dict[str, Any] = {"model": model(step), "registered": {}, "rng": []}
+        store.save(step, flatten(state), {"seed": 7})
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two attempts: the second took step 20 over and went on to 30."""
+    where = tmp_path / "job"
+    save(where, 1, 10, 20)
+    save(where, 2, 30)
+    return where
+
+
+def damage(root: Path, step: int) -> None:
+    for path in root.glob(f"*/step-{step:012d}-*.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.unlink()  # the file may be hard-linked into a newer directory
+        path.write_bytes(data)
+
+
+def test_ls_tells_which_snapshots_count(root: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["snapshot", "ls", str(root)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [(row[1], row[3], row[5]) for row in rows] == [
+        ("1", "10", "current"),
+        ("1", "20", "current"),
+        ("2", "20", "current"),
+        ("2", "30", "current"),
+    ]
+
+
+def test_what_an_attempt_commits_after_it_was_superseded_does_not_count(
+    root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    zombie = root / "00000001"
+    for path in zombie.glob("step-000000000020*"):
+        (zombie / path.name.replace("0020", "0090")).write_bytes(path.read_bytes())
+    cli.main(["snapshot", "ls", str(root)])
+    assert "superseded" in next(
+        line for line in capsys.readouterr().out.splitlines() if line.split()[3] == "90"
+    )
+    out = tmp_path / "out.safetensors"
+    assert cli.main(["snapshot", "export", str(root), str(out)]) == 0
+    assert load_file(out)["bn.mean"] == 1.5
+    assert load_file(out)["head.weight"][0, 0] == 30
+
+
+def test_verify_finds_a_single_flipped_bit(root: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["snapshot", "verify", str(root)]) == 0
+    damage(root, 30)
+    assert cli.main(["snapshot", "verify", str(root)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "DAMAGED" in line] == [
+        line for line in lines if "step-000000000030.json: DAMAGED" in line
+    ]
+
+
+@pytest.mark.parametrize("format_", ["safetensors", "torch"])
+def test_export_can_be_loaded_by_others(root: Path, tmp_path: Path, format_: str):
+    out = tmp_path / "model"
+    assert cli.main(["snapshot", "export", str(root), str(out), "--format", format_]) == 0
+    loaded = load_file(out) if format_ == "safetensors" else torch.load(out, weights_only=True)
+    assert loaded.keys() == model(0).keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model(30).items())
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_export_takes_the_newest_that_is_valid(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    damage(root, 30)
+    out = tmp_path / "model"
+    assert cli.main(["snapshot", "export", str(root), str(out)]) == 0
+    assert load_file(out)["head.weight"][0, 0] == 20
+    assert "passed over" in capsys.readouterr().err
+    assert cli.main(["snapshot", "export", str(root), str(tmp_path / "b"), "--step", "10"]) == 0
+    assert load_file(tmp_path / "b")["head.weight"][0, 0] == 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["ls", "{root}/absent"], "is no directory"),
+        (["verify", "{root}/.."], "did you mean one of: job"),
+        (["export", "{root}", "{root}/../x", "--step", "5"], "steps there: 10, 20, 30"),
+        (["export", "{root}", "{root}/00000001/start.json"], "exists"),
+    ],
+)
+def test_what_cannot_be_had_is_said_in_a_line(
+    root: Path, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+):
+    words = [word.format(root=root) for word in arguments]
+    assert cli.main(["snapshot", *words]) == 1
+    error = capsys.readouterr().err
+    assert told in error
+    assert len(error.splitlines()) == 1
