@@ -1,8 +1,9 @@
 """`make demo`: a DDPJob on a real cluster loses a rank and ends in the same weights.
 
 Everything goes through the tools a user has: helm, kubectl and the example manifest. With
-KUBECONFIG_DEMO set, that cluster is used instead of a local one; its nodes must be able to
-pull the images named in the chart and in the manifest.
+KUBECONFIG_DEMO set, that cluster is used instead of a local one, with the helm and kubectl on
+PATH; an operator that is installed there is left as it is. DDPJOB_DEMO_REGISTRY names where its
+nodes pull the two images from, as REGISTRY/operator:0.1.0 and REGISTRY/trainer:0.1.0.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -25,6 +27,7 @@ CLUSTER = "demo"
 NAMESPACE = "ddpjob-demo"
 SYSTEM = "ddpjob-system"
 IMAGES = ("ddpjob/operator:0.1.0", "ddpjob/trainer:0.1.0")
+REGISTRY = os.environ.get("DDPJOB_DEMO_REGISTRY", "ddpjob")
 JOB, TWIN = "digits", "digits-undisturbed"
 #: The replica that loses its training process, once half of the steps are done.
 VICTIM = 1
@@ -41,7 +44,7 @@ class Tools:
     """kubectl and helm for one cluster, with a clock for the log."""
 
     kubeconfig: Path
-    bin: Path
+    bin: Path | None  # None: those on PATH
     began: float = field(default_factory=time.monotonic)
 
     def say(self, line: str) -> None:
@@ -62,8 +65,8 @@ class Tools:
         return found
 
     def _run(self, program: str, *args: str, stdin: str | None = None, check: bool = True) -> str:
-        own = self.bin / program
-        command = [str(own if own.exists() else program), "--kubeconfig", str(self.kubeconfig)]
+        own = str(self.bin / program) if self.bin else program
+        command = [own, "--kubeconfig", str(self.kubeconfig)]
         done = subprocess.run(
             [*command, *args], input=stdin, capture_output=True, text=True, check=False
         )
@@ -91,11 +94,14 @@ def main() -> int:
 
 def cluster() -> Tools:
     """A local two-node cluster with the images loaded, or the user's own."""
-    binaries = Path(devcluster("build").strip())
     if given := os.environ.get("KUBECONFIG_DEMO"):
         if not Path(given).is_file():
             raise DemoError(f"KUBECONFIG_DEMO: there is no file {given}")
-        return Tools(Path(given), binaries)
+        for program in ("helm", "kubectl"):
+            if shutil.which(program) is None:
+                raise DemoError(f"KUBECONFIG_DEMO needs {program} on PATH: install it")
+        return Tools(Path(given), None)
+    binaries = Path(devcluster("build").strip())
     devcluster("image", "build", "operator", "trainer")
     images = [word for image in IMAGES for word in ("--image", image)]
     kubeconfig = devcluster("up", "--nodes", "2", *images)
@@ -104,7 +110,7 @@ def cluster() -> Tools:
 
 def devcluster(*args: str) -> str:
     """Its progress goes to the terminal, its result comes back."""
-    command = [str(DEVCLUSTER), "--name", CLUSTER, *args]
+    command = [sys.executable, str(DEVCLUSTER), "--name", CLUSTER, *args]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise DemoError(f"`{' '.join(command[1:])}` failed, see above")
@@ -113,12 +119,16 @@ def devcluster(*args: str) -> str:
 
 def install(tools: Tools) -> None:
     """The chart, as README says; progress is read often because the demo is short."""
-    tools.say("installing the operator: helm upgrade --install ddpjob charts/ddpjob")
-    tools.helm(
-        "upgrade", "--install", "ddpjob", str(ROOT / "charts" / "ddpjob"),
-        "--namespace", SYSTEM, "--create-namespace", "--set", "progressSeconds=1",
-        "--wait", "--timeout", "180s",
-    )  # fmt: skip
+    own_cluster = "KUBECONFIG_DEMO" in os.environ
+    if own_cluster and tools.helm("list", "-n", SYSTEM, "-q", "--filter", "^ddpjob$").strip():
+        tools.say("the operator is installed already and left as it is")
+    else:
+        tools.say("installing the operator: helm upgrade --install ddpjob charts/ddpjob")
+        tools.helm(
+            "upgrade", "--install", "ddpjob", str(ROOT / "charts" / "ddpjob"),
+            "--namespace", SYSTEM, "--create-namespace", "--set", "progressSeconds=1",
+            "--set", f"image.repository={REGISTRY}/operator", "--wait", "--timeout", "180s",
+        )  # fmt: skip
     tools._run("kubectl", "create", "namespace", NAMESPACE, check=False)
     tools.say("the operator is ready")
     # A demo that is repeated starts from nothing, snapshots included.
@@ -127,10 +137,15 @@ def install(tools: Tools) -> None:
     tools.kubectl("delete", "-f", str(MANIFEST), "--ignore-not-found", "--wait", "--timeout=120s")
 
 
+def manifest() -> str:
+    """The example as it stands, but for where its image comes from."""
+    return MANIFEST.read_text().replace("image: ddpjob/", f"image: {REGISTRY}/")
+
+
 def run_disturbed(tools: Tools) -> None:
     """The job as it stands in the manifest; one rank is killed half-way."""
     tools.say(f"kubectl apply -f {MANIFEST.relative_to(ROOT)}")
-    tools.kubectl("apply", "-f", str(MANIFEST))
+    tools.kubectl("apply", "-f", "-", stdin=manifest())
     killed = False
     for status in watch(tools, JOB):
         progress = status.get("progress", {})
@@ -164,7 +179,7 @@ def show_cause(tools: Tools) -> None:
 def compare(tools: Tools) -> bool:
     """The same job once more, undisturbed, under another name."""
     tools.say(f"now the same job undisturbed, as {TWIN}")
-    claim, job = MANIFEST.read_text().split("\n---\n", 1)
+    claim, job = manifest().split("\n---\n", 1)
     del claim  # the twin shares the volume; its snapshots have a directory of their own
     twin, count = re.subn(rf"^  name: {JOB}$", f"  name: {TWIN}", job, flags=re.MULTILINE)
     if count != 1:
@@ -237,7 +252,8 @@ def result(tools: Tools, name: str) -> dict[str, str]:
 def next_commands(tools: Tools) -> None:
     """The cluster stays up for the reader to try things."""
     print("The cluster is still up. Try:")
-    print(f"  export KUBECONFIG={tools.kubeconfig} PATH={tools.bin}:$PATH")
+    path = f" PATH={tools.bin}:$PATH" if tools.bin else ""
+    print(f"  export KUBECONFIG={tools.kubeconfig}{path}")
     print(f"  kubectl -n {NAMESPACE} get ddpjobs,pods -o wide")
     print(f"  kubectl -n {NAMESPACE} logs {JOB}-0                     # the last attempt's log")
     print(f"  kubectl -n {NAMESPACE} apply -f manifests/examples/plain-torchrun.yaml")

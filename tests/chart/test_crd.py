@@ -158,8 +158,15 @@ def test_digits_snapshots_lie_on_its_claim() -> None:
 def test_example_scripts_exist() -> None:
     for _, body in jobs():
         (container,) = body["spec"]["template"]["spec"]["containers"]
-        script = container["command"][-1].removeprefix("/workspace/")
-        assert (ROOT / script).is_file(), script
+        (script,) = (word for word in container["command"] if word.startswith("/workspace/"))
+        assert (ROOT / script.removeprefix("/workspace/")).is_file(), script
+
+
+def test_the_job_in_the_readme_is_a_job(validate: Callable[[Any], None]) -> None:
+    text = (ROOT / "README.md").read_text()
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(block.splitlines()) == 15  # as README is asked to show
+    validate(yaml.safe_load(block))
 
 
 def test_smallest_job_fits(validate: Callable[[Any], None]) -> None:

@@ -6,6 +6,7 @@ import random
 import re
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from support.cluster import wait_for
 from support.site import Site, digits
 
 Undisturbed = Callable[[int], dict[str, str]]
-STEPS = 60
+STEPS = 80
 WITHOUT_ROUNDS = {"inPlace": {"enabled": False}}
 
 
@@ -41,10 +42,18 @@ def test_any_replica_lost_in_any_way(site: Site, undisturbed: Undisturbed, how: 
     jobs = {f"lose-{how}-{replica}": replica for replica in range(3)}
     # Without restarts in place a killed process ends the attempt.
     site.apply(*(digits(name, steps=STEPS, restart=WITHOUT_ROUNDS) for name in jobs))
-    before = {}
-    for name, replica in jobs.items():
-        before[name] = site.wait_running(name, 1, step=25)
-        lose(site, f"{name}-{replica}", how)
+    before: dict[str, dict[str, Any]] = {}
+
+    def disturb_who_is_ready() -> bool | None:
+        """Each job at its own moment: waiting for one after the other, the last would end."""
+        for name in jobs.keys() - before.keys():
+            status = site.status(name)
+            if status.get("phase") == "Running" and status.get("progress", {}).get("step", 0) >= 25:
+                before[name] = status
+                lose(site, f"{name}-{jobs[name]}", how)
+        return True if before.keys() == jobs.keys() else None
+
+    wait_for(disturb_who_is_ready, "every job to be half-way", 180)
     for name, replica in jobs.items():
         after = site.wait_phase(name, "Succeeded")
         assert after["attempt"] == 2
@@ -76,11 +85,11 @@ def test_an_operator_killed_while_a_job_runs_changes_nothing(site: Site) -> None
     site.wait_running(name, 1)
     before = {pod: body["metadata"]["uid"] for pod, body in site.pods(name).items()}
     for _ in range(3):
-        seen = site.status(name)["progress"].get("step", 0)
+        seen = site.progress(name, "step")
         site.kill_operator()
         # Its progress moves on only when a new operator process has taken over.
         wait_for(
-            lambda seen=seen: site.status(name)["progress"].get("step", 0) > seen + 5 or None,
+            lambda seen=seen: site.progress(name, "step") > seen + 5 or None,
             "a new operator to report progress", 90,
         )  # fmt: skip
     after = {pod: body["metadata"]["uid"] for pod, body in site.pods(name).items()}
@@ -96,11 +105,11 @@ def test_operator_killed_at_random_moments_of_twenty_restarts(
     name, steps, kills, draw = "operator-killed-often", 150, 20, random.Random(1)
     site.apply(digits(name, steps=steps, step_seconds=0.2, every=5, restart={"maxRestarts": kills}))
     for attempt in range(1, kills + 1):
-        seen = site.wait_running(name, attempt)["progress"].get("snapshotStep", 0)
+        seen = site.wait_running(name, attempt).get("progress", {}).get("snapshotStep", 0)
         if attempt % 4 == 1:  # now and then let training get on
             wait_for(
                 lambda seen=seen: (
-                    site.status(name)["progress"].get("snapshotStep", 0) > seen or None
+                    site.progress(name, "snapshotStep") > seen or None
                 ),
                 "a newer snapshot", 60,
             )  # fmt: skip

@@ -78,6 +78,7 @@ def test_a_missing_claim_is_told(site: Site) -> None:
 def test_a_volume_that_cannot_be_mounted_is_told(site: Site) -> None:
     obj = job("no-config", ["true"])
     obj["spec"]["template"]["spec"]["volumes"] = [{"name": "c", "configMap": {"name": "absent"}}]
+    trainer(obj)["volumeMounts"] = [{"name": "c", "mountPath": "/c"}]  # else nobody waits for it
     site.apply(obj)
     told = wait_condition(site, "no-config", "Stalled", "ContainerCreating")
     assert "kubectl describe pod" in told

@@ -6,6 +6,7 @@ Only the `devcluster` command and kubectl are used, as a user would use them.
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ def wait_for(probe: Callable[[], T | None], what: str, timeout: float = 30) -> T
 
 def _devcluster(name: str, *args: str, timeout: float) -> str:
     done = subprocess.run(
-        [DEVCLUSTER, "--name", name, *args],
+        [sys.executable, DEVCLUSTER, "--name", name, *args],
         capture_output=True, text=True, timeout=timeout, check=False,
     )  # fmt: skip
     if done.returncode:

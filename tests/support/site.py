@@ -57,6 +57,10 @@ class Site:
         found: dict[str, Any] = self.get("ddpjob", name).get("status", {})
         return found
 
+    def progress(self, name: str, field: str) -> int:
+        """A field of .status.progress; 0 before it is known."""
+        return int(self.status(name).get("progress", {}).get(field, 0))
+
     def condition(self, name: str, type_: str) -> dict[str, Any]:
         """A condition of a job; empty if it was never set."""
         found = (c for c in self.status(name).get("conditions", []) if c["type"] == type_)
