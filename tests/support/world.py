@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from typing import Any
+
+import jsonschema
+import yaml
 
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import observe
 from ddpjob_operator.core.plan import plan
+from support.cluster import ROOT
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 JOB_UID = "uid-of-job"
@@ -34,6 +39,34 @@ def job_object(**spec: Any) -> dict[str, Any]:
         },
         "spec": {"replicas": 3, "template": template, **spec},
     }
+
+
+@cache
+def _status_schema() -> dict[str, Any]:
+    definition = yaml.safe_load((ROOT / "manifests" / "crd.yaml").read_text())
+    schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    found: dict[str, Any] = schema["properties"]["status"]
+    return found
+
+
+def check_status(status: object) -> None:
+    """Fail on what the API server would refuse or, without a word, drop."""
+    schema = _status_schema()
+    jsonschema.Draft202012Validator(schema).validate(status)
+    _check_fields(status, schema, "status")
+
+
+def _check_fields(value: object, schema: dict[str, Any], path: str) -> None:
+    if isinstance(value, dict):
+        for key, part in value.items():
+            assert key in schema["properties"], f"the CRD does not know {path}.{key}"
+            _check_fields(part, schema["properties"][key], f"{path}.{key}")
+    elif isinstance(value, list):
+        for part in value:
+            _check_fields(part, schema["items"], path)
+    elif schema.get("format") == "int32":
+        assert isinstance(value, int)
+        assert abs(value) < 2**31, f"{path} is no int32"
 
 
 @dataclass
@@ -72,6 +105,7 @@ class World:
     def carry_out(self, action: act.Action) -> None:
         match action:
             case act.WriteStatus():
+                check_status(action.status)
                 self.job["status"] = dict(action.status)
                 self.outcomes = replace(self.outcomes, status_written_at=self.now)
                 self.events += action.events

@@ -144,6 +144,16 @@ properties:
         description: Rounds in which processes were restarted and the pods kept.
         type: integer
         format: int32
+      disruptions:
+        description: >-
+          Restarts for causes outside the program; maxDisruptions bounds them. A newer snapshot
+          heals them too.
+        type: integer
+        format: int32
+      consecutive:
+        description: Restarts in a row without a newer snapshot; drives the backoff.
+        type: integer
+        format: int32
       snapshotStep:
         description: >-
           Step of the newest committed snapshot known at the last charged restart. A newer

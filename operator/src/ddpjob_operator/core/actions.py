@@ -136,6 +136,7 @@ class Existing:
     attempt: int | None
     deleting: bool
     owner: str = ""  # kind and name of its controller, "DDPJob digits"
+    uid: str = ""
 
 
 @dataclass(frozen=True, slots=True)

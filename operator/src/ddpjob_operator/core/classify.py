@@ -43,8 +43,12 @@ _CODES: Final[Mapping[int, str]] = {
 
 
 def succeeded(pod: Pod) -> bool:
-    """A replica succeeds with its trainer container, whatever its sidecars do."""
-    return pod.trainer.state == "terminated" and pod.trainer.exit_code == 0
+    """A replica succeeds with its trainer container, whatever its sidecars do.
+
+    Not while it is being deleted: a program that ends with 0 when it is told to is not done.
+    """
+    ended = pod.trainer.state == "terminated" and pod.trainer.exit_code == 0
+    return ended and not pod.deleting
 
 
 def running(pod: Pod) -> bool:
@@ -90,6 +94,20 @@ def vanished(replica: int, attempt: int, job_name: str, now: datetime) -> Failur
     )
 
 
+def removed(pod: Pod, now: datetime) -> Failure:
+    """A member that somebody is removing, whatever its container has said so far."""
+    return Failure(
+        attempt=pod.attempt or 0,
+        replica=pod.replica or 0,
+        pod=pod.name,
+        node=pod.node,
+        cls="Disruption",
+        reason=pod.reason or pod.disruption or "PodDeleted",
+        message="the pod is being removed while the gang needs it",
+        detected_at=now,
+    )
+
+
 def cause(failures: Iterable[Failure], finished: Mapping[int, datetime | None]) -> Failure | None:
     """The strongest class, then the earliest end, then the lowest replica."""
 
@@ -104,6 +122,16 @@ def settle(found: Failure) -> Failure:
     """The class of a collateral loss when nobody else turned out to be the cause."""
     asked = found.exit_code == contract.ExitCode.SIGTERM
     return replace(found, cls="Disruption" if asked else "Infrastructure")
+
+
+def raw_reasons(pod: Pod) -> set[str]:
+    """Every reason that Kubernetes gives, for the rules of the user."""
+    return {pod.reason, pod.disruption, pod.trainer.reason} - {""}
+
+
+def leaving(pods: Iterable[Pod]) -> Pod | None:
+    """The first pod that somebody is removing."""
+    return next((pod for pod in pods if pod.deleting or pod.disruption), None)
 
 
 def _class(pod: Pod) -> str:
@@ -125,10 +153,10 @@ def _reason(pod: Pod) -> str:
     trainer = pod.trainer
     if trainer.reason == "OOMKilled":
         return "OOMKilled"
-    if pod.disruption:
-        return pod.disruption
     if pod.reason:
         return pod.reason
+    if pod.disruption:
+        return pod.disruption
     if pod.deleting:
         return "PodDeleted"
     if trainer.restart_count:

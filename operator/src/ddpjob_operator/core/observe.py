@@ -26,6 +26,9 @@ LABEL_JOB_UID: Final = f"{GROUP}/job-uid"
 LABEL_ATTEMPT: Final = f"{GROUP}/attempt"
 LABEL_REPLICA: Final = f"{GROUP}/replica"
 TRAINER_CONTAINER: Final = "trainer"
+#: Names the trainer container on a pod: a webhook may have put another one first.
+ANNOTATION_TRAINER: Final = f"{GROUP}/trainer"
+_INT32: Final = 2**31
 MESSAGE_MAX: Final = 1024
 #: Waiting reasons that do not pass by themselves soon. The kubelet alternates between the
 #: two of a failing pull; one name for both keeps the condition still.
@@ -88,6 +91,7 @@ class Pod:
     ip: str = ""
     deleting: bool = False
     deletion_grace: int | None = None
+    deletion_at: datetime | None = None  # when its grace period is over
     disruption: str = ""  # reason of a true DisruptionTarget condition
     unschedulable: str = ""  # message of PodScheduled=False
     waiting_reason: str = ""  # of the first container that cannot start, e.g. ErrImagePull
@@ -150,18 +154,19 @@ def pod(obj: Mapping[str, Any]) -> Pod:
         replica=_number(labels.get(LABEL_REPLICA)),
         phase=str(status.get("phase") or "Pending"),
         reason=clean(status.get("reason"), 64),
-        message=clean(status.get("message")),
+        message=clean(status.get("message")) or _init_failure(status),
         node=str(spec.get("nodeName") or ""),
         ip=str(status.get("podIP") or ""),
         deleting="deletionTimestamp" in meta,
         deletion_grace=meta.get("deletionGracePeriodSeconds"),
+        deletion_at=parse_time(meta.get("deletionTimestamp")),
         disruption=clean(disruption.get("reason"), 64) or ("Unknown" if disruption else ""),
         unschedulable=clean(unscheduled.get("message"), 300),
         waiting_reason=waiting_reason,
         waiting_message=waiting_message,
         created_at=parse_time(meta.get("creationTimestamp")),
         stopped=_stopped(spec, status),
-        trainer=_trainer(spec, status),
+        trainer=_trainer(_trainer_name(meta, spec), status),
     )
 
 
@@ -197,8 +202,23 @@ def clean(text: object, limit: int = MESSAGE_MAX) -> str:
     return shown if len(shown) <= limit else shown[: limit - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
-def _trainer(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Container:
-    name = trainer_container(spec).get("name")
+def _trainer_name(meta: Mapping[str, Any], spec: Mapping[str, Any]) -> object:
+    noted = mapping(meta.get("annotations")).get(ANNOTATION_TRAINER)
+    return noted or trainer_container(spec).get("name")
+
+
+def _init_failure(status: Mapping[str, Any]) -> str:
+    """Why the pod never got to its trainer: the first init container that failed."""
+    for found in sequence(status.get("initContainerStatuses")):
+        ended = mapping(mapping(mapping(found).get("state")).get("terminated"))
+        code = ended.get("exitCode")
+        if code:
+            said = _tail(ended.get("message"))
+            return clean(f"init container {found.get('name')}: exit code {code}\n{said}")
+    return ""
+
+
+def _trainer(name: object, status: Mapping[str, Any]) -> Container:
     statuses = [s for s in status.get("containerStatuses") or () if isinstance(s, Mapping)]
     found = next((s for s in statuses if s.get("name") == name), None)
     if found is None:
@@ -264,14 +284,14 @@ def _report(text: object) -> Report | None:
     log = tuple(clean(line, 200) for line in lines[-20:]) if isinstance(lines, list) else ()
     return Report(
         kind=clean(raw.get("kind"), 32),
-        rank=_count(raw.get("rank")),
-        code=_count(raw.get("code")),
-        signal=_count(raw.get("signal")),
+        rank=_count(raw.get("rank"), _INT32),
+        code=_count(raw.get("code"), _INT32),
+        signal=_count(raw.get("signal"), _INT32),
         exception=clean(raw.get("exception"), 300),
         log=log,
         step=_count(raw.get("step")),
         loss=_rounded(raw.get("loss"), 6),
-        round=_count(raw.get("round")),
+        round=_count(raw.get("round"), _INT32),
         snapshot_step=_count(raw.get("snapshotStep")),
     )
 
@@ -281,9 +301,9 @@ def _number(label: object) -> int | None:
     return int(text) if text.isdecimal() and len(text) <= 9 else None
 
 
-def _count(value: object) -> int | None:
-    """A non-negative int64, else None."""
-    fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+def _count(value: object, limit: int = 2**63) -> int | None:
+    """A non-negative integer below the limit that the CRD sets, else None."""
+    fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
     return cast("int", value) if fits else None
 
 

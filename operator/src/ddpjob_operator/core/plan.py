@@ -41,6 +41,8 @@ REPORT_INTERVAL: Final = timedelta(seconds=2)
 #: How long a refused creation waits before it is tried again.
 RETRY: Final = timedelta(seconds=2)
 RETRY_CONFLICT: Final = timedelta(seconds=10)
+#: Pods rendered and created in one round; a gang of 10,000 must not stop the others' rounds.
+_BATCH: Final = 500
 
 
 def plan(job: Job, pods: Sequence[Pod], outcomes: Outcomes, now: datetime) -> Plan:
@@ -74,6 +76,9 @@ def plan(job: Job, pods: Sequence[Pod], outcomes: Outcomes, now: datetime) -> Pl
 
 def _decide(view: View) -> Change:
     status, change = view.status, Change(view.status)
+    if any((pod.attempt or 0) > status.attempt for pod in view.others):
+        # Either our view of the job is old, and this write is refused, or etcd was restored.
+        return restart.new_attempt(view, change, "Restarting", 0)
     if finish.past_active_deadline(view):
         what = f"activeDeadlineSeconds {view.spec.active_deadline:g} has passed"
         return finish.fail(view, change, "DeadlineExceeded", what)
@@ -82,7 +87,10 @@ def _decide(view: View) -> Change:
     if status.phase in (None, "Suspended"):
         return _start(view, change)
     if _template_changed(view):
-        what = "spec.template changed while the job was not suspended: change it back"
+        what = (
+            "spec.template changed while the job was not suspended: change it back, or set "
+            "spec.suspend to true and to false again to go on with it"
+        )
         return change.condition("Invalid", True, "TemplateChanged", what, view.now)
     change = change.condition("Invalid", False, "Valid", "", view.now)
     loss = _loss(view)
@@ -94,7 +102,7 @@ def _decide(view: View) -> Change:
         change = startup.advance(view, change)
     elif status.phase in ("Pending", "Restarting") and _barrier_passed(view):
         change = startup.begin(view, change)
-    if change.status.phase == status.phase != "Running":
+    if change.status.phase == status.phase:
         change = report.stall(view, change)
     return change
 
@@ -132,24 +140,25 @@ def _template_changed(view: View) -> bool:
 def _loss(view: View) -> Failure | None:
     """The failure that ends this attempt, or None. One per attempt."""
     nproc, now = view.spec.nproc_per_node, view.now
-    found = [classify.failure(pod, nproc, now) for pod in view.members.values()]
+    members = {r: pod for r, pod in view.members.items() if r not in view.status.succeeded}
+    found = [classify.failure(pod, nproc, now) for pod in members.values()]
     losses = [loss for loss in found if loss is not None]
-    if view.status.phase == "Running":
+    if view.status.phase == "Running" and _confirmed(view):
         losses += [
             classify.vanished(replica, view.status.attempt, view.job.name, now)
             for replica in view.missing
         ]
     finished = {r: pod.trainer.finished_at for r, pod in view.members.items()}
     first = classify.cause(losses, finished)
-    if first is None or first.cls != "Collateral":
+    if first is None or first.cls not in ("Collateral", "User"):
         return first
+    # Peers of a pod that is being removed die of it, each program with a code of its own.
+    leaving = classify.leaving(members.values())
+    if first.cls == "User":
+        return classify.removed(leaving, now) if leaving else first
     if _cause_wait(view) > 0:
         return None
-    leaving = next((p for p in view.members.values() if p.deleting), None)
-    if leaving is not None and leaving.replica is not None:
-        lost = classify.vanished(leaving.replica, view.status.attempt, view.job.name, now)
-        return replace(lost, node=leaving.node)
-    return classify.settle(first)
+    return classify.removed(leaving, now) if leaving else classify.settle(first)
 
 
 def _cause_wait(view: View) -> float:
@@ -168,8 +177,12 @@ def _cause_wait(view: View) -> float:
 def _barrier_passed(view: View) -> bool:
     """No object of an older attempt exists, says a quorum LIST, and the backoff is over."""
     due = view.status.timings.next_restart_at
-    confirmed = view.outcomes.confirmed_attempt == view.status.attempt
-    return confirmed and not view.others and (due is None or view.now >= due)
+    return _confirmed(view) and not view.others and (due is None or view.now >= due)
+
+
+def _confirmed(view: View) -> bool:
+    """This process has read this attempt's pods from the API server itself, not a stale cache."""
+    return view.outcomes.confirmed_attempt == view.status.attempt
 
 
 def _refuse(job: Job, status: Status, message: str, now: datetime) -> Plan:
@@ -218,10 +231,15 @@ def _act(view: View) -> Plan:
 
 
 def _deletions(view: View) -> tuple[Action, ...]:
-    """Pods that are no members go; a longer grace that is already running is cut short."""
-    grace = None if view.status.phase == "Suspended" else finish.DEAD_GANG_GRACE_SECONDS
+    """Pods that are no members go.
+
+    Once a member of their attempt is dead they can save nothing, and a longer grace that is
+    already running is cut short.
+    """
+    dead = {loss.attempt for loss in view.status.failures}
     actions: list[Action] = []
     for pod in view.others:
+        grace = finish.DEAD_GANG_GRACE_SECONDS if pod.attempt in dead else None
         cut = grace is not None and pod.deletion_grace is not None and pod.deletion_grace > grace
         if not pod.deleting or cut:
             actions.append(DeletePod(pod.name, pod.uid, grace))
@@ -232,23 +250,38 @@ def _creations(view: View) -> tuple[Action, ...]:
     """Barrier, then network objects, then pods: one stage a round."""
     attempt, outcomes = view.status.attempt, view.outcomes
     waiting = view.status.phase in ("Pending", "Restarting")
-    if view.status.phase == "Running" or _template_changed(view):
+    if _template_changed(view):
         return ()
-    if outcomes.confirmed_attempt != attempt and (waiting or view.missing):
+    if not _confirmed(view) and (waiting or view.missing):
         due = view.status.timings.next_restart_at
         return () if due and view.now < due else (ConfirmGone(attempt),)
-    if waiting or not view.missing:
+    if waiting or not view.missing or view.status.phase == "Running":
         return ()
     if outcomes.network_attempt != attempt:
         if _resting(view, outcomes.network_refusal):
             return ()
         return (EnsureNetwork(attempt, render.network(view.job, view.spec)),)
     refusals = view.refusals
-    return tuple(
-        CreatePod(replica, attempt, render.pod(view.job, view.spec, attempt, replica))
-        for replica in view.missing
-        if not _resting(view, refusals.get(replica))
+    if any(_resting(view, r) and r.existing is None for r in refusals.values()):
+        return ()  # what refused one pod refuses the others too
+    due_now = [r for r in view.missing if not _resting(view, refusals.get(r))][:_BATCH]
+    return (
+        *(_unlabelled(refusals[r]) for r in due_now if _hidden(view, refusals.get(r))),
+        *(CreatePod(r, attempt, render.pod(view.job, view.spec, attempt, r)) for r in due_now),
     )
+
+
+def _hidden(view: View, refusal: Refusal | None) -> bool:
+    """A pod of ours that no list shows, since somebody took its labels, keeps the name."""
+    found = refusal.existing if refusal else None
+    if found is None or found.kind != "Pod" or found.owner_uid != view.job.uid:
+        return False
+    return not found.deleting and found.attempt != view.status.attempt
+
+
+def _unlabelled(refusal: Refusal) -> DeletePod:
+    assert refusal.existing is not None  # _hidden
+    return DeletePod(refusal.existing.name, refusal.existing.uid, finish.DEAD_GANG_GRACE_SECONDS)
 
 
 def _resting(view: View, refusal: Refusal | None) -> bool:
@@ -277,6 +310,8 @@ def _wake(view: View) -> float | None:
         times.append(_retry_at(view, view.outcomes.network_refusal))
     if view.outcomes.status_written_at:
         times.append(view.outcomes.status_written_at + REPORT_INTERVAL)
+    pods = (*view.members.values(), *view.others)
+    times += [pod.deletion_at + report.PATIENCE for pod in pods if pod.deletion_at]
     left = [(at - now).total_seconds() for at in times if at is not None and at > now]
     wait = _cause_wait(view)
     return min([*left, *([wait] if wait > 0 else [])], default=None)

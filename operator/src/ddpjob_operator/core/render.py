@@ -61,6 +61,7 @@ def pod(job: Job, spec: Spec, attempt: int, replica: int) -> dict[str, Any]:
             "annotations": {
                 "kubectl.kubernetes.io/default-container": trainer.get("name"),
                 **mapping(meta.get("annotations")),
+                observe.ANNOTATION_TRAINER: trainer.get("name"),
             },
             "ownerReferences": [_owner(job)],
         },

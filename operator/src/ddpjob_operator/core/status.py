@@ -33,6 +33,8 @@ def parse_time(text: object) -> datetime | None:
         at = datetime.fromisoformat(text)
     except ValueError:
         return None
+    if at.year > 9000:  # adding a deadline to it would overflow
+        return None
     return at if at.tzinfo else at.replace(tzinfo=UTC)
 
 

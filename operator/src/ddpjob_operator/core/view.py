@@ -53,6 +53,12 @@ class View:
         }
 
     @property
+    def network_refusal(self) -> Refusal | None:
+        """The API's refusal of this attempt's Service or NetworkPolicy."""
+        found = self.outcomes.network_refusal
+        return found if found and found.attempt == self.status.attempt else None
+
+    @property
     def next_attempt(self) -> int:
         """Never below what a pod already carries, even after etcd was restored."""
         seen = [pod.attempt or 0 for pod in self.others]

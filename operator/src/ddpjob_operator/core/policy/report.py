@@ -29,7 +29,10 @@ def fill(view: View, change: Change) -> Change:
         "observed_generation": view.job.generation,
         "progress": _progress(status.progress, view.outcomes.progress),
     }
-    if status.attempt == view.status.attempt:
+    if status.terminal:
+        fields |= {"replicas": replace(_replicas(view), active=0, ready=0)}
+        fields |= {"succeeded": view.succeeded}
+    elif status.members_since == view.status.members_since:
         fields |= {"replicas": _replicas(view), "succeeded": view.succeeded}
     else:
         fields |= {"replicas": Replicas(desired=view.spec.replicas)}
@@ -55,24 +58,37 @@ def stall(view: View, change: Change) -> Change:
 
 
 def _reasons(view: View) -> Iterator[tuple[str, str]]:
-    for refusal in (view.outcomes.network_refusal, *view.refusals.values()):
-        if refusal and not ours(view, refusal):
-            yield _refused(view, refusal)
+    yield from _refusals(view)
+    yield from _stuck_deletions(view)
     for pod in view.members.values():
         if pod.waiting_reason:
             yield pod.waiting_reason, f"pod {pod.name}: {pod.waiting_message}"
     for pod in view.members.values():
         if pod.unschedulable and not pod.node and not _fresh(view, SCHEDULING_PATIENCE):
             yield "Unschedulable", f"pod {pod.name}: {pod.unschedulable}"
-    if _fresh(view):
-        return
-    for pod in view.others:
-        where = f"pod {pod.name} of attempt {pod.attempt} on {pod.node or 'no node'}"
-        yield "WaitingForDeletion", f"{where} is still being deleted"
     for pod in view.members.values():
-        if pod.node and not classify.running(pod) and not classify.succeeded(pod):
+        started = classify.running(pod) or classify.succeeded(pod)
+        if pod.node and not started and not _fresh(view):
             hint = f"see kubectl describe pod -n {pod.namespace} {pod.name}"
             yield "ContainerCreating", f"pod {pod.name} on {pod.node} does not start: {hint}"
+
+
+def _refusals(view: View) -> Iterator[tuple[str, str]]:
+    for refusal in (view.network_refusal, *view.refusals.values()):
+        if refusal and not (ours(view, refusal) and _fresh(view)):
+            yield _refused(view, refusal)
+
+
+def _stuck_deletions(view: View) -> Iterator[tuple[str, str]]:
+    """Pods that outlive their grace period (a dead node), and old ones that hold us up."""
+    for pod in (*view.members.values(), *view.others):
+        if pod.deletion_at and view.now > pod.deletion_at + PATIENCE:
+            cure = "if its node is dead, delete the Node object or taint it out-of-service"
+            yield "WaitingForDeletion", f"pod {pod.name} on {pod.node or 'no node'}: {cure}"
+    if not _fresh(view):
+        for pod in view.others:
+            where = f"pod {pod.name} of attempt {pod.attempt} on {pod.node or 'no node'}"
+            yield "WaitingForDeletion", f"{where} is still being deleted"
 
 
 def _fresh(view: View, patience: timedelta = PATIENCE) -> bool:
@@ -95,12 +111,14 @@ def passes(view: View, refusal: Refusal) -> bool:
 def _refused(view: View, refusal: Refusal) -> tuple[str, str]:
     found = refusal.existing
     if found and passes(view, refusal):
-        what = f"{found.kind} {found.name} of a deleted job of this name is still there"
+        what = f"{found.kind} {found.name} of an earlier attempt or job is still there"
         return "WaitingForDeletion", what
     if found:
         what = f"{found.kind} {found.name} exists and is not ours: delete or rename one of them"
         return "NameConflict", what
-    return (refusal.reason or "CreationFailed"), refusal.message
+    # A reason that is no word, as of a proxy's error page, would make the status invalid.
+    word = refusal.reason.isascii() and refusal.reason.isalnum() and refusal.reason[0].isalpha()
+    return (refusal.reason if word else "CreationFailed"), refusal.message
 
 
 def _replicas(view: View) -> Replicas:

@@ -26,7 +26,7 @@ _DEFAULT_ACTION = {
 def after(view: View, change: Change, loss: Failure) -> Change:
     """Record the loss, then start a new attempt or fail, as rules and budgets say."""
     change = _record(view, change, loss)
-    action = _action(view.spec, loss)
+    action = _action(view, loss)
     if action == "Fail":
         return finish.fail(view, change, "PermanentFailure", describe(loss))
     free = action == "RestartFree"
@@ -90,9 +90,11 @@ def describe(loss: Failure) -> str:
     return f"replica {loss.replica}{rank}{node}: {loss.reason}{code} [{loss.cls}]"
 
 
-def _action(spec: Spec, loss: Failure) -> str:
-    for rule in spec.restart.rules:
-        if loss.exit_code in rule.exit_codes or rule.reasons & {loss.reason, loss.cls}:
+def _action(view: View, loss: Failure) -> str:
+    member = view.members.get(loss.replica)
+    reasons = {loss.reason, loss.cls} | (classify.raw_reasons(member) if member else set())
+    for rule in view.spec.restart.rules:
+        if loss.exit_code in rule.exit_codes or rule.reasons & reasons:
             return rule.action
     return _DEFAULT_ACTION.get(loss.cls, "Restart")
 

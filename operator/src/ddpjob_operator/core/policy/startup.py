@@ -30,10 +30,11 @@ def deadline(view: View) -> datetime:
 
 def advance(view: View, change: Change) -> Change:
     """While Starting: to Running, to Failed (the API will never take it), or release."""
-    refusals = list(view.refusals.values())
+    network = view.network_refusal
+    refusals = [*view.refusals.values(), *([network] if network else [])]
     never = next((r for r in refusals if r.code in (400, 422)), None)
     if never:
-        what = f"the API server refuses the pod: {never.message}"
+        what = f"the API server refuses an object of the gang: {never.message}"
         change = change.condition("Invalid", True, "PodRefused", what, view.now)
         return finish.fail(view, change, "Invalid", what)
     quota = next((r for r in refusals if over_quota(r)), None)
@@ -47,6 +48,9 @@ def advance(view: View, change: Change) -> Change:
     if waiting:
         what = f"pod {waiting[0].name}: {waiting[0].unschedulable}"
         return _release(view, change, "Unschedulable", what)
+    leaving = classify.leaving(view.members.values())
+    if leaving is not None and leaving.replica is not None:
+        return restart.after(view, change, classify.removed(leaving, view.now))
     return restart.after(view, change, _too_slow(view))
 
 
@@ -68,6 +72,10 @@ def _run(view: View, change: Change) -> Change:
     seconds = max(0.0, (view.now - since).total_seconds())
     change = change.with_status(
         phase="Running",
+        # Waiting for capacity was no crash: it must not delay a later restart.
+        restarts=(
+            view.status.restarts if recovered else replace(view.status.restarts, consecutive=0)
+        ),
         timings=replace(
             timings,
             running_at=view.now,

@@ -1,0 +1,230 @@
+"""Stories in which users, webhooks, proxies and stale caches get in the way of the planner."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from ddpjob_operator.core import actions as act
+from ddpjob_operator.core import observe
+from support.world import JOB_UID, World, job_object
+
+
+def started(**spec: object) -> World:
+    return World(job_object(**spec)).settle()
+
+
+def refused(world: World, code: int, reason: str, **more: object) -> act.Refusal:
+    attempt = world.status["attempt"]
+    return act.Refusal(attempt, code, reason, "words", world.now, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("reason", ["Bad Gateway", "Too Many Requests", "", "503", "Überlast"])
+def test_a_refusal_whose_reason_is_no_word_does_not_spoil_the_status(reason: str):
+    world = World()
+    world.refuse_network = lambda _: refused(world, 502, reason)
+    assert world.settle().condition("Stalled")["reason"] == "CreationFailed"
+    world.refuse_network = lambda _: None
+    assert world.wait(2).run().phase == "Running"
+
+
+def test_an_old_refusal_says_nothing_about_a_new_attempt():
+    world = World()
+    world.refuse_network = lambda _: refused(world, 502, "BadGateway")
+    world.settle()
+    assert world.phase == "Starting"
+    world.refuse_network = lambda _: None
+    world.wait(2).run().end(0, 1)
+    kept = replace(refused(world, 502, "BadGateway"), attempt=1)
+    world.outcomes = replace(world.outcomes, network_refusal=kept)
+    assert world.wait(30).run().condition("Stalled")["status"] == "False"
+
+
+def test_numbers_of_a_report_that_no_field_can_hold_are_dropped():
+    world = started().run()
+    report = (
+        '{"version":1,"kind":"exit","rank":5000000000,"round":1099511627776,"signal":2147483648}'
+    )
+    assert world.end(1, 1, message=report).status["attempt"] == 2
+
+
+def test_a_pod_without_its_labels_that_keeps_the_name_is_deleted():
+    world = started().run()
+    del world.pods["job-1"]
+    found = act.Existing("Pod", "job-1", JOB_UID, 1, False, "DDPJob job", "its uid")
+    gone: list[str] = []
+    world.refuse = lambda action: (
+        refused(world, 409, "AlreadyExists", existing=found)
+        if action.replica == 1 and not gone
+        else None
+    )
+    world.settle().now += timedelta(seconds=2)
+    while isinstance((todo := world.plan().actions)[0], act.WriteStatus):
+        world.carry_out(todo[0])
+    deletions = [a for a in todo if isinstance(a, act.DeletePod)]
+    assert [(d.name, d.uid) for d in deletions] == [("job-1", "its uid")]
+    gone.append("job-1")
+    (creation,) = (a for a in todo if isinstance(a, act.CreatePod))
+    world.carry_out(creation)
+    assert world.settle().attempts() == {2}
+
+
+def test_a_container_that_a_webhook_puts_first_is_not_the_trainer():
+    world = started(template={"spec": {"containers": [{"name": "main"}]}})
+    body = world.pods["job-0"]
+    body["spec"]["containers"].insert(0, {"name": "proxy"})
+    state = {"exitCode": 1, "reason": "Error"}
+    body["status"] = {
+        "phase": "Running",
+        "containerStatuses": [
+            {"name": "proxy", "state": {"running": {}}},
+            {"name": "main", "state": {"terminated": state}},
+        ],
+    }
+    assert observe.pod(body).trainer.exit_code == 1
+
+
+def test_a_new_leader_with_a_stale_pod_cache_asks_before_it_calls_a_member_vanished():
+    world = started().run()
+    pods = dict(world.pods)
+    world.pods.clear()  # the watch has not delivered them yet
+    world.restart_operator()
+    counts = world.plan().actions
+    if isinstance(counts[0], act.WriteStatus):  # a report of what is seen, no decision
+        assert (counts[0].status["phase"], counts[0].status["attempt"]) == ("Running", 1)
+        world.carry_out(counts[0])
+    todo = world.plan().actions
+    assert todo == (act.ConfirmGone(1),)
+    world.pods = pods
+    assert world.settle().status["attempt"] == 1
+
+
+def test_a_stale_view_of_the_job_deletes_no_newer_pod():
+    world = started().run()
+    old = {**world.job, "status": dict(world.status)}
+    world.end(1, 1).run()
+    world.job = old
+    (write,) = world.plan().actions  # guarded by the resourceVersion: it will be refused
+    assert isinstance(write, act.WriteStatus)
+
+
+def test_a_drain_of_a_plain_program_is_not_charged_to_it():
+    world = started().run().terminate(2)
+    world.end(0, 1)  # "connection closed by peer" of a script that knows no exit code 75
+    failure = world.status["lastFailure"]
+    assert (failure["class"], failure["replica"]) == ("Disruption", 2)
+    assert world.status["restarts"]["charged"] == 0
+
+
+def test_a_program_that_exits_0_because_it_is_deleted_has_not_succeeded():
+    world = started(replicas=1).run().terminate(0).end(0, 0)
+    assert world.phase != "Succeeded"
+    assert world.status["lastFailure"]["class"] == "Disruption"
+
+
+def test_a_stored_success_stays_whatever_its_pod_says_later():
+    world = started().run().end(0, 0)
+    world.end(0, 137, reason="ContainerStatusUnknown")
+    assert world.status["attempt"] == 1
+
+
+def test_quota_on_services_releases_and_is_not_charged():
+    world = World()
+    denied = "exceeded quota: services"
+    world.refuse_network = lambda _: replace(refused(world, 403, "Forbidden"), message=denied)
+    world.settle()
+    assert world.condition("Stalled")["reason"] == "QuotaExceeded"
+    assert (world.phase, world.status["restarts"]["total"]) == ("Pending", 0)
+
+
+def test_a_member_removed_while_starting_is_not_charged():
+    world = started(startupDeadlineSeconds=60).run(0, 1).terminate(2)
+    assert world.wait(60).status["attempt"] == 2
+    assert world.status["lastFailure"]["class"] == "Disruption"
+
+
+@pytest.mark.parametrize("reason", ["Error", "Evicted", "TerminationByKubelet"])
+def test_rules_match_every_reason_that_kubernetes_gives(reason: str):
+    world = started(restart={"rules": [{"reasons": [reason], "action": "Fail"}]}).run()
+    world.end(0, 1, settle=False)
+    condition = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}
+    world.pods["job-0"]["status"] |= {"reason": "Evicted", "conditions": [condition]}
+    assert world.settle().phase == "Failed"
+    assert world.status["lastFailure"]["reason"] == "Evicted"
+
+
+def test_what_refuses_one_pod_is_not_asked_again_for_each_other():
+    world, asked = World(job_object(replicas=2000)), []
+
+    def no(action: act.CreatePod) -> act.Refusal | None:
+        asked.append(action.replica)
+        return refused(world, 403, "Forbidden")
+
+    world.refuse = no
+    world.settle()
+    assert len(asked) <= 500
+
+
+def test_waiting_for_quota_does_not_delay_a_later_restart():
+    world = World()
+    denied = "exceeded quota: pods"
+    world.refuse = lambda _: replace(refused(world, 403, "Forbidden"), message=denied)
+    world.settle()
+    for _ in range(6):
+        world.wait(300)
+    world.refuse = lambda _: None
+    world.wait(300).run()
+    assert world.end(0, 1).phase == "Starting"
+
+
+def test_a_resume_does_not_cut_short_what_still_saves_a_snapshot():
+    world = started().run()
+    world.graceful = True
+    world.patch(suspend=True).patch(suspend=False)
+    assert world.pods["job-0"]["metadata"]["deletionGracePeriodSeconds"] == 30
+
+
+def test_a_changed_template_can_be_accepted_by_suspend_and_resume():
+    world = started().run()
+    world.patch(template={"spec": {"containers": [{"name": "trainer", "image": "other"}]}})
+    assert "suspend" in world.condition("Invalid")["message"]
+    world.patch(suspend=True).patch(suspend=False).run()
+    assert world.phase == "Running"
+    assert world.condition("Invalid")["status"] == "False"
+
+
+def test_a_pod_that_outlives_its_grace_on_a_dead_node_is_told_while_running():
+    world = started().run().terminate(1)
+    world.pods["job-1"]["metadata"]["deletionTimestamp"] = world.now.isoformat()
+    assert world.wait(2).wait(3).plan().requeue_after == 15
+    world.wait(16)
+    assert world.condition("Stalled")["reason"] == "WaitingForDeletion"
+    assert "out-of-service" in world.condition("Stalled")["message"]
+
+
+def test_counts_after_the_end_and_while_suspended():
+    world = started().run().end(0, 2)
+    assert (world.status["replicas"]["active"], world.status["ready"]) == (0, "0/3")
+    world = started().run().end(0, 0).patch(suspend=True)
+    assert world.status.get("succeededReplicas", "") == ""
+
+
+def test_a_failed_init_container_is_told():
+    world = started()
+    failed = {"terminated": {"exitCode": 3, "message": "no data set"}}
+    world.pods["job-0"]["status"] = {
+        "phase": "Failed",
+        "initContainerStatuses": [
+            {"name": "ok", "state": {"terminated": {"exitCode": 0}}},
+            {"name": "fetch", "state": failed},
+        ],
+    }
+    assert "fetch: exit code 3\nno data set" in world.settle().status["lastFailure"]["message"]
+
+
+def test_a_status_from_the_year_9999_is_no_deadline():
+    world = started(activeDeadlineSeconds=10).run()
+    world.job["status"]["timings"]["startedAt"] = "9999-12-31T23:59:59Z"
+    assert world.settle().phase == "Running"
