@@ -103,7 +103,8 @@ def test_operator_killed_at_random_moments_of_twenty_restarts(
     site: Site, undisturbed: Undisturbed
 ) -> None:
     name, steps, kills, draw = "operator-killed-often", 150, 20, random.Random(1)
-    site.apply(digits(name, steps=steps, step_seconds=0.2, every=5, restart={"maxRestarts": kills}))
+    restart = {"maxRestarts": kills, "backoff": {"initialSeconds": 1, "maxSeconds": 1}}
+    site.apply(digits(name, steps=steps, step_seconds=0.2, every=5, restart=restart))
     for attempt in range(1, kills + 1):
         seen = site.wait_running(name, attempt).get("progress", {}).get("snapshotStep", 0)
         if attempt % 4 == 1:  # now and then let training get on

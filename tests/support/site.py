@@ -25,8 +25,16 @@ from support.cluster import ROOT, Cluster, wait_for
 IMAGES = ("ddpjob/operator:0.1.0", "ddpjob/trainer:0.1.0")
 SYSTEM = "ddpjob-system"
 CLAIM = "snapshots"
-#: Kills the children of PID 1, that is what the launcher has started.
-KILL_TRAINING = r"kill -9 $(grep -l '^PPid:[[:space:]]*1$' /proc/[0-9]*/status | cut -d/ -f3)"
+#: Kills the children of PID 1, that is what the launcher has started, as soon as there are any.
+KILL_TRAINING = r"""
+for i in $(seq 200); do
+  pids=$(grep -l '^PPid:[[:space:]]*1$' /proc/[0-9]*/status 2>/dev/null | cut -d/ -f3)
+  [ -n "$pids" ] && kill -9 $pids && exit 0
+  sleep 0.05
+done
+echo no training process >&2
+exit 9
+"""
 DIGITS = "/workspace/examples/digits.py"
 
 
@@ -132,8 +140,8 @@ class Site:
         ]
         for one in running:
             _, said = one.communicate(timeout=30)
-            # The container may end before the exec session does; then it has worked too.
-            assert b"usage" not in said, said
+            # The container may end before the exec session does (137); then it has worked too.
+            assert one.returncode in (0, 137), said
 
     def kill_operator(self) -> None:
         """SIGKILL the operator's process, from outside its container."""
