@@ -90,6 +90,30 @@ def test_trouble_at_each_write(stage: Arena, harm: Harm, code: int) -> None:
         stage.remove(name)
 
 
+@pytest.mark.parametrize("code", [403, 429, 502, 503])
+def test_a_refusal_in_plain_text_is_told_and_survived(stage: Arena, gang: str, code: int) -> None:
+    """As by a proxy in front, or by the API server's own limiter: no Status, only words."""
+
+    def match(call: Call) -> bool:
+        return call.method == "POST" and f"pods/{gang}-" in call.target
+
+    words = "please come back later"
+    fault = Fault("answer", match, times=10_000, code=code, text=words)
+    fault.headers = {"Retry-After": "0"} if code == 429 else {}
+    stage.proxy.faults = [fault]
+    stage.apply(gang, replicas=REPLICAS)
+    status = stage.wait_status(
+        gang,
+        "it tells of the refusal",
+        lambda s: any(words in c["message"] for c in s.get("conditions") or ()),
+    )
+    told = next(c for c in status["conditions"] if words in c["message"])
+    assert told["reason"] == "CreationFailed", "the words of HTTP are no reason"
+    stage.proxy.faults = []
+    ready(stage, gang)
+    assert stage.status(gang)["restarts"]["total"] == 0
+
+
 def test_a_job_whose_deletion_no_watch_told_is_forgotten(stage: Arena, gang: str) -> None:
     stage.apply(gang)
     ready(stage, gang)

@@ -24,8 +24,9 @@ from support.rest import Object, Rest
 #: kill-before: the operator dies and the call never arrives.
 #: kill-commit: it arrives, but the operator dies before it hears the answer.
 #: kill-reply: the operator dies right after the answer went out.
-#: answer: a made-up error instead of forwarding. lose-call: the connection breaks before,
-#: lose-reply: after it was carried out.
+#: answer: a made-up error instead of forwarding; with ``text`` no Status but that, as from
+#: something in between. lose-call: the connection breaks before, lose-reply: after it was
+#: carried out.
 Harm = Literal["kill-before", "kill-commit", "kill-reply", "answer", "lose-call", "lose-reply"]
 
 
@@ -65,6 +66,7 @@ class Fault:
     times: int = 1
     code: int = 500
     headers: dict[str, str] = field(default_factory=dict)
+    text: str | None = None
     met: int = 0
 
 
@@ -166,6 +168,8 @@ class Proxy:
         return None
 
     def _instead(self, request: web.Request, fault: Fault) -> web.StreamResponse:
+        if fault.harm == "answer" and fault.text is not None:
+            return web.Response(text=fault.text, status=fault.code, headers=fault.headers)
         if fault.harm == "answer":
             status = {
                 "kind": "Status",

@@ -107,13 +107,19 @@ async def test_errors_carry_the_servers_words(
     assert calls == {("get", "pods", code): 1}
 
 
-async def test_a_body_that_is_no_status_is_an_error_too(api: Api, server: Server) -> None:
+@pytest.mark.parametrize("code", [403, 429, 502, 503])
+@pytest.mark.parametrize("text", ["<html>too bad", '{"reason": "Too Bad", "note": "too bad"}'])
+async def test_a_body_that_is_no_status_gives_a_message_but_no_reason(
+    api: Api, server: Server, code: int, text: str
+) -> None:
     async def refuse(request: web.Request) -> web.StreamResponse:
-        return web.Response(status=503, text="<html>bad gateway")
+        return web.Response(status=code, text=text, headers={"Retry-After": "0"})
 
     server.handle = refuse
-    with pytest.raises(errors.Unavailable, match="bad gateway"):
+    with pytest.raises(errors.ApiError, match="too bad") as caught:
         await api.get(PODS, "ns", "x")
+    assert (caught.value.code, caught.value.reason) == (code, "")
+    assert caught.value.message == text
 
 
 async def test_no_answer_may_mean_done(api: Api, server: Server, calls: Counter[Any]) -> None:

@@ -240,3 +240,27 @@ async def test_the_holders_clock_does_not_matter() -> None:
     assert not second.leads(), "an old time in the lease says nothing about its age here"
     await first.die()
     await second.die()
+
+
+async def test_a_renewal_that_comes_late_tells_that_leadership_is_back() -> None:
+    """What was looked at meanwhile was left alone, so it must be looked at again."""
+    server, clock = LeaseServer(), Clock()
+    first = Candidate(server, clock, "a")
+    await clock.pass_by(1)
+    paused: list[bool] = []
+
+    def late(verb: str) -> None:
+        if clock.now < 109:
+            raise errors.Unavailable(503, "", "away")
+        if verb == "replace" and not paused:
+            clock.now += 3.5  # a slow answer, beyond the deadline of the renewal before
+            paused.append(not first.leads())
+
+    server.fail = late
+    await clock.pass_by(20)
+    assert paused == [True]
+    assert first.leads()
+    assert first.changes == [True, True]
+    await clock.pass_by(20)
+    assert first.changes == [True, True], "renewals in time tell nothing"
+    await first.die()

@@ -194,6 +194,20 @@ async def test_a_status_write_of_unknown_fate_reads_the_job_again(stage: Stage, 
     assert stage.recorder.sent == []
 
 
+async def test_a_status_that_is_refused_is_an_error_with_the_servers_words(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused = errors.Invalid(422, "Invalid", "status.step: must be an int32")
+    stage.api.script["replace ddpjobs"] = [refused]
+    with pytest.raises(errors.Invalid):
+        await stage.do(WRITE, create())
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "ns/job" in record.getMessage()
+    assert "status.step: must be an int32" in record.getMessage()
+    assert stage.api.calls == ["replace ddpjobs"]
+    assert stage.recorder.sent == []
+
+
 async def test_a_job_that_is_gone_says_so(stage: Stage) -> None:
     stage.api.script["replace ddpjobs"] = [errors.NotFound(404, "NotFound", "")]
     with pytest.raises(JobGoneError):
@@ -248,8 +262,21 @@ async def test_a_name_that_is_taken_is_a_refusal_that_tells_by_whom(
     assert refusal.existing is not None
     existing = refusal.existing
     assert (existing.owner_uid, existing.attempt, existing.deleting) == (owner, attempt, deleting)
+    assert existing.uid == found["metadata"]["uid"]
     assert (refusal.code, refusal.attempt, refusal.at) == (409, 2, NOW)
     assert stage.pods == kept, "ours is known, so that the planner can remove it"
+
+
+async def test_a_pod_of_ours_that_no_watch_shows_is_in_the_way(stage: Stage) -> None:
+    """Somebody took its label away: the watch said DELETED, but the pod runs on."""
+    stage.store.put_pod(pod())
+    stage.store.remove_pod("p0-2")
+    stage.api.script["create pods"] = [taken()]
+    stage.api.script["get pods"] = [pod(version=11)]
+    await stage.do(create())
+    existing = stage.outcomes.refusals[0].existing
+    assert existing is not None
+    assert (existing.uid, existing.owner_uid, existing.attempt) == ("p0-2", "u1", 2)
 
 
 @pytest.mark.parametrize(("code", "confirmed"), [(403, 2), (422, 2), (500, 0), (0, 0)])

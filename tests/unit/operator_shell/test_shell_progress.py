@@ -61,22 +61,22 @@ async def reading(
         await runner.cleanup()
 
 
-def job(port: int) -> dict[str, Any]:
+def job(port: int, name: str = "job", uid: str = "u1") -> dict[str, Any]:
     return {
-        "metadata": {"namespace": "ns", "name": "job", "uid": "u1", "resourceVersion": "1"},
+        "metadata": {"namespace": "ns", "name": name, "uid": uid, "resourceVersion": "1"},
         "spec": {"metrics": {"port": port}},
         "status": {"phase": "Running", "attempt": 1},
     }
 
 
-def pod(replica: int, ip: str) -> dict[str, Any]:
+def pod(replica: int, ip: str, job: str = "job", uid: str = "u1") -> dict[str, Any]:
     return {
         "metadata": {
             "namespace": "ns",
-            "name": f"job-{replica}",
-            "uid": f"p{replica}",
+            "name": f"{job}-{replica}",
+            "uid": f"{uid}-p{replica}",
             "labels": {LABEL_ATTEMPT: "1", LABEL_REPLICA: str(replica)},
-            "ownerReferences": [{"controller": True, "uid": "u1"}],
+            "ownerReferences": [{"controller": True, "uid": uid}],
         },
         "spec": {"containers": [{"name": "trainer"}]},
         "status": {
@@ -162,6 +162,34 @@ async def test_who_does_not_lead_asks_nobody() -> None:
         await until(lambda: questions == 5)
         assert asked == 0
         await until(lambda: asked > 0)
+
+
+@needs_address
+async def test_jobs_that_never_answer_do_not_silence_the_others() -> None:
+    """More of them than are asked side by side, and all before the one that answers."""
+    steps = 0
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()  # until the other side gives up
+        writer.close()
+
+    async def state(request: web.Request) -> web.StreamResponse:
+        nonlocal steps
+        steps += 1
+        return web.json_response({"step": steps})
+
+    hole = await asyncio.start_server(silent, ADDRESS, 0)
+    port = hole.sockets[0].getsockname()[1]
+    async with reading(state) as (store, _):
+        first = next(store.jobs())
+        store.forget_job(first.key, first.uid)
+        for number in range(40):
+            name, uid = f"silent-{number}", f"s{number}"
+            store.put_job(job(port, name, uid))
+            store.put_pod(pod(0, ADDRESS, name, uid))
+        store.put_job(job(first.spec["metrics"]["port"]))
+        await until(lambda: steps >= 10)  # in rounds of 2 s or more it would take longer
+    hole.close()
 
 
 @pytest.mark.parametrize("ip", ["127.0.0.1", "169.254.169.254", "::1", "224.0.0.1", "", "example"])

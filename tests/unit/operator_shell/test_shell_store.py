@@ -110,16 +110,16 @@ def test_outcomes_of_an_unknown_job_are_not_kept() -> None:
 
 def test_pods_that_come_before_their_job_are_there_when_it_comes() -> None:
     store = Store()
-    assert store.put_pod(pod(3)) is None, "no key to look at yet"
+    assert store.put_pod(pod(3)) == set(), "no key to look at yet"
     store.put_job(job(5))
     assert phases(store) == {"p0": "Pending"}
 
 
 def test_a_pod_event_names_the_job_and_an_echo_does_not() -> None:
     store = stored()
-    assert store.put_pod(pod(6)) == KEY
-    assert store.put_pod(pod(6), from_watch=False) is None
-    assert store.put_pod(pod(5, phase="Running")) is None
+    assert store.put_pod(pod(6)) == {KEY}
+    assert store.put_pod(pod(6), from_watch=False) == set()
+    assert store.put_pod(pod(5, phase="Running")) == set()
     assert phases(store) == {"p0": "Pending"}
     assert store.remove_pod("p0") == KEY
     assert store.remove_pod("p0") is None
@@ -129,15 +129,53 @@ def test_a_pod_without_a_controller_is_nobodys() -> None:
     store = stored()
     body = pod(6)
     del body["metadata"]["ownerReferences"]
-    assert store.put_pod(body) is None
+    assert store.put_pod(body) == set()
     assert store.pod_count() == 0
+
+
+def test_a_pod_that_lost_its_controller_is_its_former_jobs_no_more() -> None:
+    store = stored()
+    store.put_pod(pod(6))
+    stripped = pod(7)
+    stripped["metadata"]["ownerReferences"] = []
+    assert store.put_pod(stripped) == {KEY}, "the former owner is told"
+    assert phases(store) == {}
+    assert store.pod_count() == 0
+    assert store.put_pod(pod(8)) == {KEY}, "given back, it counts again"
+
+
+def test_a_relist_too_shows_that_a_pod_lost_its_controller() -> None:
+    store = stored()
+    store.put_pod(pod(6))
+    stripped = pod(7)
+    del stripped["metadata"]["ownerReferences"]
+    assert store.replace_all_pods(None, [stripped], "20") == {KEY}
+    assert phases(store) == {}
+
+
+def test_a_pod_that_changed_its_owner_is_told_to_both() -> None:
+    store = stored()
+    store.put_job(job(6, uid="u2", name="other"))
+    store.put_pod(pod(7))
+    assert store.put_pod(pod(8, owner="u2")) == {KEY, ("ns", "other")}
+    assert (phases(store), phases(store, "u2")) == ({}, {"p0": "Pending"})
+    assert store.put_pod(pod(7)) == set(), "a late event does not undo it"
+    assert (phases(store), phases(store, "u2")) == ({}, {"p0": "Pending"})
+
+
+def test_a_list_for_a_job_that_is_gone_leaves_nothing_behind() -> None:
+    store = stored()
+    store.put_pod(pod(6))
+    store.forget_job(KEY, "u1")
+    store.replace_pods("u1", [], "20")
+    assert store._gangs == {}
 
 
 def test_a_late_event_does_not_bring_a_removed_pod_back() -> None:
     store = stored()
     store.put_pod(pod(6))
     store.remove_pod("p0")
-    assert store.put_pod(pod(7, phase="Running")) is None
+    assert store.put_pod(pod(7, phase="Running")) == set()
     assert phases(store) == {}
 
 
@@ -148,9 +186,9 @@ def test_a_quorum_list_replaces_the_cache_and_outlives_older_events() -> None:
     store.put_pod(pod(25, "young"))
     store.replace_pods("u1", [pod(19, "kept", phase="Running"), pod(18, "new")], "20")
     assert phases(store) == {"kept": "Running", "new": "Pending", "young": "Pending"}
-    assert store.put_pod(pod(12, "never-seen")) is None, "history: gone again by 20"
-    assert store.put_pod(pod(19, "kept", phase="Failed")) is None
-    assert store.put_pod(pod(21, "kept", phase="Failed")) == KEY
+    assert store.put_pod(pod(12, "never-seen")) == set(), "history: gone again by 20"
+    assert store.put_pod(pod(19, "kept", phase="Failed")) == set()
+    assert store.put_pod(pod(21, "kept", phase="Failed")) == {KEY}
     assert phases(store) == {"kept": "Failed", "new": "Pending", "young": "Pending"}
 
 

@@ -295,8 +295,9 @@ async def _error(response: aiohttp.ClientResponse, what: str) -> errors.ApiError
         status = json.loads(text)
     except ValueError:
         status = None
-    if not isinstance(status, dict):
-        status = {"reason": response.reason, "message": text[:500]}
+    if not isinstance(status, dict) or status.get("kind") != "Status":
+        # From a proxy or a filter in front. HTTP's own phrase ("Bad Gateway") is no reason.
+        status = {"message": text[:500].strip()}
     try:
         retry_after: float | None = float(response.headers.get("Retry-After", ""))
     except ValueError:

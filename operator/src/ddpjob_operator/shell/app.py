@@ -36,7 +36,10 @@ from ddpjob_operator.shell.workqueue import WorkQueue
 
 log = logging.getLogger(__name__)
 
-_LAST_WORK = 5.0  # seconds that work under way gets at the end; the pod's grace is 30
+# Seconds at the end. With _LAST_TASKS twice they stay below the pod's grace of 10.
+_LAST_WORK = 4.0  # for work under way
+_LAST_TASKS = 1.0  # for cancelled tasks
+_LAST_CALLS = 2.0  # for giving the lease back; without, it expires
 _RELIST_FACTOR = 20  # pods are listed anew once for so many resyncs of jobs
 
 
@@ -127,10 +130,14 @@ class App:
                 log.info("asked to stop")
                 await self._finish_work()
                 await _cancel([lease, *tasks])
-                await self._elector.release()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LAST_CALLS):
+                        await self._elector.release()
                 return 0
-            for task in done - {lease}:
-                log.error("%s ended: a bug", task.get_name(), exc_info=task.exception())
+            for task in done:
+                # A lost lease is no bug, and the elector has told of it.
+                if task is not lease or task.exception():
+                    log.error("%s ended: a bug", task.get_name(), exc_info=task.exception())
             return 1
         finally:
             await _cancel([asked, lease, *tasks])
@@ -205,4 +212,4 @@ def _task(name: str, part: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
 async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
-    await asyncio.wait(tasks, timeout=2)
+    await asyncio.wait(tasks, timeout=_LAST_TASKS)

@@ -39,7 +39,9 @@ class Elector:
     """Holds, renews and releases one Lease. ``seconds`` is its duration.
 
     The holder renews every fifth of it and stops acting when two thirds have passed without a
-    renewal, well before anybody else may begin. ``clock`` and ``sleep`` are for tests.
+    renewal, well before anybody else may begin. ``on_change(True)`` is also called when a late
+    renewal ends such a pause, for what was left undone in it. ``clock`` and ``sleep`` are for
+    tests.
     """
 
     def __init__(
@@ -119,7 +121,11 @@ class Elector:
             return None
         if ours:
             # From before the call: the others count from when they saw it, which is later.
+            paused = self._leading and not self.leads()
             self._renewed_at = started
+            if paused:
+                log.warning("renewed the lease %s late: nothing was done meanwhile", self._where)
+                self._on_change(True)
         return ours
 
     async def _acquire(self) -> bool:

@@ -15,7 +15,8 @@ class ApiError(Exception):
     """An unsuccessful call.
 
     ``code`` is the HTTP status, 0 if there was no answer: then a write may or may not have
-    happened. ``reason`` and ``message`` are those of the Status object.
+    happened. ``reason`` and ``message`` are those of the Status object; where the answer was
+    none, the reason is empty and the message is its text.
     """
 
     def __init__(
@@ -27,7 +28,7 @@ class ApiError(Exception):
         retry_after: float | None = None,
         what: str = "",
     ) -> None:
-        answer = f"{code} {reason}" if code else "no answer"
+        answer = f"{code} {reason}".rstrip() if code else "no answer"
         super().__init__(": ".join(part for part in (what, answer, message) if part))
         self.code = code
         self.reason = reason

@@ -155,6 +155,10 @@ class Executor:
             log.info("%s/%s: changed meanwhile, reading it again (uid %s)", *job.key, job.uid)
             await self.refresh(job)
             return False
+        except errors.Invalid as error:
+            # Only a mend here or in the CRD helps; the caller backs off.
+            log.error("%s/%s: its status is refused: %s (uid %s)", *job.key, error, job.uid)
+            raise
         except errors.ApiError as error:
             if error.maybe_done:
                 await self.refresh(job)
@@ -217,7 +221,9 @@ class Executor:
                 existing = _existing("Pod", found) if found else None
                 if existing and found and existing.owner_uid == job.uid:
                     self._store.put_pod(found, from_watch=False)
-                    if existing.attempt == action.attempt and not existing.deleting:
+                    # Without our label no watch shows it: it counts as gone and is in the way.
+                    seen = any(p.uid == existing.uid for p in self._store.pods_of(job.uid))
+                    if seen and existing.attempt == action.attempt and not existing.deleting:
                         self._learn(job.uid, lambda known: _accept(known, action.replica))
                         return None
             refusal = self._refusal(action.attempt, error, existing)
@@ -320,6 +326,7 @@ def _existing(kind: str, obj: Object) -> Existing:
         attempt=int(attempt) if attempt.isdecimal() else None,
         deleting="deletionTimestamp" in meta,
         owner=f"{owner.get('kind')} {owner.get('name')}" if owner else "",
+        uid=str(meta.get("uid") or ""),
     )
 
 

@@ -41,6 +41,7 @@ class PodInformer:
         self._api, self._store, self._namespace = api, store, namespace
         self._changed = changed
         self._relist_seconds = relist_seconds
+        self._gone = 0  # times in a row that the server called our version too old
         self.synced = asyncio.Event()
         self.heard_at = time.monotonic()  # the server said something
         self.alive_at = time.monotonic()  # we did something; if not for long, we are stuck
@@ -54,7 +55,11 @@ class PodInformer:
                 failures = 0
                 await self._watch_from(version)
             except errors.Gone:
+                self._gone += 1
+                self._mark_alive()
                 log.info("pods: the watch is too old, listing again")
+                if self._gone > 1:  # listing did not help: no storm of lists
+                    await asyncio.sleep(_backoff(self._gone - 1))
             except errors.ApiError as error:
                 failures += 1
                 delay = max(_backoff(failures), error.retry_after or 0.0)
@@ -84,7 +89,7 @@ class PodInformer:
                     PODS, self._namespace, version, selector=observe.LABEL_JOB_UID
                 )
                 async for kind, obj in events:
-                    failures = 0
+                    failures = self._gone = 0
                     self._mark_heard()
                     version = obj["metadata"]["resourceVersion"]
                     if kind != "BOOKMARK":
@@ -107,9 +112,9 @@ class PodInformer:
     def _apply(self, kind: str, obj: Object) -> None:
         deleted = kind == "DELETED"
         uid = obj["metadata"]["uid"]
-        key = self._store.remove_pod(uid) if deleted else self._store.put_pod(obj)
-        if key is not None:
-            self._changed(key)
+        for key in {self._store.remove_pod(uid)} if deleted else self._store.put_pod(obj):
+            if key is not None:
+                self._changed(key)
 
     def _mark_alive(self) -> None:
         self.alive_at = time.monotonic()

@@ -24,7 +24,7 @@ from ddpjob_operator.shell.store import Key, Store
 log = logging.getLogger(__name__)
 
 _TIMEOUT = 2.0
-_IN_PARALLEL = 32
+_IN_PARALLEL = 32  # of those that answered last time, and as many of the others
 _DEFAULT_PORT = 9400
 
 
@@ -41,27 +41,51 @@ class ProgressReader:
         self._store, self._changed, self._leads = store, changed, leads
         self._seconds = seconds
         self._due: dict[str, float] = {}  # by job uid
+        self._asking: set[str] = set()
+        self._silent: set[str] = set()  # did not answer last time
+        # Those that run into the timeout wait for one another only.
+        self._gates = {silent: asyncio.Semaphore(_IN_PARALLEL) for silent in (False, True)}
 
     async def run(self) -> None:
         """Read until cancelled."""
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT)
-        connector = aiohttp.TCPConnector(limit=_IN_PARALLEL, force_close=True)
-        async with aiohttp.ClientSession(
-            timeout=timeout, connector=connector, cookie_jar=aiohttp.DummyCookieJar()
-        ) as session:
+        # The gates limit: a wait for one of the connector's would count against the timeout.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with (
+            aiohttp.ClientSession(
+                timeout=timeout, connector=connector, cookie_jar=aiohttp.DummyCookieJar()
+            ) as session,
+            asyncio.TaskGroup() as group,
+        ):
             while True:
                 if self._leads():
-                    reads = (self._read(session, job) for job in self._take_due())
-                    await asyncio.gather(*reads, return_exceptions=True)
+                    for job in self._take_due():
+                        group.create_task(self._ask(session, job))
                 await asyncio.sleep(min(1.0, self._seconds / 2))
 
     def _take_due(self) -> list[observe.Job]:
         now = time.monotonic()
         running = [job for job in self._store.jobs() if job.status.get("phase") == "Running"]
-        due = [job for job in running if self._due.get(job.uid, 0.0) <= now]
+        due = [
+            job
+            for job in running
+            if self._due.get(job.uid, 0.0) <= now and job.uid not in self._asking
+        ]
         self._due = {job.uid: self._due.get(job.uid, 0.0) for job in running}
         self._due.update({job.uid: now + self._seconds for job in due})
+        self._silent &= self._due.keys()
         return due
+
+    async def _ask(self, session: aiohttp.ClientSession, job: observe.Job) -> None:
+        """Read one job's progress when it is its turn; never raises an Exception."""
+        self._asking.add(job.uid)
+        try:
+            async with self._gates[job.uid in self._silent]:
+                await self._read(session, job)
+        except Exception:
+            log.exception("%s/%s: a bug in reading the progress (uid %s)", *job.key, job.uid)
+        finally:
+            self._asking.discard(job.uid)
 
     async def _read(self, session: aiohttp.ClientSession, job: observe.Job) -> None:
         address = self._address(job)
@@ -71,7 +95,9 @@ class ProgressReader:
             raw = await _fetch(session, address)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             log.debug("%s/%s: no progress from %s: %s", *job.key, address, error)
+            self._silent.add(job.uid)
             return
+        self._silent.discard(job.uid)
         found = observe.progress(raw, datetime.now(UTC))
         known = self._store.outcomes(job.uid)
         if found is None or _same(found, known.progress):

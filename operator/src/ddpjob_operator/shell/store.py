@@ -143,25 +143,26 @@ class Store:
 
     # --- pods ---
 
-    def put_pod(self, obj: Object, *, from_watch: bool = True) -> Key | None:
-        """Take a pod. The key of the job that it concerns, or None if nothing changed."""
+    def put_pod(self, obj: Object, *, from_watch: bool = True) -> set[Key]:
+        """Take a pod. The keys of the jobs that it concerns; two if it changed its owner."""
         try:
             pod, version = observe.pod(obj), _version(obj)
         except Exception:
             # One odd pod must not blind the operator to all the others.
             log.exception("a pod that cannot be read is ignored")
-            return None
-        if pod.owner_uid is None or pod.uid in self._buried:
-            return None
-        gang = self._gangs.setdefault(pod.owner_uid, _Gang())
-        if from_watch and version is not None and version <= gang.floor:
-            return None
-        known = gang.pods.get(pod.uid)
-        if known and None not in (known.version, version) and version <= known.version:  # type: ignore[operator]
-            return None
-        gang.pods[pod.uid] = _PodRecord(pod, version)
-        self._owners[pod.uid] = pod.owner_uid
-        return self._keys.get(pod.owner_uid)
+            return set()
+        owner, former = pod.owner_uid, self._owners.get(pod.uid)
+        if pod.uid in self._buried:
+            return set()
+        concerned = {uid for uid in (owner, former) if uid is not None}
+        if any(self._outdated(uid, pod.uid, version, from_watch) for uid in concerned):
+            return set()
+        if former not in (None, owner):
+            self._disown(pod.uid)
+        if owner is not None:
+            self._gangs.setdefault(owner, _Gang()).pods[pod.uid] = _PodRecord(pod, version)
+            self._owners[pod.uid] = owner
+        return {self._keys[uid] for uid in concerned if uid in self._keys}
 
     def remove_pod(self, uid: str) -> Key | None:
         """The pod with that uid is gone for good. The key of the job that it concerns."""
@@ -169,14 +170,8 @@ class Store:
         self._buried.move_to_end(uid)
         if len(self._buried) > _TOMBSTONES:
             self._buried.popitem(last=False)
-        owner = self._owners.pop(uid, None)
-        if owner is None:
-            return None
-        gang = self._gangs[owner]
-        gang.pods.pop(uid, None)
-        if not gang.pods and owner not in self._keys:
-            del self._gangs[owner]
-        return self._keys.get(owner)
+        owner = self._disown(uid)
+        return None if owner is None else self._keys.get(owner)
 
     def replace_pods(self, job_uid: str, items: Iterable[Object], version: str) -> None:
         """A quorum list of one job's pods, read at ``version``, replaces what was cached."""
@@ -184,22 +179,22 @@ class Store:
         for obj in items:
             self._buried.pop(obj["metadata"]["uid"], None)
             self.put_pod(obj, from_watch=False)
-        gang = self._gangs.setdefault(job_uid, _Gang())
-        gang.floor = max(gang.floor, _number(version) or 0)
+        if job_uid in self._keys or job_uid in self._gangs:
+            gang = self._gangs.setdefault(job_uid, _Gang())
+            gang.floor = max(gang.floor, _number(version) or 0)
 
     def replace_all_pods(
         self, namespace: str | None, items: Iterable[Object], version: str
     ) -> set[Key]:
         """A full list by the informer. The keys of all jobs for which something changed."""
         listed = {obj["metadata"]["uid"] for obj in items}
-        changed: set[Key | None] = set()
+        changed: set[Key] = set()
         for job_uid, gang in list(self._gangs.items()):
             pods = [record.pod for record in gang.pods.values()]
             in_scope = bool(pods) and namespace in (None, pods[0].namespace)
-            if in_scope and self._retain(job_uid, listed, version):
-                changed.add(self._keys.get(job_uid))
-        changed.update(self.put_pod(obj) for obj in items)
-        return {key for key in changed if key is not None}
+            if in_scope and self._retain(job_uid, listed, version) and job_uid in self._keys:
+                changed.add(self._keys[job_uid])
+        return changed.union(*(self.put_pod(obj) for obj in items))
 
     def pods_of(self, job_uid: str) -> tuple[observe.Pod, ...]:
         """The pods whose controller is that job, by name."""
@@ -210,6 +205,26 @@ class Store:
     def pod_count(self) -> int:
         """How many pods are cached."""
         return len(self._owners)
+
+    def _outdated(self, owner: str, uid: str, version: int | None, from_watch: bool) -> bool:
+        """Whether something as new or newer is known of that pod among that job's pods."""
+        gang = self._gangs.get(owner)
+        if gang is None or version is None:
+            return False
+        known = gang.pods.get(uid)
+        seen = known.version if known and known.version is not None else -1
+        return version <= max(seen, gang.floor if from_watch else -1)
+
+    def _disown(self, uid: str) -> str | None:
+        """Take the pod from its job; the job's uid."""
+        owner = self._owners.pop(uid, None)
+        if owner is None:
+            return None
+        gang = self._gangs[owner]
+        gang.pods.pop(uid, None)
+        if not gang.pods and owner not in self._keys:
+            del self._gangs[owner]
+        return owner
 
     def _retain(self, job_uid: str, listed: set[str], version: str) -> bool:
         """Remove the job's pods that a list read at ``version`` does not show."""

@@ -1,0 +1,96 @@
+"""The process as a whole: what ends it, what it says then, and how long the end may take."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpjob_operator.shell.app import App
+from ddpjob_operator.shell.credentials import Credentials
+from ddpjob_operator.shell.settings import Settings
+
+DEPLOYMENT = Path(__file__).parents[3] / "charts/ddpjob/templates/deployment.yaml"
+
+
+class FakeConfiguration:
+    host = "http://127.0.0.1:1"
+    ssl_ca_cert = cert_file = key_file = tls_server_name = proxy = None
+    verify_ssl = True
+
+    def get_api_key_with_prefix(self, name: str, alias: str) -> str:
+        return ""
+
+
+async def endless(*_: object) -> None:
+    await asyncio.Event().wait()
+
+
+async def stubborn(*_: object) -> None:
+    """Takes no notice of being cancelled."""
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            if asyncio.get_running_loop().time() > 1000:
+                raise
+
+
+@pytest.fixture
+def app(monkeypatch: pytest.MonkeyPatch) -> App:
+    """An operator of which no part does anything."""
+    made = App(Settings(identity="a"), Credentials(FakeConfiguration(), "default"))
+    for part in (made._resync, made._watcher, made._recorder, made._progress, *made._informers):
+        monkeypatch.setattr(part, "run", endless)
+    monkeypatch.setattr(made._elector, "run", endless)
+    monkeypatch.setattr(made, "_work", endless)
+    return made
+
+
+async def fail() -> None:
+    raise RuntimeError("broken inside")
+
+
+async def lose() -> None:
+    pass
+
+
+@pytest.mark.parametrize("part", ["_elector", "_resync"])
+async def test_a_part_that_fails_ends_the_process_and_tells_why(
+    app: App, part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(getattr(app, part), "run", fail)
+    assert await app._run_parts(asyncio.Event()) == 1
+    assert "broken inside" in caplog.text
+
+
+async def test_a_lost_lease_is_no_bug(
+    app: App, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(app._elector, "run", lose)
+    assert await app._run_parts(asyncio.Event()) == 1
+    assert "bug" not in caplog.text
+
+
+@pytest.mark.looptime
+async def test_the_end_fits_in_the_grace_that_the_chart_gives(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the work, the parts and the API server all hang. Time is simulated."""
+    found = re.search(r"terminationGracePeriodSeconds: (\d+)", DEPLOYMENT.read_text())
+    assert found is not None
+    monkeypatch.setattr(app._resync, "run", stubborn)
+    monkeypatch.setattr(app._queue, "drained", endless)
+    monkeypatch.setattr(app._elector, "release", endless)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    running: asyncio.Task[Any] = asyncio.create_task(app._run_parts(stop))
+    await asyncio.sleep(1)
+    began = loop.time()
+    stop.set()
+    assert await running == 0
+    assert loop.time() - began < int(found[1]) - 1
+    await asyncio.sleep(1000)  # now the stubborn one can be cancelled
