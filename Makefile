@@ -16,7 +16,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; 
 	$$p -c '$(ENOUGH)' >/dev/null 2>&1 && echo $$p && break; done)
 
 BIN := .venv/bin
-DEVCLUSTER := devcluster/devcluster
+DEVCLUSTER = $(PYTHON) devcluster/devcluster
 PYTEST := $(BIN)/python -m pytest
 # More arguments for a level's pytest, a demo or a benchmark: make unit ARGS='-k restart -x'
 ARGS ?=
@@ -52,11 +52,11 @@ unit: setup ## tests of pure code, seconds
 	@$(PYTEST) $(wildcard tests/unit tests/model) $(ARGS)
 
 .PHONY: chart
-chart: setup ## tests of what the Helm chart renders
+chart: setup programs ## tests of what the Helm chart renders
 	@$(PYTEST) tests/chart $(ARGS)
 
 .PHONY: api
-api: setup ## the operator against a real API server and etcd
+api: setup programs ## the operator against a real API server and etcd
 	@$(PYTEST) tests/api $(ARGS)
 
 .PHONY: trainer
@@ -64,12 +64,17 @@ trainer: setup ## training processes on this machine
 	@$(PYTEST) tests/trainer $(ARGS)
 
 .PHONY: cluster
-cluster: setup images ## all of it on a real cluster with kubelets and containers
+cluster: setup programs images ## all of it on a real cluster with kubelets and containers
 	@$(PYTEST) tests/cluster $(ARGS)
 
 .PHONY: test
-test: setup lint images ## lint, then every level in one pytest run
+test: setup lint programs images ## lint, then every level in one pytest run
 	@$(PYTEST) $(LEVELS) $(ARGS)
+
+# Of itself, as compiling takes longer than a test may, and pytest would not show its progress.
+.PHONY: programs
+programs: setup ## build Kubernetes and its tools (once, kept in the cache)
+	@$(DEVCLUSTER) build >/dev/null
 
 .PHONY: images
 images: setup ## build the operator's and the trainer's image
@@ -81,8 +86,8 @@ demo: setup ## train a job on a local cluster, kill a rank, compare with an undi
 
 .PHONY: down
 down: ## remove the clusters of the demo and of the tests
-	@for name in $$($(DEVCLUSTER) list); do case $$name in \
-		demo|test|t-*) $(DEVCLUSTER) --name $$name down;; esac; done
+	@names=$$($(DEVCLUSTER) list); failed=0; for name in $$names; do case $$name in \
+		demo|test|t-*) $(DEVCLUSTER) --name $$name down || failed=1;; esac; done; exit $$failed
 
 .PHONY: bench
 bench: setup ## measure; each benchmark prints a table and writes JSON

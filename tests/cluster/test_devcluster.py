@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -19,19 +20,16 @@ from pathlib import Path
 
 import pytest
 
-from devcluster import cgroups, process
+from devcluster import cgroups, nodespace, process
 from devcluster.cluster import MARK
+from devcluster.cluster import home as cluster_home
+from devcluster.layout import Layout
 from support import cluster as support
 from support.cluster import DEVCLUSTER, Cluster, wait_for
 
 pytestmark = pytest.mark.root
 
 NAME = "t-residue"
-#: Names of programs, as the kernel cuts them, that a cluster runs and might leave.
-PROGRAMS = {
-    "etcd", "kube-apiserver", "kube-controller", "kube-scheduler", "kubelet", "kube-proxy",
-    "coredns", "containerd", "containerd-shim", "runc", "kwok",
-}  # fmt: skip
 PODS = """
 apiVersion: v1
 kind: PersistentVolumeClaim
@@ -85,61 +83,76 @@ def lines(*argv: str) -> set[str]:
 
 
 def others() -> tuple[list[str], list[str]]:
-    """Names of links and cgroups of all other clusters of this machine start with these."""
+    """Return the bridges and the cgroups of all other clusters of this machine."""
     listed = json.loads(subprocess.check_output(["ip", "-j", "link", "show", "type", "bridge"]))
     links, groups = [], []
     for link in listed:
         owner = Path(link.get("ifalias", "").removeprefix("devcluster "))
         if owner.name and owner.name != NAME:
             links.append(link["ifname"])
-            groups.append(f"devcluster-{owner.name}-{link['ifname'].removeprefix('dc')}")
+            layout = Layout(owner.name, int(link["ifname"].removeprefix("dc")), owner)
+            groups += [layout.cgroup, layout.old_cgroup]  # it may be of an earlier version
     return links, groups
 
 
 def traces() -> Traces:
     links, groups = others()
     device = re.compile(rf" dev ({'|'.join(links)})(n\d+)? ") if links else None
-    paths = {
-        str(directory)
-        for hierarchy in cgroups.hierarchies()
-        for directory, _, _ in os.walk(hierarchy.where)
-    }
     shown = json.loads(subprocess.check_output(["ip", "-j", "link", "show"]))
     return Traces(
-        mounts=lines("cat", "/proc/mounts"),
+        mounts=set(mounted()),
         namespaces=lines("ip", "netns", "list") | lines("sh", "-c", "ls /run/netns || true"),
         links={
             link["ifname"]
             for link in shown
-            if not any(link["ifname"] == one or link.get("master") == one for one in links)
+            if link["ifname"] not in links and link.get("master", "dc") not in links
+            if link.get("master", "dc").startswith("dc")  # else of another program's bridge
         },
         routes={
             route
             for route in lines("ip", "route", "show", "table", "all")
             if device is None or not device.search(f"{route} ")
         },
-        tables=lines("nft", "list", "ruleset"),
-        cgroups={path for path in paths if not any(f"/{one}" in path for one in groups)},
-        processes=set(running(groups)),
+        tables=lines("nft", "-s", "list", "ruleset"),
+        cgroups={
+            directory
+            for hierarchy in cgroups.hierarchies()
+            for top in hierarchy.where.glob("devcluster-*")
+            if top.name not in groups
+            for directory, _, _ in os.walk(top)
+        },
+        processes=set(running()),
     )
 
 
-def running(groups: list[str]) -> Iterator[str]:
-    """Processes like a cluster's that are no other cluster's and not of this test."""
+def mounted() -> Iterator[str]:
+    """Mounts that name the cluster, and all at places where a node has mounts of its own.
+
+    Logins, timers and other containers mount elsewhere, and may do so meanwhile.
+    """
+    settings = {f"/proc/sys/{name}" for name in nodespace.SETTINGS}
+    places = {"/proc", "/var/log", *nodespace.COVERED, *settings}
+    places |= {str(hierarchy.where) for hierarchy in cgroups.hierarchies()}
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        number, _, _, root, where = line.split()[:5]
+        if where in places or NAME in line:
+            yield f"{number} {root} on {where}"
+
+
+def running() -> Iterator[str]:
+    """Processes that bear the cluster's mark, live in its cgroup, or name its directory."""
+    state = cluster_home() / NAME
+    mark, group = f"{MARK}={state}".encode(), Layout(NAME, 0, state).cgroup
     for entry in Path("/proc").iterdir():
         try:
             identity = process.identify(int(entry.name))
             name = (entry / "comm").read_text().strip()
-            variables = (entry / "environ").read_bytes().split(b"\0")
-            inside = (entry / "cgroup").read_text()
-            elsewhere = (entry / "ns/pid").readlink() != Path("/proc/self/ns/pid").readlink()
+            marked = mark in (entry / "environ").read_bytes().split(b"\0")
+            inside = f"/{group}" in (entry / "cgroup").read_text()
+            named = f"{state}/".encode() in (entry / "cmdline").read_bytes()
         except (ValueError, OSError):
             continue
-        marks = [one.decode() for one in variables if one.startswith(MARK.encode())]
-        alien = bool(marks) and not marks[0].endswith(f"/{NAME}")
-        if alien or any(f"/{group}/" in inside for group in groups) or identity is None:
-            continue
-        if marks or elsewhere or name in PROGRAMS:
+        if identity is not None and (marked or inside or named):
             yield f"{identity.pid} {identity.started} {name}"
 
 
@@ -164,9 +177,8 @@ def cluster(before: Traces) -> Iterator[Cluster]:
 
 
 def devcluster(*words: str) -> str:
-    done = subprocess.run(
-        [DEVCLUSTER, "--name", NAME, *words], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, DEVCLUSTER, "--name", NAME, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 3), done.stderr
     return done.stdout
 
@@ -174,6 +186,12 @@ def devcluster(*words: str) -> str:
 def status() -> dict[str, object]:
     found: dict[str, object] = json.loads(devcluster("status", "--json"))
     return found
+
+
+def assert_ok() -> None:
+    """Assert that all is up; else show what is not."""
+    found = status()
+    assert found["ok"] is True, json.dumps(found, indent=1)
 
 
 def pod(cluster: Cluster, number: int) -> dict[str, object]:
@@ -211,7 +229,7 @@ def fetch(cluster: Cluster, host: str) -> str | None:
 def test_pods_run_on_both_nodes(cluster: Cluster) -> None:
     for number in (1, 2):
         assert pod(cluster, number)["phase"] == "Running"
-    assert status()["ok"] is True
+    assert_ok()
 
 
 def test_a_pod_that_is_not_ready_has_a_name_and_is_reached_by_it(cluster: Cluster) -> None:
@@ -279,7 +297,7 @@ def test_up_repairs_a_killed_component(cluster: Cluster, component: str) -> None
     wait_for(lambda: process.identify(pid) is None or None, f"{component} to die", 10)
     assert status()["ok"] is False
     devcluster("up")
-    assert status()["ok"] is True
+    assert_ok()
     assert [wait_running(cluster, number) for number in (1, 2)] == containers
 
 
@@ -293,7 +311,7 @@ def test_up_brings_all_back_after_a_reboot(cluster: Cluster) -> None:
             os.kill(record["pid"], signal.SIGKILL)
     subprocess.run(["ip", "link", "del", f"dc{link}"], check=True)
     devcluster("up")
-    assert status()["ok"] is True
+    assert_ok()
     for number in (1, 2):
         wait_restarted(cluster, number, old[number])
     name = "gang-2.gang.default.svc.cluster.local"
@@ -322,4 +340,5 @@ def test_down_leaves_nothing_and_takes_nothing(cluster: Cluster, before: Traces)
         if not any(changed.values()) or time.monotonic() > deadline:
             break
         time.sleep(0.2)
-    assert not any(changed.values()), changed
+    left = {kind: found for kind, found in changed.items() if found}
+    assert not left, json.dumps(left, indent=1)

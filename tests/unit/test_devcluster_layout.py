@@ -83,6 +83,23 @@ def test_an_index_whose_subnets_the_host_routes_elsewhere_is_passed_over(route: 
     assert free_index(set(), [route]) == 1
 
 
-def test_a_route_to_all_of_it_leaves_no_index() -> None:
+def test_a_wide_route_such_as_of_a_vpn_gives_way() -> None:
+    assert free_index(set(), ["10.0.0.0/8", "0.0.0.0/1"]) == 0
+    assert free_index(set(), ["10.128.0.0/12"]) == 16
+
+
+def test_all_indices_may_be_taken() -> None:
     with pytest.raises(Failure, match="taken"):
-        free_index(set(), ["10.0.0.0/8"])
+        free_index(set(range(MAX_INDEX + 1)), [])
+
+
+@pytest.mark.parametrize("home", ["/a b", "/a,b", "/a:b", "/a'b", '/a"b', "/a\\b"])
+def test_a_home_that_configuration_files_would_misread_is_refused(home: str) -> None:
+    with pytest.raises(Failure, match="DEVCLUSTER_HOME"):
+        check_name("dev", Path(home))
+
+
+def test_the_cgroup_goes_by_the_state_directory() -> None:
+    here, there = (Layout("dev", 0, Path(home) / "dev") for home in ("/a", "/b"))
+    assert here.cgroup != there.cgroup
+    assert here.cgroup == Layout("dev", 5, here.state).cgroup

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -83,6 +84,21 @@ def test_a_deaf_process_is_killed(tmp_path: Path) -> None:
             time.sleep(0.01)
         assert process.end([identity_of(child)], seconds=0.3) == []
         assert child.wait(10) == -9
+
+
+def test_a_proxy_of_the_caller_is_not_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example:3128")
+    pid = process.start(["env"], tmp_path / "log", {"MARK": "1"})
+    deadline = time.monotonic() + 10
+    while process.identify(pid) is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    seen = dict(line.split("=", 1) for line in (tmp_path / "log").read_text().splitlines())
+    assert seen["MARK"] == "1"
+    assert seen["PATH"] == os.environ["PATH"]
+    assert "HTTPS_PROXY" not in seen
 
 
 def test_records_are_read_back(tmp_path: Path, child: subprocess.Popen[bytes]) -> None:

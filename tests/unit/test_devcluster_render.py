@@ -6,12 +6,13 @@ import io
 import json
 import tarfile
 import tomllib
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from devcluster import binaries, busybox, cgroups, host, kwok, lifecycle, render, volumes
+from devcluster import binaries, busybox, cgroups, host, kwok, lifecycle, network, render, volumes
 from devcluster.failure import Failure
 from devcluster.layout import Layout
 
@@ -139,7 +140,8 @@ def test_a_program_is_used_only_in_the_right_version(name: str, says: str, suita
 
 
 def node_object(ready: str, *taints: str) -> dict[str, Any]:
-    conditions = [{"type": "Ready", "status": ready}]
+    seen = "2026-01-02T03:04:05Z"
+    conditions = [{"type": "Ready", "status": ready, "lastHeartbeatTime": seen}]
     return {"status": {"conditions": conditions}, "spec": {"taints": [{"key": t} for t in taints]}}
 
 
@@ -148,6 +150,45 @@ def test_a_node_is_ready_once_pods_may_land_there() -> None:
     assert lifecycle.is_ready(node_object("True", "example.com/mine"))
     assert not lifecycle.is_ready(node_object("Unknown"))
     assert not lifecycle.is_ready(node_object("True", "node.kubernetes.io/not-ready"))
+
+
+def test_a_node_that_was_ready_before_its_kubelet_started_is_not_yet() -> None:
+    reported = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC).timestamp()
+    assert lifecycle.is_ready(node_object("True"), reported)
+    assert not lifecycle.is_ready(node_object("True"), reported + 1)
+
+
+@pytest.mark.parametrize(
+    ("rules", "dropped"),
+    [
+        ("-P INPUT DROP\n-P FORWARD ACCEPT\n", False),
+        ("-P FORWARD DROP\n-A FORWARD -i docker0 -o eth0 -j ACCEPT\n", True),
+        ("-P FORWARD DROP\n-A FORWARD -i dc+ -o dc+ -j ACCEPT\n", False),
+        ("-P FORWARD DROP\n-N DOCKER-USER\n-A DOCKER-USER -i dc+ -o dc+ -j ACCEPT\n", False),
+        ("-P FORWARD DROP\n-A FORWARD -i dc+ -o dc+ -j DROP\n", True),
+    ],
+)
+def test_a_firewall_drops_unless_a_rule_lets_nodes_talk(rules: str, dropped: bool) -> None:
+    assert network.drops(rules) is dropped
+
+
+@pytest.mark.parametrize(
+    ("link", "bridge_is_ours", "own"),
+    [
+        ({"ifalias": "devcluster /s/one"}, False, True),
+        ({"ifalias": "devcluster /t/one", "master": "dc3"}, True, False),
+        ({"ifalias": "devcluster /t/one"}, True, False),
+        ({"master": "dc3"}, True, True),
+        ({"master": "dc3"}, False, False),
+        ({"master": "br0"}, True, False),
+        ({}, False, True),
+    ],
+)
+def test_a_link_is_told_from_another_clusters(
+    link: dict[str, Any], bridge_is_ours: bool, own: bool
+) -> None:
+    layout = Layout("one", 3, Path("/s/one"))
+    assert network.is_own(layout, link, bridge_is_ours) is own
 
 
 def test_a_full_disk_is_told_with_the_cure(tmp_path: Path) -> None:

@@ -126,7 +126,8 @@ def _go() -> tuple[str, str]:
             f"Go is not installed, and the cluster is built from source: install Go {wanted}"
             " or newer and put it on PATH"
         )
-    version = host.run([go, "env", "GOVERSION"], cwd=_SOURCE).strip()
+    # Go wants HOME, which a service or a container may lack.
+    version = host.run(["env", f"HOME={Path.home()}", go, "env", "GOVERSION"], cwd=_SOURCE).strip()
     match = re.match(r"go(\d+)\.(\d+)", version)
     if match is None or (int(match[1]), int(match[2])) < _GO:
         raise Failure(f"{go} is {version}: install Go {wanted} or newer and put it on PATH")
@@ -143,7 +144,8 @@ def _build(
 ) -> None:
     """Run a go command; on failure end with what it said last, and what to do."""
     host.require_space(cache_root(), 8, f"building {name}", "DDPJOB_CACHE (and GOCACHE, GOPATH)")
-    environment = {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "", "GOWORK": "off", **variables}
+    variables = {"CGO_ENABLED": "0", "GOFLAGS": "", "GOWORK": "off", **variables}
+    environment = {**os.environ, "HOME": str(Path.home()), **variables}
     with timed(f"building {name} {version} (once; minutes)", log):
         done = subprocess.run(
             command, cwd=directory, env=environment, capture_output=True, text=True, check=False

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 Log = Callable[[str], None]
+#: Locks on what the machine has once, whoever asks and wherever that one keeps a cache.
+LOCKS = Path("/run/lock/devcluster")
 
 
 def cache_root() -> Path:

@@ -102,15 +102,39 @@ def remove(name: str) -> None:
         time.sleep(0.05)
 
 
+def remove_unused(name: str) -> None:
+    """Remove a cgroup that may be another's: only once nothing lives in it, else leave it."""
+    deadline = time.monotonic() + _SECONDS
+    tops = [hierarchy.where / name for hierarchy in hierarchies()]
+    while any(_pids(top) or not _remove_tree(top) for top in tops):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.05)
+
+
+def holds(name: str, pid: int) -> bool:
+    """Tell whether a process lives below cgroup ``name``."""
+    try:
+        return f"/{name}/" in Path(f"/proc/{pid}/cgroup").read_text()
+    except OSError:
+        return False
+
+
 def _kill_all(top: Path) -> None:
+    for pid in _pids(top):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _pids(top: Path) -> list[int]:
+    """Return the processes of a cgroup and of all below it."""
+    found: list[int] = []
     for directory, _, _ in os.walk(top):
         try:
-            pids = (Path(directory) / "cgroup.procs").read_text().split()
+            found += map(int, (Path(directory) / "cgroup.procs").read_text().split())
         except OSError:
             continue  # it is being removed
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+    return found
 
 
 def _remove_tree(top: Path) -> bool:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from devcluster import binaries, cluster, images, lifecycle, status
+from devcluster.api import ApiError
 from devcluster.failure import Failure
 
 
@@ -83,18 +84,25 @@ def run(arguments: argparse.Namespace) -> int:
 def kubectl(name: str, words: Sequence[str]) -> None:
     """Become kubectl of the cluster's version."""
     arguments = list(words[1:] if words[:1] == ["--"] else words)
-    config = cluster.require(name).layout.kubeconfig
+    layout = cluster.require(name).layout
     program = str(binaries.ensure(["kubectl"], say)["kubectl"])
-    os.execv(program, ["kubectl", f"--kubeconfig={config}", *arguments])
+    for variable in ("NO_PROXY", "no_proxy"):
+        before = os.environ.get(variable)
+        os.environ[variable] = f"{before},{layout.gateway}" if before else layout.gateway
+    os.execv(program, ["kubectl", f"--kubeconfig={layout.kubeconfig}", *arguments])
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line; a failure is one line and status 1."""
+    os.umask(0o022)  # pods of no privilege read what is made here
     arguments = parser().parse_args(words)
     try:
         return run(arguments)
     except Failure as failure:
         print(f"devcluster: {failure}", file=sys.stderr)
+        return 1
+    except (OSError, ApiError) as error:
+        print(f"devcluster: {arguments.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("devcluster: interrupted; the same command continues", file=sys.stderr)

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from devcluster import network, process
-from devcluster.cachedir import Log, cache_root, digest, locked
+from devcluster.cachedir import LOCKS, Log, digest, locked
 from devcluster.failure import Failure
 from devcluster.layout import MAX_NODES, Layout, Node, check_name, free_index
 from devcluster.process import Identity, Register
 
 #: In the environment of every process of a cluster; its value is the cluster's state directory.
 MARK = "DEVCLUSTER_STATE"
+_HOME = Path("/var/lib/devcluster")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class Cluster:
 
 def home() -> Path:
     """Return where clusters are kept: $DEVCLUSTER_HOME, else /var/lib/devcluster."""
-    return Path(os.environ.get("DEVCLUSTER_HOME") or "/var/lib/devcluster").absolute()
+    return Path(os.environ.get("DEVCLUSTER_HOME") or _HOME).resolve()
 
 
 def load(name: str) -> Cluster | None:
@@ -125,8 +127,9 @@ def names() -> list[str]:
 
 @contextmanager
 def hold(name: str, log: Log) -> Iterator[None]:
-    """Let one command at a time change a cluster."""
-    with locked(cache_root() / "locks" / f"devcluster-{name}.lock", log):
+    """Let one command at a time change a cluster; refuse a name unfit for one."""
+    check_name(name, home())
+    with locked(LOCKS / f"{name}-{digest(str(home() / name))}.lock", log):
         yield
 
 
@@ -136,20 +139,30 @@ def obtain(name: str, nodes: int | None, kwok: int | None, log: Log) -> Cluster:
         raise Failure(f"--nodes {nodes}: give 0 (control plane only) to {MAX_NODES}")
     found = load(name)
     if found is not None:
-        if not network.claim_bridge(found.layout):
+        with _indices(log):
+            claimed = network.claim_bridge(found.layout)
+        if not claimed:
             raise Failure(
                 f"another cluster has taken {found.layout.bridge} since cluster {name} was made:"
                 f" run `devcluster --name {name} down`, then `up` again"
             )
         cluster = found.grown(nodes, kwok)
     else:
+        require_own(home() / name)
         cluster = _allocate(name, 2 if nodes is None else nodes, kwok or 0, log)
     cluster.save()
     return cluster
 
 
+@contextmanager
+def _indices(log: Log) -> Iterator[None]:
+    """Let one command at a time take an index, over all homes."""
+    with locked(LOCKS / "index.lock", log):
+        yield
+
+
 def _allocate(name: str, nodes: int, kwok: int, log: Log) -> Cluster:
-    with locked(cache_root() / "locks" / "devcluster-index.lock", log):
+    with _indices(log):
         taken = {other.layout.index for one in names() if (other := load(one)) is not None}
         while True:
             index = free_index(taken, network.routes())
@@ -177,12 +190,69 @@ def strays(state: Path) -> list[Identity]:
     return found
 
 
-def remove_state(state: Path) -> None:
-    """Remove a cluster's files, and the home when it was the last."""
-    shutil.rmtree(state, ignore_errors=True)
-    if state.exists():
-        raise Failure(f"{state} could not be removed wholly: look for open mounts below it")
+def require_own(state: Path) -> None:
+    """Refuse a directory that holds files and was not made by devcluster."""
+    if not state.is_symlink():
+        if not state.exists() or (state.is_dir() and not any(state.iterdir())):
+            return
+        bridged = network.index_of(state) is not None
+        if state.is_dir() and (_is_recorded(state) or bridged or strays(state)):
+            return
+    raise Failure(
+        f"{state} is there and is no cluster's, so devcluster neither uses nor removes it:"
+        " move it away, or give another --name or DEVCLUSTER_HOME"
+    )
+
+
+def _is_recorded(state: Path) -> bool:
+    """Tell whether a directory holds a cluster's record: whole, torn, or not yet renamed."""
     try:
-        state.parent.rmdir()
+        record = json.loads((state / "cluster.json").read_text())
     except OSError:
-        return
+        return any(state.glob(".cluster.*"))
+    except ValueError:
+        return True
+    return isinstance(record, dict) and "index" in record
+
+
+def require_no_mounts(state: Path) -> None:
+    """Refuse to remove a directory with something mounted at or below it.
+
+    The nodes' own mounts lie in namespaces of their own, so what this sees is somebody else's.
+    """
+    found = mounts_below(state, Path("/proc/self/mountinfo").read_text())
+    if found:
+        raise Failure(
+            f"{found[0]} is a mount, and what it holds would be removed with the cluster:"
+            f" run `umount {found[0]}` first"
+        )
+
+
+def mounts_below(state: Path, mountinfo: str) -> list[Path]:
+    """Return the mount points at or below a directory, from the text of /proc/self/mountinfo."""
+    found: list[Path] = []
+    for line in mountinfo.splitlines():
+        escaped = line.split()[4]
+        plain = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), escaped)
+        if Path(plain).is_relative_to(state):
+            found.append(Path(plain))
+    return found
+
+
+def remove_state(state: Path) -> None:
+    """Remove a cluster's files, its record last; and the home, when it is the usual and empty."""
+    record = state / "cluster.json"
+    left = [path for path in state.glob("*") if path != record] if state.is_dir() else []
+    for path in left:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+        if path.exists():
+            raise Failure(f"{path} could not be removed wholly: look for what uses it")
+    record.unlink(missing_ok=True)
+    with suppress(FileNotFoundError):
+        state.rmdir()
+    if state.parent == _HOME:
+        with suppress(OSError):
+            _HOME.rmdir()

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from devcluster.cachedir import Log, timed
+from devcluster.cachedir import LOCKS, Log, locked, timed
 from devcluster.failure import Failure
 
 #: A program or a file that tells that a package is installed -> the package.
@@ -24,6 +24,7 @@ NODE_PACKAGES: dict[str, str] = {
     "conntrack": "conntrack",
     "/usr/share/doc/busybox-static": "busybox-static",
 }
+_SYSTEMD = Path("/run/systemd/system")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -96,20 +97,38 @@ def ensure_packages(wanted: Mapping[str, str], log: Log) -> None:
     listed = " ".join(missing)
     if shutil.which("apt-get") is None:
         raise Failure(f"missing programs, and no apt-get to install them with: install {listed}")
-    variables = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *missing]
-    with timed(f"installing Debian packages: {listed}", log):
-        subprocess.run(
-            ["apt-get", "update", "-qq"], env=variables, capture_output=True, check=False
-        )
-        done = subprocess.run(install, env=variables, capture_output=True, text=True, check=False)
-    left = missing_packages(wanted)
+    with locked(LOCKS / "apt.lock", log):
+        missing = missing_packages(wanted)  # another process may have installed them meanwhile
+        if not missing:
+            return
+        no_containerd = shutil.which("containerd") is None
+        with timed(f"installing Debian packages: {' '.join(missing)}", log):
+            said = _apt_get("update") + _apt_get("install", "--no-install-recommends", *missing)
+        left = missing_packages(wanted)
+        if no_containerd and "containerd" in missing and "containerd" not in left:
+            _silence_containerd()
     if left:
-        words = done.stderr.strip().splitlines()
         raise Failure(
-            f"could not install {' '.join(left)}: {words[-1] if words else 'apt-get failed'};"
+            f"could not install {' '.join(left)}: {' | '.join(said) or 'apt-get failed'};"
             " check the network and run `apt-get install` by hand to see more"
         )
+
+
+def _apt_get(verb: str, *words: str) -> list[str]:
+    """Run apt-get, waiting for one that runs already; return its last error, if any."""
+    done = subprocess.run(
+        ["apt-get", verb, "-y", "-qq", "-o", "DPkg::Lock::Timeout=600", *words],
+        env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    lines = [line for line in done.stderr.splitlines() if line.startswith(("E:", "W:"))]
+    return [f"apt-get {verb}: {lines[-1]}"] if lines else []
+
+
+def _silence_containerd() -> None:
+    """Stop the host's own containerd that came with the package: the nodes run theirs."""
+    if _SYSTEMD.is_dir():
+        output(["systemctl", "disable", "--now", "containerd"])
 
 
 def require_space(directory: Path, gibibytes: int, what: str, variable: str) -> None:

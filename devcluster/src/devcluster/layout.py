@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from devcluster.cachedir import digest
 from devcluster.failure import Failure
 
 MAX_INDEX = 63
@@ -20,6 +21,10 @@ API_SERVICE_ADDRESS = "10.96.0.1"
 CLUSTER_DOMAIN = "cluster.local"
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,18}[a-z0-9])?")
 _SOCKET_PATH_LIMIT = 107
+#: What configuration files, `ip`, openssl or mount options would take for something else.
+_UNFIT = re.compile(r"""[\s,:;'"`\\]""")
+#: A route wider than this (a VPN's) leads nowhere in particular, and gives way to narrower ones.
+_WIDEST_ROUTE = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,7 @@ class Layout:
 
     @property
     def alias(self) -> str:
-        """What the bridge's alias says of its owner."""
+        """What the alias of the bridge, and of each node's link, says of its owner."""
         return f"devcluster {self.state}"
 
     @property
@@ -95,7 +100,16 @@ class Layout:
 
     @property
     def cgroup(self) -> str:
-        """The cgroup, in every hierarchy, that holds all of this cluster's containers."""
+        """The cgroup, in every hierarchy, that holds all of this cluster's containers.
+
+        Named after the state directory, as two homes may have the same name and, after a reboot,
+        the same index.
+        """
+        return f"devcluster-{self.name}-{digest(str(self.state))[:8]}"
+
+    @property
+    def old_cgroup(self) -> str:
+        """What that cgroup was called before; another home's may be called the same."""
         return f"devcluster-{self.name}-{self.index}"
 
     @property
@@ -140,6 +154,11 @@ def check_name(name: str, home: Path) -> None:
             f"--name {name!r}: use 1 to 20 lower-case letters, digits and dashes,"
             " a letter or digit first and last"
         )
+    if _UNFIT.search(str(home)):
+        raise Failure(
+            f"DEVCLUSTER_HOME {str(home)!r}: blanks, commas, colons, quotes and backslashes do"
+            " not work in its path: set it to another directory"
+        )
     longest = home / name / f"node{MAX_NODES}" / "containerd.sock.ttrpc"
     if len(str(longest)) > _SOCKET_PATH_LIMIT:
         raise Failure(
@@ -150,7 +169,8 @@ def check_name(name: str, home: Path) -> None:
 
 def free_index(taken: set[int], routes: list[str]) -> int:
     """Return the lowest index that no cluster has and whose subnets overlap none of ``routes``."""
-    used = [ipaddress.ip_network(route, strict=False) for route in routes]
+    every = [ipaddress.ip_network(route, strict=False) for route in routes]
+    used = [route for route in every if route.prefixlen >= _WIDEST_ROUTE]
     for index in range(MAX_INDEX + 1):
         if index in taken:
             continue

@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from devcluster.layout import Layout, Node
 
 _PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 _READY_SECONDS = 90.0
+_NEVER = "1970-01-01T00:00:00Z"
 
 
 def up(
@@ -54,9 +56,8 @@ def up(
     with cluster.hold(name, log):
         started = time.monotonic()
         this = cluster.obtain(name, nodes, fake_nodes, log)
-        warning = network.firewall_warning() if this.nodes > 1 else None
-        if warning is not None:
-            log(f"warning: {warning}")
+        if this.nodes > 1:
+            network.require_forwarding()
         _start(this, programs, log)
         log(f"cluster {name} is up: {time.monotonic() - started:.1f} s")
     for image in wanted_images:
@@ -83,8 +84,9 @@ def _start(this: Cluster, programs: dict[str, Path], log: Log) -> None:
     ]
     this.ensure_process("controller-manager", manager)
     this.ensure_process("scheduler", [programs["kube-scheduler"], *render.scheduler(layout)])
+    since = {node.name: ensure_services(this, node, programs) for node in this.members}
     if this.members:
-        _start_node_services(this, api, programs)
+        _start_shared_services(this, api, programs)
     if "kwok" in programs:
         this.ensure_process("kwok", [programs["kwok"], *kwok.arguments(layout)])
         kwok.ensure_nodes(api, this.kwok)
@@ -94,16 +96,21 @@ def _start(this: Cluster, programs: dict[str, Path], log: Log) -> None:
     wait(this, "controller-manager", lambda: _exists(api, "serviceaccounts/default"))
     wait(this, "controller-manager", lambda: _exists(api, "configmaps/kube-root-ca.crt"))
     for node in this.members:
-        wait(this, f"{node.name}-kubelet", partial(node_is_ready, api, node))
+        wait(this, f"{node.name}-kubelet", partial(node_is_ready, api, node, since[node.name]))
     if this.members:
         wait(this, "coredns", lambda: _answers(f"http://{layout.loopback}:8181/ready"))
 
 
-def _start_node_services(this: Cluster, api: Api, programs: dict[str, Path]) -> None:
+def ensure_services(this: Cluster, node: Node, programs: dict[str, Path]) -> float:
+    """Start a node's kubelet and proxy; return since when a report of that kubelet counts."""
+    now = float(int(time.time()))  # what it reports has whole seconds
+    started = machine.ensure_kubelet(this, node, programs["kubelet"])
+    machine.ensure_proxy(this, node, programs["kube-proxy"])
+    return now if started else 0.0
+
+
+def _start_shared_services(this: Cluster, api: Api, programs: dict[str, Path]) -> None:
     layout = this.layout
-    for node in this.members:
-        machine.ensure_kubelet(this, node, programs["kubelet"])
-        machine.ensure_proxy(this, node, programs["kube-proxy"])
     text = machine.write_if_changed(layout.state / "Corefile", render.corefile(layout))
     this.ensure_process("coredns", [programs["coredns"], "-conf", layout.state / "Corefile"], text)
     api.ensure("/apis/storage.k8s.io/v1/storageclasses", volumes.STORAGE_CLASS)
@@ -132,19 +139,27 @@ def _exists(api: Api, path: str) -> bool:
     return True
 
 
-def node_is_ready(api: Api, node: Node) -> bool:
-    """Tell whether a node is Ready and free of the taints that a lost node has."""
+def node_is_ready(api: Api, node: Node, since: float = 0.0) -> bool:
+    """Tell whether a node said since then that it is Ready, and has no taint of a lost node."""
     try:
         found = api.get(f"/api/v1/nodes/{node.name}")
     except (OSError, ApiError):
         return False
-    return is_ready(found)
+    return is_ready(found, since)
 
 
-def is_ready(node: dict[str, Any]) -> bool:
-    """Tell whether a Node object is Ready and not tainted as lost or new."""
+def is_ready(node: dict[str, Any], since: float = 0.0) -> bool:
+    """Tell whether a Node object is Ready by a report not older than ``since``, and not tainted.
+
+    A kubelet reports as soon as it runs; what stands there before was said by the one before it.
+    """
     conditions = node.get("status", {}).get("conditions", [])
-    ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+    ready = any(
+        one["type"] == "Ready"
+        and one["status"] == "True"
+        and datetime.fromisoformat(one["lastHeartbeatTime"] or _NEVER).timestamp() >= since
+        for one in conditions
+    )
     taints = node.get("spec", {}).get("taints", [])
     return ready and not any(one["key"].startswith("node.kubernetes.io/") for one in taints)
 
@@ -167,6 +182,8 @@ def down(name: str, log: Log) -> None:
         if this is None and not state.exists() and not cluster.strays(state):
             log(f"there is no cluster {name}")
             return
+        cluster.require_own(state)
+        cluster.require_no_mounts(state)
         started = time.monotonic()
         left = process.end(cluster.strays(state), seconds=20, polite=False)
         if left:
@@ -175,7 +192,8 @@ def down(name: str, log: Log) -> None:
             for node in this.members:
                 machine.power_off(this, node)
             network.remove_bridge(this.layout)
-            cgroups.remove(this.layout.cgroup)
+            cgroups.remove_unused(this.layout.old_cgroup)
+        cgroups.remove(Layout(name, 0, state).cgroup)  # the same for every index
         cluster.remove_state(state)
         log(f"cluster {name} is gone: {time.monotonic() - started:.1f} s")
 
@@ -208,14 +226,15 @@ def node_command(name: str, verb: str, number: int, log: Log) -> None:
     node = this.layout.node(number)
     with cluster.hold(name, log):
         if verb == "start":
+            if not network.bridge_is_up(this.layout):
+                raise Failure(f"cluster {name} is down: run `devcluster --name {name} up`")
             programs = binaries.ensure(binaries.NODE, log)
             keep = [path.resolve().parent for path in programs.values()]
             machine.power_on(this, node, keep)
             machine.ensure_containerd(this, node, log)
-            machine.ensure_kubelet(this, node, programs["kubelet"])
-            machine.ensure_proxy(this, node, programs["kube-proxy"])
+            since = ensure_services(this, node, programs)
             api = connect(this.layout)
-            wait(this, f"{node.name}-kubelet", lambda: node_is_ready(api, node))
+            wait(this, f"{node.name}-kubelet", lambda: node_is_ready(api, node, since))
         elif verb == "stop":
             machine.power_off(this, node)
         elif this.register.running(machine.init_name(node)) is None:

@@ -32,7 +32,11 @@ def _script(cluster: Cluster, node: Node, verb: str, config: Mapping[str, object
         env={"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
              MARK: str(cluster.layout.state)},
     )  # fmt: skip
-    said, complaint = done.communicate(timeout=_READY_SECONDS)
+    try:
+        said, complaint = done.communicate(timeout=_READY_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        done.kill()
+        raise Failure(f"{why}: no answer within {_READY_SECONDS:.0f} s") from error
     words = said.split()
     if done.returncode != 0 or not words or (verb == "init" and words[-1] != "ready"):
         lines = complaint.strip().splitlines()
@@ -48,7 +52,7 @@ def init_name(node: Node) -> str:
 def power_on(cluster: Cluster, node: Node, keep: list[Path]) -> Identity:
     """Make the node's namespaces and plug it in, unless it is on; return its PID 1."""
     running = cluster.register.running(init_name(node))
-    if running is not None:
+    if running is not None and cgroups.holds(node.cgroup, running.pid):
         network.reconnect(cluster.layout, node, running.pid)
         return running
     power_off(cluster, node)
@@ -68,7 +72,7 @@ def power_off(cluster: Cluster, node: Node) -> None:
     identity = cluster.register.read(init_name(node))
     if identity is not None and process.end([identity], seconds=20, polite=False):
         raise Failure(f"{node.name} does not end: see `cat /proc/{identity.pid}/stack`")
-    network.disconnect(node)
+    network.disconnect(cluster.layout, node)
     cgroups.remove(node.cgroup)
     for component in (init_name(node), *(f"{node.name}-{kind}" for kind in KINDS)):
         cluster.register.forget(component)
@@ -151,8 +155,8 @@ def load_archive(path: Path, archive: Path) -> None:
     host.run(["ctr", "-a", path, "-n", "k8s.io", "images", "import", archive], timeout=600)
 
 
-def ensure_kubelet(cluster: Cluster, node: Node, program: Path) -> None:
-    """Start the node's kubelet."""
+def ensure_kubelet(cluster: Cluster, node: Node, program: Path) -> bool:
+    """Start the node's kubelet; True when it was started now."""
     layout = cluster.layout
     write_if_changed(node.home / "resolv.conf", "")
     text = write_if_changed(node.home / "kubelet.json", render.kubelet(layout, node))
@@ -165,7 +169,7 @@ def ensure_kubelet(cluster: Cluster, node: Node, program: Path) -> None:
         f"--root-dir={node.home}/kubelet",
         f"--cert-dir={node.home}/kubelet/pki",
     ]
-    ensure_component(cluster, node, "kubelet", argv, text)
+    return ensure_component(cluster, node, "kubelet", argv, text)
 
 
 def ensure_proxy(cluster: Cluster, node: Node, program: Path) -> None:

@@ -8,6 +8,7 @@ from a registry fails at once instead of after a time-out.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from devcluster.failure import Failure
 from devcluster.layout import MAX_NODES, SERVICE_NETWORK, Layout, Node
 
 _DISABLED, _FORWARDING = "0", "3"  # STP states of a bridge port
+_ALLOW = "-i dc+ -o dc+ -j ACCEPT"
+_ALLOWED = re.compile(r"^-A (FORWARD|DOCKER-USER) .*-[io] dc.*-j ACCEPT", re.MULTILINE)
 
 
 def routes() -> list[str]:
@@ -40,11 +43,24 @@ def claim_bridge(layout: Layout) -> bool:
         found = _link(layout.bridge)
         if found is None:
             raise Failure(f"cannot make bridge {layout.bridge}: does this kernel have bridges?")
-        if found.get("ifalias") != layout.alias:
+        if found.get("ifalias") != layout.alias and not _is_abandoned(found):
             return False
     host.run(["ip", "link", "set", layout.bridge, "alias", layout.alias, "up"])
     host.run(["ip", "addr", "replace", f"{layout.gateway}/24", "dev", layout.bridge])
     return True
+
+
+def _is_abandoned(link: dict[str, Any]) -> bool:
+    """Tell whether a bridge is one whose maker died before it put its name on it.
+
+    Whoever makes one holds the lock on indices until the name is there; the address comes later.
+    """
+    name = link["ifname"]
+    if link.get("ifalias") or not host.output(["ip", "link", "show", "type", "bridge", name]):
+        return False
+    ports = json.loads(host.output(["ip", "-j", "link", "show", "master", name]) or "[]")
+    shown = json.loads(host.output(["ip", "-j", "addr", "show", "dev", name]) or "[]")
+    return not any(ports) and not any(one.get("addr_info") for one in shown)
 
 
 def bridge_is_up(layout: Layout) -> bool:
@@ -73,11 +89,13 @@ def remove_bridge(layout: Layout) -> None:
 
 def connect(layout: Layout, node: Node, init: int) -> None:
     """Plug a node, the machine of process ``init``, into the bridge."""
-    disconnect(node)
+    disconnect(layout, node)
     peer = f"{node.link}p"
-    host.run(["ip", "link", "add", node.link, "type", "veth", "peer", "name", peer])
+    pair = ["type", "veth", "peer", "name", peer]
+    host.run(["ip", "link", "add", node.link, "master", layout.bridge, *pair])
+    host.run(["ip", "link", "set", node.link, "alias", layout.alias])
     host.run(["ip", "link", "set", peer, "netns", str(init), "name", "eth0"])
-    host.run(["ip", "link", "set", node.link, "master", layout.bridge, "up"])
+    host.run(["ip", "link", "set", node.link, "up"])
     lines = [
         "link set lo up",
         f"addr add {node.address}/24 dev eth0",
@@ -96,10 +114,11 @@ def connect(layout: Layout, node: Node, init: int) -> None:
 def reconnect(layout: Layout, node: Node, init: int) -> None:
     """Repair the wire of a node that runs: a lost link, a lost bridge, a partition."""
     found = _link(node.link)
-    if found is None:
+    if found is None or not is_own(layout, found, bridge_is_up(layout)):
         connect(layout, node, init)
         return
-    if found.get("master") != layout.bridge:
+    if (found.get("master"), found.get("ifalias")) != (layout.bridge, layout.alias):
+        host.run(["ip", "link", "set", node.link, "alias", layout.alias])
         host.run(["ip", "link", "set", node.link, "master", layout.bridge, "up"])
     if is_partitioned(node):
         partition(node, cut=False)
@@ -112,10 +131,24 @@ def route_to(layout: Layout, node: Node) -> None:
     host.run(["ip", "route", "replace", node.pod_network, *via])
 
 
-def disconnect(node: Node) -> None:
-    """Remove a node's link, and with it the node's end."""
-    # The kernel may be removing it just now, after the death of the node.
-    host.output(["ip", "link", "del", "dev", node.link])
+def disconnect(layout: Layout, node: Node) -> None:
+    """Remove a node's link, and with it the node's end; one of another cluster stays."""
+    found = _link(node.link)
+    if found is not None and is_own(layout, found, bridge_is_up(layout)):
+        # The kernel may be removing it just now, after the death of the node.
+        host.output(["ip", "link", "del", "dev", node.link])
+
+
+def is_own(layout: Layout, link: dict[str, Any], bridge_is_ours: bool) -> bool:
+    """Tell whether a link that has the name of a node's is of this very cluster.
+
+    One without an alias (made by an earlier version, or by an `up` that was interrupted) goes by
+    the bridge that it is plugged into; plugged into none, it serves nobody.
+    """
+    alias, master = link.get("ifalias"), link.get("master")
+    if alias:
+        return bool(alias == layout.alias)
+    return master is None or (master == layout.bridge and bridge_is_ours)
 
 
 def partition(node: Node, cut: bool) -> None:
@@ -130,19 +163,26 @@ def is_partitioned(node: Node) -> bool:
     return any(port.get("state") == "disabled" for port in json.loads(shown or "[]"))
 
 
-def firewall_warning() -> str | None:
-    """Return a warning when the host's firewall is about to drop frames between nodes.
+def require_forwarding() -> None:
+    """Fail when the host's firewall is about to drop frames between nodes.
 
     Docker, for one, makes bridged frames pass the host's FORWARD chain, whose policy it sets to
     DROP. Its rules are the host's own business, so they are not touched here.
     """
     bridged = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
     if not bridged.exists() or bridged.read_text().strip() != "1":
-        return None
-    policy = host.output(["iptables", "-S", "FORWARD"]) if shutil.which("iptables") else None
-    if policy is None or not policy.startswith("-P FORWARD DROP"):
-        return None
-    return (
-        "this host's firewall drops bridged traffic, so nodes may not reach one another;"
-        " allow it with `iptables -I FORWARD -i dc+ -o dc+ -j ACCEPT`"
-    )
+        return
+    rules = host.output(["iptables", "-S"]) if shutil.which("iptables") else None
+    if rules is not None and drops(rules):
+        # Docker keeps its own chain over a restart of its daemon.
+        chain = "DOCKER-USER" if "-N DOCKER-USER" in rules else "FORWARD"
+        raise Failure(
+            "this host's firewall drops bridged traffic, so nodes could not reach one another:"
+            f" run `iptables -I {chain} {_ALLOW}` (undo: `iptables -D {chain} {_ALLOW}`),"
+            " then this again"
+        )
+
+
+def drops(rules: str) -> bool:
+    """Tell whether rules, as `iptables -S` lists them, drop what goes between nodes."""
+    return "-P FORWARD DROP" in rules and _ALLOWED.search(rules) is None

@@ -137,10 +137,15 @@ def start(argv: Sequence[str], log: Path, environment: Mapping[str, str] | None 
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd="/",
-            env={**os.environ, **(environment or {})},
+            # Not all of the caller's: a proxy set there would come between the components.
+            env={**_kept(), **(environment or {})},
             start_new_session=True,
         )
     return process.pid
+
+
+def _kept() -> dict[str, str]:
+    return {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
 
 
 def last_lines(log: Path, count: int = 3) -> str:
