@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
@@ -20,6 +21,15 @@ from ddpjob_trainer.snapshot import disk
 
 STEPS = 14
 EVERY = 4
+
+
+class Checkpointed(nn.Sequential):
+    """Computes its forward again in each backward, also in that of the warm-up."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = checkpoint(super().forward, x, use_reentrant=False)
+        assert isinstance(result, torch.Tensor)
+        return result
 
 
 @dataclass
@@ -65,8 +75,10 @@ class Training:
         )  # fmt: skip
         model = nn.Sequential(
             nn.Linear(48, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Dropout(0.3),
-            nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10),
+            Checkpointed(nn.Linear(256, 256), nn.BatchNorm1d(256)), nn.ReLU(), nn.Linear(256, 10),
         )  # fmt: skip
+        for parameter in model.parameters():
+            parameter.register_hook(lambda grad: grad + 1e-3 * torch.randn_like(grad))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps)
         wrapped, _ = run.prepare(model, optimizer, scheduler=scheduler, bucket_cap_mb=0.05)

@@ -35,6 +35,8 @@ def test_the_operators_environment():  # type: ignore[no-untyped-def]
     assert (env.rank, env.world_size, env.master) == (2, 3, ("j-0.j.n.svc", 29500))
     assert env.identity.key == "abc/4/1"
     assert env.identity.unique
+    restarted = read_worker({"DDPJOB_UID": "abc", "TORCHELASTIC_RESTART_COUNT": "3"})
+    assert restarted.identity.key == "abc/1/3"  # torchrun --max-restarts inside a DDPJob
     assert str(env.snapshot.directory) == "/s/j"
     assert (env.snapshot.every_steps, env.snapshot.keep, env.snapshot.resume) == (20, 2, False)
 
@@ -187,11 +189,13 @@ def test_an_existing_file_only_unless_asked(tmp_path):  # type: ignore[no-untype
 def test_a_ranks_record_survives_and_a_long_exception_fits(tmp_path):  # type: ignore[no-untyped-def]
     writer = RankStateWriter(tmp_path, 3)
     writer.update(step=7, loss=0.25, phase="step")
-    writer.failed(ValueError("\u20ac" * 3000))
-    found = read_state(tmp_path, 3)
-    assert found is not None
-    assert (found.step, found.loss, found.phase) == (7, 0.25, "step")
-    assert found.exception.startswith("ValueError: \u20ac")
+    for character in ("\u20ac", "\U0001f600", "\x01", '"', "\udc80"):
+        writer.failed(ValueError(character * 3000))
+        found = read_state(tmp_path, 3)
+        assert found is not None, character
+        assert (found.step, found.loss, found.phase) == (7, 0.25, "step")
+        assert found.exception.startswith("ValueError: ")
+        assert len(found.exception) >= 50
     assert read_state(tmp_path, 4) is None
 
 

@@ -32,9 +32,10 @@ def state(step: int) -> dict[str, Any]:
 
 
 def open_store(
-    root: Path, attempt: int = 1, *, resume: bool = True, keep: int = 3
+    root: Path, attempt: int = 1, *, uid: str = "u", resume: bool = True, keep: int = 3
 ) -> tuple[SnapshotStore, Loaded | None]:
-    return SnapshotStore.open(root, identity(attempt), keep=keep, resume=resume, tell=print)
+    who = identity(attempt, uid=uid)
+    return SnapshotStore.open(root, who, keep=keep, resume=resume, tell=print)
 
 
 def save(store: SnapshotStore, step: int) -> None:
@@ -286,11 +287,53 @@ def test_a_claim_without_a_start_record_is_on_no_chain(tmp_path):  # type: ignor
 def test_resume_never_begins_a_chain_that_is_followed_then(tmp_path):  # type: ignore[no-untyped-def]
     old, _ = open_store(tmp_path, 1)
     save(old, 50)
-    new, loaded = open_store(tmp_path, 2, resume=False)
+    new, loaded = open_store(tmp_path, 1, uid="new", resume=False)
     assert loaded is None
     assert list(tmp_path.glob("*/step-000000000050.json"))  # not removed in haste
     save(new, 5)
-    check(open_store(tmp_path, 3)[1], 5)
+    check(open_store(tmp_path, 2, uid="new")[1], 5)
+
+
+def test_resume_never_means_the_job_not_each_of_its_attempts(tmp_path):  # type: ignore[no-untyped-def]
+    old, _ = open_store(tmp_path, 1, uid="old")
+    save(old, 50)
+    assert open_store(tmp_path, 1, resume=False)[1] is None
+    assert open_store(tmp_path, 2, resume=False)[1] is None  # nothing of its own yet
+    third, _ = open_store(tmp_path, 3, resume=False)
+    save(third, 5)
+    check(open_store(tmp_path, 4, resume=False)[1], 5)
+
+
+def test_a_zombie_of_a_deleted_job_of_the_same_name_is_refused(tmp_path):  # type: ignore[no-untyped-def]
+    deleted, _ = open_store(tmp_path, 1, uid="deleted")
+    save(deleted, 5)
+    for attempt in (1, 2, 3):
+        live, _ = open_store(tmp_path, attempt, uid="live", keep=2)
+        for step in range(3):
+            save(live, 10 * attempt + step)
+    assert all(s.uid == "live" for s in lineage.read_starts(tmp_path).values())
+    with pytest.raises(PeerLostError, match=r"another job has taken over.*\(uid live\)"):
+        open_store(tmp_path, 2, uid="deleted")
+    # Stopped between its check and its start record, it leads nobody either.
+    late = lineage.claim(tmp_path)
+    lineage.write_start(tmp_path, lineage.Start(late, "deleted", 2, 0))
+    zombie = SnapshotStore(tmp_path, late, 3, print)
+    save(zombie, 99)
+    check(open_store(tmp_path, 4, uid="live")[1], 32)
+
+
+def test_a_start_record_with_a_flipped_bit_is_not_believed(tmp_path, capsys):  # type: ignore[no-untyped-def]
+    zombie, _ = open_store(tmp_path, 1)
+    save(zombie, 10)
+    open_store(tmp_path, 2)
+    save(zombie, 30)
+    record = tmp_path / "00000002/start.json"
+    data = record.read_bytes()
+    assert b'"parent_step":10' in data
+    record.write_bytes(data.replace(b'"parent_step":10', b'"parent_step":30'))
+    assert set(lineage.read_starts(tmp_path)) == {1}
+    open_store(tmp_path, 3)
+    assert "00000002/start.json is not usable" in capsys.readouterr().out
 
 
 def test_another_job_over_the_same_directory_continues_its_newest_chain(tmp_path):  # type: ignore[no-untyped-def]
@@ -323,51 +366,6 @@ def test_retention_keeps_the_newest_and_removes_the_rest(tmp_path):  # type: ign
         "start.json", "step-000000000006.json", "step-000000000007.json",
     ]  # fmt: skip
     assert len([n for n in names if n.endswith(".safetensors")]) == 2
-
-
-# --- Format ---------------------------------------------------------------------------------
-
-
-def test_every_kind_of_value_survives_the_trip(tmp_path):  # type: ignore[no-untyped-def]
-    import numpy as np
-
-    shared = torch.arange(6.0).reshape(2, 3)
-    value = {
-        "ints": {0: "zero", 1: [True, None]},
-        "floats": [0.1, float("inf"), float("-inf")],
-        "tuple": (1, (2, "x")),
-        "bytes": b"\x00\xff",
-        "$odd": 1,
-        "numpy": np.arange(3, dtype=np.float32),
-        "scalar": torch.tensor(3.5, dtype=torch.bfloat16),
-        "bool": torch.tensor([True, False]),
-        "empty": torch.empty(0, 4),
-        "strided": torch.arange(12).reshape(3, 4).t(),
-        "tied": [shared, shared],
-    }
-    store, _ = open_store(tmp_path)
-    store.save(1, flatten(value), {})
-    loaded = open_store(tmp_path, 2)[1]
-    assert loaded is not None
-    found = unflatten(loaded.flat)
-    for name in ("ints", "floats", "tuple", "bytes", "$odd"):
-        assert found[name] == value[name]
-    assert found["numpy"].dtype == np.float32
-    assert found["numpy"].tolist() == [0, 1, 2]
-    for name in ("scalar", "bool", "empty", "strided"):
-        want = value[name]
-        assert isinstance(want, torch.Tensor)
-        assert found[name].dtype == want.dtype
-        assert torch.equal(found[name], want)
-    assert found["tied"][0] is found["tied"][1]
-    assert torch.equal(found["tied"][0], shared)
-    nan = unflatten(flatten({"x": float("nan")}))["x"]
-    assert nan != nan
-
-
-def test_what_cannot_be_stored_is_named():  # type: ignore[no-untyped-def]
-    with pytest.raises(TypeError, match=r"cannot store optimizer/0/fn: a function"):
-        flatten({"optimizer": [{"fn": lambda: None}]})
 
 
 def test_a_file_without_a_chunk_is_incomplete(tmp_path):  # type: ignore[no-untyped-def]

@@ -2,6 +2,6 @@
 
 import sys
 
-from ddpjob_trainer.cli import main
+from ddpjob_trainer.entry import main
 
 sys.exit(main())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -34,6 +35,29 @@ class Ending:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._received)
             signal.signal(signal.SIGINT, self._received)
+            self._mask = threading.local()
+            os.register_at_fork(
+                before=self._before_fork,
+                after_in_parent=self._after_fork,
+                after_in_child=self._in_child,
+            )
+
+    def _before_fork(self) -> None:
+        # A signal that reached the child before it has its own handlers would be forgotten.
+        self._mask.old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+
+    def _after_fork(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask.old)
+
+    def _in_child(self) -> None:
+        """A child, of multiprocessing say, has no step to finish: it ends when it is told to."""
+        for signum, default in (
+            (signal.SIGTERM, signal.SIG_DFL),
+            (signal.SIGINT, signal.default_int_handler),
+        ):
+            if signal.getsignal(signum) == self._received:
+                signal.signal(signum, default)
+        self._after_fork()
 
     def watch_exceptions(self) -> None:
         """Take sys.excepthook, again after torch has put its own around ours.
@@ -65,10 +89,15 @@ class Ending:
         say(self._rank, f"stopped after step {step} by {signal.Signals(self.signal).name}")
         leave(128 + self.signal)
 
-    def if_peer_lost(self, error: BaseException) -> None:
-        """End with exit code 75 if the error says that another rank is gone."""
+    def if_peer_lost(self, error: BaseException, *, explain: bool = False) -> None:
+        """End with exit code 75 if the error says that another rank is gone.
+
+        ``explain``: print the traceback too, unless the error is our own.
+        """
         if not is_peer_loss(error):
             return
+        if explain and not isinstance(error, PeerLostError):
+            self._hook(type(error), error, error.__traceback__)
         lost = error if isinstance(error, PeerLostError) else PeerLostError(brief(error))
         self._state.failed(lost)
         say(
@@ -82,7 +111,7 @@ class Ending:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         """Report, run exit handlers, and end without waiting for peers."""
-        self.if_peer_lost(error)
+        self.if_peer_lost(error, explain=True)
         self._state.failed(error)
         self._hook(kind, error, trace)
         if issubclass(kind, KeyboardInterrupt):

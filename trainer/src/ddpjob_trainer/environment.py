@@ -115,7 +115,8 @@ def _identity(env: Mapping[str, str]) -> Identity:
         return Identity(
             uid,
             _integer(env, contract.ATTEMPT, 1),
-            _integer(env, contract.ROUND, 0),
+            # torchrun's restarts inside a DDPJob: the operator's round stays, the count grows.
+            _integer(env, contract.ROUND, _integer(env, "TORCHELASTIC_RESTART_COUNT", 0)),
             unique=True,
         )
     # torchrun, or our launcher standing alone; torchrun's default run id is "none".

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpjob_trainer import rng
 from ddpjob_trainer.errors import ConfigError
 
 LEVELS = ("off", "resume")
@@ -50,12 +51,16 @@ def pin_arithmetic(level: str, threads: int) -> None:
 def warm_up(model: DistributedDataParallel, loss: torch.Tensor) -> None:
     """Run backward once for its bucket order only; the caller then runs it for real.
 
-    Nothing that user code can see is left behind: no gradient, no changed buffer, and no random
-    number is drawn, for a backward reuses the masks of its forward.
+    Nothing that user code can see is left behind: gradients, random numbers that gradient hooks
+    drew, and buffers that a checkpointed forward changed again are put back.
     """
     if model.find_unused_parameters and not model.static_graph:
         return  # such a reducer never regroups
-    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    buffers = [(buffer, buffer.clone()) for buffer in model.module.buffers()]
+    with rng.preserved():
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    for buffer, before in buffers:
+        buffer.data.copy_(before)  # .data: the graph checks the version of what it has saved
     for parameter in model.parameters():
         parameter.grad = None
     # What DistributedDataParallel does between two steps, without the forward in between.

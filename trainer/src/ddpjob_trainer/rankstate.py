@@ -56,16 +56,21 @@ class RankStateWriter:
         if self._fd < 0:
             return
         record = asdict(self.state)
-        text = json.dumps(record)
-        if len(text) >= BLOCK:
-            record["exception"] = self.state.exception[: _MAX_EXCEPTION // 4]
-            text = json.dumps(record)
-        os.pwrite(self._fd, text.encode()[: BLOCK - 1].ljust(BLOCK - 1) + b"\n", 0)
+        data = _encode(record)
+        if len(data) >= BLOCK:  # quotes and control characters grow when escaped
+            record["exception"] = self.state.exception[: _MAX_EXCEPTION // 8]
+            data = _encode(record)
+        os.pwrite(self._fd, data[: BLOCK - 1].ljust(BLOCK - 1) + b"\n", 0)
 
     def failed(self, exception: BaseException) -> None:
         """Record why this process ends."""
         text = f"{type(exception).__name__}: {exception}".splitlines()[0]
-        self.update(exception=text[:_MAX_EXCEPTION])
+        cut = text.encode(errors="replace")[:_MAX_EXCEPTION].decode(errors="ignore")
+        self.update(exception=cut)
+
+
+def _encode(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, ensure_ascii=False).encode()
 
 
 def read_state(directory: Path, rank: int) -> RankState | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -24,7 +25,7 @@ from ddpjob_trainer.order import DataOrder
 from ddpjob_trainer.progress import Progress
 from ddpjob_trainer.snapshotting import Snapshots
 from ddpjob_trainer.state import Stateful, TrainingState, flat_sha256, weights_sha256
-from ddpjob_trainer.world import World, say
+from ddpjob_trainer.world import World, agree, say
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 Metric = Callable[[torch.nn.Module, Any], torch.Tensor | float]
@@ -75,6 +76,10 @@ class _Trained:
     clip: float | None
     state: TrainingState
     warm: bool = False
+    forwards: int = 0  # through the wrapper, with gradients, since the last backward
+
+    def count_forward(self, *_: object) -> None:
+        self.forwards += torch.is_grad_enabled()
 
 
 class Run:
@@ -152,6 +157,7 @@ class Run:
         if scheduler is not None:
             state.register("scheduler", scheduler)
         self._trained = _Trained(wrapped, optimizer, scheduler, clip_grad_norm, state)
+        wrapped.register_forward_pre_hook(self._trained.count_forward)
         return wrapped, optimizer
 
     def register(self, name: str, obj: Stateful) -> None:
@@ -163,12 +169,16 @@ class Run:
     def steps(self, dataset: batches.Dataset) -> Iterator[Step]:
         """Yield the steps that are still to do, after the newest snapshot if there is one."""
         trained = self._ready("steps()")
+        if self._config:
+            raise ConfigError("steps() was called twice; it counts all epochs itself")
         batches.check(dataset)
         order = DataOrder(self.options.seed, len(dataset), self.options.global_batch)
         order.shard(0, self.rank, self.world_size)  # says now if it cannot be divided
         self._config = self._fingerprint(len(dataset))
         with self._ending.in_loop():
             with self._peers():
+                agree(self._world, self._options_of_all() | self._snapshots.facts())
+                self._snapshots.check(trained.state)
                 self.finished_steps, stored = self._snapshots.restore(trained.state, self._config)
             self._config["buckets"] = stored.get("buckets")
             self._progress.resumed(self.finished_steps)
@@ -196,6 +206,13 @@ class Run:
                 f"step.backward() needs a scalar loss with a gradient, not {list(loss.shape)}"
                 f" requires_grad={loss.requires_grad}"
             )
+        if not trained.forwards:
+            raise ConfigError(
+                "the loss was not computed through the model that prepare() returned since the"
+                " last step.backward(): the ranks would drift apart. Call that model, and"
+                " step.backward() after each forward"
+            )
+        trained.forwards = 0
         with self._peers():
             if not trained.warm and self.options.level != "off":
                 exact.warm_up(trained.model, loss)
@@ -254,13 +271,14 @@ class Run:
     def evaluating(self) -> Iterator[torch.nn.Module]:
         """Yield the bare model in eval mode, without gradients; training notices nothing."""
         module = self._ready("evaluating()").state.module
-        training = module.training
+        modes = [(part, part.training) for part in module.modules()]  # some may be frozen
         module.eval()
         try:
             with torch.no_grad(), rng.preserved():
                 yield module
         finally:
-            module.train(training)
+            for part, training in modes:
+                part.training = training
 
     def evaluate(self, dataset: batches.Dataset, metric: Metric, *, batch_size: int = 256) -> float:
         """Return the sum of ``metric(model, batch)`` over the dataset, shared among the ranks.
@@ -294,7 +312,8 @@ class Run:
 
     def finish(self) -> None:
         """Wait for the other ranks and leave the process group."""
-        if not self._closed:
+        # In a `finally` after an exception the others still wait for our gradients.
+        if not self._closed and sys.exc_info()[0] is None:
             with self._peers():
                 self._world.barrier()
         self._close()
@@ -332,6 +351,11 @@ class Run:
         if self._trained is None:
             raise ConfigError(f"call run.prepare(model, optimizer) before {caller}")
         return self._trained
+
+    def _options_of_all(self) -> dict[str, Any]:
+        """What must be equal on all ranks, lest they wait for different things."""
+        names = ("seed", "global_batch", "samples", "total_steps", "level")
+        return {name: self._config[name] for name in names}
 
     def _fingerprint(self, samples: int) -> dict[str, Any]:
         return {

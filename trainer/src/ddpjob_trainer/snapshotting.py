@@ -30,6 +30,20 @@ class Snapshots:
         self._store: SnapshotStore | None = None
         self.newest = -1  # step of the newest snapshot
 
+    def facts(self) -> dict[str, Any]:
+        """What must be equal on all ranks."""
+        every = self._settings.every_steps if self._settings.directory is not None else None
+        return {"snapshots": every is not None, "snapshot_every": every}
+
+    def check(self, state: TrainingState) -> None:
+        """Raise ConfigError now for what the first snapshot could not store."""
+        if self._settings.directory is None:
+            return
+        try:
+            state.capture([])
+        except TypeError as error:
+            raise ConfigError(f"no snapshot can be made: {error}") from error
+
     def restore(self, state: TrainingState, config: Config) -> tuple[int, Config]:
         """Load the newest snapshot; return its step and configuration, or 0 and {}."""
         if self._settings.directory is None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from dataclasses import replace
+from operator import index
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ddpjob_trainer import batches, exact
@@ -56,6 +59,8 @@ def start(
         raise
     writer = RankStateWriter(env.state_dir, env.rank)
     ending = Ending(env.rank, writer)
+    # Numbers from numpy are welcome, but a snapshot's JSON holds plain ones only.
+    total_steps, global_batch, seed = map(index, (total_steps, global_batch, seed))
     _check_sizes(total_steps, global_batch, env.world_size)
     threads = threads or env.threads or 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -68,7 +73,7 @@ def start(
         ending.if_peer_lost(error)
         raise
     ending.watch_exceptions()
-    torch.manual_seed(seed)  # models built from here on are equal on all ranks
+    _seed_all(seed)
     progress = Progress(
         env.rank,
         writer,
@@ -79,6 +84,13 @@ def start(
     )
     options = Options(total_steps, global_batch, seed, level, threads, collate)
     return Run(world, options, ending, progress, Snapshots(settings, world, progress))
+
+
+def _seed_all(seed: int) -> None:
+    """Models built from here on are equal on all ranks, whichever generator they use."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 def _check_sizes(total_steps: int, global_batch: int, world_size: int) -> None:

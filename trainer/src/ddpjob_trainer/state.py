@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -42,8 +43,11 @@ def weights_sha256(module: torch.nn.Module) -> str:
 def _sha256(tensors: Iterator[tuple[str, torch.Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, tensor in tensors:
-        digest.update(json.dumps([name, DTYPES[tensor.dtype], list(tensor.shape)]).encode())
-        digest.update(raw(tensor))
+        plain = tensor.detach()
+        if plain.is_complex():
+            plain = torch.view_as_real(plain.resolve_conj())
+        digest.update(json.dumps([name, DTYPES[plain.dtype], list(plain.shape)]).encode())
+        digest.update(raw(plain))
     return digest.hexdigest()
 
 
@@ -75,6 +79,8 @@ class TrainingState:
         return flatten(
             {
                 "model": dict(model_tensors(self.module)),
+                "transient": sorted(_transient(self.module)),
+                "extra": {n: part.get_extra_state() for n, part in _with_extra(self.module)},
                 "registered": {n: obj.state_dict() for n, obj in self.registered.items()},
                 "rng": [json.loads(blob) for blob in random_states],
             }
@@ -83,7 +89,11 @@ class TrainingState:
     def restore(self, flat: Flat, rank: int) -> None:
         """Put a state back. Raises ConfigError when it belongs to another model."""
         state = unflatten(flat)
-        self._restore_model(state["model"])
+        self._restore_model(state["model"], set(state.get("transient", ())))
+        extra = state.get("extra", {})
+        for name, part in _with_extra(self.module):
+            if name in extra:
+                part.set_extra_state(_owned(extra[name]))
         stored = state["registered"]
         if stored.keys() != self.registered.keys():
             raise ConfigError(
@@ -96,10 +106,11 @@ class TrainingState:
         if rank < len(state["rng"]):
             rng.restore(json.dumps(state["rng"][rank]).encode())
 
-    def _restore_model(self, stored: Mapping[str, torch.Tensor]) -> None:
+    def _restore_model(self, stored: Mapping[str, torch.Tensor], transient: set[str]) -> None:
         mine = dict(model_tensors(self.module))
-        if stored.keys() != mine.keys():
-            odd = sorted(stored.keys() ^ mine.keys())
+        transient = transient | _transient(self.module)
+        odd = sorted((stored.keys() ^ mine.keys()) - transient)
+        if odd:
             raise ConfigError(
                 f"the snapshot belongs to another model: {odd[0]!r} is in only one of them"
                 f" ({len(odd)} such names). Restore the model's code, or start anew in another"
@@ -107,8 +118,11 @@ class TrainingState:
             )
         with torch.no_grad():
             for name, tensor in mine.items():
-                source = stored[name]
-                if source.shape != tensor.shape or source.dtype != tensor.dtype:
+                source = stored.get(name, tensor)
+                same = source.shape == tensor.shape and source.dtype == tensor.dtype
+                if name in transient and not same:
+                    continue  # a cache that forward makes again as it needs it
+                if not same:
                     raise ConfigError(
                         f"the snapshot's {name} is {source.dtype} {list(source.shape)}, the"
                         f" model's is {tensor.dtype} {list(tensor.shape)}"
@@ -116,12 +130,30 @@ class TrainingState:
                 tensor.copy_(source)
 
 
+def _transient(module: torch.nn.Module) -> set[str]:
+    """Names of non-persistent buffers: caches, which forward may make, drop and reshape."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in module.named_modules(remove_duplicate=False)
+        for name in part._non_persistent_buffers_set
+    }
+
+
+def _with_extra(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """The modules that keep state in get_extra_state()."""
+    base = torch.nn.Module.get_extra_state
+    return [(n, m) for n, m in module.named_modules() if type(m).get_extra_state is not base]
+
+
 def _owned(value: Any) -> Any:
     """Copy every tensor, so that nothing that loads it shares memory with anything else."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, dict):
-        return {key: _owned(part) for key, part in value.items()}
+        copied = copy.copy(value)  # a Counter stays one
+        for key, part in value.items():
+            copied[key] = _owned(part)
+        return copied
     if isinstance(value, list):
         return [_owned(part) for part in value]
     if isinstance(value, tuple):

@@ -15,13 +15,15 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as distributed_c10d
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from ddpjob_trainer.contract import ExitCode
@@ -29,6 +31,7 @@ from ddpjob_trainer.environment import Identity, WorkerEnvironment
 from ddpjob_trainer.errors import ConfigError, PeerLostError
 
 _NEWS_SECONDS = 10.0
+_CONNECT_SECONDS = 60.0
 _IDENTITY_KEY = "ddpjob/identity"
 #: What gloo and NCCL say when the other end is gone; they have no exception type for it.
 _LOST = (
@@ -42,6 +45,15 @@ _LOST = (
     "NCCL communicator was aborted",
     "remote process exited",
 )
+
+
+_LOST_TYPES = (
+    PeerLostError,
+    dist.DistBackendError,
+    dist.DistNetworkError,
+    dist.DistStoreError,
+)
+_TRANSPORT_CODE = tuple(os.path.dirname(f) + os.sep for f in (torch.__file__, __file__))  # noqa: PTH120
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +119,39 @@ class World:
         self.sum([0.0])
 
 
+def agree(world: World, facts: Mapping[str, Any]) -> None:
+    """Raise ConfigError on every rank when a fact is not the same on all of them.
+
+    Otherwise the ranks would train on other data, or wait in different collectives.
+    """
+    gathered = [json.loads(blob) for blob in world.gather_bytes(json.dumps(facts).encode())]
+    for rank, theirs in enumerate(gathered):
+        for name, value in gathered[0].items():
+            if theirs.get(name) != value:
+                raise ConfigError(
+                    f"{name} is {theirs.get(name)} on rank {rank} and {value} on rank 0: every"
+                    " rank must be given the same"
+                )
+
+
 # --- Peer loss ------------------------------------------------------------------------------
 
 
 def is_peer_loss(error: BaseException) -> bool:
     """Tell a transport's complaint about a peer from a mistake in this process."""
-    if isinstance(error, PeerLostError | dist.DistBackendError | dist.DistNetworkError):
+    if isinstance(error, _LOST_TYPES):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)
+    text = str(error)
+    if not isinstance(error, RuntimeError) or not any(words in text for words in _LOST):
+        return False
+    # The user's own "Connection refused", of a database say, is no peer.
+    return re.search("gloo|nccl", text, re.IGNORECASE) is not None or _raised_by_torch(error)
+
+
+def _raised_by_torch(error: BaseException) -> bool:
+    """Whether it comes out of torch's Python, or out of C++ that this package called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename.startswith(_TRANSPORT_CODE)
 
 
 @contextlib.contextmanager
@@ -142,7 +179,8 @@ def leave(code: int) -> NoReturn:
     An orderly exit would run destructors of process groups that may wait for dead peers.
     """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        # RuntimeError: a signal handler that interrupted a print must not enter it again.
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
             stream.flush()
     os._exit(code)
 
@@ -323,23 +361,28 @@ def join(env: WorkerEnvironment, started: float) -> World:
     device = _device(env)
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=max(env.step_seconds, env.snapshot_seconds))
+    # All ranks are here now: one that does not connect soon has died in between.
+    connecting = min(timeout, timedelta(seconds=_CONNECT_SECONDS))
     if env.world_size == 1:
         store: Store = HashStore()
     else:
         store = _rendezvous(env, started + env.startup_seconds)
+        store.set_timeout(connecting)
     with peer_loss():
         dist.init_process_group(
             backend,
             store=store,
             rank=env.rank,
             world_size=env.world_size,
-            timeout=timeout,
+            timeout=connecting if backend == "gloo" else timeout,
             device_id=device if device.type == "cuda" else None,
         )
         control = dist.group.WORLD
         if backend != "gloo":
-            control = dist.new_group(backend="gloo", timeout=timeout)
-    assert control is not None
+            control = dist.new_group(backend="gloo", timeout=connecting)
+        assert control is not None
+        distributed_c10d._set_pg_timeout(timeout, control)
+        store.set_timeout(timeout)
     return World(env.rank, env.world_size, env.local_rank, device, env.identity, control)
 
 

@@ -1,4 +1,4 @@
-"""Workers' output: passed through line by line, prefixed where useful, the tail kept.
+"""Workers' output: passed through, line by line with a prefix where useful, the tail kept.
 
 One thread reads all pipes, so a log reader that stands still never stops the supervisor.
 """
@@ -6,6 +6,8 @@ One thread reads all pipes, so a log reader that stands still never stops the su
 from __future__ import annotations
 
 import os
+import re
+import select
 import selectors
 import sys
 import threading
@@ -13,6 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 TAIL_LINES = 20
+_LINE_END = re.compile(rb"(\r?\n|\r)")
 _MAX_LINE = 64 * 1024  # a longer line is passed on in pieces
 
 
@@ -32,11 +35,13 @@ class _Worker:
 
 def _write(fd: int, data: bytes) -> None:
     view = memoryview(data)
-    try:
-        while view:
+    while view:
+        try:
             view = view[os.write(fd, view) :]
-    except OSError:
-        pass  # nobody reads our output any more; training goes on
+        except BlockingIOError:  # somebody made our output non-blocking, and its reader is slow
+            select.select([], [fd], [])
+        except OSError:
+            return  # nobody reads our output any more; training goes on
 
 
 class OutputPump:
@@ -94,18 +99,19 @@ class OutputPump:
                         self._changed.notify_all()
 
     def _pass_on(self, stream: _Stream, data: bytes) -> None:
-        lines = (stream.rest + data).split(b"\n")
-        stream.rest = lines.pop()
+        # A progress bar ends its lines with a carriage return.
+        *lines, stream.rest = _LINE_END.split(stream.rest + data)
         if stream.rest and (not data or len(stream.rest) > _MAX_LINE):
-            lines.append(stream.rest)
+            lines += [stream.rest, b"\n"]
             stream.rest = b""
-        if not lines:
-            return
+        pairs = list(zip(lines[::2], lines[1::2], strict=True))
         with self._changed:
             stream.tail.extend(
-                line[:1000].decode(errors="replace").rstrip() for line in lines if line.strip()
+                line[:1000].decode(errors="replace").rstrip() for line, _ in pairs if line.strip()
             )
-        _write(stream.target, b"".join(stream.prefix + line + b"\n" for line in lines))
+        if stream.prefix:
+            data = b"".join(stream.prefix + line + end for line, end in pairs)
+        _write(stream.target, data)
 
 
 def stdout_is_terminal() -> bool:

@@ -7,6 +7,7 @@ HTTP. When the loop ends no descendant of the launcher is alive.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import shutil
@@ -142,8 +143,10 @@ class Supervisor:
                 )
                 self._pids[pid] = local_rank
             except OSError as error:
-                code = contract.ExitCode.NOT_FOUND
-                if isinstance(error, PermissionError):
+                code = 1  # no memory, too many processes: may be better next time
+                if isinstance(error, FileNotFoundError):
+                    code = contract.ExitCode.NOT_FOUND
+                elif isinstance(error, PermissionError) or error.errno == errno.ENOEXEC:
                     code = contract.ExitCode.NOT_EXECUTABLE
                 _say(f"cannot start {plan.command[0]}: {error.strerror}")
                 self._exits.append(Exit(rank, local_rank, code, time.monotonic()))

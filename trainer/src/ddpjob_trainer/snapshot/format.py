@@ -12,7 +12,8 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,16 @@ DTYPES: dict[torch.dtype, str] = {
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 _MARK = "$"
+#: Mappings besides dict that state_dict() of torch and of users may hold.
+_MAPPINGS: dict[str, Callable[[], Any]] = {
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+    "defaultdict": defaultdict,
+    "defaultdict int": lambda: defaultdict(int),
+    "defaultdict float": lambda: defaultdict(float),
+    "defaultdict list": lambda: defaultdict(list),
+    "defaultdict dict": lambda: defaultdict(dict),
+}
 
 
 @dataclass(slots=True)
@@ -67,18 +78,15 @@ def _encode(value: Any, path: str, flat: Flat, seen: dict[tuple[object, ...], st
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, path, flat, seen)
     if isinstance(value, Mapping):
-        items = [
-            (k, _encode(v, f"{path}/{k}" if path else str(k), flat, seen)) for k, v in value.items()
-        ]
-        if all(isinstance(k, str) and not k.startswith(_MARK) for k, _ in items):
-            return dict(items)
-        return {"$dict": [[_encode(k, f"{path} (a key)", flat, seen), v] for k, v in items]}
+        return _encode_mapping(value, path, flat, seen)
     if isinstance(value, list | tuple):
         parts = [_encode(v, f"{path}/{i}", flat, seen) for i, v in enumerate(value)]
         return {"$tuple": parts} if isinstance(value, tuple) else parts
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "biuf":
+            raise TypeError(f"cannot store {path}: an array of {value.dtype}")
         return {"$numpy": _encode_tensor(torch.from_numpy(value), path, flat, seen)["$tensor"]}
     if isinstance(value, np.generic):
         return _encode(value.item(), path, flat, seen)
@@ -88,12 +96,40 @@ def _encode(value: Any, path: str, flat: Flat, seen: dict[tuple[object, ...], st
     )
 
 
+def _encode_mapping(
+    value: Mapping[Any, Any], path: str, flat: Flat, seen: dict[tuple[object, ...], str]
+) -> Any:
+    items = [
+        (k, _encode(v, f"{path}/{k}" if path else str(k), flat, seen)) for k, v in value.items()
+    ]
+    node: Any = dict(items)
+    if not all(isinstance(k, str) and not k.startswith(_MARK) for k, _ in items):
+        node = {"$dict": [[_encode(k, f"{path} (a key)", flat, seen), v] for k, v in items]}
+    if type(value) is dict:
+        return node
+    for name, make in _MAPPINGS.items():
+        empty = make()
+        if type(value) is type(empty) and getattr(value, "default_factory", None) == getattr(
+            empty, "default_factory", None
+        ):
+            return {"$mapping": [name, node]}
+    raise TypeError(
+        f"cannot store {path}: a {type(value).__name__}; of mappings only dict, OrderedDict,"
+        " Counter, and defaultdict of int, float, list or dict can be stored"
+    )
+
+
 def _encode_tensor(
     value: torch.Tensor, path: str, flat: Flat, seen: dict[tuple[object, ...], str]
 ) -> dict[str, str]:
+    if value.is_complex() and value.layout == torch.strided:
+        pairs = torch.view_as_real(value.detach().resolve_conj())
+        return {"$complex": _encode_tensor(pairs, path, flat, seen)["$tensor"]}
     if value.dtype not in DTYPES or value.layout != torch.strided:
         raise TypeError(f"cannot store {path}: a tensor of {value.dtype}, {value.layout}")
     tensor = value.detach()
+    while path in flat.tensors or path in flat.aliases:
+        path += "'"  # {"a/b": x, "a": {"b": y}}, or the keys 1 and "1"
     if tensor.numel():
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         first = seen.setdefault(key, path)
@@ -124,6 +160,12 @@ def _decode(node: Any, flat: Flat) -> Any:
 def _decode_marked(mark: str, content: Any, flat: Flat) -> Any:
     if mark == "$tensor":
         return flat.tensors[flat.aliases.get(content, content)]
+    if mark == "$complex":
+        return torch.view_as_complex(flat.tensors[flat.aliases.get(content, content)])
+    if mark == "$mapping" and content[0] in _MAPPINGS:
+        made = _MAPPINGS[content[0]]()
+        made.update(_decode(content[1], flat))
+        return made
     if mark == "$numpy":
         return flat.tensors[flat.aliases.get(content, content)].numpy()
     if mark == "$tuple":

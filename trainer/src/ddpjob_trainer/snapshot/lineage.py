@@ -8,16 +8,17 @@ zombie of an earlier incarnation commits or removes later is on no chain: no loc
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.errors import PeerLostError
 from ddpjob_trainer.snapshot import disk
+from ddpjob_trainer.snapshot.sealed import seal, unseal
 
 START = "start.json"
+_MAX_PREDECESSORS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Start:
     round: int
     parent_sequence: int = 0
     parent_step: int = -1
+    predecessors: tuple[str, ...] = ()  # uids of earlier jobs, which must not come back
 
     @property
     def turn(self) -> tuple[int, int, int]:
@@ -47,14 +49,20 @@ def sequences(root: Path) -> list[int]:
     return sorted(int(p.name) for p in root.iterdir() if len(p.name) == 8 and p.name.isdigit())
 
 
-def read_starts(root: Path) -> dict[int, Start]:
+def read_starts(root: Path, tell: Callable[[str], None] | None = None) -> dict[int, Start]:
     """Every readable start record by its number."""
     starts = {}
     for sequence in sequences(root):
+        path = directory(root, sequence) / START
         try:
-            start = Start(**json.loads((directory(root, sequence) / START).read_bytes()))
-        except (OSError, ValueError, TypeError):
+            body = unseal(path.read_bytes())
+            start = Start(**{**body, "predecessors": tuple(body["predecessors"])})
+        except FileNotFoundError:
             continue  # a claim that never started
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            if tell is not None:
+                tell(f"{sequence:08d}/{START} is not usable, its snapshots are left out: {error}")
+            continue
         if start.sequence == sequence:
             starts[sequence] = start
     return starts
@@ -63,12 +71,14 @@ def read_starts(root: Path) -> dict[int, Start]:
 def newest(starts: dict[int, Start]) -> Start | None:
     """The head of the newest chain.
 
-    The highest number tells the job; among that job's incarnations attempt and round decide,
-    lest a zombie that woke up before its claim take the lead by claiming late.
+    The highest number tells the job, unless another job has taken over from it already; among
+    that job's incarnations attempt and round decide. So a zombie, of this job or of a deleted
+    one of its name, cannot take the lead by claiming late.
     """
     if not starts:
         return None
-    uid = starts[max(starts)].uid
+    over = {uid for start in starts.values() for uid in start.predecessors}
+    uid = starts[max((n for n, s in starts.items() if s.uid not in over), default=max(starts))].uid
     return max((s for s in starts.values() if s.uid == uid), key=lambda start: start.turn)
 
 
@@ -84,10 +94,24 @@ def chain(starts: dict[int, Start]) -> Iterator[tuple[int, int | None]]:
         start = starts.get(start.parent_sequence)
 
 
+def predecessors(starts: dict[int, Start], uid: str) -> tuple[str, ...]:
+    """Uids of earlier jobs, oldest first: carried on, for their records will be removed."""
+    ordered: dict[str, None] = {}
+    for sequence in sorted(starts):
+        ordered.update(dict.fromkeys((*starts[sequence].predecessors, starts[sequence].uid)))
+    ordered.pop(uid, None)
+    return tuple(ordered)[-_MAX_PREDECESSORS:]
+
+
 def refuse_if_stale(starts: dict[int, Start], identity: Identity) -> None:
-    """Raise PeerLostError when a later incarnation of this job has already started."""
+    """Raise PeerLostError when a later incarnation, or a later job, has already started."""
     mine = (identity.attempt, identity.round)
     for start in starts.values():
+        if identity.uid in start.predecessors:
+            raise PeerLostError(
+                f"another job has taken over this snapshot directory (uid {start.uid}); this"
+                f" process belongs to an earlier one (uid {identity.uid}) and ends"
+            )
         if start.uid == identity.uid and (start.attempt, start.round) > mine:
             raise PeerLostError(
                 f"attempt {start.attempt} round {start.round} of this job has already started;"
@@ -112,5 +136,5 @@ def write_start(root: Path, start: Start) -> None:
     """Make an incarnation part of the lineage, durably. Raises OSError."""
     where = directory(root, start.sequence)
     temporary = where / f"{START}.tmp"
-    disk.write_new(temporary, [json.dumps(asdict(start)).encode()])
+    disk.write_new(temporary, [seal(asdict(start))])
     disk.publish(temporary, where / START)

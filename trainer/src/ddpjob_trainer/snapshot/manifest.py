@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -14,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ddpjob_trainer.snapshot.format import TORCH_DTYPES, Chunk, Flat
+from ddpjob_trainer.snapshot.sealed import seal, unseal
 
 VERSION = 1
 _MAX_BYTES = 1 << 30
@@ -46,7 +45,7 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Return JSON whose last field is the SHA-256 of all before it."""
-        body = {
+        body: dict[str, Any] = {
             "format": "ddpjob-snapshot",
             "version": VERSION,
             "step": self.step,
@@ -57,9 +56,7 @@ class Manifest:
             "aliases": dict(self.aliases),
             "tree": self.tree,
         }
-        text = json.dumps(body, separators=(",", ":"), allow_nan=False)
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        return f'{text[:-1]},"sha256":"{digest}"}}'.encode()
+        return seal(body)
 
 
 def file_name(step: int) -> str:
@@ -82,13 +79,8 @@ def read(path: Path) -> Manifest:
         raise InvalidSnapshotError("the manifest is a symbolic link")
     if path.stat().st_size > _MAX_BYTES:
         raise InvalidSnapshotError("the manifest is too large")
-    data = path.read_bytes()
-    end = data.rfind(b',"sha256":"')
-    text = data[: max(end, 0)] + b"}"
-    if data[end:] != f',"sha256":"{hashlib.sha256(text).hexdigest()}"}}'.encode():
-        raise InvalidSnapshotError("the manifest does not match its checksum")
     try:
-        body = json.loads(text)
+        body = unseal(path.read_bytes())
         if body["format"] != "ddpjob-snapshot" or body["version"] != VERSION:
             raise InvalidSnapshotError(
                 f"format {body['format']} version {body['version']} is not known"

@@ -8,6 +8,7 @@ point leaves the snapshots that were valid before, and never half a one that loo
 from __future__ import annotations
 
 import contextlib
+import errno
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from ddpjob_trainer.snapshot.manifest import DataFile, InvalidSnapshotError, Man
 _CHUNK_BYTES = 64 << 20
 _QUARANTINE = ".invalid"
 _OPEN_ATTEMPTS = 20
+_UNREADABLE = (errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM)
 
 Tell = Callable[[str], None]
 
@@ -44,6 +46,7 @@ class SnapshotStore:
         self._directory = lineage.directory(root, sequence)
         self._keep = keep
         self._tell = tell
+        self._unreadable: OSError | None = None
 
     @classmethod
     def open(
@@ -69,21 +72,31 @@ class SnapshotStore:
     ) -> tuple[SnapshotStore, Loaded | None]:
         lineage.refuse_if_stale(lineage.read_starts(root), identity)
         store = cls(root, lineage.claim(root), keep, tell)
-        starts = lineage.read_starts(root)
+        starts = lineage.read_starts(root, tell)
         lineage.refuse_if_stale(starts, identity)
         loaded: Loaded | None = None
         parent = 0
-        if resume:
+        head = lineage.newest(starts)
+        # Without resume a job starts anew, but its later attempts continue what it began itself.
+        if resume or (head is not None and head.uid == identity.uid):
             for sequence, limit in lineage.chain(starts):
                 loaded = store._adopt(lineage.directory(root, sequence), limit)
                 if loaded is not None:
                     parent = sequence
                     break
+        if loaded is None and store._unreadable is not None:
+            raise store._unreadable  # rather than start from nothing
         step = loaded.step if loaded else -1
         lineage.write_start(
             root,
             lineage.Start(
-                store._sequence, identity.uid, identity.attempt, identity.round, parent, step
+                store._sequence,
+                identity.uid,
+                identity.attempt,
+                identity.round,
+                parent,
+                step,
+                lineage.predecessors(starts, identity.uid),
             ),
         )
         store._retain()
@@ -107,6 +120,13 @@ class SnapshotStore:
                 flat = manifest.load(self._directory, found)
             except InvalidSnapshotError as problem:
                 self._quarantine(path, problem)
+                continue
+            except OSError as error:
+                if error.errno not in _UNREADABLE:
+                    raise
+                # Not put aside: another node may be able to read it.
+                self._tell(f"snapshot {source.name}/{path.name} cannot be read: {error}")
+                self._unreadable = error
                 continue
             target = self._directory / path.name
             temporary = self._directory / f"{path.name}.tmp"

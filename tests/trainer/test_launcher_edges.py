@@ -1,0 +1,135 @@
+"""The launcher at its edges: what cannot start, signals while it imports, its output."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import select
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+RUN = (sys.executable, "-m", "ddpjob_trainer", "run")
+SOURCES = Path(__file__).parents[2] / "trainer/src"
+
+
+def launch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*RUN, *arguments],
+        env={**os.environ, "PYTHONPATH": str(SOURCES), **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
+    with launch(*arguments, env=env) as process:
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], str]:
+    def write(text: str) -> str:
+        path = tmp_path / "script.py"
+        path.write_text("import os, sys, time, signal\nrank = int(os.environ['RANK'])\n" + text)
+        return str(path)
+
+    return write
+
+
+def test_what_cannot_be_started_has_the_shells_exit_codes(tmp_path):  # type: ignore[no-untyped-def]
+    program = tmp_path / "program"
+    program.write_text("no first line that names an interpreter\n")
+    program.chmod(0o755)
+    code, _, err = run(str(program))
+    assert (code, "Exec format error" in err) == (126, True)
+    code, _, err = run("true", env=_seam(tmp_path, "subprocess.Popen", "raise BlockingIOError(11)"))
+    assert (code, "cannot start" in err) == (1, True)
+
+
+def test_sigterm_while_the_launcher_imports_ends_it_even_as_pid_1(tmp_path):  # type: ignore[no-untyped-def]
+    """Anything but the default action shows that a handler was there for PID 1 too."""
+    seam = "ddpjob_trainer.environment.read_launcher"
+    code, _, err = run("true", env=_seam(tmp_path, seam, "os.kill(os.getpid(), 15)"))
+    assert code == 143, err
+
+
+def _seam(directory: Path, name: str, body: str) -> dict[str, str]:
+    """Replace a function of a module, once the module has been imported, in a new interpreter."""
+    module, _, function = name.rpartition(".")
+    (directory / "sitecustomize.py").write_text(
+        f"""
+import importlib.abc, importlib.machinery, os, sys
+def replaced(*_, **__):
+    {body}
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != {module!r}:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            module.{function} = replaced
+        spec.loader.exec_module = exec_module
+        return spec
+sys.meta_path.insert(0, Finder())
+"""
+    )
+    return {"PYTHONPATH": os.pathsep.join((str(directory), str(SOURCES)))}
+
+
+def test_a_partial_line_and_a_progress_bar_are_seen_at_once(script, tmp_path):  # type: ignore[no-untyped-def]
+    program = script(
+        f"""
+sys.stdout.write('epoch 1\\r> ')
+sys.stdout.flush()
+while not os.path.exists({str(tmp_path / "seen")!r}):
+    time.sleep(0.01)
+"""
+    )
+    with launch(program) as process:
+        assert process.stdout is not None
+        seen = b""
+        while seen != b"epoch 1\r> ":
+            assert select.select([process.stdout], [], [], 30)[0], seen
+            seen += os.read(process.stdout.fileno(), 100)
+        (tmp_path / "seen").touch()
+        assert process.wait(30) == 0
+
+
+def test_with_a_prefix_each_state_of_a_progress_bar_is_a_line(script):  # type: ignore[no-untyped-def]
+    code, out, _ = run("--nproc", "2", script("sys.stdout.write('1 %\\r2 %\\rdone')"))
+    assert code == 0
+    assert re.findall(r"\[rank 1\] (.*)", out.replace("\r", "\n")) == ["1 %", "2 %", "done"]
+
+
+def test_a_slow_reader_of_a_non_blocking_pipe_gets_every_line(script):  # type: ignore[no-untyped-def]
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    program = script("for n in range(20000): print('line', n)")
+    with subprocess.Popen(
+        [*RUN, program], env={**os.environ, "PYTHONPATH": str(SOURCES)}, stdout=write
+    ) as process:
+        os.close(write)
+        with os.fdopen(read, "rb") as stream:
+            # Nothing is read until the pipe is full.
+            size = fcntl.fcntl(stream, fcntl.F_GETPIPE_SZ) - 8192
+            deadline = time.monotonic() + 30
+            while _waiting(stream.fileno()) < size and time.monotonic() < deadline:
+                time.sleep(0.01)
+            lines = stream.read().splitlines()
+        assert process.wait(30) == 0
+    assert len(lines) == 20000
+
+
+def _waiting(fd: int) -> int:
+    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, b"0000"), sys.byteorder)

@@ -1,0 +1,353 @@
+"""The loop API at its edges: misuse that would be silent, and state that must survive a kill."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import termios
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import ddpjob_trainer as ddp
+
+DATA = TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(1)))
+
+
+def prepared(run: ddp.Run, model: nn.Module | None = None) -> nn.Module:
+    model = model or nn.Linear(4, 2)
+    return run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))[0]
+
+
+def test_a_submodule_in_eval_mode_stays_so_after_an_evaluation(gang):  # type: ignore[no-untyped-def]
+    def frozen(rank: int) -> None:
+        run = ddp.start(total_steps=1, global_batch=6)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        prepared(run, model)
+        model[1].eval()
+        run.evaluate(DATA, lambda net, batch: net(batch[0]).sum())
+        assert [part.training for part in model] == [True, False, True]
+
+    assert gang.run(frozen, world=1) == {0: 0}, gang.log(0)
+
+
+@pytest.mark.parametrize("case", ["bare model", "two forwards, two backwards"])
+def test_a_loss_that_went_around_the_wrapper_is_refused(gang, case):  # type: ignore[no-untyped-def]
+    def around(rank: int) -> None:
+        run = ddp.start(total_steps=2, global_batch=6)
+        model = nn.Linear(4, 2)
+        wrapped = prepared(run, model)
+        for step in run.steps(DATA):
+            for (x,) in step.batches:
+                if case == "bare model":
+                    with torch.no_grad():
+                        wrapped(x)  # not one that a backward could use
+                    step.backward(model(x).sum())
+                else:
+                    losses = [wrapped(part).sum() for part in (x[:2], x[2:])]
+                    for loss in losses:
+                        step.backward(loss)
+            step.commit()
+
+    assert gang.run(around, world=1) == {0: 64}
+    assert "not computed through the model that prepare() returned" in gang.log(0)
+
+
+def test_steps_may_be_called_once(gang):  # type: ignore[no-untyped-def]
+    def twice(rank: int) -> None:
+        run = ddp.start(total_steps=2, global_batch=6)
+        wrapped = prepared(run)
+        for _ in range(2):
+            for step in run.steps(DATA):
+                for (x,) in step.batches:
+                    step.backward(wrapped(x).sum())
+                step.commit()
+
+    assert gang.run(twice, world=1) == {0: 64}
+    assert "steps() was called twice; it counts all epochs itself" in gang.log(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("seed", 7), ("samples", 57), ("total_steps", 3), ("snapshots", True), ("snapshot_every", 5)],
+)
+def test_what_differs_between_ranks_is_named(gang, tmp_path, name, value):  # type: ignore[no-untyped-def]
+    def differs(rank: int) -> None:
+        options: dict[str, Any] = {"total_steps": 2, "seed": 0}
+        if name == "snapshot_every" or (name == "snapshots" and rank == 1):
+            options["snapshot_dir"] = tmp_path / "s"
+        data = DATA
+        if rank == 1 and name == "samples":
+            data = TensorDataset(DATA.tensors[0][:value])
+        elif rank == 1 and name != "snapshots":
+            options[name] = value
+        run = ddp.start(global_batch=6, **options)
+        wrapped = prepared(run)
+        for step in run.steps(data):
+            for (x,) in step.batches:
+                step.backward(wrapped(x).sum())
+            step.commit()
+
+    # Without the comparison some of these wait for each other until a timeout.
+    env = {"DDPJOB_HANG_STEP_SECONDS": "3", "DDPJOB_HANG_SNAPSHOT_SECONDS": "3"}
+    assert gang.run(differs, world=2, env=env) == {0: 64, 1: 64}
+    for rank in (0, 1):
+        assert f"ConfigError: {name} is {value} on rank 1 and" in gang.log(rank)
+
+
+def test_every_generator_is_equal_on_all_ranks_after_start(gang, tmp_path):  # type: ignore[no-untyped-def]
+    def draw(rank: int) -> None:
+        random.seed(rank)
+        np.random.seed(rank)
+        ddp.start(total_steps=1, global_batch=6, seed=2**40 + 3)
+        drawn = (random.random(), np.random.rand(), float(torch.rand(())))
+        (tmp_path / f"drawn-{rank}").write_text(str(drawn))
+
+    assert gang.run(draw, world=2) == {0: 0, 1: 0}
+    assert (tmp_path / "drawn-0").read_text() == (tmp_path / "drawn-1").read_text()
+
+
+# --- State that must survive ----------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Keeps a plain number in get_extra_state()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        result: torch.Tensor = self.linear(x) * (1 + 0.01 * self.calls)
+        return result
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+class Caching(nn.Module):
+    """Makes a buffer in forward that is in no state_dict(), as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "cache"):
+            self.register_buffer("cache", torch.full((4,), 0.5), persistent=False)
+        result: torch.Tensor = self.linear(x * self.cache)
+        return result
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.register_buffer("turn", torch.ones(2, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = torch.view_as_complex(x.reshape(-1, 2, 2)) * self.turn
+        if self.training:
+            self.turn.mul_(1.01j)  # type: ignore[operator]
+        result: torch.Tensor = self.linear(torch.view_as_real(turned).reshape(-1, 4))
+        return result
+
+
+def warm_then_drop(optimizer: torch.optim.Optimizer) -> Any:
+    schedulers = torch.optim.lr_scheduler
+    parts = [schedulers.LinearLR(optimizer, total_iters=5), schedulers.MultiStepLR(optimizer, [1])]
+    return schedulers.SequentialLR(optimizer, parts, milestones=[5])
+
+
+@dataclass
+class Small:
+    """A small training that can be killed."""
+
+    directory: Path
+    make: Callable[[], nn.Module]
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    die: int | None = None
+
+    def __call__(self, rank: int) -> None:
+        run = ddp.start(
+            total_steps=8, global_batch=6, snapshot_dir=self.directory / "s", snapshot_every=2,
+            **self.options,
+        )  # fmt: skip
+        model = self.make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = self.scheduler(optimizer) if self.scheduler else None
+        wrapped, _ = run.prepare(model, optimizer, scheduler=scheduler)
+        for step in run.steps(DATA):
+            for (x,) in step.batches:
+                step.backward(wrapped(x).pow(2).mean())
+            if step.index == self.die:
+                os.kill(os.getpid(), signal.SIGKILL)
+            step.commit()
+        run.evaluate(DATA, lambda net, batch: net(batch[0]).sum())
+        (self.directory / "result").write_text(f"{run.weights_sha256()} {run.state_sha256()}")
+        run.finish()
+
+
+@pytest.mark.parametrize(
+    ("make", "more"),
+    [
+        (Counting, {}),
+        (Caching, {}),
+        (Complex, {}),
+        (lambda: nn.Linear(4, 2), {"scheduler": warm_then_drop}),
+        (lambda: nn.Linear(4, 2), {"options": {"seed": np.int64(7)}}),
+    ],
+    ids=["extra state", "lazy buffer", "complex buffer", "sequential scheduler", "numpy seed"],
+)
+def test_a_kill_leaves_no_trace(gang, tmp_path, make, more):  # type: ignore[no-untyped-def]
+    trainings = [Small(tmp_path / name, make, **more) for name in ("undisturbed", "disturbed")]
+    for training in trainings:
+        training.directory.mkdir()
+    assert gang.run(trainings[0], world=1) == {0: 0}, gang.log(0)
+    trainings[1].die = 5
+    assert gang.run(trainings[1], world=1) == {0: -9}, gang.log(0)
+    trainings[1].die = None
+    assert gang.run(trainings[1], world=1) == {0: 0}, gang.log(0)
+    assert "resuming after step 4" in gang.log(0)
+    results = [(training.directory / "result").read_text() for training in trainings]
+    assert results[0] == results[1]
+
+
+def test_what_no_snapshot_could_hold_is_refused_before_the_first_step(gang, tmp_path):  # type: ignore[no-untyped-def]
+    class Odd:
+        def state_dict(self) -> dict[str, Any]:
+            return {"names": {"a", "b"}}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def odd(rank: int) -> None:
+        run = ddp.start(total_steps=8, global_batch=6, snapshot_dir=tmp_path / "s")
+        prepared(run)
+        run.register("odd", Odd())
+        for _ in run.steps(DATA):
+            raise AssertionError("a step began")
+
+    assert gang.run(odd, world=2) == {0: 64, 1: 64}
+    assert "ConfigError: no snapshot can be made: cannot store registered/odd/names: a set" in (
+        gang.log(0)
+    )
+
+
+# --- Ends -----------------------------------------------------------------------------------
+
+
+def test_finish_in_a_finally_does_not_wait_for_those_that_train_on(gang):  # type: ignore[no-untyped-def]
+    def fails(rank: int) -> None:
+        run = ddp.start(total_steps=6, global_batch=6)
+        wrapped = prepared(run, nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 2)))
+        try:
+            for step in run.steps(DATA):
+                for (x,) in step.batches:
+                    if rank == 1 and step.index == 2:
+                        raise KeyError("bug")
+                    step.backward(wrapped(x).sum())
+                step.commit()
+        finally:
+            run.finish()
+
+    env = {"DDPJOB_HANG_STEP_SECONDS": "5", "DDPJOB_HANG_SNAPSHOT_SECONDS": "5"}
+    assert gang.run(fails, env=env) == {0: 75, 1: 1, 2: 75}
+    assert "KeyError: 'bug'" in gang.log(1)
+
+
+def test_the_users_own_lost_connection_is_no_lost_peer(gang):  # type: ignore[no-untyped-def]
+    def fails(rank: int) -> None:
+        ddp.start(total_steps=1, global_batch=6)
+        raise RuntimeError("redis://x:6379: Connection refused")
+
+    assert gang.run(fails, world=1) == {0: 1}
+    assert "Traceback" in gang.log(0)
+    assert "RuntimeError: redis://x:6379: Connection refused" in gang.log(0)
+
+
+def test_a_lost_peer_that_only_torch_noticed_leaves_a_traceback(gang):  # type: ignore[no-untyped-def]
+    def lost(rank: int) -> None:
+        ddp.start(total_steps=1, global_batch=6)
+        if rank == 1:
+            os._exit(9)
+        torch.distributed.barrier()
+
+    codes = gang.run(lost, world=2)
+    assert codes == {0: 75, 1: 9}
+    assert "Traceback" in gang.log(0)
+    assert "lost a peer" in gang.log(0)
+
+
+def test_a_peer_that_dies_before_it_has_connected_is_a_lost_peer(gang):  # type: ignore[no-untyped-def]
+    def dies(rank: int) -> None:
+        from ddpjob_trainer import world
+
+        world._CONNECT_SECONDS = 1.0  # type: ignore[attr-defined]
+        if rank == 1:
+            torch.distributed.init_process_group = lambda *_, **__: os._exit(9)
+        ddp.start(total_steps=1, global_batch=6)
+
+    env = {"DDPJOB_HANG_STEP_SECONDS": "4", "DDPJOB_HANG_SNAPSHOT_SECONDS": "4"}
+    assert gang.run(dies, env=env) == {0: 75, 1: 9, 2: 75}
+
+
+def test_a_child_forked_in_the_loop_ends_on_sigterm(gang):  # type: ignore[no-untyped-def]
+    def forks(rank: int) -> None:
+        run = ddp.start(total_steps=1, global_batch=6)
+        wrapped = prepared(run)
+        for step in run.steps(DATA):
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+            child.start()
+            child.terminate()
+            child.join(5)
+            code = child.exitcode
+            child.kill()
+            assert code == -signal.SIGTERM
+            for (x,) in step.batches:
+                step.backward(wrapped(x).sum())
+            step.commit()
+
+    assert gang.run(forks, world=1) == {0: 0}, gang.log(0)
+
+
+def test_sigterm_while_a_print_blocks_ends_the_process(gang, wait_until):  # type: ignore[no-untyped-def]
+    read, write = os.pipe()
+
+    def prints(rank: int) -> None:
+        ddp.start(total_steps=1, global_batch=6)
+        sys.stdout = os.fdopen(write, "w")
+        while True:
+            print("x" * 4000)
+
+    gang.start(prints, world=1)
+    os.close(write)
+    pid = gang.pids[0]
+    size = fcntl.fcntl(read, fcntl.F_GETPIPE_SZ)
+
+    def full() -> bool:
+        waiting = fcntl.ioctl(read, termios.FIONREAD, b"0000")
+        sleeps = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+        return sleeps and int.from_bytes(waiting, sys.byteorder) > size // 2
+
+    wait_until(full, "the print blocks")
+    os.kill(pid, signal.SIGTERM)
+    assert gang.wait(20) == {0: 143}, gang.log(0)
+    os.close(read)

@@ -1,0 +1,97 @@
+"""State as tensors and JSON: every kind of value comes back as what it was."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+
+from ddpjob_trainer.environment import Identity
+from ddpjob_trainer.snapshot.format import flatten, unflatten
+from ddpjob_trainer.snapshot.store import Loaded, SnapshotStore
+
+
+def open_store(root: Path, attempt: int) -> tuple[SnapshotStore, Loaded | None]:
+    who = Identity("u", attempt, 0, unique=True)
+    return SnapshotStore.open(root, who, keep=3, resume=True, tell=print)
+
+
+def test_every_kind_of_value_survives_the_trip(tmp_path):  # type: ignore[no-untyped-def]
+    import numpy as np
+
+    shared = torch.arange(6.0).reshape(2, 3)
+    value = {
+        "ints": {0: "zero", 1: [True, None]},
+        "floats": [0.1, float("inf"), float("-inf")],
+        "tuple": (1, (2, "x")),
+        "bytes": b"\x00\xff",
+        "$odd": 1,
+        "numpy": np.arange(3, dtype=np.float32),
+        "scalar": torch.tensor(3.5, dtype=torch.bfloat16),
+        "bool": torch.tensor([True, False]),
+        "empty": torch.empty(0, 4),
+        "strided": torch.arange(12).reshape(3, 4).t(),
+        "complex": torch.tensor([1 + 2j, 3 - 4j]),
+        "conjugate": torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex128).conj(),
+        "tied": [shared, shared],
+    }
+    store, _ = open_store(tmp_path, 1)
+    store.save(1, flatten(value), {})
+    loaded = open_store(tmp_path, 2)[1]
+    assert loaded is not None
+    found = unflatten(loaded.flat)
+    for name in ("ints", "floats", "tuple", "bytes", "$odd"):
+        assert found[name] == value[name]
+    assert found["numpy"].dtype == np.float32
+    assert found["numpy"].tolist() == [0, 1, 2]
+    for name in ("scalar", "bool", "empty", "strided", "complex", "conjugate"):
+        want = value[name]
+        assert isinstance(want, torch.Tensor)
+        assert found[name].dtype == want.dtype
+        assert torch.equal(found[name], want)
+    assert found["tied"][0] is found["tied"][1]
+    assert torch.equal(found["tied"][0], shared)
+    nan = unflatten(flatten({"x": float("nan")}))["x"]
+    assert nan != nan
+
+
+def test_what_cannot_be_stored_is_named():  # type: ignore[no-untyped-def]
+    with pytest.raises(TypeError, match=r"cannot store optimizer/0/fn: a function"):
+        flatten({"optimizer": [{"fn": lambda: None}]})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Counter({2: 1, 5: 3}), OrderedDict([("z", 1), ("a", 2)]), defaultdict(list, {"x": [1]})],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_mapping_keeps_its_type(value):  # type: ignore[no-untyped-def]
+    found = unflatten(flatten({"it": value}))["it"]
+    assert type(found) is type(value)
+    assert found == value
+    assert list(found) == list(value)
+    assert getattr(found, "default_factory", None) is getattr(value, "default_factory", None)
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [(MappingProxyType({}), "mappingproxy"), (defaultdict(lambda: 1), "defaultdict")],
+)
+def test_a_mapping_that_would_come_back_as_another_is_refused(value, name):  # type: ignore[no-untyped-def]
+    with pytest.raises(TypeError, match=f"cannot store a/b: a {name}"):
+        flatten({"a": {"b": value}})
+
+
+def test_equal_paths_do_not_overwrite_each_other():  # type: ignore[no-untyped-def]
+    value: dict[str, Any] = {
+        "a/b": torch.tensor(1.0),
+        "a": {"b": torch.tensor(2.0)},
+        "d": {1: torch.tensor(3.0), "1": torch.tensor(4.0)},
+    }
+    found = unflatten(flatten(value))
+    assert [float(t) for t in (found["a/b"], found["a"]["b"])] == [1.0, 2.0]
+    assert {key: float(t) for key, t in found["d"].items()} == {1: 3.0, "1": 4.0}
