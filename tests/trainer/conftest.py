@@ -138,3 +138,13 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = 60) 
 @pytest.fixture(name="wait_until")
 def wait_until_fixture() -> Callable[..., None]:
     return wait_until
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], str]:
+    def write(text: str) -> str:
+        path = tmp_path / "script.py"
+        path.write_text("import os, sys, time, signal\nrank = int(os.environ['RANK'])\n" + text)
+        return str(path)
+
+    return write

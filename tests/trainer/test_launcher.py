@@ -9,39 +9,11 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-RUN = (sys.executable, "-m", "ddpjob_trainer", "run")
-SOURCES = Path(__file__).parents[2] / "trainer/src"
-
-
-def launch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*RUN, *arguments],
-        env={**os.environ, "PYTHONPATH": str(SOURCES), **(env or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
-    with launch(*arguments, env=env) as process:
-        out, err = process.communicate(timeout=60)
-        return process.returncode, out, err
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Callable[[str], str]:
-    def write(text: str) -> str:
-        path = tmp_path / "script.py"
-        path.write_text("import os, sys, time, signal\nrank = int(os.environ['RANK'])\n" + text)
-        return str(path)
-
-    return write
+from support.launching import SOURCES, launch, run
 
 
 def alive(pid: int) -> bool:

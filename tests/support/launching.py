@@ -1,0 +1,27 @@
+"""Starts `ddpjob-trainer run` as a program, from the source tree."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+RUN = (sys.executable, "-m", "ddpjob_trainer", "run")
+SOURCES = Path(__file__).parents[2] / "trainer/src"
+
+
+def launch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*RUN, *arguments],
+        env={**os.environ, "PYTHONPATH": str(SOURCES), **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
+    with launch(*arguments, env=env) as process:
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
