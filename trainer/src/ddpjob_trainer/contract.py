@@ -46,6 +46,8 @@ SNAPSHOT_RESUME: Final = "DDPJOB_SNAPSHOT_RESUME"  # Auto | Never
 METRICS_PORT: Final = "DDPJOB_METRICS_PORT"
 HUB_PORT: Final = "DDPJOB_HUB_PORT"
 GRACE_SECONDS: Final = "DDPJOB_GRACE_SECONDS"
+#: Rounds in a row without a newer snapshot before the attempt ends; 0 or unset: no rounds.
+IN_PLACE_MAX_WITHOUT_PROGRESS: Final = "DDPJOB_IN_PLACE_MAX_WITHOUT_PROGRESS"
 HANG_STARTUP_SECONDS: Final = "DDPJOB_HANG_STARTUP_SECONDS"
 HANG_STEP_SECONDS: Final = "DDPJOB_HANG_STEP_SECONDS"
 HANG_SNAPSHOT_SECONDS: Final = "DDPJOB_HANG_SNAPSHOT_SECONDS"
@@ -84,8 +86,32 @@ REPORT_VERSION: Final = 1
 REPORT_MAX_BYTES: Final = 2048
 #: The operator reads no more than this from GET /state.
 STATE_MAX_BYTES: Final = 64 * 1024
+#: GET /state shows at most so many rounds, the newest.
+STATE_MAX_ROUNDS: Final = 10
+#: Stacks of a hang go to the log and to GET /state, never into the termination report.
+STATE_MAX_STACKS_BYTES: Final = 16 * 1024
 
-ReportKind = Literal["success", "exit", "signal", "exception", "peerLost", "sigterm", "hang"]
+ReportKind = Literal[
+    "success", "exit", "signal", "exception", "peerLost", "sigterm", "hang", "diverged"
+]
+
+
+class Round(TypedDict, total=False):
+    """A round that ended and was followed by another one: restart in place, pods kept.
+
+    What ended it is the first process that failed, as in the termination report.
+    """
+
+    round: int  # the one that ended, from 0
+    replica: int
+    rank: int
+    code: int  # exit status of that process, 128+n for signal n
+    signal: int
+    kind: ReportKind
+    exception: str
+    step: int  # finished steps of that process
+    snapshotStep: int  # step of the newest committed snapshot
+    at: str  # RFC 3339, UTC
 
 
 class TerminationReport(TypedDict, total=False):
@@ -104,8 +130,9 @@ class TerminationReport(TypedDict, total=False):
     log: list[str]  # last lines of that process
     step: int  # finished steps
     loss: float
-    round: int
+    round: int  # rounds before this one, hence restarts in place
     snapshotStep: int  # step of the newest committed snapshot
+    rounds: list[Round]  # the newest, oldest first, as many as fit
 
 
 class State(TypedDict, total=False):
@@ -113,7 +140,7 @@ class State(TypedDict, total=False):
 
     version: int
     attempt: int
-    round: int
+    round: int  # rounds before this one, hence restarts in place
     phase: Literal["startup", "step", "snapshot", "done"]
     step: int
     totalSteps: int
@@ -121,3 +148,5 @@ class State(TypedDict, total=False):
     samplesPerSecond: float
     snapshotStep: int
     updatedAt: str  # RFC 3339, UTC
+    rounds: list[Round]  # the last ones that ended, oldest first
+    stacks: str  # of all threads of a process that hung
