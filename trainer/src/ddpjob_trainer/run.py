@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -18,29 +18,21 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpjob_trainer import batches, exact, rng
+from ddpjob_trainer import batches, evaluation, rng
+from ddpjob_trainer.averaging import Averaging, Part
 from ddpjob_trainer.ending import Ending
 from ddpjob_trainer.errors import ConfigError, NotCommittedError
+from ddpjob_trainer.evaluation import Metric
+from ddpjob_trainer.exchange import Exchange
+from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.order import DataOrder
+from ddpjob_trainer.preparing import Trained, make_trained
 from ddpjob_trainer.progress import Progress
 from ddpjob_trainer.snapshotting import Snapshots
-from ddpjob_trainer.state import Stateful, TrainingState, flat_sha256, weights_sha256
+from ddpjob_trainer.state import Stateful, flat_sha256, weights_sha256
 from ddpjob_trainer.world import World, agree, say
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
-Metric = Callable[[torch.nn.Module, Any], torch.Tensor | float]
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What start() was given, defaults filled in."""
-
-    total_steps: int
-    global_batch: int
-    seed: int
-    level: str
-    threads: int
-    collate: batches.Collate | None
 
 
 @dataclass(slots=True)
@@ -49,6 +41,7 @@ class Step:
 
     run: Run
     index: int
+    parts: Sequence[Part]
     batches: Iterator[Any]
     losses: list[torch.Tensor] = field(default_factory=list)
     committed: bool = False
@@ -66,22 +59,6 @@ class Step:
         self.run._commit(self)
 
 
-@dataclass(slots=True)
-class _Trained:
-    """What prepare() was given."""
-
-    model: DistributedDataParallel
-    optimizer: torch.optim.Optimizer
-    scheduler: Any
-    clip: float | None
-    state: TrainingState
-    warm: bool = False
-    forwards: int = 0  # through the wrapper, with gradients, since the last backward
-
-    def count_forward(self, *_: object) -> None:
-        self.forwards += torch.is_grad_enabled()
-
-
 class Run:
     """A training run, as one of its processes sees it. Made by start()."""
 
@@ -92,6 +69,7 @@ class Run:
         ending: Ending,
         progress: Progress,
         snapshots: Snapshots,
+        averaging: Averaging,
     ) -> None:
         self.options = options
         self.finished_steps = 0
@@ -99,7 +77,11 @@ class Run:
         self._ending = ending
         self._progress = progress
         self._snapshots = snapshots
-        self._trained: _Trained | None = None
+        self._averaging = averaging
+        self._exchange = Exchange(world)
+        self._trained: Trained | None = None
+        self._step: Step | None = None
+        self._layout_known = False
         self._config: dict[str, Any] = {}
         self._closed = False
         atexit.register(self._close)
@@ -145,20 +127,12 @@ class Run:
         """
         if self._trained is not None:
             raise ConfigError("prepare() was called twice; one model per run")
-        if isinstance(model, DistributedDataParallel):
-            raise ConfigError("give prepare() the plain model; it wraps it in DDP itself")
-        _check_optimizer(model, optimizer)
-        model.to(self.device)
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise ConfigError("the model has no parameter that requires a gradient")
-        wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
-        state = TrainingState(model)
-        state.register("optimizer", optimizer)
-        if scheduler is not None:
-            state.register("scheduler", scheduler)
-        self._trained = _Trained(wrapped, optimizer, scheduler, clip_grad_norm, state)
-        wrapped.register_forward_pre_hook(self._trained.count_forward)
-        return wrapped, optimizer
+        options = ModelOptions(clip_grad_norm, bucket_cap_mb)
+        self._trained = make_trained(
+            self._averaging, model, optimizer, scheduler, options, self.device
+        )
+        self._trained.model.register_forward_pre_hook(self._forward_begins)
+        return self._trained.model, optimizer
 
     def register(self, name: str, obj: Stateful) -> None:
         """Keep one more object with state_dict and load_state_dict in the snapshots."""
@@ -173,7 +147,7 @@ class Run:
             raise ConfigError("steps() was called twice; it counts all epochs itself")
         batches.check(dataset)
         order = DataOrder(self.options.seed, len(dataset), self.options.global_batch)
-        order.shard(0, self.rank, self.world_size)  # says now if it cannot be divided
+        self._averaging.parts(order, 0)  # says now if it cannot be divided
         self._config = self._fingerprint(len(dataset))
         with self._ending.in_loop():
             with self._peers():
@@ -183,21 +157,36 @@ class Run:
             self._config["buckets"] = stored.get("buckets")
             self._progress.resumed(self.finished_steps)
             while self.finished_steps < self.options.total_steps:
-                index = self.finished_steps
-                rng.reseed(self.options.seed, index, self.rank)
-                step = Step(self, index, self._batches(dataset, order, index))
+                step = self._begin(dataset, order)
                 yield step
                 if not step.committed:
                     raise NotCommittedError(
-                        f"step {index} was left without step.commit(): call it at the end of the"
-                        " loop's body"
+                        f"step {step.index} was left without step.commit(): call it at the end"
+                        " of the loop's body"
                     )
                 self._end_step(trained, step)
         self._progress.phase("done")
 
-    def _batches(self, dataset: Any, order: DataOrder, index: int) -> Iterator[Any]:
-        share = order.shard(index, self.rank, self.world_size)
-        yield batches.to_device(batches.fetch(dataset, share, self.options.collate), self.device)
+    def _begin(self, dataset: Any, order: DataOrder) -> Step:
+        index = self.finished_steps
+        parts = self._averaging.parts(order, index)
+        rng.reseed(self.options.seed, index, parts[0].shard)
+        self._step = Step(self, index, parts, self._batches(dataset, index, parts))
+        return self._step
+
+    def _batches(self, dataset: Any, index: int, parts: Sequence[Part]) -> Iterator[Any]:
+        for part in parts:
+            if part.reseed:
+                rng.reseed(self.options.seed, index, part.shard)
+            batch = batches.fetch(dataset, part.indices, self.options.collate)
+            yield batches.to_device(batch, self.device)
+
+    def _forward_begins(self, *_: object) -> None:
+        """Runs before each forward through the wrapper, evaluations included."""
+        trained, step = self._trained, self._step
+        if trained is not None and step is not None and torch.is_grad_enabled():
+            trained.forwards += 1
+            self._averaging.before_forward(len(step.losses))
 
     def _backward(self, step: Step, loss: torch.Tensor) -> None:
         trained = self._ready("backward()")
@@ -212,17 +201,47 @@ class Run:
                 " last step.backward(): the ranks would drift apart. Call that model, and"
                 " step.backward() after each forward"
             )
+        if len(step.losses) == len(step.parts):
+            raise ConfigError(
+                f"step.backward() was called more than {len(step.parts)} times in step"
+                f" {step.index}: call it once for each batch of step.batches"
+                " (start(micro_batches=...) says how many there are)"
+            )
         trained.forwards = 0
         with self._peers():
-            if not trained.warm and self.options.level != "off":
-                exact.warm_up(trained.model, loss)
-                self._compare_layout(trained)
-            trained.warm = True
-            loss.backward()  # type: ignore[no-untyped-call]
+            self._averaging.backward(loss, len(step.losses))
         step.losses.append(loss.detach())
 
-    def _compare_layout(self, trained: _Trained) -> None:
-        layout = exact.bucket_layout(trained.model)
+    def _commit(self, step: Step) -> None:
+        trained = self._ready("commit()")
+        self._check_commit(step)
+        with self._peers():
+            self._averaging.finish()
+            values = [float(loss) for loss in step.losses]
+            report = [float(self._ending.signal > 0), self._snapshots.report()]
+            self._exchange.start([*report, *self._averaging.losses(values)])
+            if not self._layout_known:
+                self._compare_layout()
+        self._snapshots.before_update()
+        trained.update()
+        step.committed = True
+
+    def _check_commit(self, step: Step) -> None:
+        done, wanted = len(step.losses), len(step.parts)
+        if step.committed or not done:
+            raise NotCommittedError(
+                f"step {step.index}: commit() was called "
+                + ("twice" if step.committed else "before step.backward(loss)")
+            )
+        if done < wanted:
+            raise NotCommittedError(
+                f"step {step.index}: commit() was called after {done} of {wanted} batches: go"
+                " through all of step.batches and call step.backward(loss) for each"
+            )
+
+    def _compare_layout(self) -> None:
+        self._layout_known = True
+        layout = self._averaging.layout()
         before = self._config.get("buckets")
         self._config["buckets"] = layout
         if before not in (None, layout) and self.is_main:
@@ -232,36 +251,18 @@ class Run:
                 " result will not equal an undisturbed run's bit for bit",
             )
 
-    def _commit(self, step: Step) -> None:
-        trained = self._ready("commit()")
-        if step.committed or not step.losses:
-            raise NotCommittedError(
-                f"step {step.index}: commit() was called "
-                + ("twice" if step.committed else "before step.backward(loss)")
-            )
-        if trained.clip is not None:
-            torch.nn.utils.clip_grad_norm_(trained.model.parameters(), trained.clip)
-        trained.optimizer.step()
-        if trained.scheduler is not None:
-            trained.scheduler.step()
-        trained.optimizer.zero_grad(set_to_none=True)
-        step.committed = True
-
-    def _end_step(self, trained: _Trained, step: Step) -> None:
+    def _end_step(self, trained: Trained, step: Step) -> None:
         """After the loop's body, so that what it does after commit() is in the snapshot too."""
         done = self.finished_steps = step.index + 1
-        loss = sum(float(value) for value in step.losses) / len(step.losses)
         with self._peers():
-            total, stop, saved = self._world.sum(
-                [loss, float(self._ending.signal > 0), self._snapshots.report()]
-            )
+            stop, saved, *losses = self._exchange.wait()
             self._snapshots.learn(saved)
             last = stop > 0 or done == self.options.total_steps
             if self._snapshots.due(done, last=last):
                 self._snapshots.save(done, trained.state, self._config)
                 if last:  # there is no further step that would tell the others
                     self._snapshots.learn(self._world.sum([self._snapshots.report()])[0])
-        self._progress.stepped(done, total / self.world_size)
+        self._progress.stepped(done, self._averaging.mean_loss(losses))
         if stop and done < self.options.total_steps:
             self._ending.stop(done)
 
@@ -270,30 +271,21 @@ class Run:
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[torch.nn.Module]:
         """Yield the bare model in eval mode, without gradients; training notices nothing."""
-        module = self._ready("evaluating()").state.module
-        modes = [(part, part.training) for part in module.modules()]  # some may be frozen
-        module.eval()
-        try:
-            with torch.no_grad(), rng.preserved():
-                yield module
-        finally:
-            for part, training in modes:
-                part.training = training
+        with evaluation.evaluating(self._ready("evaluating()").state.module) as module:
+            yield module
 
     def evaluate(self, dataset: batches.Dataset, metric: Metric, *, batch_size: int = 256) -> float:
         """Return the sum of ``metric(model, batch)`` over the dataset, shared among the ranks.
 
         Every sample is seen exactly once; the ranks' shares may differ by one batch.
         """
-        total = 0.0
-        with self._peers():  # each rank's BatchNorm has seen other samples: rank 0's hold
-            for buffer in self._ready("evaluate()").state.module.buffers():
-                self._world.broadcast_tensor(buffer)
+        with self._peers():
+            evaluation.share_buffers(self._ready("evaluate()").state.module, self._world)
         with self.evaluating() as module:
-            for start in range(self.rank * batch_size, len(dataset), self.world_size * batch_size):
-                indices = batches.span(start, min(start + batch_size, len(dataset)))
-                batch = batches.fetch(dataset, indices, self.options.collate)
-                total += float(metric(module, batches.to_device(batch, self.device)))
+            total = evaluation.share_of_metric(
+                module, dataset, metric, self._world,
+                batch_size=batch_size, collate=self.options.collate,
+            )  # fmt: skip
         return self.sum(total)
 
     def sum(self, value: float) -> float:
@@ -347,20 +339,21 @@ class Run:
             self._ending.if_peer_lost(error)
             raise
 
-    def _ready(self, caller: str) -> _Trained:
+    def _ready(self, caller: str) -> Trained:
         if self._trained is None:
             raise ConfigError(f"call run.prepare(model, optimizer) before {caller}")
         return self._trained
 
     def _options_of_all(self) -> dict[str, Any]:
         """What must be equal on all ranks, lest they wait for different things."""
-        names = ("seed", "global_batch", "samples", "total_steps", "level")
+        names = ("seed", "global_batch", "micro_batches", "samples", "total_steps", "level")
         return {name: self._config[name] for name in names}
 
     def _fingerprint(self, samples: int) -> dict[str, Any]:
         return {
             "seed": self.options.seed,
             "global_batch": self.options.global_batch,
+            "micro_batches": self.options.micro_batches,
             "samples": samples,
             "total_steps": self.options.total_steps,
             "level": self.options.level,
@@ -369,11 +362,3 @@ class Run:
             "device": self.device.type,
             "torch": torch.__version__,
         }
-
-
-def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer of another model would train nothing, silently."""
-    known = set(model.parameters())
-    for group in optimizer.param_groups:
-        if any(parameter not in known for parameter in group["params"]):
-            raise ConfigError("the optimizer holds parameters that are not the model's")

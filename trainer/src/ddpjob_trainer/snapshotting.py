@@ -73,6 +73,9 @@ class Snapshots:
             return False
         return last or step % self._settings.every_steps == 0
 
+    def before_update(self) -> None:
+        """The parameters are about to change: wait until nothing reads them any more."""
+
     def report(self) -> float:
         """For a sum over all ranks: the newest durable step plus 1 on rank 0, else 0."""
         return self.newest + 1.0 if self._store is not None else 0.0
@@ -122,7 +125,7 @@ def _compare(stored: Config, mine: Config, rank: int) -> None:
             )
     if rank != 0 or mine["level"] == "off":
         return
-    for name in ("world_size", "level", "threads", "torch", "device"):
+    for name in ("world_size", "micro_batches", "level", "threads", "torch", "device"):
         if stored.get(name) != mine[name]:
             say(
                 0,

@@ -13,12 +13,14 @@ import numpy as np
 import torch
 
 from ddpjob_trainer import batches, exact
+from ddpjob_trainer.averaging import check_sizes, choose_averaging
 from ddpjob_trainer.ending import Ending
 from ddpjob_trainer.environment import MIN_KEEP, SnapshotSettings, read_worker
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.options import Options
 from ddpjob_trainer.progress import Progress
 from ddpjob_trainer.rankstate import RankStateWriter
-from ddpjob_trainer.run import Options, Run
+from ddpjob_trainer.run import Run
 from ddpjob_trainer.snapshotting import Snapshots
 from ddpjob_trainer.world import join
 
@@ -31,6 +33,7 @@ def start(
     global_batch: int,
     seed: int = 0,
     level: str | None = None,
+    micro_batches: int = 1,
     threads: int | None = None,
     log_every: int | None = None,
     collate: batches.Collate | None = None,
@@ -44,6 +47,7 @@ def start(
     ``global_batch``: samples per step over all processes; the processes must divide it.
     ``level``: ``resume`` (equal bits after any restart at the same world size; the default on
     the CPU) or ``off`` (the default on CUDA).
+    ``micro_batches``: batches per step and process; their gradients are accumulated.
     ``threads``: torch's threads per process (default: OMP_NUM_THREADS, else 1).
     ``snapshot_*``: by default what the operator says in DDPJOB_SNAPSHOT_*; without a directory
     there are no snapshots.
@@ -61,11 +65,18 @@ def start(
     ending = Ending(env.rank, writer)
     # Numbers from numpy are welcome, but a snapshot's JSON holds plain ones only.
     total_steps, global_batch, seed = map(index, (total_steps, global_batch, seed))
-    _check_sizes(total_steps, global_batch, env.world_size)
-    threads = threads or env.threads or 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    level = exact.choose_level(level, device)
-    exact.pin_arithmetic(level, threads)
+    options = Options(
+        total_steps=total_steps,
+        global_batch=global_batch,
+        seed=seed,
+        level=exact.choose_level(level, device),
+        threads=threads or env.threads or 1,
+        collate=collate,
+        micro_batches=index(micro_batches),
+    )
+    check_sizes(options, env.world_size)
+    exact.pin_arithmetic(options.level, options.threads)
     settings = _snapshot_settings(env.snapshot, snapshot_dir, snapshot_every, snapshot_keep)
     try:
         world = join(env, begun)
@@ -82,8 +93,8 @@ def start(
         samples_per_step=global_batch // env.world_size,
         log_every=log_every or max(1, total_steps // _LOG_LINES),
     )
-    options = Options(total_steps, global_batch, seed, level, threads, collate)
-    return Run(world, options, ending, progress, Snapshots(settings, world, progress))
+    snapshots = Snapshots(settings, world, progress)
+    return Run(world, options, ending, progress, snapshots, choose_averaging(options, world))
 
 
 def _seed_all(seed: int) -> None:
@@ -91,17 +102,6 @@ def _seed_all(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
-
-
-def _check_sizes(total_steps: int, global_batch: int, world_size: int) -> None:
-    for name, value in (("total_steps", total_steps), ("global_batch", global_batch)):
-        if value < 1:
-            raise ConfigError(f"{name}={value} must be at least 1")
-    if global_batch % world_size:
-        raise ConfigError(
-            f"global_batch={global_batch} cannot be divided by {world_size} processes: use a"
-            f" multiple of {world_size}"
-        )
 
 
 def _snapshot_settings(
