@@ -16,6 +16,8 @@ from ddpjob_trainer.errors import ConfigError
 
 #: Between launcher and worker only, hence not in the contract.
 STATE_DIR = "DDPJOB_TRAINER_STATE_DIR"
+#: Where `ddpjob-trainer chaos` wants records and arms fail points. Nobody else sets it.
+CHAOS = "DDPJOB_TRAINER_CHAOS"
 
 DEFAULT_EVERY_STEPS = 50
 DEFAULT_KEEP = 3
@@ -68,6 +70,7 @@ class WorkerEnvironment:
     snapshot_seconds: float
     threads: int | None
     state_dir: Path | None
+    chaos: Path | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +174,12 @@ def _master(env: Mapping[str, str]) -> tuple[str, int] | None:
     return (address, _integer(env, "MASTER_PORT", 29500, least=1)) if address else None
 
 
+def chaos_directory(env: Mapping[str, str]) -> Path | None:
+    """Where the chaos driver waits for records, None outside a chaos run."""
+    directory = env.get(CHAOS, "")
+    return Path(directory) if directory else None
+
+
 def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
     """Raise ConfigError where the variables contradict each other."""
     rank, world, local_rank, local_world = _place(env)
@@ -192,6 +201,7 @@ def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
         snapshot_seconds=_seconds(env, contract.HANG_SNAPSHOT_SECONDS, 600),
         threads=_integer(env, "OMP_NUM_THREADS", 0) or None,
         state_dir=Path(state_dir) if state_dir else None,
+        chaos=chaos_directory(env),
     )
 
 

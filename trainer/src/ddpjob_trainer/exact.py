@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpjob_trainer import rng
+from ddpjob_trainer import failpoints, rng
 from ddpjob_trainer.errors import ConfigError
 
 LEVELS = ("off", "resume")
@@ -63,6 +63,7 @@ def warm_up(model: DistributedDataParallel, loss: torch.Tensor) -> None:
         parameter.grad = None  # what has been accumulated is not to be added to
     with rng.preserved():
         loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    failpoints.reach("warm-up")
     for buffer, before in buffers:
         buffer.data.copy_(before)  # .data: the graph checks the version of what it has saved
     for parameter, gradient in gradients:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpjob_trainer import batches, evaluation, rng
+from ddpjob_trainer import batches, evaluation, failpoints, rng
 from ddpjob_trainer.averaging import Averaging, Part
 from ddpjob_trainer.ending import Ending
 from ddpjob_trainer.errors import ConfigError, NotCommittedError
@@ -28,6 +28,7 @@ from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.order import DataOrder
 from ddpjob_trainer.preparing import Trained, make_trained
 from ddpjob_trainer.progress import Progress
+from ddpjob_trainer.recording import Recording
 from ddpjob_trainer.snapshotting import Snapshots
 from ddpjob_trainer.state import Stateful, flat_sha256, weights_sha256
 from ddpjob_trainer.world import World, agree, say
@@ -70,6 +71,7 @@ class Run:
         progress: Progress,
         snapshots: Snapshots,
         averaging: Averaging,
+        recording: Recording,
     ) -> None:
         self.options = options
         self.finished_steps = 0
@@ -78,6 +80,7 @@ class Run:
         self._progress = progress
         self._snapshots = snapshots
         self._averaging = averaging
+        self._recording = recording
         self._exchange = Exchange(world)
         self._trained: Trained | None = None
         self._step: Step | None = None
@@ -156,6 +159,7 @@ class Run:
                 self.finished_steps, stored = self._snapshots.restore(trained.state, self._config)
             self._config["buckets"] = stored.get("buckets")
             self._progress.resumed(self.finished_steps)
+            self._recording.resumed(self.finished_steps)
             while self.finished_steps < self.options.total_steps:
                 step = self._begin(dataset, order)
                 yield step
@@ -165,6 +169,8 @@ class Run:
                         " of the loop's body"
                     )
                 self._end_step(trained, step)
+            with self._peers():
+                self._recording.ended(trained.state)
         self._progress.phase("done")
 
     def _begin(self, dataset: Any, order: DataOrder) -> Step:
@@ -224,6 +230,7 @@ class Run:
                 self._compare_layout()
         self._snapshots.before_update()
         trained.update()
+        failpoints.reach("step")
         step.committed = True
 
     def _check_commit(self, step: Step) -> None:
@@ -263,6 +270,7 @@ class Run:
                 if last:  # there is no further step that would tell the others
                     self._snapshots.learn(self._world.sum([self._snapshots.report()])[0])
         self._progress.stepped(done, self._averaging.mean_loss(losses))
+        self._recording.stepped(done, step.losses)
         if stop and done < self.options.total_steps:
             self._ending.stop(done)
 
@@ -307,6 +315,7 @@ class Run:
         # In a `finally` after an exception the others still wait for our gradients.
         if not self._closed and sys.exc_info()[0] is None:
             with self._peers():
+                failpoints.reach("barrier")
                 self._world.barrier()
         self._close()
 

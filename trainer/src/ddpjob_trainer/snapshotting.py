@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from ddpjob_trainer import rng
+from ddpjob_trainer import failpoints, rng
 from ddpjob_trainer.environment import SnapshotSettings
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.progress import Progress
@@ -57,6 +57,7 @@ class Snapshots:
                 resume=self._settings.resume,
                 tell=lambda text: say(0, text),
             )
+        failpoints.reach("load")
         shared = share(self._world, loaded)
         if shared is None:
             return 0, {}

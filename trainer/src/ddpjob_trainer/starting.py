@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ddpjob_trainer import batches, exact
+from ddpjob_trainer import batches, exact, failpoints
 from ddpjob_trainer.averaging import check_sizes, choose_averaging
 from ddpjob_trainer.ending import Ending
 from ddpjob_trainer.environment import MIN_KEEP, SnapshotSettings, read_worker
@@ -20,6 +20,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.options import Options
 from ddpjob_trainer.progress import Progress
 from ddpjob_trainer.rankstate import RankStateWriter
+from ddpjob_trainer.recording import Recording
 from ddpjob_trainer.run import Run
 from ddpjob_trainer.snapshotting import Snapshots
 from ddpjob_trainer.world import join
@@ -63,6 +64,8 @@ def start(
         raise
     writer = RankStateWriter(env.state_dir, env.rank)
     ending = Ending(env.rank, writer)
+    failpoints.configure(env.chaos, env.rank)
+    failpoints.reach("import")
     # Numbers from numpy are welcome, but a snapshot's JSON holds plain ones only.
     total_steps, global_batch, seed = map(index, (total_steps, global_batch, seed))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -78,6 +81,13 @@ def start(
     check_sizes(options, env.world_size)
     exact.pin_arithmetic(options.level, options.threads)
     settings = _snapshot_settings(env.snapshot, snapshot_dir, snapshot_every, snapshot_keep)
+    recording = Recording(env.chaos, env.rank)
+    recording.started(
+        env.identity,
+        total_steps=total_steps,
+        directory=str(settings.directory),
+        every=settings.every_steps,
+    )
     try:
         world = join(env, begun)
     except RuntimeError as error:
@@ -94,7 +104,8 @@ def start(
         log_every=log_every or max(1, total_steps // _LOG_LINES),
     )
     snapshots = Snapshots(settings, world, progress)
-    return Run(world, options, ending, progress, snapshots, choose_averaging(options, world))
+    averaging = choose_averaging(options, world)
+    return Run(world, options, ending, progress, snapshots, averaging, recording)
 
 
 def _seed_all(seed: int) -> None:

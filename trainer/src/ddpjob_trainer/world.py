@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as distributed_c10d
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
+from ddpjob_trainer import failpoints
 from ddpjob_trainer.contract import ExitCode
 from ddpjob_trainer.environment import Identity, WorkerEnvironment
 from ddpjob_trainer.errors import ConfigError, PeerLostError
@@ -319,6 +320,7 @@ def _rendezvous(env: WorkerEnvironment, deadline: float) -> Store:
             break
         waiting.pause(reason)
     store = PrefixStore(env.identity.key, tcp)
+    failpoints.reach("rendezvous")
     _gather_all(store, env, waiting)
     return store
 

@@ -12,15 +12,19 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from ddpjob_trainer import failpoints
+
 Seam = Callable[[str, Path], None]
 seam: Seam | None = None
 
 
 @contextlib.contextmanager
 def _operation(name: str, path: Path) -> Iterator[None]:
+    failpoints.reach("snapshot")
     if seam is not None:
         seam(f"before {name}", path)
     yield
+    failpoints.reach("snapshot")
     if seam is not None:
         seam(f"after {name}", path)
 

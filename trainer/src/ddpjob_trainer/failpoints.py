@@ -1,0 +1,56 @@
+"""Named places at which `ddpjob-trainer chaos` can have this process signal itself.
+
+The chaos driver arms one point by writing a file; the process that reaches it takes the file
+away, which only one can, and then sends itself the signal. Costs nothing outside a chaos run.
+Never imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+#: In the order in which a process comes to them.
+POINTS = ("import", "rendezvous", "load", "warm-up", "step", "snapshot", "barrier")
+ARMED = "armed"
+
+_directory: Path | None = None
+_rank = -1
+_armed = ""  # what the file said when hits were last counted
+_hits = 0
+
+
+def configure(directory: Path | None, rank: int) -> None:
+    """Watch for armed points in a directory; None: for none."""
+    global _directory, _rank
+    _directory, _rank = directory, rank
+
+
+def fired(directory: Path, number: int) -> Path:
+    """Where the armed file lies once its point was reached."""
+    return directory / f"fired-{number}"
+
+
+def reach(point: str) -> None:
+    """Send this process the signal if the point is armed for it and was reached often enough."""
+    global _armed, _hits
+    if _directory is None:
+        return
+    path = _directory / ARMED
+    try:
+        text = path.read_text()
+        order = json.loads(text)
+    except (FileNotFoundError, ValueError):
+        return
+    if order["point"] != point or order["rank"] not in (None, _rank):
+        return
+    _hits = _hits + 1 if text == _armed else 1
+    _armed = text
+    if _hits < order["hits"]:
+        return
+    try:
+        path.rename(fired(_directory, order["number"]))
+    except FileNotFoundError:
+        return  # another process was first
+    os.kill(os.getpid(), order["signal"])
