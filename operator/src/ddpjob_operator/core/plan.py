@@ -34,8 +34,9 @@ from ddpjob_operator.core.view import Change, View, look
 
 #: Phases in which a gang is wanted.
 _WANTED: Final = ("Pending", "Starting", "Running", "Restarting")
-#: When only collateral losses were seen, the cause gets this long to show itself.
-CAUSE_WAIT: Final = timedelta(seconds=2)
+#: When only collateral losses were seen, the cause gets this long to show itself. The time of
+#: a death is told in whole seconds, and one kubelet may tell of it seconds after another.
+CAUSE_WAIT: Final = timedelta(seconds=5)
 #: Status writes that only report are held back until this long after the last write.
 REPORT_INTERVAL: Final = timedelta(seconds=2)
 #: How long a refused creation waits before it is tried again.
@@ -154,24 +155,32 @@ def _loss(view: View) -> Failure | None:
         return first
     # Peers of a pod that is being removed die of it, each program with a code of its own.
     leaving = classify.leaving(members.values())
+    if leaving:
+        return classify.removed(leaving, now)
     if first.cls == "User":
-        return classify.removed(leaving, now) if leaving else first
-    if _cause_wait(view) > 0:
-        return None
-    return classify.removed(leaving, now) if leaving else classify.settle(first)
+        return first
+    return None if _cause_wait(view) > 0 else classify.settle(first)
 
 
 def _cause_wait(view: View) -> float:
     """Seconds that the cause of a collateral loss may still take to show itself.
 
     Measured from the kubelet's clock: if it disagrees with ours, the wait is cut short,
-    which costs a worse explanation, never a worse decision.
+    which costs a worse explanation, never a worse decision. Once all have ended nothing more
+    can show.
     """
+    if all(_ended(view, pod) for pod in view.members.values()):
+        return 0.0
     ends = [p.trainer.finished_at for p in view.members.values() if not classify.succeeded(p)]
     first = min((end for end in ends if end is not None), default=None)
     if first is None or first > view.now:
         return 0.0
     return (first + CAUSE_WAIT - view.now).total_seconds()
+
+
+def _ended(view: View, pod: Pod) -> bool:
+    nproc = view.spec.nproc_per_node
+    return classify.succeeded(pod) or classify.failure(pod, nproc, view.now) is not None
 
 
 def _barrier_passed(view: View) -> bool:
