@@ -404,8 +404,10 @@ def test_defaults(plane: Cluster) -> None:
             "maxRestarts": 3,
             "maxDisruptions": 100,
             "backoff": {"initialSeconds": 1, "maxSeconds": 300},
+            "inPlace": {"enabled": True, "maxWithoutProgress": 3},
         },
         "snapshot": {**SNAPSHOT, "everySteps": 50, "keep": 3, "resume": "Auto"},
+        "hang": {"startupSeconds": 600, "stepSeconds": 300, "snapshotSeconds": 600},
         "nodeLost": {"policy": "Wait", "afterSeconds": 30},
         "startupDeadlineSeconds": 600,
         "cleanPodPolicy": "Running",
@@ -415,12 +417,14 @@ def test_defaults(plane: Cluster) -> None:
 
 
 def test_defaults_of_what_a_user_opens(plane: Cluster) -> None:
-    """hang and restart.inPlace stay absent until set: the operator must see who set them."""
-    body = ddpjob("opened", hang={"stepSeconds": 60}, restart={"inPlace": {}})
+    """A field of hang or restart.inPlace that is left out has its default all the same."""
+    body = ddpjob(
+        "opened", hang={"stepSeconds": 60}, restart={"inPlace": {"maxWithoutProgress": 9}}
+    )
     assert apply(plane, body) == ""
     spec = read(plane, "opened")["spec"]
     assert spec["hang"] == {"startupSeconds": 600, "stepSeconds": 60, "snapshotSeconds": 600}
-    assert spec["restart"]["inPlace"] == {"enabled": True, "maxWithoutProgress": 3}
+    assert spec["restart"]["inPlace"] == {"enabled": True, "maxWithoutProgress": 9}
 
 
 @pytest.mark.parametrize(

@@ -142,11 +142,12 @@ properties:
             default: 300
       inPlace:
         description: >-
-          Rounds: processes are restarted and the pods kept. Needs our launcher
-          (ddpjob-trainer run).
-        # No default for the object: its presence tells the operator that a user set it, which
-        # it reports as Unsupported until it works. The same holds for spec.hang.
+          Restart in place: when a process fails, all processes of the gang are restarted and the
+          pods kept. Needs our launcher (ddpjob-trainer run); other programs restart with their
+          pods. Charged to no budget; off when maxRestarts is 0. A change holds from the next
+          attempt on.
         type: object
+        default: {}
         properties:
           enabled:
             description: Whether processes may be restarted in place.
@@ -154,8 +155,8 @@ properties:
             default: true
           maxWithoutProgress:
             description: >-
-              After so many rounds without a newer snapshot the attempt ends and the pods are
-              replaced.
+              So many restarts in place in a row are made without a newer snapshot; the next
+              failure ends the attempt, and the pods are replaced or the job fails.
             type: integer
             format: int32
             minimum: 1
@@ -315,25 +316,27 @@ properties:
   hang:
     description: >-
       Time without progress after which the trainer's watchdog ends a process (exit code 76)
-      and a restart follows. Needs our training library.
+      and a restart follows, in place where that is on. Needs our training library. A change
+      holds from the next attempt on.
     type: object
+    default: {}
     properties:
       startupSeconds:
-        description: Seconds from the start of a process to its first finished step (600 when hang is left out).
+        description: Seconds from the start of a process to its first finished step.
         type: integer
         format: int32
         minimum: 1
         maximum: 2592000
         default: 600
       stepSeconds:
-        description: Seconds for one step (300 when hang is left out).
+        description: Seconds for one step.
         type: integer
         format: int32
         minimum: 1
         maximum: 2592000
         default: 300
       snapshotSeconds:
-        description: Seconds for one snapshot (600 when hang is left out).
+        description: Seconds for one snapshot.
         type: integer
         format: int32
         minimum: 1

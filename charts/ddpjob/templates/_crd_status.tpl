@@ -8,7 +8,7 @@ properties:
     type: integer
     format: int32
   round:
-    description: Round within the attempt, from 0.
+    description: Round within the attempt that it ended, from 0.
     type: integer
     format: int32
   replica:
@@ -51,6 +51,11 @@ properties:
     description: When the operator saw it, UTC.
     type: string
     format: date-time
+  inPlace:
+    description: >-
+      true: it ended only a round, the processes were restarted in place and the pods kept. Left
+      out: it ended the attempt.
+    type: boolean
 {{- end }}
 
 {{- define "ddpjob.crd.status" -}}
@@ -141,7 +146,15 @@ properties:
         type: integer
         format: int32
       inPlace:
-        description: Rounds in which processes were restarted and the pods kept.
+        description: >-
+          Restarts in place, of all attempts: processes were restarted and the pods kept. They are
+          charged to no budget. Shown within the operator's progressSeconds (15).
+        type: integer
+        format: int32
+      round:
+        description: >-
+          Number of the current round as far as it is known: so many restarts in place of the
+          current attempt are counted in inPlace.
         type: integer
         format: int32
       disruptions:
@@ -221,7 +234,8 @@ properties:
     description: The newest failure, with its cause and place.
     {{- include "ddpjob.crd.failure" . | nindent 4 }}
   failures:
-    description: The last failures, oldest first, at most 10.
+    description: >-
+      The last failures, oldest first, at most 10: what ended an attempt or, with inPlace, a round.
     type: array
     maxItems: 10
     x-kubernetes-list-type: atomic

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.core import classify, contract, observe, render, spec, status
+from ddpjob_operator.core import classify, contract, observe, ranges, render, spec, status
 from support.world import START, World, job_object
 
 
@@ -164,9 +164,9 @@ def test_a_status_that_makes_no_sense_counts_as_none(raw: object):
     ("text", "found"), [("0-2,5", {0, 1, 2, 5}), ("", set()), ("a", set()), (None, set())]
 )
 def test_ranges(text: object, found: set[int]):
-    assert status.parse_ranges(text) == found
+    assert ranges.parse_ranges(text) == found
     if found:
-        assert status.format_ranges(frozenset(found)) == text
+        assert ranges.format_ranges(frozenset(found)) == text
 
 
 @pytest.mark.parametrize(

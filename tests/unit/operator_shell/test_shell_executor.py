@@ -152,7 +152,7 @@ def taken() -> errors.ApiError:
 WRITE = WriteStatus(
     {"phase": "Starting"},
     (Event("Normal", "Started", "x"),),
-    (Measurement("restarts_total", 1, "User"),),
+    (Measurement("restarts_total", 1, "User"), Measurement("rounds_total", 2, "Hang")),
 )
 
 
@@ -164,8 +164,9 @@ async def test_a_stored_status_is_known_at_once_and_only_then_told(stage: Stage)
     assert (snapshot.job.resource_version, snapshot.job.status) == ("9", {"phase": "Starting"})
     assert stage.outcomes.status_written_at == NOW
     assert [event.reason for event in stage.recorder.sent] == ["Started"]
-    value = stage.metrics.registry.get_sample_value("ddpjob_restarts_total", {"class": "User"})
-    assert value == 1
+    value = stage.metrics.registry.get_sample_value
+    assert value("ddpjob_restarts_total", {"class": "User"}) == 1
+    assert value("ddpjob_rounds_total", {"class": "Hang"}) == 2
     (body,) = stage.api.bodies
     assert body["metadata"]["resourceVersion"] == "5"
 

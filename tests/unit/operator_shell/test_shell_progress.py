@@ -113,6 +113,43 @@ async def test_news_reach_the_outcomes_and_the_queue_once() -> None:
 
 
 @needs_address
+async def test_a_round_is_news_though_training_stands_where_it_stood() -> None:
+    count = 0
+
+    async def state(request: web.Request) -> web.StreamResponse:
+        records = [{"round": 0, "replica": 2, "rank": 2, "code": 137}] * (count > 0)
+        return web.json_response({"attempt": 1, "round": count, "step": 7, "rounds": records})
+
+    async with reading(state) as (store, changed):
+        await until(lambda: changed)
+        assert store.outcomes("u1").rounds is None
+        count = 1
+        await until(lambda: len(changed) == 2)
+        rounds = store.outcomes("u1").rounds
+    assert rounds is not None
+    assert (rounds.attempt, rounds.count) == (1, 1)
+    assert [(found.replica, found.code) for found in rounds.known] == [(2, 137)]
+
+
+@needs_address
+@pytest.mark.parametrize("attempt", [0, 2, "1", None])
+async def test_the_answer_of_another_attempts_launcher_is_ignored(attempt: object) -> None:
+    """Its address may belong to somebody else by now, or the gang was just replaced."""
+    asked = 0
+
+    async def state(request: web.Request) -> web.StreamResponse:
+        nonlocal asked
+        asked += 1
+        return web.json_response({"attempt": attempt, "round": 5, "step": 7})
+
+    async with reading(state) as (store, changed):
+        await until(lambda: asked >= 3)
+        assert store.outcomes("u1").progress is None
+        assert store.outcomes("u1").rounds is None
+    assert changed == []
+
+
+@needs_address
 @pytest.mark.parametrize("answer", ["huge", "deep", "text", "error", "redirect", "list"])
 async def test_what_a_stranger_may_answer_is_ignored(answer: str) -> None:
     asked = 0

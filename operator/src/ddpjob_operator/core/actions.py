@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
+from ddpjob_operator.core.observe import Rounds
 from ddpjob_operator.core.status import Progress
 
 Body = Mapping[str, Any]
@@ -35,6 +36,7 @@ class Measurement:
 
     name: Literal[
         "restarts_total",
+        "rounds_total",
         "detection_seconds",
         "recovery_seconds",
         "time_to_running_seconds",
@@ -148,4 +150,5 @@ class Outcomes:
     network_refusal: Refusal | None = None
     refusals: Mapping[int, Refusal] = field(default_factory=dict)  # by replica
     progress: Progress | None = None  # newest answer of GET /state
+    rounds: Rounds | None = None  # of the same
     status_written_at: datetime | None = None

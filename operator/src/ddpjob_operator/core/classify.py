@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Final
 
 from ddpjob_operator.core import contract, observe
-from ddpjob_operator.core.observe import Pod
+from ddpjob_operator.core.observe import Pod, Round
 from ddpjob_operator.core.status import Failure
 
 #: Classes from the strongest cause to the weakest.
@@ -39,6 +39,14 @@ _CODES: Final[Mapping[int, str]] = {
     contract.ExitCode.HANG: "Hang",
     contract.ExitCode.SIGTERM: "Collateral",  # it was asked to end; who asked is the cause
     contract.ExitCode.UNKNOWN: "Infrastructure",
+}
+
+
+#: What a launcher's word for an end means, where the program had none of its own.
+_KINDS: Final[Mapping[str, str]] = {
+    "hang": "hang: no sign of life for longer than spec.hang allows",
+    "diverged": "diverged: the ranks disagree, or the NaN policy says stop",
+    "peerLost": "peerLost: another rank was gone first",
 }
 
 
@@ -79,6 +87,32 @@ def failure(pod: Pod, nproc_per_node: int, now: datetime) -> Failure | None:
         message=_message(pod),
         detected_at=now,
     )
+
+
+def ended_round(
+    found: Round, attempt: int, replica: int, nproc_per_node: int, now: datetime
+) -> Failure:
+    """What ended a round: a process died or hung, its launcher and its pod live on."""
+    code, rank = found.code, found.rank
+    if rank is None and nproc_per_node == 1:
+        rank = replica
+    cls = "Hang" if found.kind == "hang" else "User"
+    number = found.signal or _signal_of(code)
+    step = f"after step {found.step}" if found.step is not None else ""
+    loss = Failure(
+        attempt=attempt,
+        round=found.number,
+        replica=replica,
+        rank=rank,
+        cls=cls if code is None else _CODES.get(code, cls),
+        reason="Unknown" if code is number is None else _code_reason(code, number),
+        exit_code=code,
+        signal=number,
+        message="\n".join(filter(None, [found.exception or _KINDS.get(found.kind, ""), step])),
+        detected_at=now,
+        in_place=True,
+    )
+    return settle(loss) if loss.cls == "Collateral" else loss
 
 
 def vanished(replica: int, attempt: int, job_name: str, now: datetime) -> Failure:
@@ -165,8 +199,7 @@ def _reason(pod: Pod) -> str:
         return "NeverStarted"
     if trainer.reason not in ("", "Error", "Completed"):
         return trainer.reason
-    number = _signal(pod)
-    return _signal_name(number) if number else f"ExitCode{trainer.exit_code}"
+    return _code_reason(trainer.exit_code, _signal(pod))
 
 
 def _signal(pod: Pod) -> int | None:
@@ -175,8 +208,15 @@ def _signal(pod: Pod) -> int | None:
         return trainer.signal
     if trainer.report and trainer.report.signal:
         return trainer.report.signal
-    code = trainer.exit_code
+    return _signal_of(trainer.exit_code)
+
+
+def _signal_of(code: int | None) -> int | None:
     return code - 128 if code is not None and 128 < code < 128 + signal.NSIG else None
+
+
+def _code_reason(code: int | None, number: int | None) -> str:
+    return _signal_name(number) if number else f"ExitCode{code}"
 
 
 def _signal_name(number: int) -> str:
@@ -190,7 +230,8 @@ def _message(pod: Pod) -> str:
     report = pod.trainer.report
     if report is None:
         return pod.trainer.message or pod.message
-    head = [report.exception] if report.exception else []
+    said = report.exception or _KINDS.get(report.kind, "")
+    head = [said] if said else []
     return observe.clean("\n".join([*head, *report.log][-12:]))
 
 

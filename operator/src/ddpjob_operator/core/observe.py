@@ -29,6 +29,8 @@ TRAINER_CONTAINER: Final = "trainer"
 #: Names the trainer container on a pod: a webhook may have put another one first.
 ANNOTATION_TRAINER: Final = f"{GROUP}/trainer"
 _INT32: Final = 2**31
+#: No attempt has so many rounds: whoever tells of more is not believed.
+_ROUNDS: Final = 100_000
 MESSAGE_MAX: Final = 1024
 #: Waiting reasons that do not pass by themselves soon. The kubelet alternates between the
 #: two of a failing pull; one name for both keeps the condition still.
@@ -41,6 +43,30 @@ _BLOCKED: Final = {
     "CreateContainerError": "CreateContainerError",
     "RunContainerError": "RunContainerError",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A round that ended and was followed by another one: contract.Round, each field checked."""
+
+    number: int
+    replica: int | None = None
+    rank: int | None = None
+    code: int | None = None
+    signal: int | None = None
+    kind: str = ""
+    exception: str = ""
+    step: int | None = None
+    snapshot_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """``count`` rounds of an attempt have ended in place; ``known`` tells of the newest."""
+
+    attempt: int
+    count: int
+    known: tuple[Round, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +83,7 @@ class Report:
     loss: float | None = None
     round: int | None = None
     snapshot_step: int | None = None
+    rounds: tuple[Round, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +218,15 @@ def progress(raw: object, now: datetime) -> Progress | None:
     )
 
 
+def rounds(raw: object) -> Rounds | None:
+    """The body of GET /state -> Rounds; None if it tells of none. Written by a stranger."""
+    body = mapping(raw)
+    attempt, count = _count(body.get("attempt"), _INT32), _count(body.get("round"), _ROUNDS)
+    if attempt is None or not count:
+        return None
+    return Rounds(attempt, count, _round_records(body.get("rounds")))
+
+
 def clean(text: object, limit: int = MESSAGE_MAX) -> str:
     """Bound a stranger's text and replace what could forge a terminal or a log line."""
     if not isinstance(text, str):
@@ -291,8 +327,29 @@ def _report(text: object) -> Report | None:
         log=log,
         step=_count(raw.get("step")),
         loss=_rounded(raw.get("loss"), 6),
-        round=_count(raw.get("round"), _INT32),
+        round=_count(raw.get("round"), _ROUNDS),
         snapshot_step=_count(raw.get("snapshotStep")),
+        rounds=_round_records(raw.get("rounds")),
+    )
+
+
+def _round_records(items: object) -> tuple[Round, ...]:
+    """The newest records that say which round they are of."""
+    newest = [mapping(item) for item in sequence(items)[-contract.STATE_MAX_ROUNDS :]]
+    return tuple(
+        Round(
+            number=number,
+            replica=_count(raw.get("replica"), _INT32),
+            rank=_count(raw.get("rank"), _INT32),
+            code=_count(raw.get("code"), _INT32),
+            signal=_count(raw.get("signal"), _INT32),
+            kind=clean(raw.get("kind"), 32),
+            exception=clean(raw.get("exception"), 300),
+            step=_count(raw.get("step")),
+            snapshot_step=_count(raw.get("snapshotStep")),
+        )
+        for raw in newest
+        if (number := _count(raw.get("round"), _ROUNDS)) is not None
     )
 
 

@@ -28,7 +28,7 @@ from ddpjob_operator.core.actions import (
     WriteStatus,
 )
 from ddpjob_operator.core.observe import Job, Pod
-from ddpjob_operator.core.policy import finish, report, restart, startup
+from ddpjob_operator.core.policy import finish, report, restart, rounds, startup
 from ddpjob_operator.core.status import Failure, Status
 from ddpjob_operator.core.view import Change, View, look
 
@@ -80,6 +80,7 @@ def _decide(view: View) -> Change:
     if any((pod.attempt or 0) > status.attempt for pod in view.others):
         # Either our view of the job is old, and this write is refused, or etcd was restored.
         return restart.new_attempt(view, change, "Restarting", 0)
+    change = rounds.count(view, change)
     if finish.past_active_deadline(view):
         what = f"activeDeadlineSeconds {view.spec.active_deadline:g} has passed"
         return finish.fail(view, change, "DeadlineExceeded", what)
@@ -245,7 +246,7 @@ def _deletions(view: View) -> tuple[Action, ...]:
     Once a member of their attempt is dead they can save nothing, and a longer grace that is
     already running is cut short.
     """
-    dead = {loss.attempt for loss in view.status.failures}
+    dead = {loss.attempt for loss in view.status.failures if not loss.in_place}
     actions: list[Action] = []
     for pod in view.others:
         grace = finish.DEAD_GANG_GRACE_SECONDS if pod.attempt in dead else None

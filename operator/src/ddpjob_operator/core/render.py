@@ -7,10 +7,11 @@ added, and our variables come first so that the user's may refer to them as $(RA
 from __future__ import annotations
 
 import copy
+from itertools import chain
 from typing import Any, Final
 
 from ddpjob_operator.core import contract, observe
-from ddpjob_operator.core.lenient import mapping
+from ddpjob_operator.core.lenient import mapping, sequence
 from ddpjob_operator.core.observe import Job
 from ddpjob_operator.core.spec import Spec
 
@@ -19,6 +20,8 @@ SHM_VOLUME: Final = "ddpjob-shm"
 #: Kubernetes' default of 300 s would hold a gang on a dead node for five minutes.
 NODE_LOST_TOLERATION_SECONDS: Final = 30
 DEFAULT_GRACE_SECONDS: Final = 30
+#: Those that a process without rights may open.
+_PORTS: Final = range(1024, 65536)
 _NODE_TAINTS: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 
 
@@ -67,6 +70,19 @@ def pod(job: Job, spec: Spec, attempt: int, replica: int) -> dict[str, Any]:
         },
         "spec": body,
     }
+
+
+def hub_port(spec: Spec) -> int:
+    """Where launcher 0 co-ordinates rounds: the first port after spec.port that is free.
+
+    Taken are spec.metrics.port and what any container of the template declares.
+    """
+    body = mapping(spec.template.get("spec"))
+    containers = [*sequence(body.get("containers")), *sequence(body.get("initContainers"))]
+    declared = [port for c in containers for port in sequence(mapping(c).get("ports"))]
+    taken = {spec.metrics_port, *(mapping(port).get("containerPort") for port in declared)}
+    ports = chain(range(spec.port + 1, _PORTS.stop), range(spec.port - 1, _PORTS.start - 1, -1))
+    return next(port for port in ports if port not in taken)
 
 
 def pod_labels(job: Job, attempt: int, replica: int) -> dict[str, str]:
@@ -120,6 +136,7 @@ def _service(job: Job, spec: Spec) -> dict[str, Any]:
             "selector": {observe.LABEL_JOB_UID: job.uid},
             "ports": [
                 {"name": "master", "port": spec.port, "targetPort": spec.port},
+                {"name": "hub", "port": hub_port(spec), "targetPort": hub_port(spec)},
                 {"name": "metrics", "port": spec.metrics_port, "targetPort": spec.metrics_port},
             ],
         },
@@ -167,7 +184,9 @@ def _env(job: Job, spec: Spec, attempt: int, replica: int, grace: int) -> list[d
         contract.REPLICAS: spec.replicas,
         contract.NPROC_PER_NODE: spec.nproc_per_node,
         contract.METRICS_PORT: spec.metrics_port,
+        contract.HUB_PORT: hub_port(spec),
         contract.GRACE_SECONDS: grace,
+        contract.IN_PLACE_MAX_WITHOUT_PROGRESS: spec.restart.in_place,
         contract.HANG_STARTUP_SECONDS: spec.hang.startup,
         contract.HANG_STEP_SECONDS: spec.hang.step,
         contract.HANG_SNAPSHOT_SECONDS: spec.hang.snapshot,

@@ -39,6 +39,7 @@ class Restart:
     max_disruptions: int
     initial_seconds: float
     max_seconds: float
+    in_place: int  # rounds without a newer snapshot before the attempt ends; 0: no rounds
     rules: tuple[Rule, ...]
 
 
@@ -127,12 +128,8 @@ def template_hash(template: Mapping[str, Any]) -> str:
 def unsupported(raw: Mapping[str, Any]) -> list[str]:
     """Fields that the user set and that this version accepts but does not act on yet."""
     found = []
-    if mapping(mapping(raw.get("restart")).get("inPlace")).get("enabled") is True:
-        found.append("spec.restart.inPlace.enabled: a failed process restarts the whole gang")
     if mapping(raw.get("nodeLost")).get("policy") == "Fence":
         found.append("spec.nodeLost.policy Fence: behaves as Wait")
-    if "hang" in raw:
-        found.append("spec.hang: hangs are not detected")
     return found
 
 
@@ -158,11 +155,15 @@ def _restart(raw: Mapping[str, Any]) -> Restart:
         )
         for rule in raw.get("rules") or ()
     )
+    max_restarts = integer(raw.get("maxRestarts"), 3)
+    in_place = mapping(raw.get("inPlace"))
+    on = in_place.get("enabled", True) is not False and max_restarts > 0
     return Restart(
-        max_restarts=integer(raw.get("maxRestarts"), 3),
+        max_restarts=max_restarts,
         max_disruptions=integer(raw.get("maxDisruptions"), 100),
         initial_seconds=float(backoff.get("initialSeconds", 1)),
         max_seconds=float(backoff.get("maxSeconds", 300)),
+        in_place=integer(in_place.get("maxWithoutProgress"), 3) if on else 0,
         rules=rules,
     )
 

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, Final, Literal, get_args
 
 from ddpjob_operator.core.lenient import integer, mapping, opt_integer, sequence, text
+from ddpjob_operator.core.ranges import format_ranges, parse_ranges
 
 Phase = Literal["Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
 PHASES: Final = get_args(Phase)
@@ -76,6 +77,8 @@ class Restarts:
 
     Both heal (back to 0) when a restart finds a snapshot newer than ``snapshot_step``, the
     newest one known at the restart before; ``consecutive`` drives the backoff and heals too.
+    ``in_place``: restarts of processes only, over all attempts; ``round``: how many of them
+    were in the current attempt, so that each is counted once however often it is heard of.
     """
 
     total: int = 0
@@ -83,12 +86,16 @@ class Restarts:
     disruptions: int = 0
     consecutive: int = 0
     in_place: int = 0
+    round: int = 0
     snapshot_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an attempt ended. Text comes from strangers and is already bounded and escaped."""
+    """Why an attempt or, with ``in_place``, one of its rounds ended.
+
+    Text comes from strangers and is already bounded and escaped.
+    """
 
     attempt: int
     replica: int
@@ -102,6 +109,7 @@ class Failure:
     rank: int | None = None
     exit_code: int | None = None
     signal: int | None = None
+    in_place: bool = False  # processes were restarted and the pods kept
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form, absent values left out."""
@@ -119,6 +127,7 @@ class Failure:
                 "signal": self.signal,
                 "message": self.message,
                 "detectedAt": format_time(self.detected_at),
+                "inPlace": self.in_place or None,
             }
         )
 
@@ -185,6 +194,11 @@ class Status:
         """The newest recorded failure."""
         return self.failures[-1] if self.failures else None
 
+    @property
+    def last_loss(self) -> Failure | None:
+        """The newest recorded failure that ended an attempt."""
+        return next((f for f in reversed(self.failures) if not f.in_place), None)
+
     def condition(self, type_: str) -> Condition | None:
         """The condition of that type, if it was ever set."""
         return next((c for c in self.conditions if c.type == type_), None)
@@ -207,6 +221,7 @@ def to_dict(status: Status) -> dict[str, Any]:
                 "disruptions": status.restarts.disruptions,
                 "consecutive": status.restarts.consecutive,
                 "inPlace": status.restarts.in_place,
+                "round": status.restarts.round,
                 "snapshotStep": status.restarts.snapshot_step,
             },
             "ready": f"{status.replicas.ready}/{status.replicas.desired}",
@@ -244,6 +259,7 @@ def from_dict(body: object) -> Status:
             disruptions=integer(restarts.get("disruptions")),
             consecutive=integer(restarts.get("consecutive")),
             in_place=integer(restarts.get("inPlace")),
+            round=integer(restarts.get("round")),
             snapshot_step=integer(restarts.get("snapshotStep")),
         ),
         replicas=Replicas(
@@ -278,33 +294,6 @@ def with_condition(
     return tuple(new if c.type == type_ else c for c in conditions)
 
 
-def format_ranges(replicas: frozenset[int]) -> str:
-    """{0, 1, 2, 5} -> "0-2,5", the form of batch/v1 completedIndexes."""
-    parts: list[list[int]] = []
-    for replica in sorted(replicas):
-        if parts and replica == parts[-1][1] + 1:
-            parts[-1][1] = replica
-        else:
-            parts.append([replica, replica])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
-
-
-def parse_ranges(text: object) -> frozenset[int]:
-    """The inverse of format_ranges; the empty set if it does not parse or is absurdly wide."""
-    found: set[int] = set()
-    if not isinstance(text, str):
-        return frozenset()
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        if not (first.isdecimal() and (last or first).isdecimal()):
-            return frozenset()
-        low, high = int(first), int(last or first)
-        if high - low > 10_000:
-            return frozenset()
-        found.update(range(low, high + 1))
-    return frozenset(found)
-
-
 def _conditions(items: object) -> list[Condition]:
     found = []
     for item in sequence(items):
@@ -337,6 +326,7 @@ def _failures(items: object) -> list[Failure]:
                 signal=opt_integer(raw.get("signal")),
                 message=text(raw.get("message")),
                 detected_at=at,
+                in_place=raw.get("inPlace") is True,
             )
         )
     return found[-MAX_FAILURES:]

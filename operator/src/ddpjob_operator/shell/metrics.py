@@ -44,6 +44,12 @@ class Metrics:
             ["class"],
             registry=self.registry,
         )
+        self.rounds = Counter(
+            "ddpjob_rounds",
+            "Restarts of processes in place, by the class of the failure",
+            ["class"],
+            registry=self.registry,
+        )
         self.detection = self._histogram(
             "ddpjob_detection_seconds", "From a failure to the stored decision", _SLOW
         )
@@ -90,9 +96,11 @@ class Metrics:
             "time_to_running_seconds": self.time_to_running,
             "lost_steps": self.lost_steps,
         }
+        counters = {"restarts_total": self.restarts, "rounds_total": self.rounds}
         for measurement in measurements:
-            if measurement.name == "restarts_total":
-                self.restarts.labels(measurement.label or "unknown").inc(measurement.value)
+            if measurement.name in counters:
+                counter = counters[measurement.name]
+                counter.labels(measurement.label or "unknown").inc(measurement.value)
             else:
                 histograms[measurement.name].observe(measurement.value)
 

@@ -1,5 +1,8 @@
 """Asks replica 0 of each running job how far training is: GET /state on its metrics port.
 
+Also learns of rounds (restarts in place) there. They are over when they show, and nothing is
+decided on them, so they are no reason to ask more often.
+
 The answer is a stranger's: bounded in time and size, no redirects, and failing to get one
 is not a failure. Whether it becomes a status write is the planner's business.
 """
@@ -98,11 +101,14 @@ class ProgressReader:
             self._silent.add(job.uid)
             return
         self._silent.discard(job.uid)
-        found = observe.progress(raw, datetime.now(UTC))
+        attempt = job.status.get("attempt")
+        if isinstance(raw, dict) and raw.get("attempt", attempt) != attempt:
+            return  # the pod's address was given to another, or the gang was replaced meanwhile
+        found, rounds = observe.progress(raw, datetime.now(UTC)), observe.rounds(raw)
         known = self._store.outcomes(job.uid)
-        if found is None or _same(found, known.progress):
+        if found is None or (_same(found, known.progress) and rounds == known.rounds):
             return
-        self._store.set_outcomes(job.uid, replace(known, progress=found))
+        self._store.set_outcomes(job.uid, replace(known, progress=found, rounds=rounds))
         self._changed(job.key)
 
     def _address(self, job: observe.Job) -> str | None:

@@ -21,9 +21,10 @@ def succeed(view: View, change: Change) -> Change:
     """All replicas of one attempt have succeeded."""
     started = view.status.timings.started_at or view.now
     took = (view.now - started).total_seconds()
+    restarts = change.status.restarts
     message = (
         f"all {view.spec.replicas} replicas of attempt {view.status.attempt} succeeded "
-        f"after {took:.0f} s; restarts: {view.status.restarts.total}"
+        f"after {took:.0f} s; restarts: {restarts.total}, in place: {restarts.in_place}"
     )
     change = _end(view, change, "Succeeded").with_status(progress=_final_progress(view, change))
     change = change.condition("Running", False, "Succeeded", message, view.now)
@@ -56,7 +57,7 @@ def active_deadline(view: View) -> datetime | None:
 def clean_up(view: View) -> Plan:
     """After the end: pods that still run go, finished ones stay for their logs."""
     actions: list[Action] = []
-    loss = view.status.last_failure
+    loss = view.status.last_loss
     dead = loss is not None and loss.attempt == view.status.attempt
     grace = DEAD_GANG_GRACE_SECONDS if dead else None
     for pod in (*view.members.values(), *view.others):

@@ -30,7 +30,7 @@ def after(view: View, change: Change, loss: Failure) -> Change:
     if action == "Fail":
         return finish.fail(view, change, "PermanentFailure", describe(loss))
     free = action == "RestartFree"
-    restarts = _count(view, free)
+    restarts = _count(view, change.status.restarts, free)
     limits = view.spec.restart
     if free and restarts.disruptions > limits.max_disruptions:
         what = f"maxDisruptions {limits.max_disruptions} is used up; last: {describe(loss)}"
@@ -63,6 +63,7 @@ def new_attempt(view: View, change: Change, phase: str, delay: float) -> Change:
         members_since=attempt,
         template_hash=view.spec.template_hash,
         succeeded=frozenset(),
+        restarts=replace(change.status.restarts, round=0),
         replicas=replace(view.status.replicas, active=0, ready=0, succeeded=0, failed=0),
         timings=Timings(
             started_at=view.status.timings.started_at or view.now,
@@ -99,8 +100,8 @@ def _action(view: View, loss: Failure) -> str:
     return _DEFAULT_ACTION.get(loss.cls, "Restart")
 
 
-def _count(view: View, free: bool) -> Restarts:
-    old, newest = view.status.restarts, view.snapshot_step
+def _count(view: View, old: Restarts, free: bool) -> Restarts:
+    newest = view.snapshot_step
     healed = newest > old.snapshot_step
     charged, disruptions = (0, 0) if healed else (old.charged, old.disruptions)
     consecutive = 0 if healed or _ran_long(view) else old.consecutive
@@ -122,7 +123,7 @@ def _ran_long(view: View) -> bool:
 
 
 def _record(view: View, change: Change, loss: Failure) -> Change:
-    failures = (*view.status.failures, loss)[-MAX_FAILURES:]
+    failures = (*change.status.failures, loss)[-MAX_FAILURES:]
     member = view.members.get(loss.replica)
     if member and member.trainer.finished_at:
         # Two clocks, so only a figure, never a decision.

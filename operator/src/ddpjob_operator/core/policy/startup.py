@@ -66,7 +66,7 @@ def all_running(view: View) -> bool:
 
 
 def _run(view: View, change: Change) -> Change:
-    timings, loss = view.status.timings, view.status.last_failure
+    timings, loss = view.status.timings, view.status.last_loss
     recovered = loss is not None and loss.attempt == view.status.attempt - 1
     since = loss.detected_at if loss and recovered else timings.started_at or view.now
     seconds = max(0.0, (view.now - since).total_seconds())
@@ -74,7 +74,7 @@ def _run(view: View, change: Change) -> Change:
         phase="Running",
         # Waiting for capacity was no crash: it must not delay a later restart.
         restarts=(
-            view.status.restarts if recovered else replace(view.status.restarts, consecutive=0)
+            change.status.restarts if recovered else replace(change.status.restarts, consecutive=0)
         ),
         timings=replace(
             timings,
@@ -97,7 +97,7 @@ def _release(view: View, change: Change, reason: str, message: str) -> Change:
     delay = restart.backoff(view.spec, consecutive + 1)
     change = restart.new_attempt(view, change, "Pending", delay)
     change = change.with_status(
-        restarts=replace(view.status.restarts, consecutive=consecutive),
+        restarts=replace(change.status.restarts, consecutive=consecutive),
     )
     what = f"released all pods, next try in {delay:g} s: {message}"
     change = change.condition("Stalled", True, reason, what, view.now)

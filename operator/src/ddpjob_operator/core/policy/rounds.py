@@ -1,0 +1,83 @@
+"""Rounds: restarts in place that the gang's launchers tell of, counted once each.
+
+The operator has no part in them: it only keeps count, says who failed, and charges nothing.
+What was counted of the current attempt is in status.restarts.round, so hearing of a round
+again, from a poll, a termination report or by another operator, changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ddpjob_operator.core import classify
+from ddpjob_operator.core.actions import Measurement
+from ddpjob_operator.core.observe import Round, Rounds
+from ddpjob_operator.core.policy.restart import describe
+from ddpjob_operator.core.status import MAX_FAILURES, Failure
+from ddpjob_operator.core.view import Change, View
+
+_INT32_MAX = 2**31 - 1
+_UNKNOWN = "Unknown"
+
+
+def count(view: View, change: Change) -> Change:
+    """Add the rounds of the current attempt that are not counted yet."""
+    told = [rounds for rounds in _told(view) if rounds.attempt == view.status.attempt]
+    counted = change.status.restarts.round
+    now = max((rounds.count for rounds in told), default=0)
+    if now <= counted:
+        return change
+    records = {found.number: found for rounds in told for found in rounds.known}
+    causes = [
+        (found, loss)
+        for number, found in sorted(records.items())
+        if counted <= number < now and (loss := _failure(view, found)) is not None
+    ][-MAX_FAILURES:]
+    for found, loss in causes:
+        what = f"round {found.number} of attempt {loss.attempt} ended: {describe(loss)}"
+        change = change.tell("Warning", "RestartedInPlace", f"{what}; processes restarted in place")
+        change = change.measure(Measurement("rounds_total", 1, loss.cls), *_lost(found))
+    unexplained = now - counted - len(causes)
+    if unexplained:
+        which = f"{unexplained} round{'s' * (unexplained > 1)} of attempt {view.status.attempt}"
+        what = f"{which} ended, cause unknown"
+        change = change.tell("Warning", "RestartedInPlace", f"{what}; processes restarted in place")
+        change = change.measure(Measurement("rounds_total", unexplained, _UNKNOWN))
+    old = change.status.restarts
+    return change.with_status(
+        failures=(*change.status.failures, *(loss for _, loss in causes))[-MAX_FAILURES:],
+        restarts=replace(
+            old, round=now, in_place=min(old.in_place + now - counted, _INT32_MAX)
+        ),
+    )  # fmt: skip
+
+
+def _told(view: View) -> list[Rounds]:
+    """By /state of replica 0, and by the last words of each launcher that has ended."""
+    polled = [view.outcomes.rounds] if view.outcomes.rounds else []
+    pods = (*view.members.values(), *view.others)
+    reported = [
+        Rounds(pod.attempt or 0, pod.trainer.report.round or 0, pod.trainer.report.rounds)
+        for pod in pods
+        if pod.trainer.report
+    ]
+    return polled + reported
+
+
+def _failure(view: View, found: Round) -> Failure | None:
+    """Who ended the round; None if the record does not say so."""
+    replica, nproc = found.replica, view.spec.nproc_per_node
+    if replica is None and found.rank is not None:
+        replica = found.rank // nproc
+    if replica is None or replica >= view.spec.replicas:
+        return None
+    loss = classify.ended_round(found, view.status.attempt, replica, nproc, view.now)
+    pod = view.members.get(replica)
+    return replace(loss, pod=pod.name, node=pod.node) if pod else loss
+
+
+def _lost(found: Round) -> tuple[Measurement, ...]:
+    """Steps that are computed again."""
+    if found.step is None:
+        return ()
+    return (Measurement("lost_steps", max(0, found.step - (found.snapshot_step or 0))),)

@@ -1,0 +1,33 @@
+"""Sets of replicas as short text: {0, 1, 2, 5} is "0-2,5".
+
+The form of batch/v1 completedIndexes, for status.succeededReplicas.
+"""
+
+from __future__ import annotations
+
+
+def format_ranges(replicas: frozenset[int]) -> str:
+    """{0, 1, 2, 5} -> "0-2,5"."""
+    parts: list[list[int]] = []
+    for replica in sorted(replicas):
+        if parts and replica == parts[-1][1] + 1:
+            parts[-1][1] = replica
+        else:
+            parts.append([replica, replica])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def parse_ranges(text: object) -> frozenset[int]:
+    """The inverse of format_ranges; the empty set if it does not parse or is absurdly wide."""
+    found: set[int] = set()
+    if not isinstance(text, str):
+        return frozenset()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal()):
+            return frozenset()
+        low, high = int(first), int(last or first)
+        if high - low > 10_000:
+            return frozenset()
+        found.update(range(low, high + 1))
+    return frozenset(found)

@@ -1,0 +1,287 @@
+"""Stories of gangs whose launchers restart processes in place: told, counted once, not charged."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ddpjob_operator.core import actions as act
+from ddpjob_operator.core import contract, observe, render, spec
+from support.world import World, job_object
+
+
+def running(**fields: object) -> World:
+    world = World(job_object(**fields)).settle().run()
+    world.log.clear()
+    world.events.clear()
+    world.measurements.clear()
+    return world
+
+
+def killed(number: int, replica: int = 1, **more: Any) -> dict[str, Any]:
+    """A record as our launcher writes it, of a process that was killed with SIGKILL."""
+    return {
+        "round": number, "replica": replica, "rank": replica, "code": 137, "signal": 9,
+        "kind": "signal", "step": 30, "snapshotStep": 20, "at": "2026-01-01T00:00:00Z", **more,
+    }  # fmt: skip
+
+
+def poll(world: World, count: int, *rounds: object, attempt: int | None = None) -> World:
+    """GET /state of replica 0 said so."""
+    raw = {
+        "version": 1, "attempt": attempt or world.status["attempt"], "round": count,
+        "step": 40, "snapshotStep": 40, "rounds": list(rounds),
+    }  # fmt: skip
+    found = observe.progress(raw, world.now)
+    world.outcomes = replace(world.outcomes, progress=found, rounds=observe.rounds(raw))
+    return world.settle()
+
+
+def report(count: int, *rounds: object, **more: Any) -> str:
+    return json.dumps({"version": 1, "kind": "signal", "round": count, "rounds": rounds, **more})
+
+
+def in_place(world: World) -> tuple[int, int]:
+    restarts = world.status["restarts"]
+    return restarts["inPlace"], restarts["round"]
+
+
+def test_a_round_is_told_with_its_cause_and_charged_to_nothing():
+    world = poll(running(), 1, killed(0))
+    assert (world.phase, world.status["attempt"]) == ("Running", 1)
+    assert in_place(world) == (1, 1)
+    restarts = world.status["restarts"]
+    assert (restarts["total"], restarts["charged"], restarts["disruptions"]) == (0, 0, 0)
+    assert world.status["failures"] == [world.status["lastFailure"]]
+    assert world.status["lastFailure"] == {
+        "attempt": 1, "round": 0, "replica": 1, "rank": 1, "pod": "job-1", "node": "node2",
+        "class": "User", "reason": "SIGKILL", "exitCode": 137, "signal": 9,
+        "message": "after step 30", "detectedAt": "2026-01-01T00:00:00.000000Z", "inPlace": True,
+    }  # fmt: skip
+    (event,) = world.events
+    assert (event.type, event.reason) == ("Warning", "RestartedInPlace")
+    assert "round 0 of attempt 1 ended: replica 1 (rank 1) on node2: SIGKILL" in event.message
+    assert [(m.name, m.value, m.label) for m in world.measurements] == [
+        ("rounds_total", 1, "User"), ("lost_steps", 10, None)]  # fmt: skip
+    assert not [line for line in world.log if not line.startswith("status Running 1")]
+
+
+def test_a_round_is_counted_once_however_often_and_by_whom_it_is_heard():
+    world = poll(running(), 1, killed(0))
+    poll(world, 1, killed(0))
+    world.restart_operator()
+    world.outcomes = replace(world.outcomes, confirmed_attempt=1, network_attempt=1)
+    poll(world, 2, killed(0), killed(1, 2))
+    assert in_place(world) == (2, 2)
+    assert [f["round"] for f in world.status["failures"]] == [0, 1]
+    assert [e.reason for e in world.events] == ["RestartedInPlace"] * 2
+
+
+def test_an_answer_that_is_late_takes_nothing_back():
+    world = poll(running(), 2, killed(0), killed(1))
+    assert in_place(poll(world, 1, killed(0))) == (2, 2)
+    assert in_place(poll(world, 3, killed(2))) == (3, 3)
+
+
+def test_rounds_of_all_attempts_add_up_and_the_last_are_in_the_termination_report():
+    world = poll(running(), 1, killed(0))
+    last = report(3, killed(1), killed(2), rank=1, signal=9, step=50)
+    world.end(1, 137, message=last).run()
+    assert in_place(world) == (3, 0)
+    restarts = world.status["restarts"]
+    assert (world.status["attempt"], restarts["total"], restarts["charged"]) == (2, 1, 1)
+    assert [f.get("inPlace") for f in world.status["failures"]] == [True, True, True, None]
+    assert world.status["lastFailure"]["round"] == 3
+    poll(world, 3, killed(2), attempt=1)  # an answer of the launcher that is gone
+    assert in_place(world) == (3, 0)
+    assert in_place(poll(world, 1, killed(0))) == (4, 1)
+
+
+def test_the_last_words_of_any_launcher_tell_the_number_of_the_round():
+    world = running().end(2, 137, message=report(2))
+    assert in_place(world) == (2, 0)
+    assert "2 rounds of attempt 1 ended, cause unknown" in world.events[0].message
+    assert ("rounds_total", 2, "Unknown") in [
+        (m.name, m.value, m.label) for m in world.measurements
+    ]
+
+
+def test_rounds_that_a_successful_job_had_are_counted_to_the_end():
+    world = running()
+    for replica in (1, 2, 0):
+        world.end(replica, 0, message=report(1, killed(0), kind="success"))
+    assert world.phase == "Succeeded"
+    assert world.status["restarts"]["inPlace"] == 1
+    assert "restarts: 0, in place: 1" in world.condition("Complete")["message"]
+
+
+def test_rounds_of_a_suspended_job_are_counted_and_its_pods_may_still_save():
+    world = poll(running(), 1, killed(0))
+    world.graceful = True
+    world.patch(suspend=True)
+    assert world.pods["job-0"]["metadata"]["deletionGracePeriodSeconds"] == 30
+    world.end(0, 143, message=report(2, killed(1), kind="sigterm"))
+    assert in_place(world) == (2, 2)
+    world.finish_deletions().patch(suspend=False).run()
+    assert in_place(world) == (2, 0)
+    # A resume is no recovery from the failure that only ended a round.
+    assert "lastRecoverySeconds" not in world.status["timings"]
+
+
+def test_a_round_does_not_cut_short_the_end_of_pods_that_may_save():
+    world = poll(running(activeDeadlineSeconds=60), 1, killed(0))
+    world.graceful = True
+    world.wait(60)
+    assert world.phase == "Failed"
+    assert world.pods["job-0"]["metadata"]["deletionGracePeriodSeconds"] == 30
+
+
+def test_a_snapshot_made_between_rounds_heals_the_budget():
+    world = running(restart={"maxRestarts": 1}).end(1, 1).run()
+    poll(world, 1, killed(0))  # and snapshotStep 40
+    assert world.end(1, 1).run().status["restarts"]["charged"] == 1
+
+
+def test_more_rounds_than_records_are_counted_and_the_list_stays_bounded():
+    world = poll(running(), 25, *(killed(number) for number in range(15, 25)))
+    assert in_place(world) == (25, 25)
+    assert [f["round"] for f in world.status["failures"]] == list(range(15, 25))
+    assert len(world.events) == 11
+    assert "15 rounds of attempt 1" in world.events[-1].message
+
+
+@pytest.mark.parametrize(
+    ("record", "cls", "reason", "message"),
+    [
+        (killed(0), "User", "SIGKILL", "after step 30"),
+        ({"round": 0, "rank": 2, "code": 1, "exception": "ValueError: no"}, "User", "ExitCode1",
+         "ValueError: no"),
+        ({"round": 0, "rank": 2, "code": 76, "kind": "hang"}, "Hang", "ExitCode76",
+         "hang: no sign of life for longer than spec.hang allows"),
+        ({"round": 0, "rank": 2, "kind": "hang", "signal": 9}, "Hang", "SIGKILL",
+         "hang: no sign of life for longer than spec.hang allows"),
+        ({"round": 0, "rank": 2, "code": 75, "kind": "peerLost"}, "Infrastructure", "ExitCode75",
+         "peerLost: another rank was gone first"),
+        ({"round": 0, "rank": 2, "code": 143}, "Disruption", "SIGTERM", ""),
+        ({"round": 0, "replica": 2, "code": "x"}, "User", "Unknown", ""),
+    ],
+)  # fmt: skip
+def test_classes_of_rounds(record: dict[str, Any], cls: str, reason: str, message: str):
+    failure = poll(running(), 1, record).status["lastFailure"]
+    assert (failure["class"], failure["reason"], failure.get("message", "")) == (
+        cls, reason, message)  # fmt: skip
+
+
+def test_the_replica_of_a_rank_follows_from_the_processes_per_pod():
+    world = poll(running(nprocPerNode=4), 1, {"round": 0, "rank": 9, "code": 1})
+    assert world.status["lastFailure"]["replica"] == 2
+    assert poll(world, 2, {"round": 1, "replica": 0, "code": 1}).status["lastFailure"] == {
+        "attempt": 1, "round": 1, "replica": 0, "pod": "job-0", "node": "node1", "class": "User",
+        "reason": "ExitCode1", "exitCode": 1, "detectedAt": "2026-01-01T00:00:00.000000Z",
+        "inPlace": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        None, 7, [], {}, {"round": "0"}, {"round": -1}, {"round": 1}, {"round": 10**30},
+        {"round": 0}, {"round": 0, "replica": 3}, {"round": 0, "replica": -1, "rank": 10**12},
+        {"round": 0, "rank": 99, "exception": "\x1b[31m" * 9999}, {"round": True, "rank": 1},
+    ],
+)  # fmt: skip
+def test_a_record_that_makes_no_sense_leaves_a_round_of_unknown_cause(record: object):
+    world = poll(running(), 1, record)
+    assert in_place(world) == (1, 1)
+    assert "failures" not in world.status
+    assert "1 round of attempt 1 ended, cause unknown" in world.events[0].message
+
+
+@pytest.mark.parametrize("count", [0, -1, True, "1", 1.5, None, 100_000, 10**30])
+def test_a_number_of_rounds_that_no_gang_has_is_not_believed(count: object):
+    assert observe.rounds({"attempt": 1, "round": count, "rounds": [killed(0)]}) is None
+    assert in_place(running().end(1, 1, message=report(count)))[0] == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("body", [[], None, {"round": 1}, {"attempt": "1", "round": 1}])
+def test_an_answer_that_names_no_attempt_tells_of_no_round(body: object):
+    assert observe.rounds(body) is None
+
+
+def test_the_sum_of_all_rounds_fits_its_field():
+    world = running()
+    world.job["status"]["restarts"]["inPlace"] = 2**31 - 2
+    assert in_place(poll(world, 9)) == (2**31 - 1, 9)
+
+
+def env_of(**fields: Any) -> dict[str, str]:
+    obj = job_object(**fields)
+    body = render.pod(observe.job(obj), spec.parse(obj["spec"]), 1, 0)
+    return {e["name"]: e["value"] for e in body["spec"]["containers"][0]["env"]}
+
+
+@pytest.mark.parametrize(
+    ("restart", "budget"),
+    [
+        ({}, "3"), ({"inPlace": {}}, "3"), ({"inPlace": {"maxWithoutProgress": 7}}, "7"),
+        ({"inPlace": {"enabled": False}}, "0"), ({"maxRestarts": 0}, "0"),
+        ({"maxRestarts": 0, "inPlace": {"enabled": True}}, "0"),
+    ],
+)  # fmt: skip
+def test_the_launcher_is_told_how_many_rounds_it_may_make(restart: object, budget: str):
+    assert env_of(restart=restart)[contract.IN_PLACE_MAX_WITHOUT_PROGRESS] == budget
+
+
+@pytest.mark.parametrize(
+    ("port", "metrics", "declared", "hub"),
+    [
+        (29500, 9400, [], 29501), (29500, 29501, [], 29502), (29500, 29501, [29502], 29503),
+        (65535, 9400, [], 65534), (65534, 65535, [65533], 65532), (1024, 65535, [1025], 1026),
+    ],
+)  # fmt: skip
+def test_the_hub_has_a_port_of_its_own(port: int, metrics: int, declared: list[int], hub: int):
+    sidecar = {"name": "side", "ports": [{"containerPort": number} for number in declared]}
+    template = {"spec": {"containers": [{"name": "trainer"}, sidecar]}}
+    fields = {"port": port, "metrics": {"port": metrics}, "template": template}
+    assert env_of(**fields)[contract.HUB_PORT] == str(hub)
+    obj = job_object(**fields)
+    service, policy = render.network(observe.job(obj), spec.parse(obj["spec"]))
+    assert {p["name"]: p["port"] for p in service["spec"]["ports"]} == {
+        "master": port, "hub": hub, "metrics": metrics}  # fmt: skip
+    gang, everyone = policy["spec"]["ingress"]
+    assert "ports" not in gang, "members reach each other on every port, the hub's too"
+    assert [p["port"] for p in everyone["ports"]] == [metrics]
+
+
+def test_the_environment_tells_when_a_process_hangs():
+    env = env_of(hang={"stepSeconds": 7})
+    names = (contract.HANG_STARTUP_SECONDS, contract.HANG_STEP_SECONDS)
+    assert [env[name] for name in (*names, contract.HANG_SNAPSHOT_SECONDS)] == ["600", "7", "600"]
+
+
+def test_a_hang_that_ends_the_attempt_is_told_as_such():
+    world = running().end(1, 76, message=report(0, kind="hang", rank=1, log=["waiting"]))
+    failure = world.status["lastFailure"]
+    assert (failure["class"], failure["reason"]) == ("Hang", "ExitCode76")
+    assert failure["message"].startswith("hang: no sign of life")
+    assert world.status["restarts"]["charged"] == 1
+
+
+def test_diverged_ranks_fail_the_job_at_once_whatever_the_budget():
+    world = running().end(1, 70, message=report(0, kind="diverged", rank=1))
+    assert (world.phase, world.status["attempt"]) == ("Failed", 1)
+    assert world.status["lastFailure"]["message"].startswith("diverged: ")
+
+
+def test_hearing_of_a_round_is_one_write():
+    world = running()
+    raw = {"attempt": 1, "round": 1, "step": 5, "rounds": [killed(0)]}
+    progress, rounds = observe.progress(raw, world.now), observe.rounds(raw)
+    world.outcomes = replace(world.outcomes, progress=progress, rounds=rounds)
+    (write,) = world.plan().actions
+    assert isinstance(write, act.WriteStatus)
+    world.carry_out(write)
+    assert world.plan().actions == ()
