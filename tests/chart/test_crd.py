@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import jsonschema
 import pytest
 import yaml
 
-from ddpjob_operator.core import contract
+from ddpjob_operator.core import contract, spec
 from devcluster import binaries
 from support.cluster import CRD, ROOT
 from support.manifest import changed, ddpjob, example
@@ -91,6 +92,27 @@ def test_all_numbers_of_the_spec_are_bounded(root: Schema) -> None:
     for path, schema in walk(root["properties"]["spec"], "spec"):
         if schema.get("type") == "integer":
             assert {"minimum", "maximum"} <= schema.keys(), path
+
+
+def defaulted(schema: Schema, value: dict[str, Any]) -> dict[str, Any]:
+    """Return the value as the API server stores it."""
+    result = copy.deepcopy(value)
+    for name, field in schema.get("properties", {}).items():
+        if name not in result and "default" in field:
+            result[name] = copy.deepcopy(field["default"])
+        if isinstance(result.get(name), dict):
+            result[name] = defaulted(field, result[name])
+    return result
+
+
+def test_the_operators_defaults_are_those_of_the_crd(root: Schema) -> None:
+    """A job that was stored by an older definition lacks what is new in this one."""
+    volume = {"emptyDir": {}}
+    given = ddpjob("job", snapshot={"path": "/snapshots", "volume": volume})["spec"]
+    stored = defaulted(root["properties"]["spec"], given)
+    assert stored["restart"]["inPlace"] == {"enabled": True, "maxWithoutProgress": 3}
+    assert stored["hang"] == {"startupSeconds": 600, "stepSeconds": 300, "snapshotSeconds": 600}
+    assert spec.parse(given) == spec.parse(stored)
 
 
 def strict(schema: Schema) -> Schema:

@@ -25,11 +25,13 @@ from support.cluster import ROOT, Cluster, wait_for
 IMAGES = ("ddpjob/operator:0.1.0", "ddpjob/trainer:0.1.0")
 SYSTEM = "ddpjob-system"
 CLAIM = "snapshots"
-#: Kills the children of PID 1, that is what the launcher has started, as soon as there are any.
-KILL_TRAINING = r"""
+#: Sends a signal to the oldest child of PID 1, as soon as there is one. The launcher has started
+#: it first; a younger one is a spare.
+SIGNAL_TRAINING = r"""
 for i in $(seq 200); do
   pids=$(grep -l '^PPid:[[:space:]]*1$' /proc/[0-9]*/status 2>/dev/null | cut -d/ -f3)
-  [ -n "$pids" ] && kill -9 $pids && exit 0
+  oldest=$(echo "$pids" | sort -n | head -n 1)
+  [ -n "$oldest" ] && kill -SIGNAL $oldest && exit 0
   sleep 0.05
 done
 echo no training process >&2
@@ -128,14 +130,13 @@ class Site:
 
     # --- disturbing -----------------------------------------------------------------------
 
-    def kill_training(self, *pods: str) -> None:
-        """SIGKILL the training process in each pod, all at the same time."""
+    def kill_training(self, *pods: str, signal: str = "KILL") -> None:
+        """Signal the training process in each pod, all at the same time."""
+        script = SIGNAL_TRAINING.replace("SIGNAL", signal)
         base = [str(self.cluster.kubectl_path), "--kubeconfig", str(self.cluster.kubeconfig)]
         words = ["-n", self.namespace, "exec", "-c", "trainer"]
         running = [
-            subprocess.Popen(
-                [*base, *words, pod, "--", "sh", "-c", KILL_TRAINING], stderr=subprocess.PIPE
-            )
+            subprocess.Popen([*base, *words, pod, "--", "sh", "-c", script], stderr=subprocess.PIPE)
             for pod in pods
         ]
         for one in running:
