@@ -231,7 +231,9 @@ from ddpjob_trainer.rankstate import RankStateWriter
 from ddpjob_trainer.metrics import Metrics
 writer = RankStateWriter(Path(os.environ["DDPJOB_TRAINER_STATE_DIR"]), rank)
 metrics = Metrics(rank)
-metrics.step(12, 0.5, 32, 0.01)
+metrics.set("step", 12)
+metrics.add("samples", 32)
+metrics.flush()
 writer.update(phase="step", step=12, total_steps=40, loss=0.5, snapshot_step=10)
 print("ready", flush=True)
 time.sleep(600)

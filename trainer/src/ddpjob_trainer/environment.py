@@ -7,6 +7,7 @@ Never imports torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,13 @@ from ddpjob_trainer.errors import ConfigError
 STATE_DIR = "DDPJOB_TRAINER_STATE_DIR"
 #: Where `ddpjob-trainer chaos` wants records and arms fail points. Nobody else sets it.
 CHAOS = "DDPJOB_TRAINER_CHAOS"
+#: Columns of the terminal that the launcher writes to; unset: it writes to no terminal.
+TERMINAL = "DDPJOB_TRAINER_TERMINAL"
+#: A user may set these two; arguments of start() come first.
+EVENTS = "DDPJOB_TRAINER_EVENTS"
+TENSORBOARD = "DDPJOB_TRAINER_TENSORBOARD"
 
+_HANG = (contract.HANG_STARTUP_SECONDS, contract.HANG_STEP_SECONDS, contract.HANG_SNAPSHOT_SECONDS)
 DEFAULT_EVERY_STEPS = 50
 DEFAULT_KEEP = 3
 MIN_KEEP = 2
@@ -71,6 +78,10 @@ class WorkerEnvironment:
     threads: int | None
     state_dir: Path | None
     chaos: Path | None
+    events: Path | None
+    tensorboard_dir: str | None
+    terminal_columns: int | None  # None: no launcher of ours stands between
+    watch: bool  # look for hangs in this process, since no launcher of ours does
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +185,13 @@ def _master(env: Mapping[str, str]) -> tuple[str, int] | None:
     return (address, _integer(env, "MASTER_PORT", 29500, least=1)) if address else None
 
 
+def terminal_columns(env: WorkerEnvironment) -> int:
+    """Width of the terminal that this process's output ends on, 0: none."""
+    if env.terminal_columns is not None:
+        return env.terminal_columns
+    return os.get_terminal_size(1).columns if os.isatty(1) else 0
+
+
 def chaos_directory(env: Mapping[str, str]) -> Path | None:
     """Where the chaos driver waits for records, None outside a chaos run."""
     directory = env.get(CHAOS, "")
@@ -202,6 +220,11 @@ def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
         threads=_integer(env, "OMP_NUM_THREADS", 0) or None,
         state_dir=Path(state_dir) if state_dir else None,
         chaos=chaos_directory(env),
+        events=Path(env[EVENTS]) if env.get(EVENTS) else None,
+        tensorboard_dir=env.get(TENSORBOARD) or None,
+        terminal_columns=_integer(env, TERMINAL, 0) if state_dir else None,
+        # Alone and without a word about deadlines it may well be a person with a debugger.
+        watch=not state_dir and (world > 1 or any(env.get(name) for name in _HANG)),
     )
 
 

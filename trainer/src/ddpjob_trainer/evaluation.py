@@ -41,10 +41,12 @@ def share_of_metric(
     *,
     batch_size: int,
     collate: batches.Collate | None,
+    alive: Callable[[], None],
 ) -> float:
-    """Return the sum of the metric over this rank's batches."""
+    """Return the sum of the metric over this rank's batches. ``alive`` is called for each."""
     total = 0.0
     for start in range(world.rank * batch_size, len(dataset), world.size * batch_size):
+        alive()
         indices = batches.span(start, min(start + batch_size, len(dataset)))
         batch = batches.fetch(dataset, indices, collate)
         total += float(metric(module, batches.to_device(batch, world.device)))

@@ -25,10 +25,21 @@ class Trained:
     state: TrainingState
     forwards: int = 0  # through the wrapper, with gradients, since the last backward
 
+    grad_norm: torch.Tensor | None = None  # before the last clipping
+
+    def readings(self) -> dict[str, float]:
+        """Gauges for the metrics, asked for now and then: on CUDA a float() waits for the GPU."""
+        found = {"learning_rate": float(self.optimizer.param_groups[0]["lr"])}
+        if self.grad_norm is not None:
+            found["grad_norm"] = float(self.grad_norm)
+        return found
+
     def update(self) -> None:
         """Clip, step, forget the gradients."""
         if self.options.clip_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip_grad_norm)
+            self.grad_norm = torch.nn.utils.clip_grad_norm_(
+                self.model.parameters(), self.options.clip_grad_norm
+            )
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()

@@ -1,11 +1,23 @@
-"""What people and machines see of a run: a line every few steps, the rank's record, metrics."""
+"""What people and machines see of a run, published from one place.
+
+The run says what it does at this moment (at) and what has happened (stepped, saved, ...). From
+that come the rank's record with its signs of life, metrics, the event log and lines for people.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable, Iterator, Mapping
 
+from ddpjob_trainer.display import Display
+from ddpjob_trainer.events import EventLog
 from ddpjob_trainer.metrics import Metrics
-from ddpjob_trainer.rankstate import Phase, RankStateWriter
+from ddpjob_trainer.rankstate import ACTIVITIES, Activity, Phase, RankStateWriter
+from ddpjob_trainer.tensorboard import Board
+from ddpjob_trainer.world import say
+
+Readings = Callable[[], Mapping[str, float]]
 
 
 class Progress:
@@ -20,6 +32,10 @@ class Progress:
         global_batch: int,
         log_every: int,
         samples_per_step: int,
+        rendezvous_seconds: float = 0.0,
+        display: Display | None = None,
+        events: EventLog | None = None,
+        board: Board | None = None,
     ) -> None:
         self._rank = rank
         self._writer = writer
@@ -28,50 +44,163 @@ class Progress:
         self._global_batch = global_batch
         self._samples = samples_per_step
         self._log_every = log_every
+        self._display = display or Display(total_steps)
+        self._events = events
+        self._board = board or Board(None)
+        self._readings: Readings | None = None
         self._mark = (0, 0.0)  # step and time of the last line
-        self._last = 0.0
+        self._last = 0.0  # when the last step ended
+        self._first = True  # no step of this process has ended yet
+        self._seconds: dict[Activity, float] = dict.fromkeys(ACTIVITIES, 0.0)
+        self._activity: Activity = "build"
+        self._since = time.monotonic()
+        self._metrics.stage("rendezvous", rendezvous_seconds)
+        writer.mark("build", self._since)
         writer.update(total_steps=total_steps)
 
+    # --- Now -----------------------------------------------------------------------------
+
+    def at(self, activity: Activity) -> None:
+        """Tell what this rank does from now on; it is a sign of life."""
+        now = time.monotonic()
+        self._seconds[self._activity] += now - self._since
+        self._activity = activity
+        self._since = now
+        self._writer.mark(activity, now)
+
     def phase(self, phase: Phase) -> None:
-        """Tell what this rank is doing."""
+        """Tell which of the watchdog's deadlines holds from now on."""
+        if phase == "step" and self._first:
+            phase = "startup"  # the first step compiles and warms up: it has the time of a start
         self._writer.update(phase=phase)
+        if phase == "snapshot":
+            self.at("snapshot")
+        elif phase == "done":
+            self.at("end")
+            self._publish(force=True)
+        elif self._activity == "snapshot":
+            self.at("agreement")
+
+    @contextlib.contextmanager
+    def during(self, activity: Activity) -> Iterator[None]:
+        """Tell what this rank does within the loop's body."""
+        before = self._activity
+        self.at(activity)
+        try:
+            yield
+        finally:
+            self.at(before)
+
+    def built(self, readings: Readings) -> None:
+        """The script has built what it needs; resuming comes next.
+
+        ``readings`` is asked for gauges now and then: names of metricnames.WORKER, their values.
+        """
+        self._readings = readings
+        self._metrics.stage("build", time.monotonic() - self._since)
+        self.at("load")
+
+    # --- Events --------------------------------------------------------------------------
 
     def resumed(self, step: int) -> None:
         """Training goes on after ``step`` finished steps."""
-        now = time.perf_counter()
-        self._mark = (step, now)
-        self._last = now
-        self._writer.update(phase="step", step=step)
+        self._metrics.stage("load", time.monotonic() - self._since)
+        self.at("data")
+        self._mark = (step, self._since)
+        self._last = self._since
+        self._writer.update(step=step)
+        self._event("resume", step=step)
+        self._board.begin(step)
 
     def stepped(self, step: int, loss: float) -> None:
         """A step has ended."""
-        now = time.perf_counter()
-        self._metrics.step(step, loss, self._samples, now - self._last)
+        self.at("data")
+        now = self._since
+        seconds = now - self._last
         self._last = now
-        changes: dict[str, object] = {"step": step, "loss": loss}
+        metrics = self._metrics
+        metrics.observe("step_seconds", seconds)
+        metrics.set("step", step)
+        metrics.set("loss", loss)
+        metrics.add("samples", self._samples)
+        rate = None
         if step % self._log_every == 0 or step == self._total:
-            since, moment = self._mark
-            rate = (step - since) * self._global_batch / max(now - moment, 1e-9)
-            changes["samples_per_second"] = rate
-            self._mark = (step, now)
+            rate = self._rate(step, now)
             if self._rank == 0:
-                self._line(step, loss, rate)
-        self._writer.update(**changes)
+                self._display.line(step, loss, rate, self._writer.snapshot_step)
+                self._board.add(step, {"loss": loss, "samples_per_second": rate, **self._read()})
+        elif self._rank == 0:
+            self._display.step(step, loss, self._writer.snapshot_step)
+        self._writer.update(
+            phase="step" if self._first else None, step=step, loss=loss, samples_per_second=rate
+        )
+        if self._first:
+            self._first = False
+            metrics.stage("first_step", seconds)
+        self._publish(force=step == self._total)
+        if self._events is not None:
+            self._told(self._events.step(step, loss, seconds, self._global_batch / seconds))
 
-    def _line(self, step: int, loss: float, rate: float) -> None:
-        snapshot = self._writer.state.snapshot_step
-        tail = f" snapshot {snapshot}" if snapshot >= 0 else ""
-        print(f"step {step}/{self._total} loss {loss:.4f} {rate:,.0f} samples/s{tail}", flush=True)
+    def skipped_update(self) -> None:
+        """An update was left out, since the gradients were not finite."""
+        self._metrics.add("skipped_updates")
 
     def saved(self, step: int) -> None:
         """A snapshot is known to be durable."""
         self._writer.update(snapshot_step=step)
-        self._metrics.snapshot(step)
+        self._metrics.set("snapshot_step", step)
+        self._metrics.set("snapshot_timestamp_seconds", time.time())
+        if self._last:  # else it is the one to resume from
+            self._event("snapshot", step=step)
 
     def save_took(self, seconds: float) -> None:
-        """A snapshot was written by this rank."""
-        self._metrics.snapshot_took(seconds)
+        """This rank's part of a snapshot is durable, so long after it was begun."""
+        self._metrics.observe("snapshot_seconds", seconds)
 
     def save_failed(self) -> None:
         """A snapshot could not be written."""
-        self._metrics.snapshot_failed()
+        self._metrics.add("snapshot_failures")
+
+    def save_skipped(self) -> None:
+        """A snapshot was left out, since the one before was not done."""
+        self._metrics.add("snapshots_skipped")
+
+    def close(self) -> None:
+        """Publish what is left. Safe to repeat."""
+        self._publish(force=True)
+        self._display.close()
+        self._board.close()
+
+    # --- Inside --------------------------------------------------------------------------
+
+    def _rate(self, step: int, now: float) -> float:
+        """Samples per second since the last line."""
+        since, moment = self._mark
+        self._mark = (step, now)
+        rate = (step - since) * self._global_batch / max(now - moment, 1e-9)
+        self._metrics.set("samples_per_second", rate)
+        return rate
+
+    def _publish(self, *, force: bool) -> None:
+        metrics = self._metrics
+        if not metrics.due(force=force):
+            return
+        metrics.set("heartbeat_timestamp_seconds", time.time())
+        for activity, seconds in self._seconds.items():
+            if seconds:
+                metrics.add("phase_seconds", seconds, activity)
+                self._seconds[activity] = 0.0
+        for name, value in self._read().items():
+            metrics.set(name, value)
+        metrics.flush()
+
+    def _read(self) -> Mapping[str, float]:
+        return self._readings() if self._readings is not None else {}
+
+    def _event(self, event: str, **fields: object) -> None:
+        if self._events is not None:
+            self._told(self._events.write(event, **fields))
+
+    def _told(self, problem: str) -> None:
+        if problem:
+            say(self._rank, problem)

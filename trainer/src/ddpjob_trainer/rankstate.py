@@ -1,23 +1,55 @@
 """What a worker tells its launcher: one small file per rank that outlives the worker.
 
-The worker overwrites one fixed-size block with a single pwrite per step (a few microseconds,
-no rename), so a SIGKILL at any instant leaves the last whole record. The launcher reads it for
-/state and for the termination report. Never imports torch.
+The worker maps the file and overwrites fixed fields in it, well below a microsecond each, so a
+SIGKILL at any instant leaves the last record. The launcher reads it for /state, the termination
+report and the hang watchdog: a mark that does not change is a worker that does not move.
+Never imports torch.
 """
 
 from __future__ import annotations
 
-import json
+import math
+import mmap
 import os
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-BLOCK = 1024
-_MAX_EXCEPTION = 400
+from struct import Struct, error
+from typing import Final, Literal, get_args
 
 Phase = Literal["startup", "step", "snapshot", "done"]
+
+#: What a worker does at this moment, more finely than its phase.
+Activity = Literal[
+    "start",  # start() has been called
+    "rendezvous",  # meeting the other ranks
+    "build",  # the script builds model, optimizer, dataset
+    "load",  # resuming from a snapshot, together
+    "data",  # fetching a batch
+    "forward",  # the script computes the loss
+    "backward",  # gradients, and waiting for those of the others
+    "update",  # clipping, optimizer, scheduler
+    "body",  # the script between commit() and the end of the loop's body
+    "agreement",  # waiting for what all ranks decide together
+    "snapshot",
+    "evaluation",
+    "end",  # after the loop
+]
+ACTIVITIES: Final[tuple[Activity, ...]] = get_args(Activity)
+_PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
+_PHASE_NUMBERS: Final = {phase: number for number, phase in enumerate(_PHASES)}
+_ACTIVITY_NUMBERS: Final = {activity: number for number, activity in enumerate(ACTIVITIES)}
+
+BLOCK: Final = 512
+_MAX_EXCEPTION: Final = 400
+_MAGIC: Final = 0x32504444  # "DDP2": written last, so a half-made file is none
+_HEAD = Struct("<II")
+_MARK = Struct("<QdBB6x")
+_BODY = Struct("<qqddqd")
+_TEXT = Struct("<H")
+_MARK_AT: Final = _HEAD.size
+_BODY_AT: Final = _MARK_AT + _MARK.size
+_TEXT_AT: Final = _BODY_AT + _BODY.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,51 +64,141 @@ class RankState:
     samples_per_second: float | None = None
     snapshot_step: int = -1
     exception: str = ""
-    updated_at: float = 0.0  # seconds since the epoch
+    updated_at: float = 0.0  # seconds since the epoch, of the last update()
+    activity: Activity = "start"
+    pid: int = 0
+    marks: int = 0  # grows with every sign of life
+    marked_at: float = 0.0  # monotonic seconds of the last mark, this machine's clock
 
 
-def _path(directory: Path, rank: int) -> Path:
-    return directory / f"rank-{rank}.json"
+def path_of(directory: Path, rank: int) -> Path:
+    """Where a rank's record is."""
+    return directory / f"rank-{rank}.state"
 
 
 class RankStateWriter:
-    """Held by a worker. Without a directory (no launcher) it writes nothing."""
+    """Held by a worker. Without a directory (no launcher) only this process sees the record."""
 
     def __init__(self, directory: Path | None, rank: int) -> None:
-        self.state = RankState(rank)
-        self._fd = -1
+        self._rank = rank
+        self._block: mmap.mmap = mmap.mmap(-1, BLOCK)
         if directory is not None:
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-            self._fd = os.open(_path(directory, rank), flags, 0o600)
+            self._block = _create(path_of(directory, rank))
+        self._phase: Phase = "startup"
+        self._activity: Activity = "start"
+        self._marks = 0
+        self._step = 0
+        self._total = 0
+        self._loss = math.nan
+        self._rate = math.nan
+        self._snapshot_step = -1
         self.update()
+        self._block[: _HEAD.size] = _HEAD.pack(_MAGIC, os.getpid())
 
-    def update(self, **changes: Any) -> None:
-        """Change some fields of RankState and publish the record."""
-        self.state = replace(self.state, **changes, updated_at=time.time())
-        if self._fd < 0:
-            return
-        record = asdict(self.state)
-        data = _encode(record)
-        if len(data) >= BLOCK:  # quotes and control characters grow when escaped
-            record["exception"] = self.state.exception[: _MAX_EXCEPTION // 8]
-            data = _encode(record)
-        os.pwrite(self._fd, data[: BLOCK - 1].ljust(BLOCK - 1) + b"\n", 0)
+    @property
+    def state(self) -> RankState:
+        """The record as a reader would find it now."""
+        found = decode(self._block[:], self._rank)
+        assert found is not None
+        return found
+
+    @property
+    def snapshot_step(self) -> int:
+        """Step of the newest committed snapshot, -1: none yet."""
+        return self._snapshot_step
+
+    def mark(self, activity: Activity, now: float | None = None) -> None:
+        """Give a sign of life, several times per step, so it must cost next to nothing.
+
+        ``now``: monotonic seconds, if the caller has just asked for them.
+        """
+        self._activity = activity
+        self._marks += 1
+        # Assigned, not pack_into: that clears the place first, and a reader would see zeros.
+        self._block[_MARK_AT:_BODY_AT] = _MARK.pack(
+            self._marks,
+            time.monotonic() if now is None else now,
+            _PHASE_NUMBERS[self._phase],
+            _ACTIVITY_NUMBERS[activity],
+        )
+
+    def update(
+        self,
+        *,
+        phase: Phase | None = None,
+        step: int | None = None,
+        total_steps: int | None = None,
+        loss: float | None = None,
+        samples_per_second: float | None = None,
+        snapshot_step: int | None = None,
+    ) -> None:
+        """Change what is given and publish the record; it is a sign of life too."""
+        self._phase = self._phase if phase is None else phase
+        self._step = self._step if step is None else step
+        self._total = self._total if total_steps is None else total_steps
+        self._loss = self._loss if loss is None else loss
+        self._rate = self._rate if samples_per_second is None else samples_per_second
+        if snapshot_step is not None:
+            self._snapshot_step = snapshot_step
+        self._block[_BODY_AT:_TEXT_AT] = _BODY.pack(
+            self._step, self._total, self._loss, self._rate, self._snapshot_step, time.time()
+        )
+        self.mark(self._activity)
 
     def failed(self, exception: BaseException) -> None:
         """Record why this process ends."""
         text = f"{type(exception).__name__}: {exception}".splitlines()[0]
-        cut = text.encode(errors="replace")[:_MAX_EXCEPTION].decode(errors="ignore")
-        self.update(exception=cut)
+        data = text.encode(errors="replace")[:_MAX_EXCEPTION]
+        self._block[_TEXT_AT : _TEXT_AT + _TEXT.size + len(data)] = _TEXT.pack(len(data)) + data
+        self.update()
 
 
-def _encode(record: dict[str, Any]) -> bytes:
-    return json.dumps(record, ensure_ascii=False).encode()
+def _create(path: Path) -> mmap.mmap:
+    """Make a new file: a process of an earlier round may still have the old one mapped."""
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        # Written, not truncated to size: a full memory file system is an error here, and not a
+        # SIGBUS at the first step.
+        os.pwrite(fd, bytes(BLOCK), 0)
+        return mmap.mmap(fd, BLOCK)
+    finally:
+        os.close(fd)
+
+
+def decode(data: bytes, rank: int) -> RankState | None:
+    """Read a record's bytes, from a stranger for all we know; None when they are not one."""
+    try:
+        magic, pid = _HEAD.unpack_from(data)
+        marks, marked_at, phase, activity = _MARK.unpack_from(data, _MARK_AT)
+        step, total, loss, rate, snapshot_step, updated_at = _BODY.unpack_from(data, _BODY_AT)
+        (length,) = _TEXT.unpack_from(data, _TEXT_AT)
+        if magic != _MAGIC or not math.isfinite(updated_at):
+            return None
+        text_at = _TEXT_AT + _TEXT.size
+        text = data[text_at : text_at + min(length, _MAX_EXCEPTION)].decode(errors="ignore")
+        return RankState(
+            rank=rank,
+            phase=_PHASES[phase],
+            step=step,
+            total_steps=total,
+            loss=None if math.isnan(loss) else loss,
+            samples_per_second=None if math.isnan(rate) else rate,
+            snapshot_step=snapshot_step,
+            exception=text,
+            updated_at=updated_at,
+            activity=ACTIVITIES[activity],
+            pid=pid,
+            marks=marks,
+            marked_at=marked_at,
+        )
+    except (error, IndexError):
+        return None
 
 
 def read_state(directory: Path, rank: int) -> RankState | None:
     """Return the last record of a rank, or None when it never wrote one."""
     try:
-        data = _path(directory, rank).read_bytes()[:BLOCK]
-        return RankState(**json.loads(data))
-    except (OSError, ValueError, TypeError):
+        return decode(path_of(directory, rank).read_bytes()[:BLOCK], rank)
+    except OSError:
         return None

@@ -152,6 +152,7 @@ class Run:
         order = DataOrder(self.options.seed, len(dataset), self.options.global_batch)
         self._averaging.parts(order, 0)  # says now if it cannot be divided
         self._config = self._fingerprint(len(dataset))
+        self._progress.built(trained.readings)
         with self._ending.in_loop():
             with self._peers():
                 agree(self._world, self._options_of_all() | self._snapshots.facts())
@@ -184,8 +185,11 @@ class Run:
         for part in parts:
             if part.reseed:
                 rng.reseed(self.options.seed, index, part.shard)
+            self._progress.at("data")
             batch = batches.fetch(dataset, part.indices, self.options.collate)
-            yield batches.to_device(batch, self.device)
+            batch = batches.to_device(batch, self.device)
+            self._progress.at("forward")
+            yield batch
 
     def _forward_begins(self, *_: object) -> None:
         """Runs before each forward through the wrapper, evaluations included."""
@@ -214,13 +218,16 @@ class Run:
                 " (start(micro_batches=...) says how many there are)"
             )
         trained.forwards = 0
+        self._progress.at("backward")
         with self._peers():
             self._averaging.backward(loss, len(step.losses))
         step.losses.append(loss.detach())
+        self._progress.at("body")
 
     def _commit(self, step: Step) -> None:
         trained = self._ready("commit()")
         self._check_commit(step)
+        self._progress.at("backward")
         with self._peers():
             self._averaging.finish()
             values = [float(loss) for loss in step.losses]
@@ -228,8 +235,10 @@ class Run:
             self._exchange.start([*report, *self._averaging.losses(values)])
             if not self._layout_known:
                 self._compare_layout()
+        self._progress.at("update")
         self._snapshots.before_update()
         trained.update()
+        self._progress.at("body")
         failpoints.reach("step")
         step.committed = True
 
@@ -261,6 +270,7 @@ class Run:
     def _end_step(self, trained: Trained, step: Step) -> None:
         """After the loop's body, so that what it does after commit() is in the snapshot too."""
         done = self.finished_steps = step.index + 1
+        self._progress.at("agreement")
         with self._peers():
             stop, saved, *losses = self._exchange.wait()
             self._snapshots.learn(saved)
@@ -279,7 +289,8 @@ class Run:
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[torch.nn.Module]:
         """Yield the bare model in eval mode, without gradients; training notices nothing."""
-        with evaluation.evaluating(self._ready("evaluating()").state.module) as module:
+        module = self._ready("evaluating()").state.module
+        with self._progress.during("evaluation"), evaluation.evaluating(module):
             yield module
 
     def evaluate(self, dataset: batches.Dataset, metric: Metric, *, batch_size: int = 256) -> float:
@@ -293,12 +304,13 @@ class Run:
             total = evaluation.share_of_metric(
                 module, dataset, metric, self._world,
                 batch_size=batch_size, collate=self.options.collate,
+                alive=lambda: self._progress.at("evaluation"),
             )  # fmt: skip
         return self.sum(total)
 
     def sum(self, value: float) -> float:
         """Add up a number over all ranks. Every rank must call it."""
-        with self._peers():
+        with self._progress.during("agreement"), self._peers():
             return self._world.sum([float(value)])[0]
 
     def weights_sha256(self) -> str:

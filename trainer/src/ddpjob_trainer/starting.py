@@ -12,20 +12,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ddpjob_trainer import batches, exact, failpoints
+from ddpjob_trainer import batches, exact, failpoints, stacks
 from ddpjob_trainer.averaging import check_sizes, choose_averaging
 from ddpjob_trainer.ending import Ending
 from ddpjob_trainer.environment import MIN_KEEP, SnapshotSettings, read_worker
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.options import Options
-from ddpjob_trainer.progress import Progress
 from ddpjob_trainer.rankstate import RankStateWriter
 from ddpjob_trainer.recording import Recording
+from ddpjob_trainer.reporting import Reporting, make_progress
 from ddpjob_trainer.run import Run
 from ddpjob_trainer.snapshotting import Snapshots
 from ddpjob_trainer.world import join
-
-_LOG_LINES = 40  # in a whole run, when log_every is not given
 
 
 def start(
@@ -41,6 +39,8 @@ def start(
     snapshot_dir: str | os.PathLike[str] | None = None,
     snapshot_every: int | None = None,
     snapshot_keep: int | None = None,
+    events: str | os.PathLike[str] | None = None,
+    tensorboard_dir: str | os.PathLike[str] | None = None,
 ) -> Run:
     """Join the other processes and return the Run.
 
@@ -52,6 +52,9 @@ def start(
     ``threads``: torch's threads per process (default: OMP_NUM_THREADS, else 1).
     ``snapshot_*``: by default what the operator says in DDPJOB_SNAPSHOT_*; without a directory
     there are no snapshots.
+    ``log_every``: steps between two lines of progress (default: 40 lines in the whole run).
+    ``events``: file for one JSON object per step (default: DDPJOB_TRAINER_EVENTS, else none).
+    ``tensorboard_dir``: for TensorBoard (default: DDPJOB_TRAINER_TENSORBOARD, else none).
 
     Alone without any environment, under torchrun and under our launcher it is the same call.
     Raises ConfigError; ends the process with exit code 75 when the others do not come.
@@ -62,6 +65,7 @@ def start(
     except ConfigError:
         Ending(0, RankStateWriter(None, 0))  # for the exit code of what goes up from here
         raise
+    stacks.enable(env.state_dir, env.rank)  # before the record, which says that it is there
     writer = RankStateWriter(env.state_dir, env.rank)
     ending = Ending(env.rank, writer)
     failpoints.configure(env.chaos, env.rank)
@@ -88,6 +92,8 @@ def start(
         directory=str(settings.directory),
         every=settings.every_steps,
     )
+    writer.mark("rendezvous")
+    joining = time.monotonic()
     try:
         world = join(env, begun)
     except RuntimeError as error:
@@ -95,13 +101,12 @@ def start(
         raise
     ending.watch_exceptions()
     _seed_all(seed)
-    progress = Progress(
-        env.rank,
+    progress = make_progress(
+        env,
         writer,
-        total_steps=total_steps,
-        global_batch=global_batch,
-        samples_per_step=global_batch // env.world_size,
-        log_every=log_every or max(1, total_steps // _LOG_LINES),
+        options,
+        Reporting(log_every, events, tensorboard_dir),
+        rendezvous_seconds=time.monotonic() - joining,
     )
     snapshots = Snapshots(settings, world, progress)
     averaging = choose_averaging(options, world)

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from ddpjob_trainer.contract import State
+from ddpjob_trainer.launcher.metrics import LauncherMetrics, launcher_metrics, worker_metrics
 from ddpjob_trainer.rankstate import RankState
 
 STATE_VERSION = 1
@@ -38,15 +39,6 @@ def state_body(state: RankState | None, *, attempt: int, round_: int) -> State:
     return body
 
 
-def _metrics(directory: Path) -> bytes:
-    from prometheus_client import CollectorRegistry, generate_latest
-    from prometheus_client.multiprocess import MultiProcessCollector
-
-    registry = CollectorRegistry()
-    MultiProcessCollector(registry, path=str(directory))  # type: ignore[no-untyped-call]
-    return generate_latest(registry)
-
-
 class _DualStackServer(ThreadingHTTPServer):
     """IPv4 and IPv6 on one socket where the machine has both."""
 
@@ -60,7 +52,11 @@ class _DualStackServer(ThreadingHTTPServer):
 
 
 def serve(
-    port: int, metrics_dir: Path, state: Callable[[], State], healthy: Callable[[], bool]
+    port: int,
+    metrics_dir: Path,
+    counted: LauncherMetrics,
+    state: Callable[[], State],
+    healthy: Callable[[], bool],
 ) -> ThreadingHTTPServer:
     """Serve until shutdown(). Port 0 takes a free one. Raises OSError when it is taken."""
 
@@ -77,7 +73,8 @@ def serve(
                 self._reply(200 if well else 503, b"ok\n" if well else b"stuck\n", "text/plain")
             elif path == "/metrics":
                 content = "text/plain; version=0.0.4; charset=utf-8"
-                self._reply(200, _metrics(metrics_dir), content)
+                body = worker_metrics(metrics_dir) + launcher_metrics(counted)
+                self._reply(200, body, content)
             else:
                 self._reply(404, b"try /state, /healthz or /metrics\n", "text/plain")
 

@@ -20,6 +20,7 @@ from types import FrameType
 
 from ddpjob_trainer import contract
 from ddpjob_trainer.launcher import report, server, verdict, workers
+from ddpjob_trainer.launcher.metrics import LauncherMetrics
 from ddpjob_trainer.launcher.output import OutputPump, stdout_is_terminal
 from ddpjob_trainer.launcher.plan import Plan, worker_environment
 from ddpjob_trainer.launcher.verdict import Exit
@@ -69,6 +70,7 @@ class Supervisor:
         self._ending_signal: int | None = None
         self._kill_at: float | None = None  # when all that runs is killed
         self._tick = time.monotonic()
+        self._counted = LauncherMetrics(plan.round)
 
     def run(self) -> int:
         """Return the exit code of the launcher."""
@@ -122,6 +124,7 @@ class Supervisor:
             return server.serve(
                 plan.metrics_port,
                 state_dir / "metrics",
+                self._counted,
                 lambda: server.state_body(
                     read_state(state_dir, plan.rank(0)), attempt=plan.attempt, round_=plan.round
                 ),
@@ -162,6 +165,7 @@ class Supervisor:
         stopped_for: Exit | None = None
         while self._pids:
             now = self._tick = time.monotonic()
+            self._counted.workers = len(self._pids)
             self._reap(now)
             self._forward(now)
             cause = verdict.decide(self._exits, len(self._pids), now)

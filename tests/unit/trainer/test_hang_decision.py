@@ -1,0 +1,67 @@
+"""Who hangs: the culprit, never those that wait for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpjob_trainer.hang import Deadlines, Sign, find
+from ddpjob_trainer.rankstate import RankState
+
+LIMITS = Deadlines(startup=60, step=30, snapshot=100)
+
+
+def sign(rank, phase, activity, silent, *, stopped=False):  # type: ignore[no-untyped-def]
+    state = RankState(rank, phase=phase, activity=activity, step=7, marked_at=1000.0 - silent)
+    return Sign(state, silent, stopped)
+
+
+CASES = {
+    "all move": ([("step", "data", 1), ("step", "backward", 2)], None),
+    "nobody is there": ([], None),
+    "exactly at the limit is not over it": ([("step", "forward", 30)], None),
+    "data loading": ([("step", "backward", 30.5), ("step", "data", 30.6)], 1),
+    "the forward": ([("step", "forward", 31), ("step", "backward", 31)], 0),
+    "found late: both are far over": ([("step", "backward", 90), ("step", "data", 90.1)], 1),
+    "two at work: the older": ([("step", "data", 31), ("step", "update", 32)], 1),
+    "who waits began long before": ([("step", "backward", 40), ("step", "forward", 31)], 1),
+    "who waits has longer": ([("step", "backward", 33.9), ("step", "agreement", 33.9)], None),
+    "all wait: the oldest": ([("step", "backward", 34.1), ("step", "backward", 34.2)], 1),
+    "one saves, they wait": ([("step", "backward", 90), ("snapshot", "snapshot", 91)], None),
+    "and it does not end": ([("step", "backward", 100), ("snapshot", "snapshot", 101)], 1),
+    "they wait for one that starts": ([("startup", "load", 70), ("startup", "build", 59)], None),
+    "start": ([("startup", "load", 60.1), ("startup", "build", 60.2)], 1),
+    "start, all wait": ([("startup", "rendezvous", 67.1), ("startup", "rendezvous", 67.1)], 0),
+    "after the loop nothing is watched": ([("done", "end", 10_000)], None),
+    "one has ended its loop": ([("done", "end", 10_000), ("step", "backward", 40)], 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_culprit(name):  # type: ignore[no-untyped-def]
+    signs, culprit = CASES[name]
+    found = find([sign(rank, *rest) for rank, rest in enumerate(signs)], LIMITS)
+    assert (found.rank if found else None) == culprit
+
+
+def test_a_stopped_process_is_at_fault_wherever_it_stands():  # type: ignore[no-untyped-def]
+    signs = [
+        sign(0, "step", "backward", 31.0),
+        sign(1, "step", "backward", 30.5, stopped=True),
+        sign(2, "step", "data", 31.0),
+    ]
+    found = find(signs, LIMITS)
+    assert found is not None
+    assert (found.rank, found.stopped) == (1, True)
+    assert "rank 1 is stopped (SIGSTOP)" in str(found)
+
+
+def test_the_message_names_rank_phase_activity_time_step_and_the_limit():  # type: ignore[no-untyped-def]
+    found = find([sign(3, "step", "data", 30.54)], LIMITS)
+    assert str(found) == (
+        "rank 3 hangs: it gave no sign of life for 30.5 s in phase step (data) after step 7; the"
+        " limit is DDPJOB_HANG_STEP_SECONDS=30"
+    )
+    assert "DDPJOB_HANG_STARTUP_SECONDS=60" in str(find([sign(0, "startup", "start", 61)], LIMITS))
+    assert "DDPJOB_HANG_SNAPSHOT_SECONDS=100" in str(
+        find([sign(0, "snapshot", "snapshot", 101)], LIMITS)
+    )

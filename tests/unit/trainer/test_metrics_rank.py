@@ -1,0 +1,65 @@
+"""One rank's metrics: files named after the rank, counters that survive their process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from ddpjob_trainer import metrics as metrics_module
+from ddpjob_trainer.launcher.metrics import forget_dead, worker_metrics
+
+_PROCESS = """
+import os, signal, sys
+from ddpjob_trainer.metrics import Metrics
+metrics = Metrics(int(sys.argv[1]))
+metrics.set("step", float(sys.argv[2]))
+metrics.add("samples", 10)
+metrics.add("phase_seconds", 0.5, "data")
+metrics.observe("step_seconds", 0.02)
+metrics.flush()
+if os.fork() == 0:
+    metrics.add("samples", 1000)
+    metrics.flush()
+    os._exit(0)
+os.wait()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def run(directory: Path, rank: int, step: int) -> None:
+    environment = {
+        **os.environ,
+        "PROMETHEUS_MULTIPROC_DIR": str(directory),
+        "PYTHONPATH": str(Path(metrics_module.__file__).parents[1]),
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", _PROCESS, str(rank), str(step)], env=environment, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert ended.returncode == -9
+
+
+def test_restarts_leave_no_files_and_lose_no_counts(tmp_path):  # type: ignore[no-untyped-def]
+    for round_ in range(4):
+        for rank in (0, 1):
+            run(tmp_path, rank, 100 * round_ + rank)
+        forget_dead(tmp_path)
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            f"{kind}_rank{rank}.db"
+            for kind in ("counter", "gauge_mostrecent", "histogram")
+            for rank in (0, 1)
+        ]
+    text = worker_metrics(tmp_path).decode()
+    for rank in (0, 1):
+        assert f'ddpjob_trainer_step{{rank="{rank}"}} {300 + rank}.0' in text
+        assert f'ddpjob_trainer_samples_total{{rank="{rank}"}} 40.0' in text
+        assert f'ddpjob_trainer_step_seconds_count{{rank="{rank}"}} 4.0' in text
+    assert text.count("ddpjob_trainer_step{") == 2
+
+
+def test_a_file_that_is_being_made_does_not_break_a_scrape(tmp_path):  # type: ignore[no-untyped-def]
+    run(tmp_path, 0, 3)
+    (tmp_path / "counter_rank1.db").touch()
+    assert "ddpjob_trainer_step{" in worker_metrics(tmp_path).decode()

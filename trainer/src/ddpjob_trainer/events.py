@@ -1,0 +1,108 @@
+"""The event log: one JSON object per line, keyed by step, for programs to read.
+
+Rank 0 writes what happens in training, the launcher adds failures. Each line is one write to a
+file opened for appending, so a kill loses at most the line that was being written, and two
+writers never mix their lines. After a resume steps come again: of equal steps the last line
+holds, which read_losses() does. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ddpjob_trainer.errors import ConfigError
+
+
+def exact(value: float) -> float | str:
+    """For JSON: the number itself, which Python writes so that it reads back bit for bit.
+
+    JSON has no NaN and no infinity; these become "nan", "inf" and "-inf", as float() reads them.
+    """
+    return value if math.isfinite(value) else str(value)
+
+
+class EventLog:
+    """Appends to a file. A failing disk ends the log and not the training."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _cut_torn_line(path)
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(
+                f"the event log {path} cannot be written: {error.strerror}; give another file with"
+                " events=..., --events or DDPJOB_TRAINER_EVENTS"
+            ) from error
+
+    def write(self, event: str, **fields: Any) -> str:
+        """Append one line; return what went wrong, "" if nothing."""
+        if self._fd < 0:
+            return ""
+        record = {"event": event, "time": round(time.time(), 3), **fields}
+        line = json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
+        try:
+            os.write(self._fd, line.encode())
+        except OSError as error:
+            os.close(self._fd)
+            self._fd = -1
+            return f"the event log {self._path} ends here: {error.strerror}"
+        return ""
+
+    def step(self, step: int, loss: float, seconds: float, samples_per_second: float) -> str:
+        """Append what is known of a finished step."""
+        return self.write(
+            "step",
+            step=step,
+            loss=exact(loss),
+            seconds=round(seconds, 6),
+            samplesPerSecond=round(samples_per_second, 3),
+        )
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Remove a last line without its end: whoever wrote it was killed in the middle."""
+    try:
+        with path.open("rb+") as file:
+            end = file.seek(0, os.SEEK_END)
+            at = end
+            while at > 0:
+                start = max(0, at - 4096)
+                file.seek(start)
+                found = file.read(at - start).rfind(b"\n")
+                if found >= 0:
+                    at = start + found + 1
+                    break
+                at = start
+            if at < end:
+                file.truncate(at)
+    except FileNotFoundError:
+        return
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield every event in the order of the file; a torn last line is left out.
+
+    Raises ValueError for any other line that is no JSON object.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            record = json.loads(line)
+            if not isinstance(record, dict):
+                raise ValueError(f"{path}:{number}: not an object")
+            yield record
+
+
+def read_losses(path: Path) -> dict[int, float]:
+    """Return the loss of every finished step, exactly; of equal steps the last line holds."""
+    steps = (event for event in read_events(path) if event.get("event") == "step")
+    return {int(event["step"]): float(event["loss"]) for event in steps}

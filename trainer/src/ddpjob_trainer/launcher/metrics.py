@@ -1,0 +1,95 @@
+"""GET /metrics of a launcher: what its ranks have published, and what it counts itself."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddpjob_trainer import metricnames
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+    from prometheus_client.registry import Collector
+
+_OF_A_RANK = re.compile(r"_rank\d+\.db$")
+_ATTEMPTS = 3
+
+
+@dataclass(slots=True)
+class LauncherMetrics:
+    """Counted by the supervisor's thread, read by the HTTP threads."""
+
+    round: int = 0
+    workers: int = 0
+    rounds: Counter[str] = field(default_factory=Counter)  # by kind
+    hangs: Counter[str] = field(default_factory=Counter)  # by phase
+
+
+def forget_dead(directory: Path) -> None:
+    """Remove the files of processes that are gone; ranks' own files go on with the next round.
+
+    Others come from forked children, and from a script that has metrics of its own.
+    """
+    for path in directory.glob("*.db"):
+        if not _OF_A_RANK.search(path.name):
+            path.unlink(missing_ok=True)
+
+
+def worker_metrics(directory: Path) -> bytes:
+    """Return what the ranks have published, as Prometheus text."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            return _render(_Files(directory))
+        except (OSError, ValueError, RuntimeError, struct.error):
+            # A file went or was half made in between.
+            if attempt == _ATTEMPTS - 1:
+                raise
+    raise AssertionError("unreachable")
+
+
+def launcher_metrics(counted: LauncherMetrics) -> bytes:
+    """Return what the launcher has counted, as Prometheus text."""
+    return _render(_Own(counted))
+
+
+def _render(collector: Collector) -> bytes:
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry()
+    registry.register(collector)
+    return generate_latest(registry)
+
+
+class _Files:
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def collect(self) -> Iterable[Metric]:
+        from prometheus_client.multiprocess import MultiProcessCollector
+
+        files = [str(path) for path in self._directory.glob("*.db") if path.stat().st_size]
+        merged: Iterable[Metric] = MultiProcessCollector.merge(files)  # type: ignore[no-untyped-call]
+        return merged
+
+
+class _Own:
+    def __init__(self, counted: LauncherMetrics) -> None:
+        self._counted = counted
+
+    def collect(self) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        for spec in metricnames.LAUNCHER:
+            value = getattr(self._counted, spec.name)
+            if spec.type == "gauge":
+                yield GaugeMetricFamily(spec.full_name, spec.help, value=value)
+                continue
+            family = CounterMetricFamily(spec.full_name, spec.help, labels=spec.labels)
+            for label, count in sorted(value.items()):
+                family.add_metric([label], count)
+            yield family
