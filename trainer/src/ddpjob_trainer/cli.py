@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_trainer import contract
+from ddpjob_trainer.chaos import command as chaos
 from ddpjob_trainer.environment import read_launcher
 from ddpjob_trainer.errors import ConfigError
 
@@ -79,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         "arguments", nargs=argparse.REMAINDER, metavar="...", help="passed on to PROGRAM"
     )
     _add_snapshot(commands)
+    chaos.add(commands)
     return parser
 
 
@@ -148,6 +150,8 @@ def _run(options: argparse.Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code."""
     options = _parser().parse_args(arguments)
+    if options.command == "chaos":
+        return chaos.main(options)
     return _snapshot(options) if options.command == "snapshot" else _run(options)
 
 

@@ -27,9 +27,11 @@ def configure(directory: Path | None, rank: int) -> None:
     _directory, _rank = directory, rank
 
 
-def fired(directory: Path, number: int) -> Path:
-    """Where the armed file lies once its point was reached."""
-    return directory / f"fired-{number}"
+def fired(directory: Path, number: int) -> tuple[int, float] | None:
+    """Who reached armed point ``number``, and when: pid, seconds since the epoch."""
+    for path in directory.glob(f"fired-{number}-*"):
+        return int(path.name.rpartition("-")[2]), path.stat().st_ctime
+    return None
 
 
 def reach(point: str) -> None:
@@ -50,7 +52,7 @@ def reach(point: str) -> None:
     if _hits < order["hits"]:
         return
     try:
-        path.rename(fired(_directory, order["number"]))
+        path.rename(_directory / f"fired-{order['number']}-{os.getpid()}")
     except FileNotFoundError:
         return  # another process was first
     os.kill(os.getpid(), order["signal"])

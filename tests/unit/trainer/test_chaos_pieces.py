@@ -1,0 +1,233 @@
+"""Chaos without processes: the plan of kills, fail points, records, the verdict."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ddpjob_trainer import cli, failpoints
+from ddpjob_trainer.chaos import verdict
+from ddpjob_trainer.chaos.gang import environment_of_job
+from ddpjob_trainer.chaos.kills import LAUNCHER, SIGNALS, STARTING, Kill, plan_kills
+from ddpjob_trainer.chaos.watch import Watch
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.failpoints import POINTS
+
+
+def planned(seed: int = 1, count: int = 12, nproc: int = 4, total_steps: int = 60) -> list[Kill]:
+    return plan_kills(seed=seed, count=count, nproc=nproc, total_steps=total_steps)
+
+
+# --- The plan ---------------------------------------------------------------------------------
+
+
+def test_a_seed_always_draws_the_same_kills_and_another_seed_others() -> None:
+    assert planned(seed=7) == planned(seed=7)
+    assert planned(seed=7) != planned(seed=8)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_dozen_has_all_signals_rank_0_and_the_launcher(seed: int) -> None:
+    kills = planned(seed)
+    assert len(kills) == 12
+    assert [kill.number for kill in kills] == list(range(1, 13))
+    assert {kill.signal for kill in kills} == set(SIGNALS)
+    assert {kill.victim for kill in kills} == {LAUNCHER, 0, 1, 2, 3}
+    assert [kill.step for kill in kills] == sorted(kill.step for kill in kills)
+
+
+def test_all_points_are_in_reach_and_many_kills_come_while_restarting() -> None:
+    kills = [kill for seed in range(30) for kill in planned(seed)]
+    assert {kill.point for kill in kills} == {*POINTS, ""}
+    assert sum(kill.restarting and not kill.point for kill in kills) > len(kills) / 20
+    assert sum(not kill.restarting and not kill.point for kill in kills) > len(kills) / 4
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_only_a_restart_reaches_follows_a_kill_that_causes_one(seed: int) -> None:
+    kills = planned(seed, count=30)
+    assert not kills[0].restarting
+    for before, kill in itertools.pairwise(kills):
+        if kill.restarting:
+            assert before.ends
+        assert kill.restarting or kill.point not in STARTING
+        if kill.signal == signal.SIGSTOP and (kill.victim == LAUNCHER or kill.restarting):
+            assert kill.resumes, "nobody would notice"
+        if kill.point:
+            assert kill.victim != LAUNCHER
+
+
+def test_only_the_chosen_signals_and_points() -> None:
+    kills = plan_kills(
+        seed=1, count=10, nproc=3, total_steps=20, signals=[signal.SIGTERM], points=["step"]
+    )
+    assert {kill.signal for kill in kills} == {signal.SIGTERM}
+    assert {kill.point for kill in kills} == {"", "step"}
+
+
+def test_more_kills_than_steps_are_refused_with_the_cure() -> None:
+    assert len(planned(count=59)) == 59
+    with pytest.raises(ConfigError, match="at least 61 steps, the script makes 60: lower --kills"):
+        planned(count=60)
+
+
+# --- Fail points ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def armed(tmp_path: Path):  # type: ignore[no-untyped-def]
+    received: list[int] = []
+    old = signal.signal(signal.SIGUSR1, lambda signum, _: received.append(signum))
+
+    def arm(**order: object) -> list[int]:
+        whole = {"number": 3, "point": "step", "rank": 1, "hits": 1, **order}
+        (tmp_path / "armed").write_text(json.dumps({**whole, "signal": signal.SIGUSR1}))
+        return received
+
+    failpoints.configure(tmp_path, 1)
+    yield arm
+    failpoints.configure(None, -1)
+    signal.signal(signal.SIGUSR1, old)
+
+
+def test_a_point_fires_once_for_its_rank_at_its_hit(armed, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    received = armed(hits=2)
+    failpoints.reach("load")
+    failpoints.reach("step")
+    assert received == []
+    assert failpoints.fired(tmp_path, 3) is None
+    failpoints.reach("step")
+    failpoints.reach("step")
+    assert received == [signal.SIGUSR1]
+    found = failpoints.fired(tmp_path, 3)
+    assert found is not None
+    assert found[0] == os.getpid()
+
+
+def test_a_point_of_another_rank_does_not_fire_and_that_of_any_rank_does(armed) -> None:  # type: ignore[no-untyped-def]
+    received = armed(rank=0)
+    failpoints.reach("step")
+    assert received == []
+    received = armed(rank=None)
+    failpoints.reach("step")
+    assert received == [signal.SIGUSR1]
+
+
+# --- Records and the verdict ------------------------------------------------------------------
+
+END = {"parameters": "aa", "buffers": "bb", "generators": "cc", "registered optimizer": "dd"}
+
+
+def write(directory: Path, rank: int, *events: dict[str, object], torn: bytes = b"") -> None:
+    path = directory / f"rank-{rank}.jsonl"
+    with path.open("ab") as file:
+        for event in events:
+            file.write(json.dumps({"at": 1.0, **event}).encode() + b"\n")
+        file.write(torn)
+
+
+def run_of(
+    directory: Path, losses: dict[int, str] | None = None, end: dict[str, str] | None = None
+) -> Watch:
+    directory.mkdir()
+    for rank in range(2):
+        start = {"event": "start", "attempt": 1, "round": 0, "pid": 5, "total_steps": 3}
+        write(directory, rank, start, {"event": "resume", "step": 0})
+        for step, loss in (losses or {1: "0x1p0", 2: "0x1p1"}).items():
+            write(directory, rank, {"event": "step", "step": step, "losses": [loss]})
+        write(directory, rank, {"event": "end", "hashes": end or END})
+    watch = Watch(directory, 2)
+    watch.look()
+    return watch
+
+
+def test_equal_runs_are_identical_also_when_steps_were_replayed(tmp_path: Path) -> None:
+    calm, wild = run_of(tmp_path / "a"), run_of(tmp_path / "b")
+    write(tmp_path / "b", 1, torn=b'{"event": "st')
+    write(tmp_path / "b", 1, torn=b"\n")
+    write(
+        tmp_path / "b", 1,
+        {"event": "start", "attempt": 2, "round": 0, "pid": 6},
+        {"event": "resume", "step": 1},
+        {"event": "step", "step": 2, "losses": ["0x1p1"]},
+        {"event": "end", "hashes": END},
+    )  # fmt: skip
+    wild.look()
+    assert wild.incarnation == (2, 0)
+    assert not wild.together(), "rank 0 is of an older incarnation"
+    assert verdict.differences(calm.stories, wild.stories) == []
+    assert verdict.sha256(calm.stories) == verdict.sha256(wild.stories)
+
+
+@pytest.mark.parametrize("part", ["parameters", "generators", "registered optimizer"])
+def test_any_part_that_differs_is_named(tmp_path: Path, part: str) -> None:
+    calm = run_of(tmp_path / "a")
+    wild = run_of(tmp_path / "b", end={**END, part: "other"})
+    found = verdict.differences(calm.stories, wild.stories)
+    assert len(found) == 2
+    assert all(part in text for text in found)
+    assert verdict.sha256(calm.stories) != verdict.sha256(wild.stories)
+
+
+def test_only_rank_0s_buffers_count(tmp_path: Path) -> None:
+    calm, wild = run_of(tmp_path / "a"), run_of(tmp_path / "b", end={**END, "buffers": "other"})
+    assert verdict.differences(calm.stories, wild.stories) == ["rank 0: buffers differ"]
+
+
+def test_one_loss_in_the_last_bit_is_a_difference(tmp_path: Path) -> None:
+    calm = run_of(tmp_path / "a")
+    wild = run_of(tmp_path / "b", losses={1: "0x1p0", 2: "0x1.0000000000001p1"})
+    found = verdict.differences(calm.stories, wild.stories)
+    assert found[0] == "rank 0: 1 losses differ, the first after step 2"
+
+
+def test_a_replay_that_differs_is_a_difference_even_when_the_end_is_equal(tmp_path: Path) -> None:
+    calm, wild = run_of(tmp_path / "a"), run_of(tmp_path / "b")
+    write(tmp_path / "b", 0, {"event": "step", "step": 2, "losses": ["0x1p9"]})
+    wild.look()
+    assert "rank 0: 1 losses differ" in verdict.differences(calm.stories, wild.stories)[0]
+
+
+def test_a_rank_that_never_finished_is_a_difference(tmp_path: Path) -> None:
+    calm, wild = run_of(tmp_path / "a"), run_of(tmp_path / "b")
+    wild.stories[1].hashes.clear()
+    assert "rank 1 never finished" in verdict.differences(calm.stories, wild.stories)
+
+
+# --- The command ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--nproc", "0", "x"), "--nproc 0 must be at least 1"),
+        (("--nproc", "3", "--kills", "0", "x"), "--kills 0 must be at least 1"),
+        (("--nproc", "3", "missing.py"), "missing.py: no such script"),
+        (("--nproc", "3", "--patience", "0", "x"), "--patience 0 must be more"),
+    ],
+)
+def test_bad_options_end_with_64(arguments, complaint, capsys) -> None:  # type: ignore[no-untyped-def]
+    assert cli.main(["chaos", *arguments]) == 64
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_jobs_variables_do_not_leak_into_the_runs(tmp_path: Path) -> None:
+    base = {"PATH": "/bin", "RANK": "3", "DDPJOB_REPLICA": "1", "MASTER_ADDR": "x"}
+    found = environment_of_job(base, tmp_path, "u", 5, 7.5)
+    assert found.keys() & base.keys() == {"PATH"}
+    assert found["DDPJOB_SNAPSHOT_DIR"] == str(tmp_path / "snapshots")
+    assert found["DDPJOB_HANG_STEP_SECONDS"] == "7.5"
+
+
+def test_kills_read_well() -> None:
+    kill = planned()[0]
+    plain = replace(kill, step=4, victim=2, signal=signal.SIGKILL, point="", restarting=False)
+    assert str(plain) == "step 4            SIGKILL rank 2"
+    assert str(replace(plain, point="snapshot")).endswith("SIGKILL the writer at snapshot")
+    assert str(replace(plain, victim=LAUNCHER)).endswith("SIGKILL the launcher")

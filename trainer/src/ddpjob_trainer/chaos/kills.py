@@ -1,0 +1,147 @@
+"""What is killed, when and how: drawn from a seed before the run begins. Pure.
+
+A kill comes at a random instant of a step, at a named fail point, or while the processes still
+come back from the kill before it. Signals and victims are dealt like cards, so that a dozen kills
+have every one of them, rank 0 and the launcher included.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from signal import Signals
+from typing import Final, TypeVar
+
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.failpoints import POINTS
+
+#: Victim that is no rank.
+LAUNCHER: Final = -1
+SIGNALS: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
+#: Points that a process passes before its first step ends.
+STARTING: Final = ("import", "rendezvous", "load", "warm-up")
+_SIGNAL_DECK: Final = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
+_MAX_HITS: Final = 12  # disk operations of about one snapshot
+
+Card = TypeVar("Card")
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One kill. ``step``: comes once so many steps are finished; ``delay``: a share of a step.
+
+    ``victim``: a rank, or LAUNCHER. ``point``: where the victim signals itself, at the
+    ``hits``-th time that it gets there; "" at a random instant instead. ``restarting``: while
+    the gang comes back from the kill before; ``delay`` is then a share of that time.
+    ``resumes``: a stopped process gets SIGCONT after a moment; otherwise somebody must notice.
+    """
+
+    number: int
+    step: int
+    delay: float
+    victim: int
+    signal: Signals
+    point: str = ""
+    hits: int = 1
+    restarting: bool = False
+    resumes: bool = False
+
+    @property
+    def ends(self) -> bool:
+        """Whether processes end by it for sure, so that a restart follows."""
+        return not self.resumes
+
+    @property
+    def anybody(self) -> bool:
+        """Whether the point decides who is hit: not every rank writes snapshots."""
+        return self.point == "snapshot"
+
+    def __str__(self) -> str:
+        who = "the launcher" if self.victim == LAUNCHER else f"rank {self.victim}"
+        who = "the writer" if self.anybody else who
+        where = f" at {self.point}" if self.point else ""
+        when = "while restarting" if self.restarting else f"step {self.step}"
+        return f"{when:<17} {self.signal.name} {who}{where}"
+
+
+def plan_kills(
+    *,
+    seed: int,
+    count: int,
+    nproc: int,
+    total_steps: int,
+    signals: Sequence[Signals] = SIGNALS,
+    points: Sequence[str] = POINTS,
+) -> list[Kill]:
+    """Draw ``count`` kills in the order of their steps. Raises ConfigError."""
+    if count < 1:
+        raise ConfigError(f"--kills {count} must be at least 1")
+    if count > total_steps - 1:
+        raise ConfigError(
+            f"--kills {count} needs a run of at least {count + 1} steps, the script makes"
+            f" {total_steps}: lower --kills, or have the script train longer"
+        )
+    draw = random.Random(f"{seed}/{count}/{nproc}/{total_steps}")
+    steps = sorted(draw.sample(range(1, total_steps), count))
+    dealt = _deal(draw, [s for s in _SIGNAL_DECK if s in signals] or list(signals), count)
+    victims = _deal(draw, [LAUNCHER, *range(nproc)], count)
+    places = _deal(draw, [*points, *[""] * (len(points) + 4)], count)
+    kills = _barrier_last(
+        [
+            _kill(draw, step, signum, victim, place)
+            for step, signum, victim, place in zip(steps, dealt, victims, places, strict=True)
+        ],
+        total_steps,
+    )
+    planned: list[Kill] = []
+    for number, kill in enumerate(kills, 1):
+        before = planned[-1] if planned else None
+        planned.append(replace(_in_its_turn(draw, kill, before), number=number))
+    return planned
+
+
+def _deal(draw: random.Random, deck: Sequence[Card], count: int) -> list[Card]:
+    """Shuffled decks, one after the other."""
+    cards: list[Card] = []
+    while len(cards) < count:
+        cards += draw.sample(deck, len(deck))
+    return cards[:count]
+
+
+def _kill(draw: random.Random, step: int, signum: Signals, victim: int, point: str) -> Kill:
+    if victim == LAUNCHER:
+        point = ""  # they are in the training processes
+    return Kill(
+        number=0,
+        step=step,
+        delay=draw.random(),
+        victim=victim,
+        signal=signum,
+        point=point,
+        hits=draw.randint(1, _MAX_HITS) if point == "snapshot" else 1,
+        # Nothing on this machine watches the launcher.
+        resumes=signum == signal.SIGSTOP and (victim == LAUNCHER or draw.random() < 0.5),
+    )
+
+
+def _barrier_last(kills: list[Kill], total_steps: int) -> list[Kill]:
+    """The barrier is at the end of a run, and who only pauses there is killed no more."""
+    others = [kill for kill in kills if kill.point != "barrier"]
+    last = [
+        replace(kill, step=total_steps, resumes=False) for kill in kills if kill.point == "barrier"
+    ]
+    return others + last
+
+
+def _in_its_turn(draw: random.Random, kill: Kill, before: Kill | None) -> Kill:
+    """Points of the start are passed when the gang comes back, if the kill before ended it."""
+    wanted = kill.point in STARTING or (not kill.point and draw.random() < 0.25)
+    if not wanted:
+        return kill
+    if before is None or not before.ends:
+        return replace(kill, point="")
+    # Startup may take minutes, so nobody is left to notice there that a process was stopped.
+    resumes = kill.signal == signal.SIGSTOP
+    return replace(kill, restarting=True, step=before.step, resumes=resumes)
