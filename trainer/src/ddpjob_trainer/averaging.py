@@ -37,7 +37,13 @@ class Part:
 
 
 class Averaging(Protocol):
-    """One process's side. Every rank makes the same calls in the same order."""
+    """One process's side. Every rank makes the same calls in the same order.
+
+    ``outside``: what random numbers that user code draws outside of the parts depend on, besides
+    seed and step.
+    """
+
+    outside: int
 
     def wrap(self, module: torch.nn.Module, options: ModelOptions) -> DistributedDataParallel:
         """Return the module that the loop calls. Called once, before the loop."""
@@ -74,26 +80,29 @@ class Averaging(Protocol):
 
 def check_sizes(options: Options, world_size: int) -> None:
     """Raise ConfigError for a global batch that the processes cannot share."""
-    for name in ("total_steps", "global_batch", "micro_batches"):
+    for name in ("total_steps", "global_batch", "micro_batches", "shards"):
         value = getattr(options, name)
         if value < 1:
             raise ConfigError(f"{name}={value} must be at least 1")
-    if options.global_batch % world_size:
+    count, sharers = world_size, f"{world_size} processes"
+    if options.level == "elastic":
+        count, sharers = options.shards, f"shards={options.shards}"
+        if world_size > count:
+            raise ConfigError(
+                f"level='elastic' with shards={count} can use at most {count} processes, not"
+                f" {world_size}: use fewer, or start anew with more shards"
+            )
+    if options.global_batch % count:
         raise ConfigError(
-            f"global_batch={options.global_batch} cannot be divided by {world_size} processes: use"
-            f" a multiple of {world_size}"
+            f"global_batch={options.global_batch} cannot be divided by {sharers}: use"
+            f" a multiple of {count}"
         )
-    if options.global_batch % (world_size * options.micro_batches):
+    if options.global_batch % (count * options.micro_batches):
         raise ConfigError(
-            f"global_batch={options.global_batch} cannot be divided by {world_size} processes x"
+            f"global_batch={options.global_batch} cannot be divided by {sharers} x"
             f" micro_batches={options.micro_batches}: use a multiple of"
-            f" {world_size * options.micro_batches}"
+            f" {count * options.micro_batches}"
         )
-
-
-def choose_averaging(options: Options, world: World) -> Averaging:
-    """Return the one that keeps options.level."""
-    return DdpAveraging(options, world)
 
 
 class DdpAveraging:
@@ -105,6 +114,7 @@ class DdpAveraging:
     def __init__(self, options: Options, world: World) -> None:
         self._options = options
         self._world = world
+        self.outside = world.rank
         self._model: DistributedDataParallel | None = None
         self._parts: list[Part] = []
         self._warm = options.level == "off"

@@ -21,15 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpjob_trainer import failpoints, rng
 from ddpjob_trainer.errors import ConfigError
 
-LEVELS = ("off", "resume")
+LEVELS = ("off", "resume", "elastic")
 
 
 def choose_level(level: str | None, device: torch.device) -> str:
     """Return the level to keep: ``resume`` by default on the CPU, ``off`` on CUDA."""
     if level is None:
         return "resume" if device.type == "cpu" else "off"
-    if level == "elastic":
-        raise ConfigError("level='elastic' is not there yet: use level='resume' or level='off'")
     if level not in LEVELS:
         raise ConfigError(f"level={level!r} must be one of {', '.join(LEVELS)}")
     return level

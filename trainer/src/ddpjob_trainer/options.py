@@ -18,6 +18,7 @@ class Options:
     threads: int
     collate: batches.Collate | None
     micro_batches: int = 1
+    shards: int = 8  # level elastic: equal parts of the global batch, fixed for the whole run
 
 
 @dataclass(frozen=True, slots=True)

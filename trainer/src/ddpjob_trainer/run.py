@@ -177,7 +177,7 @@ class Run:
     def _begin(self, dataset: Any, order: DataOrder) -> Step:
         index = self.finished_steps
         parts = self._averaging.parts(order, index)
-        rng.reseed(self.options.seed, index, parts[0].shard)
+        rng.reseed(self.options.seed, index, self._averaging.outside)
         self._step = Step(self, index, parts, self._batches(dataset, index, parts))
         return self._step
 
@@ -367,7 +367,15 @@ class Run:
 
     def _options_of_all(self) -> dict[str, Any]:
         """What must be equal on all ranks, lest they wait for different things."""
-        names = ("seed", "global_batch", "micro_batches", "samples", "total_steps", "level")
+        names = (
+            "seed",
+            "global_batch",
+            "micro_batches",
+            "samples",
+            "total_steps",
+            "level",
+            "shards",
+        )
         return {name: self._config[name] for name in names}
 
     def _fingerprint(self, samples: int) -> dict[str, Any]:
@@ -378,6 +386,7 @@ class Run:
             "samples": samples,
             "total_steps": self.options.total_steps,
             "level": self.options.level,
+            "shards": self.options.shards if self.options.level == "elastic" else None,
             "threads": self.options.threads,
             "world_size": self.world_size,
             "device": self.device.type,

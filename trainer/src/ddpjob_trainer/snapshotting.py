@@ -62,7 +62,8 @@ class Snapshots:
         if shared is None:
             return 0, {}
         _compare(shared.config, config, self._world.rank)
-        state.restore(shared.flat, self._world.rank)
+        # Level elastic: all ranks' generators are equal, and there may have been fewer of them.
+        state.restore(shared.flat, 0 if config["level"] == "elastic" else self._world.rank)
         self.learn(shared.step + 1)
         if self._world.rank == 0:
             say(0, f"resuming after step {shared.step}")
@@ -124,9 +125,17 @@ def _compare(stored: Config, mine: Config, rank: int) -> None:
                 f"the snapshot was made with {name}={stored.get(name)}, now it is {mine[name]}:"
                 f" {cure}. Use the old value, or start anew with snapshot.resume: Never"
             )
+    elastic = mine["level"] == "elastic"
+    if elastic and stored.get("shards") not in (None, mine["shards"]):
+        raise ConfigError(
+            f"the snapshot was made with shards={stored['shards']}, now it is {mine['shards']}: the"
+            " result would be another one. Use the old value, or start anew with snapshot.resume:"
+            " Never"
+        )
     if rank != 0 or mine["level"] == "off":
         return
-    for name in ("world_size", "micro_batches", "level", "threads", "torch", "device"):
+    exact = ("micro_batches", "level", "threads", "torch", "device")
+    for name in exact if elastic else ("world_size", *exact):
         if stored.get(name) != mine[name]:
             say(
                 0,

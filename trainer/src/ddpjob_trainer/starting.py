@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from ddpjob_trainer import batches, exact, failpoints, stacks
-from ddpjob_trainer.averaging import check_sizes, choose_averaging
+from ddpjob_trainer.averaging import Averaging, DdpAveraging, check_sizes
+from ddpjob_trainer.elastic import ElasticAveraging
 from ddpjob_trainer.ending import Ending
 from ddpjob_trainer.environment import MIN_KEEP, SnapshotSettings, read_worker
 from ddpjob_trainer.errors import ConfigError
@@ -32,6 +33,7 @@ def start(
     global_batch: int,
     seed: int = 0,
     level: str | None = None,
+    shards: int = 8,
     micro_batches: int = 1,
     threads: int | None = None,
     log_every: int | None = None,
@@ -47,8 +49,11 @@ def start(
     ``total_steps``: optimizer steps of the whole run, resumes included.
     ``global_batch``: samples per step over all processes; the processes must divide it.
     ``level``: ``resume`` (equal bits after any restart at the same world size; the default on
-    the CPU) or ``off`` (the default on CUDA).
-    ``micro_batches``: batches per step and process; their gradients are accumulated.
+    the CPU), ``elastic`` (equal bits at any world size) or ``off`` (the default on CUDA).
+    ``shards``: level elastic cuts the global batch into so many equal parts, which the processes
+    share; at most so many processes can take part.
+    ``micro_batches``: batches per step and process (level elastic: per step and shard); their
+    gradients are accumulated.
     ``threads``: torch's threads per process (default: OMP_NUM_THREADS, else 1).
     ``snapshot_*``: by default what the operator says in DDPJOB_SNAPSHOT_*; without a directory
     there are no snapshots.
@@ -81,6 +86,7 @@ def start(
         threads=threads or env.threads or 1,
         collate=collate,
         micro_batches=index(micro_batches),
+        shards=index(shards),
     )
     check_sizes(options, env.world_size)
     exact.pin_arithmetic(options.level, options.threads)
@@ -109,7 +115,9 @@ def start(
         rendezvous_seconds=time.monotonic() - joining,
     )
     snapshots = Snapshots(settings, world, progress)
-    averaging = choose_averaging(options, world)
+    averaging: Averaging = DdpAveraging(options, world)
+    if options.level == "elastic":
+        averaging = ElasticAveraging(options, world)
     return Run(world, options, ending, progress, snapshots, averaging, recording)
 
 

@@ -1,0 +1,213 @@
+"""Level elastic: one hash at worlds 1, 2, 3, 4, 5 and 8, and over changes between them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import ddpjob_trainer as ddp
+from ddpjob_trainer.progress import Progress
+
+STEPS = 10
+
+
+class Net(nn.Module):
+    """Dropout, a parameter that only some shards use, one that none uses, and a frozen one."""
+
+    def __init__(self, *, plain: bool) -> None:
+        super().__init__()
+        self.plain = plain
+        self.first = nn.Linear(48, 128)
+        self.norm = nn.LayerNorm(128)
+        self.second = nn.Linear(128, 96)
+        self.sometimes = nn.Linear(96, 96)
+        self.never = nn.Linear(3, 3).requires_grad_(not plain)
+        self.frozen = nn.Linear(96, 96).requires_grad_(False)
+        self.last = nn.Linear(96, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        if self.plain:
+            x = torch.relu(self.second(x))
+            return self.last(x + self.sometimes(x))
+        x = torch.relu(self.second(nn.functional.dropout(x, 0.3, self.training)))
+        if float(x.detach().sum()) * 1e4 % 1 < 0.4:
+            x = x + self.sometimes(x)
+        return self.last(x + self.frozen(x))
+
+
+@dataclass
+class Training:
+    directory: Path
+    level: str = "elastic"
+    shards: int = 8
+    micro_batches: int = 1
+    bf16: bool = False
+    plain: bool = False  # nothing but the order of additions can make a difference
+    stop: Callable[[int, int], bool] = lambda rank, index: False
+
+    def __call__(self, rank: int) -> None:
+        self._record_losses(rank)
+        torch.manual_seed(3)
+        inputs, targets = torch.randn(200, 48), torch.randint(0, 10, (200,))
+        run = ddp.start(
+            total_steps=STEPS, global_batch=48, seed=5, level=self.level, shards=self.shards,
+            micro_batches=self.micro_batches,
+            snapshot_dir=self.directory / "snapshots", snapshot_every=2,
+        )  # fmt: skip
+        model = Net(plain=self.plain)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        wrapped, _ = run.prepare(model, optimizer, scheduler=scheduler, clip_grad_norm=0.5)
+        for step in run.steps(TensorDataset(inputs, targets)):
+            before = torch.rand(())  # what is drawn outside of shards is equal on all ranks, too
+            for x, y in step.batches:
+                with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+                    loss = nn.functional.cross_entropy(wrapped(x).float(), y)
+                step.backward(loss)
+            if self.stop(rank, step.index):
+                os.kill(os.getpid(), signal.SIGKILL)
+            step.commit()
+            with torch.no_grad():  # at another level the ranks would drift apart
+                model.first.bias += (0 if self.plain else 1e-3) * (before + torch.randn(()))
+            assert model.never.weight.grad is None
+        run.finish()
+        result = f"{run.weights_sha256()} {run.state_sha256()}"
+        (self.directory / f"result-{rank}").write_text(result)
+
+    def _record_losses(self, rank: int) -> None:
+        """The step's loss as the run itself gives it out."""
+        file = (self.directory / f"losses-{rank}").open("a", buffering=1)
+        original = Progress.stepped
+
+        def stepped(self: Progress, step: int, loss: float) -> None:
+            file.write(f"{step} {loss.hex()}\n")
+            original(self, step, loss)
+
+        Progress.stepped = stepped  # type: ignore[method-assign]
+
+
+def fresh(path: Path, **options: object) -> Training:
+    path.mkdir()
+    return Training(path, **options)  # type: ignore[arg-type]
+
+
+def result(gang, training: Training, world: int) -> tuple[str, dict[str, str]]:  # type: ignore[no-untyped-def]
+    """Hashes and losses, equal on all ranks."""
+    codes = gang.run(training, world=world)
+    assert codes == dict.fromkeys(range(world), 0), "\n".join(map(gang.log, range(world)))
+    hashes = {(training.directory / f"result-{rank}").read_text() for rank in range(world)}
+    assert len(hashes) == 1, f"the ranks of a world of {world} disagree"
+    losses: dict[str, str] = {}
+    for path in training.directory.glob("losses-*"):
+        for line in path.read_text().splitlines():
+            step, loss = line.split()
+            assert losses.setdefault(step, loss) == loss, f"step {step} has two losses"
+    assert len(losses) == STEPS
+    return hashes.pop(), losses
+
+
+@pytest.mark.parametrize(
+    ("worlds", "options"),
+    [
+        ((1, 2, 3, 4, 5, 8), {}),
+        ((1, 4, 5), {"shards": 6, "micro_batches": 2, "bf16": True}),
+    ],
+)
+def test_one_hash_at_any_world_size(gang, tmp_path, worlds, options):  # type: ignore[no-untyped-def]
+    found = {w: result(gang, fresh(tmp_path / f"w{w}", **options), w) for w in worlds}
+    assert all(one == found[worlds[0]] for one in found.values()), found
+
+
+@pytest.mark.parametrize(("level", "weights"), [("resume", 3), ("elastic", 1)])
+def test_the_order_of_additions_alone_makes_a_difference(gang, tmp_path, level, weights):  # type: ignore[no-untyped-def]
+    """Proves that the comparison above can fail."""
+    found = set()
+    for world in (1, 3, 4):
+        training = fresh(tmp_path / f"w{world}", level=level, plain=True)
+        gang.run(training, world=world)
+        found |= {(training.directory / f"result-{r}").read_text().split()[0] for r in range(world)}
+    assert len(found) == weights
+
+
+def test_from_4_to_3_to_1_to_4_ranks_equals_undisturbed(gang, tmp_path):  # type: ignore[no-untyped-def]
+    undisturbed = result(gang, fresh(tmp_path / "undisturbed"), 3)
+    training = fresh(tmp_path / "disturbed")
+    draw = random.Random(7)
+    for world, first, resumed in ((4, 2, 0), (3, 4, 2), (1, 7, 4)):
+        victim = draw.randrange(world)
+        at = draw.randint(first, first + 1)
+        training.stop = lambda rank, index, victim=victim, at=at: (rank, index) == (victim, at)  # type: ignore[misc]
+        codes = gang.run(training, world=world)
+        assert codes == {r: -9 if r == victim else 75 for r in range(world)}, gang.log(0)
+        if resumed:
+            assert f"resuming after step {resumed}" in gang.log(0)
+    training.stop = lambda rank, index: False
+    assert result(gang, training, 4) == undisturbed
+    assert "warning" not in gang.log(0)
+
+
+def refused(options: dict[str, object], layer: nn.Module) -> Callable[[int], None]:
+    def program(rank: int) -> None:
+        run = ddp.start(total_steps=2, level="elastic", **{"global_batch": 24, **options})  # type: ignore[arg-type]
+        model = nn.Sequential(nn.Linear(4, 4), layer)
+        wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in run.steps(TensorDataset(torch.ones(48, 4))):
+            for (x,) in step.batches:
+                step.backward(wrapped(x).sum())
+            step.commit()
+
+    return program
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return x
+
+
+class Embeds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 4, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.table(torch.tensor(3))
+
+
+@pytest.mark.parametrize(
+    ("options", "layer", "words"),
+    [
+        ({}, nn.BatchNorm1d(4), "statistics of 1 (BatchNorm1d)"),
+        ({}, nn.InstanceNorm1d(4, track_running_stats=True), "use GroupNorm or LayerNorm"),
+        ({}, Counts(), "the forward changes the buffer '1.seen'"),
+        ({}, Embeds(), "cannot average sparse gradients"),
+        ({"shards": 2}, nn.ReLU(), "shards=2 can use at most 2 processes, not 3"),
+        ({"shards": 5}, nn.ReLU(), "global_batch=24 cannot be divided by shards=5"),
+        ({"shards": 0}, nn.ReLU(), "shards=0 must be at least 1"),
+        ({"micro_batches": 2}, nn.ReLU(), "by shards=8 x micro_batches=2"),
+    ],
+)
+def test_what_cannot_be_elastic_is_refused(gang, options, layer, words):  # type: ignore[no-untyped-def]
+    assert gang.run(refused(options, layer)) == {0: 64, 1: 64, 2: 64}, gang.log(0)
+    assert words in gang.log(0)
+
+
+def test_another_number_of_shards_is_another_run(gang, tmp_path):  # type: ignore[no-untyped-def]
+    result(gang, fresh(tmp_path / "t"), 1)
+    other = Training(tmp_path / "t", shards=4)
+    assert gang.run(other) == {0: 64, 1: 64, 2: 64}
+    assert "made with shards=8, now it is 4" in gang.log(0)
