@@ -236,6 +236,24 @@ def test_the_launcher_is_told_how_many_rounds_it_may_make(restart: object, budge
 
 
 @pytest.mark.parametrize(
+    ("rules", "codes"),
+    [
+        ([], ""),
+        ([{"exitCodes": [42, 3], "action": "Fail"}, {"exitCodes": [3], "action": "Restart"}],
+         "3,42"),
+        ([{"exitCodes": [3], "action": "Restart"}, {"exitCodes": [42, 3], "action": "Fail"}], "42"),
+        ([{"reasons": ["Hang", "SIGSEGV"], "action": "Fail"}], "76,139"),
+        ([{"reasons": ["OOMKilled", "Evicted"], "action": "Fail"}], ""),
+        ([{"exitCodes": list(range(1, 254)), "action": "Restart"},
+          {"reasons": ["Error"], "action": "Fail"}], "254,255"),
+    ],
+)  # fmt: skip
+def test_what_the_users_rules_fail_is_not_restarted_in_place(rules: object, codes: str):
+    restart = {"rules": rules}
+    assert env_of(restart=restart)[contract.IN_PLACE_FINAL_EXIT_CODES] == codes
+
+
+@pytest.mark.parametrize(
     ("port", "metrics", "declared", "hub"),
     [
         (29500, 9400, [], 29501), (29500, 29501, [], 29502), (29500, 29501, [29502], 29503),

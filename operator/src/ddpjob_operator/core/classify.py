@@ -115,6 +115,11 @@ def ended_round(
     return settle(loss) if loss.cls == "Collateral" else loss
 
 
+def reasons_of(code: int) -> set[str]:
+    """What a rule can call a process that ends so, before a container ends with it."""
+    return {_code_reason(code, _signal_of(code)), _CODES.get(code, "User"), "Error"}
+
+
 def vanished(replica: int, attempt: int, job_name: str, now: datetime) -> Failure:
     """A member whose pod object is gone: deleted by somebody, its exit never seen."""
     return Failure(

@@ -48,6 +48,8 @@ HUB_PORT: Final = "DDPJOB_HUB_PORT"
 GRACE_SECONDS: Final = "DDPJOB_GRACE_SECONDS"
 #: Rounds in a row without a newer snapshot before the attempt ends; 0 or unset: no rounds.
 IN_PLACE_MAX_WITHOUT_PROGRESS: Final = "DDPJOB_IN_PLACE_MAX_WITHOUT_PROGRESS"
+#: Exit codes that end the attempt at once, "3,42": those that spec.restart.rules answer with Fail.
+IN_PLACE_FINAL_EXIT_CODES: Final = "DDPJOB_IN_PLACE_FINAL_EXIT_CODES"
 HANG_STARTUP_SECONDS: Final = "DDPJOB_HANG_STARTUP_SECONDS"
 HANG_STEP_SECONDS: Final = "DDPJOB_HANG_STEP_SECONDS"
 HANG_SNAPSHOT_SECONDS: Final = "DDPJOB_HANG_SNAPSHOT_SECONDS"

@@ -7,13 +7,14 @@ added, and our variables come first so that the user's may refer to them as $(RA
 from __future__ import annotations
 
 import copy
+from functools import lru_cache
 from itertools import chain
 from typing import Any, Final
 
-from ddpjob_operator.core import contract, observe
+from ddpjob_operator.core import classify, contract, observe
 from ddpjob_operator.core.lenient import mapping, sequence
 from ddpjob_operator.core.observe import Job
-from ddpjob_operator.core.spec import Spec
+from ddpjob_operator.core.spec import Restart, Spec
 
 SNAPSHOT_VOLUME: Final = "ddpjob-snapshot"
 SHM_VOLUME: Final = "ddpjob-shm"
@@ -187,6 +188,7 @@ def _env(job: Job, spec: Spec, attempt: int, replica: int, grace: int) -> list[d
         contract.HUB_PORT: hub_port(spec),
         contract.GRACE_SECONDS: grace,
         contract.IN_PLACE_MAX_WITHOUT_PROGRESS: spec.restart.in_place,
+        contract.IN_PLACE_FINAL_EXIT_CODES: _final_exit_codes(spec.restart),
         contract.HANG_STARTUP_SECONDS: spec.hang.startup,
         contract.HANG_STEP_SECONDS: spec.hang.step,
         contract.HANG_SNAPSHOT_SECONDS: spec.hang.snapshot,
@@ -203,6 +205,13 @@ def _env(job: Job, spec: Spec, attempt: int, replica: int, grace: int) -> list[d
             contract.SNAPSHOT_RESUME: spec.snapshot.resume,
         }
     return [{"name": key, "value": str(value)} for key, value in env.items()]
+
+
+@lru_cache(maxsize=64)  # the same for all pods of a gang
+def _final_exit_codes(restart: Restart) -> str:
+    """After these the user's rules want no restart, so none in place either."""
+    codes = (c for c in range(1, 256) if restart.ruled(c, classify.reasons_of(c)) == "Fail")
+    return ",".join(map(str, codes))
 
 
 def _mount(body: dict[str, Any], trainer: dict[str, Any], spec: Spec) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,11 @@ class Restart:
     max_seconds: float
     in_place: int  # rounds without a newer snapshot before the attempt ends; 0: no rounds
     rules: tuple[Rule, ...]
+
+    def ruled(self, exit_code: int | None, reasons: Set[str]) -> str | None:
+        """The action of the first rule that matches, None if none does."""
+        matching = (r for r in self.rules if exit_code in r.exit_codes or r.reasons & reasons)
+        return next((rule.action for rule in matching), None)
 
 
 @dataclass(frozen=True, slots=True)

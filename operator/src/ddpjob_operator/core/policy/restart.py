@@ -94,10 +94,8 @@ def describe(loss: Failure) -> str:
 def _action(view: View, loss: Failure) -> str:
     member = view.members.get(loss.replica)
     reasons = {loss.reason, loss.cls} | (classify.raw_reasons(member) if member else set())
-    for rule in view.spec.restart.rules:
-        if loss.exit_code in rule.exit_codes or rule.reasons & reasons:
-            return rule.action
-    return _DEFAULT_ACTION.get(loss.cls, "Restart")
+    default = _DEFAULT_ACTION.get(loss.cls, "Restart")
+    return view.spec.restart.ruled(loss.exit_code, reasons) or default
 
 
 def _count(view: View, old: Restarts, free: bool) -> Restarts:
