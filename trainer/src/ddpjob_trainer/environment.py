@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ddpjob_trainer import contract
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.hang import Deadlines
 
 #: Between launcher and worker only, hence not in the contract.
 STATE_DIR = "DDPJOB_TRAINER_STATE_DIR"
@@ -82,6 +83,11 @@ class WorkerEnvironment:
     tensorboard_dir: str | None
     terminal_columns: int | None  # None: no launcher of ours stands between
     watch: bool  # look for hangs in this process, since no launcher of ours does
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """For the hang watchdog."""
+        return Deadlines(self.startup_seconds, self.step_seconds, self.snapshot_seconds)
 
 
 @dataclass(frozen=True, slots=True)

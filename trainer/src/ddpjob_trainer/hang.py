@@ -16,7 +16,7 @@ from ddpjob_trainer.rankstate import Activity, Phase, RankState
 #: In these a rank waits for others; standing still there proves nothing against it.
 WAITING: Final[frozenset[Activity]] = frozenset({"rendezvous", "load", "backward", "agreement"})
 #: What the waiting get on top: their peers' launchers must have had the time to act.
-_WAITING_FACTOR: Final = 1.1
+_WAITING_FACTOR: Final = 1.25
 _WAITING_SECONDS: Final = 1.0
 
 

@@ -24,6 +24,7 @@ from ddpjob_trainer.recording import Recording
 from ddpjob_trainer.reporting import Reporting, make_progress
 from ddpjob_trainer.run import Run
 from ddpjob_trainer.snapshotting import Snapshots
+from ddpjob_trainer.watchdog import Watchdog
 from ddpjob_trainer.world import join
 
 
@@ -98,6 +99,8 @@ def start(
         directory=str(settings.directory),
         every=settings.every_steps,
     )
+    if env.watch:
+        Watchdog(writer, env.deadlines).start()
     writer.mark("rendezvous")
     joining = time.monotonic()
     try:

@@ -1,0 +1,145 @@
+"""The launcher's watch over records: what counts as silence, and the stacks it asks for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ddpjob_trainer import stacks as stacks_module
+from ddpjob_trainer.hang import Deadlines
+from ddpjob_trainer.launcher.watch import HangWatch, StackRequest
+from ddpjob_trainer.rankstate import RankStateWriter
+
+LIMITS = Deadlines(startup=10, step=10, snapshot=10)
+PIDS = {0: 1, 1: 2}
+
+
+@pytest.fixture
+def writers(tmp_path):  # type: ignore[no-untyped-def]
+    found = {rank: RankStateWriter(tmp_path, rank) for rank in PIDS}
+    for writer in found.values():
+        writer.update(phase="step")
+    return found
+
+
+def test_only_the_rank_that_stands_still_is_named(tmp_path, writers):  # type: ignore[no-untyped-def]
+    watch = HangWatch(LIMITS)
+    for second in range(100, 111):
+        writers[0].mark("forward")
+        assert watch.look(tmp_path, PIDS, float(second)) is None
+    found = watch.look(tmp_path, PIDS, 111.0)
+    assert found is not None
+    assert (found.rank, found.silent) == (1, 11.0)
+
+
+def test_the_ranks_clock_has_no_say(tmp_path, writers):  # type: ignore[no-untyped-def]
+    """Any change is a sign of life, and only a change is."""
+    watch = HangWatch(LIMITS)
+    for second in range(100, 140):
+        writers[0].mark("forward", now=0.0)
+        writers[1].mark("forward", now=1e9)
+        assert watch.look(tmp_path, PIDS, float(second)) is None
+
+
+def test_a_program_without_a_record_is_not_watched(tmp_path):  # type: ignore[no-untyped-def]
+    watch = HangWatch(LIMITS)
+    assert [watch.look(tmp_path, PIDS, 100.0 + s) for s in range(50)] == [None] * 50
+
+
+def test_a_launcher_that_stood_still_itself_blames_nobody(tmp_path, writers):  # type: ignore[no-untyped-def]
+    """A laptop that slept, a frozen pod: the workers had no chance either."""
+    watch = HangWatch(LIMITS)
+    assert watch.look(tmp_path, PIDS, 100.0) is None
+    assert watch.look(tmp_path, PIDS, 101.0) is None
+    assert watch.look(tmp_path, PIDS, 5000.0) is None
+    for second in range(1, 7):
+        assert watch.look(tmp_path, PIDS, 5000.0 + second) is None
+    assert any(watch.look(tmp_path, PIDS, 5007.0 + second) for second in range(6))
+
+
+def test_a_new_process_of_the_same_rank_begins_anew(tmp_path, writers):  # type: ignore[no-untyped-def]
+    watch = HangWatch(LIMITS)
+    for second in range(100, 110):
+        writers[0].mark("data")
+        assert watch.look(tmp_path, PIDS, float(second)) is None
+    writers[1] = RankStateWriter(tmp_path, 1)
+    assert watch.look(tmp_path, PIDS, 110.0) is None
+    assert watch.look(tmp_path, PIDS, 111.0) is None
+
+
+_WORKER = """
+import ctypes, os, sys, threading, time
+from pathlib import Path
+from ddpjob_trainer import stacks
+from ddpjob_trainer.rankstate import RankStateWriter
+stacks.enable(Path(sys.argv[1]), int(sys.argv[2]))
+RankStateWriter(Path(sys.argv[1]), int(sys.argv[2]))
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+def in_c_with_the_gil():
+    print("ready", flush=True)
+    while True:  # the signal ends a sleep
+        ctypes.PyDLL(None).sleep(600)
+in_c_with_the_gil()
+"""
+
+
+def _worker(directory: Path, rank: int) -> subprocess.Popen[str]:
+    source = str(Path(stacks_module.__file__).parents[1])
+    process = subprocess.Popen(
+        [sys.executable, "-c", _WORKER, str(directory), str(rank)], stdout=subprocess.PIPE,
+        text=True, process_group=0, env={**os.environ, "PYTHONPATH": source},
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def _answer(request: StackRequest) -> str:
+    while not request.is_done(time.monotonic()):
+        time.sleep(0.01)
+    return request.text(first=1)
+
+
+def test_stacks_of_all_threads_from_outside_even_while_the_gil_is_held(tmp_path):  # type: ignore[no-untyped-def]
+    running = [_worker(tmp_path, rank) for rank in (0, 1)]
+    try:
+        pids = {rank: process.pid for rank, process in enumerate(running)}
+        running[0].send_signal(signal.SIGSTOP)
+        text = _answer(StackRequest(tmp_path, pids, time.monotonic()))
+        assert text.startswith("--- rank 1\n")
+        assert "in in_c_with_the_gil" in text
+        assert text.count("(most recent call first)") == 2
+        assert "--- rank 0\nno answer: it is stopped" in text
+        assert running[1].poll() is None  # it lives on
+        again = _answer(StackRequest(tmp_path, pids, time.monotonic()))
+        assert again.count("in in_c_with_the_gil") == 1  # no more of the first answer
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate(timeout=20)
+
+
+def test_who_cannot_answer_is_not_signalled(tmp_path):  # type: ignore[no-untyped-def]
+    """Without a handler the signal would end the process."""
+    with subprocess.Popen(["sleep", "600"], process_group=0) as process:
+        request = StackRequest(tmp_path, {1: process.pid}, time.monotonic())
+        assert _answer(request) == "--- rank 1\nno answer\n"
+        assert process.poll() is None
+        process.kill()
+
+
+def test_the_text_is_bounded(tmp_path):  # type: ignore[no-untyped-def]
+    running = _worker(tmp_path, 1)
+    try:
+        request = StackRequest(tmp_path, {1: running.pid}, time.monotonic())
+        _answer(request)
+        assert len(request.text(limit=100)) <= 100
+    finally:
+        running.kill()
+        running.communicate(timeout=20)

@@ -1,0 +1,124 @@
+"""The launcher's eyes on its workers: their signs of life, and their stacks when these stop.
+
+Deadlines are measured on the launcher's own clock from when it saw a record change, so neither
+a worker that holds the GIL nor one that is stopped can escape. A program that keeps no record,
+because it does not use our library, is not watched.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ddpjob_trainer import stacks
+from ddpjob_trainer.contract import STATE_MAX_STACKS_BYTES
+from ddpjob_trainer.hang import Deadlines, Hang, Sign, find
+from ddpjob_trainer.rankstate import RankState, read_state
+
+_LONGEST_LOOK_SECONDS: Final = 1.0
+#: The answer is written within milliseconds, unless the process is stopped or swapped out.
+_STACKS_SECONDS: Final = 1.0
+_STACKS_SETTLED_SECONDS: Final = 0.05
+
+#: Running workers: rank -> pid.
+Pids = Mapping[int, int]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A record as it was when it last changed."""
+
+    identity: tuple[int, int]  # pid, marks
+    at: float
+
+
+class HangWatch:
+    """Looks at the records of one round's workers."""
+
+    def __init__(self, deadlines: Deadlines) -> None:
+        self._deadlines = deadlines
+        self.interval = min(_LONGEST_LOOK_SECONDS, deadlines.shortest / 10)
+        self._seen: dict[int, _Seen] = {}
+        self._looked = 0.0
+
+    def look(self, directory: Path, pids: Pids, now: float) -> Hang | None:
+        """Return the worker that hangs, if one does. Cheap when called more often."""
+        if now < self._looked + self.interval:
+            return None
+        pause = now - self._looked - 2 * self.interval
+        if self._looked and pause > 0:
+            # We were stopped or starved ourselves, and so, likely, were they.
+            for seen in self._seen.values():
+                seen.at += pause
+        self._looked = now
+        states = {rank: read_state(directory, rank) for rank in pids}
+        signs = [self._sign(state, now) for state in states.values() if state is not None]
+        return find(signs, self._deadlines)
+
+    def _sign(self, state: RankState, now: float) -> Sign:
+        identity = (state.pid, state.marks)
+        seen = self._seen.get(state.rank)
+        if seen is None or seen.identity != identity:
+            seen = self._seen[state.rank] = _Seen(identity, now)
+        silent = now - seen.at
+        late = silent > self._deadlines.shortest
+        return Sign(state, silent, stopped=late and _is_stopped(state.pid))
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP holds a process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] == "T"
+
+
+class StackRequest:
+    """Asks workers for the stacks of all their threads; reads them a moment later."""
+
+    def __init__(self, directory: Path, pids: Pids, now: float) -> None:
+        self._directory = directory
+        self._until = now + _STACKS_SECONDS
+        self._asked = [rank for rank, pid in pids.items() if self._ask(rank, pid)]
+        self._sizes: tuple[int, ...] = ()
+        self._settled = now + _STACKS_SETTLED_SECONDS
+
+    def _ask(self, rank: int, pid: int) -> bool:
+        state = read_state(self._directory, rank)
+        if state is None:  # without our library the signal would just kill it
+            return False
+        try:
+            # The worker may be a shell around the process that trains: same process group.
+            if os.getpgid(state.pid) != pid:
+                return False
+        except ProcessLookupError:
+            return False
+        return stacks.request(self._directory, rank, state.pid)
+
+    def due(self, now: float) -> float:
+        """When to call is_done() again."""
+        return min(self._until, now + _STACKS_SETTLED_SECONDS)
+
+    def is_done(self, now: float) -> bool:
+        """Whether all answers are there, or no more can be hoped for."""
+        if now >= self._until or not self._asked:
+            return True
+        sizes = tuple(stacks.size(self._directory, rank) for rank in self._asked)
+        if sizes != self._sizes:
+            self._sizes = sizes
+            self._settled = now + _STACKS_SETTLED_SECONDS
+        return all(sizes) and now >= self._settled
+
+    def text(self, first: int | None = None, limit: int = STATE_MAX_STACKS_BYTES) -> str:
+        """Return all stacks by rank, ``first`` before the others, at most ``limit`` bytes."""
+        parts = []
+        for rank in sorted(self._asked, key=lambda rank: (rank != first, rank)):
+            found = stacks.read(self._directory, rank, limit)
+            parts.append(f"--- rank {rank}\n{found or 'no answer: it is stopped'}\n")
+        if first is not None and first not in self._asked:
+            parts.insert(0, f"--- rank {first}\nno answer\n")
+        return "".join(parts).encode()[:limit].decode(errors="ignore")
