@@ -1,0 +1,1 @@
+"""What every benchmark shares: options, the machine's facts, summaries, a table and JSON."""

@@ -1,0 +1,56 @@
+"""Starts the programs that are compared, each by its own launcher."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from harness.report import ROOT
+
+PROGRAMS = ROOT / "bench/programs"
+SOURCES = ROOT / "trainer/src"
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Both sides get one thread per process and the loopback interface."""
+    paths = [str(SOURCES), str(PROGRAMS)]
+    return {
+        **{n: v for n, v in os.environ.items() if not n.startswith(("DDPJOB_", "PET_"))},
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        **(extra or {}),
+    }
+
+
+def torchrun(nproc: int, *options: str) -> list[str]:
+    where = ("--standalone", "--nproc-per-node", str(nproc))
+    return [sys.executable, "-m", "torch.distributed.run", *where, *options]
+
+
+def launcher(nproc: int, *options: str) -> list[str]:
+    return [sys.executable, "-m", "ddpjob_trainer", "run", "--nproc", str(nproc), *options]
+
+
+def complete(command: list[str], extra: Mapping[str, str] | None = None) -> None:
+    """Run to the end. Raises RuntimeError with the last output."""
+    done = subprocess.run(
+        command,
+        env=environment(extra),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(
+            f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout[-3000:]}"
+        )
+
+
+def program(name: str) -> str:
+    path: Path = PROGRAMS / name
+    return str(path)

@@ -1,0 +1,99 @@
+"""Steps per second of our loop against a hand-written torchrun + DDP loop of the same model.
+
+Every repeat runs each side once, in an order that turns, so that a slow minute of the machine hits
+all of them. The ratio is taken within a repeat. Nothing is saved on either side.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import tempfile
+from pathlib import Path
+
+from harness import programs, report
+
+PLAIN = "plain DDP"
+LEVELS = ("off", "resume", "elastic")
+STEPS = {"cnn": 600, "mlp": 200, "gpt": 120}
+
+
+def steps_per_second(side: str, workload: str, nproc: int, steps: int) -> float:
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "seconds"
+        common = ["--workload", workload, "--steps", str(steps), "--out", str(out)]
+        if side == PLAIN:
+            command = [*programs.torchrun(nproc), programs.program("plain.py"), *common]
+        else:
+            command = [*programs.launcher(nproc), programs.program("ours.py"), *common]
+            command += ["--level", side]
+        programs.complete(command)
+        return steps / float(out.read_text())
+
+
+def compare(workload: str, nproc: int, repeats: int, steps: int, levels: list[str]) -> dict:
+    sides = [PLAIN, *levels]
+    speeds: dict[str, list[float]] = {side: [] for side in sides}
+    turns = itertools.cycle(range(len(sides)))
+    for repeat in range(repeats):
+        turn = next(turns)
+        for side in sides[turn:] + sides[:turn]:
+            speeds[side].append(steps_per_second(side, workload, nproc, steps))
+        print(f"{workload}, {nproc} ranks: {repeat + 1}/{repeats}", flush=True)
+    ratios = {
+        level: [ours / plain for ours, plain in zip(speeds[level], speeds[PLAIN], strict=True)]
+        for level in levels
+    }
+    return {"workload": workload, "ranks": nproc, "steps_per_second": speeds, "ratio": ratios}
+
+
+def rows(results: list[dict]) -> list[list[str]]:
+    return [
+        [
+            result["workload"],
+            result["ranks"],
+            side,
+            report.spread(speeds, 1),
+            report.spread(result["ratio"].get(side, []), 3),
+        ]
+        for result in results
+        for side, speeds in result["steps_per_second"].items()
+    ]
+
+
+def main() -> None:
+    parser = report.options(__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--workloads", default="cnn,mlp,gpt")
+    parser.add_argument("--ranks", default="2,3")
+    parser.add_argument("--levels", default=",".join(LEVELS))
+    args = parser.parse_args()
+    facts = report.machine()
+    repeats = 1 if args.quick else args.repeats
+    ranks = ["3"] if args.quick else args.ranks.split(",")
+    results = [
+        compare(
+            workload,
+            int(nproc),
+            repeats,
+            STEPS[workload] // (5 if args.quick else 1),
+            args.levels.split(","),
+        )
+        for workload in (["cnn"] if args.quick else args.workloads.split(","))
+        for nproc in ranks
+    ]
+    header = ("model", "ranks", "loop", "steps/s: median (range)", "of plain DDP: median (range)")
+    print("\n" + report.table(header, rows(results)))
+    medians = [
+        statistics.median(values)
+        for result in results
+        for level, values in result["ratio"].items()
+        if level in ("off", "resume")
+    ]
+    if medians:
+        print(f"\nlowest median ratio of levels off and resume: {min(medians):.3f} (goal 0.99)")
+    report.finish("loop", facts, {"results": results}, args.json)
+
+
+if __name__ == "__main__":
+    main()
