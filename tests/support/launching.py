@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 RUN = (sys.executable, "-m", "ddpjob_trainer", "run")
+#: A failure ends the run, as in a pod whose job has restart in place switched off.
+NO_ROUNDS = ("--max-rounds-without-progress", "0")
 SOURCES = Path(__file__).parents[2] / "trainer/src"
 
 

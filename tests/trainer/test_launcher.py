@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support.launching import SOURCES, launch, run
+from support.launching import NO_ROUNDS, SOURCES, launch, run
 
 
 def alive(pid: int) -> bool:
@@ -29,7 +29,7 @@ def alive(pid: int) -> bool:
         ("sys.exit(0)", 0, "success"),
         ("sys.exit(7)", 7, "exit"),
         ("sys.exit(2)", 2, "exit"),
-        ("sys.exit(70)", 70, "exit"),
+        ("sys.exit(70)", 70, "diverged"),
         ("sys.exit(76)", 76, "hang"),
         ("raise ValueError('seven')", 1, "exception"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "signal"),
@@ -40,7 +40,7 @@ def alive(pid: int) -> bool:
 def test_exit_code_and_report(script, tmp_path, end, code, kind):  # type: ignore[no-untyped-def]
     report = tmp_path / "report"
     program = script(f"print('last words of', rank)\nif rank == 1: {end}\n")
-    returned, _, err = run("--nproc", "2", "--termination-log", str(report), program)
+    returned, _, err = run(*NO_ROUNDS, "--nproc", "2", "--termination-log", str(report), program)
     assert returned == code, err
     content = json.loads(report.read_bytes())
     assert (content["version"], content["kind"], content["round"]) == (1, kind, 0)
@@ -54,21 +54,21 @@ def test_exit_code_and_report(script, tmp_path, end, code, kind):  # type: ignor
 def test_the_report_stays_below_2_kib(script, tmp_path):  # type: ignore[no-untyped-def]
     report = tmp_path / "report"
     program = script("[print('\\x01é' * 300) for _ in range(30)]\nraise ValueError('y' * 5000)")
-    run("--termination-log", str(report), program)
+    run(*NO_ROUNDS, "--termination-log", str(report), program)
     assert len(report.read_bytes()) <= 2048
     assert json.loads(report.read_bytes())["exception"].startswith("ValueError: yyy")
 
 
 def test_the_cause_is_told_from_collateral_that_ended_first(script):  # type: ignore[no-untyped-def]
     program = script("if rank == 0: sys.exit(75)\ntime.sleep(0.5)\nsys.exit(9)")
-    code, _, err = run("--nproc", "2", program)
+    code, _, err = run(*NO_ROUNDS, "--nproc", "2", program)
     assert code == 9
     assert "rank 1 ended first, with exit code 9" in err
 
 
 def test_collateral_alone_is_not_waited_for_forever(script):  # type: ignore[no-untyped-def]
     program = script("if rank == 0: sys.exit(75)\ntime.sleep(600)")
-    code, _, err = run("--nproc", "2", program)
+    code, _, err = run(*NO_ROUNDS, "--nproc", "2", program)
     assert code == 75
     assert "peerLost" in err
 
@@ -93,7 +93,7 @@ open({str(tmp_path)!r} + f"/{{os.getpid()}}.pid", "w").close()
 time.sleep(600)
 """
     )
-    code, _, err = run("--nproc", "3", program)
+    code, _, err = run(*NO_ROUNDS, "--nproc", "3", program)
     assert code == 5, err
     pids = [int(p.stem) for p in tmp_path.glob("*.pid")]
     assert len(pids) >= 6

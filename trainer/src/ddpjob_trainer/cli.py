@@ -73,6 +73,13 @@ def _parser() -> argparse.ArgumentParser:
         f"{contract.TERMINATION_LOG} where that file exists, as in a pod)",
     )
     run.add_argument(
+        "--max-rounds-without-progress",
+        type=int,
+        metavar="N",
+        help="after a failure restart all processes in place, at most N times in a row without a"
+        " newer snapshot; 0: never (default: restart.inPlace of the DDPJob, without one 3)",
+    )
+    run.add_argument(
         "-m", "--module", action="store_true", help="PROGRAM is a Python module, as in python -m"
     )
     run.add_argument("program", metavar="PROGRAM", help="a script (*.py), or an executable")
@@ -134,9 +141,10 @@ def _run(options: argparse.Namespace) -> int:
         plan = make_plan(
             read_launcher(os.environ),
             command_line(options.program, options.arguments, module=options.module),
-            options.nproc,
-            options.metrics_port,
-            options.termination_log,
+            nproc=options.nproc,
+            metrics_port=options.metrics_port,
+            termination_log=options.termination_log,
+            rounds_without_progress=options.max_rounds_without_progress,
         )
     except CannotStartError as error:
         print(f"ddpjob-trainer: {error}", file=sys.stderr)

@@ -18,6 +18,10 @@ from ddpjob_trainer.hang import Deadlines
 
 #: Between launcher and worker only, hence not in the contract.
 STATE_DIR = "DDPJOB_TRAINER_STATE_DIR"
+RUN_ID = "DDPJOB_TRAINER_RUN_ID"  # of a launcher that stands alone: unique, as a job's uid is
+STORE_FD = "DDPJOB_TRAINER_STORE_FD"  # a bound socket for the store that rank 0 serves
+#: For benchmarks: a file to which launcher and workers append {t, event, rank, round}.
+TRACE = "DDPJOB_TRAINER_TRACE"
 #: Where `ddpjob-trainer chaos` wants records and arms fail points. Nobody else sets it.
 CHAOS = "DDPJOB_TRAINER_CHAOS"
 #: Columns of the terminal that the launcher writes to; unset: it writes to no terminal.
@@ -36,8 +40,8 @@ MIN_KEEP = 2
 class Identity:
     """Which incarnation of which job this process belongs to.
 
-    ``unique`` is true when (uid, attempt, round) never comes twice: only the operator can
-    promise that. Otherwise rank 0 draws a uid of its own for the snapshot lineage.
+    ``unique`` is true when (uid, attempt, round) never comes twice: the operator and our
+    launcher promise that. Otherwise rank 0 draws a uid of its own for the snapshot lineage.
     """
 
     uid: str
@@ -78,6 +82,8 @@ class WorkerEnvironment:
     snapshot_seconds: float
     threads: int | None
     state_dir: Path | None
+    store_fd: int | None
+    trace: Path | None
     chaos: Path | None
     events: Path | None
     tensorboard_dir: str | None
@@ -101,6 +107,9 @@ class LauncherEnvironment:
     identity: Identity
     grace_seconds: float
     metrics_port: int | None
+    hub_port: int | None
+    rounds_without_progress: int | None  # None: the operator said nothing
+    trace: Path | None
 
 
 def _integer(env: Mapping[str, str], name: str, default: int, *, least: int = 0) -> int:
@@ -139,8 +148,9 @@ def _identity(env: Mapping[str, str]) -> Identity:
             _integer(env, contract.ROUND, _integer(env, "TORCHELASTIC_RESTART_COUNT", 0)),
             unique=True,
         )
-    # torchrun, or our launcher standing alone; torchrun's default run id is "none".
-    run = env.get("TORCHELASTIC_RUN_ID", "none")
+    run = env.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's default is "none" as well
+    if run == env.get(RUN_ID):  # else a torchrun below our launcher, with restarts of its own
+        return Identity(f"local-{run}", 1, _integer(env, contract.ROUND, 0), unique=True)
     return Identity(f"local-{run}", 1, _integer(env, "TORCHELASTIC_RESTART_COUNT", 0), unique=False)
 
 
@@ -204,13 +214,18 @@ def chaos_directory(env: Mapping[str, str]) -> Path | None:
     return Path(directory) if directory else None
 
 
+def _path(env: Mapping[str, str], name: str) -> Path | None:
+    text = env.get(name, "")
+    return Path(text) if text else None
+
+
 def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
     """Raise ConfigError where the variables contradict each other."""
     rank, world, local_rank, local_world = _place(env)
     master = _master(env)
     if world > 1 and master is None:
         raise ConfigError(f"WORLD_SIZE={world} needs MASTER_ADDR and MASTER_PORT")
-    state_dir = env.get(STATE_DIR, "")
+    state_dir = _path(env, STATE_DIR)
     return WorkerEnvironment(
         rank=rank,
         world_size=world,
@@ -224,7 +239,9 @@ def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
         step_seconds=_seconds(env, contract.HANG_STEP_SECONDS, 300),
         snapshot_seconds=_seconds(env, contract.HANG_SNAPSHOT_SECONDS, 600),
         threads=_integer(env, "OMP_NUM_THREADS", 0) or None,
-        state_dir=Path(state_dir) if state_dir else None,
+        state_dir=state_dir,
+        store_fd=_integer(env, STORE_FD, 0) if env.get(STORE_FD) else None,
+        trace=_path(env, TRACE),
         chaos=chaos_directory(env),
         events=Path(env[EVENTS]) if env.get(EVENTS) else None,
         tensorboard_dir=env.get(TENSORBOARD) or None,
@@ -241,6 +258,7 @@ def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
     nproc = env.get("PET_NPROC_PER_NODE") or env.get(contract.NPROC_PER_NODE) or ""
     if replica and master is None:
         raise ConfigError(f"{contract.REPLICA} is set, so MASTER_ADDR and MASTER_PORT must be too")
+    name = contract.IN_PLACE_MAX_WITHOUT_PROGRESS
     replicas = _integer(env, "PET_NNODES", _integer(env, contract.REPLICAS, 1), least=1)
     index = _integer(env, contract.REPLICA, 0)
     if replica and index >= replicas:
@@ -255,4 +273,7 @@ def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
         identity=_identity(env),
         grace_seconds=_seconds(env, contract.GRACE_SECONDS, 30),
         metrics_port=_integer(env, contract.METRICS_PORT, 0) or None,
+        hub_port=_integer(env, contract.HUB_PORT, 0) or None,
+        rounds_without_progress=_integer(env, name, 0) if env.get(name) else None,
+        trace=_path(env, TRACE),
     )

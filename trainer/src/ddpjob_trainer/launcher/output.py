@@ -51,23 +51,29 @@ class OutputPump:
         self._prefixed = prefixed
         self._selector = selectors.DefaultSelector()
         self._workers: dict[int, _Worker] = {}
+        self._streams = 0
         self._changed = threading.Condition()
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector.register(self._wake_r, selectors.EVENT_READ, None)
         threading.Thread(target=self._run, name="output", daemon=True).start()
 
-    def pipe(self, rank: int, target: int) -> int:
-        """Return a writing end for a worker's stdout (target 1) or stderr (target 2)."""
-        read, write = os.pipe2(os.O_CLOEXEC)
+    def pipes(self, rank: int) -> tuple[int, int]:
+        """Return writing ends for a new worker's stdout and stderr; its tail begins anew."""
         prefix = f"[rank {rank}] ".encode() if self._prefixed else b""
+        worker = _Worker()
+        ends = []
         with self._changed:
-            worker = self._workers.setdefault(rank, _Worker())
-            worker.streams += 1
-            self._selector.register(
-                read, selectors.EVENT_READ, (rank, _Stream(target, prefix, worker.tail))
-            )
+            self._workers[rank] = worker
+            for target in (1, 2):
+                read, write = os.pipe2(os.O_CLOEXEC)
+                ends.append(write)
+                worker.streams += 1
+                self._streams += 1
+                self._selector.register(
+                    read, selectors.EVENT_READ, (worker, _Stream(target, prefix, worker.tail))
+                )
         os.write(self._wake_w, b"x")
-        return write
+        return ends[0], ends[1]
 
     def tail(self, rank: int) -> list[str]:
         """Last lines of a worker, oldest first."""
@@ -75,11 +81,12 @@ class OutputPump:
             worker = self._workers.get(rank)
             return list(worker.tail) if worker else []
 
-    def drain(self, timeout: float) -> bool:
-        """Wait until every pipe has ended; False when a stray process still holds one."""
+    def drain(self, timeout: float, rank: int | None = None) -> bool:
+        """Wait until every pipe, or those of a rank, ended; False when a stray holds one."""
         with self._changed:
+            worker = self._workers.get(rank) if rank is not None else None
             return self._changed.wait_for(
-                lambda: all(worker.streams == 0 for worker in self._workers.values()), timeout
+                lambda: (worker.streams if worker else self._streams) == 0, timeout
             )
 
     def _run(self) -> None:
@@ -88,14 +95,15 @@ class OutputPump:
                 if key.data is None:
                     os.read(self._wake_r, 4096)
                     continue
-                rank, stream = key.data
+                worker, stream = key.data
                 data = os.read(key.fd, 65536)
                 self._pass_on(stream, data)
                 if not data:
                     with self._changed:
                         self._selector.unregister(key.fd)
                         os.close(key.fd)
-                        self._workers[rank].streams -= 1
+                        worker.streams -= 1
+                        self._streams -= 1
                         self._changed.notify_all()
 
     def _pass_on(self, stream: _Stream, data: bytes) -> None:

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpjob_trainer import contract
-from ddpjob_trainer.environment import STATE_DIR, LauncherEnvironment
+from ddpjob_trainer.environment import RUN_ID, STATE_DIR, LauncherEnvironment
 from ddpjob_trainer.errors import ConfigError
+
+DEFAULT_ROUNDS_WITHOUT_PROGRESS = 3
 
 
 class CannotStartError(Exception):
@@ -34,12 +36,16 @@ class Plan:
     replicas: int
     master: tuple[str, int]
     run_id: str
+    uid: str
     attempt: int
-    round: int
     grace_seconds: float
     metrics_port: int | None
     termination_log: Path | None
     standalone: bool
+    #: So many rounds may follow one another without a newer snapshot; 0: no rounds.
+    rounds_without_progress: int
+    hub_port: int | None  # None: alone, or no rounds
+    trace: Path | None
 
     @property
     def world_size(self) -> int:
@@ -77,12 +83,25 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _rounds(env: LauncherEnvironment, given: int | None, *, standalone: bool) -> int:
+    """The command line wins. Between pods rounds need the hub's port from the operator."""
+    if given is not None and given < 0:
+        raise ConfigError(f"--max-rounds-without-progress {given} must be 0 (no rounds) or more")
+    if standalone:
+        return DEFAULT_ROUNDS_WITHOUT_PROGRESS if given is None else given
+    if env.replicas > 1 and env.hub_port is None:
+        return 0
+    return (env.rounds_without_progress or 0) if given is None else given
+
+
 def make_plan(
     env: LauncherEnvironment,
     command: tuple[str, ...],
-    nproc: int | None,
-    metrics_port: int | None,
-    termination_log: Path | None,
+    *,
+    nproc: int | None = None,
+    metrics_port: int | None = None,
+    termination_log: Path | None = None,
+    rounds_without_progress: int | None = None,
 ) -> Plan:
     """Join the environment and the command line; the operator's number of processes wins."""
     standalone = env.replica is None
@@ -92,29 +111,46 @@ def make_plan(
         raise ConfigError(
             f"--nproc {nproc} contradicts nprocPerNode {env.nproc} of the DDPJob: leave it out"
         )
+    run_id = uuid.uuid4().hex if standalone else f"{env.identity.uid}-{env.identity.attempt}"
+    rounds = _rounds(env, rounds_without_progress, standalone=standalone)
     return Plan(
         command=command,
         nproc=(nproc or env.nproc or 1),
         replica=env.replica or 0,
         replicas=env.replicas,
         master=env.master or ("127.0.0.1", _free_port()),
-        run_id=uuid.uuid4().hex if standalone else env.identity.key.replace("/", "-"),
+        run_id=run_id,
+        uid=run_id if standalone else env.identity.uid,
         attempt=env.identity.attempt,
-        round=env.identity.round,
         grace_seconds=env.grace_seconds,
         metrics_port=metrics_port or env.metrics_port,
         termination_log=termination_log,
         standalone=standalone,
+        rounds_without_progress=rounds,
+        hub_port=env.hub_port if rounds and not standalone and env.replicas > 1 else None,
+        trace=env.trace,
     )
 
 
-def worker_environment(
-    plan: Plan, local_rank: int, state_dir: Path, base: Mapping[str, str] = os.environ
+def common_environment(
+    plan: Plan, directory: Path, base: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
+    """The part of a worker's environment that no rank and no round changes."""
+    env = dict(base)
+    env["PROMETHEUS_MULTIPROC_DIR"] = str(directory / "metrics")
+    env.setdefault("OMP_NUM_THREADS", "1")
+    env.setdefault("PYTHONUNBUFFERED", "1")
+    if plan.standalone:
+        # Every rank is on this machine; its host name may resolve to an address it lacks.
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        env[RUN_ID] = plan.run_id
+    return env
+
+
+def rank_environment(plan: Plan, local_rank: int, round_: int, state_dir: Path) -> dict[str, str]:
     """Everything torchrun sets, and what our library reads besides."""
     address, port = plan.master
-    env = dict(base)
-    env.update(
+    return dict(
         RANK=str(plan.rank(local_rank)),
         WORLD_SIZE=str(plan.world_size),
         LOCAL_RANK=str(local_rank),
@@ -126,17 +162,9 @@ def worker_environment(
         ROLE_NAME="default",
         MASTER_ADDR=address,
         MASTER_PORT=str(port),
-        TORCHELASTIC_RESTART_COUNT=str(plan.round),
-        TORCHELASTIC_MAX_RESTARTS="0",
-        TORCHELASTIC_RUN_ID=plan.run_id,
+        TORCHELASTIC_RESTART_COUNT=str(round_),
+        TORCHELASTIC_MAX_RESTARTS=str(plan.rounds_without_progress),
+        TORCHELASTIC_RUN_ID=plan.run_id if plan.standalone else f"{plan.run_id}-{round_}",
         TORCHELASTIC_USE_AGENT_STORE="False",
-        PROMETHEUS_MULTIPROC_DIR=str(state_dir / "metrics"),
+        **{STATE_DIR: str(state_dir), contract.ROUND: str(round_)},
     )
-    env[STATE_DIR] = str(state_dir)
-    env[contract.ROUND] = str(plan.round)
-    env.setdefault("OMP_NUM_THREADS", "1")
-    env.setdefault("PYTHONUNBUFFERED", "1")
-    if plan.standalone:
-        # Every rank is on this machine; its host name may resolve to an address it lacks.
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return env

@@ -9,11 +9,18 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddpjob_trainer.contract import REPORT_MAX_BYTES, REPORT_VERSION, TerminationReport
+from ddpjob_trainer.contract import (
+    REPORT_MAX_BYTES,
+    REPORT_VERSION,
+    ExitCode,
+    Round,
+    TerminationReport,
+)
 from ddpjob_trainer.launcher.verdict import Exit, kind
 from ddpjob_trainer.rankstate import RankState
 
 _MAX_LINE = 200
+_LAST_LINES = 5  # of the log are kept before rounds are
 _EXCEPTION_LINE = re.compile(r"^[A-Za-z_][\w.]*(: .*)?$")
 
 
@@ -37,21 +44,28 @@ def make_report(
     round_: int,
     terminated: bool,
     snapshot_step: int,
+    records: Sequence[Round] = (),
+    elsewhere: str = "",
 ) -> TerminationReport:
-    """Join what is known of the first failing rank, or of the first rank on success."""
+    """Join what is known of the first failing rank, or of the first rank on success.
+
+    ``terminated``: the launcher itself was told to end. ``elsewhere``: why the attempt ended,
+    when no process of this launcher was the cause.
+    """
     exception = (state.exception if state else "") or (exception_in(log) if failure else "")
-    report: TerminationReport = {
-        "version": REPORT_VERSION,
-        "kind": kind(failure, exception=exception, terminated=terminated),
-        "round": round_,
-    }
+    name = kind(failure, exception=exception, terminated=terminated)
+    report: TerminationReport = {"version": REPORT_VERSION, "kind": name, "round": round_}
+    if elsewhere:
+        report["kind"] = "peerLost"
+        report["code"] = ExitCode.PEER_LOST
+        report["exception"] = elsewhere[:_MAX_LINE]
     if failure is not None:
         report["rank"] = failure.rank
         report["localRank"] = failure.local_rank
         report["code"] = failure.code
         if failure.status < 0:
             report["signal"] = -failure.status
-        if exception and failure.status > 0:
+        if exception and failure.status > 0 and not elsewhere:
             report["exception"] = exception[:_MAX_LINE]
         report["log"] = [line[:_MAX_LINE] for line in log]
     if state is not None:
@@ -60,21 +74,23 @@ def make_report(
             report["loss"] = state.loss
     if snapshot_step >= 0:
         report["snapshotStep"] = snapshot_step
+    if records:
+        report["rounds"] = list(records)
     return report
 
 
 def encode(report: TerminationReport) -> bytes:
-    """Return JSON within the limit; the oldest log lines go first."""
+    """Return JSON within the limit; the oldest log lines go first, then the oldest rounds."""
     report = report.copy()
     while True:
         data = json.dumps(report, ensure_ascii=True, separators=(",", ":")).encode()
         if len(data) <= REPORT_MAX_BYTES:
             return data
-        log = report.get("log", [])
-        if len(log) > 1:
+        log, rounds = report.get("log", []), report.get("rounds", [])
+        if len(log) > _LAST_LINES or (log and len(rounds) <= 1):
             report["log"] = log[1:]
-        elif log:
-            del report["log"]
+        elif rounds:
+            report["rounds"] = rounds[1:]
         else:
             report.pop("exception", None)
 

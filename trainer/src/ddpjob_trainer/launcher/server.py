@@ -12,28 +12,40 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from ddpjob_trainer.contract import State
+from ddpjob_trainer.launcher.ending import Known
 from ddpjob_trainer.launcher.metrics import LauncherMetrics, launcher_metrics, worker_metrics
 from ddpjob_trainer.rankstate import RankState
 
 STATE_VERSION = 1
 
 
-def state_body(state: RankState | None, *, attempt: int, round_: int) -> State:
-    """Return the JSON object of GET /state for one rank's record."""
+def state_body(
+    state: RankState | None, *, attempt: int, round_: int, known: Known | None = None
+) -> State:
+    """Return the JSON object of GET /state for one rank's record.
+
+    ``known``: of earlier rounds, shown while this one starts up.
+    """
+    known = known or Known()
     body: State = {"version": STATE_VERSION, "attempt": attempt, "round": round_}
-    if state is None:
-        body["phase"] = "startup"
-        return body
-    body["phase"] = state.phase
-    if state.phase != "startup":  # before the resume nobody knows how far training is
+    if known.records:
+        body["rounds"] = list(known.records)
+    snapshot_step = max(known.snapshot_step, state.snapshot_step if state else -1)
+    if snapshot_step >= 0:
+        body["snapshotStep"] = snapshot_step
+    body["phase"] = state.phase if state else "startup"
+    if state is not None and state.phase != "startup":
         body["step"] = state.step
         body["totalSteps"] = state.total_steps
+    elif known.step >= 0:  # else before the resume nobody knows how far training is
+        body["step"] = known.step
+        body["totalSteps"] = known.total_steps
+    if state is None:
+        return body
     if state.loss is not None and math.isfinite(state.loss):
         body["loss"] = state.loss
     if state.samples_per_second is not None:
         body["samplesPerSecond"] = state.samples_per_second
-    if state.snapshot_step >= 0:
-        body["snapshotStep"] = state.snapshot_step
     moment = datetime.fromtimestamp(state.updated_at, UTC).replace(microsecond=0)
     body["updatedAt"] = moment.isoformat().replace("+00:00", "Z")
     return body

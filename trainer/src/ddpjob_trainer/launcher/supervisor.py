@@ -1,30 +1,43 @@
-"""The launcher's one loop: start the workers, forward signals, reap, stop, report.
+"""The launcher's one loop: signals, reaping, the hub's word; rounds begin and end here.
 
-Everything happens in the main thread, woken by signals; threads only pump output and serve
-HTTP. When the loop ends no descendant of the launcher is alive.
+Everything happens in the main thread, woken by signals and sockets; threads only pump output,
+resolve the hub's name and serve HTTP. When the loop ends no descendant of the launcher is alive.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import select
+import selectors
 import shutil
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from enum import Enum
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import FrameType
 
-from ddpjob_trainer import contract
-from ddpjob_trainer.launcher import report, server, verdict, workers
-from ddpjob_trainer.launcher.metrics import LauncherMetrics
+from ddpjob_trainer.contract import State
+from ddpjob_trainer.launcher import ending, membership, server, verdict, workers
+from ddpjob_trainer.launcher.gang import Gang
+from ddpjob_trainer.launcher.messages import (
+    Done,
+    End,
+    Failed,
+    Finished,
+    Go,
+    Leaving,
+    Message,
+    Stop,
+    Stopped,
+)
+from ddpjob_trainer.launcher.metrics import LauncherMetrics, forget_dead
 from ddpjob_trainer.launcher.output import OutputPump, stdout_is_terminal
-from ddpjob_trainer.launcher.plan import Plan, worker_environment
-from ddpjob_trainer.launcher.verdict import Exit
-from ddpjob_trainer.rankstate import read_state
+from ddpjob_trainer.launcher.plan import Plan, common_environment, rank_environment
+from ddpjob_trainer.trace import Trace
 
 _FORWARDED = (
     signal.SIGTERM,
@@ -37,12 +50,24 @@ _FORWARDED = (
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _TICK_SECONDS = 1.0
 _HEALTHY_SECONDS = 10.0
-#: After one worker failed the others cannot save anything; this is for their last words.
+#: When no round can follow: what a worker may still say or write after another one failed.
 _LAST_WORDS_SECONDS = 1.0
+#: The hub answers a failure in milliseconds; a barrier takes 5 s at most.
+_ANSWER_SECONDS = 10.0
+#: Workers that have succeeded can be needed again, by a round; not for ever.
+_SUCCESS_SECONDS = 60.0
 _DRAIN_SECONDS = 1.0
 
 
-def _say(text: str) -> None:
+class _Phase(Enum):
+    RUNNING = "running"
+    STOPPING = "stopping"  # the hub said Stop
+    STOPPED = "stopped"  # nothing of the round is left here, and the hub knows
+    SUCCEEDED = "succeeded"  # all ended with 0, and the hub knows
+
+
+def say(text: str) -> None:
+    """One line to the launcher's log."""
     with contextlib.suppress(OSError):
         print(f"launcher: {text}", file=sys.stderr, flush=True)
 
@@ -60,55 +85,69 @@ def _private_directory() -> Path:
 
 
 class Supervisor:
-    """One run of a plan."""
+    """One run of a plan: all its rounds."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._pids: dict[int, int] = {}  # pid -> local rank, of running workers
-        self._exits: list[Exit] = []
+        self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []
-        self._ending_signal: int | None = None
-        self._kill_at: float | None = None  # when all that runs is killed
         self._tick = time.monotonic()
-        self._counted = LauncherMetrics(plan.round)
+        self._trace = Trace(plan.trace, -1, 0)
+        self._phase = _Phase.RUNNING
+        self._since = self._tick  # when the phase began, or the first failure was told
+        self._told = 0  # exits that the hub knows of
+        self._known = ending.Known()
+        self._ended = ending.Ended()
+        self._finished = False
+        self._counted = LauncherMetrics()
 
     def run(self) -> int:
         """Return the exit code of the launcher."""
         plan = self._plan
-        state_dir = _private_directory()
+        self._directory = _private_directory()
+        workers.adopt_orphans()
         try:
-            with self._signal_handling() as wakeup:
-                pump = OutputPump(
+            with self._signal_handling():
+                self._pump = OutputPump(
                     prefixed=plan.world_size > 1 and (plan.nproc > 1 or stdout_is_terminal())
                 )
-                http = self._serve(state_dir)
+                self._environment = common_environment(plan, self._directory)
+                self._member = membership.join(plan, self._selector, say)
+                self._begin(0, self._tick)
+                http = self._serve()
                 try:
-                    self._start(pump, state_dir)
-                    failure = self._watch(wakeup)
+                    self._watch()
                 finally:
                     self._leave_nobody()
                     if http is not None:
                         http.shutdown()
-                pump.drain(_DRAIN_SECONDS)
-                return self._finish(failure, pump, state_dir)
+                self._pump.drain(_DRAIN_SECONDS)
+                code = ending.finish(plan, self._gang, self._pump, self._known, self._ended, say)
+                self._member.close()
+                return code
         finally:
-            shutil.rmtree(state_dir, ignore_errors=True)
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     # --- Start ---------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _signal_handling(self):  # type: ignore[no-untyped-def]
-        """Collect signals; yield a descriptor that is readable when one has come."""
+    def _signal_handling(self) -> Iterator[None]:
+        """Collect signals; each wakes the selector."""
         read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
         def received(signum: int, frame: FrameType | None) -> None:
             if signum != signal.SIGCHLD:
                 self._signals.append(signum)
 
+        def drain(now: float) -> None:
+            with contextlib.suppress(BlockingIOError):
+                os.read(read, 4096)
+
+        self._selector.register(read, selectors.EVENT_READ, drain)
         old = {s: signal.signal(s, received) for s in (*_FORWARDED, signal.SIGCHLD)}
         old_fd = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         try:
-            yield read
+            yield
         finally:
             signal.set_wakeup_fd(old_fd)
             for signum, handler in old.items():
@@ -116,110 +155,191 @@ class Supervisor:
             os.close(read)
             os.close(write)
 
-    def _serve(self, state_dir: Path):  # type: ignore[no-untyped-def]
+    def _serve(self) -> ThreadingHTTPServer | None:
         plan = self._plan
         if plan.metrics_port is None:
             return None
         try:
             return server.serve(
                 plan.metrics_port,
-                state_dir / "metrics",
+                self._directory / "metrics",
                 self._counted,
-                lambda: server.state_body(
-                    read_state(state_dir, plan.rank(0)), attempt=plan.attempt, round_=plan.round
-                ),
+                self._state,
                 lambda: time.monotonic() - self._tick < _HEALTHY_SECONDS,
             )
         except OSError as error:
-            _say(f"no /state and /metrics: port {plan.metrics_port}: {error.strerror}")
+            say(f"no /state and /metrics: port {plan.metrics_port}: {error.strerror}")
             return None
 
-    def _start(self, pump: OutputPump, state_dir: Path) -> None:
-        plan = self._plan
-        workers.adopt_orphans()
-        for local_rank in range(plan.nproc):
-            rank = plan.rank(local_rank)
-            out, err = pump.pipe(rank, 1), pump.pipe(rank, 2)
-            try:
-                pid = workers.spawn(
-                    plan.command, worker_environment(plan, local_rank, state_dir), out, err
-                )
-                self._pids[pid] = local_rank
-            except OSError as error:
-                code = 1  # no memory, too many processes: may be better next time
-                if isinstance(error, FileNotFoundError):
-                    code = contract.ExitCode.NOT_FOUND
-                elif isinstance(error, PermissionError) or error.errno == errno.ENOEXEC:
-                    code = contract.ExitCode.NOT_EXECUTABLE
-                _say(f"cannot start {plan.command[0]}: {error.strerror}")
-                self._exits.append(Exit(rank, local_rank, code, time.monotonic()))
-                return
-            finally:
-                os.close(out)
-                os.close(err)
+    def _state(self) -> State:
+        gang = self._gang
+        return server.state_body(
+            gang.state(0),
+            attempt=self._plan.attempt,
+            round_=gang.round,
+            known=self._known,
+        )
+
+    def _begin(self, round_: int, now: float) -> None:
+        """Start a round's workers."""
+        self._enter(_Phase.RUNNING, now)
+        self._told = 0
+        self._trace.round = round_
+        self._gang = Gang(self._plan, round_, self._directory / f"round-{round_}", self._pump)
+        self._gang.start(self._start_worker, now)
+        self._trace.mark("started")
+        if self._gang.problem:
+            say(self._gang.problem)
+
+    def _start_worker(self, local_rank: int, out: int, err: int) -> int:
+        gang = self._gang
+        mine = rank_environment(self._plan, local_rank, gang.round, gang.state_dir)
+        return workers.spawn(self._plan.command, {**self._environment, **mine}, out, err)
 
     # --- Watch ---------------------------------------------------------------------------
 
-    def _watch(self, wakeup: int) -> Exit | None:
-        """Until no worker is left. Return the first failure, or None."""
-        stopped_for: Exit | None = None
-        while self._pids:
+    def _watch(self) -> None:
+        """Until nothing more is to be done here."""
+        while True:
             now = self._tick = time.monotonic()
-            self._counted.workers = len(self._pids)
-            self._reap(now)
+            for pid, status in workers.reap():
+                self._gang.ended(pid, status, now)
+            self._counted.workers = self._gang.running
+            self._end_overdue(now)
             self._forward(now)
-            cause = verdict.decide(self._exits, len(self._pids), now)
-            if isinstance(cause, Exit) and stopped_for is None and self._ending_signal is None:
-                stopped_for = cause
-                self._stop_others(now)
-            if self._kill_at is not None and now >= self._kill_at:
-                for pid in self._pids:
-                    workers.send(pid, signal.SIGKILL)
-            deadlines = [now + _TICK_SECONDS]
-            if self._kill_at is not None:
-                deadlines.append(max(self._kill_at, now + 0.05))
-            if isinstance(cause, float):
-                deadlines.append(cause)
-            if self._pids:
-                self._sleep(wakeup, min(deadlines) - now)
-        # Those that we stopped ourselves are no causes, whatever their exit codes say.
-        return stopped_for or verdict.first_failure(self._exits)
+            self._tell(now)
+            member_due = self._member.tick(now)
+            self._heed(now)
+            self._stop_the_rest(now)
+            kill_due = self._gang.kill_when_due(now)
+            self._stopped_at_last(now)
+            if self._is_over(now):
+                return
+            if not self._signals and not self._member.link.inbox:
+                dues = (member_due, kill_due, now + _TICK_SECONDS)
+                self._sleep(min(due for due in dues if due is not None) - now)
 
-    def _sleep(self, wakeup: int, seconds: float) -> None:
-        if self._signals:
-            return
-        readable, _, _ = select.select([wakeup], [], [], max(0.0, seconds))
-        if readable:
-            with contextlib.suppress(BlockingIOError):
-                os.read(wakeup, 4096)
+    def _sleep(self, seconds: float) -> None:
+        for key, _ in self._selector.select(max(0.0, seconds)):
+            key.data(time.monotonic())
 
-    def _reap(self, now: float) -> None:
-        for pid, status in workers.reap():
-            local_rank = self._pids.pop(pid, None)
-            if local_rank is not None:  # else an orphan that we adopted
-                self._exits.append(Exit(self._plan.rank(local_rank), local_rank, status, now))
+    def _enter(self, phase: _Phase, now: float) -> None:
+        self._phase, self._since = phase, now
+
+    def _end_overdue(self, now: float) -> None:
+        """A worker that makes no progress is killed, and its exit counts as 76: a hang."""
 
     def _forward(self, now: float) -> None:
         while self._signals:
             signum = self._signals.pop(0)
-            for pid in self._pids:
-                workers.send(pid, signum)
+            self._gang.signal(signum)
             if signum not in _ENDING:
                 continue
-            if self._ending_signal is None:
-                self._ending_signal = signum
+            if not self._ended.signal:
+                self._ended.signal = signum
+                self._ended.between_rounds = self._phase in (_Phase.STOPPING, _Phase.STOPPED)
+                self._member.link.send(Leaving(signum), now)
                 # The last tenth of the grace period, at least 1 s, is for our own end.
                 grace = self._plan.grace_seconds
-                self._kill_at = now + max(0.5, grace - max(1.0, grace / 10))
+                self._gang.kill_by(now + max(0.5, grace - max(1.0, grace / 10)))
             elif signum == signal.SIGINT:
-                self._kill_at = now  # a second Ctrl-C means it
+                self._gang.kill_by(now)  # a second Ctrl-C means it
 
-    def _stop_others(self, now: float) -> None:
-        for pid in self._pids:
-            workers.send(pid, signal.SIGTERM)
-        self._kill_at = min(self._kill_at or now + _LAST_WORDS_SECONDS, now + _LAST_WORDS_SECONDS)
+    # --- Rounds --------------------------------------------------------------------------
+
+    def _tell(self, now: float) -> None:
+        """Tell the hub of exits."""
+        gang = self._gang
+        if self._phase is not _Phase.RUNNING or self._told == len(gang.exits):
+            return
+        self._told = len(gang.exits)
+        if gang.failed:
+            self._trace.mark("failed")
+            self._member.link.send(Failed(gang.round, tuple(gang.exits), gang.running), now)
+            self._ended.waiting_since = self._ended.waiting_since or now
+        elif gang.succeeded:
+            self._enter(_Phase.SUCCEEDED, now)
+            self._member.link.send(Done(gang.round), now)
+
+    def _heed(self, now: float) -> None:
+        """Do what the hub says."""
+        link = self._member.link
+        while link.inbox:
+            self._obey(link.inbox.popleft(), now)
+        if link.lost and not self._ended.lost:
+            self._ended.lost = link.lost
+            self._ended.before_loss = verdict.first_failure(self._gang.exits)
+            self._end_attempt(now)
+
+    def _obey(self, message: Message, now: float) -> None:
+        gang = self._gang
+        if isinstance(message, Stop):
+            if message.round == gang.round and not self._ended.signal:
+                self._enter(_Phase.STOPPING, now)
+                gang.stop(now, last_words=0 if self._member.rounds else _LAST_WORDS_SECONDS)
+        elif isinstance(message, Go):
+            if self._phase is _Phase.STOPPED and not self._ended.signal:
+                self._next_round(message, now)
+        elif isinstance(message, End):
+            self._ended.end = message
+            if not message.graceful:
+                self._end_attempt(now)
+        elif isinstance(message, Finished):
+            self._finished = True
+
+    def _end_attempt(self, now: float) -> None:
+        """No round follows. What still runs may say its last words."""
+        self._trace.mark("ended")
+        if not self._gang.stopping and not self._ended.signal:
+            self._gang.stop(now, last_words=_LAST_WORDS_SECONDS)
+
+    def _stop_the_rest(self, now: float) -> None:
+        """After another launcher was told to end: who lost its peers here cannot go on alone."""
+        if self._ended.end is not None and self._gang.failed and not self._gang.stopping:
+            self._gang.stop(now, last_words=_LAST_WORDS_SECONDS)
+
+    def _stopped_at_last(self, now: float) -> None:
+        """Say so when nothing of the round is left here."""
+        gang = self._gang
+        if self._phase is not _Phase.STOPPING or not gang.is_gone(()):
+            return
+        self._enter(_Phase.STOPPED, now)
+        self._trace.mark("stopped")
+        self._known = self._known.after(gang)
+        self._member.link.send(
+            Stopped(gang.round, tuple(gang.exits), self._known.snapshot_step), now
+        )
+
+    def _next_round(self, go: Go, now: float) -> None:
+        last = go.records[-1]
+        what = "a process ended" if "rank" not in last else f"rank {last['rank']} ended"
+        say(f"round {go.round}: {what} ({last.get('kind', 'peerLost')}); restarting in place")
+        self._trace.mark("go")
+        self._known = self._known.with_records(go.records)
+        self._ended.waiting_since = 0.0
+        old = self._gang.state_dir
+        self._counted.round = go.round
+        self._counted.rounds[last.get("kind", "peerLost")] += 1
+        self._begin(go.round, now)
+        forget_dead(self._directory / "metrics")
+        shutil.rmtree(old, ignore_errors=True)
 
     # --- End -----------------------------------------------------------------------------
+
+    def _is_over(self, now: float) -> bool:
+        ended = self._ended
+        if self._gang.running:
+            return False
+        if self._phase is _Phase.SUCCEEDED:
+            waited = now - self._since > _SUCCESS_SECONDS
+            return bool(self._finished or ended.end or ended.lost or ended.signal or waited)
+        if ended.signal or ended.end is not None or ended.lost:
+            return True
+        since = self._since if self._phase is not _Phase.RUNNING else ended.waiting_since
+        if since and now - since > _ANSWER_SECONDS:
+            ended.lost = "the hub does not answer"
+            return True
+        return False
 
     def _leave_nobody(self) -> None:
         """Kill and reap every descendant: each one's children come to us when it dies."""
@@ -229,34 +349,7 @@ class Supervisor:
                 break
             for pid in left:
                 workers.send(pid, signal.SIGKILL)
-            self._reap(time.monotonic())
+            now = time.monotonic()
+            for pid, status in workers.reap():
+                self._gang.ended(pid, status, now)
             time.sleep(0.001)
-
-    def _finish(self, failure: Exit | None, pump: OutputPump, state_dir: Path) -> int:
-        plan = self._plan
-        terminated = self._ending_signal is not None
-        rank = failure.rank if failure else plan.rank(0)
-        states = {r: read_state(state_dir, r) for r in map(plan.rank, range(plan.nproc))}
-        content = report.make_report(
-            failure,
-            states[rank],
-            pump.tail(rank) if failure else [],
-            round_=plan.round,
-            terminated=terminated,
-            # Any rank's word is good: none claims a snapshot that is not durable.
-            snapshot_step=max((s.snapshot_step for s in states.values() if s), default=-1),
-        )
-        path = plan.termination_log
-        problem = report.write(
-            content, path or Path(contract.TERMINATION_LOG), create=path is not None
-        )
-        if problem:
-            _say(f"no termination report: {problem}")
-        if failure is None:
-            return contract.ExitCode.SUCCESS
-        how = f"signal {-failure.status}" if failure.status < 0 else f"exit code {failure.status}"
-        after = f" after step {content['step']}" if "step" in content else ""
-        _say(f"rank {failure.rank} ended first, with {how} ({content['kind']}){after}")
-        if content["kind"] == "sigterm" and self._ending_signal == signal.SIGTERM:
-            return contract.ExitCode.SIGTERM  # also when our own SIGKILL ended it
-        return failure.code

@@ -23,6 +23,9 @@ class Exit:
     local_rank: int
     status: int
     at: float  # monotonic seconds; workers reaped together share it
+    ours: bool = False  # the launcher killed it, so it is no cause
+    exception: str = ""
+    step: int = -1  # finished steps, -1: unknown
 
     @property
     def code(self) -> int:
@@ -37,7 +40,8 @@ def _order(exit_: Exit) -> tuple[bool, float, bool, int]:
 
 def first_failure(exits: Collection[Exit]) -> Exit | None:
     """Return the worker that failed first as far as can be told, None if none failed."""
-    return min((exit_ for exit_ in exits if exit_.status != 0), key=_order, default=None)
+    failures = (exit_ for exit_ in exits if exit_.status != 0 and not exit_.ours)
+    return min(failures, key=_order, default=None)
 
 
 def decide(exits: Sequence[Exit], running: int, now: float) -> Exit | float | None:
@@ -62,6 +66,7 @@ def kind(failure: Exit | None, *, exception: str, terminated: bool) -> ReportKin
     named: dict[int, ReportKind] = {
         ExitCode.PEER_LOST: "peerLost",
         ExitCode.HANG: "hang",
+        ExitCode.DIVERGED: "diverged",
         ExitCode.SIGTERM: "sigterm",
     }
     return named.get(failure.code) or ("exception" if exception else "exit")

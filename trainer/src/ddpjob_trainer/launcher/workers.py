@@ -35,7 +35,13 @@ def _die_with(parent: int) -> Callable[[], None]:
     return prepare
 
 
-def spawn(command: Sequence[str], env: Mapping[str, str], stdout: int, stderr: int) -> int:
+def spawn(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    stdout: int,
+    stderr: int,
+    pass_fds: Sequence[int] = (),
+) -> int:
     """Start a worker in a process group of its own; return its pid. Raises OSError.
 
     Must be called from the main thread: the death signal follows the thread that forked.
@@ -46,6 +52,7 @@ def spawn(command: Sequence[str], env: Mapping[str, str], stdout: int, stderr: i
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,
+        pass_fds=pass_fds,
         process_group=0,
         # Safe beside our threads: between fork and exec it only calls into a loaded libc.
         preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509
@@ -70,18 +77,35 @@ def reap() -> list[tuple[int, int]]:
 
 def children() -> list[int]:
     """Every process whose parent we are, adopted orphans included."""
+    found: list[int] = []
+    try:
+        for task in Path("/proc/self/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    except OSError:
+        return _children_by_search()
+    return found
+
+
+def _children_by_search() -> list[int]:
+    """For a kernel without /proc/*/task/*/children."""
     me = os.getpid()
     found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
+    for name in os.listdir("/proc"):  # noqa: PTH208  it is in the way of every restart
+        if not name.isdigit():
             continue
         try:
-            stat = (entry / "stat").read_text()
+            fd = os.open(f"/proc/{name}/stat", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             continue
+        try:
+            stat = os.read(fd, 512)
+        except OSError:
+            continue
+        finally:
+            os.close(fd)
         # The name, in parentheses, may hold anything; the parent is the second field after it.
-        if int(stat.rpartition(")")[2].split()[1]) == me:
-            found.append(int(entry.name))
+        if int(stat.rpartition(b")")[2].split()[1]) == me:
+            found.append(int(name))
     return found
 
 

@@ -1,0 +1,101 @@
+"""Where a round is decided: the table of what follows when every process has ended."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpjob_trainer.launcher.rounds import History, decide
+from ddpjob_trainer.launcher.verdict import Exit
+
+KILLED, LOST = -9, 75
+
+
+def exits(*statuses: int, ours: tuple[int, ...] = ()) -> list[Exit]:
+    return [
+        Exit(rank, rank % 2, status, float(rank), rank in ours)
+        for rank, status in enumerate(statuses)
+    ]
+
+
+def verdict_of(history: History, found: list[Exit], snapshot_step: int = -1, budget: int = 3):  # type: ignore[no-untyped-def]
+    return decide(history, found, snapshot_step, budget=budget, nproc=2, at="2026-01-01T00:00:00Z")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "ours", "cause"),
+    [
+        ((0, KILLED, LOST), (), 1),
+        ((LOST, LOST, 1), (), 2),  # collateral is never the cause while another exists
+        ((LOST, LOST, LOST), (), 0),
+        ((KILLED, KILLED, 1), (0, 1), 2),  # what the launchers killed is no cause
+        ((KILLED, KILLED, KILLED), (0, 1, 2), None),  # a lost launcher, say
+        ((76, LOST, LOST), (), 0),  # a hang ends a round like a death
+        ((143, LOST, LOST), (), 0),  # somebody ended one process, not the job
+    ],
+)
+def test_another_round_follows(statuses, ours, cause):  # type: ignore[no-untyped-def]
+    verdict = verdict_of(History(), exits(*statuses, ours=ours))
+    assert (verdict.cause.rank if verdict.cause else None) == cause
+    assert verdict.next is not None
+    assert (verdict.next.round, verdict.next.failures) == (1, 1)
+    assert verdict.next.records[0].get("rank") == cause
+
+
+@pytest.mark.parametrize("code", [2, 64, 70, 78, 126, 127])
+def test_what_a_restart_cannot_cure_ends_the_attempt(code):  # type: ignore[no-untyped-def]
+    verdict = verdict_of(History(), exits(LOST, code, LOST), snapshot_step=50)
+    assert (verdict.next, verdict.cause.code) == (None, code)
+    # ... unless it came after another process had ended the round already.
+    assert verdict_of(History(), exits(KILLED, code)).next is not None
+
+
+def failures(budget: int, *snapshot_steps: int) -> list[bool]:
+    """Whether a round followed, for failures one after another."""
+    history, followed = History(), []
+    for step in snapshot_steps:
+        verdict = verdict_of(history, exits(KILLED), step, budget)
+        followed.append(verdict.next is not None)
+        history = verdict.next or history
+    return followed
+
+
+@pytest.mark.parametrize(
+    ("budget", "steps", "followed"),
+    [
+        (0, (5,), [False]),
+        (1, (-1, -1), [True, False]),
+        (3, (-1, -1, -1, -1), [True, True, True, False]),  # the N+1st without progress
+        (3, (0, 0, 0, 0), [True, True, True, False]),
+        (1, (10, 20, 30, 30), [True, True, True, False]),  # each newer snapshot heals
+        (2, (10, 10, 20, 20, 20), [True, True, True, True, False]),
+        (2, (10, -1, -1), [True, True, False]),  # nobody came as far as to know: no progress
+    ],
+)
+def test_the_budget_counts_failures_without_a_newer_snapshot(budget, steps, followed):  # type: ignore[no-untyped-def]
+    assert failures(budget, *steps) == followed
+
+
+def test_the_record_of_a_round():  # type: ignore[no-untyped-def]
+    first = verdict_of(History(), [Exit(3, 1, KILLED, 0.0, step=17)], snapshot_step=10).next
+    assert first is not None
+    assert first.records == (
+        {
+            "round": 0, "replica": 1, "rank": 3, "code": 137, "signal": 9, "kind": "signal",
+            "step": 17, "snapshotStep": 10, "at": "2026-01-01T00:00:00Z",
+        },
+    )  # fmt: skip
+    second = verdict_of(first, [Exit(0, 0, 1, 0.0, exception="ValueError: x")]).next
+    assert second is not None
+    assert second.records[1] == {
+        "round": 1, "replica": 0, "rank": 0, "code": 1, "kind": "exception",
+        "exception": "ValueError: x", "snapshotStep": 10, "at": "2026-01-01T00:00:00Z",
+    }  # fmt: skip
+
+
+def test_only_the_newest_records_are_kept():  # type: ignore[no-untyped-def]
+    history = History()
+    for step in range(15):
+        following = verdict_of(history, exits(KILLED), step).next
+        assert following is not None
+        history = following
+    assert [record["round"] for record in history.records] == list(range(5, 15))

@@ -1,0 +1,228 @@
+"""The hub without sockets: admission, the barrier, and the ends of an attempt."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from ddpjob_trainer.launcher import messages
+from ddpjob_trainer.launcher.hub import BARRIER_SECONDS, Hub
+from ddpjob_trainer.launcher.messages import (
+    Done,
+    End,
+    Failed,
+    Finished,
+    Go,
+    Hello,
+    Leaving,
+    Message,
+    Refused,
+    Stop,
+    Stopped,
+    Welcome,
+)
+from ddpjob_trainer.launcher.verdict import CAUSE_WAIT_SECONDS, Exit
+
+GANG = Hello("uid", 4, replicas=3, nproc=2, replica=0)
+
+
+class Scene:
+    """A hub of three launchers with two processes each, and what it posted."""
+
+    def __init__(self, budget: int = 3, here: tuple[int, ...] = (0, 1, 2)) -> None:
+        self.posted: list[tuple[int, Message]] = []
+        self.hub = Hub(
+            GANG, budget, lambda replica, message: self.posted.append((replica, message))
+        )
+        for replica in here:
+            assert self.hub.admit(dataclasses.replace(GANG, replica=replica)) is None
+        self.told()
+
+    def told(self) -> dict[int, list[Message]]:
+        """What each launcher was told since the last call."""
+        found: dict[int, list[Message]] = {}
+        for replica, message in self.posted:
+            found.setdefault(replica, []).append(message)
+        self.posted.clear()
+        return found
+
+    def fails(self, replica: int, status: int, now: float = 0.0, round_: int = 0) -> None:
+        exit_ = Exit(replica * 2, 0, status, 0.0)
+        self.hub.receive(replica, Failed(round_, (exit_,), 1), now)
+
+    def stops(self, *replicas: int, now: float = 0.1, round_: int = 0, step: int = -1) -> None:
+        for replica in replicas:
+            ours = tuple(Exit(replica * 2 + i, i, -9, 0.0, ours=True) for i in range(2))
+            self.hub.receive(replica, Stopped(round_, ours, step), now)
+
+    def everyone(self, message: Message) -> dict[int, list[Message]]:
+        return {replica: [message] for replica in range(3)}
+
+
+def test_a_death_stops_all_and_the_next_round_waits_for_all() -> None:
+    scene = Scene()
+    scene.fails(1, -9)
+    assert scene.told() == scene.everyone(Stop(0))
+    scene.stops(0, 1, step=7)
+    assert scene.told() == {}
+    scene.stops(2)
+    told = scene.told()
+    go = told[0][0]
+    assert isinstance(go, Go)
+    assert told == scene.everyone(go)
+    assert (go.round, go.records[0]["rank"], go.records[0]["snapshotStep"]) == (1, 2, 7)
+    scene.fails(0, -9, round_=0)  # too late: of the round before
+    assert scene.told() == {}
+    scene.fails(0, -9, round_=1)
+    assert scene.told() == scene.everyone(Stop(1))
+
+
+def test_collateral_waits_a_moment_for_its_cause() -> None:
+    scene = Scene()
+    scene.fails(0, 75, now=10.0)
+    assert scene.told() == {}
+    assert scene.hub.tick(10.1) == 10.0 + CAUSE_WAIT_SECONDS
+    scene.fails(2, -11, now=10.2)
+    assert scene.told() == scene.everyone(Stop(0))
+    scene = Scene()
+    scene.fails(0, 75, now=10.0)
+    scene.hub.tick(10.0 + CAUSE_WAIT_SECONDS)
+    assert scene.told() == scene.everyone(Stop(0))
+
+
+def test_who_does_not_stop_ends_the_attempt() -> None:
+    scene = Scene()
+    scene.fails(1, -9, now=1.0)
+    scene.stops(0, 1, now=2.0)
+    assert scene.hub.tick(3.0) == 1.0 + BARRIER_SECONDS
+    scene.told()
+    scene.hub.tick(1.0 + BARRIER_SECONDS)
+    end = End(2, "replica 2 did not stop within 5 s", graceful=False)
+    assert scene.told() == scene.everyone(end)
+
+
+def test_who_comes_late_learns_where_things_stand() -> None:
+    scene = Scene(here=(0, 1))
+    scene.fails(1, -9)
+    scene.told()
+    scene.hub.admit(dataclasses.replace(GANG, replica=2))
+    assert scene.told() == {2: [Welcome(), Stop(0)]}
+    scene.stops(0, 1, 2)
+    assert isinstance(scene.told()[2][0], Go)
+    scene = Scene(here=(0, 1))
+    scene.fails(1, 64)
+    scene.hub.tick(math.inf)
+    scene.told()
+    scene.hub.admit(dataclasses.replace(GANG, replica=2))
+    told = scene.told()[2]
+    assert told[0] == Welcome()
+    assert isinstance(told[1], End)
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "final"),
+    [
+        ({"uid": "other"}, "another job", False),
+        ({"attempt": 3}, "attempt 4", True),  # that launcher is out of date
+        ({"attempt": 5}, "attempt 4", False),  # this hub is: the right one will come
+        ({"nproc": 1}, "3 replicas of 2", True),
+        ({"replicas": 4}, "3 replicas of 2", True),
+        ({"replica": 3}, "replica 3 is not one of 3", True),
+        ({"replica": -1}, "replica -1 is not one of 3", True),
+        ({"replica": 1}, "admitted before", False),
+    ],
+)
+def test_only_this_gang_is_admitted_and_each_once(change, words, final):  # type: ignore[no-untyped-def]
+    scene = Scene()
+    refused = scene.hub.admit(dataclasses.replace(GANG, **{"replica": 2, **change}))
+    assert isinstance(refused, Refused)
+    assert words in refused.reason
+    assert refused.final == final
+    assert scene.told() == {}
+
+
+def test_a_lost_launcher_ends_the_attempt_whatever_it_was_doing() -> None:
+    scene = Scene()
+    scene.hub.lost(2, 0.0)
+    assert scene.told() == {
+        r: [End(-1, "the launcher of replica 2 was lost", graceful=False)] for r in (0, 1)
+    }
+    scene = Scene()
+    scene.fails(1, -9)
+    scene.told()
+    scene.hub.lost(0, 0.0)
+    assert scene.told()[1] == [End(2, "the launcher of replica 0 was lost", graceful=False)]
+
+
+def test_one_that_is_told_to_end_lets_the_others_save() -> None:
+    scene = Scene()
+    scene.hub.receive(1, Leaving(15), 0.0)
+    end = scene.told()[0][0]
+    assert isinstance(end, End)
+    assert end.graceful
+    scene.fails(1, 143)
+    scene.fails(0, 75)
+    scene.hub.lost(1, 1.0)
+    assert scene.told() == {}
+
+
+def test_success_is_everybodys_or_a_round_takes_it_back() -> None:
+    scene = Scene()
+    for replica in range(3):
+        assert scene.told() == {}
+        scene.hub.receive(replica, Done(0), 0.0)
+    assert scene.told() == scene.everyone(Finished())
+    scene = Scene()
+    scene.hub.receive(0, Done(0), 0.0)
+    scene.fails(1, -9)
+    assert scene.told() == scene.everyone(Stop(0))
+    scene = Scene()
+    scene.hub.receive(0, Done(0), 0.0)
+    scene.hub.lost(0, 0.0)  # it waited long enough
+    assert scene.told() == {}
+    scene.fails(1, -9)
+    assert scene.told()[1] == [
+        End(2, "a launcher whose workers had succeeded is gone", graceful=False)
+    ]
+
+
+def test_nobody_speaks_for_another() -> None:
+    scene = Scene()
+    with pytest.raises(ValueError, match="rank 0 is not of replica 1"):
+        scene.hub.receive(1, Failed(0, (Exit(0, 0, -9, 0.0),), 1), 0.0)
+    with pytest.raises(ValueError, match="must not say Go"):
+        scene.hub.receive(1, Go(3, ()), 0.0)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        GANG,
+        Failed(2, (Exit(3, 1, -9, 0.5, exception="é", step=4),), 1),
+        Stopped(0, (), -1),
+        Go(1, ({"round": 0, "rank": 1, "kind": "signal", "at": "now"},)),
+        End(-1, "x", graceful=True),
+        Finished(),
+        Welcome(),
+    ],
+)
+def test_a_message_survives_the_wire(message):  # type: ignore[no-untyped-def]
+    assert messages.decode(messages.encode(message).rstrip(b"\n")) == message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"", b"GET / HTTP/1.1", b"[]", b"{}", b'{"type":"Exit"}', b'{"type":"Done"}',
+        b'{"type":"Done","round":"0"}', b'{"type":"Done","round":true}',
+        b'{"type":"Done","round":0,"more":1}',
+        b'{"type":"Stopped","round":0,"exits":[7],"snapshot_step":0}',
+        b'{"type":"Stopped","round":0,"exits":{},"snapshot_step":0}',
+        b'{"type":"Go","round":1,"records":[{"kind":1}]}', b"\xff", b"[" * 5000,
+    ],
+)  # fmt: skip
+def test_what_is_no_message_is_refused(line):  # type: ignore[no-untyped-def]
+    with pytest.raises((ValueError, RecursionError)):
+        messages.decode(line)

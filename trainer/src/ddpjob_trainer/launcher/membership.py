@@ -1,0 +1,69 @@
+"""A launcher's part in the gang: its link to the hub, and the hub itself in launcher 0."""
+
+from __future__ import annotations
+
+import selectors
+from collections.abc import Callable
+
+from ddpjob_trainer.launcher import sockets
+from ddpjob_trainer.launcher.hub import Hub
+from ddpjob_trainer.launcher.hubserver import HubServer
+from ddpjob_trainer.launcher.links import HubClient, Link, LocalLink
+from ddpjob_trainer.launcher.messages import Hello, Message
+from ddpjob_trainer.launcher.plan import Plan
+
+
+class Membership:
+    """``rounds``: whether a round may follow a failure."""
+
+    def __init__(self, link: Link, hub: Hub | None, server: HubServer | None, rounds: bool) -> None:
+        self.link = link
+        self.rounds = rounds
+        self._hub = hub
+        self._server = server
+
+    def tick(self, now: float) -> float | None:
+        """Have the hub do what is due; return when to call again at the latest."""
+        dues = [
+            self._hub.tick(now) if self._hub is not None else None,
+            self._server.tick(now) if self._server is not None else None,
+        ]
+        return min((due for due in dues if due is not None), default=None)
+
+    def close(self) -> None:
+        """Leave: whoever is connected sees it."""
+        self.link.close()
+        if self._server is not None:
+            self._server.close()
+
+
+def join(plan: Plan, selector: selectors.BaseSelector, tell: Callable[[str], None]) -> Membership:
+    """Serve the hub, or connect to it. Alone, or without rounds, no socket is opened."""
+    together = plan.hub_port is not None
+    hello = Hello(
+        plan.uid, plan.attempt, plan.replicas if together else 1, plan.nproc,
+        plan.replica if together else 0,
+    )  # fmt: skip
+    rounds = plan.rounds_without_progress > 0
+    if together and plan.replica > 0:
+        assert plan.hub_port is not None
+        client = HubClient((plan.master[0], plan.hub_port), hello, selector)
+        return Membership(client, None, None, rounds)
+    link = LocalLink()
+    server: HubServer | None = None
+
+    def post(replica: int, message: Message) -> None:
+        if replica == 0:
+            link.inbox.append(message)
+        elif server is not None:
+            server.post(replica, message)
+
+    hub = link.hub = Hub(hello, plan.rounds_without_progress, post)
+    if together:
+        assert plan.hub_port is not None
+        try:
+            server = HubServer(sockets.bind(plan.hub_port), selector, hub)
+        except OSError as error:
+            tell(f"no restart in place: port {plan.hub_port} of the hub: {error.strerror}")
+    hub.admit(hello)
+    return Membership(link, hub, server, rounds)
