@@ -10,18 +10,23 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ddpjob_trainer.errors import ConfigError
-    from ddpjob_trainer.run import Run, Step
+    from ddpjob_trainer.run import Run
     from ddpjob_trainer.starting import start
+    from ddpjob_trainer.step import Step
 
 __version__ = "0.1.0"
 __all__ = ["ConfigError", "Run", "Step", "start"]
 
 
 def __getattr__(name: str) -> object:
-    if name in ("Run", "Step"):
-        from ddpjob_trainer import run
+    if name == "Run":
+        from ddpjob_trainer.run import Run
 
-        return getattr(run, name)
+        return Run
+    if name == "Step":
+        from ddpjob_trainer.step import Step
+
+        return Step
     if name == "start":
         from ddpjob_trainer.starting import start
 

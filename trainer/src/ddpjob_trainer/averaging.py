@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob_trainer import exact
-from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.compression import Compression, compress, memory_of
 from ddpjob_trainer.options import ModelOptions, Options
-from ddpjob_trainer.order import DataOrder, Indices
+from ddpjob_trainer.order import DataOrder, Indices, split
+from ddpjob_trainer.state import Stateful
 from ddpjob_trainer.world import World
 
 
@@ -24,9 +25,10 @@ from ddpjob_trainer.world import World
 class Part:
     """One forward and backward of a step on this rank.
 
-    ``samples`` count in the step's mean, out of ``of`` over all parts of all ranks. ``shard`` is
-    what its random numbers depend on, besides seed and step; ``reseed``: they begin anew at this
-    part, not only at the step.
+    ``samples`` count in the step's mean, out of ``of`` over all parts of all ranks; 0 when no
+    sample is left for this one, which then computes only to keep the others company. ``shard``
+    is what its random numbers depend on, besides seed and step; ``reseed``: they begin anew at
+    this part, not only at the step.
     """
 
     indices: Indices
@@ -77,32 +79,15 @@ class Averaging(Protocol):
         """Hash of what else decides the order of additions; None: nothing, or not yet known."""
         ...
 
+    def memory(self) -> Stateful | None:
+        """What it remembers from step to step and a snapshot must hold. Asked after wrap()."""
+        ...
 
-def check_sizes(options: Options, world_size: int) -> None:
-    """Raise ConfigError for a global batch that the processes cannot share."""
-    for name in ("total_steps", "global_batch", "micro_batches", "shards"):
-        value = getattr(options, name)
-        if value < 1:
-            raise ConfigError(f"{name}={value} must be at least 1")
-    count, sharers = world_size, f"{world_size} processes"
-    if options.level == "elastic":
-        count, sharers = options.shards, f"shards={options.shards}"
-        if world_size > count:
-            raise ConfigError(
-                f"level='elastic' with shards={count} can use at most {count} processes, not"
-                f" {world_size}: use fewer, or start anew with more shards"
-            )
-    if options.global_batch % count:
-        raise ConfigError(
-            f"global_batch={options.global_batch} cannot be divided by {sharers}: use"
-            f" a multiple of {count}"
-        )
-    if options.global_batch % (count * options.micro_batches):
-        raise ConfigError(
-            f"global_batch={options.global_batch} cannot be divided by {sharers} x"
-            f" micro_batches={options.micro_batches}: use a multiple of"
-            f" {count * options.micro_batches}"
-        )
+
+def ddp_arguments(options: ModelOptions) -> dict[str, Any]:
+    """The options that are DistributedDataParallel's own."""
+    names = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters")
+    return {name: getattr(options, name) for name in names}
 
 
 class DdpAveraging:
@@ -114,10 +99,11 @@ class DdpAveraging:
     def __init__(self, options: Options, world: World) -> None:
         self._options = options
         self._world = world
-        self.outside = world.rank
         self._model: DistributedDataParallel | None = None
         self._parts: list[Part] = []
-        self._warm = options.level == "off"
+        self.outside = world.rank
+        self._compression: Compression | None = None
+        self._warm = False
 
     @property
     def _wrapped(self) -> DistributedDataParallel:
@@ -126,18 +112,20 @@ class DdpAveraging:
 
     def wrap(self, module: torch.nn.Module, options: ModelOptions) -> DistributedDataParallel:
         """Return the module in DistributedDataParallel, with rank 0's parameters and buffers."""
-        self._model = DistributedDataParallel(module, bucket_cap_mb=options.bucket_cap_mb)
+        self._model = DistributedDataParallel(module, **ddp_arguments(options))
+        self._compression = compress(self._model, self._world, options)
+        # Without a warm-up a hook would remember things of buckets that are then regrouped.
+        self._warm = self._options.level == "off" and self.memory() is None
         return self._model
 
     def parts(self, order: DataOrder, step: int) -> Sequence[Part]:
-        """Cut this rank's contiguous share into equal parts."""
+        """Cut this rank's contiguous share into parts that differ by at most one sample."""
         rank, count = self._world.rank, self._options.micro_batches
-        share = order.shard(step, rank, self._world.size)
-        size = len(share) // count
-        whole = len(share) * self._world.size
+        batch = order.batch(step)
+        share = split(batch, self._world.size)[rank]
         self._parts = [
-            Part(share[start : start + size], size, whole, rank)
-            for start in range(0, len(share), size)
+            Part(part if len(part) else batch[:1], len(part), len(batch), rank)
+            for part in split(share, count)
         ]
         return self._parts
 
@@ -152,9 +140,16 @@ class DdpAveraging:
         if factor != 1.0:
             loss = loss * factor
         if not self._warm and number == len(self._parts) - 1:
-            exact.warm_up(self._wrapped, loss)
-            self._warm = True
+            self._warm_up(loss)
         loss.backward()  # type: ignore[no-untyped-call]
+
+    def _warm_up(self, loss: torch.Tensor) -> None:
+        self._warm = True
+        if self._compression is not None:
+            self._compression.passive = True
+        exact.warm_up(self._wrapped, loss)
+        if self._compression is not None:
+            self._compression.passive = False
 
     def finish(self) -> None:
         """Nothing is left to do: the last backward has waited for all buckets."""
@@ -162,7 +157,8 @@ class DdpAveraging:
     def losses(self, values: Sequence[float]) -> list[float]:
         """One number per rank: gloo adds up in the same order every time."""
         pairs = zip(self._parts, values, strict=True)
-        return [sum(part.samples * value for part, value in pairs)]
+        # Without a sample its loss may be anything, also what times 0 is no number.
+        return [sum(part.samples * value for part, value in pairs if part.samples)]
 
     def mean_loss(self, summed: Sequence[float]) -> float:
         """Divide by the samples of the step."""
@@ -173,3 +169,7 @@ class DdpAveraging:
         if self._options.level == "off" or not self._warm:
             return None
         return exact.bucket_layout(self._wrapped)
+
+    def memory(self) -> Stateful | None:
+        """What the communication hook remembers."""
+        return memory_of(self._compression)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+import copy
+from collections.abc import Callable, Mapping, MutableMapping, Sequence, Sized
 from typing import Any, Protocol
 
 import numpy as np
@@ -49,12 +50,20 @@ def span(start: int, end: int) -> Indices:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Move every tensor in nested tuples, lists and dicts."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Replace every tensor in nested tuples, lists and mappings; all else stays as it is."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        changed = copy.copy(value) if isinstance(value, MutableMapping) else dict(value)
+        for key, part in value.items():
+            changed[key] = map_tensors(part, change)
+        return changed
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(part, change) for part in value))
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(part, change) for part in value)
+    return value

@@ -22,6 +22,25 @@ from ddpjob_trainer.rankstate import RankStateWriter
 from ddpjob_trainer.world import brief, exit_code_of, is_peer_loss, leave, say
 
 
+class _Peers:
+    """The context in which an error may mean that a peer is gone: then the process ends, 75."""
+
+    def __init__(self, ending: Ending) -> None:
+        self._ending = ending
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, RuntimeError):
+            self._ending.if_peer_lost(error)
+
+
 class Ending:
     """Owns SIGTERM, SIGINT and sys.excepthook of a training process."""
 
@@ -30,6 +49,7 @@ class Ending:
         self._state = state
         self._in_loop = False
         self.signal = 0  # the one that asked us to stop, 0: none
+        self.peers = _Peers(self)
         self._hook = sys.excepthook
         self.watch_exceptions()
         if threading.current_thread() is threading.main_thread():

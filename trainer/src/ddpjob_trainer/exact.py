@@ -47,7 +47,7 @@ def pin_arithmetic(level: str, threads: int) -> None:
 
 
 def warm_up(model: DistributedDataParallel, loss: torch.Tensor) -> None:
-    """Run backward once for its bucket order only; the caller then runs it for real.
+    """Run backward for its bucket order only; the caller then runs it for real.
 
     Nothing that user code can see is left behind: gradients (those of earlier micro-batches are
     kept), random numbers that gradient hooks drew, and buffers that a checkpointed forward
@@ -57,20 +57,22 @@ def warm_up(model: DistributedDataParallel, loss: torch.Tensor) -> None:
         return  # such a reducer never regroups
     buffers = [(buffer, buffer.clone()) for buffer in model.module.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None  # what has been accumulated is not to be added to
-    with rng.preserved():
-        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    # With a static graph the reducer looks at the graph once before it looks at the order.
+    for _ in range(2 if model.static_graph else 1):
+        for parameter, _ in gradients:
+            parameter.grad = None  # what has been accumulated is not to be added to
+        with rng.preserved():
+            loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        for buffer, before in buffers:
+            buffer.data.copy_(before)  # .data: the graph checks the version of what it has saved
+        # What DistributedDataParallel does between two steps, without the forward in between.
+        reducer: Any = model.reducer
+        reducer.prepare_for_forward()
+        reducer._rebuild_buckets()
+        reducer.prepare_for_backward([])
     failpoints.reach("warm-up")
-    for buffer, before in buffers:
-        buffer.data.copy_(before)  # .data: the graph checks the version of what it has saved
     for parameter, gradient in gradients:
         parameter.grad = gradient
-    # What DistributedDataParallel does between two steps, without the forward in between.
-    reducer: Any = model.reducer
-    reducer.prepare_for_forward()
-    reducer._rebuild_buckets()
-    reducer.prepare_for_backward([])
 
 
 def bucket_layout(model: DistributedDataParallel) -> str:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from ddpjob_trainer import batches
+from ddpjob_trainer.errors import ConfigError
+
+TAILS = ("drop", "pad", "join")
+PRECISIONS = ("fp32", "bf16", "fp16")
+COMM_HOOKS = (None, "bf16", "fp16", "powersgd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +28,35 @@ class Options:
     collate: batches.Collate | None
     micro_batches: int = 1
     shards: int = 8  # level elastic: equal parts of the global batch, fixed for the whole run
+    tail: str = "drop"
+    precision: str = "fp32"
+
+    def check(self, world_size: int) -> None:
+        """Raise ConfigError for a value that no run can have."""
+        for name in ("total_steps", "global_batch", "micro_batches", "shards"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        for name, allowed in (("tail", TAILS), ("precision", PRECISIONS)):
+            _check_choice(name, getattr(self, name), allowed)
+        count, sharers = world_size, f"{world_size} processes"
+        if self.level == "elastic":
+            count, sharers = self.shards, f"shards={self.shards}"
+            if world_size > count:
+                raise ConfigError(
+                    f"level='elastic' with shards={count} can use at most {count} processes, not"
+                    f" {world_size}: use fewer, or start anew with more shards"
+                )
+        if self.global_batch % count:
+            raise ConfigError(
+                f"global_batch={self.global_batch} cannot be divided by {sharers}: use a multiple"
+                f" of {count}"
+            )
+        parts = count * self.micro_batches
+        if self.global_batch % parts:
+            raise ConfigError(
+                f"global_batch={self.global_batch} cannot be divided by {sharers} x"
+                f" micro_batches={self.micro_batches}: use a multiple of {parts}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,4 +64,30 @@ class ModelOptions:
     """Of prepare(): they belong to the model. Names and meaning are PyTorch's."""
 
     clip_grad_norm: float | None = None
+    grad_scaler: torch.amp.GradScaler | None = None
+    ema: float | None = None  # decay
+    compile: bool | str = False  # True, or the backend's name
+    sync_batchnorm: bool = False
     bucket_cap_mb: float | None = None
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    find_unused_parameters: bool = False
+    comm_hook: str | None = None
+    comm_hook_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise ConfigError for a value that no model can have."""
+        _check_choice("comm_hook", self.comm_hook, COMM_HOOKS)
+        if self.comm_hook_options and self.comm_hook != "powersgd":
+            raise ConfigError("comm_hook_options are those of comm_hook='powersgd'")
+        for name in ("clip_grad_norm", "bucket_cap_mb"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name}={value} must be more than 0")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ConfigError(f"ema={self.ema} must be a decay between 0 and 1, as 0.999")
+
+
+def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")

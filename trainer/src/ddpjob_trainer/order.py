@@ -8,6 +8,7 @@ a keyed hash, because no library promises the same stream across versions.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,46 +35,62 @@ def permutation(seed: int, epoch: int, length: int) -> Indices:
     return np.argsort(x, kind="stable").astype(np.int64)
 
 
+def split(indices: Indices, parts: int) -> list[Indices]:
+    """Cut into contiguous parts whose sizes differ by at most one."""
+    ends = [len(indices) * part // parts for part in range(parts + 1)]
+    return [indices[start:end] for start, end in itertools.pairwise(ends)]
+
+
 @dataclass(frozen=True, slots=True)
 class DataOrder:
-    """Epochs of whole global batches; the incomplete batch at an epoch's end is dropped.
+    """Epochs of global batches. ``tail`` says what becomes of an epoch's incomplete last batch.
 
-    A dropped sample is not lost: the next epoch's permutation is another one.
+    ``drop``: nothing; its samples are not lost, the next epoch's permutation is another one.
+    ``pad``: it is filled up from the start of the same permutation. ``join``: it is smaller.
     """
 
     seed: int
     length: int  # samples in the dataset
     global_batch: int
+    tail: str = "drop"
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
             raise ConfigError(f"global_batch={self.global_batch} must be at least 1")
-        if self.length < self.global_batch:
+        if not self.length:
+            raise ConfigError("the dataset is empty")
+        if self.length < self.global_batch and self.tail == "drop":
             raise ConfigError(
                 f"the dataset has {self.length} samples, fewer than global_batch="
-                f"{self.global_batch}: lower global_batch"
+                f"{self.global_batch}: lower global_batch, or use tail='pad' or tail='join'"
             )
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole global batches in one epoch."""
-        return self.length // self.global_batch
+        """Global batches in one epoch."""
+        whole = self.length // self.global_batch
+        return whole if self.tail == "drop" else -(-self.length // self.global_batch)
 
     def batch(self, step: int) -> Indices:
         """Return the samples of the global batch of ``step`` (from 0), in order."""
         epoch, position = divmod(step, self.steps_per_epoch)
         start = position * self.global_batch
-        return _cached(self.seed, epoch, self.length)[start : start + self.global_batch]
+        order = _cached(self.seed, epoch, self.length)
+        batch = order[start : start + self.global_batch]
+        missing = self.global_batch - len(batch)
+        if missing and self.tail == "pad":
+            return np.concatenate([batch, np.resize(order, missing)])
+        return batch
 
     def shard(self, step: int, shard: int, shards: int) -> Indices:
         """Return the contiguous share ``shard`` of ``shards`` equal shares of a step's batch."""
-        if self.global_batch % shards:
+        batch = self.batch(step)
+        if len(batch) % shards:
             raise ConfigError(
                 f"global_batch={self.global_batch} cannot be divided by {shards} processes:"
                 f" use a multiple of {shards}"
             )
-        size = self.global_batch // shards
-        return self.batch(step)[shard * size : (shard + 1) * size]
+        return split(batch, shards)[shard]
 
 
 _last: tuple[tuple[int, int, int], Indices] | None = None

@@ -8,10 +8,14 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpjob_trainer import combinations, zero
 from ddpjob_trainer.averaging import Averaging
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.options import ModelOptions
+from ddpjob_trainer.options import ModelOptions, Options
+from ddpjob_trainer.precision import autocast_forward, make_scaler
 from ddpjob_trainer.state import TrainingState
+from ddpjob_trainer.updating import Updater, check_optimizer, check_scheduler, make_ema
+from ddpjob_trainer.world import World
 
 
 @dataclass(slots=True)
@@ -19,58 +23,87 @@ class Trained:
     """What the loop trains, and with what."""
 
     model: DistributedDataParallel
-    optimizer: torch.optim.Optimizer
-    scheduler: Any
-    options: ModelOptions
+    updater: Updater
     state: TrainingState
+    options: ModelOptions
     forwards: int = 0  # through the wrapper, with gradients, since the last backward
-
-    grad_norm: torch.Tensor | None = None  # before the last clipping
-
-    def readings(self) -> dict[str, float]:
-        """Gauges for the metrics, asked for now and then: on CUDA a float() waits for the GPU."""
-        found = {"learning_rate": float(self.optimizer.param_groups[0]["lr"])}
-        if self.grad_norm is not None:
-            found["grad_norm"] = float(self.grad_norm)
-        return found
-
-    def update(self) -> None:
-        """Clip, step, forget the gradients."""
-        if self.options.clip_grad_norm is not None:
-            self.grad_norm = torch.nn.utils.clip_grad_norm_(
-                self.model.parameters(), self.options.clip_grad_norm
-            )
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        self.optimizer.zero_grad(set_to_none=True)
 
 
 def make_trained(
-    averaging: Averaging,
     module: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     scheduler: Any,
-    options: ModelOptions,
-    device: torch.device,
+    *,
+    options: Options,
+    model_options: ModelOptions,
+    averaging: Averaging,
+    world: World,
 ) -> Trained:
     """Check, move, wrap, register. Raises ConfigError."""
+    _check(module, optimizer, scheduler, options, model_options, world)
+    module.to(world.device)
+    if model_options.sync_batchnorm:
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
+    ema = make_ema(module, model_options.ema)
+    for part in (module, ema.module if ema is not None else None):
+        if part is not None:
+            autocast_forward(part, options.precision, world.device)
+    _compile(module, options, model_options)
+    scaler = make_scaler(options.precision, model_options.grad_scaler, world.device)
+    model = averaging.wrap(module, model_options)
+    state = TrainingState(module)
+    is_zero = zero.is_zero(optimizer)
+    state.register("optimizer", zero.ZeroState(optimizer, world) if is_zero else optimizer)
+    for name, obj in (
+        ("scheduler", scheduler),
+        ("scaler", scaler),
+        ("ema", ema),
+        ("comm_hook", averaging.memory()),
+    ):
+        if obj is not None:
+            state.register(name, obj)
+    updater = Updater(
+        module, optimizer, scheduler, clip=model_options.clip_grad_norm, scaler=scaler, ema=ema
+    )
+    return Trained(model, updater, state, model_options)
+
+
+def _check(
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    options: Options,
+    model_options: ModelOptions,
+    world: World,
+) -> None:
     if isinstance(module, DistributedDataParallel):
         raise ConfigError("give prepare() the plain model; it wraps it in DDP itself")
-    _check_optimizer(module, optimizer)
-    module.to(device)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ConfigError("the model has no parameter that requires a gradient")
-    state = TrainingState(module)
-    state.register("optimizer", optimizer)
-    if scheduler is not None:
-        state.register("scheduler", scheduler)
-    return Trained(averaging.wrap(module, options), optimizer, scheduler, options, state)
+    model_options.check()
+    check_optimizer(module, optimizer)
+    check_scheduler(optimizer, scheduler)
+    combinations.refuse(
+        combinations.Facts(
+            options,
+            model_options,
+            world.device.type,
+            has_sync_batchnorm=any(
+                isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()
+            ),
+            overlapped_zero=zero.is_overlapped(optimizer),
+        )
+    )
 
 
-def _check_optimizer(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer of another model would train nothing, silently."""
-    known = set(module.parameters())
-    for group in optimizer.param_groups:
-        if any(parameter not in known for parameter in group["params"]):
-            raise ConfigError("the optimizer holds parameters that are not the model's")
+def _compile(module: torch.nn.Module, options: Options, model_options: ModelOptions) -> None:
+    """Compile in place: parameters keep their names, the module stays the user's."""
+    if not model_options.compile:
+        return
+    if options.level != "off":
+        # The warm-up runs backward twice on one graph; donated buffers would be gone by then.
+        import torch._functorch.config as functorch
+
+        setattr(functorch, "donated_buffer", False)  # noqa: B010
+    backend = "inductor" if model_options.compile is True else model_options.compile
+    module.compile(backend=backend)

@@ -91,13 +91,14 @@ class Snapshots:
 
     def save(self, step: int, state: TrainingState, config: Config) -> None:
         """Commit a snapshot of this step on rank 0; the others go on to the next step."""
-        random_states = self._world.gather_bytes(rng.capture())
+        # All ranks capture: a state_dict() may gather what lies on the others.
+        captured = state.capture(self._world.gather_bytes(rng.capture()))
         if self._store is None:
             return
         self._progress.phase("snapshot")
         begun = time.perf_counter()
         try:
-            self._store.save(step, state.capture(random_states), config)
+            self._store.save(step, captured, config)
         except OSError as error:
             self._progress.save_failed()
             newest = f"that of step {self.newest}" if self.newest >= 0 else "none"
@@ -119,6 +120,7 @@ def _compare(stored: Config, mine: Config, rank: int) -> None:
         ("seed", "the data order would change"),
         ("global_batch", "the data order would change"),
         ("samples", "the dataset is another one"),
+        ("tail", "the data order would change"),
     ):
         if stored.get(name) != mine[name]:
             raise ConfigError(
@@ -134,7 +136,7 @@ def _compare(stored: Config, mine: Config, rank: int) -> None:
         )
     if rank != 0 or mine["level"] == "off":
         return
-    exact = ("micro_batches", "level", "threads", "torch", "device")
+    exact = ("micro_batches", "precision", "level", "threads", "torch", "device")
     for name in exact if elastic else ("world_size", *exact):
         if stored.get(name) != mine[name]:
             say(

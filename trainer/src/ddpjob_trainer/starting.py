@@ -13,11 +13,12 @@ import numpy as np
 import torch
 
 from ddpjob_trainer import batches, exact, failpoints, stacks
-from ddpjob_trainer.averaging import Averaging, DdpAveraging, check_sizes
+from ddpjob_trainer.averaging import Averaging, DdpAveraging
 from ddpjob_trainer.elastic import ElasticAveraging
 from ddpjob_trainer.ending import Ending
 from ddpjob_trainer.environment import MIN_KEEP, SnapshotSettings, read_worker
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.loop import Process
 from ddpjob_trainer.options import Options
 from ddpjob_trainer.rankstate import RankStateWriter
 from ddpjob_trainer.recording import Recording
@@ -36,6 +37,8 @@ def start(
     level: str | None = None,
     shards: int = 8,
     micro_batches: int = 1,
+    tail: str = "drop",
+    precision: str = "fp32",
     threads: int | None = None,
     log_every: int | None = None,
     collate: batches.Collate | None = None,
@@ -55,6 +58,9 @@ def start(
     share; at most so many processes can take part.
     ``micro_batches``: batches per step and process (level elastic: per step and shard); their
     gradients are accumulated.
+    ``tail``: what becomes of an epoch's incomplete last batch: ``drop``; ``pad``: filled up from
+    the epoch's start; ``join``: smaller, and the mean is over the samples that there are.
+    ``precision``: of the model's forward: ``fp32``, ``bf16``, or ``fp16`` with a GradScaler.
     ``threads``: torch's threads per process (default: OMP_NUM_THREADS, else 1).
     ``snapshot_*``: by default what the operator says in DDPJOB_SNAPSHOT_*; without a directory
     there are no snapshots.
@@ -88,8 +94,10 @@ def start(
         collate=collate,
         micro_batches=index(micro_batches),
         shards=index(shards),
+        tail=tail,
+        precision=precision,
     )
-    check_sizes(options, env.world_size)
+    options.check(env.world_size)
     exact.pin_arithmetic(options.level, options.threads)
     settings = _snapshot_settings(env.snapshot, snapshot_dir, snapshot_every, snapshot_keep)
     recording = Recording(env.chaos, env.rank)
@@ -121,7 +129,8 @@ def start(
     averaging: Averaging = DdpAveraging(options, world)
     if options.level == "elastic":
         averaging = ElasticAveraging(options, world)
-    return Run(world, options, ending, progress, snapshots, averaging, recording)
+    process = Process(world, ending, progress, snapshots, averaging, recording)
+    return Run(process, options)
 
 
 def _seed_all(seed: int) -> None:

@@ -1,0 +1,143 @@
+"""Each option of start() and prepare() resumes bit for bit: 3 ranks, more than one bucket."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils.data import TensorDataset
+
+import ddpjob_trainer as ddp
+from ddpjob_trainer import exact
+
+STEPS = 8
+EVERY = 3
+SAMPLES = 110  # three whole batches of 36, and two samples more: too few for three ranks
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def zero(model: nn.Module) -> torch.optim.Optimizer:
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+
+
+def scaler() -> torch.amp.GradScaler:
+    """Overflows at once, and grows again soon."""
+    return torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=2, backoff_factor=2**-9)
+
+
+@dataclass
+class Training:
+    directory: Path
+    start: dict[str, Any] = field(default_factory=dict)
+    prepare: dict[str, Any] = field(default_factory=dict)
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
+    watch: Callable[[ddp.Run, nn.Module], None] | None = None  # after each step
+
+    def __call__(self, rank: int) -> None:
+        torch.manual_seed(3)
+        data = TensorDataset(torch.randn(SAMPLES, 48), torch.randint(0, 10, (SAMPLES,)))
+        run = ddp.start(
+            total_steps=STEPS, global_batch=36, seed=5, snapshot_every=EVERY,
+            snapshot_dir=self.directory / "snapshots", **self.start,
+        )  # fmt: skip
+        model = nn.Sequential(
+            nn.Linear(48, 256), nn.LayerNorm(256), nn.ReLU(), nn.Dropout(0.3),
+            nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10),
+        )  # fmt: skip
+        optimizer = self.optimizer(model)
+        prepare = dict(self.prepare)
+        if prepare.get("grad_scaler") is scaler:
+            prepare["grad_scaler"] = scaler()
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        wrapped, _ = run.prepare(
+            model, optimizer, scheduler=scheduler, bucket_cap_mb=0.05, **prepare
+        )
+        losses = (self.directory / f"losses-{rank}").open("a", buffering=1)
+        for step in run.steps(data):
+            values = []
+            for x, y in step.batches:
+                loss = nn.functional.cross_entropy(wrapped(x), y)
+                assert loss.dtype == torch.float32
+                step.backward(loss)
+                values.append(loss.item().hex())
+            assert exact.bucket_count(wrapped) > 1
+            step.commit()
+            losses.write(f"{step.index} {' '.join(values)}\n")
+            if self.watch is not None:
+                self.watch(run, model)
+        hashes = f"{run.weights_sha256()} {run.state_sha256()}"
+        (self.directory / f"result-{rank}").write_text(hashes)
+        run.finish()
+
+    def outcome(self, world: int = 3) -> list[tuple[str, list[str]]]:
+        return [
+            (
+                (self.directory / f"result-{rank}").read_text(),
+                (self.directory / f"losses-{rank}").read_text().splitlines(),
+            )
+            for rank in range(world)
+        ]
+
+    def forget_after(self, step: int) -> None:
+        """Leave things as a kill of all ranks between two snapshots does."""
+        for path in (self.directory / "snapshots").glob("*/step-*.json"):
+            if int(path.stem.split("-")[1]) > step:
+                path.unlink()
+        for path in self.directory.glob("losses-*"):
+            path.write_text("\n".join(path.read_text().splitlines()[:step]) + "\n")
+        for path in self.directory.glob("result-*"):
+            path.unlink()
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "micro_batches": {"start": {"micro_batches": 3}, "prepare": {"clip_grad_norm": 0.5}},
+    "micro_batches, bucket view": {
+        "start": {"micro_batches": 2}, "prepare": {"gradient_as_bucket_view": True},
+    },
+    "static_graph, bucket view": {
+        "prepare": {"static_graph": True, "gradient_as_bucket_view": True}
+    },
+    "static_graph": {"prepare": {"static_graph": True}},
+    "find_unused_parameters": {"prepare": {"find_unused_parameters": True}},
+    "bf16, ema": {"start": {"precision": "bf16"}, "prepare": {"ema": 0.9}},
+    "fp16 with overflows": {
+        "start": {"precision": "fp16", "micro_batches": 2},
+        "prepare": {"grad_scaler": scaler, "clip_grad_norm": 0.5},
+    },
+    "bf16 hook": {"prepare": {"comm_hook": "bf16"}},
+    "fp16 hook": {"prepare": {"comm_hook": "fp16"}, "start": {"micro_batches": 2}},
+    "powersgd": {
+        "prepare": {
+            "comm_hook": "powersgd",
+            "comm_hook_options": {"start_powerSGD_iter": 2, "min_compression_rate": 1},
+        }
+    },
+    "zero": {"optimizer": zero, "prepare": {"clip_grad_norm": 0.5}},
+    "tail pad": {"start": {"tail": "pad"}},
+    "tail join": {"start": {"tail": "join", "micro_batches": 2}},
+    "compile": {"prepare": {"compile": "aot_eager"}, "start": {"micro_batches": 2}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_option_resumes_bit_for_bit(gang, tmp_path, case):  # type: ignore[no-untyped-def]
+    undisturbed = Training(tmp_path / "undisturbed", **CASES[case])
+    undisturbed.directory.mkdir()
+    assert gang.run(undisturbed) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    disturbed = Training(tmp_path / "disturbed", **CASES[case])
+    shutil.copytree(undisturbed.directory, disturbed.directory)
+    disturbed.forget_after(EVERY)
+    assert gang.run(disturbed) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    assert f"resuming after step {EVERY}" in gang.log(0)
+    assert disturbed.outcome() == undisturbed.outcome()
+    assert len({result.split()[0] for result, _ in undisturbed.outcome()}) == 1

@@ -1,0 +1,112 @@
+"""Which options do not go together, in one table: refused at start, both named, with the cure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.options import ModelOptions, Options
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All that the table looks at."""
+
+    options: Options
+    model: ModelOptions
+    device: str  # cpu, cuda
+    has_sync_batchnorm: bool = False
+    overlapped_zero: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """``first`` and ``second`` do not go together ``when`` it holds."""
+
+    first: str
+    second: str
+    when: Callable[[Facts], bool]
+    reason: str
+    cure: str
+
+    def __str__(self) -> str:
+        return f"{self.first} and {self.second} do not go together: {self.reason}. {self.cure}"
+
+
+def _elastic(facts: Facts) -> bool:
+    return facts.options.level == "elastic"
+
+
+REFUSALS = (
+    Refusal(
+        "comm_hook",
+        "level='elastic'",
+        lambda f: _elastic(f) and f.model.comm_hook is not None,
+        "elastic adds gradients up in an order of its own, past DDP's buckets and their hooks",
+        "Use comm_hook=None, or level='resume'",
+    ),
+    Refusal(
+        "static_graph=True",
+        "level='elastic'",
+        lambda f: _elastic(f) and f.model.static_graph,
+        "elastic never lets DDP synchronise, so DDP would never see the graph it is to keep",
+        "Use static_graph=False, or level='resume'",
+    ),
+    Refusal(
+        "static_graph=True",
+        "micro_batches",
+        lambda f: f.model.static_graph and f.options.micro_batches > 1,
+        "DDP must see the graph in a backward that it synchronises, and the first would not be",
+        "Use static_graph=False, or micro_batches=1",
+    ),
+    Refusal(
+        "tail='join'",
+        "level='elastic'",
+        lambda f: _elastic(f) and f.options.tail == "join",
+        "the shards of an epoch's last batch would have other sizes, hence other arithmetic",
+        "Use tail='drop' or tail='pad', or level='resume'",
+    ),
+    Refusal(
+        "SyncBatchNorm",
+        "level='elastic'",
+        lambda f: _elastic(f) and (f.model.sync_batchnorm or f.has_sync_batchnorm),
+        "its statistics depend on how many processes there are",
+        "Use GroupNorm or LayerNorm, or level='resume'",
+    ),
+    Refusal(
+        "SyncBatchNorm",
+        "training on the CPU",
+        lambda f: f.device == "cpu" and (f.model.sync_batchnorm or f.has_sync_batchnorm),
+        "PyTorch has it for CUDA only",
+        "Use sync_batchnorm=False and BatchNorm, or GroupNorm",
+    ),
+    Refusal(
+        "comm_hook='powersgd'",
+        "precision='fp16'",
+        lambda f: f.model.comm_hook == "powersgd" and f.options.precision == "fp16",
+        "an overflow, which fp16 skips, would stay in PowerSGD's memory of errors for ever",
+        "Use precision='bf16', or comm_hook='fp16'",
+    ),
+    Refusal(
+        "grad_scaler",
+        "a precision other than 'fp16'",
+        lambda f: f.model.grad_scaler is not None and f.options.precision != "fp16",
+        "only fp16's small range needs one",
+        "Leave grad_scaler out, or use precision='fp16'",
+    ),
+    Refusal(
+        "ZeroRedundancyOptimizer(overlap_with_ddp=True)",
+        "step.commit()",
+        lambda f: f.overlapped_zero,
+        "it would update the parameters during backward, before the ranks have agreed to",
+        "Use overlap_with_ddp=False",
+    ),
+)
+
+
+def refuse(facts: Facts) -> None:
+    """Raise ConfigError for the first combination in the table that is asked for."""
+    for refusal in REFUSALS:
+        if refusal.when(facts):
+            raise ConfigError(str(refusal))

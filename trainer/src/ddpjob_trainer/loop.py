@@ -1,0 +1,219 @@
+"""The training loop of one process: from the newest snapshot to the last step.
+
+A step is: hand out its batches, a backward for each, finish averaging, exchange a few numbers,
+update, and after the loop's body the snapshot and the question whether to stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ddpjob_trainer import batches, failpoints, rng
+from ddpjob_trainer.averaging import Averaging, Part
+from ddpjob_trainer.ending import Ending
+from ddpjob_trainer.errors import ConfigError, NotCommittedError
+from ddpjob_trainer.exchange import Exchange
+from ddpjob_trainer.fingerprint import OF_ALL, fingerprint
+from ddpjob_trainer.guard import Guard
+from ddpjob_trainer.options import Options
+from ddpjob_trainer.order import DataOrder
+from ddpjob_trainer.preparing import Trained
+from ddpjob_trainer.progress import Progress
+from ddpjob_trainer.recording import Recording
+from ddpjob_trainer.snapshotting import Snapshots
+from ddpjob_trainer.step import Step
+from ddpjob_trainer.world import World, agree, say
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What one process of a run works with."""
+
+    world: World
+    ending: Ending
+    progress: Progress
+    snapshots: Snapshots
+    averaging: Averaging
+    recording: Recording
+
+
+class Loop:
+    """The loop over one dataset. ``finished_steps`` counts those of earlier incarnations too."""
+
+    def __init__(
+        self, process: Process, options: Options, trained: Trained, dataset: batches.Dataset
+    ) -> None:
+        batches.check(dataset)
+        self.finished_steps = 0
+        self.guard = Guard(
+            trained.state,
+            [trained.model, trained.updater.optimizer, trained.updater.ema],
+            modules=not trained.options.compile,  # such hooks would break compiled graphs
+        )
+        self._options = options
+        self._world = process.world
+        self._ending = process.ending
+        self._progress = process.progress
+        self._snapshots = process.snapshots
+        self._averaging = process.averaging
+        self._recording = process.recording
+        self._trained = trained
+        self._dataset = dataset
+        self._order = DataOrder(options.seed, len(dataset), options.global_batch, options.tail)
+        self._averaging.parts(self._order, 0)  # says now if it cannot be divided
+        self._config = fingerprint(options, process.world, len(dataset))
+        self._progress.built(trained.updater.readings)
+        self._exchange = Exchange(process.world)
+        self._peers = process.ending.peers
+        self._step: Step | None = None
+        self._layout_known = False
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the steps that are still to do, after the newest snapshot if there is one."""
+        self._trained.model.register_forward_pre_hook(self._forward_begins)
+        with self._ending.in_loop():
+            try:
+                self._resume()
+                while self.finished_steps < self._options.total_steps:
+                    step = self._begin()
+                    yield step
+                    if not step.committed:
+                        raise NotCommittedError(
+                            f"step {step.index} was left without step.commit(): call it at the"
+                            " end of the loop's body"
+                        )
+                    self._end(step)
+            finally:
+                self.guard.stop()
+            with self._peers:
+                self._recording.ended(self._trained.state)
+        self._progress.phase("done")
+
+    def _resume(self) -> None:
+        state, config = self._trained.state, self._config
+        with self._peers:
+            agree(self._world, {name: config[name] for name in OF_ALL} | self._snapshots.facts())
+            self._snapshots.check(state)
+            self.finished_steps, stored = self._snapshots.restore(state, config)
+        config["buckets"] = stored.get("buckets")
+        self._progress.resumed(self.finished_steps)
+        self._recording.resumed(self.finished_steps)
+
+    # --- A step, in the order of its calls ------------------------------------------------
+
+    def _begin(self) -> Step:
+        index = self.finished_steps
+        parts = self._averaging.parts(self._order, index)
+        rng.reseed(self._options.seed, index, self._averaging.outside)
+        self._step = Step(self, index, parts, self._batches(index, parts))
+        return self._step
+
+    def _batches(self, index: int, parts: Sequence[Part]) -> Iterator[Any]:
+        for part in parts:
+            if part.reseed:
+                rng.reseed(self._options.seed, index, part.shard)
+            self._progress.at("data")
+            batch = batches.fetch(self._dataset, part.indices, self._options.collate)
+            batch = batches.to_device(batch, self._world.device)
+            self._progress.at("forward")
+            yield batch
+
+    def _forward_begins(self, *_: object) -> None:
+        """Runs before each forward through the wrapper, evaluations included."""
+        if self._step is not None and torch.is_grad_enabled():
+            self._trained.forwards += 1
+            self._averaging.before_forward(len(self._step.losses))
+
+    def backward(self, step: Step, loss: torch.Tensor) -> None:
+        """See Step.backward."""
+        trained, number = self._trained, len(step.losses)
+        if loss.numel() != 1 or not loss.requires_grad:
+            raise ConfigError(
+                f"step.backward() needs a scalar loss with a gradient, not {list(loss.shape)}"
+                f" requires_grad={loss.requires_grad}"
+            )
+        if not trained.forwards:
+            raise ConfigError(
+                "the loss was not computed through the model that prepare() returned since the"
+                " last step.backward(): the ranks would drift apart. Call that model, and"
+                " step.backward() after each forward"
+            )
+        if number == len(step.parts):
+            raise ConfigError(
+                f"step.backward() was called more than {number} times in step {step.index}: call"
+                " it once for each batch of step.batches; start(micro_batches=...) says how many"
+                " there are"
+            )
+        trained.forwards = 0
+        self._progress.at("backward")
+        with self._peers:
+            self._averaging.backward(trained.updater.scale(loss), number)
+        step.losses.append(loss.detach())
+        self._progress.at("body")
+
+    def commit(self, step: Step) -> None:
+        """See Step.commit."""
+        _check_commit(step)
+        self._progress.at("backward")
+        with self._peers:
+            self._averaging.finish()
+            losses = self._averaging.losses([float(loss) for loss in step.losses])
+            stop = float(self._ending.signal > 0)
+            self._exchange.start([stop, self._snapshots.report(), *losses])
+            if not self._layout_known:
+                self._compare_layout()
+            self._progress.at("update")
+            self._snapshots.before_update()
+            if not self._trained.updater.update():
+                self._progress.skipped_update()
+        self._progress.at("body")
+        failpoints.reach("step")
+        step.committed = True
+
+    def _compare_layout(self) -> None:
+        self._layout_known = True
+        layout = self._averaging.layout()
+        before = self._config["buckets"]
+        self._config["buckets"] = layout
+        if before not in (None, layout) and self._world.rank == 0:
+            say(
+                0,
+                "warning: gradients travel in other buckets than before the snapshot: the"
+                " result will not equal an undisturbed run's bit for bit",
+            )
+
+    def _end(self, step: Step) -> None:
+        """After the loop's body, so that what it does after commit() is in the snapshot too."""
+        self.guard.step_ended()
+        done = self.finished_steps = step.index + 1
+        self._progress.at("agreement")
+        with self._peers:
+            stop, saved, *losses = self._exchange.wait()
+            self._snapshots.learn(saved)
+            last = stop > 0 or done == self._options.total_steps
+            if self._snapshots.due(done, last=last):
+                self._snapshots.save(done, self._trained.state, self._config)
+                if last:  # there is no further step that would tell the others
+                    self._snapshots.learn(self._world.sum([self._snapshots.report()])[0])
+        self._progress.stepped(done, self._averaging.mean_loss(losses))
+        self._recording.stepped(done, step.losses)
+        if stop and done < self._options.total_steps:
+            self._ending.stop(done)
+
+
+def _check_commit(step: Step) -> None:
+    done, wanted = len(step.losses), len(step.parts)
+    if step.committed or not done:
+        raise NotCommittedError(
+            f"step {step.index}: commit() was called "
+            + ("twice" if step.committed else "before step.backward(loss)")
+        )
+    if done < wanted:
+        raise NotCommittedError(
+            f"step {step.index}: commit() was called after {done} of {wanted} batches: go"
+            " through all of step.batches and call step.backward(loss) for each"
+        )

@@ -1,0 +1,77 @@
+"""ZeroRedundancyOptimizer in snapshots: each rank holds a part of the state, a snapshot all of it.
+
+Its own consolidate_state_dict() gathers on one rank, by pickle; here every rank gets every part,
+as tensors, so that all ranks capture the same state at the same step.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddpjob_trainer.snapshot.format import DTYPES, TORCH_DTYPES, Flat, flatten, unflatten
+from ddpjob_trainer.world import World
+
+_MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
+
+
+def is_zero(optimizer: object) -> bool:
+    """Whether it is one. Who has not imported it has none: importing it takes a while."""
+    module = sys.modules.get(_MODULE)
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+
+
+def is_overlapped(optimizer: Any) -> bool:
+    """Whether it updates parameters during backward."""
+    return is_zero(optimizer) and bool(getattr(optimizer, "_overlap_with_ddp", False))
+
+
+class ZeroState:
+    """Stands for the optimizer in the training state. Every rank must call both methods."""
+
+    def __init__(self, optimizer: Any, world: World) -> None:
+        self._optimizer = optimizer
+        self._world = world
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole optimizer state, in the form of a plain optimizer's."""
+        optimizer = self._optimizer
+        optimizer._sync_param_groups(optimizer.param_groups, optimizer.optim.param_groups)
+        # Where consolidate_state_dict() puts the parts, on one rank.
+        optimizer._all_state_dicts = self._gather(optimizer.optim.state_dict())
+        try:
+            state: dict[str, Any] = optimizer.state_dict()
+        finally:
+            optimizer._all_state_dicts = []
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back this rank's part."""
+        self._optimizer.load_state_dict(state)
+
+    def _gather(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        flat = flatten(mine)
+        shapes = [[n, DTYPES[t.dtype], list(t.shape)] for n, t in flat.tensors.items()]
+        head = json.dumps([flat.tree, flat.aliases, shapes]).encode()
+        states = []
+        for rank, received in enumerate(self._world.gather_bytes(head)):
+            part = flat if rank == self._world.rank else _empty(received)
+            tensors = {n: self._broadcast(t, rank) for n, t in part.tensors.items()}
+            states.append(unflatten(Flat(part.tree, tensors, part.aliases)))
+        return states
+
+    def _broadcast(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        flat = tensor.detach().cpu().contiguous()
+        if self._world.size > 1 and flat.numel():
+            dist.broadcast(flat.view(-1).view(torch.uint8), rank, group=self._world.control)
+        return flat
+
+
+def _empty(head: bytes) -> Flat:
+    tree, aliases, shapes = json.loads(head)
+    tensors = {n: torch.empty(shape, dtype=TORCH_DTYPES[d]) for n, d, shape in shapes}
+    return Flat(tree, tensors, aliases)
