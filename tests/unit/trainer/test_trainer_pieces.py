@@ -225,3 +225,18 @@ def test_random_numbers_depend_on_seed_step_and_shard_only():  # type: ignore[no
     after = draw()
     rng.restore(blob)
     assert draw() == after
+
+
+def test_reseeding_gives_torchs_own_stream_without_the_cost_of_cuda_that_never_starts(
+    monkeypatch,
+):  # type: ignore[no-untyped-def]
+    import torch
+
+    from ddpjob_trainer import rng
+    from ddpjob_trainer.order import key64
+
+    torch.manual_seed(key64("torch", 5, 3, 1))
+    wanted = torch.rand(4)
+    monkeypatch.delattr(torch.cuda, "manual_seed_all")
+    rng.reseed(5, 3, 1)
+    assert torch.equal(torch.rand(4), wanted)
