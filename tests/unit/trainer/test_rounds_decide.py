@@ -49,6 +49,17 @@ def test_what_a_restart_cannot_cure_ends_the_attempt(code):  # type: ignore[no-u
     assert verdict_of(History(), exits(KILLED, code)).next is not None
 
 
+def test_an_exit_code_that_the_users_rules_fail_ends_the_attempt() -> None:
+    def following(code: int) -> History | None:
+        at = "2026-01-01T00:00:00Z"
+        final = frozenset({3, 42})
+        return decide(History(), exits(LOST, code), 9, budget=3, nproc=2, at=at, final=final).next
+
+    assert following(3) is None
+    assert following(42) is None
+    assert following(4) is not None
+
+
 def failures(budget: int, *snapshot_steps: int) -> list[bool]:
     """Whether a round followed, for failures one after another."""
     history, followed = History(), []

@@ -67,6 +67,11 @@ def test_contradictions_name_the_variable(env, words):  # type: ignore[no-untype
 def test_a_launcher_in_a_gang_needs_the_gangs_variables():  # type: ignore[no-untyped-def]
     gang = {"DDPJOB_REPLICA": "1", "PET_NNODES": "3", "MASTER_ADDR": "a", "PET_NPROC_PER_NODE": "2"}
     env = read_launcher(gang)
+    assert env.final_exit_codes == frozenset()
+    codes = "DDPJOB_IN_PLACE_FINAL_EXIT_CODES"
+    assert read_launcher({**gang, codes: "3,42"}).final_exit_codes == {3, 42}
+    with pytest.raises(ConfigError, match=codes):
+        read_launcher({**gang, codes: "3;42"})
     assert (env.replica, env.replicas, env.nproc, env.master) == (1, 3, 2, ("a", 29500))
     with pytest.raises(ConfigError, match="must be below PET_NNODES=3"):
         read_launcher({**gang, "DDPJOB_REPLICA": "3"})

@@ -109,6 +109,7 @@ class LauncherEnvironment:
     metrics_port: int | None
     hub_port: int | None
     rounds_without_progress: int | None  # None: the operator said nothing
+    final_exit_codes: frozenset[int]  # no round follows these
     trace: Path | None
 
 
@@ -123,6 +124,16 @@ def _integer(env: Mapping[str, str], name: str, default: int, *, least: int = 0)
     if value < least:
         raise ConfigError(f"{name}={value} is too small: at least {least}")
     return value
+
+
+def _exit_codes(env: Mapping[str, str], name: str) -> frozenset[int]:
+    text = env.get(name, "")
+    if not text:
+        return frozenset()
+    try:
+        return frozenset(map(int, text.split(",")))
+    except ValueError:
+        raise ConfigError(f"{name}={text!r} must be exit codes, such as 3,42") from None
 
 
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
@@ -275,5 +286,6 @@ def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
         metrics_port=_integer(env, contract.METRICS_PORT, 0) or None,
         hub_port=_integer(env, contract.HUB_PORT, 0) or None,
         rounds_without_progress=_integer(env, name, 0) if env.get(name) else None,
+        final_exit_codes=_exit_codes(env, contract.IN_PLACE_FINAL_EXIT_CODES),
         trace=_path(env, TRACE),
     )

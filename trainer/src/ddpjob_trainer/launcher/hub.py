@@ -41,12 +41,15 @@ class _Phase(Enum):
 
 
 class Hub:
-    """``gang``: what each launcher's Hello must say. ``budget``: see rounds.decide."""
+    """``gang``: what each launcher's Hello must say. ``budget``, ``final``: see rounds.decide."""
 
-    def __init__(self, gang: Hello, budget: int, post: _Post) -> None:
+    def __init__(
+        self, gang: Hello, budget: int, post: _Post, final: frozenset[int] = frozenset()
+    ) -> None:
         self.history = History()
         self._gang = gang
         self._budget = budget
+        self._final = final
         self._post = post
         self._phase = _Phase.RUNNING
         self._here: set[int] = set()  # replicas admitted and not lost
@@ -177,6 +180,7 @@ class Hub:
             self._exits.values(),
             self._snapshot_step,
             budget=self._budget,
+            final=self._final,
             nproc=self._gang.nproc,
             at=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         )

@@ -58,7 +58,7 @@ def join(plan: Plan, selector: selectors.BaseSelector, tell: Callable[[str], Non
         elif server is not None:
             server.post(replica, message)
 
-    hub = link.hub = Hub(hello, plan.rounds_without_progress, post)
+    hub = link.hub = Hub(hello, plan.rounds_without_progress, post, plan.final_exit_codes)
     if together:
         assert plan.hub_port is not None
         try:

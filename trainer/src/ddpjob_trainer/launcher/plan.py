@@ -44,6 +44,7 @@ class Plan:
     standalone: bool
     #: So many rounds may follow one another without a newer snapshot; 0: no rounds.
     rounds_without_progress: int
+    final_exit_codes: frozenset[int]  # besides those that no restart can cure
     hub_port: int | None  # None: alone, or no rounds
     trace: Path | None
 
@@ -127,6 +128,7 @@ def make_plan(
         termination_log=termination_log,
         standalone=standalone,
         rounds_without_progress=rounds,
+        final_exit_codes=env.final_exit_codes,
         hub_port=env.hub_port if rounds and not standalone and env.replicas > 1 else None,
         trace=env.trace,
     )

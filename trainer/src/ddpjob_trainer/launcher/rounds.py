@@ -46,12 +46,14 @@ def decide(
     budget: int,
     nproc: int,
     at: str,
+    final: frozenset[int] = frozenset(),
 ) -> Verdict:
     """Another round, or the end of the attempt.
 
     ``exits``: of all workers of the round. ``snapshot_step``: the newest any worker knows of.
     ``budget``: so many rounds may follow one another without a newer snapshot; 0: no rounds.
-    ``nproc``: workers per launcher. ``at``: now, RFC 3339.
+    ``nproc``: workers per launcher. ``at``: now, RFC 3339. ``final``: exit codes after which
+    the user wants no restart, besides FINAL_EXIT_CODES.
     """
     cause = first_failure(exits)
     progress = snapshot_step > history.snapshot_step
@@ -61,6 +63,8 @@ def decide(
         return Verdict(None, cause, "restart in place is off")
     if cause is not None and cause.code in FINAL_EXIT_CODES:
         return Verdict(None, cause, f"exit code {cause.code} cannot be cured by a restart")
+    if cause is not None and cause.code in final:
+        return Verdict(None, cause, f"a rule of the job ends it at exit code {cause.code}")
     if failures > budget:
         times = "once" if failures == 1 else f"{failures} times"
         return Verdict(None, cause, f"failed {times} since the newest snapshot was committed")
