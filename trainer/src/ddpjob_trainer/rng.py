@@ -24,7 +24,7 @@ def reseed(seed: int, step: int, shard: int) -> None:
     key = key64("torch", seed, step, shard)
     # Not torch.manual_seed(): until CUDA starts it formats a stack at each call, 0.3 ms a step.
     torch.default_generator.manual_seed(key)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(key)
     np.random.seed(key64("numpy", seed, step, shard) % 2**32)
     random.seed(key64("python", seed, step, shard))
