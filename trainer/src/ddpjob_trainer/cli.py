@@ -14,6 +14,7 @@ from ddpjob_trainer import contract
 from ddpjob_trainer.chaos import command as chaos
 from ddpjob_trainer.environment import read_launcher
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.task import command as task
 
 _RUN_DESCRIPTION = """\
 Start the training processes of this pod (or, without a cluster, of this machine), watch them,
@@ -52,33 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_RUN_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    run.add_argument(
-        "--nproc",
-        type=int,
-        metavar="N",
-        help="processes on this machine (default: nprocPerNode of the DDPJob, else 1)",
-    )
-    run.add_argument(
-        "--metrics-port",
-        type=int,
-        metavar="PORT",
-        help=f"serve /state, /healthz and /metrics there (default: ${contract.METRICS_PORT}, "
-        "else not at all)",
-    )
-    run.add_argument(
-        "--termination-log",
-        type=Path,
-        metavar="FILE",
-        help="write the JSON report of how training ended to FILE (default: "
-        f"{contract.TERMINATION_LOG} where that file exists, as in a pod)",
-    )
-    run.add_argument(
-        "--max-rounds-without-progress",
-        type=int,
-        metavar="N",
-        help="after a failure restart all processes in place, at most N times in a row without a"
-        " newer snapshot; 0: never (default: restart.inPlace of the DDPJob, without one 3)",
-    )
+    _add_launcher(run)
     run.add_argument(
         "-m", "--module", action="store_true", help="PROGRAM is a Python module, as in python -m"
     )
@@ -88,7 +63,39 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_snapshot(commands)
     chaos.add(commands)
+    task.add(commands, _add_launcher)
     return parser
+
+
+def _add_launcher(parser: argparse.ArgumentParser) -> None:
+    """What `run` and `task` have in common."""
+    parser.add_argument(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="processes on this machine (default: nprocPerNode of the DDPJob, else 1)",
+    )
+    parser.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="PORT",
+        help=f"serve /state, /healthz and /metrics there (default: ${contract.METRICS_PORT}, "
+        "else not at all)",
+    )
+    parser.add_argument(
+        "--termination-log",
+        type=Path,
+        metavar="FILE",
+        help="write the JSON report of how training ended to FILE (default: "
+        f"{contract.TERMINATION_LOG} where that file exists, as in a pod)",
+    )
+    parser.add_argument(
+        "--max-rounds-without-progress",
+        type=int,
+        metavar="N",
+        help="after a failure restart all processes in place, at most N times in a row without a"
+        " newer snapshot; 0: never (default: restart.inPlace of the DDPJob, without one 3)",
+    )
 
 
 def _add_snapshot(commands: Any) -> None:
@@ -133,14 +140,16 @@ def _snapshot(options: argparse.Namespace) -> int:
         return 1
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(
+    options: argparse.Namespace, program: str, arguments: Sequence[str], *, module: bool
+) -> int:
     from ddpjob_trainer.launcher.plan import CannotStartError, command_line, make_plan
     from ddpjob_trainer.launcher.supervisor import Supervisor
 
     try:
         plan = make_plan(
             read_launcher(os.environ),
-            command_line(options.program, options.arguments, module=options.module),
+            command_line(program, arguments, module=module),
             nproc=options.nproc,
             metrics_port=options.metrics_port,
             termination_log=options.termination_log,
@@ -157,10 +166,21 @@ def _run(options: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code."""
-    options = _parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    rest: list[str] = []
+    if words[:1] == ["task"]:
+        words, rest = task.split(words)
+    options = _parser().parse_args(words)
     if options.command == "chaos":
         return chaos.main(options)
-    return _snapshot(options) if options.command == "snapshot" else _run(options)
+    if options.command == "snapshot":
+        return _snapshot(options)
+    if options.command == "task":
+        if not options.task.is_file():
+            print(f"ddpjob-trainer: {options.task}: no such task file", file=sys.stderr)
+            return contract.ExitCode.NOT_FOUND
+        return _run(options, task.MODULE, task.worker_arguments(options, rest), module=True)
+    return _run(options, options.program, options.arguments, module=options.module)
 
 
 if __name__ == "__main__":

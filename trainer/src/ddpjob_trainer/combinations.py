@@ -93,7 +93,7 @@ REFUSALS = (
         "a precision other than 'fp16'",
         lambda f: f.model.grad_scaler is not None and f.options.precision != "fp16",
         "only fp16's small range needs one",
-        "Leave grad_scaler out, or use precision='fp16'",
+        "Use grad_scaler=None, or precision='fp16'",
     ),
     Refusal(
         "ZeroRedundancyOptimizer(overlap_with_ddp=True)",

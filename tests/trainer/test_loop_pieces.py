@@ -1,0 +1,211 @@
+"""Micro-batches, tails, precision, averages and evaluation: what they compute. 3 ranks."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import ddpjob_trainer as ddp
+
+INPUTS = torch.randn(50, 6, generator=torch.Generator().manual_seed(1))
+DATA = TensorDataset(INPUTS)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 2))
+
+
+def quadratic(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = model(x).pow(2).mean()
+    return result
+
+
+def train(
+    path: Path, *, each: Callable[[ddp.Run, int], None] | None = None, **start: Any
+) -> Callable[[int], None]:
+    """A program that writes rank 0's final weights."""
+
+    def program(rank: int) -> None:
+        options = {"total_steps": 5, "global_batch": 12, "seed": 3, **start}
+        run = ddp.start(**options)
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        wrapped, _ = run.prepare(model, optimizer, bucket_cap_mb=0.001)
+        for step in run.steps(DATA):
+            for (x,) in step.batches:
+                step.backward(quadratic(wrapped, x))
+            step.commit()
+            if each is not None:
+                each(run, step.index)
+        if rank == 0:
+            torch.save([p.detach() for p in model.parameters()], path)
+        run.finish()
+
+    return program
+
+
+def weights(path: Path) -> list[torch.Tensor]:
+    loaded: list[torch.Tensor] = torch.load(path, weights_only=True)
+    return loaded
+
+
+@pytest.mark.parametrize("tail", ["pad", "join"])
+def test_however_a_step_is_cut_its_gradient_is_the_mean_over_its_samples(gang, tmp_path, tail):  # type: ignore[no-untyped-def]
+    """50 samples by 12: the fifth step has two, so that at 3 ranks one has none."""
+    found = []
+    for world, micro in ((1, 1), (3, 1), (3, 2)):
+        path = tmp_path / f"{world}-{micro}"
+        program = train(path, tail=tail, micro_batches=micro)
+        assert gang.run(program, world=world) == dict.fromkeys(range(world), 0), gang.log(0)
+        found.append(weights(path))
+    assert "loss" in gang.log(0)
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            torch.testing.assert_close(a, b)
+    dropped = tmp_path / "drop"
+    assert gang.run(train(dropped), world=1) == {0: 0}
+    assert not torch.allclose(weights(dropped)[0], found[0][0])
+
+
+def test_a_loss_that_is_no_number_without_a_sample_harms_nobody(gang, tmp_path):  # type: ignore[no-untyped-def]
+    """The rank without a sample computes on another's; its loss is not in the mean."""
+    events = tmp_path / "events"
+    program = train(tmp_path / "w", tail="join", events=events)
+    assert gang.run(program) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    alone = tmp_path / "alone"
+    assert gang.run(train(tmp_path / "v", tail="join", events=alone), world=1) == {0: 0}
+    values = [
+        [json.loads(line)["loss"] for line in path.read_text().splitlines() if '"loss"' in line]
+        for path in (events, alone)
+    ]
+    assert len(values[0]) == 5
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("calls", "code", "words"),
+    [
+        (1, 1, "commit() was called after 1 of 2 batches: go through all of step.batches"),
+        (3, 64, "step.backward() was called more than 2 times in step 0"),
+    ],
+)
+def test_the_number_of_backwards_is_checked(gang, calls, code, words):  # type: ignore[no-untyped-def]
+    def program(rank: int) -> None:
+        run = ddp.start(total_steps=2, global_batch=12, micro_batches=2)
+        model = net()
+        wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in run.steps(DATA):
+            batches = list(step.batches)
+            for (x,) in [*batches, batches[0]][:calls]:
+                step.backward(quadratic(wrapped, x))
+            step.commit()
+
+    assert gang.run(program, world=1) == {0: code}, gang.log(0)
+    assert words in gang.log(0)
+
+
+def test_evaluation_leaves_training_as_it_is(gang, tmp_path):  # type: ignore[no-untyped-def]
+    """Dropout in the model, draws in the metric: equal hashes with and without."""
+
+    def program(name: str) -> Callable[[int], None]:
+        def run_it(rank: int) -> None:
+            run = ddp.start(total_steps=6, global_batch=12, seed=3)
+            model = nn.Sequential(
+                nn.Linear(6, 300), nn.BatchNorm1d(300), nn.Dropout(0.5), nn.Linear(300, 2)
+            )
+            optimizer = torch.optim.AdamW(model.parameters())
+            wrapped, _ = run.prepare(model, optimizer, bucket_cap_mb=0.001, ema=0.9)
+            for step in run.steps(DATA):
+                for index, (x,) in enumerate(step.batches):
+                    if name == "evaluated" and step.index == 3 and index == 0:
+                        run.evaluate(DATA, noisy)  # also in the middle of a step
+                    step.backward(quadratic(wrapped, x))
+                step.commit()
+                if name == "evaluated":
+                    run.evaluate(DATA, noisy, batch_size=7, ema=step.index % 2 == 1)
+                    with run.evaluating():
+                        torch.rand(3)
+            (tmp_path / f"{name}-{rank}").write_text(f"{run.weights_sha256()} {run.state_sha256()}")
+            run.finish()
+
+        return run_it
+
+    def noisy(model: nn.Module, batch: Any) -> torch.Tensor:
+        assert not model.training
+        return (model(batch[0]) + torch.randn(2)).sum()
+
+    for name in ("evaluated", "plain"):
+        assert gang.run(program(name)) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    # Rank 0's buffers are those that count; an evaluation gives them to the other ranks.
+    found = [(tmp_path / f"{name}-0").read_text() for name in ("evaluated", "plain")]
+    assert found[0] == found[1]
+
+
+def test_ema_is_what_it_says_and_can_be_evaluated(gang):  # type: ignore[no-untyped-def]
+    def program(rank: int) -> None:
+        run = ddp.start(total_steps=4, global_batch=12)
+        model = net()
+        wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), ema=0.75)
+        expected: list[torch.Tensor] = []
+        for step in run.steps(DATA):
+            for (x,) in step.batches:
+                step.backward(quadratic(wrapped, x))
+            step.commit()
+            now = [p.detach().clone() for p in model.parameters()]
+            pairs = zip(expected or now, now, strict=True)
+            expected = [average.lerp(parameter, 0.25) for average, parameter in pairs]
+        with run.evaluating(ema=True) as average:
+            for parameter, value in zip(average.parameters(), expected, strict=True):
+                torch.testing.assert_close(parameter, value)
+        by_ema = run.evaluate(DATA, lambda m, b: m(b[0]).sum(), ema=True)
+        assert by_ema != run.evaluate(DATA, lambda m, b: m(b[0]).sum())
+
+    assert gang.run(program, world=1) == {0: 0}, gang.log(0)
+
+
+def test_an_overflow_of_fp16_skips_update_scheduler_and_ema_on_all_ranks(gang, tmp_path):  # type: ignore[no-untyped-def]
+    def program(rank: int) -> None:
+        run = ddp.start(total_steps=6, global_batch=12, precision="fp16")
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, backoff_factor=2**-10)
+        wrapped, _ = run.prepare(
+            model, optimizer, scheduler=scheduler, ema=0.5, grad_scaler=scaler,
+            clip_grad_norm=0.01,
+        )  # fmt: skip
+        before = copy.deepcopy(model)
+        seen = []
+        for step in run.steps(DATA):
+            for (batch,) in step.batches:
+                # Overflows on one rank only.
+                x = batch * 1e30 if step.index == 2 and rank == 1 else batch
+                inner = wrapped.module[0](x)
+                assert inner.dtype == torch.float32  # autocast is the model's, not its parts'
+                out = wrapped(x)
+                assert out.dtype == torch.float32
+                step.backward(out.pow(2).mean())
+            step.commit()
+            changed = any(
+                not torch.equal(a, b)
+                for a, b in zip(model.parameters(), before.parameters(), strict=True)
+            )
+            before = copy.deepcopy(model)
+            seen.append((changed, scheduler.last_epoch))
+        (tmp_path / f"seen-{rank}").write_text(json.dumps(seen))
+
+    assert gang.run(program) == {0: 0, 1: 0, 2: 0}, gang.log(1)
+    seen = [json.loads((tmp_path / f"seen-{rank}").read_text()) for rank in range(3)]
+    assert seen[0] == seen[1] == seen[2]
+    assert seen[0][0] == [False, 0]  # 2**24 is too much
+    assert seen[0][1] == [True, 1]
+    assert seen[0][2] == [False, 1]
+    assert [changed for changed, _ in seen[0][3:]].count(True) >= 2

@@ -1,0 +1,113 @@
+"""Options of start() and prepare(): values that cannot be, combinations that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddpjob_trainer.combinations import REFUSALS, Facts, refuse
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.options import ModelOptions, Options
+from ddpjob_trainer.updating import check_scheduler
+
+
+def options(**changes: Any) -> Options:
+    values = {"total_steps": 9, "global_batch": 24, "seed": 0, "level": "resume", "threads": 1}
+    return Options(**{**values, "collate": None, **changes})
+
+
+def facts(start: dict[str, Any], prepare: dict[str, Any], device: str, **more: bool) -> Facts:
+    return Facts(options(**start), ModelOptions(**prepare), device, **more)
+
+
+ELASTIC = {"level": "elastic"}
+TABLE: list[tuple[str, str, Facts, Facts]] = [  # both names, what is refused, and its cure
+    ("comm_hook", "level='elastic'", facts(ELASTIC, {"comm_hook": "bf16"}, "cpu"),
+     facts(ELASTIC, {}, "cpu")),
+    ("static_graph=True", "level='elastic'", facts(ELASTIC, {"static_graph": True}, "cpu"),
+     facts({}, {"static_graph": True}, "cpu")),
+    ("static_graph=True", "micro_batches",
+     facts({"micro_batches": 2}, {"static_graph": True}, "cpu"),
+     facts({"micro_batches": 2}, {}, "cpu")),
+    ("tail='join'", "level='elastic'", facts({**ELASTIC, "tail": "join"}, {}, "cpu"),
+     facts({**ELASTIC, "tail": "pad"}, {}, "cpu")),
+    ("SyncBatchNorm", "level='elastic'", facts(ELASTIC, {"sync_batchnorm": True}, "cuda"),
+     facts({}, {"sync_batchnorm": True}, "cuda")),
+    ("SyncBatchNorm", "training on the CPU", facts({}, {}, "cpu", has_sync_batchnorm=True),
+     facts({}, {}, "cpu")),
+    ("SyncBatchNorm", "training on the CPU", facts({}, {"sync_batchnorm": True}, "cpu"),
+     facts({}, {"sync_batchnorm": False}, "cpu")),
+    ("comm_hook='powersgd'", "precision='fp16'",
+     facts({"precision": "fp16"}, {"comm_hook": "powersgd"}, "cpu"),
+     facts({"precision": "bf16"}, {"comm_hook": "powersgd"}, "cpu")),
+    ("grad_scaler", "precision", facts({}, {"grad_scaler": torch.amp.GradScaler("cpu")}, "cpu"),
+     facts({"precision": "fp16"}, {"grad_scaler": torch.amp.GradScaler("cpu")}, "cpu")),
+    ("overlap_with_ddp=True", "step.commit()", facts({}, {}, "cpu", overlapped_zero=True),
+     facts({}, {}, "cpu")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("first", "second", "bad", "cured"), TABLE)
+def test_a_combination_is_refused_by_both_names_and_cured(first, second, bad, cured):  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match="do not go together") as error:
+        refuse(bad)
+    assert first in str(error.value)
+    assert second in str(error.value)
+    assert "Use " in str(error.value)
+    refuse(cured)
+
+
+def test_every_refusal_is_tried_and_documented():  # type: ignore[no-untyped-def]
+    docs = (Path(__file__).parents[3] / "docs/training.md").read_text()
+    for refusal in REFUSALS:
+        assert any(refusal.when(bad) for _, _, bad, _ in TABLE), refusal.first
+        name = refusal.first.replace("'", '"').split("=")[0].split("(")[0]
+        assert name in docs, f"docs/training.md does not name {name}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"total_steps": 0}, "total_steps=0 must be at least 1"),
+        ({"micro_batches": 0}, "micro_batches=0 must be at least 1"),
+        ({"tail": "keep"}, "tail='keep' must be one of 'drop', 'pad', 'join'"),
+        ({"precision": "half"}, "precision='half' must be one of 'fp32', 'bf16', 'fp16'"),
+        ({"global_batch": 25}, "cannot be divided by 3 processes: use a multiple of 3"),
+        ({"micro_batches": 5}, "3 processes x micro_batches=5: use a multiple of 15"),
+        ({"level": "elastic", "shards": 5}, "cannot be divided by shards=5"),
+        ({"level": "elastic", "shards": 2}, "at most 2 processes, not 3"),
+    ],
+)
+def test_a_value_of_start_that_cannot_be(changes, words):  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError) as error:
+        options(**changes).check(3)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"comm_hook": "int8"}, "comm_hook='int8' must be one of None, 'bf16', 'fp16', 'powersgd'"),
+        ({"comm_hook_options": {"x": 1}}, "comm_hook_options are those of comm_hook='powersgd'"),
+        ({"clip_grad_norm": 0.0}, "clip_grad_norm=0.0 must be more than 0"),
+        ({"bucket_cap_mb": -1.0}, "bucket_cap_mb=-1.0 must be more than 0"),
+        ({"ema": 1.0}, "ema=1.0 must be a decay between 0 and 1"),
+    ],
+)
+def test_a_value_of_prepare_that_cannot_be(changes, words):  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError) as error:
+        ModelOptions(**changes).check()
+    assert words in str(error.value)
+
+
+def test_schedulers_that_commit_cannot_advance():  # type: ignore[no-untyped-def]
+    mine, other = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2))
+    schedulers = torch.optim.lr_scheduler
+    with pytest.raises(ConfigError, match="needs a metric"):
+        check_scheduler(mine, schedulers.ReduceLROnPlateau(mine))
+    with pytest.raises(ConfigError, match="belongs to another optimizer"):
+        check_scheduler(mine, schedulers.StepLR(other, 1))
+    check_scheduler(mine, schedulers.StepLR(mine, 1))

@@ -1,0 +1,54 @@
+"""What becomes of an epoch's incomplete last batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.order import DataOrder, permutation, split
+
+
+def test_split_is_contiguous_and_differs_by_at_most_one():  # type: ignore[no-untyped-def]
+    for length in range(9):
+        for parts in range(1, 6):
+            found = split(np.arange(length), parts)
+            assert np.concatenate(found).tolist() == list(range(length))
+            sizes = [len(part) for part in found]
+            assert len(sizes) == parts
+            assert max(sizes) - min(sizes) <= 1
+
+
+def test_pad_fills_up_from_the_start_of_the_same_epoch():  # type: ignore[no-untyped-def]
+    order = DataOrder(3, 10, 4, "pad")
+    assert order.steps_per_epoch == 3
+    whole = permutation(3, 0, 10).tolist()
+    assert order.batch(2).tolist() == whole[8:] + whole[:2]
+    assert order.batch(3).tolist() == permutation(3, 1, 10).tolist()[:4]
+    few = DataOrder(3, 3, 8, "pad")  # fewer samples than one batch
+    assert few.batch(0).tolist() == (permutation(3, 0, 3).tolist() * 3)[:8]
+
+
+def test_join_leaves_the_last_batch_small_and_sees_every_sample_once():  # type: ignore[no-untyped-def]
+    order = DataOrder(3, 10, 4, "join")
+    sizes = [len(order.batch(step)) for step in range(6)]
+    assert sizes == [4, 4, 2, 4, 4, 2]
+    epoch = np.concatenate([order.batch(step) for step in range(3)])
+    assert sorted(epoch.tolist()) == list(range(10))
+    assert len(DataOrder(3, 3, 8, "join").batch(5)) == 3
+
+
+def test_an_exact_epoch_has_no_tail():  # type: ignore[no-untyped-def]
+    orders = [DataOrder(3, 12, 4, tail) for tail in ("drop", "pad", "join")]
+    for step in range(7):
+        first, *others = [order.batch(step).tolist() for order in orders]
+        assert others == [first, first]
+
+
+@pytest.mark.parametrize(
+    ("length", "tail", "words"),
+    [(0, "join", "the dataset is empty"), (3, "drop", "use tail='pad' or tail='join'")],
+)
+def test_what_no_tail_can_help(length, tail, words):  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=words):
+        DataOrder(3, length, 4, tail)

@@ -1,0 +1,84 @@
+"""One process of the task runner: the functions of a task file in a loop on the public API."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import ddpjob_trainer as ddp
+from ddpjob_trainer.task.command import PREPARE, START
+
+_REQUIRED = ("build_model", "build_dataset", "loss")
+_NAME = "ddpjob_task"  # in sys.modules: the file's own name might be that of a library
+
+
+def load(path: Path, arguments: Sequence[str]) -> ModuleType:
+    """Run a task file as `python task.py` would, with these arguments. Raises ConfigError."""
+    spec = importlib.util.spec_from_file_location(_NAME, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ddp.ConfigError(f"{path}: no such task file (a Python file, *.py)")
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.resolve().parent))
+    task = importlib.util.module_from_spec(spec)
+    sys.modules[_NAME] = task
+    spec.loader.exec_module(task)
+    missing = [name for name in _REQUIRED if not callable(getattr(task, name, None))]
+    if missing:
+        raise ddp.ConfigError(f"{path} must define {'(), '.join(missing)}()")
+    if hasattr(task, "evaluate") != hasattr(task, "build_eval_dataset"):
+        raise ddp.ConfigError(
+            f"{path} must define both evaluate() and build_eval_dataset(), or none"
+        )
+    return task
+
+
+def train(task: Any, options: argparse.Namespace) -> None:
+    """Train to the last step; rank 0 prints the evaluation and the weights' hash."""
+    run = ddp.start(collate=getattr(task, "collate", None), **_given(options, START))
+    model = task.build_model()
+    optimizer = _optimizer(task, model, options.lr)
+    scheduler = None
+    if hasattr(task, "build_scheduler"):
+        scheduler = task.build_scheduler(optimizer, options.total_steps)
+    wrapped, _ = run.prepare(model, optimizer, scheduler=scheduler, **_given(options, PREPARE))
+    eval_set = task.build_eval_dataset() if hasattr(task, "evaluate") else None
+    for step in run.steps(task.build_dataset()):
+        for batch in step.batches:
+            step.backward(task.loss(wrapped, batch))
+        step.commit()
+        done = step.index + 1
+        if options.eval_every and done % options.eval_every == 0 and done < options.total_steps:
+            _evaluate(run, task, eval_set, options)
+    _evaluate(run, task, eval_set, options)
+    if run.is_main:
+        print(f"weights_sha256={run.weights_sha256()}", flush=True)
+    run.finish()
+
+
+def _given(options: argparse.Namespace, names: dict[str, Any]) -> dict[str, Any]:
+    values = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _optimizer(task: Any, model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
+    if hasattr(task, "build_optimizer"):
+        optimizer: torch.optim.Optimizer = task.build_optimizer(model)
+        return optimizer
+    return torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+def _evaluate(run: ddp.Run, task: Any, dataset: Any, options: argparse.Namespace) -> None:
+    if dataset is None:
+        return
+    total = run.evaluate(
+        dataset, task.evaluate, batch_size=options.eval_batch, ema=options.ema is not None
+    )
+    if run.is_main:
+        print(f"step={run.finished_steps} evaluation={total / len(dataset):.4f}", flush=True)
