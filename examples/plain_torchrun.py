@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # loaded later, by DDP, it would hold the process group for ever
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -81,4 +82,5 @@ if rank == 0:
     with torch.no_grad():
         guesses = net(images[held_out].to(device)).argmax(1).cpu()
     print(f"test_accuracy={(guesses == labels[held_out]).float().mean():.4f}")
+del model  # it holds the process group, whose threads must end before Python does
 dist.destroy_process_group()

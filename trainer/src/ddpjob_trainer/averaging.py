@@ -17,6 +17,7 @@ from ddpjob_trainer import exact
 from ddpjob_trainer.compression import Compression, compress, memory_of
 from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.order import DataOrder, Indices, split
+from ddpjob_trainer.parting import holds_ddp
 from ddpjob_trainer.state import Stateful
 from ddpjob_trainer.world import World
 
@@ -113,6 +114,7 @@ class DdpAveraging:
     def wrap(self, module: torch.nn.Module, options: ModelOptions) -> DistributedDataParallel:
         """Return the module in DistributedDataParallel, with rank 0's parameters and buffers."""
         self._model = DistributedDataParallel(module, **ddp_arguments(options))
+        holds_ddp(self._model)
         self._compression = compress(self._model, self._world, options)
         # Without a warm-up a hook would remember things of buckets that are then regrouped.
         self._warm = self._options.level == "off" and self.memory() is None

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.options import ModelOptions
+from ddpjob_trainer.parting import holds_group
 from ddpjob_trainer.state import Stateful
 from ddpjob_trainer.world import World
 
@@ -31,7 +32,8 @@ class Compression:
 
     def __init__(self, world: World) -> None:
         assert dist.group.WORLD is not None
-        self.group = dist.group.WORLD
+        self.group: dist.ProcessGroup | None = dist.group.WORLD
+        holds_group(self, "group")
         self.world = world
         self.passive = False
 
@@ -61,6 +63,7 @@ class PowerSgd(Compression):
             self._state = power.PowerSGDState(self.group, **options)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"comm_hook_options: {error}") from error
+        holds_group(self._state, "process_group")
         self._hook: Any = power.powerSGD_hook
         # Its callbacks start further collectives. With gloo they run on gloo's threads, so two
         # buckets under way could start theirs in different orders on different ranks.
@@ -115,6 +118,7 @@ class PowerSgd(Compression):
 
 def _hook(state: Compression, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     if state.passive:
+        assert state.group is not None, "no backward after the run is closed"
         future: torch.futures.Future[torch.Tensor] = allreduce_hook(state.group, bucket)
         return future
     return state.reduce(bucket)

@@ -20,6 +20,7 @@ from ddpjob_trainer.averaging import Part
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.order import DataOrder
+from ddpjob_trainer.parting import holds_ddp
 from ddpjob_trainer.reduction import Gradients, Reduction, add_gradients
 from ddpjob_trainer.shards import Partial
 from ddpjob_trainer.world import World
@@ -47,6 +48,7 @@ class ElasticAveraging:
         """
         _refuse(module)
         model = DistributedDataParallel(module)  # gives every rank rank 0's parameters and buffers
+        holds_ddp(model)
         model.require_backward_grad_sync = False  # what no_sync() sets for a while
         model.require_forward_param_sync = False
         module.zero_grad(set_to_none=True)

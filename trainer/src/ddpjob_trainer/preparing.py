@@ -12,6 +12,7 @@ from ddpjob_trainer import combinations, zero
 from ddpjob_trainer.averaging import Averaging
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.options import ModelOptions, Options
+from ddpjob_trainer.parting import holds_group
 from ddpjob_trainer.precision import autocast_forward, make_scaler
 from ddpjob_trainer.state import TrainingState
 from ddpjob_trainer.updating import Updater, check_optimizer, check_scheduler, make_ema
@@ -53,6 +54,8 @@ def make_trained(
     model = averaging.wrap(module, model_options)
     state = TrainingState(module)
     is_zero = zero.is_zero(optimizer)
+    if is_zero:
+        holds_group(optimizer, "process_group")
     state.register("optimizer", zero.ZeroState(optimizer, world) if is_zero else optimizer)
     for name, obj in (
         ("scheduler", scheduler),

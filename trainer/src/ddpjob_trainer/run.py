@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob_trainer import batches, evaluation, failpoints, rng
@@ -22,6 +21,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.evaluation import Metric
 from ddpjob_trainer.loop import Loop, Process
 from ddpjob_trainer.options import ModelOptions, Options
+from ddpjob_trainer.parting import leave_group
 from ddpjob_trainer.preparing import Trained, make_trained
 from ddpjob_trainer.state import Stateful, flat_sha256, weights_sha256
 from ddpjob_trainer.step import Step
@@ -224,8 +224,7 @@ class Run:
     def _close(self) -> None:
         if not self._closed:
             self._closed = True
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            leave_group()
 
     def _ready(self, caller: str) -> Trained:
         if self._trained is None:

@@ -24,12 +24,16 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as distributed_c10d
+
+# Loaded after the group began, its default arguments would hold the group: see parting.py.
+import torch.distributed.nn
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from ddpjob_trainer import failpoints
 from ddpjob_trainer.contract import ExitCode
 from ddpjob_trainer.environment import Identity, WorkerEnvironment
 from ddpjob_trainer.errors import ConfigError, PeerLostError
+from ddpjob_trainer.parting import holds_group
 
 _NEWS_SECONDS = 10.0
 _CONNECT_SECONDS = 60.0
@@ -57,7 +61,7 @@ _LOST_TYPES = (
 _TRANSPORT_CODE = tuple(os.path.dirname(f) + os.sep for f in (torch.__file__, __file__))  # noqa: PTH120
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: parting.py takes control back
 class World:
     """This rank's place, and the groups it talks through."""
 
@@ -66,7 +70,7 @@ class World:
     local_rank: int
     device: torch.device
     identity: Identity
-    control: dist.ProcessGroup  # gloo, for CPU tensors, also where gradients go through NCCL
+    control: dist.ProcessGroup | None  # gloo, for CPU tensors, also where gradients go through NCCL
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Add up a few numbers over all ranks; the order of additions is always the same."""
@@ -385,7 +389,9 @@ def join(env: WorkerEnvironment, started: float) -> World:
         assert control is not None
         distributed_c10d._set_pg_timeout(timeout, control)
         store.set_timeout(timeout)
-    return World(env.rank, env.world_size, env.local_rank, device, env.identity, control)
+    world = World(env.rank, env.world_size, env.local_rank, device, env.identity, control)
+    holds_group(world, "control")
+    return world
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -1,0 +1,36 @@
+"""Leaving the process group so that its threads end before the interpreter does.
+
+gloo's threads may drop the last reference to a tensor of a collective after the caller has long
+gone on. One that the machine runs only when Python has begun to finalize cannot take the GIL any
+more and aborts the process: "terminate called without an active exception", exit code 134, with
+all the work done. The threads are joined when the group is freed; destroy_process_group() frees
+it only if nothing else holds it, and DDP, its hooks and we do. So whoever holds it says so here.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+#: Global as torch's default process group is.
+_holders: list[tuple[object, tuple[str, ...]]] = []
+
+
+def holds_group(holder: object, *attributes: str) -> None:
+    """Have these attributes of an object set to None when this process leaves the group."""
+    _holders.append((holder, attributes))
+
+
+def holds_ddp(model: DistributedDataParallel) -> None:
+    """The same for DDP, whose C++ parts hold the group as well."""
+    holds_group(model, "reducer", "logger", "process_group")
+
+
+def leave_group() -> None:
+    """Leave, free the group, and so wait for its threads. Safe to repeat."""
+    while _holders:
+        holder, attributes = _holders.pop()
+        for name in attributes:
+            setattr(holder, name, None)
+    if dist.is_initialized():
+        dist.destroy_process_group()
