@@ -64,10 +64,14 @@ class Recording:
         self._line("resume", step=step)
 
     def stepped(self, step: int, losses: Sequence[torch.Tensor | float]) -> None:
-        """A step has ended, with this rank's loss of each micro-batch. May wait at the gate."""
+        """A step was made, with this rank's loss of each micro-batch."""
+        if self._fd >= 0:
+            self._line("step", step=step, losses=[float(loss).hex() for loss in losses])
+
+    def wait(self, step: int) -> None:
+        """Stand at the gate after a step until the driver has made the kill that belongs there."""
         if self._gate is None:
             return
-        self._line("step", step=step, losses=[float(loss).hex() for loss in losses])
         while step >= int.from_bytes(self._gate[:_GATE_BYTES], "little"):
             time.sleep(_LOOK_SECONDS)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-#: File of the gate, see recording.Recording.stepped().
+#: File of the gate, see recording.Recording.wait().
 GATE = "gate"
 Incarnation = tuple[int, int]  # attempt, round
 

@@ -1,0 +1,148 @@
+"""The promise under fire: dozens of kills drawn from seeds, at 3, 4 and 5 ranks; equal bits.
+
+And the tool that shows it, as users start it: it must see a difference where there is one, refuse
+what it cannot compare, and leave no process behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.launching import SOURCES
+
+CHAOS = (sys.executable, "-m", "ddpjob_trainer", "chaos")
+
+#: Three buckets, dropout, buffers, a scheduler, a registered object. {BEFORE} and {FACTOR} are
+#: where a test plants a mistake.
+SCRIPT = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import ddpjob_trainer as ddp
+
+{BEFORE}
+torch.manual_seed(1)
+data = TensorDataset(torch.randn(480, 20), torch.randint(0, 5, (480,)))
+run = ddp.start(total_steps={STEPS}, global_batch=60, seed=3 {OPTIONS})
+net = nn.Sequential(
+    nn.Linear(20, 96), nn.BatchNorm1d(96), nn.ReLU(), nn.Dropout(0.2),
+    nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 5),
+)
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, {STEPS})
+model, optimizer = run.prepare(net, optimizer, scheduler=scheduler, bucket_cap_mb=0.02)
+for step in run.steps(data):
+    for x, y in step.batches:
+        step.backward(nn.functional.cross_entropy(model(x), y) {FACTOR})
+    step.commit()
+run.finish()
+"""
+
+
+FORGETFUL = """
+seen = []
+def grow():
+    seen.append(0)
+    return 1 + len(seen)
+"""
+
+
+@pytest.fixture
+def training(tmp_path: Path):  # type: ignore[no-untyped-def]
+    def write(steps: int = 40, before: str = "", factor: str = "", options: str = "") -> str:
+        path = tmp_path / "train.py"
+        text = SCRIPT.replace("{STEPS}", str(steps)).replace("{BEFORE}", before)
+        path.write_text(text.replace("{FACTOR}", factor).replace("{OPTIONS}", options))
+        return str(path)
+
+    return write
+
+
+def chaos(*arguments: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [*CHAOS, *arguments],
+        env={**os.environ, "PYTHONPATH": str(SOURCES)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize(("nproc", "seed"), [(3, 1), (4, 2), (5, 3)])
+def test_ten_kills_leave_every_bit_as_it_was(training, tmp_path, nproc, seed):  # type: ignore[no-untyped-def]
+    report = tmp_path / "report.json"
+    code, out = chaos(
+        *("--nproc", str(nproc), "--kills", "10", "--seed", str(seed), "--json", str(report)),
+        training(),
+    )
+    assert code == 0, out
+    assert out.rstrip().endswith("identical")
+    result = json.loads(report.read_text())
+    assert result["identical"]
+    assert result["disturbed_sha256"] == result["undisturbed_sha256"]
+    assert len(result["kills"]) == 10
+    assert {kill["signal"] for kill in result["kills"]} == {"SIGKILL", "SIGTERM", "SIGSTOP"}
+    assert -1 in {kill["victim"] for kill in result["kills"]}, "the launcher"
+    assert result["launches"] > 1
+
+
+def test_a_state_that_nobody_registered_is_a_difference(training):  # type: ignore[no-untyped-def]
+    """Proves that the comparison can fail, and that the script's own mistakes are found too."""
+    script = training(steps=12, before=FORGETFUL, factor="* grow()")
+    options = ("--kills", "1", "--signals", "KILL", "--points", "none")
+    code, out = chaos("--nproc", "3", *options, script)
+    assert code == 1, out
+    assert "\nDIFFERENT" in out
+    assert "losses differ, the first after step" in out
+    assert "rank 0: parameters differ" in out
+    kept = Path(out.rstrip().rpartition(" ")[2])
+    assert (kept / "disturbed/rank-0.jsonl").exists(), "evidence is kept"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("print('no training')", "did not train with ddpjob_trainer.start()"),
+        ("import sys; sys.exit(9)", "the undisturbed run failed with exit code 9"),
+        (
+            "import ddpjob_trainer as d; d.start(total_steps=9, global_batch=9, snapshot_dir='x')",
+            "leave it out",
+        ),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(tmp_path, text, complaint):  # type: ignore[no-untyped-def]
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    code, out = chaos("--nproc", "1", str(script))
+    assert code == (1 if "exit(9)" in text else 64), out
+    assert complaint in out
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_chaos_leaves_nobody(tmp_path, signum, wait_until):  # type: ignore[no-untyped-def]
+    script = tmp_path / "script.py"
+    pid_file = tmp_path / "pid"
+    text = f"import os, time\nopen({str(pid_file)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    script.write_text(text)
+    with subprocess.Popen(
+        [*CHAOS, "--nproc", "1", "--keep", str(tmp_path / "kept"), str(script)],
+        env={**os.environ, "PYTHONPATH": str(SOURCES)},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        wait_until(lambda: pid_file.exists() and pid_file.read_text(), "the worker runs", 60)
+        worker = Path(f"/proc/{pid_file.read_text()}")
+        process.send_signal(signum)
+        process.wait(timeout=60)
+    assert process.returncode == (-9 if signum == signal.SIGKILL else 128 + signum)
+    wait_until(lambda: not worker.exists(), "the worker is gone", 20)
