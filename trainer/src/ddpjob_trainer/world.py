@@ -50,14 +50,7 @@ _LOST = (
     "NCCL communicator was aborted",
     "remote process exited",
 )
-
-
-_LOST_TYPES = (
-    PeerLostError,
-    dist.DistBackendError,
-    dist.DistNetworkError,
-    dist.DistStoreError,
-)
+_LOST_TYPES = (PeerLostError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
 _TRANSPORT_CODE = tuple(os.path.dirname(f) + os.sep for f in (torch.__file__, __file__))  # noqa: PTH120
 
 
