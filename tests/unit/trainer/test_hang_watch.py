@@ -128,10 +128,12 @@ def test_stacks_of_all_threads_from_outside_even_while_the_gil_is_held(tmp_path)
 def test_who_cannot_answer_is_not_signalled(tmp_path):  # type: ignore[no-untyped-def]
     """Without a handler the signal would end the process."""
     with subprocess.Popen(["sleep", "600"], process_group=0) as process:
-        request = StackRequest(tmp_path, {1: process.pid}, time.monotonic())
-        assert _answer(request) == "--- rank 1\nno answer\n"
-        assert process.poll() is None
-        process.kill()
+        try:
+            request = StackRequest(tmp_path, {1: process.pid}, time.monotonic())
+            assert _answer(request) == "--- rank 1\nno answer\n"
+            assert process.poll() is None
+        finally:
+            process.kill()
 
 
 def test_the_text_is_bounded(tmp_path):  # type: ignore[no-untyped-def]
