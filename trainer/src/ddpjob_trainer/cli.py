@@ -12,7 +12,7 @@ from typing import Any
 
 from ddpjob_trainer import contract
 from ddpjob_trainer.chaos import command as chaos
-from ddpjob_trainer.environment import read_launcher
+from ddpjob_trainer.environment import EVENTS, read_launcher
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.task import command as task
 
@@ -54,6 +54,13 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_launcher(run)
+    run.add_argument(
+        "--events",
+        type=Path,
+        metavar="FILE",
+        help="append one JSON object per step, resume, snapshot and failure to FILE (default: "
+        f"${EVENTS}, else none)",
+    )
     run.add_argument(
         "-m", "--module", action="store_true", help="PROGRAM is a Python module, as in python -m"
     )
@@ -154,14 +161,16 @@ def _run(
             metrics_port=options.metrics_port,
             termination_log=options.termination_log,
             rounds_without_progress=options.max_rounds_without_progress,
+            events=options.events,
         )
+        supervisor = Supervisor(plan)
     except CannotStartError as error:
         print(f"ddpjob-trainer: {error}", file=sys.stderr)
         return error.code
     except ConfigError as error:
         print(f"ddpjob-trainer: {error}", file=sys.stderr)
         return contract.ExitCode.BAD_CONFIG
-    return Supervisor(plan).run()
+    return supervisor.run()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

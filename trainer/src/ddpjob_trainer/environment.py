@@ -77,9 +77,7 @@ class WorkerEnvironment:
     agent_store: bool  # torchrun's agent already serves the store
     identity: Identity
     snapshot: SnapshotSettings
-    startup_seconds: float
-    step_seconds: float
-    snapshot_seconds: float
+    deadlines: Deadlines
     threads: int | None
     state_dir: Path | None
     store_fd: int | None
@@ -87,13 +85,8 @@ class WorkerEnvironment:
     chaos: Path | None
     events: Path | None
     tensorboard_dir: str | None
-    terminal_columns: int | None  # None: no launcher of ours stands between
+    columns: int  # of the terminal that this process's output ends on, 0: none
     watch: bool  # look for hangs in this process, since no launcher of ours does
-
-    @property
-    def deadlines(self) -> Deadlines:
-        """For the hang watchdog."""
-        return Deadlines(self.startup_seconds, self.step_seconds, self.snapshot_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +104,8 @@ class LauncherEnvironment:
     rounds_without_progress: int | None  # None: the operator said nothing
     final_exit_codes: frozenset[int]  # no round follows these
     trace: Path | None
+    deadlines: Deadlines
+    events: Path | None
 
 
 def _integer(env: Mapping[str, str], name: str, default: int, *, least: int = 0) -> int:
@@ -147,6 +142,14 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
     if not 0 < value < float("inf"):
         raise ConfigError(f"{name}={text} must be a positive number of seconds")
     return value
+
+
+def _deadlines(env: Mapping[str, str]) -> Deadlines:
+    return Deadlines(
+        startup=_seconds(env, contract.HANG_STARTUP_SECONDS, 600),
+        step=_seconds(env, contract.HANG_STEP_SECONDS, 300),
+        snapshot=_seconds(env, contract.HANG_SNAPSHOT_SECONDS, 600),
+    )
 
 
 def _identity(env: Mapping[str, str]) -> Identity:
@@ -212,11 +215,12 @@ def _master(env: Mapping[str, str]) -> tuple[str, int] | None:
     return (address, _integer(env, "MASTER_PORT", 29500, least=1)) if address else None
 
 
-def terminal_columns(env: WorkerEnvironment) -> int:
-    """Width of the terminal that this process's output ends on, 0: none."""
-    if env.terminal_columns is not None:
-        return env.terminal_columns
-    return os.get_terminal_size(1).columns if os.isatty(1) else 0
+def terminal_columns() -> int:
+    """Width of the terminal that standard output is, 0: it is none."""
+    try:
+        return os.get_terminal_size(1).columns if os.isatty(1) else 0
+    except OSError:
+        return 0
 
 
 def chaos_directory(env: Mapping[str, str]) -> Path | None:
@@ -246,19 +250,17 @@ def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
         identity=_identity(env),
         snapshot=_snapshot(env),
-        startup_seconds=_seconds(env, contract.HANG_STARTUP_SECONDS, 600),
-        step_seconds=_seconds(env, contract.HANG_STEP_SECONDS, 300),
-        snapshot_seconds=_seconds(env, contract.HANG_SNAPSHOT_SECONDS, 600),
+        deadlines=_deadlines(env),
         threads=_integer(env, "OMP_NUM_THREADS", 0) or None,
         state_dir=state_dir,
         store_fd=_integer(env, STORE_FD, 0) if env.get(STORE_FD) else None,
         trace=_path(env, TRACE),
         chaos=chaos_directory(env),
-        events=Path(env[EVENTS]) if env.get(EVENTS) else None,
+        events=_path(env, EVENTS),
         tensorboard_dir=env.get(TENSORBOARD) or None,
-        terminal_columns=_integer(env, TERMINAL, 0) if state_dir else None,
+        columns=_integer(env, TERMINAL, 0) if env.get(STATE_DIR) else terminal_columns(),
         # Alone and without a word about deadlines it may well be a person with a debugger.
-        watch=not state_dir and (world > 1 or any(env.get(name) for name in _HANG)),
+        watch=not env.get(STATE_DIR) and (world > 1 or any(env.get(name) for name in _HANG)),
     )
 
 
@@ -288,4 +290,6 @@ def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
         rounds_without_progress=_integer(env, name, 0) if env.get(name) else None,
         final_exit_codes=_exit_codes(env, contract.IN_PLACE_FINAL_EXIT_CODES),
         trace=_path(env, TRACE),
+        deadlines=_deadlines(env),
+        events=_path(env, EVENTS),
     )

@@ -18,6 +18,7 @@ WAITING: Final[frozenset[Activity]] = frozenset({"rendezvous", "load", "backward
 #: What the waiting get on top: their peers' launchers must have had the time to act.
 _WAITING_FACTOR: Final = 1.25
 _WAITING_SECONDS: Final = 1.0
+_LAST_RESORT_FACTOR: Final = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,11 @@ class Deadlines:
             "snapshot": self.snapshot,
         }
         return limits.get(phase)
+
+    @property
+    def last_resort(self) -> float:
+        """For a collective's timeout: the watchdog, which finds the culprit, comes first."""
+        return max(self.startup, self.step, self.snapshot) * _LAST_RESORT_FACTOR
 
     @property
     def shortest(self) -> float:

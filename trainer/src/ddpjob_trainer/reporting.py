@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpjob_trainer.display import Display
-from ddpjob_trainer.environment import WorkerEnvironment, terminal_columns
+from ddpjob_trainer.environment import WorkerEnvironment
 from ddpjob_trainer.events import EventLog
 from ddpjob_trainer.options import Options
 from ddpjob_trainer.progress import Progress
@@ -15,6 +15,7 @@ from ddpjob_trainer.rankstate import RankStateWriter
 from ddpjob_trainer.tensorboard import Board
 
 _LOG_LINES = 40  # in a whole run, when log_every is not given
+_PREFIX = len("[rank 0] ")  # of a launcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ def make_progress(
         samples_per_step=options.global_batch // env.world_size,
         log_every=given.log_every or max(1, options.total_steps // _LOG_LINES),
         rendezvous_seconds=rendezvous_seconds,
-        display=Display(options.total_steps, columns=terminal_columns(env) if main else 0),
+        display=Display(options.total_steps, columns=max(0, env.columns - _PREFIX) if main else 0),
         events=EventLog(events) if main and events is not None else None,
         board=Board((board or env.tensorboard_dir) if main else None),
     )

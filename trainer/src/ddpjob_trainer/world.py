@@ -359,13 +359,13 @@ def join(env: WorkerEnvironment, started: float) -> World:
     """
     device = _device(env)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=max(env.step_seconds, env.snapshot_seconds))
+    timeout = timedelta(seconds=env.deadlines.last_resort)
     # All ranks are here now: one that does not connect soon has died in between.
     connecting = min(timeout, timedelta(seconds=_CONNECT_SECONDS))
     if env.world_size == 1:
         store: Store = HashStore()
     else:
-        store = _rendezvous(env, started + env.startup_seconds)
+        store = _rendezvous(env, started + env.deadlines.startup)
         store.set_timeout(connecting)
     with peer_loss():
         dist.init_process_group(

@@ -34,9 +34,9 @@ class Gang:
         self._pump = pump
         self._pids: dict[int, int] = {}  # pid -> local rank, of running workers
         self._coming: set[int] = set()  # local ranks whose pid is not known yet
-        self._condemned: dict[int, int] = {}  # local rank -> the exit code that counts
+        self._condemned: dict[int, tuple[int, str]] = {}  # local rank -> what counts: code, why
         self.stopping = False  # its workers have been told to end
-        self._kill_at: float | None = None
+        self.kill_at: float | None = None  # when all that runs is killed
         state_dir.mkdir(parents=True)
 
     # --- Start ---------------------------------------------------------------------------
@@ -90,16 +90,22 @@ class Gang:
         if local_rank is None:
             return
         ours = self.stopping and status in (-signal.SIGKILL, -signal.SIGTERM, 143)
-        if local_rank in self._condemned:
-            ours, status = False, self._condemned[local_rank]
         rank = self._plan.rank(local_rank)
         state = self.state(local_rank)
         exception = state.exception if state else ""
+        if local_rank in self._condemned:
+            ours = False
+            status, exception = self._condemned[local_rank]
         if not exception and status > 0 and not ours:
             self._pump.drain(_DRAIN_SECONDS, rank)
             exception = report.exception_in(self._pump.tail(rank))
         step = state.step if state and state.phase != "startup" else -1
         self.exits.append(Exit(rank, local_rank, status, now, ours, exception[:400], step))
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Running workers: rank -> pid."""
+        return {self._plan.rank(local_rank): pid for pid, local_rank in self._pids.items()}
 
     def state(self, local_rank: int) -> RankState | None:
         """What a worker last said of itself in this round."""
@@ -117,11 +123,11 @@ class Gang:
         for pid in self._pids:
             workers.send(pid, signum)
 
-    def condemn(self, local_rank: int, code: int) -> None:
+    def condemn(self, rank: int, code: int, why: str) -> None:
         """Kill a worker that is overdue; ``code`` counts as its exit code."""
-        for pid, its_rank in self._pids.items():
-            if its_rank == local_rank:
-                self._condemned[local_rank] = code
+        for pid, local_rank in self._pids.items():
+            if self._plan.rank(local_rank) == rank:
+                self._condemned[local_rank] = (code, why)
                 workers.send(pid, signal.SIGKILL)
 
     def stop(self, now: float, *, last_words: float) -> None:
@@ -133,14 +139,14 @@ class Gang:
 
     def kill_by(self, moment: float) -> None:
         """Whoever still runs at this monotonic time is killed; the earliest time counts."""
-        self._kill_at = min(self._kill_at or moment, moment)
+        self.kill_at = min(self.kill_at or moment, moment)
 
     def kill_when_due(self, now: float) -> float | None:
         """Kill when it is time; return when to call again."""
-        if self._kill_at is None or not self.running:
+        if self.kill_at is None or not self.running:
             return None
-        if now < self._kill_at:
-            return self._kill_at
+        if now < self.kill_at:
+            return self.kill_at
         self.signal(signal.SIGKILL)
         return now + 0.05
 

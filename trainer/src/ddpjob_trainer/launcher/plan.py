@@ -12,8 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpjob_trainer import contract
-from ddpjob_trainer.environment import RUN_ID, STATE_DIR, LauncherEnvironment
+from ddpjob_trainer.environment import (
+    EVENTS,
+    RUN_ID,
+    STATE_DIR,
+    TERMINAL,
+    LauncherEnvironment,
+    terminal_columns,
+)
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.hang import Deadlines
 
 DEFAULT_ROUNDS_WITHOUT_PROGRESS = 3
 
@@ -47,6 +55,8 @@ class Plan:
     final_exit_codes: frozenset[int]  # besides those that no restart can cure
     hub_port: int | None  # None: alone, or no rounds
     trace: Path | None
+    deadlines: Deadlines
+    events: Path | None
 
     @property
     def world_size(self) -> int:
@@ -103,6 +113,7 @@ def make_plan(
     metrics_port: int | None = None,
     termination_log: Path | None = None,
     rounds_without_progress: int | None = None,
+    events: Path | None = None,
 ) -> Plan:
     """Join the environment and the command line; the operator's number of processes wins."""
     standalone = env.replica is None
@@ -112,6 +123,7 @@ def make_plan(
         raise ConfigError(
             f"--nproc {nproc} contradicts nprocPerNode {env.nproc} of the DDPJob: leave it out"
         )
+    events = events or env.events
     run_id = uuid.uuid4().hex if standalone else f"{env.identity.uid}-{env.identity.attempt}"
     rounds = _rounds(env, rounds_without_progress, standalone=standalone)
     return Plan(
@@ -131,6 +143,8 @@ def make_plan(
         final_exit_codes=env.final_exit_codes,
         hub_port=env.hub_port if rounds and not standalone and env.replicas > 1 else None,
         trace=env.trace,
+        deadlines=env.deadlines,
+        events=events.absolute() if events is not None else None,
     )
 
 
@@ -142,6 +156,9 @@ def common_environment(
     env["PROMETHEUS_MULTIPROC_DIR"] = str(directory / "metrics")
     env.setdefault("OMP_NUM_THREADS", "1")
     env.setdefault("PYTHONUNBUFFERED", "1")
+    env[TERMINAL] = str(terminal_columns())
+    if plan.events is not None:
+        env[EVENTS] = str(plan.events)
     if plan.standalone:
         # Every rank is on this machine; its host name may resolve to an address it lacks.
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -52,7 +52,9 @@ def make_report(
     ``terminated``: the launcher itself was told to end. ``elsewhere``: why the attempt ended,
     when no process of this launcher was the cause.
     """
-    exception = (state.exception if state else "") or (exception_in(log) if failure else "")
+    exception = failure.exception if failure else ""
+    exception = exception or (state.exception if state else "")
+    exception = exception or (exception_in(log) if failure else "")
     name = kind(failure, exception=exception, terminated=terminated)
     report: TerminationReport = {"version": REPORT_VERSION, "kind": name, "round": round_}
     if elsewhere:

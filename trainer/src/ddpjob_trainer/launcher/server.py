@@ -20,14 +20,21 @@ STATE_VERSION = 1
 
 
 def state_body(
-    state: RankState | None, *, attempt: int, round_: int, known: Known | None = None
+    state: RankState | None,
+    *,
+    attempt: int,
+    round_: int,
+    known: Known | None = None,
+    stacks: str = "",
 ) -> State:
     """Return the JSON object of GET /state for one rank's record.
 
-    ``known``: of earlier rounds, shown while this one starts up.
+    ``known``: of earlier rounds, shown while this one starts up. ``stacks``: of the last hang.
     """
     known = known or Known()
     body: State = {"version": STATE_VERSION, "attempt": attempt, "round": round_}
+    if stacks:
+        body["stacks"] = stacks
     if known.records:
         body["rounds"] = list(known.records)
     snapshot_step = max(known.snapshot_step, state.snapshot_step if state else -1)

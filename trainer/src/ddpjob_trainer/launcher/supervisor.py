@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from ddpjob_trainer.contract import State
+from ddpjob_trainer.events import EventLog
 from ddpjob_trainer.launcher import ending, membership, server, verdict, workers
 from ddpjob_trainer.launcher.gang import Gang
 from ddpjob_trainer.launcher.messages import (
@@ -36,6 +37,7 @@ from ddpjob_trainer.launcher.messages import (
 )
 from ddpjob_trainer.launcher.metrics import LauncherMetrics, forget_dead
 from ddpjob_trainer.launcher.output import OutputPump, stdout_is_terminal
+from ddpjob_trainer.launcher.overdue import Overdue
 from ddpjob_trainer.launcher.plan import Plan, common_environment, rank_environment
 from ddpjob_trainer.trace import Trace
 
@@ -100,6 +102,9 @@ class Supervisor:
         self._ended = ending.Ended()
         self._finished = False
         self._counted = LauncherMetrics()
+        self._overdue = Overdue(plan.deadlines, self._counted, say)
+        # Beside rank 0, which is a worker of this launcher.
+        self._events = EventLog(plan.events) if plan.events and plan.replica == 0 else None
 
     def run(self) -> int:
         """Return the exit code of the launcher."""
@@ -124,6 +129,8 @@ class Supervisor:
                 self._pump.drain(_DRAIN_SECONDS)
                 code = ending.finish(plan, self._gang, self._pump, self._known, self._ended, say)
                 self._member.close()
+                if self._events is not None:
+                    self._events.write("end", code=int(code), round=self._gang.round)
                 return code
         finally:
             shutil.rmtree(self._directory, ignore_errors=True)
@@ -178,6 +185,7 @@ class Supervisor:
             attempt=self._plan.attempt,
             round_=gang.round,
             known=self._known,
+            stacks=self._overdue.stacks,
         )
 
     def _begin(self, round_: int, now: float) -> None:
@@ -185,6 +193,7 @@ class Supervisor:
         self._enter(_Phase.RUNNING, now)
         self._told = 0
         self._trace.round = round_
+        self._overdue.begin()
         self._gang = Gang(self._plan, round_, self._directory / f"round-{round_}", self._pump)
         self._gang.start(self._start_worker, now)
         self._trace.mark("started")
@@ -205,8 +214,9 @@ class Supervisor:
             for pid, status in workers.reap():
                 self._gang.ended(pid, status, now)
             self._counted.workers = self._gang.running
-            self._end_overdue(now)
             self._forward(now)
+            terminating = self._ended.signal != 0
+            overdue_due = self._overdue.tick(self._gang, now, terminating=terminating)
             self._tell(now)
             member_due = self._member.tick(now)
             self._heed(now)
@@ -216,7 +226,7 @@ class Supervisor:
             if self._is_over(now):
                 return
             if not self._signals and not self._member.link.inbox:
-                dues = (member_due, kill_due, now + _TICK_SECONDS)
+                dues = (member_due, kill_due, overdue_due, now + _TICK_SECONDS)
                 self._sleep(min(due for due in dues if due is not None) - now)
 
     def _sleep(self, seconds: float) -> None:
@@ -225,9 +235,6 @@ class Supervisor:
 
     def _enter(self, phase: _Phase, now: float) -> None:
         self._phase, self._since = phase, now
-
-    def _end_overdue(self, now: float) -> None:
-        """A worker that makes no progress is killed, and its exit counts as 76: a hang."""
 
     def _forward(self, now: float) -> None:
         while self._signals:
@@ -319,6 +326,8 @@ class Supervisor:
         self._ended.waiting_since = 0.0
         old = self._gang.state_dir
         self._counted.round = go.round
+        if self._events is not None:
+            self._events.write("failure", **last)
         self._counted.rounds[last.get("kind", "peerLost")] += 1
         self._begin(go.round, now)
         forget_dead(self._directory / "metrics")

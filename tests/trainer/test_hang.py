@@ -1,0 +1,134 @@
+"""Hangs under the launcher: the culprit is named, shows its stacks, and counts as 76.
+
+The workers keep the library's records without importing torch, so each stands exactly where the
+test wants it. tests/trainer/test_metrics.py has hangs of real training.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from support.launching import launch, run
+
+WORKER = """
+import ctypes
+from pathlib import Path
+from ddpjob_trainer import stacks
+from ddpjob_trainer.rankstate import RankStateWriter
+directory = Path(os.environ["DDPJOB_TRAINER_STATE_DIR"])
+stacks.enable(directory, rank)
+writer = RankStateWriter(directory, rank)
+def everybody_is_here():
+    for other in range(int(os.environ["WORLD_SIZE"])):
+        while not (directory / f"rank-{other}.state").exists():
+            time.sleep(0.01)
+def waits_for_its_peers():
+    while True:
+        time.sleep(600)
+def asleep():
+    time.sleep(600)
+def holds_the_gil():
+    while True:
+        ctypes.PyDLL(None).sleep(600)
+def stopped():
+    os.kill(os.getpid(), signal.SIGSTOP)
+def in_a_write_that_never_returns():
+    read, write = os.pipe()
+    while True:
+        os.write(write, bytes(65536))
+"""
+
+
+def environment(**seconds: float) -> dict[str, str]:
+    limits = {"startup": 60.0, "step": 60.0, "snapshot": 60.0, **seconds}
+    return {f"DDPJOB_HANG_{name.upper()}_SECONDS": str(value) for name, value in limits.items()}
+
+
+CASES = {
+    # phase, activity, what rank 1 does, whether it can show its stacks
+    "data loading": ("step", "data", "asleep", True),
+    "C code that holds the GIL": ("step", "forward", "holds_the_gil", True),
+    "SIGSTOP in a collective": ("step", "backward", "stopped", False),
+    "start": ("startup", "build", "asleep", True),
+    "a disk that does not answer": ("snapshot", "snapshot", "in_a_write_that_never_returns", True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_culprit_is_named_and_counts_as_76(script, tmp_path, name):  # type: ignore[no-untyped-def]
+    phase, activity, what, shows = CASES[name]
+    report = tmp_path / "report"
+    program = script(
+        f"""{WORKER}
+everybody_is_here()
+writer.update(phase={phase!r}, step=7)
+if rank != 1:
+    writer.mark("backward")
+    waits_for_its_peers()
+writer.mark({activity!r})
+{what}()
+"""
+    )
+    code, _, err = run(
+        "--nproc", "3", "--max-rounds-without-progress", "0", "--termination-log", str(report),
+        program, env=environment(**{phase: 1.5}),
+    )  # fmt: skip
+    assert code == 76, err
+    found = json.loads(report.read_bytes())
+    assert (found["kind"], found["rank"], found["code"], found["step"]) == ("hang", 1, 76, 7)
+    assert f"in phase {phase} ({activity}) after step 7" in found["exception"]
+    assert f"DDPJOB_HANG_{phase.upper()}_SECONDS=1.5" in found["exception"]
+    assert "launcher: rank 1 " in err
+    assert ("--- rank 1\nno answer: it is stopped" in err) == (not shows)
+    assert (f"in {what}" in err) == shows
+    assert err.count("in waits_for_its_peers") == 2  # those of the others tell what they wait for
+    assert "stacks" not in found
+
+
+def test_after_the_loop_and_without_our_library_nothing_is_watched(script):  # type: ignore[no-untyped-def]
+    program = script(
+        f"""
+if rank == 0:
+    {WORKER.replace(chr(10), chr(10) + "    ")}
+    writer.update(phase="done")
+time.sleep(2)
+"""
+    )
+    limits = environment(startup=0.3, step=0.3, snapshot=0.3)
+    code, _, err = run("--nproc", "2", program, env=limits)
+    assert code == 0, err
+
+
+def test_who_does_not_end_within_the_grace_period_shows_why(script, tmp_path):  # type: ignore[no-untyped-def]
+    """And a program that cannot answer is killed as ever: code and report stay those of SIGTERM."""
+    report = tmp_path / "report"
+    program = script(
+        f"""
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if rank == 0:
+    {WORKER.replace(chr(10), chr(10) + "    ")}
+    writer.update(phase="step", step=3)
+print("ready", flush=True)
+def does_not_care():
+    while True:
+        time.sleep(600)
+does_not_care()
+"""
+    )
+    process = launch(
+        "--nproc", "2", "--termination-log", str(report), program,
+        env={**environment(), "DDPJOB_GRACE_SECONDS": "2.5"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    for _ in range(2):
+        assert process.stdout.readline().endswith("ready\n")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert json.loads(report.read_bytes())["kind"] == "sigterm"
+    assert "the grace period is over and not ended: rank 0, 1" in err
+    assert "in does_not_care" in err
+    assert "--- rank 1" not in err

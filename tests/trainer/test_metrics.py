@@ -1,0 +1,140 @@
+"""Metrics, /state and the event log of real training that dies and hangs on its way."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import urllib.request
+from pathlib import Path
+
+from ddpjob_trainer import metricnames
+from ddpjob_trainer.events import read_events, read_losses
+from support.launching import launch
+
+SCRIPT = """
+import torch
+from torch import nn
+import ddpjob_trainer as ddp
+run = ddp.start(total_steps=12, global_batch=12, snapshot_dir={directory!r} + "/snapshots",
+                snapshot_every=2, log_every=4)
+class Data:
+    asked = 0
+    def __len__(self):
+        return 96
+    def __getitem__(self, index):
+        self.asked += 1
+        first, round_ = self.asked == 4 * 5, os.environ["DDPJOB_ROUND"]
+        if rank == 2 and round_ == "0" and first:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1 and round_ == "1" and first:
+            self.never_answers()
+        return torch.full((8,), float(index)), torch.tensor([float(index)])
+    def never_answers(self):
+        time.sleep(600)
+model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+model, optimizer = run.prepare(model, optimizer, bucket_cap_mb=0.001, clip_grad_norm=1.0)
+for step in run.steps(Data()):
+    for x, y in step.batches:
+        step.backward(((model(x) - y) ** 2).mean())
+    step.commit()
+print("trained", flush=True)
+while not os.path.exists({directory!r} + "/go"):
+    time.sleep(0.05)
+run.finish()
+"""
+
+
+def samples(text: str) -> dict[str, float]:
+    found = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            assert name not in found, f"twice: {name}"
+            found[name] = float(value)
+    return found
+
+
+def test_over_rounds(script, tmp_path, wait_until):  # type: ignore[no-untyped-def]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    events, directory = tmp_path / "events.jsonl", str(tmp_path)
+    process = launch(
+        "--nproc", "3", "--metrics-port", str(port), "--events", str(events),
+        script(SCRIPT.format(directory=directory)),
+        env={"DDPJOB_HANG_STEP_SECONDS": "4"},
+    )  # fmt: skip
+
+    def get(page: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{page}", timeout=10) as reply:
+            return str(reply.read().decode())
+
+    assert process.stdout is not None
+    try:
+        seen = []
+        while sum("trained" in line for line in seen) < 3:
+            seen.append(process.stdout.readline())
+            assert seen[-1], process.communicate(timeout=30)[1]
+        check_metrics(samples(get("metrics")))
+        check_state(json.loads(get("state")))
+        assert get("healthz") == "ok\n"
+        Path(directory, "go").touch()
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+        check_events(events)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=30)
+
+
+def check_metrics(found: dict[str, float]) -> None:
+    name = metricnames.PREFIX
+    assert found[f'{name}rounds_total{{kind="signal"}}'] == 1
+    assert found[f'{name}rounds_total{{kind="hang"}}'] == 1
+    assert found[f'{name}hangs_total{{phase="step"}}'] == 1
+    assert found[f"{name}round"] == 2
+    assert found[f"{name}workers"] == 3
+    for rank in range(3):
+        assert found[f'{name}step{{rank="{rank}"}}'] == 12
+        # Every round has finished 4 steps or more; of a killed one only the first is certain.
+        assert found[f'{name}samples_total{{rank="{rank}"}}'] >= 4 * (1 + 1 + 4)
+        assert found[f'{name}step_seconds_count{{rank="{rank}"}}'] >= 12
+        assert found[f'{name}snapshot_step{{rank="{rank}"}}'] == 12
+        assert found[f'{name}learning_rate{{rank="{rank}"}}'] == 0.001
+        assert found[f'{name}grad_norm{{rank="{rank}"}}'] > 0
+        for activity in ("data", "forward", "backward", "update", "agreement"):
+            assert found[f'{name}phase_seconds_total{{activity="{activity}",rank="{rank}"}}'] > 0
+        for stage in ("rendezvous", "build", "load", "first_step"):
+            assert found[f'{name}recovery_seconds{{rank="{rank}",stage="{stage}"}}'] > 0
+    known = {spec.exposed for spec in (*metricnames.WORKER, *metricnames.LAUNCHER)}
+    ours = {re.sub(r"(_bucket|_sum|_count)?({.*)?$", "", sample) for sample in found}
+    assert {sample for sample in ours if not sample.endswith("_created")} <= known
+
+
+def check_state(state: dict[str, object]) -> None:
+    assert (state["round"], state["step"], state["totalSteps"]) == (2, 12, 12)
+    assert state["snapshotStep"] == 12
+    rounds = state["rounds"]
+    assert isinstance(rounds, list)
+    assert [(one["rank"], one["kind"]) for one in rounds] == [(2, "signal"), (1, "hang")]
+    assert "rank 1 hangs" in rounds[1]["exception"]
+    stacks = state["stacks"]
+    assert isinstance(stacks, str)
+    assert stacks.startswith("--- rank 1\n")
+    assert "in never_answers" in stacks
+    assert len(stacks.encode()) <= 16 * 1024
+
+
+def check_events(path: Path) -> None:
+    assert sorted(read_losses(path)) == list(range(1, 13))
+    found = list(read_events(path))
+    failures = [event for event in found if event["event"] == "failure"]
+    assert [(event["rank"], event["kind"]) for event in failures] == [(2, "signal"), (1, "hang")]
+    resumes = [event["step"] for event in found if event["event"] == "resume"]
+    assert (len(resumes), resumes[0]) == (3, 0)
+    assert 12 in [event["step"] for event in found if event["event"] == "snapshot"]
+    assert found[-1]["event"] == "end"
+    assert found[-1]["code"] == 0
