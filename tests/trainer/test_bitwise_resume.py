@@ -17,7 +17,8 @@ from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer import exact
-from ddpjob_trainer.snapshot import disk
+from ddpjob_trainer.snapshot import keeping
+from support.snapshots import await_snapshot
 
 STEPS = 14
 EVERY = 4
@@ -65,8 +66,12 @@ class Training:
     steps: int = STEPS
     die: tuple[int, int, str] | None = None  # rank, step, place
     at: Callable[[ddp.Run, int], None] | None = None  # called in the middle of each step
+    keeper: str = ""  # what keepers do before and after each of their operations
+    durable: int = 0  # the snapshot of this step must be durable before anybody dies
 
     def __call__(self, rank: int) -> None:
+        if self.keeper:
+            keeping.prelude = KEEPER_SEAM.format(body=self.keeper)
         torch.manual_seed(3)
         inputs, targets = torch.randn(200, 48), torch.randint(0, 10, (200,))
         run = ddp.start(
@@ -95,8 +100,6 @@ class Training:
             if self.at is not None:
                 self.at(run, step.index)
             self._maybe_die(rank, step.index, "before commit")
-            if self.die == (rank, step.index, "in save"):
-                disk.seam = _die_at_first_rename
             step.commit()
             ema.update(model)
             losses.write(f"{step.index} {loss.item().hex()}\n")
@@ -106,6 +109,9 @@ class Training:
 
     def _maybe_die(self, rank: int, step: int, place: str) -> None:
         if self.die == (rank, step, place):
+            if self.durable:
+                newest = max((self.directory / "snapshots").glob("0*"))
+                await_snapshot(newest, self.durable)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def outcome(self, world: int = 3) -> list[tuple[str, dict[int, str]]]:
@@ -127,9 +133,14 @@ def fresh(path: Path, **options: object) -> Training:
     return Training(path, **options)  # type: ignore[arg-type]
 
 
-def _die_at_first_rename(operation: str, path: Path) -> None:
-    if operation == "before rename":
-        os.kill(os.getpid(), signal.SIGKILL)
+KEEPER_SEAM = """
+import os
+from ddpjob_trainer.snapshot import disk
+def seam(operation, path):
+    step = path.name.split("-")[1].partition(".")[0].lstrip("0") if "-" in path.name else ""
+    {body}
+disk.seam = seam
+"""
 
 
 def test_killed_at_every_rank_and_place_equals_undisturbed(gang, tmp_path):  # type: ignore[no-untyped-def]
@@ -140,16 +151,18 @@ def test_killed_at_every_rank_and_place_equals_undisturbed(gang, tmp_path):  # t
         (2, 1, "before commit"),  # before any snapshot: from the start again
         (1, 5, "before backward"),
         (0, 6, "before commit"),
-        (0, 7, "in save"),
+        (0, 7, "in its keeper's commit"),
         (2, 8, "before backward"),
         (1, 11, "before commit"),
         (0, 13, "before backward"),
     ):
         disturbed.die = die
+        in_keeper = 'if (operation, step) == ("before rename", "8"): os.kill(os.getppid(), 9)'
+        disturbed.keeper = in_keeper if die[2].startswith("in") else ""
         codes = gang.run(disturbed)
         killed = die[0]
         assert codes == {r: -9 if r == killed else 75 for r in range(3)}, gang.log(killed)
-    disturbed.die = None
+    disturbed.die, disturbed.keeper = None, ""
     assert gang.run(disturbed) == {0: 0, 1: 0, 2: 0}
     assert disturbed.outcome() == undisturbed.outcome()
     assert "lost a peer after step" in gang.log(1)
@@ -159,7 +172,7 @@ def test_without_the_warm_up_the_same_test_sees_a_difference(gang, tmp_path):  #
     """Proves that the comparison can fail: level off skips the warm-up and nothing else."""
     undisturbed = fresh(tmp_path / "undisturbed", level="off")
     assert gang.run(undisturbed) == {0: 0, 1: 0, 2: 0}
-    disturbed = fresh(tmp_path / "disturbed", level="off", die=(1, 5, "before commit"))
+    disturbed = fresh(tmp_path / "disturbed", level="off", die=(1, 5, "before commit"), durable=4)
     assert gang.run(disturbed)[1] == -9
     disturbed.die = None
     assert gang.run(disturbed) == {0: 0, 1: 0, 2: 0}
@@ -187,7 +200,7 @@ def test_sigterm_to_one_rank_stops_all_at_one_step_with_a_snapshot(gang, tmp_pat
 def test_a_damaged_newest_snapshot_gives_way_to_the_older(gang, tmp_path, damage):  # type: ignore[no-untyped-def]
     undisturbed = fresh(tmp_path / "undisturbed")
     gang.run(undisturbed)
-    disturbed = fresh(tmp_path / "disturbed", die=(1, 9, "before commit"))
+    disturbed = fresh(tmp_path / "disturbed", die=(1, 9, "before commit"), durable=8)
     gang.run(disturbed)
     newest = max((tmp_path / "disturbed/snapshots").glob("*/step-*8-*.safetensors"))
     if damage == "truncate":
@@ -207,14 +220,11 @@ def test_a_damaged_newest_snapshot_gives_way_to_the_older(gang, tmp_path, damage
 
 
 def test_a_full_disk_does_not_stop_training(gang, tmp_path):  # type: ignore[no-untyped-def]
-    def fail_saves(run: ddp.Run, index: int) -> None:
-        def seam(operation: str, path: Path) -> None:
-            if operation == "before write" and 7 <= index < 12:
-                raise OSError(28, "No space left on device")
-
-        disk.seam = seam
-
-    training = fresh(tmp_path / "t", at=fail_saves)
+    full = (
+        'if operation == "before write" and step in ("8", "12"):'
+        ' raise OSError(28, "No space left on device")'
+    )
+    training = fresh(tmp_path / "t", keeper=full)
     assert gang.run(training) == {0: 0, 1: 0, 2: 0}
     log = gang.log(0)
     assert "snapshot after step 8 failed: No space left on device" in log
@@ -245,11 +255,11 @@ def test_another_configuration_is_refused_with_the_cure(gang, tmp_path):  # type
 
 
 def test_resume_never_starts_anew_and_its_chain_is_followed_afterwards(gang, tmp_path):  # type: ignore[no-untyped-def]
-    training = fresh(tmp_path / "t", die=(1, 9, "before commit"))
+    training = fresh(tmp_path / "t", die=(1, 9, "before commit"), durable=8)
     gang.run(training)
     for rank in range(3):
         (tmp_path / f"t/losses-{rank}").unlink()
-    training.die = (1, 5, "before commit")
+    training.die, training.durable = (1, 5, "before commit"), 4
     gang.run(training, env={"DDPJOB_SNAPSHOT_RESUME": "Never"})
     assert "resuming" not in gang.log(0)
     training.die = None

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.progress import Progress
+from support.snapshots import await_snapshot
 
 STEPS = 10
 
@@ -75,6 +76,8 @@ class Training:
                     loss = nn.functional.cross_entropy(wrapped(x).float(), y)
                 step.backward(loss)
             if self.stop(rank, step.index):
+                newest = max((self.directory / "snapshots").glob("0*"))
+                await_snapshot(newest, step.index // 2 * 2)
                 os.kill(os.getpid(), signal.SIGKILL)
             step.commit()
             with torch.no_grad():  # at another level the ranks would drift apart

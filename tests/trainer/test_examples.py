@@ -87,7 +87,10 @@ def test_digits_killed_and_restarted_by_the_launcher_equals_torchruns(tmp_path):
     assert (content["kind"], content["rank"], content["signal"]) == ("signal", 1, 9)
     assert content["step"] >= content["snapshotStep"] >= 20
     resumed = finish(*command, **env)
-    assert f"resuming after step {content['snapshotStep']}" in resumed
+    # One that became durable while the gang died is not in the report.
+    found = re.search(r"resuming after step (\d+)", resumed)
+    assert found is not None
+    assert int(found[1]) >= content["snapshotStep"]
     assert value("weights_sha256", resumed) == value("weights_sha256", undisturbed)
     assert value("test_accuracy", resumed) == value("test_accuracy", undisturbed)
     assert json.loads(report.read_bytes())["kind"] == "success"

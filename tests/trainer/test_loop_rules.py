@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
+from support.snapshots import await_snapshot
 
 DATA = TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(1)))
 
@@ -199,6 +200,7 @@ class Small:
             for (x,) in step.batches:
                 step.backward(wrapped(x).pow(2).mean())
             if step.index == self.die:
+                await_snapshot(self.directory / "s/00000001", 4)
                 os.kill(os.getpid(), signal.SIGKILL)
             step.commit()
         run.evaluate(DATA, lambda net, batch: net(batch[0]).sum())

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 
-from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.snapshot.format import flatten, unflatten
-from ddpjob_trainer.snapshot.store import Loaded, SnapshotStore
-
-
-def open_store(root: Path, attempt: int) -> tuple[SnapshotStore, Loaded | None]:
-    who = Identity("u", attempt, 0, unique=True)
-    return SnapshotStore.open(root, who, keep=3, resume=True, tell=print)
+from support.snapshots import open_snapshots
 
 
 def test_every_kind_of_value_survives_the_trip(tmp_path):  # type: ignore[no-untyped-def]
@@ -39,9 +32,9 @@ def test_every_kind_of_value_survives_the_trip(tmp_path):  # type: ignore[no-unt
         "conjugate": torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex128).conj(),
         "tied": [shared, shared],
     }
-    store, _ = open_store(tmp_path, 1)
+    store, _ = open_snapshots(tmp_path, 1)
     store.save(1, flatten(value), {})
-    loaded = open_store(tmp_path, 2)[1]
+    loaded = open_snapshots(tmp_path, 2)[1]
     assert loaded is not None
     found = unflatten(loaded.flat)
     for name in ("ints", "floats", "tuple", "bytes", "$odd"):

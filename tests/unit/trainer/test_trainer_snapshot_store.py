@@ -14,31 +14,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.errors import PeerLostError
-from ddpjob_trainer.snapshot import disk, lineage, manifest
+from ddpjob_trainer.snapshot import disk, lineage, loading, manifest
 from ddpjob_trainer.snapshot.format import flatten, unflatten
-from ddpjob_trainer.snapshot.store import Loaded, SnapshotStore
+from ddpjob_trainer.snapshot.store import Loaded
+from support.snapshots import Store, open_snapshots
 
 CONFIG = {"seed": 1}
-
-
-def identity(attempt: int = 1, round_: int = 0, uid: str = "u") -> Identity:
-    return Identity(uid, attempt, round_, unique=True)
 
 
 def state(step: int) -> dict[str, Any]:
     return {"w": torch.full((50,), float(step)), "n": step, "nested": [torch.arange(step)]}
 
 
-def open_store(
-    root: Path, attempt: int = 1, *, uid: str = "u", resume: bool = True, keep: int = 3
-) -> tuple[SnapshotStore, Loaded | None]:
-    who = identity(attempt, uid=uid)
-    return SnapshotStore.open(root, who, keep=keep, resume=resume, tell=print)
-
-
-def save(store: SnapshotStore, step: int) -> None:
+def save(store: Store, step: int) -> None:
     store.save(step, flatten(state(step)), CONFIG)
 
 
@@ -59,22 +48,25 @@ def _no_seam() -> Iterator[None]:
 
 
 def test_what_is_saved_comes_back_in_the_next_attempt(tmp_path):  # type: ignore[no-untyped-def]
-    store, loaded = open_store(tmp_path)
+    store, loaded = open_snapshots(tmp_path)
     assert loaded is None
     for step in (5, 10):
         save(store, step)
-    check(open_store(tmp_path, 2)[1], 10)
+    check(open_snapshots(tmp_path, 2)[1], 10)
 
 
 def test_data_files_are_plain_safetensors(tmp_path):  # type: ignore[no-untyped-def]
-    store, _ = open_store(tmp_path)
+    store, _ = open_snapshots(tmp_path)
     save(store, 5)
-    (data,) = tmp_path.glob("*/*.safetensors")
-    assert torch.equal(load_file(data)["w@0"], state(5)["w"])
+    files = [load_file(path) for path in sorted(tmp_path.glob("*/*.safetensors"))]
+    assert len(files) == 3
+    pieces = {key: piece for file in files for key, piece in file.items() if key.startswith("w@")}
+    ordered = sorted(pieces, key=lambda key: int(key.partition("@")[2]))
+    assert torch.equal(torch.cat([pieces[key] for key in ordered]), state(5)["w"])
 
 
 def operations_of_a_save(root: Path) -> int:
-    store, _ = open_store(root)
+    store, _ = open_snapshots(root)
     for step in (1, 2):
         save(store, step)
     seen: list[str] = []
@@ -92,7 +84,7 @@ def test_killed_at_every_point_of_a_save_the_newest_durable_one_loads(tmp_path):
         root = tmp_path / str(point)
         pid = os.fork()
         if pid == 0:
-            store, _ = open_store(root)
+            store, _ = open_snapshots(root)
             for step in (1, 2):
                 save(store, step)
             left = point
@@ -107,7 +99,7 @@ def test_killed_at_every_point_of_a_save_the_newest_durable_one_loads(tmp_path):
             save(store, 3)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-        loaded = open_store(root, 2)[1]
+        loaded = open_snapshots(root, 2)[1]
         assert loaded is not None
         check(loaded, loaded.step)
         outcomes.add(loaded.step)
@@ -118,7 +110,7 @@ def test_killed_at_every_point_of_a_start_the_parent_still_loads(tmp_path):  # t
     point = 0
     while True:
         root = tmp_path / str(point)
-        store, _ = open_store(root)
+        store, _ = open_snapshots(root)
         save(store, 7)
         pid = os.fork()
         if pid == 0:
@@ -131,10 +123,10 @@ def test_killed_at_every_point_of_a_start_the_parent_still_loads(tmp_path):  # t
                 left -= 1
 
             disk.seam = seam
-            open_store(root, 2)
+            open_snapshots(root, 2)
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        check(open_store(root, 3)[1], 7)
+        check(open_snapshots(root, 3)[1], 7)
         if code == 0:
             break
         point += 1
@@ -147,7 +139,7 @@ def test_a_save_that_fails_anywhere_leaves_the_older_ones(tmp_path, code):  # ty
     failed = 0
     for point in range(count):
         root = tmp_path / str(point)
-        store, _ = open_store(root)
+        store, _ = open_snapshots(root)
         save(store, 1)
         left = point
 
@@ -167,17 +159,17 @@ def test_a_save_that_fails_anywhere_leaves_the_older_ones(tmp_path, code):  # ty
         disk.seam = None
         save(store, 3)  # the next one works again
         assert not list(root.glob("*/*.tmp"))
-        check(open_store(root, 2)[1], 3)
+        check(open_snapshots(root, 2)[1], 3)
     assert failed > 5
 
 
-@pytest.mark.parametrize("suffix", ["safetensors", "json"])
+@pytest.mark.parametrize("suffix", ["-0.safetensors", "-1.safetensors", "-2.safetensors", ".json"])
 def test_any_flipped_or_missing_byte_gives_way_to_the_older(tmp_path, suffix):  # type: ignore[no-untyped-def]
-    store, _ = open_store(tmp_path / "origin")
+    store, _ = open_snapshots(tmp_path / "origin")
     save(store, 1)
     save(store, 2)
     (newest,) = (
-        p for p in (tmp_path / "origin").glob(f"*/step-000000000002*.{suffix}")
+        p for p in (tmp_path / "origin").glob(f"*/step-000000000002*{suffix}")
     )  # fmt: skip
     data = newest.read_bytes()
     places = range(0, len(data), max(1, len(data) // 40))
@@ -198,7 +190,7 @@ def _load_only(directory: Path) -> list[int]:
     for path in sorted(directory.glob("step-*.json")):
         try:
             found = manifest.read(path)
-            manifest.load(directory, found)
+            loading.load(directory, found)
         except manifest.InvalidSnapshotError:
             continue
         good.append(found.step)
@@ -206,18 +198,18 @@ def _load_only(directory: Path) -> list[int]:
 
 
 def test_an_invalid_snapshot_is_put_aside_and_the_older_taken(tmp_path, capsys):  # type: ignore[no-untyped-def]
-    store, _ = open_store(tmp_path)
+    store, _ = open_snapshots(tmp_path)
     save(store, 1)
     save(store, 2)
-    (data,) = tmp_path.glob("*/step-000000000002-*.safetensors")
+    (data,) = tmp_path.glob("*/step-000000000002-*-1.safetensors")
     data.write_bytes(data.read_bytes()[:-1])
-    check(open_store(tmp_path, 2)[1], 1)
+    check(open_snapshots(tmp_path, 2)[1], 1)
     assert "is not usable" in capsys.readouterr().out
     assert list(tmp_path.glob("*/*.invalid"))
 
 
 def test_a_future_version_and_a_symbolic_link_are_refused(tmp_path):  # type: ignore[no-untyped-def]
-    store, _ = open_store(tmp_path)
+    store, _ = open_snapshots(tmp_path)
     save(store, 1)
     (path,) = tmp_path.glob("*/step-*.json")
     target = tmp_path / "elsewhere"
@@ -240,113 +232,112 @@ def test_a_future_version_and_a_symbolic_link_are_refused(tmp_path):  # type: ig
 
 
 def test_what_a_zombie_commits_is_never_loaded(tmp_path):  # type: ignore[no-untyped-def]
-    zombie, _ = open_store(tmp_path, 1)
+    zombie, _ = open_snapshots(tmp_path, 1)
     save(zombie, 10)
-    live, loaded = open_store(tmp_path, 2)
+    live, loaded = open_snapshots(tmp_path, 2)
     check(loaded, 10)
     for step in (20, 30, 40, 50, 60):
         save(zombie, step)  # retention of the zombie runs as well
     save(live, 15)
-    check(open_store(tmp_path, 3)[1], 15)
+    check(open_snapshots(tmp_path, 3)[1], 15)
 
 
 def test_a_zombie_cannot_hurt_what_its_successor_took_over(tmp_path):  # type: ignore[no-untyped-def]
-    zombie, _ = open_store(tmp_path, 1)
+    zombie, _ = open_snapshots(tmp_path, 1)
     save(zombie, 10)
-    open_store(tmp_path, 2)
+    open_snapshots(tmp_path, 2)
     for step in (20, 30, 40, 50):
         save(zombie, step)
-    check(open_store(tmp_path, 3)[1], 10)
+    check(open_snapshots(tmp_path, 3)[1], 10)
 
 
 def test_a_late_start_of_an_earlier_attempt_is_refused(tmp_path):  # type: ignore[no-untyped-def]
-    live, _ = open_store(tmp_path, 2)
+    live, _ = open_snapshots(tmp_path, 2)
     save(live, 5)
     with pytest.raises(PeerLostError, match="attempt 2 round 0 of this job has already started"):
-        open_store(tmp_path, 1)
-    check(open_store(tmp_path, 3)[1], 5)
+        open_snapshots(tmp_path, 1)
+    check(open_snapshots(tmp_path, 3)[1], 5)
 
 
 def test_a_zombie_that_claimed_late_does_not_take_the_lead(tmp_path):  # type: ignore[no-untyped-def]
-    live, _ = open_store(tmp_path, 2)
+    live, _ = open_snapshots(tmp_path, 2)
     save(live, 5)
     late = lineage.claim(tmp_path)  # attempt 1, stopped before its check, wakes up after it
     lineage.write_start(tmp_path, lineage.Start(late, "u", 1, 0))
-    zombie = SnapshotStore(tmp_path, late, 3, print)
+    zombie = Store(tmp_path, late, 3, 3)
     save(zombie, 99)
-    check(open_store(tmp_path, 3)[1], 5)
+    check(open_snapshots(tmp_path, 3)[1], 5)
 
 
 def test_a_claim_without_a_start_record_is_on_no_chain(tmp_path):  # type: ignore[no-untyped-def]
-    live, _ = open_store(tmp_path, 1)
+    live, _ = open_snapshots(tmp_path, 1)
     save(live, 5)
     lineage.claim(tmp_path)
-    check(open_store(tmp_path, 2)[1], 5)
+    check(open_snapshots(tmp_path, 2)[1], 5)
 
 
 def test_resume_never_begins_a_chain_that_is_followed_then(tmp_path):  # type: ignore[no-untyped-def]
-    old, _ = open_store(tmp_path, 1)
+    old, _ = open_snapshots(tmp_path, 1)
     save(old, 50)
-    new, loaded = open_store(tmp_path, 1, uid="new", resume=False)
+    new, loaded = open_snapshots(tmp_path, 1, uid="new", resume=False)
     assert loaded is None
     assert list(tmp_path.glob("*/step-000000000050.json"))  # not removed in haste
     save(new, 5)
-    check(open_store(tmp_path, 2, uid="new")[1], 5)
+    check(open_snapshots(tmp_path, 2, uid="new")[1], 5)
 
 
 def test_resume_never_means_the_job_not_each_of_its_attempts(tmp_path):  # type: ignore[no-untyped-def]
-    old, _ = open_store(tmp_path, 1, uid="old")
+    old, _ = open_snapshots(tmp_path, 1, uid="old")
     save(old, 50)
-    assert open_store(tmp_path, 1, resume=False)[1] is None
-    assert open_store(tmp_path, 2, resume=False)[1] is None  # nothing of its own yet
-    third, _ = open_store(tmp_path, 3, resume=False)
+    assert open_snapshots(tmp_path, 1, resume=False)[1] is None
+    assert open_snapshots(tmp_path, 2, resume=False)[1] is None  # nothing of its own yet
+    third, _ = open_snapshots(tmp_path, 3, resume=False)
     save(third, 5)
-    check(open_store(tmp_path, 4, resume=False)[1], 5)
+    check(open_snapshots(tmp_path, 4, resume=False)[1], 5)
 
 
 def test_a_zombie_of_a_deleted_job_of_the_same_name_is_refused(tmp_path):  # type: ignore[no-untyped-def]
-    deleted, _ = open_store(tmp_path, 1, uid="deleted")
+    deleted, _ = open_snapshots(tmp_path, 1, uid="deleted")
     save(deleted, 5)
     for attempt in (1, 2, 3):
-        live, _ = open_store(tmp_path, attempt, uid="live", keep=2)
+        live, _ = open_snapshots(tmp_path, attempt, uid="live", keep=2)
         for step in range(3):
             save(live, 10 * attempt + step)
     assert all(s.uid == "live" for s in lineage.read_starts(tmp_path).values())
     with pytest.raises(PeerLostError, match=r"another job has taken over.*\(uid live\)"):
-        open_store(tmp_path, 2, uid="deleted")
+        open_snapshots(tmp_path, 2, uid="deleted")
     # Stopped between its check and its start record, it leads nobody either.
     late = lineage.claim(tmp_path)
     lineage.write_start(tmp_path, lineage.Start(late, "deleted", 2, 0))
-    zombie = SnapshotStore(tmp_path, late, 3, print)
+    zombie = Store(tmp_path, late, 3, 3)
     save(zombie, 99)
-    check(open_store(tmp_path, 4, uid="live")[1], 32)
+    check(open_snapshots(tmp_path, 4, uid="live")[1], 32)
 
 
 def test_a_start_record_with_a_flipped_bit_is_not_believed(tmp_path, capsys):  # type: ignore[no-untyped-def]
-    zombie, _ = open_store(tmp_path, 1)
+    zombie, _ = open_snapshots(tmp_path, 1)
     save(zombie, 10)
-    open_store(tmp_path, 2)
+    open_snapshots(tmp_path, 2)
     save(zombie, 30)
     record = tmp_path / "00000002/start.json"
     data = record.read_bytes()
     assert b'"parent_step":10' in data
     record.write_bytes(data.replace(b'"parent_step":10', b'"parent_step":30'))
     assert set(lineage.read_starts(tmp_path)) == {1}
-    open_store(tmp_path, 3)
+    open_snapshots(tmp_path, 3)
     assert "00000002/start.json is not usable" in capsys.readouterr().out
 
 
 def test_another_job_over_the_same_directory_continues_its_newest_chain(tmp_path):  # type: ignore[no-untyped-def]
-    old, _ = open_store(tmp_path, 7)
+    old, _ = open_snapshots(tmp_path, 7)
     save(old, 50)
-    other = identity(1, uid="another")
-    check(SnapshotStore.open(tmp_path, other, keep=3, resume=True, tell=print)[1], 50)
+    check(open_snapshots(tmp_path, 1, uid="another")[1], 50)
 
 
 def test_few_snapshots_and_directories_stay_however_many_attempts(tmp_path):  # type: ignore[no-untyped-def]
     step = 0
     for attempt in range(1, 12):
-        store, _ = open_store(tmp_path, attempt, keep=2)
+        store, _ = open_snapshots(tmp_path, attempt, keep=2)
         for _ in range(attempt % 3):
             step += 1
             save(store, step)
@@ -354,27 +345,27 @@ def test_few_snapshots_and_directories_stay_however_many_attempts(tmp_path):  # 
     assert step in steps
     assert len(steps) <= 4
     assert len(lineage.sequences(tmp_path)) <= 4
-    check(open_store(tmp_path, 99)[1], step)
+    check(open_snapshots(tmp_path, 99)[1], step)
 
 
 def test_retention_keeps_the_newest_and_removes_the_rest(tmp_path):  # type: ignore[no-untyped-def]
-    store, _ = open_store(tmp_path, keep=2)
+    store, _ = open_snapshots(tmp_path, keep=2)
     for step in range(1, 8):
         save(store, step)
     names = sorted(p.name for p in tmp_path.glob("*/*"))
     assert [n for n in names if n.endswith(".json")] == [
         "start.json", "step-000000000006.json", "step-000000000007.json",
     ]  # fmt: skip
-    assert len([n for n in names if n.endswith(".safetensors")]) == 2
+    assert len([n for n in names if n.endswith(".safetensors")]) == 2 * 3
 
 
 def test_a_file_without_a_chunk_is_incomplete(tmp_path):  # type: ignore[no-untyped-def]
-    store, _ = open_store(tmp_path)
+    store, _ = open_snapshots(tmp_path)
     save(store, 1)
     (path,) = tmp_path.glob("*/step-*.json")
     found = manifest.read(path)
     from dataclasses import replace
 
     with pytest.raises(manifest.InvalidSnapshotError, match="is incomplete"):
-        manifest.load(path.parent, replace(found, chunks=found.chunks[1:]))
+        loading.load(path.parent, replace(found, chunks=found.chunks[1:]))
     assert json.loads(path.read_bytes())["format"] == "ddpjob-snapshot"

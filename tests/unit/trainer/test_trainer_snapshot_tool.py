@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from ddpjob_trainer import cli
-from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.snapshot.format import flatten
-from ddpjob_trainer.snapshot.store import SnapshotStore
+from support.snapshots import open_snapshots
 
 
 def model(step: int) -> dict[str, torch.Tensor]:
@@ -21,8 +20,7 @@ def model(step: int) -> dict[str, torch.Tensor]:
 
 
 def save(root: Path, attempt: int, *steps: int) -> None:
-    identity = Identity("uid", attempt, 0, unique=True)
-    store, _ = SnapshotStore.open(root, identity, keep=3, resume=True, tell=print)
+    store, _ = open_snapshots(root, attempt)
     for step in steps:
         state: dict[str, Any] = {"model": model(step), "registered": {}, "rng": []}
         store.save(step, flatten(state), {"seed": 7})

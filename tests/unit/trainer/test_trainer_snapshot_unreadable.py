@@ -6,32 +6,27 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import pytest
 import torch
 
-from ddpjob_trainer.environment import Identity
+from ddpjob_trainer.snapshot import disk
 from ddpjob_trainer.snapshot.format import flatten
-from ddpjob_trainer.snapshot.store import Loaded, SnapshotStore
-
-
-def open_store(root: Path, attempt: int) -> tuple[SnapshotStore, Loaded | None]:
-    who = Identity("u", attempt, 0, unique=True)
-    return SnapshotStore.open(root, who, keep=3, resume=True, tell=print)
+from support.snapshots import open_snapshots
 
 
 @pytest.fixture
 def unreadable(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
     def make(words: str, code: int) -> None:
-        opened = Path.open
+        opened = disk.open_data
 
-        def fails(path: Path, *arguments: Any, **options: Any) -> Any:
+        def fails(path: Path) -> BinaryIO:
             if words in path.name:
                 raise OSError(code, os.strerror(code))
-            return opened(path, *arguments, **options)
+            return opened(path)
 
-        monkeypatch.setattr(Path, "open", fails)
+        monkeypatch.setattr(disk, "open_data", fails)
 
     return make
 
@@ -40,11 +35,11 @@ def unreadable(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
 def test_what_the_disk_does_not_give_back_gives_way_to_the_older(  # type: ignore[no-untyped-def]
     tmp_path, unreadable, monkeypatch, capsys, code
 ):
-    store, _ = open_store(tmp_path, 1)
+    store, _ = open_snapshots(tmp_path, 1)
     store.save(5, flatten({"n": 5, "w": torch.ones(3)}), {})
     store.save(10, flatten({"n": 10, "w": torch.ones(3)}), {})
     unreadable("-000000000010-", code)
-    loaded = open_store(tmp_path, 2)[1]
+    loaded = open_snapshots(tmp_path, 2)[1]
     assert loaded is not None
     assert loaded.step == 5
     assert f"cannot be read: [Errno {code}]" in capsys.readouterr().out
@@ -52,8 +47,8 @@ def test_what_the_disk_does_not_give_back_gives_way_to_the_older(  # type: ignor
 
 
 def test_when_nothing_can_be_read_training_does_not_start_anew(tmp_path, unreadable):  # type: ignore[no-untyped-def]
-    store, _ = open_store(tmp_path, 1)
+    store, _ = open_snapshots(tmp_path, 1)
     store.save(5, flatten({"n": 5, "w": torch.ones(3)}), {})
     unreadable("-00000000000", errno.EIO)
     with pytest.raises(OSError, match="Input/output error"):
-        open_store(tmp_path, 2)
+        open_snapshots(tmp_path, 2)

@@ -63,6 +63,7 @@ class SnapshotSettings:
     every_steps: int
     keep: int
     resume: bool
+    staging: str = "auto"  # see snapshot.staging.MODES
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,9 +62,10 @@ class Guard:
             self._asleep = before
 
     def _is_known(self, obj: object) -> bool:
-        if len(self._state.registered) != self._registered:  # register() inside the loop
-            self._registered = len(self._state.registered)
-            for value in self._state.registered.values():
+        kept = [*self._state.registered.values(), *self._state.per_rank.values()]
+        if len(kept) != self._registered:  # register() inside the loop
+            self._registered = len(kept)
+            for value in kept:
                 self._known.update(id(part) for part in _parts(value))
         return id(obj) in self._known
 

@@ -197,9 +197,9 @@ class Loop:
             self._recording.stepped(done, step.losses)  # before a snapshot can hold this step
             last = stop > 0 or done == self._options.total_steps
             if self._snapshots.due(done, last=last):
-                self._snapshots.save(done, self._trained.state, self._config)
-                if last:  # there is no further step that would tell the others
-                    self._snapshots.learn(self._world.sum([self._snapshots.report()])[0])
+                self._snapshots.save(done, self._trained.state, self._config, last=last)
+            else:
+                self._snapshots.prepare(self._trained.state)
         self._progress.stepped(done, self._averaging.mean_loss(losses))
         self._recording.wait(done)
         if stop and done < self._options.total_steps:

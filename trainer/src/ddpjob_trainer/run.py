@@ -16,14 +16,14 @@ from typing import Any, Self, TypeVar
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpjob_trainer import batches, evaluation, failpoints, rng
+from ddpjob_trainer import batches, evaluation, failpoints
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.evaluation import Metric
 from ddpjob_trainer.loop import Loop, Process
 from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.parting import leave_group
 from ddpjob_trainer.preparing import Trained, make_trained
-from ddpjob_trainer.state import Stateful, flat_sha256, weights_sha256
+from ddpjob_trainer.state import Stateful, weights_sha256
 from ddpjob_trainer.step import Step
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
@@ -127,9 +127,12 @@ class Run:
         )
         return self._trained.model, optimizer
 
-    def register(self, name: str, obj: Stateful) -> None:
-        """Keep one more object with state_dict and load_state_dict in the snapshots."""
-        self._ready("register()").state.register(name, obj)
+    def register(self, name: str, obj: Stateful, *, per_rank: bool = False) -> None:
+        """Keep one more object with state_dict and load_state_dict in the snapshots.
+
+        Rank 0's value is kept; with ``per_rank`` that of each rank, for the same world size.
+        """
+        self._ready("register()").state.register(name, obj, per_rank=per_rank)
 
     # --- The loop ------------------------------------------------------------------------
 
@@ -194,9 +197,8 @@ class Run:
 
         Every rank must call it: a ZeroRedundancyOptimizer's state lies on all of them.
         """
-        state = self._ready("state_sha256()").state
         with self._peers:
-            return flat_sha256(state.capture([rng.capture()]))
+            return self._ready("state_sha256()").state.sha256(self.rank)
 
     def finish(self) -> None:
         """Wait for the other ranks and leave the process group."""
@@ -204,6 +206,8 @@ class Run:
         if not self._closed and sys.exc_info()[0] is None:
             with self._peers:
                 failpoints.reach("barrier")
+                # The loop may have been left before its last step.
+                self._process.snapshots.settle()
                 self._world.barrier()
         self._close()
 
@@ -224,6 +228,7 @@ class Run:
     def _close(self) -> None:
         if not self._closed:
             self._closed = True
+            self._process.snapshots.close()
             leave_group()
 
     def _ready(self, caller: str) -> Trained:

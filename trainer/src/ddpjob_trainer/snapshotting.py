@@ -1,33 +1,50 @@
-"""Snapshots as the loop sees them: restore once, save when due. Rank 0 reads and writes.
+"""Snapshots as the loop sees them: restore once, save when due.
 
-Failing to save is no reason to stop training: it is said, counted, and tried again.
+Every rank stages its part and trains on; keepers write. Failing to save is no reason to stop
+training: it is said, counted, and tried again.
 """
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from ddpjob_trainer import failpoints, rng
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ddpjob_trainer import failpoints
 from ddpjob_trainer.environment import SnapshotSettings
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.progress import Progress
-from ddpjob_trainer.snapshot.store import Loaded, SnapshotStore
-from ddpjob_trainer.state import TrainingState, share
+from ddpjob_trainer.restoring import Opened, open_together
+from ddpjob_trainer.snapshot.board import Board
+from ddpjob_trainer.snapshot.format import DTYPES
+from ddpjob_trainer.snapshot.saving import Captured, Image, Shares, assembler, lay_out
+from ddpjob_trainer.snapshot.staging import Buffer, Copy, mark
+from ddpjob_trainer.snapshot.tracking import Assemble, Part, Place, Tracker
+from ddpjob_trainer.snapshot.writing import data_name
+from ddpjob_trainer.state import TrainingState
 from ddpjob_trainer.world import World, say
 
 Config = Mapping[str, Any]
+_SLACK_BYTES = 64 << 10  # numbers in a header get longer
 
 
 class Snapshots:
-    """One process's view. All methods but due() are called by every rank at the same step."""
+    """One process's view. Every rank calls the same methods at the same step."""
 
     def __init__(self, settings: SnapshotSettings, world: World, progress: Progress) -> None:
         self._settings = settings
         self._world = world
         self._progress = progress
-        self._store: SnapshotStore | None = None
+        self._later = settings.staging == "thread" or (
+            settings.staging == "auto" and world.device.type == "cuda"
+        )
+        self._tracker: Tracker | None = None
+        self._place: Place | None = None
+        self._unsettled = False
+        self._skipping = False
         self.newest = -1  # step of the newest snapshot
 
     def facts(self) -> dict[str, Any]:
@@ -40,34 +57,47 @@ class Snapshots:
         if self._settings.directory is None:
             return
         try:
-            state.capture([])
+            state.capture(self._world.rank)
         except TypeError as error:
             raise ConfigError(f"no snapshot can be made: {error}") from error
+
+    # --- Restore -------------------------------------------------------------------------
 
     def restore(self, state: TrainingState, config: Config) -> tuple[int, Config]:
         """Load the newest snapshot; return its step and configuration, or 0 and {}."""
         if self._settings.directory is None:
             return 0, {}
-        loaded: Loaded | None = None
-        if self._world.rank == 0:
-            self._store, loaded = SnapshotStore.open(
-                self._settings.directory,
-                self._world.identity,
-                keep=self._settings.keep,
-                resume=self._settings.resume,
-                tell=lambda text: say(0, text),
-            )
+        opened = open_together(
+            self._settings.directory,
+            self._settings,
+            self._world,
+            tell=lambda text: say(self._world.rank, text),
+        )
         failpoints.reach("load")
-        shared = share(self._world, loaded)
-        if shared is None:
+        self._open(opened)
+        loaded = opened.loaded
+        if loaded is None:
             return 0, {}
-        _compare(shared.config, config, self._world.rank)
+        _compare(loaded.config, config, self._world.rank)
         # Level elastic: all ranks' generators are equal, and there may have been fewer of them.
-        state.restore(shared.flat, 0 if config["level"] == "elastic" else self._world.rank)
-        self.learn(shared.step + 1)
+        state.restore(loaded.flat, 0 if config["level"] == "elastic" else self._world.rank)
+        self.learn(loaded.step + 1)
         if self._world.rank == 0:
-            say(0, f"resuming after step {shared.step}")
-        return shared.step, shared.config
+            say(0, f"resuming after step {loaded.step}")
+        return loaded.step, loaded.config
+
+    def _open(self, opened: Opened) -> None:
+        assert self._settings.directory is not None
+        nonce = self._world.broadcast_bytes(secrets.token_hex(4).encode()).decode()
+        self._place = Place(
+            self._settings.directory,
+            opened.start.sequence,
+            nonce,
+            self._settings.keep,
+            opened.writers,
+        )
+
+    # --- Save ----------------------------------------------------------------------------
 
     def due(self, step: int, *, last: bool) -> bool:
         """Whether a snapshot belongs after this step."""
@@ -75,12 +105,10 @@ class Snapshots:
             return False
         return last or step % self._settings.every_steps == 0
 
-    def before_update(self) -> None:
-        """The parameters are about to change: wait until nothing reads them any more."""
-
     def report(self) -> float:
         """For a sum over all ranks: the newest durable step plus 1 on rank 0, else 0."""
-        return self.newest + 1.0 if self._store is not None else 0.0
+        self._hear()
+        return self.newest + 1.0 if self._world.rank == 0 else 0.0
 
     def learn(self, reported: float) -> None:
         """Take in that sum: no rank claims a snapshot that is not yet durable."""
@@ -89,29 +117,146 @@ class Snapshots:
             self.newest = newest
             self._progress.saved(newest)
 
-    def save(self, step: int, state: TrainingState, config: Config) -> None:
-        """Commit a snapshot of this step on rank 0; the others go on to the next step."""
-        # All ranks capture: a state_dict() may gather what lies on the others.
-        captured = state.capture(self._world.gather_bytes(rng.capture()))
-        if self._store is None:
-            return
+    def before_update(self) -> None:
+        """Wait until the snapshot of the step before has read the parameters."""
+        if self._tracker is not None:
+            self._tracker.wait_copied()
+
+    def save(self, step: int, state: TrainingState, config: Config, *, last: bool) -> None:
+        """Stage a snapshot of this step. After the ``last`` step wait until it is durable."""
         self._progress.phase("snapshot")
         begun = time.perf_counter()
+        tracker = self._tracking()
+        if last:
+            tracker.wait_written()
+        captured = state.capture(self._world.rank)
+        failpoints.reach("snapshot")
+        shares = self._agree(captured, tracker)
+        if shares is not None:
+            self._stage(step, begun, captured, config, shares, tracker)
+            self._unsettled = True
+        elif not self._skipping and self._world.rank == 0:
+            say(0, f"no snapshot after step {step}: older ones are still being written")
+        self._skipping = shares is None
+        if shares is None:
+            self._progress.save_skipped()
+        failpoints.reach("snapshot")
+        if last:
+            self.settle()
+        self._progress.phase("step")
+
+    def _tracking(self) -> Tracker:
+        if self._tracker is None:
+            assert self._place is not None, "restore() comes first"
+            assert self._world.store is not None
+            board = Board(self._world.store, self._place.writers)
+            self._tracker = Tracker(self._world.rank, self._place, board, self._world.device)
+            if self._later:  # optimizers that the loop's body steps itself must wait as well
+                register_optimizer_step_pre_hook(lambda *_: self.before_update())
+        return self._tracker
+
+    def _agree(self, captured: Captured, tracker: Tracker) -> Shares | None:
+        """Divide the work as all ranks do; None when a rank has no buffer left."""
+        assert self._place is not None
+        high, low = divmod(captured.fingerprint(), 1 << 12)
+        main = captured.main_bytes() if self._world.rank == 0 else 0
+        busy = not tracker.pool.free()
+        busy_sum, main_sum, *sums = self._world.sum(
+            [float(n) for n in (busy, main, high, high * high, low, low * low)]
+        )
+        if busy_sum:
+            return None
+        # Without variance all are equal; squares of 12 bits add up exactly.
+        (high1, high2, low1, low2), size = sums, self._world.size
+        equal = high2 * size == high1 * high1 and low2 * size == low1 * low1
+        return Shares.plan(captured, len(self._place.writers), int(main_sum), divided=equal)
+
+    def _stage(
+        self,
+        step: int,
+        begun: float,
+        captured: Captured,
+        config: Config,
+        shares: Shares,
+        tracker: Tracker,
+    ) -> None:
+        place = self._place
+        assert place is not None
+        if self._world.rank not in place.writers:
+            return
+        assemble: Assemble | None = None
+        if self._world.rank == 0:
+            assemble = assembler(step, captured, shares, config, place)
+        image = lay_out(captured, shares, place.writers.index(self._world.rank))
         try:
-            self._store.save(step, captured, config)
+            buffer = tracker.pool.take(image.bytes)
         except OSError as error:
+            text = f"no memory to stage it in: {error.strerror or error}"
+            tracker.failed(step, begun, text, assemble)
+            return
+        assert buffer is not None, "free() said so"
+        later = self._fill(buffer, image)
+        own = tuple((n, DTYPES[t.dtype], tuple(t.shape)) for n, t in captured.own.items())
+        name = data_name(step, place.nonce, self._world.rank)
+        ready = mark(self._world.device) if later else None
+        tracker.submit(Part(step, begun, name, image.bytes, buffer, later, ready, own, assemble))
+
+    def _fill(self, buffer: Buffer, image: Image) -> tuple[Copy, ...]:
+        """Copy what must be copied now; return the rest."""
+        buffer.write(0, image.header)
+        buffer.copy(image.now)
+        if self._later:
+            return image.later
+        buffer.copy(image.later)
+        return ()
+
+    def prepare(self, state: TrainingState) -> None:
+        """Between snapshots: start, once, what the first one needs, in the background."""
+        if self._settings.directory is None or self._tracker is not None:
+            return
+        assert self._place is not None
+        tracker, place = self._tracking(), self._place
+        captured = state.capture(self._world.rank)  # on all ranks: a state_dict() may be collective
+        if self._world.rank not in place.writers:
+            return
+        shares = Shares.plan(captured, len(place.writers), captured.main_bytes(), divided=True)
+        image = lay_out(captured, shares, place.writers.index(self._world.rank))
+        tracker.prepare(image.bytes + _SLACK_BYTES)
+
+    def settle(self) -> None:
+        """Wait until every snapshot begun is durable, or has failed."""
+        if self._tracker is None or not self._unsettled:
+            return
+        self._unsettled = False
+        self._tracker.wait_written()
+        self._world.barrier()  # all parts are reported now; a dead peer is noticed here
+        if self._world.rank == 0:
+            self._tracker.wait_settled()
+        self.learn(self._world.sum([self.report()])[0])
+
+    def _hear(self) -> None:
+        """Rank 0: what became of the snapshots begun."""
+        if self._tracker is None:
+            return
+        for outcome in self._tracker.outcomes():
+            if not outcome.text:
+                self.newest = outcome.step
+                self._progress.saved(outcome.step)
+                self._progress.save_took(outcome.seconds)
+                continue
             self._progress.save_failed()
             newest = f"that of step {self.newest}" if self.newest >= 0 else "none"
             say(
                 0,
-                f"snapshot after step {step} failed: {error.strerror or error}; training goes"
-                f" on, the newest snapshot is {newest}",
+                f"snapshot after step {outcome.step} failed: {outcome.text}; training goes on,"
+                f" the newest snapshot is {newest}",
             )
-        else:
-            self.newest = step
-            self._progress.saved(step)
-            self._progress.save_took(time.perf_counter() - begun)
-        self._progress.phase("step")
+
+    def close(self) -> None:
+        """End the keeper; a snapshot that is not durable yet is given up."""
+        if self._tracker is not None:
+            self._tracker.close()
+            self._tracker = None
 
 
 def _compare(stored: Config, mine: Config, rank: int) -> None:

@@ -24,6 +24,7 @@ from ddpjob_trainer.rankstate import RankStateWriter
 from ddpjob_trainer.recording import Recording
 from ddpjob_trainer.reporting import Reporting, make_progress
 from ddpjob_trainer.run import Run
+from ddpjob_trainer.snapshot.staging import MODES
 from ddpjob_trainer.snapshotting import Snapshots
 from ddpjob_trainer.watchdog import Watchdog
 from ddpjob_trainer.world import join
@@ -45,6 +46,7 @@ def start(
     snapshot_dir: str | os.PathLike[str] | None = None,
     snapshot_every: int | None = None,
     snapshot_keep: int | None = None,
+    snapshot_staging: str = "auto",
     events: str | os.PathLike[str] | None = None,
     tensorboard_dir: str | os.PathLike[str] | None = None,
 ) -> Run:
@@ -63,7 +65,8 @@ def start(
     ``precision``: of the model's forward: ``fp32``, ``bf16``, or ``fp16`` with a GradScaler.
     ``threads``: torch's threads per process (default: OMP_NUM_THREADS, else 1).
     ``snapshot_*``: by default what the operator says in DDPJOB_SNAPSHOT_*; without a directory
-    there are no snapshots.
+    there are no snapshots. ``snapshot_staging``: whether the state is copied between two steps
+    (``inline``) or beside the next one (``thread``); ``auto`` is inline on the CPU only.
     ``log_every``: steps between two lines of progress (default: 40 lines in the whole run).
     ``events``: file for one JSON object per step (default: DDPJOB_TRAINER_EVENTS, else none).
     ``tensorboard_dir``: for TensorBoard (default: DDPJOB_TRAINER_TENSORBOARD, else none).
@@ -99,7 +102,9 @@ def start(
     )
     options.check(env.world_size)
     exact.pin_arithmetic(options.level, options.threads)
-    settings = _snapshot_settings(env.snapshot, snapshot_dir, snapshot_every, snapshot_keep)
+    settings = _snapshot_settings(
+        env.snapshot, snapshot_dir, snapshot_every, snapshot_keep, snapshot_staging
+    )
     recording = Recording(env.chaos, env.rank)
     recording.started(
         env.identity,
@@ -145,8 +150,11 @@ def _snapshot_settings(
     directory: str | os.PathLike[str] | None,
     every: int | None,
     keep: int | None,
+    staging: str,
 ) -> SnapshotSettings:
     """Arguments of start() before the environment."""
+    if staging not in MODES:
+        raise ConfigError(f"snapshot_staging={staging!r} must be one of {', '.join(MODES)}")
     if every is not None and every < 1:
         raise ConfigError(f"snapshot_every={every} must be at least 1")
     if keep is not None and keep < MIN_KEEP:
@@ -156,4 +164,5 @@ def _snapshot_settings(
         directory=Path(directory) if directory is not None else given.directory,
         every_steps=every or given.every_steps,
         keep=keep or given.keep,
+        staging=staging,
     )

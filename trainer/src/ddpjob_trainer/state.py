@@ -12,9 +12,8 @@ import torch
 
 from ddpjob_trainer import rng
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.snapshot.format import DTYPES, TORCH_DTYPES, Flat, flatten, raw, unflatten
-from ddpjob_trainer.snapshot.store import Loaded
-from ddpjob_trainer.world import World
+from ddpjob_trainer.snapshot.format import DTYPES, Flat, flatten, raw, unflatten
+from ddpjob_trainer.snapshot.saving import Captured
 
 
 class Stateful(Protocol):
@@ -58,33 +57,75 @@ def flat_sha256(flat: Flat) -> str:
     return digest.hexdigest()
 
 
+def _own_prefix(rank: int) -> str:
+    """What begins the names of the tensors that only this rank has."""
+    return f"rank/{rank}/"
+
+
 class TrainingState:
     """The model and everything registered with it."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         self.registered: dict[str, Stateful] = {}
+        self.per_rank: dict[str, Stateful] = {}
 
-    def register(self, name: str, obj: Stateful) -> None:
-        """Add an object to the state. Raises ConfigError."""
+    def register(self, name: str, obj: Stateful, *, per_rank: bool = False) -> None:
+        """Add an object to the state. Raises ConfigError.
+
+        Rank 0's value counts for all ranks; with ``per_rank`` each rank keeps its own, which
+        comes back at the same world size only.
+        """
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(obj, method, None)):
                 raise ConfigError(f"register({name!r}): {type(obj).__name__} has no {method}()")
-        if name in self.registered:
+        if name in self.registered or name in self.per_rank:
             raise ConfigError(f"register({name!r}): the name is taken; choose another")
-        self.registered[name] = obj
+        (self.per_rank if per_rank else self.registered)[name] = obj
 
-    def capture(self, random_states: list[bytes]) -> Flat:
-        """Return the whole state; its tensors are the live ones, not copies."""
-        return flatten(
+    def capture(self, rank: int) -> Captured:
+        """Return the whole state; its tensors are the live ones, not copies.
+
+        Parameters and the optimizers' tensors are equal on all ranks, as DDP keeps them so.
+        Raises TypeError for what cannot be stored.
+        """
+        flat = flatten(
             {
                 "model": dict(model_tensors(self.module)),
                 "transient": sorted(_transient(self.module)),
                 "extra": {n: part.get_extra_state() for n, part in _with_extra(self.module)},
                 "registered": {n: obj.state_dict() for n, obj in self.registered.items()},
-                "rng": [json.loads(blob) for blob in random_states],
             }
         )
+        return Captured(flat, self._shared(flat), self._capture_own(rank))
+
+    def _shared(self, flat: Flat) -> frozenset[str]:
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        parameters = {f"model/{name}" for name in named}
+        known = set(named.values())
+        optimizers = tuple(
+            f"registered/{name}/"
+            for name, obj in self.registered.items()
+            if isinstance(obj, torch.optim.Optimizer)
+            and all(p in known for group in obj.param_groups for p in group["params"])
+        )
+        return frozenset(n for n in flat.tensors if n in parameters or n.startswith(optimizers))
+
+    def _capture_own(self, rank: int) -> dict[str, torch.Tensor]:
+        """Generators and per-rank objects, under names that no other rank uses."""
+        objects = {name: obj.state_dict() for name, obj in self.per_rank.items()}
+        flat = flatten({"rng": json.loads(rng.capture()), "objects": objects})
+        text = json.dumps([flat.tree, flat.aliases]).encode()
+        prefix = _own_prefix(rank)
+        own = {f"{prefix}tensor/{name}": tensor for name, tensor in flat.tensors.items()}
+        own[f"{prefix}tree"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return own
+
+    def sha256(self, rank: int) -> str:
+        """Hash all that a snapshot would hold of this rank; equal states hash equally."""
+        captured, prefix = self.capture(rank), _own_prefix(rank)
+        own = {f"own/{n.removeprefix(prefix)}": t for n, t in captured.own.items()}
+        return flat_sha256(Flat(captured.flat.tree, {**captured.flat.tensors, **own}))
 
     def restore(self, flat: Flat, rank: int) -> None:
         """Put a state back. Raises ConfigError when it belongs to another model."""
@@ -103,8 +144,20 @@ class TrainingState:
         for name, obj in self.registered.items():
             # load_state_dict may keep the very tensors it is given; these are copies of ours.
             obj.load_state_dict(_owned(stored[name]))
-        if rank < len(state["rng"]):
-            rng.restore(json.dumps(state["rng"][rank]).encode())
+        self._restore_own(flat, _own_prefix(rank))
+
+    def _restore_own(self, flat: Flat, prefix: str) -> None:
+        tree = flat.tensors.get(f"{prefix}tree")
+        if tree is None:  # there are more ranks now than when it was written
+            return
+        node, aliases = json.loads(tree.numpy().tobytes())
+        inner = f"{prefix}tensor/"
+        tensors = {n.removeprefix(inner): t for n, t in flat.tensors.items() if n.startswith(inner)}
+        own = unflatten(Flat(node, tensors, aliases))
+        for name, obj in self.per_rank.items():
+            if name in own["objects"]:
+                obj.load_state_dict(_owned(own["objects"][name]))
+        rng.restore(json.dumps(own["rng"]).encode())
 
     def _restore_model(self, stored: Mapping[str, torch.Tensor], transient: set[str]) -> None:
         mine = dict(model_tensors(self.module))
@@ -159,23 +212,3 @@ def _owned(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_owned(part) for part in value)
     return value
-
-
-def share(world: World, loaded: Loaded | None) -> Loaded | None:
-    """Give every rank rank 0's snapshot, so that all agree and only one reads the disk."""
-    head = None
-    if loaded is not None:
-        flat = loaded.flat
-        shapes = [[n, DTYPES[t.dtype], list(t.shape)] for n, t in flat.tensors.items()]
-        about = [loaded.step, dict(loaded.config), flat.tree, flat.aliases, shapes]
-        head = json.dumps(about).encode()
-    received = world.broadcast_bytes(head)
-    if not received:
-        return None
-    if loaded is None:
-        step, config, tree, aliases, shapes = json.loads(received)
-        empty = {n: torch.empty(shape, dtype=TORCH_DTYPES[d]) for n, d, shape in shapes}
-        loaded = Loaded(step, config, Flat(tree, empty, aliases))
-    for tensor in loaded.flat.tensors.values():
-        world.broadcast_tensor(tensor)
-    return loaded

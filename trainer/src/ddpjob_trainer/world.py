@@ -64,6 +64,7 @@ class World:
     device: torch.device
     identity: Identity
     control: dist.ProcessGroup | None  # gloo, for CPU tensors, also where gradients go through NCCL
+    store: Store | None  # for what must not wait for all ranks
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Add up a few numbers over all ranks; the order of additions is always the same."""
@@ -88,13 +89,13 @@ class World:
                 dist.broadcast(buffer, 0, group=self.control)
         return buffer.numpy().tobytes()
 
-    def broadcast_tensor(self, tensor: torch.Tensor) -> None:
-        """Overwrite a tensor with rank 0's, in place."""
+    def broadcast_tensor(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Overwrite a tensor with that of rank ``source``, in place."""
         if self.size > 1 and tensor.numel():
             flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
             with peer_loss():
-                dist.broadcast(flat, 0, group=self.control)
-            if self.rank != 0:
+                dist.broadcast(flat, source, group=self.control)
+            if self.rank != source:
                 tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
@@ -266,12 +267,8 @@ def _client(env: WorkerEnvironment, waiting: _Waiting) -> TCPStore:
 
 def _card(env: WorkerEnvironment) -> dict[str, str | int]:
     who = env.identity
-    return {
-        "uid": who.uid,
-        "attempt": who.attempt,
-        "round": who.round,
-        "worldSize": env.world_size,
-    }
+    place = {"attempt": who.attempt, "round": who.round, "worldSize": env.world_size}
+    return {"uid": who.uid, **place}
 
 
 def _ask(store: Store, name: str, mine: dict[str, str | int]) -> str:
@@ -382,8 +379,8 @@ def join(env: WorkerEnvironment, started: float) -> World:
         assert control is not None
         distributed_c10d._set_pg_timeout(timeout, control)
         store.set_timeout(timeout)
-    world = World(env.rank, env.world_size, env.local_rank, device, env.identity, control)
-    holds_group(world, "control")
+    world = World(env.rank, env.world_size, env.local_rank, device, env.identity, control, store)
+    holds_group(world, "control", "store")
     return world
 
 

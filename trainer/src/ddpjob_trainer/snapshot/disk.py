@@ -7,10 +7,13 @@ the call, at every single point of a save.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from ddpjob_trainer import failpoints
 
@@ -44,6 +47,16 @@ def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
             os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def open_data(path: Path) -> BinaryIO:
+    """Open a data file for reading, unbuffered; a symbolic link is refused. Raises OSError."""
+    # Not blocking, for it may turn out to be a pipe.
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return cast("BinaryIO", os.fdopen(fd, "rb", buffering=0))
 
 
 def publish(temporary: Path, final: Path) -> None:

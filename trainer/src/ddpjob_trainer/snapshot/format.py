@@ -1,19 +1,15 @@
 """State as tensors and JSON. No pickle is ever written or read.
 
 ``flatten`` splits any nesting of dicts, lists, tuples, numbers, strings, bytes and tensors into
-named tensors and a JSON tree that refers to them; ``unflatten`` joins them. Tensors are stored
-in safetensors files as flat chunks, so that who writes which chunk is independent of the state.
+named tensors and a JSON tree that refers to them; ``unflatten`` joins them.
 """
 
 from __future__ import annotations
 
 import base64
-import json
 import math
-import struct
-import zlib
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,7 +157,9 @@ def _decode_marked(mark: str, content: Any, flat: Flat) -> Any:
     if mark == "$tensor":
         return flat.tensors[flat.aliases.get(content, content)]
     if mark == "$complex":
-        return torch.view_as_complex(flat.tensors[flat.aliases.get(content, content)])
+        pairs = flat.tensors[flat.aliases.get(content, content)]
+        # Real and imaginary part must lie at an even place, which not every buffer gives.
+        return torch.view_as_complex(pairs.clone() if pairs.storage_offset() % 2 else pairs)
     if mark == "$mapping" and content[0] in _MAPPINGS:
         made = _MAPPINGS[content[0]]()
         made.update(_decode(content[1], flat))
@@ -179,55 +177,9 @@ def _decode_marked(mark: str, content: Any, flat: Flat) -> Any:
     raise ValueError(f"unknown mark {mark} in a snapshot's tree")
 
 
-# --- safetensors files ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """``count`` elements of a tensor from ``start`` on, stored flat under ``key`` in a file."""
-
-    tensor: str
-    start: int
-    count: int
-    file: str
-    key: str
-
-
 def raw(tensor: torch.Tensor) -> memoryview:
     """A tensor's bytes in C order, without a copy where it is contiguous in memory already."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     if not flat.numel():
         return memoryview(b"")
     return memoryview(flat.view(torch.uint8).numpy().data)
-
-
-class Writing:
-    """One safetensors file while it is written: pieces to write, size and checksum so far."""
-
-    def __init__(self, parts: list[tuple[str, torch.Tensor]]) -> None:
-        self._parts = parts
-        self.bytes = 0
-        self.crc32 = 0
-
-    def pieces(self) -> Iterator[bytes | memoryview]:
-        """Header, then each flat tensor."""
-        header: dict[str, Any] = {}
-        offset = 0
-        for key, tensor in self._parts:
-            end = offset + tensor.numel() * tensor.element_size()
-            header[key] = {
-                "dtype": DTYPES[tensor.dtype],
-                "shape": [tensor.numel()],
-                "data_offsets": [offset, end],
-            }
-            offset = end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        yield self._count(struct.pack("<Q", len(text)) + text)
-        for _, tensor in self._parts:
-            yield self._count(raw(tensor))
-
-    def _count(self, piece: bytes | memoryview) -> bytes | memoryview:
-        self.bytes += len(piece)
-        self.crc32 = zlib.crc32(piece, self.crc32)
-        return piece

@@ -49,14 +49,18 @@ def sequences(root: Path) -> list[int]:
     return sorted(int(p.name) for p in root.iterdir() if len(p.name) == 8 and p.name.isdigit())
 
 
+def read_start(root: Path, sequence: int) -> Start:
+    """Return an incarnation's start record. Raises OSError, ValueError, TypeError, KeyError."""
+    body = unseal((directory(root, sequence) / START).read_bytes())
+    return Start(**{**body, "predecessors": tuple(body["predecessors"])})
+
+
 def read_starts(root: Path, tell: Callable[[str], None] | None = None) -> dict[int, Start]:
     """Every readable start record by its number."""
     starts = {}
     for sequence in sequences(root):
-        path = directory(root, sequence) / START
         try:
-            body = unseal(path.read_bytes())
-            start = Start(**{**body, "predecessors": tuple(body["predecessors"])})
+            start = read_start(root, sequence)
         except FileNotFoundError:
             continue  # a claim that never started
         except (OSError, ValueError, TypeError, KeyError) as error:

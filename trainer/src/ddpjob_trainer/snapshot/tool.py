@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from ddpjob_trainer.snapshot import lineage, manifest
+from ddpjob_trainer.snapshot import lineage, loading, manifest
 from ddpjob_trainer.snapshot.format import unflatten
 from ddpjob_trainer.snapshot.manifest import InvalidSnapshotError, Manifest
 
@@ -73,7 +73,7 @@ def export(root: Path, out: Path, *, step: int | None, format_: str) -> int:
         raise SnapshotToolError(f"{out} exists; choose another file or remove it")
     path, content = _choose(root, step)
     try:
-        state = unflatten(manifest.load(path.parent, content))
+        state = unflatten(loading.load(path.parent, content))
     except InvalidSnapshotError as error:
         raise SnapshotToolError(f"{path}: {error}") from error
     # Each name gets memory of its own: safetensors refuses tensors that share it.

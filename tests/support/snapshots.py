@@ -1,0 +1,99 @@
+"""Snapshots by several ranks within one process: the code of trainer and keeper, in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddpjob_trainer.environment import Identity
+from ddpjob_trainer.snapshot import loading, manifest
+from ddpjob_trainer.snapshot.board import Report
+from ddpjob_trainer.snapshot.format import DTYPES, Flat, flatten
+from ddpjob_trainer.snapshot.saving import Captured, Shares, assembler, lay_out
+from ddpjob_trainer.snapshot.staging import Buffer
+from ddpjob_trainer.snapshot.store import Loaded, open_store
+from ddpjob_trainer.snapshot.tracking import Place
+from ddpjob_trainer.snapshot.writing import Writer, data_name
+
+CPU = torch.device("cpu")
+SOLE = "n"  # tensors below this name are rank 0's alone
+
+
+@dataclass
+class Store:
+    """One incarnation of ``ranks`` ranks."""
+
+    root: Path
+    sequence: int
+    keep: int
+    ranks: int
+
+    def __post_init__(self) -> None:
+        self.nonce = f"{self.sequence:08x}"
+        self._writer = Writer(self.root, self.sequence, self.nonce, self.keep, lambda: None)
+
+    def save(self, step: int, flat: Flat, config: Mapping[str, Any]) -> None:
+        """What ranks, keepers and tracker do. Raises OSError."""
+        place = Place(self.root, self.sequence, self.nonce, self.keep, tuple(range(self.ranks)))
+        shared = frozenset(name for name in flat.tensors if not name.startswith(SOLE))
+        all_captured = [
+            Captured(flat, shared, {f"rank/{rank}/own": torch.full((3,), rank)})
+            for rank in place.writers
+        ]
+        main = all_captured[0].main_bytes()
+        shares = Shares.plan(all_captured[0], self.ranks, main, divided=True)
+        make = assembler(step, all_captured[0], shares, config, place)
+        try:
+            reports = [self._part(step, captured, shares, rank)
+                       for rank, captured in enumerate(all_captured)]  # fmt: skip
+        except OSError:
+            self._writer.discard(step)
+            raise
+        self._writer.commit(step, make(reports).encode())
+        self._writer.retain()
+
+    def _part(self, step: int, captured: Captured, shares: Shares, rank: int) -> Report:
+        image = lay_out(captured, shares, rank)
+        buffer = Buffer.allocate(0, image.bytes, CPU)
+        buffer.write(0, image.header)
+        buffer.copy([*image.now, *image.later])
+        with memoryview(buffer.memory.numpy().data)[: image.bytes] as content:
+            crc = self._writer.write(data_name(step, self.nonce, rank), content)
+        buffer.release(CPU)
+        own = tuple((n, DTYPES[t.dtype], tuple(t.shape)) for n, t in captured.own.items())
+        return Report(rank, image.bytes, crc, own)
+
+
+def open_snapshots(
+    root: Path,
+    attempt: int = 1,
+    *,
+    uid: str = "u",
+    resume: bool = True,
+    keep: int = 3,
+    ranks: int = 3,
+    tell: Callable[[str], None] = print,
+) -> tuple[Store, Loaded | None]:
+    """Start an incarnation, as rank 0 does."""
+    identity = Identity(uid, attempt, 0, unique=True)
+    start, loaded = open_store(root, identity, resume=resume, load=loading.load, tell=tell)
+    store = Store(root, start.sequence, keep, ranks)
+    store._writer.retain()
+    return store, loaded
+
+
+def save_state(store: Store, step: int, state: Any, config: Mapping[str, Any]) -> None:
+    store.save(step, flatten(state), config)
+
+
+def await_snapshot(directory: Path, step: int, seconds: float = 60) -> None:
+    """Wait until the snapshot of a step is committed in an incarnation's directory."""
+    deadline = time.monotonic() + seconds
+    while not (directory / manifest.file_name(step)).exists():
+        assert time.monotonic() < deadline, f"no snapshot of step {step} in {directory}"
+        time.sleep(0.005)

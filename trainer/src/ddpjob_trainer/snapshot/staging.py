@@ -1,0 +1,160 @@
+"""Where a rank's part of a snapshot lies until it is on disk: two reused, shared buffers.
+
+A buffer holds the data file as it will be written. What user code may change after the step
+(buffers, counters, registered objects) is copied at once; parameters and optimizer state do not
+change before the next update, so their copy may run beside the next forward and backward.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+Mode = Literal["auto", "inline", "thread"]
+MODES: tuple[Mode, ...] = ("auto", "inline", "thread")
+_PAGE = mmap.PAGESIZE
+
+Copy = tuple[int, torch.Tensor]  # where in the buffer, what
+
+
+@dataclass(slots=True)
+class Buffer:
+    """Shared memory, mapped and touched once. ``fd`` is what the keeper maps."""
+
+    number: int
+    fd: int
+    size: int
+    memory: torch.Tensor  # uint8, the whole of it
+    busy: bool = False
+    _map: mmap.mmap | None = field(default=None, repr=False)
+
+    @classmethod
+    def allocate(cls, number: int, size: int, device: torch.device) -> Buffer:
+        """Reserve the memory now, so that no copy ever waits for it. Raises OSError."""
+        size = -(-size // _PAGE) * _PAGE
+        fd = shared_file()
+        try:
+            os.posix_fallocate(fd, 0, size)
+            shared = mmap.mmap(fd, size)
+        except OSError:
+            os.close(fd)
+            raise
+        memory = torch.frombuffer(shared, dtype=torch.uint8)
+        memory.zero_()  # maps every page, outside the GIL
+        if device.type == "cuda":
+            # Copies from the GPU run beside its kernels only into memory that it knows.
+            _register(memory)
+        return cls(number, fd, size, memory, _map=shared)
+
+    def release(self, device: torch.device) -> None:
+        """Give the memory back; the keeper's mapping of it lives on until it drops it."""
+        if device.type == "cuda":
+            _unregister(self.memory)
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self._map = None  # unmapped once the tensor above has let go of it
+        os.close(self.fd)
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Put bytes in."""
+        end = offset + len(data)
+        self.memory[offset:end].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def copy(self, copies: Sequence[Copy], *, wait: bool = True) -> None:
+        """Copy flat tensors in. ``wait`` False: a GPU's copies may still run afterwards."""
+        for offset, tensor in copies:
+            source = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            target = self.memory[offset : offset + source.numel()]
+            target.copy_(source, non_blocking=not wait)
+
+
+def _register(memory: torch.Tensor) -> None:
+    cudart: Any = torch.cuda.cudart  # torch gives it no types
+    torch.cuda.check_error(int(cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)))
+
+
+def _unregister(memory: torch.Tensor) -> None:
+    cudart: Any = torch.cuda.cudart
+    cudart().cudaHostUnregister(memory.data_ptr())
+
+
+class Pool:
+    """Two buffers, so that one can be filled while the other is written. Threads may share it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._buffers: list[Buffer | None] = [None, None]
+
+    def prepare(self, size: int) -> None:
+        """Allocate what take() will want. Raises OSError."""
+        with self._lock:
+            for number in range(len(self._buffers)):
+                self._fit(number, size)
+
+    def take(self, size: int) -> Buffer | None:
+        """Return a buffer of at least ``size`` bytes, None while both are in use.
+
+        It is the caller's until its ``busy`` is set to False. Raises OSError.
+        """
+        with self._lock:
+            for number in range(len(self._buffers)):
+                buffer = self._fit(number, size)
+                if buffer is not None:
+                    buffer.busy = True
+                    return buffer
+        return None
+
+    def free(self) -> bool:
+        """Whether take() would find one."""
+        return not all(buffer is not None and buffer.busy for buffer in self._buffers)
+
+    def _fit(self, number: int, size: int) -> Buffer | None:
+        buffer = self._buffers[number]
+        if buffer is not None and buffer.busy:
+            return None
+        if buffer is None or buffer.size < size:
+            if buffer is not None:
+                self._buffers[number] = None
+                buffer.release(self._device)
+            buffer = self._buffers[number] = Buffer.allocate(number, size, self._device)
+        return buffer
+
+
+def shared_file() -> int:
+    """Memory without a name: nothing is left behind, and /dev/shm's size does not bound it."""
+    try:
+        return os.memfd_create("ddpjob-snapshot")
+    except OSError:  # forbidden by a sandbox; then by way of the page cache
+        with tempfile.TemporaryFile(prefix="ddpjob-snapshot-") as file:
+            return os.dup(file.fileno())
+
+
+def copy_later(
+    buffer: Buffer, copies: Sequence[Copy], device: torch.device, ready: torch.Event | None
+) -> None:
+    """Copy while the main thread computes; return when all is in the buffer.
+
+    ``ready``: on CUDA, recorded where the state was complete. Copies go on a stream of their own.
+    """
+    if device.type != "cuda":
+        buffer.copy(copies)
+        return
+    torch.cuda.set_device(device)
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(side):
+        if ready is not None:
+            side.wait_event(ready)
+        buffer.copy(copies, wait=False)
+    side.synchronize()
+
+
+def mark(device: torch.device) -> torch.Event | None:
+    """On CUDA an event after all work queued so far, elsewhere None."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
