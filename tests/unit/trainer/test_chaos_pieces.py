@@ -92,7 +92,7 @@ def armed(tmp_path: Path):  # type: ignore[no-untyped-def]
 
     failpoints.configure(tmp_path, 1)
     yield arm
-    failpoints.configure(None, -1)
+    failpoints.configure(None, failpoints.NO_RANK)
     signal.signal(signal.SIGUSR1, old)
 
 

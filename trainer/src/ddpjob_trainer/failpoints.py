@@ -14,9 +14,10 @@ from pathlib import Path
 #: In the order in which a process comes to them.
 POINTS = ("import", "rendezvous", "load", "warm-up", "step", "snapshot", "barrier")
 ARMED = "armed"
+NO_RANK = -1
 
 _directory: Path | None = None
-_rank = -1
+_rank = NO_RANK
 _armed = ""  # what the file said when hits were last counted
 _hits = 0
 

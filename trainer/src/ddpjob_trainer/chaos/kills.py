@@ -50,8 +50,8 @@ class Kill:
 
     @property
     def ends(self) -> bool:
-        """Whether processes end by it for sure, so that a restart follows."""
-        return not self.resumes
+        """Whether a restart follows for sure: a snapshot's writer may be beside the gang."""
+        return not self.resumes and not self.anybody
 
     @property
     def anybody(self) -> bool:

@@ -16,6 +16,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from ddpjob_trainer import failpoints
+from ddpjob_trainer.environment import chaos_directory
 from ddpjob_trainer.snapshot.writing import Writer
 
 _MAX_MESSAGE = 1 << 14
@@ -110,6 +112,7 @@ def main(descriptor: int, parent: int) -> None:
     # A Ctrl-C or a SIGTERM to the whole group is the rank's business: it saves before it ends.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
+    failpoints.configure(chaos_directory(os.environ), failpoints.NO_RANK)
     with socket.socket(fileno=descriptor) as channel:
         try:
             Keeper(channel, parent).serve()

@@ -1,0 +1,165 @@
+"""Runs a gang that trains for ever, kills a worker, and times how all ranks come back.
+
+Three ways to come back: in place (our launcher's rounds), by a new launcher (what a new set of
+pods does, without Kubernetes' own time), and by torchrun, which restarts the hand-written loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ddpjob_trainer import contract
+from ddpjob_trainer.chaos.driver import OPEN
+from ddpjob_trainer.chaos.gang import Gang, environment_of_job
+from ddpjob_trainer.chaos.watch import GATE, Watch, open_gate
+from ddpjob_trainer.environment import CHAOS, TRACE
+from ddpjob_trainer.launcher import workers
+from harness import programs
+
+FOR_EVER = 10_000_000
+EVERY = 25  # steps between snapshots, on all sides
+MAX_RESTARTS = 30
+#: Events of the trace in their order, each the end of a stage.
+STAGES = {
+    "seen": "failed",
+    "others dead": "ended",
+    "go": "go",
+    "process": "start",
+    "rendezvous": "joined",
+    "build": "built",
+    "load": "loaded",
+    "warm-up, step": "step",
+}
+_LOOK_SECONDS = 0.002
+_PATIENCE = 180.0
+
+
+@dataclass
+class Recovery:
+    seconds: float
+    stages: dict[str, float] = field(default_factory=dict)
+    warm: bool = True  # spares were there when the kill came
+    lost_rounds: int = 0  # restarts that died of themselves
+
+
+class Torchrun(Gang):
+    """The same handling for another launcher."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
+        super().__init__((), 0, environment, log)
+        self._line = tuple(command)
+
+    def launch(self) -> None:
+        self.attempt += 1
+        self.exit_code = None
+        workers.adopt_orphans()
+        fd = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self.pid = workers.spawn(self._line, self._environment, fd, fd)
+        os.close(fd)
+
+
+class Subject:
+    """One way to come back, on a training of its own."""
+
+    def __init__(self, way: str, nproc: int, workload: str, directory: Path) -> None:
+        self.way = way
+        self._nproc = nproc
+        self._directory = directory
+        directory.mkdir(parents=True)
+        self._trace = directory / "trace"
+        open_gate(directory / GATE, OPEN)
+        self.watch = Watch(directory, nproc)
+        self.gang = self._make(workload)
+        self.launches = 0
+
+    def _make(self, workload: str) -> Gang:
+        base = programs.environment()
+        sizes = ["--workload", workload, "--steps", str(FOR_EVER)]
+        if self.way == "torchrun":
+            file = str(self._directory / "checkpoint.pt")
+            command = [
+                *programs.torchrun(self._nproc, "--max-restarts", str(MAX_RESTARTS)),
+                *(programs.program("plain.py"), *sizes),
+                *("--checkpoint", file, "--every", str(EVERY)),
+            ]
+            base["BENCH_RECORD"] = str(self._directory)
+            return Torchrun(command, base, self._directory / "log")
+        environment = environment_of_job(base, self._directory, "bench", EVERY, None)
+        environment |= {CHAOS: str(self._directory), TRACE: str(self._trace)}
+        if self.way == "new launch":
+            environment[contract.IN_PLACE_MAX_WITHOUT_PROGRESS] = "0"
+        program = (programs.program("ours.py"), *sizes)
+        return Gang(program, self._nproc, environment, self._directory / "log")
+
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + _PATIENCE
+        while not condition():
+            self.watch.look()
+            if not self.gang.running():
+                self.gang.launch()
+                self.launches += 1
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"{self.way}: not within {_PATIENCE:g} s: {what}\n{self.gang.tail()}"
+                )
+            time.sleep(_LOOK_SECONDS)
+
+    def start(self) -> None:
+        self.gang.launch()
+        self._until(self.watch.together, "a first step")
+
+    def end(self) -> None:
+        self.gang.end()
+
+    def settle(self, *, warm: bool) -> None:
+        """Before the next kill: a newer snapshot than the last resume, and spares if wanted."""
+        story = self.watch.stories[0]
+        self._until(lambda: story.progress > EVERY + 5, "a new snapshot")
+        if warm and self.way == "in place":
+            self._until(self._spares, "spares")
+
+    def _events(self) -> list[dict]:
+        with contextlib.suppress(OSError):
+            lines = self._trace.read_text().splitlines()
+            return [json.loads(line) for line in lines if line.endswith("}")]
+        return []
+
+    def _spares(self) -> bool:
+        """Whether they were refilled since all ranks stepped."""
+        events = self._events()
+        stepped = max((e["t"] for e in events if e["event"] == "go"), default=0.0)
+        return any(e["event"] == "spares" and e["t"] > stepped for e in events)
+
+    def kill(self, rank: int) -> Recovery:
+        """SIGKILL one worker; wait until every rank has finished a step of a newer life."""
+        warm = self._spares()
+        before, launches = self.watch.incarnation, self.launches
+        attempt = self.gang.attempt
+        at = time.monotonic()
+        os.kill(self.watch.stories[rank].pid, signal.SIGKILL)
+        self._until(lambda: self.watch.incarnation > before and self.watch.together(), "a new step")
+        back = max(story.progress_at for story in self.watch.stories)
+        lost = 0
+        if self.way == "torchrun":
+            lost = self.watch.incarnation[1] - before[1] - 1 if self.launches == launches else 1
+        elif self.gang.attempt == attempt:
+            lost = self.watch.incarnation[1] - before[1] - 1
+        return Recovery(back - at, self._stages(at), warm, lost)
+
+    def _stages(self, at: float) -> dict[str, float]:
+        """Seconds of each stage: from the end of the one before to the last rank's end of it."""
+        events = [e for e in self._events() if e["t"] > at]
+        found, since = {}, at
+        for stage, event in STAGES.items():
+            times = [e["t"] for e in events if e["event"] == event]
+            if times:
+                found[stage] = max(times) - since
+                since = max(times)
+        return found

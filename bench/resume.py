@@ -1,0 +1,97 @@
+"""From the SIGKILL of a worker until every rank has finished a new step, by stage.
+
+Ours in place, ours with a new launcher, and torchrun restarting a hand-written loop of the same
+model that checkpoints as often. "New launch" is what new pods cost without Kubernetes' own time,
+which `status.timings.lastRecoverySeconds` of a DDPJob shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness import report
+from harness.restarts import MAX_RESTARTS, STAGES, Recovery, Subject
+
+WAYS = ("in place", "new launch", "torchrun")
+
+
+def measure(way: str, nproc: int, workload: str, kills: int, cold: int) -> list[Recovery]:
+    """``cold``: so many more kills in place at once after the one before."""
+    with tempfile.TemporaryDirectory() as directory:
+        subject = Subject(way, nproc, workload, Path(directory) / "run")
+        found = []
+        try:
+            subject.start()
+            for number in range(kills):
+                subject.settle(warm=True)
+                found.append(subject.kill(number % nproc))
+                print(f"{way}: {number + 1}/{kills} {found[-1].seconds:.3f} s", flush=True)
+            for number in range(cold):
+                subject.settle(warm=False)
+                subject.kill(number % nproc)
+                found.append(subject.kill((number + 1) % nproc))
+                print(f"{way}, again: {number + 1}/{cold} {found[-1].seconds:.3f} s", flush=True)
+        finally:
+            subject.end()
+        return found
+
+
+def row(name: str, found: Sequence[Recovery]) -> list[str]:
+    seconds = [one.seconds for one in found]
+    lost = sum(one.lost_rounds for one in found)
+    if not seconds:
+        return [name, "0", "-", "-", "-", "-"]
+    p95 = report.percentile(seconds, 0.95)
+    return [
+        *(name, str(len(seconds)), f"{statistics.median(seconds):.3f}", f"{p95:.3f}"),
+        *(f"{min(seconds):.3f}..{max(seconds):.3f}", str(lost)),
+    ]
+
+
+def stage_rows(groups: dict[str, list[Recovery]]) -> list[list[str]]:
+    rows = []
+    for stage in STAGES:
+        cells = []
+        for found in groups.values():
+            times = [one.stages[stage] for one in found if stage in one.stages]
+            cells.append(f"{statistics.median(times):.3f}" if times else "-")
+        rows.append([stage, *cells])
+    return rows
+
+
+def main() -> None:
+    parser = report.options(__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--cold", type=int, default=8, help="kills before the spares are refilled")
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--workload", default="cnn")
+    parser.add_argument("--ways", default=",".join(WAYS))
+    args = parser.parse_args()
+    kills, cold = (2, 1) if args.quick else (args.kills, args.cold)
+    facts = report.machine()
+    groups: dict[str, list[Recovery]] = {}
+    for way in args.ways.split(","):
+        found = measure(way, args.ranks, args.workload, kills, cold if way == "in place" else 0)
+        if way == "in place":
+            groups["in place"] = [one for one in found if one.warm]
+            groups["in place, spares not refilled"] = [one for one in found if not one.warm]
+        else:
+            groups[way] = found
+    header = ("way", "kills", "median s", "p95 s", "range s", "lost rounds")
+    print("\n" + report.table(header, [row(name, found) for name, found in groups.items()]))
+    ours = {name: found for name, found in groups.items() if name != "torchrun"}
+    print("\nmedian seconds of each stage\n")
+    print(report.table(("stage", *ours), stage_rows(ours)))
+    print(f"\n{args.ranks} ranks, model {args.workload}; torchrun --max-restarts {MAX_RESTARTS}")
+    result = {name: [dataclasses.asdict(one) for one in found] for name, found in groups.items()}
+    summaries = {n: report.summary([one.seconds for one in found]) for n, found in groups.items()}
+    whole = {"ranks": args.ranks, "workload": args.workload, "summary": summaries}
+    report.finish("resume", facts, {**whole, "recoveries": result}, args.json)
+
+
+if __name__ == "__main__":
+    main()
