@@ -52,6 +52,17 @@ def test_a_program_without_a_record_is_not_watched(tmp_path):  # type: ignore[no
     assert [watch.look(tmp_path, PIDS, 100.0 + s) for s in range(50)] == [None] * 50
 
 
+def test_who_never_comes_to_start_is_named_once_others_have(tmp_path):  # type: ignore[no-untyped-def]
+    watch = HangWatch(LIMITS)
+    assert [watch.look(tmp_path, PIDS, 100.0 + s) for s in range(8)] == [None] * 8
+    writer = RankStateWriter(tmp_path, 0)
+    writer.mark("rendezvous")
+    found = [watch.look(tmp_path, PIDS, 108.0 + s) for s in range(4)]
+    assert found[:3] == [None] * 3
+    assert found[3] is not None
+    assert (found[3].rank, found[3].phase, found[3].activity) == (1, "startup", "start")
+
+
 def test_a_launcher_that_stood_still_itself_blames_nobody(tmp_path, writers):  # type: ignore[no-untyped-def]
     """A laptop that slept, a frozen pod: the workers had no chance either."""
     watch = HangWatch(LIMITS)

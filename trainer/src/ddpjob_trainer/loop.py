@@ -203,6 +203,7 @@ class Loop:
         self._progress.stepped(done, self._averaging.mean_loss(losses))
         self._recording.wait(done)
         if stop and done < self._options.total_steps:
+            self._progress.close()
             self._ending.stop(done)
 
 

@@ -68,6 +68,10 @@ class Progress:
         self._since = now
         self._writer.mark(activity, now)
 
+    def alive(self) -> None:
+        """Give a sign of life in the midst of something long."""
+        self.at(self._activity)
+
     def phase(self, phase: Phase) -> None:
         """Tell which of the watchdog's deadlines holds from now on."""
         if phase == "step" and self._first:

@@ -188,6 +188,10 @@ class Run:
         with self._process.progress.during("agreement"), self._peers:
             return self._world.sum([float(value)])[0]
 
+    def alive(self) -> None:
+        """Tell the hang watchdog that a long piece of the script's own work makes progress."""
+        self._process.progress.alive()
+
     def weights_sha256(self) -> str:
         """Hash all parameters and buffers, names and types included."""
         return weights_sha256(self._ready("weights_sha256()").state.module)
@@ -229,6 +233,7 @@ class Run:
         if not self._closed:
             self._closed = True
             self._process.snapshots.close()
+            self._process.progress.close()
             leave_group()
 
     def _ready(self, caller: str) -> Trained:

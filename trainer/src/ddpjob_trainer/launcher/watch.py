@@ -1,8 +1,8 @@
 """The launcher's eyes on its workers: their signs of life, and their stacks when these stop.
 
 Deadlines are measured on the launcher's own clock from when it saw a record change, so neither
-a worker that holds the GIL nor one that is stopped can escape. A program that keeps no record,
-because it does not use our library, is not watched.
+a worker that holds the GIL nor one that is stopped can escape. A program of which no worker keeps
+a record, because it does not use our library, is not watched.
 """
 
 from __future__ import annotations
@@ -55,8 +55,10 @@ class HangWatch:
                 seen.at += pause
         self._looked = now
         states = {rank: read_state(directory, rank) for rank in pids}
-        signs = [self._sign(state, now) for state in states.values() if state is not None]
-        return find(signs, self._deadlines)
+        signs = [self._sign(state or RankState(rank), now) for rank, state in states.items()]
+        # One record shows that the program uses our library: who has none has not come to start().
+        used = any(states.values())
+        return find(signs, self._deadlines) if used else None
 
     def _sign(self, state: RankState, now: float) -> Sign:
         identity = (state.pid, state.marks)

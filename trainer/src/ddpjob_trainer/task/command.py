@@ -51,6 +51,7 @@ START: dict[str, dict[str, Any]] = {
     "snapshot_dir": {"metavar": "DIR", "help": "default: what the DDPJob says, else none"},
     "snapshot_every": {"type": int, "help": "steps between two snapshots (default: 50)"},
     "snapshot_keep": {"type": int, "help": "snapshots to keep (default: 3)"},
+    "tensorboard_dir": {"metavar": "DIR", "help": "write there for TensorBoard"},
     "snapshot_staging": {
         "choices": ["auto", "inline", "thread"],
         "help": "copy the state between steps or beside them (default: auto)",
