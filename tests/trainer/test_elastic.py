@@ -70,6 +70,8 @@ class Training:
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
         wrapped, _ = run.prepare(model, optimizer, scheduler=scheduler, clip_grad_norm=0.5)
         for step in run.steps(TensorDataset(inputs, targets)):
+            if step.index and step.index % 2 == 0:
+                await_snapshot(max((self.directory / "snapshots").glob("0*")), step.index)
             before = torch.rand(())  # what is drawn outside of shards is equal on all ranks, too
             for x, y in step.batches:
                 with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):

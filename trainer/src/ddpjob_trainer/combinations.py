@@ -89,6 +89,13 @@ REFUSALS = (
         "Use precision='bf16', or comm_hook='fp16'",
     ),
     Refusal(
+        "comm_hook='powersgd'",
+        "nan_policy='skip'",
+        lambda f: f.model.comm_hook == "powersgd" and f.options.nan_policy == "skip",
+        "a NaN, whose update is skipped, would stay in PowerSGD's memory of errors for ever",
+        "Use nan_policy='stop', or comm_hook='bf16'",
+    ),
+    Refusal(
         "grad_scaler",
         "a precision other than 'fp16'",
         lambda f: f.model.grad_scaler is not None and f.options.precision != "fp16",

@@ -17,9 +17,9 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from ddpjob_trainer.contract import ExitCode
-from ddpjob_trainer.errors import PeerLostError
+from ddpjob_trainer.errors import ConfigError, DivergedError, PeerLostError
 from ddpjob_trainer.rankstate import RankStateWriter
-from ddpjob_trainer.world import brief, exit_code_of, is_peer_loss, leave, say
+from ddpjob_trainer.world import brief, is_peer_loss, leave, say
 
 
 class _Peers:
@@ -138,3 +138,14 @@ class Ending:
             leave(128 + signal.SIGINT)
         atexit._run_exitfuncs()
         leave(exit_code_of(error))
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Exit code of the contract for an error that ends the process."""
+    if is_peer_loss(error):
+        return ExitCode.PEER_LOST
+    if isinstance(error, ConfigError):
+        return ExitCode.BAD_CONFIG
+    if isinstance(error, DivergedError):
+        return ExitCode.DIVERGED
+    return 1

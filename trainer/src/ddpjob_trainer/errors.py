@@ -1,7 +1,8 @@
 """Errors that decide an exit code.
 
 A ConfigError is the user's to cure and trying again cannot help: exit 64. PeerLostError is
-collateral of another rank's death: exit 75, never the root cause.
+collateral of another rank's death: exit 75, never the root cause. DivergedError means that going
+on would train nothing: exit 70.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ class ConfigError(ValueError):
 
 class PeerLostError(RuntimeError):
     """Another rank is gone, or never came."""
+
+
+class DivergedError(ArithmeticError):
+    """The ranks disagree, or the NaN policy says stop. Raised on every rank."""
 
 
 class NotCommittedError(RuntimeError):

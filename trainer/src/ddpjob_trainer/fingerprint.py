@@ -12,7 +12,7 @@ from ddpjob_trainer.world import World
 #: What must be equal on all ranks, lest they wait for different things.
 OF_ALL = (
     "seed", "global_batch", "micro_batches", "tail", "precision", "samples", "total_steps",
-    "level", "shards",
+    "level", "shards", "nan_policy", "check_every",
 )  # fmt: skip
 
 
@@ -28,6 +28,8 @@ def fingerprint(options: Options, world: World, samples: int) -> dict[str, Any]:
         "total_steps": options.total_steps,
         "level": options.level,
         "shards": options.shards if options.level == "elastic" else None,
+        "nan_policy": options.nan_policy,
+        "check_every": options.check_every,
         "threads": options.threads,
         "world_size": world.size,
         "device": world.device.type,

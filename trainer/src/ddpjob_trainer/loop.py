@@ -14,10 +14,12 @@ import torch
 
 from ddpjob_trainer import batches, failpoints, rng
 from ddpjob_trainer.averaging import Averaging, Part
+from ddpjob_trainer.divergence import DivergenceCheck
 from ddpjob_trainer.ending import Ending
 from ddpjob_trainer.errors import ConfigError, NotCommittedError
 from ddpjob_trainer.exchange import Exchange
 from ddpjob_trainer.fingerprint import OF_ALL, fingerprint
+from ddpjob_trainer.finite import NanPolicy
 from ddpjob_trainer.guard import Guard
 from ddpjob_trainer.options import Options
 from ddpjob_trainer.order import DataOrder
@@ -68,6 +70,10 @@ class Loop:
         self._config = fingerprint(options, process.world, len(dataset))
         self._progress.built(trained.updater.readings)
         self._exchange = Exchange(process.world)
+        self._nan = NanPolicy(options.nan_policy, process.world)
+        self._divergence = DivergenceCheck(
+            process.world, every=options.check_every, buffers=options.level == "elastic"
+        )
         self._peers = process.ending.peers
         self._step: Step | None = None
         self._layout_known = False
@@ -151,7 +157,7 @@ class Loop:
         trained.forwards = 0
         self._progress.at("backward")
         with self._peers:
-            self._averaging.backward(trained.updater.scale(loss), number)
+            self._averaging.backward(trained.updater.scale(self._nan.mark(loss)), number)
         step.losses.append(loss.detach())
         self._progress.at("body")
 
@@ -161,18 +167,30 @@ class Loop:
         self._progress.at("backward")
         with self._peers:
             self._averaging.finish()
-            losses = self._averaging.losses([float(loss) for loss in step.losses])
-            stop = float(self._ending.signal > 0)
-            self._exchange.start([stop, self._snapshots.report(), *losses])
+            losses = [float(loss) for loss in step.losses]
+            report = [float(self._ending.signal > 0), self._snapshots.report()]
+            report += self._nan.report(losses)
+            self._exchange.start([*report, *self._averaging.losses(losses)])
             if not self._layout_known:
                 self._compare_layout()
             self._progress.at("update")
             self._snapshots.before_update()
-            if not self._trained.updater.update():
+            if not self._update(step.index, losses):
                 self._progress.skipped_update()
         self._progress.at("body")
         failpoints.reach("step")
         step.committed = True
+
+    def _update(self, index: int, losses: list[float]) -> bool:
+        updater = self._trained.updater
+        updater.measure()
+        # A scaler decides itself: overflows are its daily bread.
+        if updater.scaler is None and not self._nan.allows(updater.optimizer, updater.grad_norm):
+            reported = self._exchange.wait()[2:4]
+            self._nan.refuse(index, self._trained.state.module, losses, reported)
+            updater.forget()
+            return False
+        return updater.update()
 
     def _compare_layout(self) -> None:
         self._layout_known = True
@@ -192,15 +210,20 @@ class Loop:
         done = self.finished_steps = step.index + 1
         self._progress.at("agreement")
         with self._peers:
-            stop, saved, *losses = self._exchange.wait()
+            stop, saved, *rest = self._exchange.wait()
+            loss = self._averaging.mean_loss(rest[2:])
+            self._nan.after(step.index, loss, step.losses, rest[:2])
             self._snapshots.learn(saved)
             self._recording.stepped(done, step.losses)  # before a snapshot can hold this step
             last = stop > 0 or done == self._options.total_steps
-            if self._snapshots.due(done, last=last):
+            due = self._snapshots.due(done, last=last)
+            if self._divergence.due(done, snapshot=due):
+                self._divergence.check(done, self._trained.state.module)
+            if due:
                 self._snapshots.save(done, self._trained.state, self._config, last=last)
             else:
                 self._snapshots.prepare(self._trained.state)
-        self._progress.stepped(done, self._averaging.mean_loss(losses))
+        self._progress.stepped(done, loss)
         self._recording.wait(done)
         if stop and done < self._options.total_steps:
             self._progress.close()

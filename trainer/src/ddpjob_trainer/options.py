@@ -11,6 +11,7 @@ import torch
 from ddpjob_trainer import batches
 from ddpjob_trainer.errors import ConfigError
 
+NAN_POLICIES = ("stop", "skip", "ignore")
 TAILS = ("drop", "pad", "join")
 PRECISIONS = ("fp32", "bf16", "fp16")
 COMM_HOOKS = (None, "bf16", "fp16", "powersgd")
@@ -30,14 +31,19 @@ class Options:
     shards: int = 8  # level elastic: equal parts of the global batch, fixed for the whole run
     tail: str = "drop"
     precision: str = "fp32"
+    nan_policy: str = "stop"
+    check_every: int = 100  # steps between comparisons of the ranks' parameters, 0: never
 
     def check(self, world_size: int) -> None:
         """Raise ConfigError for a value that no run can have."""
         for name in ("total_steps", "global_batch", "micro_batches", "shards"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        for name, allowed in (("tail", TAILS), ("precision", PRECISIONS)):
+        choices = {"tail": TAILS, "precision": PRECISIONS, "nan_policy": NAN_POLICIES}
+        for name, allowed in choices.items():
             _check_choice(name, getattr(self, name), allowed)
+        if self.check_every < 0:
+            raise ConfigError(f"check_every={self.check_every} must not be negative; 0: never")
         count, sharers = world_size, f"{world_size} processes"
         if self.level == "elastic":
             count, sharers = self.shards, f"shards={self.shards}"

@@ -40,6 +40,8 @@ def start(
     micro_batches: int = 1,
     tail: str = "drop",
     precision: str = "fp32",
+    nan_policy: str = "stop",
+    check_every: int = 100,
     threads: int | None = None,
     log_every: int | None = None,
     collate: batches.Collate | None = None,
@@ -63,6 +65,10 @@ def start(
     ``tail``: what becomes of an epoch's incomplete last batch: ``drop``; ``pad``: filled up from
     the epoch's start; ``join``: smaller, and the mean is over the samples that there are.
     ``precision``: of the model's forward: ``fp32``, ``bf16``, or ``fp16`` with a GradScaler.
+    ``nan_policy``: what a loss or gradient that is NaN or infinite does: ``stop`` the run with
+    exit code 70, ``skip`` the update on all ranks, or ``ignore``.
+    ``check_every``: steps between two checks that all ranks hold the same parameters (one comes
+    before each snapshot, too); if not, the run stops with exit code 70. 0: never.
     ``threads``: torch's threads per process (default: OMP_NUM_THREADS, else 1).
     ``snapshot_*``: by default what the operator says in DDPJOB_SNAPSHOT_*; without a directory
     there are no snapshots. ``snapshot_staging``: whether the state is copied between two steps
@@ -99,6 +105,8 @@ def start(
         shards=index(shards),
         tail=tail,
         precision=precision,
+        nan_policy=nan_policy,
+        check_every=index(check_every),
     )
     options.check(env.world_size)
     exact.pin_arithmetic(options.level, options.threads)

@@ -43,15 +43,21 @@ class Updater:
         """Return the loss to go backward from."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
+    def measure(self) -> None:
+        """Take the norm of all gradients together, if they are to be clipped."""
+        if self._clip is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            gradients = [p.grad for p in self._parameters if p.grad is not None]
+            self.grad_norm = torch.nn.utils.get_total_norm(gradients)
+
     def update(self) -> bool:
         """Apply the gradients and forget them. Return whether the parameters were updated.
 
         An overflow of fp16 leaves the update out; so the scheduler and the EMA stay, too.
         """
-        if self._clip is not None:
-            if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
-            self.grad_norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._clip)
+        if self._clip is not None and self.grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip, self.grad_norm)
         applied = self._step()
         if applied and self.scheduler is not None:
             self.scheduler.step()

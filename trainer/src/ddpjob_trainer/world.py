@@ -30,7 +30,6 @@ import torch.distributed.nn
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from ddpjob_trainer import failpoints
-from ddpjob_trainer.contract import ExitCode
 from ddpjob_trainer.environment import Identity, WorkerEnvironment
 from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.parting import holds_group
@@ -382,12 +381,3 @@ def join(env: WorkerEnvironment, started: float) -> World:
     world = World(env.rank, env.world_size, env.local_rank, device, env.identity, control, store)
     holds_group(world, "control", "store")
     return world
-
-
-def exit_code_of(error: BaseException) -> int:
-    """Exit code of the contract for an error that ends the process."""
-    if is_peer_loss(error):
-        return ExitCode.PEER_LOST
-    if isinstance(error, ConfigError):
-        return ExitCode.BAD_CONFIG
-    return 1

@@ -1,0 +1,100 @@
+"""Ranks that hold different parameters are found out, and no snapshot is made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import ddpjob_trainer as ddp
+from support.snapshots import await_snapshot
+
+ALL_70 = {0: 70, 1: 70, 2: 70}
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(32, 96), nn.ReLU(), nn.Linear(96, 96), nn.Linear(96, 8))
+        self.register_buffer("table", torch.arange(9.0))
+
+
+@dataclass
+class Training:
+    """Pokes one element of one rank after the update of one step."""
+
+    directory: Path
+    rank: int
+    poke: str = "2.bias"
+    at: int = 3  # index of a step, from 0
+    bit: int = 0
+    level: str = "resume"
+    check_every: int = 100
+    snapshots: bool = True
+
+    def __call__(self, rank: int) -> None:
+        torch.manual_seed(3)
+        run = ddp.start(
+            total_steps=6, global_batch=24, level=self.level, check_every=self.check_every,
+            snapshot_dir=self.directory if self.snapshots else None, snapshot_every=2,
+        )  # fmt: skip
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        wrapped, _ = run.prepare(model, optimizer, bucket_cap_mb=0.01)
+        data = TensorDataset(torch.randn(96, 32), torch.randint(0, 8, (96,)))
+        for step in run.steps(data):
+            if self.snapshots and step.index == 2:
+                await_snapshot(max(self.directory.glob("0*")), 2)
+            for x, y in step.batches:
+                step.backward(nn.functional.cross_entropy(wrapped(x), y))
+            step.commit()
+            if (rank, step.index) == (self.rank, self.at):
+                with torch.no_grad():
+                    tensor = model.get_parameter(self.poke) if "." in self.poke else model.table
+                    tensor.view(-1).view(torch.int32)[-1] ^= 1 << self.bit
+        run.finish()
+
+    def steps(self) -> list[str]:
+        """Steps of which there is a snapshot."""
+        return sorted(
+            path.stem.split("-")[1].lstrip("0") for path in self.directory.glob("*/step-*.json")
+        )
+
+
+@pytest.mark.parametrize("level", ["resume", "elastic"])
+def test_one_flipped_bit_stops_all_before_the_snapshot(gang, tmp_path, level):  # type: ignore[no-untyped-def]
+    training = Training(tmp_path / "s", rank=2, level=level)
+    assert gang.run(training) == ALL_70
+    for rank in range(3):
+        assert "after step 4: rank 2 differs from rank 0, first in '2.bias'" in gang.log(rank)
+    assert training.steps() == ["2"]
+
+
+def test_rank_0_as_the_odd_one(gang, tmp_path):  # type: ignore[no-untyped-def]
+    training = Training(tmp_path, rank=0, poke="0.weight", check_every=3, at=1, snapshots=False)
+    assert gang.run(training) == ALL_70
+    assert "after step 3: ranks [1, 2] differ from rank 0, first in '0.weight'" in gang.log(1)
+
+
+def test_buffers_count_where_they_must_be_equal(gang, tmp_path):  # type: ignore[no-untyped-def]
+    training = Training(
+        tmp_path, rank=1, poke="table", check_every=1, level="elastic", snapshots=False
+    )
+    assert gang.run(training) == ALL_70
+    assert "after step 4: rank 1 differs from rank 0, first in 'table'" in gang.log(0)
+    training.level = "resume"  # DDP gives every rank rank 0's before the next forward
+    assert gang.run(training) == {0: 0, 1: 0, 2: 0}
+
+
+def test_without_checks_nobody_notices(gang, tmp_path):  # type: ignore[no-untyped-def]
+    training = Training(tmp_path / "s", rank=2, check_every=0)
+    assert gang.run(training) == {0: 0, 1: 0, 2: 0}
+    assert "6" in training.steps()
+
+
+def test_a_negative_interval_is_refused(gang, tmp_path):  # type: ignore[no-untyped-def]
+    assert gang.run(Training(tmp_path, rank=0, check_every=-1), world=1) == {0: 64}
+    assert "check_every=-1 must not be negative" in gang.log(0)

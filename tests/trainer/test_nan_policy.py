@@ -1,0 +1,159 @@
+"""A loss or gradient that is not finite: all ranks stop, skip or go on, and alike."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import ddpjob_trainer as ddp
+from support.snapshots import await_snapshot
+
+STEPS = 8
+ALL_70 = {0: 70, 1: 70, 2: 70}
+ALL_0 = {0: 0, 1: 0, 2: 0}
+
+
+@dataclass
+class Training:
+    directory: Path
+    policy: str = "stop"
+    level: str = "resume"
+    bad: tuple[int, int] = (1, 4)  # rank, index of the step
+    how: str = "loss"
+    clip: float | None = None
+    micro_batches: int = 1
+    die: tuple[int, int] | None = None
+
+    def __call__(self, rank: int) -> None:
+        torch.manual_seed(3)
+        run = ddp.start(
+            total_steps=STEPS, global_batch=48, level=self.level, nan_policy=self.policy,
+            micro_batches=self.micro_batches, snapshot_dir=self.directory / "snapshots",
+            snapshot_every=2,
+        )  # fmt: skip
+        model = nn.Sequential(nn.Linear(32, 96), nn.Dropout(0.2), nn.ReLU(), nn.Linear(96, 8))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        wrapped, _ = run.prepare(
+            model, optimizer, scheduler=scheduler, bucket_cap_mb=0.01, clip_grad_norm=self.clip
+        )
+        data = TensorDataset(torch.randn(96, 32), torch.randint(0, 8, (96,)))
+        for step in run.steps(data):
+            if step.index and step.index % 2 == 0:
+                await_snapshot(max((self.directory / "snapshots").glob("0*")), step.index)
+            first = True
+            for x, y in step.batches:
+                loss = nn.functional.cross_entropy(wrapped(x), y)
+                if first and (rank, step.index) == self.bad:
+                    loss = self._spoil(loss, model)
+                first = False
+                step.backward(loss)
+            if (rank, step.index) == self.die:
+                os.kill(os.getpid(), signal.SIGKILL)
+            step.commit()
+            if self.how == "parameter" and step.index == self.bad[1] - 1:
+                with torch.no_grad():
+                    model[3].weight[0, 0] = math.inf
+        run.finish()
+        finite = all(bool(p.isfinite().all()) for p in model.parameters())
+        (self.directory / f"result-{rank}").write_text(
+            f"{run.weights_sha256()} {run.state_sha256()} {scheduler.last_epoch} {finite}"
+        )
+
+    def _spoil(self, loss: torch.Tensor, model: nn.Module) -> torch.Tensor:
+        if self.how == "loss":
+            return loss * 0 + loss.new_tensor(math.nan)
+        if self.how == "loss alone":  # a gradient that shows nothing of it
+            return loss + math.inf
+        if self.how == "gradient":  # the root's slope at 0 is infinite, and 0 * inf is NaN
+            return loss + (model[3].weight * 0).sum().sqrt()
+        return loss
+
+    def results(self) -> list[list[str]]:
+        return [(self.directory / f"result-{rank}").read_text().split() for rank in range(3)]
+
+    def snapshots(self) -> set[str]:
+        return {p.stem.split("-")[1].lstrip("0") for p in self.directory.glob("*/*/step-*.json")}
+
+
+@pytest.mark.parametrize("level", ["resume", "elastic"])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("loss", "step 4: gradients are not finite, first that of '0.weight'; the loss of rank 1"),
+        ("loss alone", "the loss of rank 1 is"),
+        ("gradient", "first that of '3.weight'; every loss is finite"),
+        ("parameter", "Parameter '3.weight' was not finite already before this update"),
+    ],
+)
+def test_stop_ends_all_ranks_before_the_update(gang, tmp_path, level, how, words):  # type: ignore[no-untyped-def]
+    clip = 1.0 if how == "gradient" else None
+    training = Training(tmp_path, level=level, how=how, clip=clip)
+    assert gang.run(training) == ALL_70
+    for rank in range(3):
+        assert words in gang.log(rank)
+    assert training.snapshots() <= {"2", "4"}
+    if how == "loss":
+        assert "the loss of rank 1 is nan" in gang.log(1)
+
+
+@pytest.mark.parametrize("level", ["resume", "elastic"])
+@pytest.mark.parametrize(("how", "micro", "clip"), [("loss alone", 2, None), ("gradient", 1, 0.1)])
+def test_skip_leaves_one_update_out_and_resumes_exactly(gang, tmp_path, level, how, micro, clip):  # type: ignore[no-untyped-def]
+    def fresh(name: str) -> Training:
+        (tmp_path / name).mkdir()
+        return Training(tmp_path / name, "skip", level, how=how, clip=clip, micro_batches=micro)
+
+    undisturbed = fresh("undisturbed")
+    assert gang.run(undisturbed) == ALL_0, gang.log(0)
+    assert gang.log(0).count("The update is skipped, number 1") == 1
+    results = undisturbed.results()
+    assert len({result[0] for result in results}) == 1
+    assert results[0][2:] == [str(STEPS - 1), "True"]
+    disturbed = fresh("disturbed")
+    disturbed.die = (2, 5)
+    assert gang.run(disturbed) == {0: 75, 1: 75, 2: -9}
+    disturbed.die = None
+    assert gang.run(disturbed) == ALL_0
+    assert "resuming after step 4" in gang.log(0)
+    assert disturbed.results() == results
+
+
+def test_skip_stops_when_no_update_can_help(gang, tmp_path):  # type: ignore[no-untyped-def]
+    assert gang.run(Training(tmp_path, "skip", how="parameter")) == ALL_70
+    assert "Parameter '3.weight' was not finite already" in gang.log(2)
+
+
+def test_ignore_is_plain_pytorch(gang, tmp_path):  # type: ignore[no-untyped-def]
+    training = Training(tmp_path, "ignore", how="gradient")
+    assert gang.run(training) == ALL_0
+    assert {result[3] for result in training.results()} == {"False"}
+
+
+def test_an_unknown_policy_is_refused(gang, tmp_path):  # type: ignore[no-untyped-def]
+    assert gang.run(Training(tmp_path, "abort"), world=1) == {0: 64}
+    assert "nan_policy='abort' must be one of 'stop', 'skip', 'ignore'" in gang.log(0)
+
+
+def test_gradients_whose_squares_overflow_are_finite():  # type: ignore[no-untyped-def]
+    from ddpjob_trainer.finite import NanPolicy
+
+    policy = NanPolicy("stop", None)  # type: ignore[arg-type]
+    weight = nn.Parameter(torch.zeros(5))
+    optimizer = torch.optim.SGD([weight])
+    check: Callable[[], bool] = lambda: policy.allows(optimizer, None)  # noqa: E731
+    assert check()
+    weight.grad = torch.full((5,), 1e30)
+    assert check()
+    for value in (math.inf, -math.inf, math.nan):
+        weight.grad[3] = value
+        assert not check()
