@@ -81,7 +81,7 @@ images: setup ## build the operator's and the trainer's image
 	@$(DEVCLUSTER) image build operator trainer
 
 .PHONY: demo
-demo: setup ## train a job on a local cluster, kill a rank, compare with an undisturbed run
+demo: setup ## train a job on a local cluster, kill a process, delete a pod, compare the weights
 	@$(BIN)/python demo/run.py $(ARGS)
 
 .PHONY: down

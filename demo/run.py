@@ -1,4 +1,4 @@
-"""`make demo`: a DDPJob on a real cluster loses a rank and ends in the same weights.
+"""`make demo`: a DDPJob on a real cluster loses a process, then a pod; the weights are the same.
 
 Everything goes through the tools a user has: helm, kubectl and the example manifest. With
 KUBECONFIG_DEMO set, that cluster is used instead of a local one, with the helm and kubectl on
@@ -29,8 +29,9 @@ SYSTEM = "ddpjob-system"
 IMAGES = ("ddpjob/operator:0.1.0", "ddpjob/trainer:0.1.0")
 REGISTRY = os.environ.get("DDPJOB_DEMO_REGISTRY", "ddpjob")
 JOB, TWIN = "digits", "digits-undisturbed"
-#: The replica that loses its training process, once half of the steps are done.
-VICTIM = 1
+#: The replica that loses its training process, once half of the steps are done, and the one
+#: whose pod is deleted, once three quarters are.
+KILLED, DELETED = 1, 2
 WANTED_ACCURACY = 0.95
 JOB_TIMEOUT = 900.0
 
@@ -143,38 +144,69 @@ def manifest() -> str:
 
 
 def run_disturbed(tools: Tools) -> None:
-    """The job as it stands in the manifest; one rank is killed half-way."""
+    """The job as it stands in the manifest; it loses a process half-way, and later a pod."""
     tools.say(f"kubectl apply -f {MANIFEST.relative_to(ROOT)}")
     tools.kubectl("apply", "-f", "-", stdin=manifest())
-    killed = False
+    killed = back = deleted = False
     for status in watch(tools, JOB):
         progress = status.get("progress", {})
         step, total = progress.get("step", 0), progress.get("totalSteps", 0)
-        if not killed and status.get("phase") == "Running" and total and step >= total // 2:
-            kill_rank(tools, f"{JOB}-{VICTIM}", step)
+        if status.get("phase") != "Running" or not total:
+            continue
+        if not killed and step >= total // 2:
+            kill_process(tools, f"{JOB}-{KILLED}", step)
             killed = True
-    if not killed:
-        raise DemoError("the job ended before its rank could be killed; please report this")
-    show_cause(tools)
+        if killed and not back and came_back(status):
+            show_in_place(tools)
+            back = True
+        if back and not deleted and step >= total * 3 // 4:
+            delete_pod(tools, f"{JOB}-{DELETED}", step)
+            deleted = True
+    if not deleted:
+        raise DemoError("the job ended before it could be disturbed twice; please report this")
+    show_causes(tools)
 
 
-def kill_rank(tools: Tools, pod: str, step: int) -> None:
-    """SIGKILL what PID 1 of the container, the launcher, has started."""
+def kill_process(tools: Tools, pod: str, step: int) -> None:
+    """SIGKILL what PID 1 of the container, the launcher, has started first; others are spares."""
     tools.say(f"--- killing the training process in pod {pod} at step {step}: kill -9 ---")
-    script = r"kill -9 $(grep -l '^PPid:[[:space:]]*1$' /proc/[0-9]*/status | cut -d/ -f3)"
-    # The container ends with its process, often before the exec session does.
+    children = r"grep -l '^PPid:[[:space:]]*1$' /proc/[0-9]*/status | cut -d/ -f3"
+    script = f"kill -9 $({children} | sort -n | head -n 1)"
     tools.kubectl("exec", pod, "-c", "trainer", "--", "sh", "-c", script, check=False)
 
 
-def show_cause(tools: Tools) -> None:
+def came_back(status: dict[str, Any]) -> bool:
+    """In place, as it should; or, if the launchers could not, by a new attempt."""
+    return bool(restarts(status)["inPlace"] or restarts(status)["total"])
+
+
+def restarts(status: dict[str, Any]) -> dict[str, int]:
+    """.status.restarts, before it is there too."""
+    return {"inPlace": 0, "total": 0} | status.get("restarts", {})
+
+
+def show_in_place(tools: Tools) -> None:
+    """The processes are new, the pods are not."""
+    tools.say(f"kubectl get ddpjob {JOB} -o wide; kubectl get pods")
+    print(indent(tools.kubectl("get", "ddpjob", JOB, "-o", "wide")), end="")
+    print(indent(tools.kubectl("get", "pods", "-l", f"ddpjob.dev/job-name={JOB}")), flush=True)
+
+
+def delete_pod(tools: Tools, pod: str, step: int) -> None:
+    """As a drain or an eviction does: the gang gets new pods."""
+    tools.say(f"--- kubectl delete pod {pod} at step {step} ---")
+    tools.kubectl("delete", "pod", pod, "--wait=false")
+
+
+def show_causes(tools: Tools) -> None:
     """What a user sees afterwards."""
     tools.say(f"kubectl get ddpjob {JOB}")
     print(indent(tools.kubectl("get", "ddpjob", JOB)))
-    tools.say(f"kubectl describe ddpjob {JOB} (last failure and events)")
+    tools.say(f"kubectl describe ddpjob {JOB} (failures and events)")
     text = tools.kubectl("describe", "ddpjob", JOB)
-    failure = re.search(r"^  Last Failure:\n(?:    .*\n|\s*\n)+", text, re.MULTILINE)
+    failures = re.search(r"^  Failures:\n(?:    .*\n|\s*\n)+", text, re.MULTILINE)
     events = re.search(r"^Events:\n(?:.*\n)+", text, re.MULTILINE)
-    print(indent((failure.group() if failure else "") + (events.group() if events else "")))
+    print(indent((failures.group() if failures else "") + (events.group() if events else "")))
 
 
 def compare(tools: Tools) -> bool:
@@ -191,15 +223,16 @@ def compare(tools: Tools) -> bool:
     disturbed, undisturbed = result(tools, JOB), result(tools, TWIN)
     accuracy = float(disturbed["test_accuracy"])
     same = disturbed["weights_sha256"] == undisturbed["weights_sha256"]
-    restarts = tools.job(JOB)["status"]["restarts"]["total"]
+    count = restarts(tools.job(JOB)["status"])
     print()
     print(f"  test accuracy              {accuracy:.2%} (at least {WANTED_ACCURACY:.0%} wanted)")
-    print(f"  restarts                   {restarts}")
-    print(f"  weights, rank killed       sha256 {disturbed['weights_sha256']}")
+    print(f"  restarts in place          {count['inPlace']} (a process was killed)")
+    print(f"  restarts with new pods     {count['total']} (a pod was deleted)")
+    print(f"  weights, disturbed twice   sha256 {disturbed['weights_sha256']}")
     print(f"  weights, undisturbed       sha256 {undisturbed['weights_sha256']}")
     print(f"  the two are                {'identical' if same else 'DIFFERENT'}")
     print(flush=True)
-    return same and accuracy >= WANTED_ACCURACY
+    return same and accuracy >= WANTED_ACCURACY and count["inPlace"] > 0
 
 
 def watch(tools: Tools, name: str) -> Iterator[dict[str, Any]]:
@@ -229,7 +262,7 @@ def describe(name: str, status: dict[str, Any]) -> str:
     parts = [
         f"{name}: {status.get('phase', 'Pending'):<10}",
         f"ready {status.get('ready', '0/3')}",
-        f"restarts {status.get('restarts', {}).get('total', 0)}",
+        f"restarts {restarts(status)['total']} (in place {restarts(status)['inPlace']})",
         f"step {progress.get('step', '-')}/{progress.get('totalSteps', '-')}",
         f"loss {loss:.4f}" if loss is not None else "loss -",
     ]

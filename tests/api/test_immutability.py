@@ -153,7 +153,7 @@ def test_status_is_written_apart(plane: Cluster, stored: dict[str, Any]) -> None
         "phase": "Running",
         "ready": "2/3",
         "attempt": 2,
-        "restarts": {"total": 1, "charged": 1},
+        "restarts": {"total": 1, "charged": 1, "inPlace": 4},
         "progress": {"step": 120, "loss": 0.25},
         "lastFailure": {"reason": "OOMKilled", "node": "node7", "class": "OOM"},
     }
@@ -164,9 +164,12 @@ def test_status_is_written_apart(plane: Cluster, stored: dict[str, Any]) -> None
     plane.kubectl(*patch, "-p", json.dumps({"status": status}), check=True)
     header, row = plane.kubectl(*get, "-o", "wide", check=True).stdout.splitlines()
     assert header.split() == [
-        "NAME", "PHASE", "READY", "RESTARTS", "STEP", "LOSS", "ATTEMPT", "REASON", "NODE", "AGE",
+        "NAME", "PHASE", "READY", "RESTARTS", "STEP", "LOSS", "IN-PLACE", "ATTEMPT", "REASON",
+        "NODE", "AGE",
     ]  # fmt: skip
-    assert row.split()[1:9] == ["Running", "2/3", "1", "120", "0.25", "2", "OOMKilled", "node7"]
+    assert row.split()[1:10] == [
+        "Running", "2/3", "1", "120", "0.25", "4", "2", "OOMKilled", "node7",
+    ]  # fmt: skip
     refused = plane.kubectl(*patch, "-p", json.dumps({"status": {"phase": "Odd"}}))
     assert "status.phase" in refused.stderr
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import json
 import secrets
 import socket
 import threading
@@ -198,29 +199,64 @@ class StateServer(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_progress_is_read_from_replica_0_and_costs_a_write_only_when_it_moves(
-    stage: Arena, gang: str
-) -> None:
+@pytest.fixture
+def state_port(stage: Arena) -> Iterator[int]:
+    """A port where StateServer.body is served, at the address that every pod has meanwhile."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing; tells our own address
         address = probe.getsockname()[0]
     server = http.server.ThreadingHTTPServer((address, 0), StateServer)
-    StateServer.body = b'{"version": 1, "step": 41, "totalSteps": 2000, "snapshotStep": 40}'
     threading.Thread(target=server.serve_forever, daemon=True).start()
     stage.kubelet.pod_ip, before = address, stage.kubelet.pod_ip
-    try:
-        stage.apply(gang, metrics={"port": server.server_port})
-        status = stage.wait_status(gang, "progress", lambda s: s.get("progress"))
-        assert (status["progress"]["step"], status["progress"]["totalSteps"]) == (41, 2000)
-        assert status["progress"]["snapshotStep"] == 40
-        stage.wait_status(gang, "all ready", lambda s: s["replicas"]["ready"] == 3)
-        assert stage.quiet_resyncs() == []
-        StateServer.body = b'{"version": 1, "step": 99}'
-        stage.wait_status(gang, "step 99", lambda s: s["progress"]["step"] == 99)
-    finally:
-        stage.kubelet.pod_ip = before
-        server.shutdown()
-        server.server_close()
+    yield server.server_port
+    stage.kubelet.pod_ip = before
+    server.shutdown()
+    server.server_close()
+
+
+def test_progress_is_read_from_replica_0_and_costs_a_write_only_when_it_moves(
+    stage: Arena, gang: str, state_port: int
+) -> None:
+    StateServer.body = b'{"version": 1, "step": 41, "totalSteps": 2000, "snapshotStep": 40}'
+    stage.apply(gang, metrics={"port": state_port})
+    status = stage.wait_status(gang, "progress", lambda s: s.get("progress"))
+    assert (status["progress"]["step"], status["progress"]["totalSteps"]) == (41, 2000)
+    assert status["progress"]["snapshotStep"] == 40
+    stage.wait_status(gang, "all ready", lambda s: s["replicas"]["ready"] == 3)
+    assert stage.quiet_resyncs() == []
+    StateServer.body = b'{"version": 1, "step": 99}'
+    stage.wait_status(gang, "step 99", lambda s: s["progress"]["step"] == 99)
+
+
+def test_restarts_in_place_are_shown_once_and_touch_no_pod(
+    stage: Arena, gang: str, state_port: int, control_plane: Cluster
+) -> None:
+    killed = {"round": 0, "replica": 2, "rank": 2, "code": 137, "signal": 9, "kind": "signal"}
+    answer = {"version": 1, "attempt": 1, "round": 1, "step": 41, "rounds": [killed]}
+    StateServer.body = json.dumps(answer).encode()
+    stage.apply(gang, metrics={"port": state_port})
+    stage.wait_phase(gang, "Running")
+    status = stage.wait_status(gang, "the round", lambda s: s["restarts"]["inPlace"] == 1)
+    assert (status["phase"], status["attempt"]) == ("Running", 1)
+    assert (status["restarts"]["total"], status["restarts"]["charged"]) == (0, 0)
+    failure = status["lastFailure"]
+    assert (failure["inPlace"], failure["round"], failure["replica"]) == (True, 0, 2)
+    assert (failure["pod"], failure["reason"]) == (f"{gang}-2", "SIGKILL")
+    stage.wait_status(gang, "all ready", lambda s: s["replicas"]["ready"] == 3)
+    assert stage.quiet_resyncs() == []
+    stage.kubelet.finish(f"{gang}-1", 9, "boom")
+    stage.wait_phase(gang, "Running", attempt=2)
+    stage.wait_status(gang, "all ready", lambda s: s["replicas"]["ready"] == 3)
+    # The answer is still that of attempt 1's launcher: it tells of no round of this one.
+    assert stage.quiet_resyncs() == []
+    restarts = stage.status(gang)["restarts"]
+    assert (restarts["inPlace"], restarts["round"], restarts["total"]) == (1, 0, 1)
+
+    def told() -> bool:
+        said = control_plane.kubectl("-n", stage.namespace, "describe", "ddpjob", gang).stdout
+        return "RestartedInPlace" in said and "round 0 of attempt 1 ended: replica 2" in said
+
+    eventually("kubectl describe tells the cause", told)
 
 
 def test_suspend_and_resume(stage: Arena, gang: str) -> None:

@@ -57,7 +57,7 @@ def test_any_replica_lost_in_any_way(site: Site, undisturbed: Undisturbed, how: 
     wait_for(disturb_who_is_ready, "every job to be half-way", 180)
     for name, replica in jobs.items():
         after = site.wait_phase(name, "Succeeded")
-        assert after["attempt"] == 2
+        assert after["attempt"] == 2, after["failures"]
         restarts, failure = after["restarts"], after["lastFailure"]
         assert restarts["total"] == 1, after
         assert restarts["charged"] == (1 if how == "process" else 0), failure

@@ -1,0 +1,100 @@
+"""Processes die or hang while their pods live: the gang restarts in place, and who did is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from support.cluster import wait_for
+from support.site import Site, digits
+
+Undisturbed = Callable[[int], dict[str, str]]
+STEPS = 150  # as another test has, so that one undisturbed run serves both
+
+
+def uids(site: Site, name: str) -> dict[str, str]:
+    return {pod: body["metadata"]["uid"] for pod, body in site.pods(name).items()}
+
+
+def wait_rounds(site: Site, name: str, rounds: int) -> dict[str, Any]:
+    """The status once so many restarts in place are counted."""
+
+    def counted() -> dict[str, Any] | None:
+        status = site.status(name)
+        return status if status["restarts"]["inPlace"] >= rounds else None
+
+    try:
+        return wait_for(counted, f"{name}: {rounds} restarts in place", 90)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{site.explain(name)}") from None
+
+
+def test_a_killed_process_comes_back_in_its_pod(site: Site, undisturbed: Undisturbed) -> None:
+    """Three jobs side by side: the process of rank 0, of another rank, and two at once."""
+    wanted = undisturbed(STEPS)
+    jobs = {"round-first": (0,), "round-other": (1,), "round-two": (0, 2)}
+    site.apply(*(digits(name, steps=STEPS) for name in jobs))
+    before: dict[str, dict[str, str]] = {}
+
+    def disturb_who_is_ready() -> bool | None:
+        for name in jobs.keys() - before.keys():
+            status = site.status(name)
+            if status.get("phase") == "Running" and status.get("progress", {}).get("step", 0) >= 25:
+                before[name] = uids(site, name)
+                site.kill_training(*(f"{name}-{replica}" for replica in jobs[name]))
+        return True if before.keys() == jobs.keys() else None
+
+    wait_for(disturb_who_is_ready, "every job to be half-way", 180)
+    for name, replicas in jobs.items():
+        after = site.wait_phase(name, "Succeeded")
+        restarts, failure = after["restarts"], after["lastFailure"]
+        assert (after["attempt"], restarts["total"], restarts["charged"]) == (1, 0, 0), after
+        # The second of two kills may come when the first round is over already.
+        assert restarts["inPlace"] in range(1, len(replicas) + 1), after
+        assert failure["inPlace"] is True
+        assert failure["replica"] in replicas, failure
+        assert (failure["class"], failure["signal"], failure["exitCode"]) == ("User", 9, 137)
+        assert failure["node"].startswith("node")
+        assert uids(site, name) == before[name]
+        assert site.result(name) == wanted
+        told = site.kubectl("describe", "ddpjob", name).stdout
+        assert "RestartedInPlace" in told
+        assert f"replica {failure['replica']} (rank {failure['rank']})" in told
+        site.delete(name)
+
+
+def test_a_process_that_hangs_is_ended_and_comes_back(site: Site, undisturbed: Undisturbed) -> None:
+    name = "round-hang"
+    site.apply(digits(name, steps=STEPS, hang={"stepSeconds": 10}))
+    site.wait_running(name, 1, step=25)
+    before = uids(site, name)
+    site.kill_training(f"{name}-1", signal="STOP")
+    after = wait_rounds(site, name, 1)
+    assert after["lastFailure"]["class"] == "Hang", after["lastFailure"]
+    assert (after["attempt"], after["restarts"]["total"]) == (1, 0)
+    site.wait_phase(name, "Succeeded")
+    assert uids(site, name) == before
+    assert site.result(name) == undisturbed(STEPS)
+    site.delete(name)
+
+
+def test_failures_without_progress_end_the_attempt(site: Site, undisturbed: Undisturbed) -> None:
+    """No snapshot is made, so the second death ends the attempt; new pods begin again."""
+    name = "round-budget"
+    restart = {"maxRestarts": 1, "inPlace": {"maxWithoutProgress": 1}}
+    site.apply(digits(name, steps=STEPS, every=STEPS * 2, restart=restart))
+    site.wait_running(name, 1, step=5)
+    before = uids(site, name)
+    site.kill_training(f"{name}-2")
+    status = wait_rounds(site, name, 1)
+    assert (status["attempt"], uids(site, name)) == (1, before)
+    site.kill_training(f"{name}-1")
+    status = site.wait_running(name, 2)
+    restarts = status["restarts"]
+    assert (restarts["inPlace"], restarts["total"], restarts["charged"]) == (1, 1, 1), status
+    told = [(f["replica"], f["round"], f.get("inPlace")) for f in status["failures"]]
+    assert told == [(2, 0, True), (1, 1, None)]
+    assert not before.items() & uids(site, name).items()
+    site.wait_phase(name, "Succeeded")
+    assert site.result(name) == undisturbed(STEPS)
+    site.delete(name)
