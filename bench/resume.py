@@ -19,7 +19,9 @@ from harness.restarts import MAX_RESTARTS, STAGES, Recovery, Subject
 WAYS = ("in place", "new launch", "torchrun")
 
 
-def measure(way: str, nproc: int, workload: str, kills: int, cold: int) -> list[Recovery]:
+def measure(
+    way: str, nproc: int, workload: str, kills: int, cold: int, patience: float
+) -> list[Recovery]:
     """``cold``: so many more kills in place at once after the one before."""
     with tempfile.TemporaryDirectory() as directory:
         subject = Subject(way, nproc, workload, Path(directory) / "run")
@@ -28,12 +30,12 @@ def measure(way: str, nproc: int, workload: str, kills: int, cold: int) -> list[
             subject.start()
             for number in range(kills):
                 subject.settle(warm=True)
-                found.append(subject.kill(number % nproc))
+                found.append(subject.kill(number % nproc, patience))
                 print(f"{way}: {number + 1}/{kills} {found[-1].seconds:.3f} s", flush=True)
             for number in range(cold):
                 subject.settle(warm=False)
-                subject.kill(number % nproc)
-                found.append(subject.kill((number + 1) % nproc))
+                subject.kill(number % nproc, patience)
+                found.append(subject.kill((number + 1) % nproc, patience))
                 print(f"{way}, again: {number + 1}/{cold} {found[-1].seconds:.3f} s", flush=True)
         finally:
             subject.end()
@@ -41,14 +43,15 @@ def measure(way: str, nproc: int, workload: str, kills: int, cold: int) -> list[
 
 
 def row(name: str, found: Sequence[Recovery]) -> list[str]:
-    seconds = [one.seconds for one in found]
+    seconds = [one.seconds for one in found if one.came_back]
     lost = sum(one.lost_rounds for one in found)
+    never = len(found) - len(seconds)
     if not seconds:
-        return [name, "0", "-", "-", "-", "-"]
+        return [name, str(len(found)), "-", "-", "-", "-", str(never)]
     p95 = report.percentile(seconds, 0.95)
     return [
-        *(name, str(len(seconds)), f"{statistics.median(seconds):.3f}", f"{p95:.3f}"),
-        *(f"{min(seconds):.3f}..{max(seconds):.3f}", str(lost)),
+        *(name, str(len(found)), f"{statistics.median(seconds):.3f}", f"{p95:.3f}"),
+        *(f"{min(seconds):.3f}..{max(seconds):.3f}", str(lost), str(never)),
     ]
 
 
@@ -67,6 +70,8 @@ def main() -> None:
     parser = report.options(__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--cold", type=int, default=8, help="kills before the spares are refilled")
+    parser.add_argument("--torchrun-kills", type=int, default=20, help="at most so many (20)")
+    parser.add_argument("--patience", type=float, default=90.0, help="seconds to come back (90)")
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--workload", default="cnn")
     parser.add_argument("--ways", default=",".join(WAYS))
@@ -75,20 +80,32 @@ def main() -> None:
     facts = report.machine()
     groups: dict[str, list[Recovery]] = {}
     for way in args.ways.split(","):
-        found = measure(way, args.ranks, args.workload, kills, cold if way == "in place" else 0)
+        again = cold if way == "in place" else 0
+        count = min(kills, args.torchrun_kills) if way == "torchrun" else kills
+        found = measure(way, args.ranks, args.workload, count, again, args.patience)
         if way == "in place":
             groups["in place"] = [one for one in found if one.warm]
             groups["in place, spares not refilled"] = [one for one in found if not one.warm]
         else:
             groups[way] = found
-    header = ("way", "kills", "median s", "p95 s", "range s", "lost rounds")
+    header = (
+        "way",
+        "kills",
+        "median s",
+        "p95 s",
+        "range s",
+        "lost rounds",
+        f"not back in {args.patience:g} s",
+    )
     print("\n" + report.table(header, [row(name, found) for name, found in groups.items()]))
     ours = {name: found for name, found in groups.items() if name != "torchrun"}
     print("\nmedian seconds of each stage\n")
     print(report.table(("stage", *ours), stage_rows(ours)))
     print(f"\n{args.ranks} ranks, model {args.workload}; torchrun --max-restarts {MAX_RESTARTS}")
     result = {name: [dataclasses.asdict(one) for one in found] for name, found in groups.items()}
-    summaries = {n: report.summary([one.seconds for one in found]) for n, found in groups.items()}
+    summaries = {
+        n: report.summary([r.seconds for r in found if r.came_back]) for n, found in groups.items()
+    }
     whole = {"ranks": args.ranks, "workload": args.workload, "summary": summaries}
     report.finish("resume", facts, {**whole, "recoveries": result}, args.json)
 

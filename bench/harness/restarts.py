@@ -18,7 +18,7 @@ from pathlib import Path
 from ddpjob_trainer import contract
 from ddpjob_trainer.chaos.driver import OPEN
 from ddpjob_trainer.chaos.gang import Gang, environment_of_job
-from ddpjob_trainer.chaos.watch import GATE, Watch, open_gate
+from ddpjob_trainer.chaos.watch import GATE, Incarnation, Watch, open_gate
 from ddpjob_trainer.environment import CHAOS, TRACE
 from ddpjob_trainer.launcher import workers
 from harness import programs
@@ -38,12 +38,15 @@ STAGES = {
     "warm-up, step": "step",
 }
 _LOOK_SECONDS = 0.002
-_PATIENCE = 180.0
+_START_SECONDS = 180.0
 
 
 @dataclass
 class Recovery:
+    """``seconds`` is what was waited when ``came_back`` is false."""
+
     seconds: float
+    came_back: bool = True
     stages: dict[str, float] = field(default_factory=dict)
     warm: bool = True  # spares were there when the kill came
     lost_rounds: int = 0  # restarts that died of themselves
@@ -98,22 +101,29 @@ class Subject:
         program = (programs.program("ours.py"), *sizes)
         return Gang(program, self._nproc, environment, self._directory / "log")
 
-    def _until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + _PATIENCE
+    def _until(self, condition: Callable[[], bool], what: str, seconds: float) -> None:
+        """Raises TimeoutError."""
+        deadline = time.monotonic() + seconds
         while not condition():
             self.watch.look()
             if not self.gang.running():
                 self.gang.launch()
                 self.launches += 1
             if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"{self.way}: not within {_PATIENCE:g} s: {what}\n{self.gang.tail()}"
-                )
+                raise TimeoutError(f"{self.way}: not in {seconds:g} s: {what}\n{self.gang.tail()}")
             time.sleep(_LOOK_SECONDS)
 
     def start(self) -> None:
         self.gang.launch()
-        self._until(self.watch.together, "a first step")
+        begun = time.monotonic()
+        self._until(
+            lambda: (
+                self.watch.together()
+                and min(story.progress_at for story in self.watch.stories) > begun
+            ),
+            "a first step",
+            _START_SECONDS,
+        )
 
     def end(self) -> None:
         self.gang.end()
@@ -121,9 +131,9 @@ class Subject:
     def settle(self, *, warm: bool) -> None:
         """Before the next kill: a newer snapshot than the last resume, and spares if wanted."""
         story = self.watch.stories[0]
-        self._until(lambda: story.progress > EVERY + 5, "a new snapshot")
+        self._until(lambda: story.progress > EVERY + 5, "a new snapshot", _START_SECONDS)
         if warm and self.way == "in place":
-            self._until(self._spares, "spares")
+            self._until(self._spares, "spares", _START_SECONDS)
 
     def _events(self) -> list[dict]:
         with contextlib.suppress(OSError):
@@ -137,21 +147,35 @@ class Subject:
         stepped = max((e["t"] for e in events if e["event"] == "go"), default=0.0)
         return any(e["event"] == "spares" and e["t"] > stepped for e in events)
 
-    def kill(self, rank: int) -> Recovery:
-        """SIGKILL one worker; wait until every rank has finished a step of a newer life."""
+    def kill(self, rank: int, patience: float) -> Recovery:
+        """SIGKILL one worker; wait until every rank has finished a step of a newer life.
+
+        A gang that does not come back in time is started anew.
+        """
         warm = self._spares()
-        before, launches = self.watch.incarnation, self.launches
-        attempt = self.gang.attempt
+        before, launches, attempt = self.watch.incarnation, self.launches, self.gang.attempt
         at = time.monotonic()
         os.kill(self.watch.stories[rank].pid, signal.SIGKILL)
-        self._until(lambda: self.watch.incarnation > before and self.watch.together(), "a new step")
+        try:
+            self._until(
+                lambda: self._lives(before, at) and self.watch.together(), "a new step", patience
+            )
+        except TimeoutError:
+            self.gang.end()
+            self.start()
+            return Recovery(patience, came_back=False)
         back = max(story.progress_at for story in self.watch.stories)
         lost = 0
-        if self.way == "torchrun":
-            lost = self.watch.incarnation[1] - before[1] - 1 if self.launches == launches else 1
+        if self.launches != launches and self.way == "torchrun":
+            lost = MAX_RESTARTS
         elif self.gang.attempt == attempt:
             lost = self.watch.incarnation[1] - before[1] - 1
-        return Recovery(back - at, self._stages(at), warm, lost)
+        return Recovery(back - at, True, self._stages(at), warm, lost)
+
+    def _lives(self, before: Incarnation, at: float) -> bool:
+        """Whether it is another life: a new torchrun counts its rounds from 0 again."""
+        steps = [story.progress_at for story in self.watch.stories]
+        return self.watch.incarnation != before and min(steps) > at
 
     def _stages(self, at: float) -> dict[str, float]:
         """Seconds of each stage: from the end of the one before to the last rank's end of it."""

@@ -266,15 +266,19 @@ class Disturbance:
         if self._finished:
             return "finished"
         newest = self.watch.incarnation
+        first = self.made[self._told]  # since all ranks stepped together
+        restarted = "in place" if newest[0] == first.attempt else "new launch"
         if newest > made.incarnation and self.watch.together():
-            return "in place" if newest[0] == made.attempt else "new launch"
+            return restarted
         stories = self.watch.stories
         unhurt = made.kill.resumes or made.pid not in [story.pid for story in stories]
         moved = all(
             story.events >= events + 2 or story.ended
             for story, events in zip(stories, made.events, strict=True)
         )
-        return "went on" if unhurt and moved and newest == made.incarnation else ""
+        if not (unhurt and moved and newest == made.incarnation):
+            return ""
+        return "went on" if newest == first.incarnation else restarted
 
     def _tell(self, count: int) -> None:
         """One line for each kill since the last that came back."""
