@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -59,3 +61,39 @@ def test_the_rank_that_hangs_ends_with_76_and_its_stacks(gang):  # type: ignore[
     )
     assert "in a_disk_that_does_not_answer" in log
     assert signal.SIGKILL not in [-code for code in codes.values()]
+
+
+def test_a_disk_that_hangs_at_the_end_is_that_ranks_fault(gang, tmp_path):  # type: ignore[no-untyped-def]
+    """Rank 1's keeper, which writes its part of the snapshot, stands still."""
+
+    def program(rank: int) -> None:
+        def stop_the_keeper() -> None:
+            lists = [
+                path.read_text().split() for path in Path("/proc/self/task").glob("*/children")
+            ]
+            children = [int(pid) for pids in lists for pid in pids]
+            keepers = [pid for pid in children if "keeper" in command(pid)]
+            assert keepers, children
+            for pid in keepers:
+                os.kill(pid, signal.SIGSTOP)
+
+        run = ddp.start(
+            total_steps=6, global_batch=12, snapshot_dir=tmp_path / "s", snapshot_every=2
+        )
+        model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+        model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4))
+        for step in run.steps([(torch.ones(8), torch.ones(1))] * 96):
+            if rank == 1 and step.index == 5:
+                stop_the_keeper()
+            for x, y in step.batches:
+                step.backward(((model(x) - y) ** 2).mean())
+            step.commit()
+
+    codes = gang.run(program, env={**HANG, "DDPJOB_HANG_SNAPSHOT_SECONDS": "3"})
+    assert codes == {0: 75, 1: 76, 2: 75}, gang.log(1)
+    assert "in phase snapshot (snapshot) after step 5" in gang.log(1)
+    assert "in wait_written" in gang.log(1)
+
+
+def command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()

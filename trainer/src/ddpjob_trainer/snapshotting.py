@@ -160,10 +160,12 @@ class Snapshots:
         assert self._place is not None
         high, low = divmod(captured.fingerprint(), 1 << 12)
         main = captured.main_bytes() if self._world.rank == 0 else 0
+        self._progress.at("agreement")
         busy = not tracker.pool.free()
         busy_sum, main_sum, *sums = self._world.sum(
             [float(n) for n in (busy, main, high, high * high, low, low * low)]
         )
+        self._progress.at("snapshot")
         if busy_sum:
             return None
         # Without variance all are equal; squares of 12 bits add up exactly.
@@ -229,9 +231,12 @@ class Snapshots:
             return
         self._unsettled = False
         self._tracker.wait_written()
+        self._progress.at("agreement")  # a rank that waits for its own disk is told from these
         self._world.barrier()  # all parts are reported now; a dead peer is noticed here
         if self._world.rank == 0:
+            self._progress.at("snapshot")
             self._tracker.wait_settled()
+            self._progress.at("agreement")
         self.learn(self._world.sum([self.report()])[0])
 
     def _hear(self) -> None:
