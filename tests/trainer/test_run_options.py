@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer import exact
+from support.snapshots import await_snapshot
 
 STEPS = 8
 EVERY = 3
@@ -41,7 +44,7 @@ class Training:
     start: dict[str, Any] = field(default_factory=dict)
     prepare: dict[str, Any] = field(default_factory=dict)
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
-    watch: Callable[[ddp.Run, nn.Module], None] | None = None  # after each step
+    die: tuple[int, int, int] | None = None  # rank, step, micro-batch
 
     def __call__(self, rank: int) -> None:
         torch.manual_seed(3)
@@ -68,13 +71,15 @@ class Training:
             for x, y in step.batches:
                 loss = nn.functional.cross_entropy(wrapped(x), y)
                 assert loss.dtype == torch.float32
+                if self.die == (rank, step.index, len(values)):
+                    await_snapshot(max((self.directory / "snapshots").glob("0*")), EVERY)
+                    os.kill(os.getpid(), signal.SIGKILL)
                 step.backward(loss)
                 values.append(loss.item().hex())
-            assert exact.bucket_count(wrapped) > 1
+            if run.options.level == "resume":
+                assert exact.bucket_count(wrapped) > 1
             step.commit()
             losses.write(f"{step.index} {' '.join(values)}\n")
-            if self.watch is not None:
-                self.watch(run, model)
         hashes = f"{run.weights_sha256()} {run.state_sha256()}"
         (self.directory / f"result-{rank}").write_text(hashes)
         run.finish()
@@ -125,6 +130,14 @@ CASES: dict[str, dict[str, Any]] = {
     "zero": {"optimizer": zero, "prepare": {"clip_grad_norm": 0.5}},
     "tail pad": {"start": {"tail": "pad"}},
     "tail join": {"start": {"tail": "join", "micro_batches": 2}},
+    "elastic, fp16, ema, tail pad": {
+        "start": {"level": "elastic", "shards": 6, "precision": "fp16", "tail": "pad"},
+        "prepare": {"grad_scaler": scaler, "ema": 0.9},
+    },
+    "elastic, zero, compile": {
+        "start": {"level": "elastic", "shards": 6, "micro_batches": 2}, "optimizer": zero,
+        "prepare": {"compile": "aot_eager"},
+    },
     "compile": {"prepare": {"compile": "aot_eager"}, "start": {"micro_batches": 2}},
 }  # fmt: skip
 
@@ -141,3 +154,34 @@ def test_an_option_resumes_bit_for_bit(gang, tmp_path, case):  # type: ignore[no
     assert f"resuming after step {EVERY}" in gang.log(0)
     assert disturbed.outcome() == undisturbed.outcome()
     assert len({result.split()[0] for result, _ in undisturbed.outcome()}) == 1
+
+
+@pytest.mark.parametrize("place", [(1, 4, 0), (2, 4, 1), (0, 5, 2)], ids=str)
+def test_killed_between_micro_batches_equals_undisturbed(gang, tmp_path, place):  # type: ignore[no-untyped-def]
+    options: dict[str, Any] = {"start": {"micro_batches": 3}, "prepare": {"ema": 0.9}}
+    undisturbed = Training(tmp_path / "undisturbed", **options)
+    undisturbed.directory.mkdir()
+    assert gang.run(undisturbed) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    disturbed = Training(tmp_path / "disturbed", **options, die=place)
+    disturbed.directory.mkdir()
+    assert gang.run(disturbed) == {r: -9 if r == place[0] else 75 for r in range(3)}
+    disturbed.forget_after(EVERY)
+    disturbed.die = None
+    assert gang.run(disturbed) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    assert f"resuming after step {EVERY}" in gang.log(0)
+    assert disturbed.outcome() == undisturbed.outcome()
+
+
+def test_elastic_zero_goes_on_at_another_number_of_ranks(gang, tmp_path):  # type: ignore[no-untyped-def]
+    """Its parts lie elsewhere then; a snapshot holds the whole."""
+    options: dict[str, Any] = {"start": {"level": "elastic", "shards": 6}, "optimizer": zero}
+    undisturbed = Training(tmp_path / "undisturbed", **options)
+    undisturbed.directory.mkdir()
+    assert gang.run(undisturbed) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    disturbed = Training(tmp_path / "disturbed", **options)
+    shutil.copytree(undisturbed.directory, disturbed.directory)
+    disturbed.forget_after(EVERY)
+    assert gang.run(disturbed, world=2) == {0: 0, 1: 0}, gang.log(0)
+    assert f"resuming after step {EVERY}" in gang.log(0)
+    results = [training.outcome(world=2)[0][0] for training in (undisturbed, disturbed)]
+    assert results[0] == results[1]

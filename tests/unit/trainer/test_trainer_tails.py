@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.order import DataOrder, permutation, split
+from ddpjob_trainer.order import DataOrder, permutation, share
 
 
-def test_split_is_contiguous_and_differs_by_at_most_one():  # type: ignore[no-untyped-def]
+def test_shares_are_contiguous_and_differ_by_at_most_one():  # type: ignore[no-untyped-def]
     for length in range(9):
         for parts in range(1, 6):
-            found = split(np.arange(length), parts)
+            found = [share(np.arange(length), part, parts) for part in range(parts)]
             assert np.concatenate(found).tolist() == list(range(length))
             sizes = [len(part) for part in found]
             assert len(sizes) == parts

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpjob_trainer import exact
 from ddpjob_trainer.compression import Compression, compress, memory_of
 from ddpjob_trainer.options import ModelOptions, Options
-from ddpjob_trainer.order import DataOrder, Indices, split
+from ddpjob_trainer.order import DataOrder, Indices, share
 from ddpjob_trainer.parting import holds_ddp
 from ddpjob_trainer.state import Stateful
 from ddpjob_trainer.world import World
@@ -124,16 +124,19 @@ class DdpAveraging:
         """Cut this rank's contiguous share into parts that differ by at most one sample."""
         rank, count = self._world.rank, self._options.micro_batches
         batch = order.batch(step)
-        share = split(batch, self._world.size)[rank]
-        self._parts = [
-            Part(part if len(part) else batch[:1], len(part), len(batch), rank)
-            for part in split(share, count)
-        ]
+        mine = share(batch, rank, self._world.size)
+        self._parts = []
+        for number in range(count):
+            part = share(mine, number, count)
+            indices = part if len(part) else batch[:1]
+            self._parts.append(Part(indices, len(part), len(batch), rank))
         return self._parts
 
     def before_forward(self, number: int) -> None:
         """Synchronise in the last backward only; DDP decides that in the forward."""
-        self._wrapped.require_backward_grad_sync = number >= len(self._parts) - 1
+        last = number >= len(self._parts) - 1
+        if self._wrapped.require_backward_grad_sync != last:  # assigning to a module is slow
+            self._wrapped.require_backward_grad_sync = last
 
     def backward(self, loss: torch.Tensor, number: int) -> None:
         """DDP divides by the number of processes: the rest of the weight is ours."""

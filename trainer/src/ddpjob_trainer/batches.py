@@ -50,6 +50,8 @@ def span(start: int, end: int) -> Indices:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Move every tensor in nested tuples, lists and dicts."""
+    if device.type == "cpu":
+        return batch  # where datasets live
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 

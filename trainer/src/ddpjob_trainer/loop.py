@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob_trainer import batches, failpoints, rng
 from ddpjob_trainer.averaging import Averaging, Part
@@ -80,7 +81,7 @@ class Loop:
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps that are still to do, after the newest snapshot if there is one."""
-        self._trained.model.register_forward_pre_hook(self._forward_begins)
+        self._watch_forwards(self._trained.model)
         with self._ending.in_loop():
             try:
                 self._resume()
@@ -128,11 +129,18 @@ class Loop:
             self._progress.at("forward")
             yield batch
 
-    def _forward_begins(self, *_: object) -> None:
-        """Runs before each forward through the wrapper, evaluations included."""
-        if self._step is not None and torch.is_grad_enabled():
-            self._trained.forwards += 1
-            self._averaging.before_forward(len(self._step.losses))
+    def _watch_forwards(self, model: DistributedDataParallel) -> None:
+        """See each forward through the wrapper, evaluations included."""
+        forward = model.forward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if self._step is not None and torch.is_grad_enabled():
+                self._trained.forwards += 1
+                self._averaging.before_forward(len(self._step.losses))
+            return forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+        # Not a hook: a module without hooks is called on a shorter path.
+        setattr(model, "forward", watched)  # noqa: B010
 
     def backward(self, step: Step, loss: torch.Tensor) -> None:
         """See Step.backward."""

@@ -8,7 +8,6 @@ a keyed hash, because no library promises the same stream across versions.
 from __future__ import annotations
 
 import hashlib
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,10 +34,10 @@ def permutation(seed: int, epoch: int, length: int) -> Indices:
     return np.argsort(x, kind="stable").astype(np.int64)
 
 
-def split(indices: Indices, parts: int) -> list[Indices]:
-    """Cut into contiguous parts whose sizes differ by at most one."""
-    ends = [len(indices) * part // parts for part in range(parts + 1)]
-    return [indices[start:end] for start, end in itertools.pairwise(ends)]
+def share(indices: Indices, part: int, parts: int) -> Indices:
+    """Return one of ``parts`` contiguous parts whose sizes differ by at most one."""
+    length = len(indices)
+    return indices[length * part // parts : length * (part + 1) // parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ class DataOrder:
                 f"global_batch={self.global_batch} cannot be divided by {shards} processes:"
                 f" use a multiple of {shards}"
             )
-        return split(batch, shards)[shard]
+        return share(batch, shard, shards)
 
 
 _last: tuple[tuple[int, int, int], Indices] | None = None

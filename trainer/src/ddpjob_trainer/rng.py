@@ -26,8 +26,8 @@ def reseed(seed: int, step: int, shard: int) -> None:
     torch.default_generator.manual_seed(key)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(key)
-    np.random.seed(key64("numpy", seed, step, shard) % 2**32)
-    random.seed(key64("python", seed, step, shard))
+    np.random.seed(key % 2**32)
+    random.seed(key)
 
 
 def _pack(tensor: torch.Tensor) -> str:
