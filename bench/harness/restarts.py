@@ -29,7 +29,7 @@ MAX_RESTARTS = 30
 #: Events of the trace in their order, each the end of a stage.
 STAGES = {
     "seen": "failed",
-    "others dead": "ended",
+    "others dead": "stopped",
     "go": "go",
     "process": "start",
     "rendezvous": "joined",
@@ -38,6 +38,7 @@ STAGES = {
     "warm-up, step": "step",
 }
 _LOOK_SECONDS = 0.002
+_MARK_SECONDS = 1.0  # a rank marks its step a moment after it recorded it
 _START_SECONDS = 180.0
 
 
@@ -179,7 +180,13 @@ class Subject:
 
     def _stages(self, at: float) -> dict[str, float]:
         """Seconds of each stage: from the end of the one before to the last rank's end of it."""
-        events = [e for e in self._events() if e["t"] > at]
+        deadline = time.monotonic() + _MARK_SECONDS
+        while True:
+            events = [e for e in self._events() if self._belongs(e, at)]
+            marked = sum(e["event"] == "step" for e in events)
+            if marked >= self._nproc or time.monotonic() > deadline:
+                break
+            time.sleep(_LOOK_SECONDS)
         found, since = {}, at
         for stage, event in STAGES.items():
             times = [e["t"] for e in events if e["event"] == event]
@@ -187,3 +194,8 @@ class Subject:
                 found[stage] = max(times) - since
                 since = max(times)
         return found
+
+    def _belongs(self, event: dict, at: float) -> bool:
+        """Whether it is of this recovery: workers tell the round that they begin."""
+        ours = event["rank"] < 0 or event["round"] == self.watch.incarnation[1]
+        return bool(ours and event["t"] > at)

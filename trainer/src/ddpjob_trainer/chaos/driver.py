@@ -71,7 +71,6 @@ class Disturbance:
     patience: float
     say: Say
     made: list[Made] = field(default_factory=list)
-    unasked: int = 0  # ends of a launcher that no kill explains
     _finished: bool = False
     _useless: int = 0
     _events: int = 0

@@ -46,7 +46,6 @@ class Result:
 
     made: list[Made]
     launches: int
-    unasked: int
     calm: str
     wild: str
     differences: list[str]
@@ -80,7 +79,6 @@ def run(settings: Settings, say: Callable[[str], None]) -> Result:
     result = Result(
         made=disturbance.made,
         launches=gang.attempt,
-        unasked=disturbance.unasked,
         calm=verdict.sha256(calm.stories),
         wild=verdict.sha256(watch.stories),
         differences=verdict.differences(calm.stories, watch.stories),
