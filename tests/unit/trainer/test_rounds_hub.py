@@ -79,6 +79,19 @@ def test_a_death_stops_all_and_the_next_round_waits_for_all() -> None:
     assert scene.told() == scene.everyone(Stop(1))
 
 
+def test_without_rounds_a_launcher_is_alone_with_the_gangs_ranks() -> None:
+    """As membership.join has it for replica 2 of 3: a hub of its own, and no round follows."""
+    posted: list[Message] = []
+    alone = Hello("uid", 4, replicas=1, nproc=1, replica=0)
+    hub = Hub(alone, 0, lambda _, message: posted.append(message))
+    assert hub.admit(alone) is None
+    hub.receive(0, Failed(0, (Exit(2, 0, -9, 0.0),), 0), 0.0)
+    hub.receive(0, Stopped(0, (), -1), 0.1)
+    assert [type(message) for message in posted] == [Welcome, Stop, End]
+    assert isinstance(posted[-1], End)
+    assert posted[-1].rank == 2
+
+
 def test_collateral_waits_a_moment_for_its_cause() -> None:
     scene = Scene()
     scene.fails(0, 75, now=10.0)
