@@ -195,6 +195,13 @@ def test_collateral_alone_is_infrastructure():
     assert world.status["lastFailure"]["class"] == "Infrastructure"
 
 
+def test_a_member_that_ended_is_not_said_to_be_unable_to_start():
+    world = running().wait(60).end(0, 75)
+    assert world.phase == "Running"  # its cause is waited for
+    assert world.condition("Stalled") == {}
+    assert world.end(1, 1).status["lastFailure"]["replica"] == 1
+
+
 def test_once_all_have_ended_no_cause_is_waited_for():
     world = running()
     for replica in range(3):

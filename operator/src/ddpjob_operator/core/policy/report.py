@@ -67,7 +67,7 @@ def _reasons(view: View) -> Iterator[tuple[str, str]]:
         if pod.unschedulable and not pod.node and not _fresh(view, SCHEDULING_PATIENCE):
             yield "Unschedulable", f"pod {pod.name}: {pod.unschedulable}"
     for pod in view.members.values():
-        started = classify.running(pod) or classify.succeeded(pod)
+        started = classify.running(pod) or pod.trainer.state == "terminated"
         if pod.node and not started and not _fresh(view):
             hint = f"see kubectl describe pod -n {pod.namespace} {pod.name}"
             yield "ContainerCreating", f"pod {pod.name} on {pod.node} does not start: {hint}"
