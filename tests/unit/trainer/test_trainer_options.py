@@ -77,6 +77,8 @@ def test_every_refusal_is_tried_and_documented():  # type: ignore[no-untyped-def
         ({"total_steps": 0}, "total_steps=0 must be at least 1"),
         ({"micro_batches": 0}, "micro_batches=0 must be at least 1"),
         ({"tail": "keep"}, "tail='keep' must be one of 'drop', 'pad', 'join'"),
+        ({"nan_policy": "no"}, "nan_policy='no' must be one of 'stop', 'skip', 'ignore'"),
+        ({"check_every": -1}, "check_every=-1 must not be negative; 0: never"),
         ({"precision": "half"}, "precision='half' must be one of 'fp32', 'bf16', 'fp16'"),
         ({"global_batch": 25}, "cannot be divided by 3 processes: use a multiple of 3"),
         ({"micro_batches": 5}, "3 processes x micro_batches=5: use a multiple of 15"),

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpjob_trainer import shards
 from ddpjob_trainer.display import Display
 from ddpjob_trainer.environment import WorkerEnvironment
 from ddpjob_trainer.events import EventLog
@@ -44,10 +45,18 @@ def make_progress(
         writer,
         total_steps=options.total_steps,
         global_batch=options.global_batch,
-        samples_per_step=options.global_batch // env.world_size,
+        samples_per_step=_samples_per_step(options, env),
         log_every=given.log_every or max(1, options.total_steps // _LOG_LINES),
         rendezvous_seconds=rendezvous_seconds,
         display=Display(options.total_steps, columns=max(0, env.columns - _PREFIX) if main else 0),
         events=EventLog(events) if main and events is not None else None,
         board=Board((board or env.tensorboard_dir) if main else None),
     )
+
+
+def _samples_per_step(options: Options, env: WorkerEnvironment) -> int:
+    """This rank's share of a global batch."""
+    if options.level != "elastic":
+        return options.global_batch // env.world_size
+    mine = shards.owned(options.shards, env.world_size, env.rank)
+    return len(mine) * options.global_batch // options.shards

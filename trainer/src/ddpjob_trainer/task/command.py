@@ -46,8 +46,11 @@ START: dict[str, dict[str, Any]] = {
     "micro_batches": {"type": int, "help": "gradients accumulated per step (default: 1)"},
     "tail": {"choices": ("drop", "pad", "join"), "help": "an epoch's incomplete last batch"},
     "precision": {"choices": ("fp32", "bf16", "fp16"), "help": "of the forward (default: fp32)"},
-    "nan_policy": {"choices": ("stop", "skip", "ignore"), "help": "for NaN, infinity (stop)"},
-    "check_every": {"type": int, "help": "steps between two checks that ranks are equal (100)"},
+    "nan_policy": {
+        "choices": ("stop", "skip", "ignore"),
+        "help": "at a loss or gradient that is not finite (default: stop)",
+    },
+    "check_every": {"type": int, "help": "steps between comparisons of the ranks (default: 100)"},
     "threads": {"type": int, "help": "torch's threads per process"},
     "log_every": {"type": int, "help": "steps between two lines of progress"},
     "snapshot_dir": {"metavar": "DIR", "help": "default: what the DDPJob says, else none"},
