@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 
 import pytest
 
@@ -127,3 +128,46 @@ does_not_care()
     assert "the grace period is over and not ended: rank 0, 1" in err
     assert "in does_not_care" in err
     assert "--- rank 1" not in err
+
+
+def test_across_pods_the_launcher_of_the_culprit_finds_it(script, tmp_path):  # type: ignore[no-untyped-def]
+    """Two launchers, a rank each; the other one only waits and must not be blamed."""
+    program = script(
+        f"""{WORKER}
+hung = {str(tmp_path)!r} + "/hung-" + os.environ["DDPJOB_ROUND"]
+writer.update(phase="step", step=7)
+if rank == 1:
+    writer.mark("data")
+    open(hung, "w").close()
+    asleep()
+while not os.path.exists(hung):
+    writer.mark("data")
+    time.sleep(0.01)
+writer.mark("backward")
+waits_for_its_peers()
+"""
+    )
+    ports = [free_port() for _ in range(2)]
+    gang = {
+        "DDPJOB_UID": "u", "DDPJOB_ATTEMPT": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "DDPJOB_HUB_PORT": str(ports[1]),
+        "DDPJOB_IN_PLACE_MAX_WITHOUT_PROGRESS": "1", **environment(step=1.5),
+    }  # fmt: skip
+    launchers = [
+        launch("--termination-log", str(tmp_path / f"report-{replica}"), program,
+               env={**gang, "DDPJOB_REPLICA": str(replica)})
+        for replica in range(2)
+    ]  # fmt: skip
+    errors = [launcher.communicate(timeout=90)[1] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [75, 76], errors
+    found = json.loads((tmp_path / "report-1").read_bytes())
+    assert (found["kind"], found["rank"], found["round"]) == ("hang", 1, 1)
+    assert [(one["rank"], one["kind"]) for one in found["rounds"]] == [(1, "hang")]
+    assert "no sign of life" not in errors[0]
+    assert json.loads((tmp_path / "report-0").read_bytes())["kind"] == "peerLost"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
