@@ -107,8 +107,8 @@ class _Opening:
             try:
                 found = manifest.read(path)
                 for file in found.files:
-                    if not (source / file.name).exists() and path.exists():
-                        raise InvalidSnapshotError(f"{file.name} is missing")
+                    if not (source / file.name).is_file() and path.exists():
+                        raise InvalidSnapshotError(f"{file.name} is missing or no regular file")
                     with contextlib.suppress(FileExistsError):
                         disk.link_or_copy(source / file.name, ours / file.name)
                 flat = self._load(ours, found)

@@ -1,0 +1,228 @@
+"""One rank of bench/snapshot.py: steps of a given length, a snapshot every few, three ways to save.
+
+``--real`` trains on the CPU; otherwise a step is a sleep, as the CPU's part of a GPU's step is,
+and an exchange between the ranks. Before the measured steps come as many without snapshots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from gpt2 import VOCABULARY, Gpt2
+from torch.nn import functional
+
+import ddpjob_trainer as ddp
+from ddpjob_trainer.world import World
+
+
+class Ours:
+    def __init__(self, run: ddp.Run, state: Any, _: Path) -> None:
+        self._snapshots, self._state = run._process.snapshots, state
+        self.skipped, self.durable = 0, []
+        progress = run._process.progress
+        progress.save_took = self.durable.append  # type: ignore[method-assign]
+        progress.save_skipped = self._skip  # type: ignore[method-assign]
+        self._snapshots.restore(state, CONFIG)
+
+    def _skip(self) -> None:
+        self.skipped += 1
+
+    def warm_up(self) -> None:
+        self._snapshots.prepare(self._state)
+
+    def before_update(self) -> None:
+        self._snapshots.before_update()
+
+    def save(self, step: int) -> None:
+        self._snapshots.save(step, self._state, CONFIG, last=False)
+
+    def finish(self) -> None:
+        self._snapshots.settle()
+
+
+class Synchronous:
+    """torch.save of everything by rank 0, while the others wait for it in the next exchange."""
+
+    def __init__(self, run: ddp.Run, state: Any, directory: Path) -> None:
+        self._rank, self._state, self._directory = run.rank, state, directory
+        self.skipped, self.durable = 0, []
+        self._threads: list[threading.Thread] = []
+
+    def warm_up(self) -> None: ...
+
+    def before_update(self) -> None: ...
+
+    def save(self, step: int) -> None:
+        if self._rank != 0:
+            return
+        begun = time.perf_counter()
+        path = self._directory / f"{step}.pt"
+        torch.save(plain_state(self._state), path)
+        self._threads.append(threading.Thread(target=self._sync, args=(path, begun)))
+        self._threads[-1].start()
+
+    def _sync(self, path: Path, begun: float) -> None:
+        """Who uses torch.save does not wait for the disk; so it is not in the stall."""
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+        self.durable.append(time.perf_counter() - begun)
+
+    def finish(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+
+class Checkpoint:
+    """torch.distributed.checkpoint.async_save with its defaults; skipped while one is running."""
+
+    def __init__(self, run: ddp.Run, state: Any, directory: Path) -> None:
+        self._state, self._directory, self._world = state, directory, run._process.world
+        self.skipped, self.durable = 0, []
+        self._pending: Future[Any] | None = None
+        self._begun = 0.0
+
+    def warm_up(self) -> None: ...
+
+    def before_update(self) -> None: ...
+
+    def save(self, step: int) -> None:
+        busy = self._pending is not None and not self._pending.done()
+        if self._world.sum([float(busy)])[0]:
+            self.skipped += 1
+            return
+        begun = time.perf_counter()
+        found = dcp.async_save(
+            plain_state(self._state), checkpoint_id=str(self._directory / str(step))
+        )
+        self._pending = getattr(found, "upload_completion", found)
+        self._pending.add_done_callback(lambda _: self.durable.append(time.perf_counter() - begun))
+
+    def finish(self) -> None:
+        if self._pending is not None:
+            self._pending.result()
+
+
+def plain_state(state: Any) -> dict[str, Any]:
+    return {
+        "model": state.module.state_dict(),
+        "optimizer": state.registered["optimizer"].state_dict(),
+    }
+
+
+WAYS: dict[str, type] = {"ours": Ours, "torch.save": Synchronous, "dcp": Checkpoint}
+CONFIG = {"seed": 0, "global_batch": 1, "samples": 1, "level": "off"}
+
+
+def real_step(model: torch.nn.Module, optimizer: Any, way: Any, tokens: int) -> None:
+    ids = torch.randint(0, VOCABULARY, (1, tokens + 1))
+    logits = model(ids[:, :-1])
+    functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+    way.before_update()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def measure(step: Callable[[int], None], world: World, first: int, count: int) -> list[float]:
+    """Seconds of each step, exchange included."""
+    seconds = []
+    for index in range(first, first + count):
+        begun = time.perf_counter()
+        step(index)
+        world.sum([0.0])
+        seconds.append(time.perf_counter() - begun)
+    return seconds
+
+
+def fill_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Its state appears with the first step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--way", choices=WAYS, required=True)
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--every", type=int, required=True)
+    parser.add_argument("--step-seconds", type=float, required=True)
+    parser.add_argument("--staging", default="thread")
+    parser.add_argument("--real", action="store_true")
+    parser.add_argument("--tokens", type=int, default=64)
+    args = parser.parse_args()
+    torch.manual_seed(1)
+    run = ddp.start(
+        total_steps=1, global_batch=60, level="off",
+        snapshot_dir=args.directory, snapshot_every=1, snapshot_staging=args.staging,
+    )  # fmt: skip
+    model, optimizer = Gpt2(), None
+    optimizer = torch.optim.AdamW(model.parameters())
+    wrapped, _ = run.prepare(model, optimizer)
+    fill_optimizer(optimizer)
+    way = WAYS[args.way](run, run._ready("the benchmark").state, args.directory)
+    world = run._process.world
+
+    def compute() -> None:
+        if args.real:
+            real_step(wrapped, optimizer, way, args.tokens)
+        else:
+            time.sleep(args.step_seconds)
+            way.before_update()
+
+    def saving(index: int) -> None:
+        compute()
+        if index % args.every == 0:
+            way.save(index)
+
+    way.warm_up()
+    (args.out.parent / "pids").mkdir(exist_ok=True)
+    (args.out.parent / "pids" / str(os.getpid())).touch()
+    quiet = measure(lambda _: compute(), world, 1, args.every)
+    (args.out.parent / "saving").touch()
+    begun = time.perf_counter()
+    busy = measure(saving, world, 1, args.steps)
+    wall = time.perf_counter() - begun
+    way.finish()
+    if run.rank == 0:
+        result = {
+            "quiet": quiet, "steps": busy, "wall": wall, "durable": way.durable,
+            "skipped": way.skipped,
+            "state_bytes": sum(t.nbytes for t in tensors(plain_state(run._ready("").state))),
+        }  # fmt: skip
+        args.out.write_text(json.dumps(result))
+    with contextlib.suppress(Exception):
+        run.finish()
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """Every tensor once."""
+    found: dict[int, torch.Tensor] = {}
+
+    def visit(part: Any) -> None:
+        if isinstance(part, torch.Tensor):
+            found[part.data_ptr()] = part
+        elif isinstance(part, dict):
+            for inner in part.values():
+                visit(inner)
+
+    visit(value)
+    return list(found.values())
+
+
+main()

@@ -1,0 +1,149 @@
+"""What snapshots cost: ours, torch.save by rank 0, torch.distributed.checkpoint, in one run.
+
+A 124M-parameter GPT with AdamW (1.49 GB of state), a snapshot every 10 steps. A GPU's step is
+emulated: the process sleeps for its length, and our staging runs in a thread meanwhile, as the
+GPU's copy engine would. `--real` adds real training on this CPU. Ways take turns; all write to
+the same disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from harness import programs, report
+
+WAYS = ("ours", "torch.save", "dcp")
+GOAL = 0.01
+
+
+def pss(pid: int) -> int:
+    """Proportional set size in bytes: shared pages count for each process in part."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line[:4] == "Pss:")
+
+
+def family(pid: int) -> list[int]:
+    """A process and its children: the keeper is one."""
+    found = [pid]
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(entry.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(entry.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def watch_memory(process: subprocess.Popen, directory: Path) -> dict[str, float]:
+    """Peak of each rank's memory over what it was before the first snapshot was prepared."""
+    base: dict[int, int] = {}
+    peak: dict[int, int] = {}
+    while process.poll() is None:
+        for path in (directory / "pids").glob("*"):
+            pid = int(path.name)
+            size = sum(map(pss, family(pid)))
+            base.setdefault(pid, size)
+            peak[pid] = max(peak.get(pid, 0), size)
+        time.sleep(0.1)
+    return {"extra_bytes": max((peak[pid] - base[pid] for pid in base), default=0)}
+
+
+def one_run(way: str, args: Any, *, memory: bool = False, real: bool = False) -> dict[str, Any]:
+    steps = args.every * (2 if memory or real else args.snapshots)
+    with tempfile.TemporaryDirectory(dir=args.directory) as name:
+        directory = Path(name)
+        out = directory / "result"
+        command = [
+            *programs.launcher(args.ranks), programs.program("snapshots.py"),
+            "--way", way, "--directory", str(directory / "snapshots"), "--out", str(out),
+            "--steps", str(steps), "--every", str(args.every),
+            "--step-seconds", str(args.step_seconds),
+        ]  # fmt: skip
+        if real:
+            command += ["--real", "--staging", "auto"]
+        (directory / "snapshots").mkdir()
+        process = subprocess.Popen(
+            command, env=programs.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        found = watch_memory(process, directory) if memory else {}
+        text = process.communicate()[0].decode()
+        if process.returncode:
+            raise RuntimeError(f"{way}: exit code {process.returncode}\n{text[-3000:]}")
+        result = json.loads(out.read_text())
+    os.sync()  # the next one gets a quiet disk
+    return {**summarise(result, steps, args.every), **found}
+
+
+def summarise(result: dict[str, Any], steps: int, every: int) -> dict[str, Any]:
+    ideal = statistics.median(result["quiet"]) * steps
+    stall = max(0.0, sum(result["steps"]) - ideal)
+    return {
+        "stall_share": stall / sum(result["steps"]),
+        "stall_per_snapshot": stall / (steps // every),
+        "step_seconds": statistics.median(result["quiet"]),
+        "committed": len(result["durable"]),
+        "skipped": result["skipped"],
+        "durable": result["durable"],
+        "state_bytes": result["state_bytes"],
+    }
+
+
+def row(way: str, runs: list[dict[str, Any]], memory: dict[str, Any]) -> list[str]:
+    durable = [seconds for run in runs for seconds in run["durable"]]
+    return [
+        way,
+        report.spread([100 * run["stall_share"] for run in runs], 2),
+        report.spread([run["stall_per_snapshot"] for run in runs], 3),
+        f"{sum(r['committed'] for r in runs)}/{sum(r['skipped'] for r in runs)}",
+        report.spread(durable, 2),
+        f"{memory['extra_bytes'] / 1e9:.2f}" if memory else "-",
+    ]
+
+
+def main() -> None:
+    parser = report.options(__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--snapshots", type=int, default=4, help="per run")
+    parser.add_argument("--every", type=int, default=10)
+    parser.add_argument("--step-seconds", type=float, default=0.25, help="of the emulated GPU")
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--real", action="store_true", help="train on this CPU as well")
+    parser.add_argument("--directory", type=Path, default=None, help="on the disk to measure")
+    args = parser.parse_args()
+    facts = report.machine()
+    ways = args.ways.split(",")
+    repeats = 1 if args.quick else args.repeats
+    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+    for repeat in range(repeats):
+        turn = repeat % len(ways)
+        for way in ways[turn:] + ways[:turn]:
+            runs[way].append(one_run(way, args))
+            print(f"{way}: stall {100 * runs[way][-1]['stall_share']:.2f} %", flush=True)
+    memory = {way: {} if args.quick else one_run(way, args, memory=True) for way in ways}
+    real = {way: one_run(way, args, real=True) for way in ways} if args.real else {}
+    header = ["way", "stall %", "s per snapshot", "committed/skipped", "s to durable", "extra GB"]
+    state = next(iter(runs.values()))[0]["state_bytes"]
+    about = f"a snapshot every {args.every} steps of {args.step_seconds} s (emulated GPU)"
+    print(f"\n{args.ranks} ranks, {state / 1e9:.2f} GB of state, {about}")
+    print(report.table(header, [row(way, runs[way], memory[way]) for way in ways]))
+    if real:
+        seconds = statistics.median(run["step_seconds"] for run in real.values())
+        print(f"\nreal training on this CPU, {seconds:.2f} s a step")
+        print(report.table(header, [row(way, [real[way]], {}) for way in ways]))
+    result = {"goal_stall_share": GOAL, "runs": runs, "memory": memory, "real": real}
+    report.finish("snapshot", facts, result, args.json)
+
+
+if __name__ == "__main__":
+    main()

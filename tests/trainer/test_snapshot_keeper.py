@@ -1,0 +1,304 @@
+"""Three ranks' keepers as real processes: killed, failed and orphaned at every operation."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from ddpjob_trainer.snapshot import keeping, lineage, loading, manifest
+from ddpjob_trainer.snapshot.board import Board
+from ddpjob_trainer.snapshot.format import DTYPES, flatten, unflatten
+from ddpjob_trainer.snapshot.saving import Captured, Shares, assembler, lay_out
+from ddpjob_trainer.snapshot.store import Loaded
+from ddpjob_trainer.snapshot.tracking import Outcome, Part, Place, Tracker
+from ddpjob_trainer.snapshot.writing import data_name
+from support.launching import SOURCES
+from support.snapshots import open_snapshots
+
+RANKS = 3
+CPU = torch.device("cpu")
+#: Every keeper asks a file what to do at which of its operations, before and after each.
+SEAM = """
+import json, os, signal, time
+from ddpjob_trainer.snapshot import disk
+asked, count = None, 0
+def seam(operation, path):
+    global asked, count
+    try:
+        order = json.load(open({orders!r}))
+    except FileNotFoundError:
+        return
+    name = path.name
+    rank = int(name.rpartition("-")[2].partition(".")[0]) if name.endswith(".safetensors") else 0
+    if rank != order["rank"] or operation.endswith("unlink"):
+        return
+    count = count + 1 if order == asked else 1
+    asked = order
+    if count - 1 == order["point"]:
+        os.unlink({orders!r})
+        exec(order["body"])
+disk.seam = seam
+"""
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What keepers are told to do; each order is followed once."""
+
+    path: Path
+
+    def give(self, rank: int, point: int, body: str) -> None:
+        """At the ``point``th time before or after an operation, by rank's keeper."""
+        keeping.prelude = SEAM.format(orders=str(self.path))
+        draft = self.path.with_suffix(".new")
+        draft.write_text(json.dumps({"rank": rank, "point": point, "body": body}))
+        draft.replace(self.path)
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": torch.full((3000,), float(step)), "n": step, "m": torch.arange(step)}
+
+
+class Ranks:
+    """What three ranks' training threads do, without training."""
+
+    def __init__(self, root: Path, attempt: int = 1) -> None:
+        self.store, self.loaded = open_snapshots(root, attempt)
+        nonce = f"{self.store.sequence:08x}"
+        self.place = Place(root, self.store.sequence, nonce, 3, tuple(range(RANKS)))
+        board = HashStore()
+        self.trackers = [
+            Tracker(rank, self.place, Board(board, self.place.writers), CPU)
+            for rank in range(RANKS)
+        ]
+
+    def begin(self, step: int, *, late: bool = False) -> None:
+        flat = flatten(state(step))
+        all_captured = [
+            Captured(flat, frozenset({"w"}), {f"rank/{rank}/own": torch.full((3,), rank)})
+            for rank in range(RANKS)
+        ]
+        shares = Shares.plan(all_captured[0], RANKS, all_captured[0].main_bytes(), divided=True)
+        for rank, (tracker, captured) in enumerate(zip(self.trackers, all_captured, strict=True)):
+            image = lay_out(captured, shares, rank)
+            buffer = tracker.pool.take(image.bytes)
+            assert buffer is not None
+            buffer.write(0, image.header)
+            buffer.copy(image.now)
+            if not late:
+                buffer.copy(image.later)
+            own = tuple((n, DTYPES[t.dtype], tuple(t.shape)) for n, t in captured.own.items())
+            make = assembler(step, captured, shares, {}, self.place) if rank == 0 else None
+            name = data_name(step, self.place.nonce, rank)
+            later = image.later if late else ()
+            tracker.submit(
+                Part(step, time.perf_counter(), name, image.bytes, buffer, later, None, own, make)
+            )
+
+    def settle(self) -> list[Outcome]:
+        for tracker in self.trackers:
+            tracker.wait_written()
+        self.trackers[0].wait_settled()
+        return self.trackers[0].outcomes()
+
+    def save(self, step: int) -> str:
+        """Why it failed; empty: it is durable."""
+        self.begin(step)
+        (outcome,) = self.settle()
+        assert outcome.step == step
+        return outcome.text
+
+    def keepers(self) -> list[int]:
+        found = [tracker._keeper for tracker in self.trackers]
+        return [keeper.pid for keeper in found if keeper is not None]
+
+    def close(self) -> None:
+        for tracker in self.trackers:
+            tracker.close()
+
+    @property
+    def directory(self) -> Path:
+        return lineage.directory(self.place.root, self.place.sequence)
+
+
+@pytest.fixture
+def open_ranks() -> Iterator[Any]:
+    opened: list[Ranks] = []
+
+    def make(root: Path, attempt: int = 1) -> Ranks:
+        opened.append(Ranks(root, attempt))
+        return opened[-1]
+
+    yield make
+    keeping.prelude = ""
+    for ranks in opened:
+        ranks.close()
+
+
+def check(loaded: Loaded | None, step: int) -> None:
+    assert loaded is not None
+    assert loaded.step == step
+    found = unflatten(loaded.flat)
+    assert torch.equal(found["w"], state(step)["w"])
+    assert torch.equal(found["m"], state(step)["m"])
+    for rank in range(RANKS):
+        assert loaded.flat.tensors[f"rank/{rank}/own"].tolist() == [rank] * 3
+
+
+def test_a_keeper_never_imports_torch():  # type: ignore[no-untyped-def]
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]);"
+        "import ddpjob_trainer.snapshot.keeper;"
+        "print({'torch', 'numpy', 'safetensors'} & set(sys.modules))"
+    )
+    command = [sys.executable, "-I", "-S", "-c", code, str(SOURCES)]
+    assert subprocess.check_output(command, text=True).strip() == "set()"
+
+
+def test_what_three_ranks_save_is_loaded(tmp_path, open_ranks):  # type: ignore[no-untyped-def]
+    ranks = open_ranks(tmp_path)
+    assert [ranks.save(step) for step in (1, 2, 3)] == ["", "", ""]
+    keepers = ranks.keepers()
+    assert len(set(keepers)) == RANKS, "one keeper per rank, kept"
+    ranks.begin(4, late=True)  # copied by the thread
+    for tracker in ranks.trackers:
+        tracker.wait_copied()
+    assert [outcome.text for outcome in ranks.settle()] == [""]
+    assert ranks.keepers() == keepers
+    check(open_snapshots(tmp_path, 2)[1], 4)
+    sizes = [f.stat().st_size for f in ranks.directory.glob("step-*4-*.safetensors")]
+    assert len(sizes) == RANKS
+    assert max(sizes) - min(sizes) < 400, "equal shares, but for the headers"
+
+
+@pytest.fixture
+def orders(tmp_path: Path) -> Orders:
+    return Orders(tmp_path / "orders")
+
+
+#: Before and after each operation of a save: create, write and fsync a rank's part; create, write,
+#: fsync and rename the manifest, fsync the directory, which are rank 0's.
+POINTS = [(0, point) for point in range(16)] + [(1, point) for point in range(6)]
+
+
+@pytest.fixture
+def saving(tmp_path, open_ranks, orders):  # type: ignore[no-untyped-def]
+    """Ranks whose keepers follow orders, with one snapshot."""
+    keeping.prelude = SEAM.format(orders=str(orders.path))
+    ranks = open_ranks(tmp_path / "root")
+    assert ranks.save(1) == ""
+    return ranks
+
+
+def fail_and_go_on(ranks: Ranks, step: int, older: int, why: str, rank: int) -> None:
+    """This save fails, what was there before stands, and the next save works."""
+    assert ranks.save(step) == (f"rank {rank}: " if rank else "") + why
+    # Perhaps the rename was done; that counts only because all was durable before it.
+    done = (ranks.directory / manifest.file_name(step)).exists()
+    newest = manifest.listed(ranks.directory)[-1]
+    found = manifest.read(newest)
+    check(Loaded(found.step, {}, loading.load(newest.parent, found)), step if done else older)
+    assert ranks.save(step + 1) == ""
+    if not done:
+        wait_for(lambda: not leftovers(ranks, step))
+
+
+def leftovers(ranks: Ranks, step: int) -> list[Path]:
+    return list(ranks.directory.glob(f"step-{step:012d}-{ranks.place.nonce}*"))
+
+
+def test_a_keeper_killed_at_any_operation(saving, orders):  # type: ignore[no-untyped-def]
+    step = 1
+    for rank, point in POINTS:
+        orders.give(rank, point, KILL)
+        fail_and_go_on(saving, step + 1, step, "its writer process ended", rank)
+        step += 2
+    check(open_snapshots(saving.place.root, 2)[1], step)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_a_save_that_fails_anywhere_is_told_and_the_next_works(saving, orders, code):  # type: ignore[no-untyped-def]
+    step, keepers = 1, saving.keepers()
+    for rank, point in POINTS:
+        orders.give(rank, point, f"raise OSError({code}, os.strerror({code}))")
+        fail_and_go_on(saving, step + 1, step, os.strerror(code), rank)
+        step += 2
+    assert saving.keepers() == keepers, "they work on"
+    assert not list(saving.directory.glob("*.tmp"))
+    check(open_snapshots(saving.place.root, 2)[1], step)
+
+
+def test_a_keeper_whose_rank_died_removes_its_half_file(saving, orders, tmp_path):  # type: ignore[no-untyped-def]
+    go = tmp_path / "go"
+    wait = f"while not os.path.exists({str(go)!r}): time.sleep(0.005)"
+    orders.give(1, 3, wait)  # after the write
+    saving.begin(2)
+    wait_for(lambda: list(saving.directory.glob("step-*2-*-1.safetensors")))
+    wait_for(lambda: not orders.path.exists())
+    keeper = saving.trackers[1]._keeper
+    keeper.channel.shutdown(socket.SHUT_RDWR)  # as the kernel does when the rank dies
+    go.touch()
+    keeper._process.wait(30)
+    assert not list(saving.directory.glob("step-*2-*-1.safetensors"))
+    assert (saving.directory / manifest.file_name(1)).exists()
+    assert not (saving.directory / manifest.file_name(2)).exists()
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_who_is_behind_has_no_buffer_and_nobody_waits(tmp_path, open_ranks):  # type: ignore[no-untyped-def]
+    ranks = open_ranks(tmp_path)
+    assert ranks.save(1) == ""
+    for pid in ranks.keepers():
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        for step in (2, 3):
+            ranks.begin(step)
+        assert not any(tracker.pool.free() for tracker in ranks.trackers)
+        assert ranks.trackers[0].pool.take(10) is None
+    finally:
+        for pid in ranks.keepers():
+            os.kill(pid, signal.SIGCONT)
+    assert [(o.step, o.text) for o in ranks.settle()] == [(2, ""), (3, "")]
+    assert all(tracker.pool.free() for tracker in ranks.trackers)
+
+
+def test_keepers_of_an_earlier_attempt_cannot_hurt_when_they_wake_up(tmp_path, open_ranks):  # type: ignore[no-untyped-def]
+    zombie = open_ranks(tmp_path, 1)
+    assert zombie.save(10) == ""
+    for pid in zombie.keepers():
+        os.kill(pid, signal.SIGSTOP)
+    zombie.begin(20)  # unfinished while the next attempt runs
+    live = open_ranks(tmp_path, 2)
+    check(live.loaded, 10)
+    assert live.save(15) == ""
+    for pid in zombie.keepers():
+        os.kill(pid, signal.SIGCONT)
+    outcomes = [(outcome.step, outcome.text) for outcome in zombie.settle()]
+    assert outcomes in ([(20, "")], [(20, "No such file or directory")])
+    for step in (30, 40, 50):
+        zombie.begin(step)
+        zombie.settle()
+    check(open_snapshots(tmp_path, 3)[1], 15)
+    assert live.save(18) == ""
+    check(open_snapshots(tmp_path, 4)[1], 15), "attempt 3 took over from 15; 18 came too late"

@@ -1,0 +1,257 @@
+"""Snapshot files made to do harm, their checksums right: nothing runs, memory stays bounded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import resource
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddpjob_trainer.snapshot import layout, manifest, partition
+from ddpjob_trainer.snapshot.format import flatten
+from ddpjob_trainer.snapshot.layout import Piece
+from ddpjob_trainer.snapshot.manifest import InvalidSnapshotError, Manifest
+from ddpjob_trainer.snapshot.sealed import seal, unseal
+from support.snapshots import open_snapshots
+
+HUGE = 10**9
+ALLOWED_BYTES = 1 << 29  # more than any honest load needs here
+
+
+class Trap:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def write(root: Path, *steps: int) -> None:
+    store, _ = open_snapshots(root)
+    for step in steps:
+        store.save(step, flatten({"w": torch.full((64,), float(step)), "n": step}), {})
+
+
+def newest(root: Path) -> Path:
+    return max(root.glob("*/step-*.json"))
+
+
+def with_data(root: Path, change: Callable[[bytes], bytes]) -> None:
+    """Change the first data file of the newest snapshot, and its size and checksum with it."""
+    path = newest(root)
+    found = manifest.read(path)
+    file = path.parent / found.files[0].name
+    data = change(file.read_bytes())
+    file.unlink()
+    file.write_bytes(data)
+    changed = replace(found.files[0], bytes=len(data), crc32=zlib.crc32(data))
+    path.write_bytes(replace(found, files=(changed, *found.files[1:])).encode())
+
+
+def with_header(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    def rewrite(data: bytes) -> bytes:
+        (length,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + length])
+        change(header)
+        text = json.dumps(header).encode()
+        return struct.pack("<Q", len(text)) + text + data[8 + length :]
+
+    with_data(root, rewrite)
+
+
+def with_manifest(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = newest(root)
+    body = unseal(path.read_bytes())
+    change(body)
+    path.write_bytes(seal(body))
+
+
+def first(header: dict[str, Any]) -> dict[str, Any]:
+    return header[min(key for key in header if key.startswith("w@"))]  # type: ignore[no-any-return]
+
+
+def each(header: dict[str, Any], **values: Any) -> None:
+    for entry in header.values():
+        entry.update(values)
+
+
+HEADERS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "a billion dimensions": lambda h: first(h).update(shape=[1] * 10**6),
+    "huge sizes": lambda h: first(h).update(shape=[HUGE, HUGE, HUGE]),
+    "a huge size": lambda h: first(h).update(shape=[HUGE**3]),
+    "overlapping": lambda h: each(h, data_offsets=[0, 8]),
+    "beyond the end": lambda h: first(h).update(data_offsets=[0, HUGE]),
+    "negative": lambda h: first(h).update(shape=[-4], data_offsets=[0, -16]),
+    "another type": lambda h: first(h).update(dtype="I32"),
+    "an unknown type": lambda h: first(h).update(dtype="PICKLE"),
+    "a fraction": lambda h: first(h).update(shape=[1.5]),
+    "text": lambda h: first(h).update(shape=["x"], data_offsets=["a", "b"]),
+    "a key missing": lambda h: first(h).pop("shape") and None,
+    "nothing": lambda h: h.clear(),
+}
+MANIFESTS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "huge tensor": lambda m: m["tensors"].update(w=["F32", [HUGE, HUGE]]),
+    "tensor without chunks": lambda m: m["tensors"].update(x=["F32", [HUGE]]),
+    "many dimensions": lambda m: m["tensors"].update(w=["F32", [1] * 100_000]),
+    "negative shape": lambda m: m["tensors"].update(w=["F32", [-64]]),
+    "negative start": lambda m: m["chunks"][0].update(start=-1),
+    "huge count": lambda m: m["chunks"][0].update(count=HUGE**2),
+    "the same chunk twice": lambda m: m["chunks"].append(m["chunks"][0]),
+    "outside": lambda m: m["files"][0].update(name="../../secret"),
+    "absolute": lambda m: m["files"][0].update(name="/etc/passwd"),
+    "no such file": lambda m: m["files"][0].update(name="other.safetensors"),
+    "the same file twice": lambda m: m["files"].append(m["files"][0]),
+    "huge file": lambda m: m["files"][0].update(bytes=HUGE**2),
+    "future version": lambda m: m.update(version=manifest.VERSION + 1),
+    "another format": lambda m: m.update(format="pickle"),
+    "a mark that is not known": lambda m: m.update(tree={"$eval": "1"}),
+    "a tensor that is not there": lambda m: m.update(tree={"$tensor": "x"}),
+    "a tree of another kind": lambda m: m.update(tree={"$mapping": 5}),
+    "an alias of nothing": lambda m: m["aliases"].update(x="y"),
+    "chunks of another kind": lambda m: m.update(chunks={"a": 1}),
+    "step": lambda m: m.update(step=-1),
+}
+
+
+def check_older_is_taken(root: Path) -> None:
+    """In a process of its own that may not have much memory."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + ALLOWED_BYTES
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            told: list[str] = []
+            loaded = open_snapshots(root, 2, tell=told.append)[1]
+            assert loaded is not None
+            assert loaded.step == 1, loaded.step
+            assert any("is not usable" in text for text in told), told
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_that_lies(tmp_path, name):  # type: ignore[no-untyped-def]
+    write(tmp_path, 1, 2)
+    with_header(tmp_path, HEADERS[name])
+    check_older_is_taken(tmp_path)
+
+
+@pytest.mark.parametrize("length", [2**64 - 1, 2**63, 10**12, 0, 1])
+def test_a_header_of_another_length(tmp_path, length):  # type: ignore[no-untyped-def]
+    write(tmp_path, 1, 2)
+    with_data(tmp_path, lambda data: struct.pack("<Q", length) + data[8:])
+    check_older_is_taken(tmp_path)
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_manifest_that_lies(tmp_path, name):  # type: ignore[no-untyped-def]
+    write(tmp_path, 1, 2)
+    with_manifest(tmp_path, MANIFESTS[name])
+    check_older_is_taken(tmp_path)
+
+
+def test_a_manifest_of_endless_depth(tmp_path):  # type: ignore[no-untyped-def]
+    write(tmp_path, 1, 2)
+    path = newest(tmp_path)
+    body = b'{"format":"ddpjob-snapshot","tree":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+    digest = hashlib.sha256(body).hexdigest().encode()
+    path.write_bytes(body[:-1] + b',"sha256":"' + digest + b'"}')
+    check_older_is_taken(tmp_path)
+
+
+def test_pickle_in_disguise_is_not_run(tmp_path):  # type: ignore[no-untyped-def]
+    trap = tmp_path / "run"
+    root = tmp_path / "root"
+    write(root, 1, 2)
+    with_data(root, lambda data: pickle.dumps(Trap(trap)))
+    check_older_is_taken(root)
+    newest(root).write_bytes(pickle.dumps(Trap(trap)))
+    assert not trap.exists()
+    torch.save({"w": Trap(trap)}, tmp_path / "file")
+    other = tmp_path / "other"
+    write(other, 1, 2)
+    with_data(other, lambda data: (tmp_path / "file").read_bytes())
+    check_older_is_taken(other)
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
+def test_what_is_no_file(tmp_path, kind):  # type: ignore[no-untyped-def]
+    root = tmp_path / "root"
+    write(root, 1, 2)
+    path = newest(root)
+    file = path.parent / manifest.read(path).files[1].name
+    moved = tmp_path / "elsewhere"
+    file.rename(moved)
+    if kind == "link":
+        file.symlink_to(moved)
+    elif kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.mkdir()
+    check_older_is_taken(root)
+
+
+def test_without_an_older_one_training_starts_anew(tmp_path):  # type: ignore[no-untyped-def]
+    write(tmp_path, 1)
+    with_header(tmp_path, HEADERS["overlapping"])
+    assert open_snapshots(tmp_path, 2)[1] is None
+
+
+def test_a_newer_format_says_what_to_do():  # type: ignore[no-untyped-def]
+    body = Manifest(1, {}, (), {}, (), {}, None).encode()
+    newer = unseal(body) | {"version": manifest.VERSION + 1}
+    with pytest.raises(InvalidSnapshotError, match=r"version 2 is not .* newer ddpjob-trainer"):
+        manifest.decode(seal(newer))
+
+
+# --- Who writes what --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("writers", [1, 2, 3, 5, 8, 64])
+@pytest.mark.parametrize("alone", [0, 40, 4_000, 40_000])
+def test_every_element_has_one_writer_and_all_write_as_much(monkeypatch, writers, alone):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(partition, "MAX_PIECE_BYTES", 1 << 10)
+    tensors = {"a": ("F32", 1001), "b": ("BF16", 3), "c": ("F64", 0), "d": ("I64", 777)}
+    taken = [alone, *[0] * (writers - 1)]
+    shares = partition.divide(tensors, taken)
+    for name, (dtype, count) in tensors.items():
+        spans = sorted((s.start, s.count) for share in shares for s in share if s.tensor == name)
+        assert [start for start, _ in spans] == [
+            sum(n for _, n in spans[:i]) for i in range(len(spans))
+        ]
+        assert sum(n for _, n in spans) == count, dtype
+    sizes = [
+        n + sum(s.count * manifest.ITEM_BYTES[tensors[s.tensor][0]] for s in share)
+        for n, share in zip(taken, shares, strict=True)
+    ]
+    others = sizes[1:] if alone > sum(sizes) / writers else sizes
+    assert not others or max(others) - min(others) <= 16 + writers
+    assert all(s.count * 8 <= 1 << 11 for share in shares for s in share)
+
+
+def test_a_file_is_read_as_it_was_laid_out():  # type: ignore[no-untyped-def]
+    pieces = layout.order([Piece("b", "U8", 3), Piece("a", "F64", 2), Piece("c", "BF16", 5)])
+    assert [piece.dtype for piece in pieces] == ["F64", "BF16", "U8"]
+    head = layout.header(pieces)
+    image = memoryview(head + bytes(sum(piece.bytes for piece in pieces)))
+    found = layout.read_header(image)
+    offsets = {key: offset - len(head) for key, (_, offset) in found.items()}
+    assert offsets == {"a": 0, "c": 16, "b": 26}
+    assert len(head) % 8 == 0
