@@ -300,9 +300,9 @@ def test_a_lost_peer_that_only_torch_noticed_leaves_a_traceback(gang):  # type: 
 
 def test_a_peer_that_dies_before_it_has_connected_is_a_lost_peer(gang):  # type: ignore[no-untyped-def]
     def dies(rank: int) -> None:
-        from ddpjob_trainer import world
+        from ddpjob_trainer import rendezvous
 
-        world._CONNECT_SECONDS = 1.0  # type: ignore[attr-defined]
+        rendezvous._CONNECT_SECONDS = 1.0  # type: ignore[attr-defined]
         if rank == 1:
             torch.distributed.init_process_group = lambda *_, **__: os._exit(9)
         ddp.start(total_steps=1, global_batch=6)

@@ -103,6 +103,13 @@ def _add_launcher(parser: argparse.ArgumentParser) -> None:
         help="after a failure restart all processes in place, at most N times in a row without a"
         " newer snapshot; 0: never (default: restart.inPlace of the DDPJob, without one 3)",
     )
+    parser.add_argument(
+        "--spares",
+        default="auto",
+        metavar="N|auto",
+        help="processes kept ready for the next round, which have imported torch already; 0: none"
+        " (default: auto, one per process of a program that imports ddpjob_trainer)",
+    )
 
 
 def _add_snapshot(commands: Any) -> None:
@@ -150,18 +157,20 @@ def _snapshot(options: argparse.Namespace) -> int:
 def _run(
     options: argparse.Namespace, program: str, arguments: Sequence[str], *, module: bool
 ) -> int:
-    from ddpjob_trainer.launcher.plan import CannotStartError, command_line, make_plan
+    from ddpjob_trainer.launcher.plan import CannotStartError, make_plan
     from ddpjob_trainer.launcher.supervisor import Supervisor
+    from ddpjob_trainer.spare import Program
 
     try:
         plan = make_plan(
             read_launcher(os.environ),
-            command_line(program, arguments, module=module),
+            Program(program, tuple(arguments), module),
             nproc=options.nproc,
             metrics_port=options.metrics_port,
             termination_log=options.termination_log,
             rounds_without_progress=options.max_rounds_without_progress,
             events=options.events,
+            spares=options.spares,
         )
         supervisor = Supervisor(plan)
     except CannotStartError as error:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpjob_trainer import batches, failpoints, rng
+from ddpjob_trainer import batches, failpoints, rng, trace
 from ddpjob_trainer.averaging import Averaging, Part
 from ddpjob_trainer.divergence import DivergenceCheck
 from ddpjob_trainer.ending import Ending
@@ -70,6 +70,7 @@ class Loop:
         self._averaging.parts(self._order, 0)  # says now if it cannot be divided
         self._config = fingerprint(options, process.world, len(dataset))
         self._progress.built(trained.updater.readings)
+        trace.mark("built")
         self._exchange = Exchange(process.world)
         self._nan = NanPolicy(options.nan_policy, process.world)
         self._divergence = DivergenceCheck(
@@ -109,6 +110,8 @@ class Loop:
         config["buckets"] = stored.get("buckets")
         self._progress.resumed(self.finished_steps)
         self._recording.resumed(self.finished_steps)
+        self._resumed_after = self.finished_steps
+        trace.mark("loaded")
 
     # --- A step, in the order of its calls ------------------------------------------------
 
@@ -232,6 +235,8 @@ class Loop:
             else:
                 self._snapshots.prepare(self._trained.state)
         self._progress.stepped(done, loss)
+        if done == self._resumed_after + 1:
+            trace.mark("step")
         self._recording.wait(done)
         if stop and done < self._options.total_steps:
             self._progress.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ddpjob_trainer import batches, exact, failpoints, stacks
+from ddpjob_trainer import batches, exact, failpoints, stacks, trace
 from ddpjob_trainer.averaging import Averaging, DdpAveraging
 from ddpjob_trainer.elastic import ElasticAveraging
 from ddpjob_trainer.ending import Ending
@@ -22,12 +22,12 @@ from ddpjob_trainer.loop import Process
 from ddpjob_trainer.options import Options
 from ddpjob_trainer.rankstate import RankStateWriter
 from ddpjob_trainer.recording import Recording
+from ddpjob_trainer.rendezvous import join
 from ddpjob_trainer.reporting import Reporting, make_progress
 from ddpjob_trainer.run import Run
 from ddpjob_trainer.snapshot.staging import MODES
 from ddpjob_trainer.snapshotting import Snapshots
 from ddpjob_trainer.watchdog import Watchdog
-from ddpjob_trainer.world import join
 
 
 def start(
@@ -90,6 +90,8 @@ def start(
     writer = RankStateWriter(env.state_dir, env.rank)
     ending = Ending(env.rank, writer)
     failpoints.configure(env.chaos, env.rank)
+    trace.configure(env.trace, env.rank, env.identity.round)
+    trace.mark("start")
     failpoints.reach("import")
     # Numbers from numpy are welcome, but a snapshot's JSON holds plain ones only.
     total_steps, global_batch, seed = map(index, (total_steps, global_batch, seed))
@@ -129,6 +131,7 @@ def start(
     except RuntimeError as error:
         ending.if_peer_lost(error)
         raise
+    trace.mark("joined")
     ending.watch_exceptions()
     _seed_all(seed)
     progress = make_progress(

@@ -128,7 +128,14 @@ def _check(options: argparse.Namespace) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Return the exit code."""
-    signal.signal(signal.SIGTERM, _ask_to_end)
+    old = signal.signal(signal.SIGTERM, _ask_to_end)
+    try:
+        return _main(options)
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+def _main(options: argparse.Namespace) -> int:
     try:
         _check(options)
         directory = options.keep or Path(tempfile.mkdtemp(prefix="ddpjob-chaos-"))

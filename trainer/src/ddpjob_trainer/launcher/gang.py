@@ -37,6 +37,7 @@ class Gang:
         self._condemned: dict[int, tuple[int, str]] = {}  # local rank -> what counts: code, why
         self.stopping = False  # its workers have been told to end
         self.kill_at: float | None = None  # when all that runs is killed
+        self._training = False
         state_dir.mkdir(parents=True)
 
     # --- Start ---------------------------------------------------------------------------
@@ -57,6 +58,16 @@ class Gang:
                 self._coming.add(local_rank)
             else:
                 self._pids[pid] = local_rank
+
+    def came(self, local_rank: int, pid: int) -> None:
+        """A worker that was promised is there."""
+        self._coming.discard(local_rank)
+        self._pids[pid] = local_rank
+
+    def never_came(self, local_rank: int, error: OSError, now: float) -> None:
+        """A worker that was promised cannot be started."""
+        self._coming.discard(local_rank)
+        self._cannot_start(local_rank, error, now)
 
     def _cannot_start(self, local_rank: int, error: OSError, now: float) -> None:
         code = 1  # no memory, too many processes: may be better next time
@@ -115,6 +126,13 @@ class Gang:
         """Step of the newest snapshot; any rank's word is good, for none boasts. -1: none."""
         states = map(self.state, range(self._plan.nproc))
         return max((state.snapshot_step for state in states if state), default=-1)
+
+    def is_training(self) -> bool:
+        """Whether every worker has come as far as its first step in this round."""
+        if not self._training:
+            states = map(self.state, range(self._plan.nproc))
+            self._training = all(state and state.phase != "startup" for state in states)
+        return self._training
 
     # --- Stop ----------------------------------------------------------------------------
 

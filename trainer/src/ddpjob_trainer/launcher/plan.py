@@ -7,7 +7,7 @@ import shutil
 import socket
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,8 @@ from ddpjob_trainer.environment import (
 )
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.hang import Deadlines
+from ddpjob_trainer.launcher.spares import uses_our_library
+from ddpjob_trainer.spare import Program
 
 DEFAULT_ROUNDS_WITHOUT_PROGRESS = 3
 
@@ -38,6 +40,7 @@ class CannotStartError(Exception):
 class Plan:
     """One launcher's share of a gang."""
 
+    program: Program
     command: tuple[str, ...]
     nproc: int
     replica: int
@@ -54,6 +57,8 @@ class Plan:
     rounds_without_progress: int
     final_exit_codes: frozenset[int]  # besides those that no restart can cure
     hub_port: int | None  # None: alone, or no rounds
+    spares: int
+    hands_over_store: bool  # rank 0 takes the store's port from us
     trace: Path | None
     deadlines: Deadlines
     events: Path | None
@@ -68,24 +73,25 @@ class Plan:
         return self.replica * self.nproc + local_rank
 
 
-def command_line(program: str, arguments: Sequence[str], *, module: bool) -> tuple[str, ...]:
+def command_line(program: Program) -> tuple[str, ...]:
     """Turn ``script.py``, ``-m module`` or an executable into an argv. Raise CannotStartError."""
-    if module:
-        return (sys.executable, "-u", "-m", program, *arguments)
-    path = Path(program)
-    if program.endswith(".py"):
+    name = program.name
+    if program.module:
+        return (sys.executable, "-u", "-m", name, *program.arguments)
+    path = Path(name)
+    if name.endswith(".py"):
         if not path.is_file():
-            raise CannotStartError(contract.ExitCode.NOT_FOUND, f"{program}: no such script")
-        return (sys.executable, "-u", program, *arguments)
-    found = shutil.which(program)
+            raise CannotStartError(contract.ExitCode.NOT_FOUND, f"{name}: no such script")
+        return (sys.executable, "-u", name, *program.arguments)
+    found = shutil.which(name)
     if found:
-        return (found, *arguments)
+        return (found, *program.arguments)
     if path.exists():
         raise CannotStartError(
             contract.ExitCode.NOT_EXECUTABLE,
-            f"{program} is not executable: chmod +x it, or name it *.py",
+            f"{name} is not executable: chmod +x it, or name it *.py",
         )
-    raise CannotStartError(contract.ExitCode.NOT_FOUND, f"{program}: not found")
+    raise CannotStartError(contract.ExitCode.NOT_FOUND, f"{name}: not found")
 
 
 def _free_port() -> int:
@@ -105,17 +111,32 @@ def _rounds(env: LauncherEnvironment, given: int | None, *, standalone: bool) ->
     return (env.rounds_without_progress or 0) if given is None else given
 
 
+def _spares(given: str, program: Program, nproc: int, rounds: int, *, ours: bool) -> int:
+    """One per worker for a script that uses our library; executables cannot have any."""
+    if given != "auto" and not given.isdigit():
+        raise ConfigError(f"--spares {given!r} must be a number or auto")
+    python = program.module or program.name.endswith(".py")
+    if not rounds or not python:
+        return 0
+    return (nproc if ours else 0) if given == "auto" else min(int(given), nproc)
+
+
 def make_plan(
     env: LauncherEnvironment,
-    command: tuple[str, ...],
+    program: Program,
     *,
     nproc: int | None = None,
     metrics_port: int | None = None,
     termination_log: Path | None = None,
     rounds_without_progress: int | None = None,
     events: Path | None = None,
+    spares: str = "auto",
 ) -> Plan:
-    """Join the environment and the command line; the operator's number of processes wins."""
+    """Join the environment and the command line; the operator's number of processes wins.
+
+    Raises ConfigError, CannotStartError.
+    """
+    command = command_line(program)
     standalone = env.replica is None
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc {nproc} must be at least 1")
@@ -126,9 +147,12 @@ def make_plan(
     events = events or env.events
     run_id = uuid.uuid4().hex if standalone else f"{env.identity.uid}-{env.identity.attempt}"
     rounds = _rounds(env, rounds_without_progress, standalone=standalone)
+    nproc = nproc or env.nproc or 1
+    ours = uses_our_library(program)
     return Plan(
+        program=program,
         command=command,
-        nproc=(nproc or env.nproc or 1),
+        nproc=nproc,
         replica=env.replica or 0,
         replicas=env.replicas,
         master=env.master or ("127.0.0.1", _free_port()),
@@ -141,6 +165,8 @@ def make_plan(
         standalone=standalone,
         rounds_without_progress=rounds,
         final_exit_codes=env.final_exit_codes,
+        spares=_spares(spares, program, nproc, rounds, ours=ours),
+        hands_over_store=ours,
         hub_port=env.hub_port if rounds and not standalone and env.replicas > 1 else None,
         trace=env.trace,
         deadlines=env.deadlines,

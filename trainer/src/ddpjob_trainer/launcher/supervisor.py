@@ -20,6 +20,7 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import FrameType
 
+from ddpjob_trainer import trace
 from ddpjob_trainer.contract import State
 from ddpjob_trainer.events import EventLog
 from ddpjob_trainer.launcher import ending, membership, server, verdict, workers
@@ -38,8 +39,8 @@ from ddpjob_trainer.launcher.messages import (
 from ddpjob_trainer.launcher.metrics import LauncherMetrics, forget_dead
 from ddpjob_trainer.launcher.output import OutputPump, stdout_is_terminal
 from ddpjob_trainer.launcher.overdue import Overdue
-from ddpjob_trainer.launcher.plan import Plan, common_environment, rank_environment
-from ddpjob_trainer.trace import Trace
+from ddpjob_trainer.launcher.plan import Plan
+from ddpjob_trainer.launcher.starter import Starter
 
 _FORWARDED = (
     signal.SIGTERM,
@@ -94,7 +95,6 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []
         self._tick = time.monotonic()
-        self._trace = Trace(plan.trace, -1, 0)
         self._phase = _Phase.RUNNING
         self._since = self._tick  # when the phase began, or the first failure was told
         self._told = 0  # exits that the hub knows of
@@ -116,8 +116,8 @@ class Supervisor:
                 self._pump = OutputPump(
                     prefixed=plan.world_size > 1 and (plan.nproc > 1 or stdout_is_terminal())
                 )
-                self._environment = common_environment(plan, self._directory)
                 self._member = membership.join(plan, self._selector, say)
+                self._starter = Starter(plan, self._directory, self._selector, say)
                 self._begin(0, self._tick)
                 http = self._serve()
                 try:
@@ -192,18 +192,13 @@ class Supervisor:
         """Start a round's workers."""
         self._enter(_Phase.RUNNING, now)
         self._told = 0
-        self._trace.round = round_
+        trace.configure(self._plan.trace, -1, round_)
         self._overdue.begin()
-        self._gang = Gang(self._plan, round_, self._directory / f"round-{round_}", self._pump)
-        self._gang.start(self._start_worker, now)
-        self._trace.mark("started")
+        self._gang = Gang(self._plan, round_, self._starter.state_dir(round_), self._pump)
+        self._starter.begin(self._gang, now)
+        trace.mark("started")
         if self._gang.problem:
             say(self._gang.problem)
-
-    def _start_worker(self, local_rank: int, out: int, err: int) -> int:
-        gang = self._gang
-        mine = rank_environment(self._plan, local_rank, gang.round, gang.state_dir)
-        return workers.spawn(self._plan.command, {**self._environment, **mine}, out, err)
 
     # --- Watch ---------------------------------------------------------------------------
 
@@ -213,6 +208,7 @@ class Supervisor:
             now = self._tick = time.monotonic()
             for pid, status in workers.reap():
                 self._gang.ended(pid, status, now)
+                self._starter.ended(pid, now)
             self._counted.workers = self._gang.running
             self._forward(now)
             terminating = self._ended.signal != 0
@@ -226,7 +222,13 @@ class Supervisor:
             if self._is_over(now):
                 return
             if not self._signals and not self._member.link.inbox:
-                dues = (member_due, kill_due, overdue_due, now + _TICK_SECONDS)
+                dues = (
+                    member_due,
+                    kill_due,
+                    overdue_due,
+                    self._starter.refill(now),
+                    now + _TICK_SECONDS,
+                )
                 self._sleep(min(due for due in dues if due is not None) - now)
 
     def _sleep(self, seconds: float) -> None:
@@ -261,7 +263,7 @@ class Supervisor:
             return
         self._told = len(gang.exits)
         if gang.failed:
-            self._trace.mark("failed")
+            trace.mark("failed")
             self._member.link.send(Failed(gang.round, tuple(gang.exits), gang.running), now)
             self._ended.waiting_since = self._ended.waiting_since or now
         elif gang.succeeded:
@@ -296,7 +298,7 @@ class Supervisor:
 
     def _end_attempt(self, now: float) -> None:
         """No round follows. What still runs may say its last words."""
-        self._trace.mark("ended")
+        trace.mark("ended")
         if not self._gang.stopping and not self._ended.signal:
             self._gang.stop(now, last_words=_LAST_WORDS_SECONDS)
 
@@ -308,10 +310,10 @@ class Supervisor:
     def _stopped_at_last(self, now: float) -> None:
         """Say so when nothing of the round is left here."""
         gang = self._gang
-        if self._phase is not _Phase.STOPPING or not gang.is_gone(()):
+        if self._phase is not _Phase.STOPPING or not gang.is_gone(self._starter.spared()):
             return
         self._enter(_Phase.STOPPED, now)
-        self._trace.mark("stopped")
+        trace.mark("stopped")
         self._known = self._known.after(gang)
         self._member.link.send(
             Stopped(gang.round, tuple(gang.exits), self._known.snapshot_step), now
@@ -321,7 +323,7 @@ class Supervisor:
         last = go.records[-1]
         what = "a process ended" if "rank" not in last else f"rank {last['rank']} ended"
         say(f"round {go.round}: {what} ({last.get('kind', 'peerLost')}); restarting in place")
-        self._trace.mark("go")
+        trace.mark("go")
         self._known = self._known.with_records(go.records)
         self._ended.waiting_since = 0.0
         old = self._gang.state_dir

@@ -1,0 +1,107 @@
+"""How a round's workers come to life: a called spare, else a fresh interpreter.
+
+Also what outlives a round: the spares, and the socket of the store that rank 0 serves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from ddpjob_trainer.environment import STORE_FD
+from ddpjob_trainer.launcher import sockets, workers
+from ddpjob_trainer.launcher.gang import Gang
+from ddpjob_trainer.launcher.plan import Plan, common_environment, rank_environment
+from ddpjob_trainer.launcher.spares import Call, Spares
+
+_REFILL_SECONDS = 0.1
+
+
+class Starter:
+    """``directory`` holds what workers tell the launcher, a directory per round below it."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        directory: Path,
+        selector: selectors.BaseSelector,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._plan = plan
+        self._directory = directory
+        self._environment = common_environment(plan, directory)
+        self._store: socket.socket | None = None
+        self._spares = Spares(
+            plan.program, plan.spares, self._environment, selector, self._came, tell
+        )
+
+    def begin(self, gang: Gang, now: float) -> None:
+        """Start all workers of a round."""
+        self._gang = gang
+        self._store = self._store or self._bind_store()
+        gang.start(lambda local_rank, out, err: self._start(local_rank, out, err, now), now)
+
+    def state_dir(self, round_: int) -> Path:
+        """Where the workers of a round keep their records."""
+        return self._directory / f"round-{round_}"
+
+    def _bind_store(self) -> socket.socket | None:
+        """Rank 0 gets this socket in every round, so no rank has to wait for a free port.
+
+        It is not listening: a script that does not use it can still bind the port itself.
+        """
+        plan = self._plan
+        if plan.hands_over_store and plan.replica == 0 and plan.world_size > 1:
+            # Still held by an earlier attempt's process: then rank 0 itself waits for it.
+            with contextlib.suppress(OSError):
+                return sockets.bind(plan.master[1])
+        return None
+
+    def _start(self, local_rank: int, out: int, err: int, now: float) -> int | None:
+        fds = {}
+        if self._store is not None and local_rank == 0:
+            fds[STORE_FD] = self._store.fileno()
+        call = Call(self._environment_of(local_rank, self._gang.round), out, err, fds)
+        if self._gang.round > 0:
+            with contextlib.suppress(LookupError):
+                return self._spares.call(local_rank, call, now)
+        return self._spawn(call)
+
+    def _spawn(self, call: Call) -> int:
+        """Start a worker in a fresh interpreter."""
+        fds = {name: str(fd) for name, fd in call.fds.items()}
+        env = {**self._environment, **call.env, **fds}
+        return workers.spawn(self._plan.command, env, call.out, call.err, tuple(call.fds.values()))
+
+    def _came(self, local_rank: int, pid: int, call: Call, now: float) -> None:
+        """A spare that was called while it was still being forked is a worker now, or never."""
+        try:
+            self._gang.came(local_rank, pid or self._spawn(call))
+        except OSError as error:
+            self._gang.never_came(local_rank, error, now)
+
+    def _environment_of(self, local_rank: int, round_: int) -> dict[str, str]:
+        return rank_environment(self._plan, local_rank, round_, self.state_dir(round_))
+
+    # --- Spares --------------------------------------------------------------------------
+
+    def refill(self, now: float) -> float | None:
+        """Have spares made once training is under way; return when to call again."""
+        due = self._spares.tick(now)
+        if self._spares.full or self._gang.stopping:
+            return due
+        if self._gang.is_training():
+            following = self._gang.round + 1
+            self._spares.refill(lambda local_rank: self._environment_of(local_rank, following))
+        return min(due or now + _REFILL_SECONDS, now + _REFILL_SECONDS)
+
+    def spared(self) -> set[int]:
+        """Children that are no workers and outlive a round."""
+        return self._spares.pids()
+
+    def ended(self, pid: int, now: float) -> None:
+        """A child was reaped."""
+        self._spares.ended(pid, now)
