@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer import exact
-from ddpjob_trainer.snapshot import keeping
+from ddpjob_trainer.snapshot import disk, keeping
 from support.snapshots import await_snapshot
 
 STEPS = 14
@@ -68,15 +68,20 @@ class Training:
     at: Callable[[ddp.Run, int], None] | None = None  # called in the middle of each step
     keeper: str = ""  # what keepers do before and after each of their operations
     durable: int = 0  # the snapshot of this step must be durable before anybody dies
+    staging: str = "auto"
+    unreadable: str = ""  # what rank 1 cannot read
 
     def __call__(self, rank: int) -> None:
         if self.keeper:
             keeping.prelude = KEEPER_SEAM.format(body=self.keeper)
+        if self.unreadable and rank == 1:
+            disk.open_data = self._fails_to_open  # type: ignore[assignment]
         torch.manual_seed(3)
         inputs, targets = torch.randn(200, 48), torch.randint(0, 10, (200,))
         run = ddp.start(
             total_steps=self.steps, global_batch=24, seed=5, level=self.level,
             snapshot_dir=self.directory / "snapshots", snapshot_every=EVERY,
+            snapshot_staging=self.staging,
         )  # fmt: skip
         model = nn.Sequential(
             nn.Linear(48, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Dropout(0.3),
@@ -106,6 +111,13 @@ class Training:
         run.finish()
         result = f"{run.weights_sha256()} {run.state_sha256()}"
         (self.directory / f"result-{rank}").write_text(result)
+
+    def _fails_to_open(
+        self, path: Path, open_data: Callable[..., object] = disk.open_data
+    ) -> object:
+        if self.unreadable in path.name:
+            raise OSError(5, "Input/output error")
+        return open_data(path)
 
     def _maybe_die(self, rank: int, step: int, place: str) -> None:
         if self.die == (rank, step, place):
@@ -216,6 +228,31 @@ def test_a_damaged_newest_snapshot_gives_way_to_the_older(gang, tmp_path, damage
     assert gang.run(disturbed) == {0: 0, 1: 0, 2: 0}
     assert "is not usable" in gang.log(0)
     assert "resuming after step 4" in gang.log(0)
+    assert disturbed.outcome() == undisturbed.outcome()
+
+
+def test_copied_by_a_thread_beside_the_next_step_equals_undisturbed(gang, tmp_path):  # type: ignore[no-untyped-def]
+    undisturbed = fresh(tmp_path / "undisturbed")
+    gang.run(undisturbed)
+    disturbed = fresh(tmp_path / "disturbed", staging="thread", die=(2, 9, "before commit"))
+    disturbed.durable = 8
+    gang.run(disturbed)
+    disturbed.die = None
+    assert gang.run(disturbed) == {0: 0, 1: 0, 2: 0}
+    assert "resuming after step 8" in gang.log(0)
+    assert disturbed.outcome() == undisturbed.outcome()
+
+
+def test_what_one_rank_cannot_read_is_taken_by_none(gang, tmp_path):  # type: ignore[no-untyped-def]
+    undisturbed = fresh(tmp_path / "undisturbed")
+    gang.run(undisturbed)
+    disturbed = fresh(tmp_path / "disturbed", die=(0, 9, "before commit"), durable=8)
+    gang.run(disturbed)
+    disturbed.die, disturbed.unreadable = None, "-000000000008-"
+    assert gang.run(disturbed) == {0: 0, 1: 0, 2: 0}
+    assert "cannot read the snapshot of step 8: [Errno 5]" in gang.log(1)
+    assert "resuming after step 4" in gang.log(0)
+    assert not list((tmp_path / "disturbed/snapshots").glob("*/*.invalid"))
     assert disturbed.outcome() == undisturbed.outcome()
 
 
