@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from support.launching import NO_ROUNDS
+
 ROOT = Path(__file__).parents[2]
 DIGITS = str(ROOT / "examples/digits.py")
 PLAIN = str(ROOT / "examples/plain_torchrun.py")
@@ -69,12 +71,13 @@ def test_digits_reaches_95_percent_alone():  # type: ignore[no-untyped-def]
     assert re.search(r"^step 120/120 loss [\d.]+ [\d,]+ samples/s$", out, re.MULTILINE)
 
 
-def test_digits_killed_and_restarted_by_the_launcher_equals_torchruns(tmp_path):  # type: ignore[no-untyped-def]
-    """The whole path: SIGKILL of one rank, exit code and report, a new gang, equal weights."""
-    undisturbed = finish(*TORCHRUN, DIGITS, "--total-steps", "60")
-    report = tmp_path / "report.json"
-    command = (*LAUNCHER, "--termination-log", str(report), DIGITS, "--total-steps", "60")
-    env = {"DDPJOB_SNAPSHOT_DIR": str(tmp_path / "s"), "DDPJOB_SNAPSHOT_EVERY_STEPS": "10"}
+@pytest.fixture(scope="module")
+def undisturbed() -> str:
+    return finish(*TORCHRUN, DIGITS, "--total-steps", "60")
+
+
+def kill_rank_1_after_step_20(*command: str, **env: str) -> tuple[int, str]:
+    """Exit code of the launcher, and what it printed after the kill."""
     process = start(*command, "--step-seconds", "0.05", **env)
     assert process.stdout is not None
     for line in process.stdout:
@@ -82,11 +85,40 @@ def test_digits_killed_and_restarted_by_the_launcher_equals_torchruns(tmp_path):
             os.kill(workers(process.pid)[1], signal.SIGKILL)
             break
     rest = process.stdout.read()
-    assert process.wait(timeout=60) == 137, rest
+    return process.wait(timeout=60), rest
+
+
+def snapshots(tmp_path: Path) -> dict[str, str]:
+    return {
+        "DDPJOB_SNAPSHOT_DIR": str(tmp_path / "s"),
+        "DDPJOB_SNAPSHOT_EVERY_STEPS": "10",
+    }
+
+
+def test_digits_killed_and_restarted_in_place_equals_torchruns(tmp_path, undisturbed):  # type: ignore[no-untyped-def]
+    report = tmp_path / "report.json"
+    command = (*LAUNCHER, "--termination-log", str(report), DIGITS, "--total-steps", "60")
+    code, rest = kill_rank_1_after_step_20(*command, **snapshots(tmp_path))
+    assert code == 0, rest
+    assert rest.count("restarting in place") == 1
+    assert value("weights_sha256", rest) == value("weights_sha256", undisturbed)
+    content = json.loads(report.read_bytes())
+    assert content["kind"] == "success"
+    assert [(one["rank"], one["signal"]) for one in content["rounds"]] == [(1, 9)]
+
+
+def test_digits_killed_and_started_anew_equals_torchruns(tmp_path, undisturbed):  # type: ignore[no-untyped-def]
+    """As in a pod without restart in place: exit code and report, then a new gang."""
+    report = tmp_path / "report.json"
+    command = (
+        *LAUNCHER, *NO_ROUNDS, "--termination-log", str(report), DIGITS, "--total-steps", "60",
+    )  # fmt: skip
+    code, rest = kill_rank_1_after_step_20(*command, **snapshots(tmp_path))
+    assert code == 137, rest
     content = json.loads(report.read_bytes())
     assert (content["kind"], content["rank"], content["signal"]) == ("signal", 1, 9)
     assert content["step"] >= content["snapshotStep"] >= 20
-    resumed = finish(*command, **env)
+    resumed = finish(*command, **snapshots(tmp_path))
     # One that became durable while the gang died is not in the report.
     found = re.search(r"resuming after step (\d+)", resumed)
     assert found is not None

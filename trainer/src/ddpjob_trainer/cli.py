@@ -55,13 +55,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_launcher(run)
     run.add_argument(
-        "--events",
-        type=Path,
-        metavar="FILE",
-        help="append one JSON object per step, resume, snapshot and failure to FILE (default: "
-        f"${EVENTS}, else none)",
-    )
-    run.add_argument(
         "-m", "--module", action="store_true", help="PROGRAM is a Python module, as in python -m"
     )
     run.add_argument("program", metavar="PROGRAM", help="a script (*.py), or an executable")
@@ -95,6 +88,13 @@ def _add_launcher(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the JSON report of how training ended to FILE (default: "
         f"{contract.TERMINATION_LOG} where that file exists, as in a pod)",
+    )
+    parser.add_argument(
+        "--events",
+        type=Path,
+        metavar="FILE",
+        help="append one JSON object per step, resume, snapshot and failure to FILE (default: "
+        f"${EVENTS}, else none)",
     )
     parser.add_argument(
         "--max-rounds-without-progress",

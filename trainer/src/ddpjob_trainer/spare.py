@@ -69,8 +69,9 @@ class _Script:
 def send(to: socket.socket, body: dict[str, Any], fds: list[int]) -> None:
     """One line of JSON, with descriptors. Raises OSError."""
     data = json.dumps(body).encode() + b"\n"
-    sent = socket.send_fds(to, [data], fds)
-    to.sendall(data[sent:])
+    if rest := data[socket.send_fds(to, [data], fds) :]:
+        # Not with nothing left: even that fails when the other end has read and closed by now.
+        to.sendall(rest)
 
 
 def receive(source: socket.socket) -> tuple[dict[str, Any], list[int]] | None:

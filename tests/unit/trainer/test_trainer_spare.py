@@ -1,0 +1,73 @@
+"""Requests to warm spares, and what a spare learns from a program's source."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from ddpjob_trainer import spare
+from ddpjob_trainer.launcher.spares import uses_our_library
+from ddpjob_trainer.spare import Program
+
+
+def test_a_spare_that_hears_and_closes_at_once_has_heard(monkeypatch):  # type: ignore[no-untyped-def]
+    """Else the launcher starts a second process for the same rank."""
+    mine, theirs = socket.socketpair()
+    send_fds = socket.send_fds
+
+    def quick(to, data, fds):  # type: ignore[no-untyped-def]
+        sent = send_fds(to, data, fds)
+        assert spare.receive(theirs) == ({"env": {}}, [])
+        theirs.close()
+        return sent
+
+    monkeypatch.setattr(socket, "send_fds", quick)
+    with mine:
+        spare.send(mine, {"env": {}}, [])
+
+
+def test_what_does_not_fit_at_once_is_sent_too(monkeypatch):  # type: ignore[no-untyped-def]
+    mine, theirs = socket.socketpair()
+    send_fds = socket.send_fds
+    monkeypatch.setattr(socket, "send_fds", lambda to, data, fds: send_fds(to, [data[0][:5]], fds))
+    with mine, theirs:
+        spare.send(mine, {"env": {"A": "b"}}, [])
+        assert spare.receive(theirs) == ({"env": {"A": "b"}}, [])
+
+
+def test_a_request_cut_off_is_none():
+    mine, theirs = socket.socketpair()
+    with theirs:
+        mine.sendall(b'{"env"')
+        mine.close()
+        assert spare.receive(theirs) is None
+
+
+@pytest.mark.parametrize(
+    ("source", "modules"),
+    [
+        ("import os, json.decoder", ["os", "json.decoder"]),
+        ("from json import loads", ["json"]),
+        ("def f():\n    import torch", []),
+        ("from . import sibling", []),
+    ],
+)
+def test_what_a_program_imports_at_its_top_level(source, modules):  # type: ignore[no-untyped-def]
+    assert list(spare.imports_of(source.encode(), "")) == modules
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import ddpjob_trainer as ddp", True),
+        ("def main():\n    from ddpjob_trainer.task import x", True),
+        ("import torch", False),
+        ("from . import ddpjob_trainer", False),
+        ("not python", False),
+    ],
+)
+def test_only_programs_that_import_us_get_spares(tmp_path, text, expected):  # type: ignore[no-untyped-def]
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    assert uses_our_library(Program(str(path), (), False)) is expected
