@@ -139,6 +139,8 @@ def test_an_interrupted_chaos_leaves_nobody(tmp_path, signum, wait_until):  # ty
         env={**os.environ, "PYTHONPATH": str(SOURCES)},
         stderr=subprocess.PIPE,
         text=True,
+        # Whoever started pytest in the background has it ignore SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
     ) as process:
         wait_until(lambda: pid_file.exists() and pid_file.read_text(), "the worker runs", 60)
         worker = Path(f"/proc/{pid_file.read_text()}")

@@ -66,6 +66,8 @@ def test_the_rank_that_hangs_ends_with_76_and_its_stacks(gang):  # type: ignore[
 def test_a_disk_that_hangs_at_the_end_is_that_ranks_fault(gang, tmp_path):  # type: ignore[no-untyped-def]
     """Rank 1's keeper, which writes its part of the snapshot, stands still."""
 
+    stopped = tmp_path / "stopped"
+
     def program(rank: int) -> None:
         def stop_the_keeper() -> None:
             lists = [
@@ -76,6 +78,7 @@ def test_a_disk_that_hangs_at_the_end_is_that_ranks_fault(gang, tmp_path):  # ty
             assert keepers, children
             for pid in keepers:
                 os.kill(pid, signal.SIGSTOP)
+                stopped.write_text(str(pid))
 
         run = ddp.start(
             total_steps=6, global_batch=12, snapshot_dir=tmp_path / "s", snapshot_every=2
@@ -89,7 +92,10 @@ def test_a_disk_that_hangs_at_the_end_is_that_ranks_fault(gang, tmp_path):  # ty
                 step.backward(((model(x) - y) ** 2).mean())
             step.commit()
 
-    codes = gang.run(program, env={**HANG, "DDPJOB_HANG_SNAPSHOT_SECONDS": "3"})
+    try:
+        codes = gang.run(program, env={**HANG, "DDPJOB_HANG_SNAPSHOT_SECONDS": "3"})
+    finally:
+        os.kill(int(stopped.read_text()), signal.SIGKILL)  # without a launcher nobody else does
     assert codes == {0: 75, 1: 76, 2: 75}, gang.log(1)
     assert "in phase snapshot (snapshot) after step 5" in gang.log(1)
     assert "in wait_written" in gang.log(1)
