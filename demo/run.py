@@ -232,7 +232,8 @@ def compare(tools: Tools) -> bool:
     print(f"  weights, undisturbed       sha256 {undisturbed['weights_sha256']}")
     print(f"  the two are                {'identical' if same else 'DIFFERENT'}")
     print(flush=True)
-    return same and accuracy >= WANTED_ACCURACY and count["inPlace"] > 0
+    both = count["inPlace"] > 0 and count["total"] > 0
+    return same and accuracy >= WANTED_ACCURACY and both
 
 
 def watch(tools: Tools, name: str) -> Iterator[dict[str, Any]]:

@@ -168,7 +168,7 @@ class Subject:
         back = max(story.progress_at for story in self.watch.stories)
         lost = 0
         if self.launches != launches and self.way == "torchrun":
-            lost = MAX_RESTARTS
+            lost = MAX_RESTARTS - before[1]  # all that it had left
         elif self.gang.attempt == attempt:
             lost = self.watch.incarnation[1] - before[1] - 1
         return Recovery(back - at, True, self._stages(at), warm, lost)

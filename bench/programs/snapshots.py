@@ -145,6 +145,16 @@ def measure(step: Callable[[int], None], world: World, first: int, count: int) -
     return seconds
 
 
+def announce(directory: Path) -> None:
+    """Have memory measured from here on; goes on once the first measurement is there."""
+    (directory / "pids").mkdir(exist_ok=True)
+    (directory / "pids" / str(os.getpid())).touch()
+    while (directory / "measured").exists() and not (
+        directory / "measured" / str(os.getpid())
+    ).exists():
+        time.sleep(0.01)
+
+
 def fill_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Its state appears with the first step."""
     for group in optimizer.param_groups:
@@ -190,9 +200,8 @@ def main() -> None:
         if index % args.every == 0:
             way.save(index)
 
+    announce(args.out.parent)
     way.warm_up()
-    (args.out.parent / "pids").mkdir(exist_ok=True)
-    (args.out.parent / "pids" / str(os.getpid())).touch()
     quiet = measure(lambda _: compute(), world, 1, args.every)
     (args.out.parent / "saving").touch()
     begun = time.perf_counter()
