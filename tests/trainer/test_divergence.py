@@ -89,6 +89,38 @@ def test_buffers_count_where_they_must_be_equal(gang, tmp_path):  # type: ignore
     assert gang.run(training) == {0: 0, 1: 0, 2: 0}
 
 
+class Caching(nn.Module):
+    """A cache as long as what this rank has seen at once, as rotary embeddings have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 8)
+        self.register_buffer("table", torch.ones(8))
+        self.register_buffer("cache", torch.ones(1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.linear(x) * self.cache[0] * self.table
+        return result
+
+
+def test_caches_may_differ(gang):  # type: ignore[no-untyped-def]
+    """In the comparison, and when an evaluation shares rank 0's buffers."""
+
+    def program(rank: int) -> None:
+        run = ddp.start(total_steps=2, global_batch=24, level="elastic", check_every=1)
+        model = Caching()
+        wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+        model.cache = torch.ones(1000 - rank)
+        for step in run.steps(TensorDataset(torch.randn(96, 32))):
+            for (x,) in step.batches:
+                step.backward(wrapped(x).pow(2).mean())
+            step.commit()
+        run.evaluate(TensorDataset(torch.randn(96, 32)), lambda net, batch: net(batch[0]).sum())
+        run.finish()
+
+    assert gang.run(program) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+
+
 def test_without_checks_nobody_notices(gang, tmp_path):  # type: ignore[no-untyped-def]
     training = Training(tmp_path / "s", rank=2, check_every=0)
     assert gang.run(training) == {0: 0, 1: 0, 2: 0}

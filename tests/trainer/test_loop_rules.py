@@ -22,6 +22,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
+from ddpjob_trainer import progress
+from ddpjob_trainer.snapshot import loading, manifest, tracking
+from ddpjob_trainer.snapshot.format import unflatten
 from support.snapshots import await_snapshot
 
 DATA = TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(1)))
@@ -273,6 +276,69 @@ def test_finish_in_a_finally_does_not_wait_for_those_that_train_on(gang):  # typ
     env = {"DDPJOB_HANG_STEP_SECONDS": "5", "DDPJOB_HANG_SNAPSHOT_SECONDS": "5"}
     assert gang.run(fails, env=env) == {0: 75, 1: 1, 2: 75}
     assert "KeyError: 'bug'" in gang.log(1)
+
+
+@pytest.mark.parametrize("how", ["break", "break, snapshots", "no loop"])
+def test_after_the_loop_nothing_is_watched(gang, tmp_path, how):  # type: ignore[no-untyped-def]
+    """An export after early stopping may take longer than any deadline."""
+
+    def program(rank: int) -> None:
+        seen = []
+        phase = progress.Progress.phase
+        progress.Progress.phase = lambda self, name: (seen.append(name), phase(self, name))[1]  # type: ignore[method-assign,assignment,func-returns-value]
+        directory = tmp_path / "s" if "snapshots" in how else None
+        run = ddp.start(total_steps=6, global_batch=6, snapshot_dir=directory, snapshot_every=2)
+        wrapped = prepared(run)
+        if how == "no loop":
+            run.evaluate(DATA, lambda net, batch: net(batch[0]).sum())
+        else:
+            for step in run.steps(DATA):
+                if step.index == 4:
+                    break
+                for (x,) in step.batches:
+                    step.backward(wrapped(x).sum())
+                step.commit()
+            assert seen[-1] == "done"
+        run.finish()
+        assert seen[-1] == "done"
+        if directory is not None:  # the disk has its own deadline, also then
+            assert seen[-2] == "snapshot"
+
+    assert gang.run(program, world=2) == {0: 0, 1: 0}, gang.log(0) + gang.log(1)
+
+
+def test_who_leaves_the_loop_may_change_the_weights_at_once(gang, tmp_path):  # type: ignore[no-untyped-def]
+    """Though a thread still copies the snapshot of the step before."""
+
+    def program(rank: int) -> None:
+        copy = tracking.copy_later
+
+        def slow(*arguments: Any) -> None:
+            time.sleep(0.5)  # as long as the script below has to be too early
+            copy(*arguments)
+
+        tracking.copy_later = slow
+        run = ddp.start(
+            total_steps=6, global_batch=6, snapshot_dir=tmp_path / "s", snapshot_every=2,
+            snapshot_staging="thread",
+        )  # fmt: skip
+        wrapped = prepared(run)
+        for step in run.steps(DATA):
+            if step.index == 2:
+                expected = wrapped.module.weight.detach().clone()
+                break
+            for (x,) in step.batches:
+                step.backward(wrapped(x).sum())
+            step.commit()
+        with torch.no_grad():
+            wrapped.module.weight.zero_()
+        run.finish()
+        [path] = (tmp_path / "s").glob("*/step-*.json")
+        found = manifest.read(path)
+        saved = unflatten(loading.load(path.parent, found))["model"]["weight"]
+        assert torch.equal(saved, expected)
+
+    assert gang.run(program, world=1) == {0: 0}, gang.log(0)
 
 
 def test_the_users_own_lost_connection_is_no_lost_peer(gang):  # type: ignore[no-untyped-def]

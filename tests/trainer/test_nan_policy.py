@@ -133,6 +133,29 @@ def test_skip_stops_when_no_update_can_help(gang, tmp_path):  # type: ignore[no-
     assert "Parameter '3.weight' was not finite already" in gang.log(2)
 
 
+def test_skip_leaves_no_trace_in_batch_norm(gang, tmp_path):  # type: ignore[no-untyped-def]
+    """One bad sample would otherwise be in its running statistics, and every snapshot, for ever."""
+
+    def train(rank: int) -> None:
+        run = ddp.start(total_steps=4, global_batch=12, nan_policy="skip", micro_batches=2)
+        model = nn.Sequential(nn.Linear(4, 300), nn.BatchNorm1d(300), nn.Linear(300, 2))
+        wrapped, _ = run.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), bucket_cap_mb=0.001
+        )
+        for step in run.steps(TensorDataset(torch.randn(48, 4))):
+            before = [buffer.clone() for buffer in model.buffers()]
+            for (x,) in step.batches:
+                bad = (rank, step.index) == (0, 2)
+                step.backward(wrapped(x * math.nan if bad else x).pow(2).mean())
+            step.commit()
+            same = map(torch.equal, before, model.buffers())
+            assert all(same) == (step.index == 2)
+        run.finish()
+
+    assert gang.run(train) == ALL_0, gang.log(0)
+    assert "The update is skipped, number 1" in gang.log(0)
+
+
 def test_ignore_is_plain_pytorch(gang, tmp_path):  # type: ignore[no-untyped-def]
     training = Training(tmp_path, "ignore", how="gradient")
     assert gang.run(training) == ALL_0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from ddpjob_trainer.divergence import _ROW, hash_tensors
+from ddpjob_trainer.divergence import _ROW, _first_difference, hash_tensors
 
 
 def hashed(tensor: torch.Tensor) -> int:
@@ -66,3 +67,17 @@ def test_a_shape_or_a_zeros_sign_is_no_matter_of_luck():  # type: ignore[no-unty
 def test_the_hash_is_the_same_on_every_version():  # type: ignore[no-untyped-def]
     """Ranks of one gang might run different builds."""
     assert hashed(torch.arange(10, dtype=torch.float32)) == 3597304182156034048
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "place"),
+    [
+        ([1, 2, 3], [1, 2, 3], None),
+        ([1, 0, 0], [1, 2, 3], 1),
+        ([1, 2], [1, 2, 3], 2),  # a buffer that only one of them has
+        ([1, 2, 3, 4], [1, 2, 3], 3),
+        ([0], [1, 2, 3], 0),
+    ],
+)
+def test_where_two_ranks_differ_first(theirs, mine, place):  # type: ignore[no-untyped-def]
+    assert _first_difference(np.array(theirs), np.array(mine)) == place

@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from ddpjob_trainer import buffers
 from ddpjob_trainer.errors import DivergedError
 from ddpjob_trainer.world import World, peer_loss
 
+_Hashes = npt.NDArray[np.int64]
 _ROW = 1 << 16  # 8-byte words that are mixed at once: half a megabyte, which a CPU's cache holds
 _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # odd: multiplying loses nothing modulo 2**64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -76,6 +79,15 @@ def _weights(count: int, device: torch.device) -> torch.Tensor:
     return _weights_of[device][:count]
 
 
+def _first_difference(theirs: _Hashes, mine: _Hashes) -> int | None:
+    """Return the first place where they differ; a buffer may be missing in one of them."""
+    both = min(len(theirs), len(mine))
+    different = np.flatnonzero(theirs[:both] != mine[:both])
+    if len(different):
+        return int(different[0])
+    return both if len(theirs) != len(mine) else None
+
+
 class DivergenceCheck:
     """Compares the ranks every ``every`` steps; 0: never.
 
@@ -96,7 +108,7 @@ class DivergenceCheck:
         """Raise DivergedError on every rank when they differ."""
         tensors: dict[str, torch.Tensor] = dict(module.named_parameters())
         if self._buffers:
-            tensors |= dict(module.named_buffers())
+            tensors |= buffers.persistent(module)
         hashes = hash_tensors(tensors.values())
         mine = int(_hash(hashes))
         both = torch.tensor([mine, ~mine])  # the least of ~x is the greatest of x
@@ -111,8 +123,10 @@ class DivergenceCheck:
             np.frombuffer(blob, dtype=np.int64)
             for blob in self._world.gather_bytes(hashes.cpu().numpy().tobytes())
         ]
-        others = [rank for rank, theirs in enumerate(every) if (theirs != every[0]).any()]
-        first = names[min(int(np.argmax(every[rank] != every[0])) for rank in others)]
+        found = [(rank, _first_difference(theirs, every[0])) for rank, theirs in enumerate(every)]
+        differing = {rank: place for rank, place in found if place is not None}
+        others, place = list(differing), min(differing.values())
+        first = names[min(place, len(names) - 1)]
         ranks = f"rank {others[0]} differs" if len(others) == 1 else f"ranks {others} differ"
         raise DivergedError(
             f"the ranks no longer hold the same parameters after step {step}: {ranks} from rank"

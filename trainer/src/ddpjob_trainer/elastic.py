@@ -15,7 +15,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpjob_trainer import rng, shards
+from ddpjob_trainer import buffers, rng, shards
 from ddpjob_trainer.averaging import Part
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.options import ModelOptions, Options
@@ -158,24 +158,15 @@ def _refuse(module: torch.nn.Module) -> None:
 
 
 class BufferWatch:
-    """Finds a forward that changes a buffer.
-
-    Ranks that compute other shards would then hold other buffers. Buffers that are no part of
-    the state_dict are taken for caches and may change.
-    """
+    """Finds a forward that changes a buffer: ranks that compute other shards would hold others."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._places = [
-            (f"{prefix}.{name}" if prefix else name, part, name)
-            for prefix, part in module.named_modules()
-            for name in part._buffers
-            if name not in part._non_persistent_buffers_set
-        ]
+        self._places = buffers.places(module)
         self._number = -1
         self._before: list[tuple[Any, int]] = []
 
     def _now(self) -> list[tuple[Any, int]]:
-        found = [part._buffers[name] for _, part, name in self._places]
+        found = [place.get() for place in self._places]
         return [(buffer, -1 if buffer is None else buffer._version) for buffer in found]
 
     def remember(self, number: int) -> None:
@@ -192,7 +183,7 @@ class BufferWatch:
         for place, before, now in zip(self._places, self._before, self._now(), strict=True):
             if before[0] is not now[0] or before[1] != now[1]:
                 raise ConfigError(
-                    f"level='elastic': the forward changes the buffer {place[0]!r}, so the result"
+                    f"level='elastic': the forward changes the buffer {place.name!r}, so the result"
                     " would depend on the number of ranks: change it once per step, after"
                     " step.commit(), or use level='resume'"
                 )

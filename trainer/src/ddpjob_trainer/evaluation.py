@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ddpjob_trainer import batches, rng
+from ddpjob_trainer import batches, buffers, rng
 from ddpjob_trainer.world import World
 
 Metric = Callable[[torch.nn.Module, Any], torch.Tensor | float]
@@ -29,7 +29,7 @@ def evaluating(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 def share_buffers(module: torch.nn.Module, world: World) -> None:
     """Give every rank rank 0's buffers: each rank's BatchNorm has seen other samples."""
-    for buffer in module.buffers():
+    for _, buffer in buffers.persistent(module):
         world.broadcast_tensor(buffer)
 
 

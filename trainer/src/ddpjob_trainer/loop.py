@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob_trainer import batches, failpoints, rng, trace
 from ddpjob_trainer.averaging import Averaging, Part
+from ddpjob_trainer.buffers import Backup
 from ddpjob_trainer.divergence import DivergenceCheck
 from ddpjob_trainer.ending import Ending
 from ddpjob_trainer.errors import ConfigError, NotCommittedError
@@ -73,6 +74,7 @@ class Loop:
         trace.mark("built")
         self._exchange = Exchange(process.world)
         self._nan = NanPolicy(options.nan_policy, process.world)
+        self._backup = Backup(trained.state.module) if options.nan_policy == "skip" else None
         self._divergence = DivergenceCheck(
             process.world, every=options.check_every, buffers=options.level == "elastic"
         )
@@ -95,6 +97,10 @@ class Loop:
                             " end of the loop's body"
                         )
                     self._end(step)
+            except GeneratorExit:  # left early: what follows may change the weights, and take long
+                self._snapshots.before_update()
+                self._progress.phase("done")
+                raise
             finally:
                 self.guard.stop()
             with self._peers:
@@ -140,6 +146,8 @@ class Loop:
             if self._step is not None and torch.is_grad_enabled():
                 self._trained.forwards += 1
                 self._averaging.before_forward(len(self._step.losses))
+                if self._backup is not None:
+                    self._backup.take(self._step.index)
             return forward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
         # Not a hook: a module without hooks is called on a shorter path.
@@ -188,6 +196,8 @@ class Loop:
             self._snapshots.before_update()
             if not self._update(step.index, losses):
                 self._progress.skipped_update()
+                if self._backup is not None:
+                    self._backup.put_back()
         self._progress.at("body")
         failpoints.reach("step")
         step.committed = True

@@ -208,11 +208,14 @@ class Run:
         """Wait for the other ranks and leave the process group."""
         # In a `finally` after an exception the others still wait for our gradients.
         if not self._closed and sys.exc_info()[0] is None:
+            progress = self._process.progress
             with self._peers:
                 failpoints.reach("barrier")
                 # The loop may have been left before its last step.
                 self._process.snapshots.settle()
-                self._world.barrier()
+                with progress.during("agreement"):
+                    self._world.barrier()
+            progress.phase("done")
         self._close()
 
     def __enter__(self) -> Self:

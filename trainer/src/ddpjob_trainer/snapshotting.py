@@ -230,6 +230,7 @@ class Snapshots:
         if self._tracker is None or not self._unsettled:
             return
         self._unsettled = False
+        self._progress.phase("snapshot")
         self._tracker.wait_written()
         self._progress.at("agreement")  # a rank that waits for its own disk is told from these
         self._world.barrier()  # all parts are reported now; a dead peer is noticed here

@@ -32,7 +32,6 @@ class Watchdog:
         self._writer = writer
         self._deadlines = deadlines
         self._interval = min(_LONGEST_LOOK_SECONDS, deadlines.shortest / 10)
-        self._done = False
 
     def start(self) -> None:
         """Watch from now on."""
@@ -45,8 +44,11 @@ class Watchdog:
             now = time.monotonic()
             state = self._writer.state
             if state.phase == "done":  # what follows, a long evaluation say, is not watched
-                faulthandler.cancel_dump_traceback_later()
-                return
+                if wound:  # once: from here on the timer is the script's
+                    faulthandler.cancel_dump_traceback_later()
+                wound, looked = 0.0, now  # finish() may still have a snapshot to wait for
+                time.sleep(self._interval)
+                continue
             if state.marks != marks:
                 marks, since = state.marks, now
             elif looked and now - looked > 2 * self._interval:  # this machine stood still

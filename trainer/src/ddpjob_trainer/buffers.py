@@ -1,0 +1,84 @@
+"""The buffers that count: those of the state_dict.
+
+Non-persistent ones are taken for caches. A rank's batches decide what is in them, and even how
+long they are, so nothing compares, shares or puts them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a buffer is: forward may put another tensor there."""
+
+    name: str
+    module: torch.nn.Module
+    key: str
+
+    def get(self) -> torch.Tensor | None:
+        """Return what is there now."""
+        return self.module._buffers[self.key]
+
+    def put(self, buffer: torch.Tensor | None) -> None:
+        """Put a tensor there."""
+        self.module._buffers[self.key] = buffer
+
+
+def places(module: torch.nn.Module) -> list[Place]:
+    """Every persistent buffer's, once."""
+    return [
+        Place(f"{prefix}.{key}" if prefix else key, part, key)
+        for prefix, part in module.named_modules()
+        for key in part._buffers
+        if key not in part._non_persistent_buffers_set
+    ]
+
+
+def persistent(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the persistent buffers under their names, those that are there."""
+    for place in places(module):
+        buffer = place.get()
+        if buffer is not None:
+            yield place.name, buffer
+
+
+class Backup:
+    """What the buffers held before a step's first forward.
+
+    All are copied, as BatchNorm's kernel changes its statistics without telling anybody: a
+    tensor's version stays what it was. DDP sends as much over the network in each step.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._places = places(module)
+        self._step = -1
+        self._buffers: list[torch.Tensor | None] = []
+        self._copies: list[torch.Tensor] = []
+
+    def take(self, step: int) -> None:
+        """Remember what they hold now, once per step."""
+        if step == self._step:
+            return
+        self._step = step
+        buffers = [place.get() for place in self._places]
+        if list(map(id, buffers)) != list(map(id, self._buffers)):  # == would compare elements
+            self._buffers = buffers
+            self._copies = [torch.empty_like(buffer) for buffer in _there(buffers)]
+        if self._copies:
+            torch._foreach_copy_(self._copies, _there(buffers))
+
+    def put_back(self) -> None:
+        """Undo all changes since."""
+        for place, buffer in zip(self._places, self._buffers, strict=True):
+            place.put(buffer)
+        if self._copies:
+            torch._foreach_copy_(_there(self._buffers), self._copies)
+
+
+def _there(buffers: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [buffer for buffer in buffers if buffer is not None]
