@@ -29,6 +29,25 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def convolutions() -> nn.Module:
+    """Weights that lie in memory in another order than their elements."""
+    return nn.Sequential(
+        nn.Unflatten(1, (3, 4, 4)), nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 2), nn.Flatten(),
+        nn.Dropout(0.3), nn.Linear(64, 10),
+    ).to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]  # fmt: skip
+
+
+def linears() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(48, 256), nn.LayerNorm(256), nn.ReLU(), nn.Dropout(0.3),
+        nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10),
+    )  # fmt: skip
+
+
 def zero(model: nn.Module) -> torch.optim.Optimizer:
     return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
 
@@ -43,6 +62,7 @@ class Training:
     directory: Path
     start: dict[str, Any] = field(default_factory=dict)
     prepare: dict[str, Any] = field(default_factory=dict)
+    net: Callable[[], nn.Module] = linears
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
     die: tuple[int, int, int] | None = None  # rank, step, micro-batch
 
@@ -53,10 +73,7 @@ class Training:
             total_steps=STEPS, global_batch=36, seed=5, snapshot_every=EVERY,
             snapshot_dir=self.directory / "snapshots", **self.start,
         )  # fmt: skip
-        model = nn.Sequential(
-            nn.Linear(48, 256), nn.LayerNorm(256), nn.ReLU(), nn.Dropout(0.3),
-            nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10),
-        )  # fmt: skip
+        model = self.net()
         optimizer = self.optimizer(model)
         prepare = dict(self.prepare)
         if prepare.get("grad_scaler") is scaler:
@@ -113,7 +130,9 @@ CASES: dict[str, dict[str, Any]] = {
         "prepare": {"static_graph": True, "gradient_as_bucket_view": True}
     },
     "static_graph": {"prepare": {"static_graph": True}},
-    "find_unused_parameters": {"prepare": {"find_unused_parameters": True}},
+    "find_unused_parameters, channels_last, fused": {
+        "prepare": {"find_unused_parameters": True}, "net": convolutions, "optimizer": fused,
+    },
     "bf16, ema": {"start": {"precision": "bf16"}, "prepare": {"ema": 0.9}},
     "fp16 with overflows": {
         "start": {"precision": "fp16", "micro_batches": 2},

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from ddpjob_trainer.snapshot import keeping, lineage, loading, manifest
+from ddpjob_trainer.snapshot import keeping, lineage, loading, manifest, sealed
 from ddpjob_trainer.snapshot.board import Board
 from ddpjob_trainer.snapshot.format import DTYPES, flatten, unflatten
 from ddpjob_trainer.snapshot.saving import Captured, Shares, assembler, lay_out
@@ -81,9 +81,9 @@ class Ranks:
         self.store, self.loaded = open_snapshots(root, attempt)
         nonce = f"{self.store.sequence:08x}"
         self.place = Place(root, self.store.sequence, nonce, 3, tuple(range(RANKS)))
-        board = HashStore()
+        self.told = HashStore()
         self.trackers = [
-            Tracker(rank, self.place, Board(board, self.place.writers), CPU)
+            Tracker(rank, self.place, Board(self.told, self.place.writers), CPU)
             for rank in range(RANKS)
         ]
 
@@ -241,6 +241,41 @@ def test_a_save_that_fails_anywhere_is_told_and_the_next_works(saving, orders, c
     assert saving.keepers() == keepers, "they work on"
     assert not list(saving.directory.glob("*.tmp"))
     check(open_snapshots(saving.place.root, 2)[1], step)
+
+
+@pytest.mark.parametrize("where", ["_tell_write", "_hear"])
+def test_any_error_of_a_rank_beside_training_fails_the_save_alone(  # type: ignore[no-untyped-def]
+    tmp_path, open_ranks, monkeypatch, where
+):
+    ranks = open_ranks(tmp_path)
+    assert ranks.save(1) == ""
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("odd")
+
+    tracker = ranks.trackers[1]
+    monkeypatch.setattr(tracker, where, fails)
+    assert ranks.save(2) == "rank 1: RuntimeError: odd"
+    monkeypatch.undo()
+    assert tracker.broken == (where == "_hear"), "then training makes another"
+    if tracker.broken:
+        tracker.close()
+        ranks.trackers[1] = Tracker(1, ranks.place, Board(ranks.told, ranks.place.writers), CPU)
+    assert ranks.save(3) == ""
+    check(open_snapshots(tmp_path, 2)[1], 3)
+
+
+def test_a_snapshot_too_large_to_be_read_again_is_a_failed_one(  # type: ignore[no-untyped-def]
+    tmp_path, open_ranks, monkeypatch
+):
+    ranks = open_ranks(tmp_path)
+    assert [ranks.save(step) for step in (1, 2)] == ["", ""]
+    with monkeypatch.context() as patch:
+        patch.setattr(sealed, "MAX_BYTES", 1 << 10)
+        assert ranks.save(3).startswith("names and numbers take ")
+    wait_for(lambda: not leftovers(ranks, 3))
+    assert ranks.save(4) == ""
+    check(open_snapshots(tmp_path, 2)[1], 4)
 
 
 def test_a_keeper_whose_rank_died_removes_its_half_file(saving, orders, tmp_path):  # type: ignore[no-untyped-def]

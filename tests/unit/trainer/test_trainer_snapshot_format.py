@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict, defaultdict
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,8 +15,6 @@ from support.snapshots import open_snapshots
 
 
 def test_every_kind_of_value_survives_the_trip(tmp_path):  # type: ignore[no-untyped-def]
-    import numpy as np
-
     shared = torch.arange(6.0).reshape(2, 3)
     value = {
         "ints": {0: "zero", 1: [True, None]},
@@ -77,6 +76,34 @@ def test_a_mapping_keeps_its_type(value):  # type: ignore[no-untyped-def]
 def test_a_mapping_that_would_come_back_as_another_is_refused(value, name):  # type: ignore[no-untyped-def]
     with pytest.raises(TypeError, match=f"cannot store a/b: a {name}"):
         flatten({"a": {"b": value}})
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for turn in range(depth):
+        value = (value,) if turn % 2 else {"a": value, 1: [value]}
+    return value
+
+
+def test_what_is_nested_too_deeply_to_be_read_again_is_refused():  # type: ignore[no-untyped-def]
+    deep = nested(12)
+    assert unflatten(flatten(deep)) == deep
+    value: list[Any] = []
+    value.append((value,))
+    with pytest.raises(TypeError, match=r"cannot store x/0/0/.*: nested deeper than"):
+        flatten({"x": value})
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.arange(6)[::-1], np.arange(6, dtype=">f4"), np.array(3.0, dtype=">f8")],
+    ids=["backwards", "big-endian", "no dimension"],
+)
+def test_arrays_that_no_tensor_can_share(array):  # type: ignore[no-untyped-def]
+    found = unflatten(flatten({"it": array}))["it"]
+    assert found.dtype == array.dtype.newbyteorder("=")
+    assert found.shape == array.shape
+    assert found.tolist() == array.tolist()
 
 
 def test_equal_paths_do_not_overwrite_each_other():  # type: ignore[no-untyped-def]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpjob_trainer.snapshot import layout, manifest, partition
+from ddpjob_trainer.snapshot import layout, manifest, partition, sealed
 from ddpjob_trainer.snapshot.format import flatten
 from ddpjob_trainer.snapshot.layout import Piece
 from ddpjob_trainer.snapshot.manifest import InvalidSnapshotError, Manifest
@@ -78,6 +78,12 @@ def with_manifest(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_bytes(seal(body))
 
 
+def reseal(path: Path, body: bytes) -> None:
+    """Replace a manifest by anything, its checksum right."""
+    digest = hashlib.sha256(body).hexdigest().encode()
+    path.write_bytes(body[:-1] + b',"sha256":"' + digest + b'"}')
+
+
 def first(header: dict[str, Any]) -> dict[str, Any]:
     return header[min(key for key in header if key.startswith("w@"))]  # type: ignore[no-any-return]
 
@@ -88,7 +94,7 @@ def each(header: dict[str, Any], **values: Any) -> None:
 
 
 HEADERS: dict[str, Callable[[dict[str, Any]], None]] = {
-    "a billion dimensions": lambda h: first(h).update(shape=[1] * 10**6),
+    "a million dimensions": lambda h: first(h).update(shape=[1] * 10**6),
     "huge sizes": lambda h: first(h).update(shape=[HUGE, HUGE, HUGE]),
     "a huge size": lambda h: first(h).update(shape=[HUGE**3]),
     "overlapping": lambda h: each(h, data_offsets=[0, 8]),
@@ -169,9 +175,37 @@ def test_a_manifest_that_lies(tmp_path, name):  # type: ignore[no-untyped-def]
 def test_a_manifest_of_endless_depth(tmp_path):  # type: ignore[no-untyped-def]
     write(tmp_path, 1, 2)
     path = newest(tmp_path)
-    body = b'{"format":"ddpjob-snapshot","tree":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
-    digest = hashlib.sha256(body).hexdigest().encode()
-    path.write_bytes(body[:-1] + b',"sha256":"' + digest + b'"}')
+    reseal(path, b'{"format":"ddpjob-snapshot","tree":' + b"[" * 200_000 + b"]" * 200_000 + b"}")
+    check_older_is_taken(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[],", "{},", '"\N{GRINNING FACE}",'], ids=["[]", "{}", "wide"])
+def test_a_manifest_that_takes_much_memory_to_read(tmp_path, text):  # type: ignore[no-untyped-def]
+    write(tmp_path, 1, 2)
+    content = text.encode()
+    reseal(newest(tmp_path), b'{"tree":[' + content * ((60 << 20) // len(content)) + b"0]}")
+    check_older_is_taken(tmp_path)
+
+
+def test_as_many_values_as_may_be_take_bounded_memory(tmp_path):  # type: ignore[no-untyped-def]
+    write(tmp_path, 1, 2)
+    names = ",".join(f'"{number:x}":[]' for number in range(sealed._MAX_VALUES // 2 - 10))
+    reseal(newest(tmp_path), ('{"tree":{' + names + "}}").encode())
+    sealed.check(newest(tmp_path).read_bytes())
+    check_older_is_taken(tmp_path)
+
+
+def test_a_header_larger_than_any_that_we_write(tmp_path):  # type: ignore[no-untyped-def]
+    write(tmp_path, 1, 2)
+    path = newest(tmp_path)
+    found = manifest.read(path)
+    file, size = path.parent / found.files[0].name, 150 << 20
+    file.unlink()
+    file.write_bytes(struct.pack("<Q", size - 8))
+    crc = zlib.crc32(bytes(size - 8), zlib.crc32(file.read_bytes()))
+    os.truncate(file, size)
+    changed = replace(found.files[0], bytes=size, crc32=crc)
+    path.write_bytes(replace(found, files=(changed, *found.files[1:])).encode())
     check_older_is_taken(tmp_path)
 
 

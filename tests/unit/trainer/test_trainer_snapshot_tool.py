@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from ddpjob_trainer import cli
+from ddpjob_trainer.snapshot import tool
 from ddpjob_trainer.snapshot.format import flatten
+from ddpjob_trainer.state import TrainingState
 from support.snapshots import open_snapshots
 
 
@@ -88,6 +92,59 @@ def test_export_can_be_loaded_by_others(root: Path, tmp_path: Path, format_: str
     assert loaded.keys() == model(0).keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in model(30).items())
     assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("format_", ["safetensors", "torch"])
+def test_export_holds_what_state_dict_does(
+    tmp_path: Path, format_: str, capsys: pytest.CaptureFixture[str]
+):
+    model = Odd()
+    model.inner.calls = 5
+    flat = TrainingState(model).capture(0).flat
+    open_snapshots(tmp_path / "root")[0].save(1, flat, {})
+    out = tmp_path / "model"
+    command = ["snapshot", "export", str(tmp_path / "root"), str(out), "--format", format_]
+    assert cli.main(command) == 0
+    warned = "inner._extra_state is not in" in capsys.readouterr().err
+    loaded = load_file(out) if format_ == "safetensors" else torch.load(out, weights_only=True)
+    model = Odd()
+    odd = model.load_state_dict(loaded, strict=format_ == "torch")
+    assert not odd.unexpected_keys
+    assert warned == bool(odd.missing_keys) == (format_ == "safetensors")
+    assert model.inner.calls == (5 if format_ == "torch" else 0)
+
+
+class Inner(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+class Odd(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+        self.linear = torch.nn.Linear(2, 2)
+
+
+def test_an_export_that_fails_leaves_nothing(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fails(tensors: Any, path: Path, **_: Any) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tool, "save_file", fails)
+    with pytest.raises(OSError, match="No space left"):
+        tool.export(root, tmp_path / "model", step=None, format_="safetensors")
+    assert list(tmp_path.iterdir()) == [root]
 
 
 def test_export_takes_the_newest_that_is_valid(

@@ -133,6 +133,8 @@ class Ending:
         """Report, run exit handlers, and end without waiting for peers."""
         self.if_peer_lost(error, explain=True)
         self._state.failed(error)
+        if self._state.state.phase == "done":  # so it looked as the error left the loop
+            self._state.update(phase="step")  # a hang on the way out is one
         self._hook(kind, error, trace)
         if issubclass(kind, KeyboardInterrupt):
             leave(128 + signal.SIGINT)

@@ -86,6 +86,16 @@ class Progress:
             self.at("agreement")
 
     @contextlib.contextmanager
+    def under(self, phase: Phase) -> Iterator[None]:
+        """Have the deadline of another phase hold within."""
+        before = self._writer.state.phase
+        self.phase(phase)
+        try:
+            yield
+        finally:
+            self.phase(before)
+
+    @contextlib.contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
         """Tell what this rank does within the loop's body."""
         before = self._activity

@@ -6,12 +6,15 @@ training: it is said, counted, and tried again.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from ddpjob_trainer import failpoints
 from ddpjob_trainer.environment import SnapshotSettings
@@ -19,8 +22,8 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.progress import Progress
 from ddpjob_trainer.restoring import Opened, open_together
 from ddpjob_trainer.snapshot.board import Board
-from ddpjob_trainer.snapshot.format import DTYPES
-from ddpjob_trainer.snapshot.saving import Captured, Image, Shares, assembler, lay_out
+from ddpjob_trainer.snapshot.format import DTYPES, UnstorableError
+from ddpjob_trainer.snapshot.saving import Captured, Image, Shares, assembler, lay_out, measure
 from ddpjob_trainer.snapshot.staging import Buffer, Copy, mark
 from ddpjob_trainer.snapshot.tracking import Assemble, Part, Place, Tracker
 from ddpjob_trainer.snapshot.writing import data_name
@@ -42,6 +45,7 @@ class Snapshots:
             settings.staging == "auto" and world.device.type == "cuda"
         )
         self._tracker: Tracker | None = None
+        self._hook: RemovableHandle | None = None
         self._place: Place | None = None
         self._unsettled = False
         self._skipping = False
@@ -57,8 +61,8 @@ class Snapshots:
         if self._settings.directory is None:
             return
         try:
-            state.capture(self._world.rank)
-        except TypeError as error:
+            state.capture(self._world.rank).check()
+        except (UnstorableError, ValueError) as error:
             raise ConfigError(f"no snapshot can be made: {error}") from error
 
     # --- Restore -------------------------------------------------------------------------
@@ -129,44 +133,71 @@ class Snapshots:
         tracker = self._tracking()
         if last:
             tracker.wait_written()
-        captured = state.capture(self._world.rank)
-        failpoints.reach("snapshot")
-        shares = self._agree(captured, tracker)
-        if shares is not None:
-            self._stage(step, begun, captured, config, shares, tracker)
-            self._unsettled = True
-        elif not self._skipping and self._world.rank == 0:
-            say(0, f"no snapshot after step {step}: older ones are still being written")
-        self._skipping = shares is None
-        if shares is None:
+        free = self._sum([not tracker.pool.free()]) == [0.0]
+        if free:
+            self._begin(step, begun, state, config, tracker)
+        else:
             self._progress.save_skipped()
+            if not self._skipping and self._world.rank == 0:
+                say(0, f"no snapshot after step {step}: older ones are still being written")
+        self._skipping = not free
         failpoints.reach("snapshot")
         if last:
             self.settle()
         self._progress.phase("step")
 
+    def _begin(
+        self, step: int, begun: float, state: TrainingState, config: Config, tracker: Tracker
+    ) -> None:
+        """Stage it, if every rank's state can be stored and divided."""
+        captured, problem = self._capture(state)
+        failpoints.reach("snapshot")
+        shares = self._divide(captured)
+        if captured is not None and shares is not None:
+            self._stage(step, begun, captured, config, shares, tracker)
+            self._unsettled = True
+        elif self._world.rank == 0:
+            self._failed(step, problem or "another rank's state cannot be stored, see its log")
+        elif problem:
+            say(self._world.rank, f"no snapshot after step {step}: {problem}")
+
+    def _capture(self, state: TrainingState) -> tuple[Captured | None, str]:
+        """The state, or None and why it cannot be stored."""
+        try:
+            return state.capture(self._world.rank), ""
+        except UnstorableError as error:
+            return None, str(error)
+
+    def _sum(self, values: Sequence[float]) -> list[float]:
+        self._progress.at("agreement")
+        sums = self._world.sum([float(value) for value in values])
+        self._progress.at("snapshot")
+        return sums
+
     def _tracking(self) -> Tracker:
+        if self._tracker is not None and self._tracker.broken:
+            self._hear()
+            self._tracker.close()
+            self._tracker = None
         if self._tracker is None:
             assert self._place is not None, "restore() comes first"
             assert self._world.store is not None
             board = Board(self._world.store, self._place.writers)
             self._tracker = Tracker(self._world.rank, self._place, board, self._world.device)
-            if self._later:  # optimizers that the loop's body steps itself must wait as well
-                register_optimizer_step_pre_hook(lambda *_: self.before_update())
+        if self._later and self._hook is None:
+            # Optimizers that the loop's body steps itself must wait as well.
+            self._hook = register_optimizer_step_pre_hook(lambda *_: self.before_update())
         return self._tracker
 
-    def _agree(self, captured: Captured, tracker: Tracker) -> Shares | None:
-        """Divide the work as all ranks do; None when a rank has no buffer left."""
+    def _divide(self, captured: Captured | None) -> Shares | None:
+        """Divide the work as all ranks do; None when a rank's state cannot be stored."""
         assert self._place is not None
-        high, low = divmod(captured.fingerprint(), 1 << 12)
-        main = captured.main_bytes() if self._world.rank == 0 else 0
-        self._progress.at("agreement")
-        busy = not tracker.pool.free()
-        busy_sum, main_sum, *sums = self._world.sum(
-            [float(n) for n in (busy, main, high, high * high, low, low * low)]
+        high, low = divmod(captured.fingerprint() if captured is not None else 0, 1 << 12)
+        main = captured.main_bytes() if captured is not None and self._world.rank == 0 else 0
+        failed, main_sum, *sums = self._sum(
+            [captured is None, main, high, high * high, low, low * low]
         )
-        self._progress.at("snapshot")
-        if busy_sum:
+        if failed or captured is None:
             return None
         # Without variance all are equal; squares of 12 bits add up exactly.
         (high1, high2, low1, low2), size = sums, self._world.size
@@ -189,12 +220,15 @@ class Snapshots:
         assemble: Assemble | None = None
         if self._world.rank == 0:
             assemble = assembler(step, captured, shares, config, place)
-        image = lay_out(captured, shares, place.writers.index(self._world.rank))
         try:
+            image = lay_out(captured, shares, place.writers.index(self._world.rank))
             buffer = tracker.pool.take(image.bytes)
-        except OSError as error:
-            text = f"no memory to stage it in: {error.strerror or error}"
+        except (OSError, MemoryError, torch.OutOfMemoryError) as error:
+            text = f"no memory to stage it in: {getattr(error, 'strerror', None) or error}"
             tracker.failed(step, begun, text, assemble)
+            return
+        except ValueError as error:
+            tracker.failed(step, begun, str(error), assemble)
             return
         assert buffer is not None, "free() said so"
         later = self._fill(buffer, image)
@@ -218,25 +252,26 @@ class Snapshots:
             return
         assert self._place is not None
         tracker, place = self._tracking(), self._place
-        captured = state.capture(self._world.rank)  # on all ranks: a state_dict() may be collective
-        if self._world.rank not in place.writers:
+        captured, _ = self._capture(state)
+        if captured is None or self._world.rank not in place.writers:
             return
         shares = Shares.plan(captured, len(place.writers), captured.main_bytes(), divided=True)
-        image = lay_out(captured, shares, place.writers.index(self._world.rank))
-        tracker.prepare(image.bytes + _SLACK_BYTES)
+        with contextlib.suppress(ValueError):  # the first snapshot will say it
+            size = measure(captured, shares, place.writers.index(self._world.rank))
+            tracker.prepare(size + _SLACK_BYTES)
 
     def settle(self) -> None:
         """Wait until every snapshot begun is durable, or has failed."""
         if self._tracker is None or not self._unsettled:
             return
         self._unsettled = False
-        self._progress.phase("snapshot")
-        self._tracker.wait_written()
+        with self._progress.under("snapshot"):
+            self._tracker.wait_written()
         self._progress.at("agreement")  # a rank that waits for its own disk is told from these
         self._world.barrier()  # all parts are reported now; a dead peer is noticed here
         if self._world.rank == 0:
-            self._progress.at("snapshot")
-            self._tracker.wait_settled()
+            with self._progress.under("snapshot"):
+                self._tracker.wait_settled()
             self._progress.at("agreement")
         self.learn(self._world.sum([self.report()])[0])
 
@@ -249,20 +284,27 @@ class Snapshots:
                 self.newest = outcome.step
                 self._progress.saved(outcome.step)
                 self._progress.save_took(outcome.seconds)
-                continue
-            self._progress.save_failed()
-            newest = f"that of step {self.newest}" if self.newest >= 0 else "none"
-            say(
-                0,
-                f"snapshot after step {outcome.step} failed: {outcome.text}; training goes on,"
-                f" the newest snapshot is {newest}",
-            )
+            else:
+                self._failed(outcome.step, outcome.text)
+
+    def _failed(self, step: int, text: str) -> None:
+        """Rank 0: count it and say it."""
+        self._progress.save_failed()
+        newest = f"that of step {self.newest}" if self.newest >= 0 else "none"
+        say(
+            0,
+            f"snapshot after step {step} failed: {text}; training goes on, the newest snapshot"
+            f" is {newest}",
+        )
 
     def close(self) -> None:
         """End the keeper; a snapshot that is not durable yet is given up."""
         if self._tracker is not None:
             self._tracker.close()
             self._tracker = None
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
 
 def _compare(stored: Config, mine: Config, rank: int) -> None:

@@ -62,6 +62,16 @@ def _own_prefix(rank: int) -> str:
     return f"rank/{rank}/"
 
 
+def _own(rank: int, objects: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Generators and per-rank objects' states, under names that no other rank uses."""
+    flat = flatten({"rng": json.loads(rng.capture()), "objects": dict(objects)})
+    text = json.dumps([flat.tree, flat.aliases]).encode()
+    prefix = _own_prefix(rank)
+    own = {f"{prefix}tensor/{name}": tensor for name, tensor in flat.tensors.items()}
+    own[f"{prefix}tree"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return own
+
+
 class TrainingState:
     """The model and everything registered with it."""
 
@@ -87,17 +97,18 @@ class TrainingState:
         """Return the whole state; its tensors are the live ones, not copies.
 
         Parameters and the optimizers' tensors are equal on all ranks, as DDP keeps them so.
-        Raises TypeError for what cannot be stored.
+        Raises UnstorableError.
         """
-        flat = flatten(
-            {
-                "model": dict(model_tensors(self.module)),
-                "transient": sorted(_transient(self.module)),
-                "extra": {n: part.get_extra_state() for n, part in _with_extra(self.module)},
-                "registered": {n: obj.state_dict() for n, obj in self.registered.items()},
-            }
-        )
-        return Captured(flat, self._shared(flat), self._capture_own(rank))
+        state = {
+            "model": dict(model_tensors(self.module)),
+            "transient": sorted(_transient(self.module)),
+            "extra": {n: part.get_extra_state() for n, part in _with_extra(self.module)},
+            "registered": {n: obj.state_dict() for n, obj in self.registered.items()},
+        }
+        objects = {name: obj.state_dict() for name, obj in self.per_rank.items()}
+        # A state_dict() may be collective: nothing is refused before all have been called.
+        flat = flatten(state)
+        return Captured(flat, self._shared(flat), _own(rank, objects))
 
     def _shared(self, flat: Flat) -> frozenset[str]:
         named = dict(self.module.named_parameters(remove_duplicate=False))
@@ -110,16 +121,6 @@ class TrainingState:
             and all(p in known for group in obj.param_groups for p in group["params"])
         )
         return frozenset(n for n in flat.tensors if n in parameters or n.startswith(optimizers))
-
-    def _capture_own(self, rank: int) -> dict[str, torch.Tensor]:
-        """Generators and per-rank objects, under names that no other rank uses."""
-        objects = {name: obj.state_dict() for name, obj in self.per_rank.items()}
-        flat = flatten({"rng": json.loads(rng.capture()), "objects": objects})
-        text = json.dumps([flat.tree, flat.aliases]).encode()
-        prefix = _own_prefix(rank)
-        own = {f"{prefix}tensor/{name}": tensor for name, tensor in flat.tensors.items()}
-        own[f"{prefix}tree"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        return own
 
     def sha256(self, rank: int) -> str:
         """Hash all that a snapshot would hold of this rank; equal states hash equally."""
@@ -144,6 +145,7 @@ class TrainingState:
         for name, obj in self.registered.items():
             # load_state_dict may keep the very tensors it is given; these are copies of ours.
             obj.load_state_dict(_owned(stored[name]))
+            lay_out_like_parameters(obj)
         self._restore_own(flat, _own_prefix(rank))
 
     def _restore_own(self, flat: Flat, prefix: str) -> None:
@@ -157,6 +159,7 @@ class TrainingState:
         for name, obj in self.per_rank.items():
             if name in own["objects"]:
                 obj.load_state_dict(_owned(own["objects"][name]))
+                lay_out_like_parameters(obj)
         rng.restore(json.dumps(own["rng"]).encode())
 
     def _restore_model(self, stored: Mapping[str, torch.Tensor], transient: set[str]) -> None:
@@ -181,6 +184,22 @@ class TrainingState:
                         f" model's is {tensor.dtype} {list(tensor.shape)}"
                     )
                 tensor.copy_(source)
+
+
+def lay_out_like_parameters(obj: object) -> None:
+    """Give an optimizer's tensors their parameters' strides again; other objects stay.
+
+    Snapshots hold elements in C order. Fused kernels walk through memory and expect an average
+    to lie as its parameter does, channels_last for instance.
+    """
+    if not isinstance(obj, torch.optim.Optimizer):
+        return
+    for parameter, state in obj.state.items():
+        for name, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                like = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
+                if like.stride() != value.stride():
+                    state[name] = like.copy_(value)
 
 
 def _transient(module: torch.nn.Module) -> set[str]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ddpjob_trainer.snapshot.format import DTYPES, TORCH_DTYPES, Flat, flatten, unflatten
+from ddpjob_trainer.state import lay_out_like_parameters
 from ddpjob_trainer.world import World
 
 _MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
@@ -52,6 +53,7 @@ class ZeroState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back this rank's part."""
         self._optimizer.load_state_dict(state)
+        lay_out_like_parameters(self._optimizer.optim)
 
     def _gather(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
         flat = flatten(mine)

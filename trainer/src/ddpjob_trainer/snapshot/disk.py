@@ -59,6 +59,12 @@ def open_data(path: Path) -> BinaryIO:
     return cast("BinaryIO", os.fdopen(fd, "rb", buffering=0))
 
 
+def read_bounded(path: Path, most: int) -> bytes:
+    """Return a file's bytes, of a longer file the first ``most + 1``. Raises OSError."""
+    with path.open("rb") as file:
+        return file.read(most + 1)
+
+
 def publish(temporary: Path, final: Path) -> None:
     """Give a durable file its final name, durably: the commit point."""
     with _operation("rename", final):

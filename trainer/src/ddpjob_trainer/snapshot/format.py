@@ -32,6 +32,8 @@ DTYPES: dict[torch.dtype, str] = {
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 _MARK = "$"
+#: Deep enough for any state, and far from where reading it would end in a RecursionError.
+_MAX_DEPTH = 100
 #: Mappings besides dict that state_dict() of torch and of users may hold.
 _MAPPINGS: dict[str, Callable[[], Any]] = {
     "OrderedDict": OrderedDict,
@@ -42,6 +44,10 @@ _MAPPINGS: dict[str, Callable[[], Any]] = {
     "defaultdict list": lambda: defaultdict(list),
     "defaultdict dict": lambda: defaultdict(dict),
 }
+
+
+class UnstorableError(TypeError):
+    """A value that no snapshot can hold. The message says where it is."""
 
 
 @dataclass(slots=True)
@@ -57,83 +63,95 @@ class Flat:
 
 
 def flatten(state: Any) -> Flat:
-    """Split a state. Raises TypeError that names the place of a value that cannot be stored."""
-    flat = Flat()
-    seen: dict[tuple[object, ...], str] = {}
-    flat.tree = _encode(state, "", flat, seen)
-    return flat
+    """Split a state. Raises UnstorableError, which names the value's place."""
+    encoder = _Encoder()
+    encoder.flat.tree = encoder.encode(state, "", 0)
+    return encoder.flat
 
 
-def _encode(value: Any, path: str, flat: Flat, seen: dict[tuple[object, ...], str]) -> Any:
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
-    if isinstance(value, torch.Tensor):
-        return _encode_tensor(value, path, flat, seen)
-    if isinstance(value, Mapping):
-        return _encode_mapping(value, path, flat, seen)
-    if isinstance(value, list | tuple):
-        parts = [_encode(v, f"{path}/{i}", flat, seen) for i, v in enumerate(value)]
-        return {"$tuple": parts} if isinstance(value, tuple) else parts
-    if isinstance(value, bytes):
-        return {"$bytes": base64.b64encode(value).decode()}
-    if isinstance(value, np.ndarray):
-        if value.dtype.kind not in "biuf":
-            raise TypeError(f"cannot store {path}: an array of {value.dtype}")
-        return {"$numpy": _encode_tensor(torch.from_numpy(value), path, flat, seen)["$tensor"]}
-    if isinstance(value, np.generic):
-        return _encode(value.item(), path, flat, seen)
-    raise TypeError(
-        f"cannot store {path}: a {type(value).__name__}; state must consist of tensors, numbers,"
-        " strings, bytes, None, lists, tuples and dicts"
-    )
+class _Encoder:
+    """Goes through one state. ``path``: where a value is, as errors and tensors' names say it."""
+
+    def __init__(self) -> None:
+        self.flat = Flat()
+        self._seen: dict[tuple[object, ...], str] = {}
+
+    def encode(self, value: Any, path: str, depth: int) -> Any:
+        if value is None or isinstance(value, bool | str):
+            return value
+        if isinstance(value, int):
+            return int(value)
+        if isinstance(value, float):
+            return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, bytes):
+            return {"$bytes": base64.b64encode(value).decode()}
+        if isinstance(value, np.ndarray):
+            if value.dtype.kind not in "biuf":
+                raise UnstorableError(f"cannot store {path}: an array of {value.dtype}")
+            return {"$numpy": self._tensor(_from_numpy(value), path)["$tensor"]}
+        if depth == _MAX_DEPTH:
+            raise UnstorableError(f"cannot store {path[:99]}...: nested deeper than {depth} times")
+        depth += 1
+        if isinstance(value, Mapping):
+            return self._mapping(value, path, depth)
+        if isinstance(value, list | tuple):
+            parts = [self.encode(v, f"{path}/{i}", depth) for i, v in enumerate(value)]
+            return {"$tuple": parts} if isinstance(value, tuple) else parts
+        if isinstance(value, np.generic):
+            return self.encode(value.item(), path, depth)
+        raise UnstorableError(
+            f"cannot store {path}: a {type(value).__name__}; state must consist of tensors,"
+            " numbers, strings, bytes, None, lists, tuples and dicts"
+        )
+
+    def _mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> Any:
+        items = [
+            (k, self.encode(v, f"{path}/{k}" if path else str(k), depth)) for k, v in value.items()
+        ]
+        node: Any = dict(items)
+        if not all(isinstance(k, str) and not k.startswith(_MARK) for k, _ in items):
+            node = {"$dict": [[self.encode(k, f"{path} (a key)", depth), v] for k, v in items]}
+        if type(value) is dict:
+            return node
+        for name, make in _MAPPINGS.items():
+            empty = make()
+            if type(value) is type(empty) and getattr(value, "default_factory", None) == getattr(
+                empty, "default_factory", None
+            ):
+                return {"$mapping": [name, node]}
+        raise UnstorableError(
+            f"cannot store {path}: a {type(value).__name__}; of mappings only dict, OrderedDict,"
+            " Counter, and defaultdict of int, float, list or dict can be stored"
+        )
+
+    def _tensor(self, value: torch.Tensor, path: str) -> dict[str, str]:
+        flat = self.flat
+        if value.is_complex() and value.layout == torch.strided:
+            pairs = torch.view_as_real(value.detach().resolve_conj())
+            return {"$complex": self._tensor(pairs, path)["$tensor"]}
+        if value.dtype not in DTYPES or value.layout != torch.strided:
+            raise UnstorableError(f"cannot store {path}: a tensor of {value.dtype}, {value.layout}")
+        tensor = value.detach()
+        while path in flat.tensors or path in flat.aliases:
+            path += "'"  # {"a/b": x, "a": {"b": y}}, or the keys 1 and "1"
+        if tensor.numel():
+            key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            first = self._seen.setdefault(key, path)
+            if first != path:
+                flat.aliases[path] = first
+                return {"$tensor": path}
+        flat.tensors[path] = tensor
+        return {"$tensor": path}
 
 
-def _encode_mapping(
-    value: Mapping[Any, Any], path: str, flat: Flat, seen: dict[tuple[object, ...], str]
-) -> Any:
-    items = [
-        (k, _encode(v, f"{path}/{k}" if path else str(k), flat, seen)) for k, v in value.items()
-    ]
-    node: Any = dict(items)
-    if not all(isinstance(k, str) and not k.startswith(_MARK) for k, _ in items):
-        node = {"$dict": [[_encode(k, f"{path} (a key)", flat, seen), v] for k, v in items]}
-    if type(value) is dict:
-        return node
-    for name, make in _MAPPINGS.items():
-        empty = make()
-        if type(value) is type(empty) and getattr(value, "default_factory", None) == getattr(
-            empty, "default_factory", None
-        ):
-            return {"$mapping": [name, node]}
-    raise TypeError(
-        f"cannot store {path}: a {type(value).__name__}; of mappings only dict, OrderedDict,"
-        " Counter, and defaultdict of int, float, list or dict can be stored"
-    )
-
-
-def _encode_tensor(
-    value: torch.Tensor, path: str, flat: Flat, seen: dict[tuple[object, ...], str]
-) -> dict[str, str]:
-    if value.is_complex() and value.layout == torch.strided:
-        pairs = torch.view_as_real(value.detach().resolve_conj())
-        return {"$complex": _encode_tensor(pairs, path, flat, seen)["$tensor"]}
-    if value.dtype not in DTYPES or value.layout != torch.strided:
-        raise TypeError(f"cannot store {path}: a tensor of {value.dtype}, {value.layout}")
-    tensor = value.detach()
-    while path in flat.tensors or path in flat.aliases:
-        path += "'"  # {"a/b": x, "a": {"b": y}}, or the keys 1 and "1"
-    if tensor.numel():
-        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        first = seen.setdefault(key, path)
-        if first != path:
-            flat.aliases[path] = first
-            return {"$tensor": path}
-    flat.tensors[path] = tensor
-    return {"$tensor": path}
+def _from_numpy(value: np.ndarray[Any, Any]) -> torch.Tensor:
+    try:
+        return torch.from_numpy(value)
+    except ValueError:  # strides or a byte order that tensors do not have
+        native = value.dtype.newbyteorder("=")
+        return torch.from_numpy(np.array(value, dtype=native, order="C"))
 
 
 def unflatten(flat: Flat) -> Any:

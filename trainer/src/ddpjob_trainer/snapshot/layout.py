@@ -6,16 +6,15 @@ it. Never imports torch.
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ddpjob_trainer.snapshot import sealed
 from ddpjob_trainer.snapshot.manifest import ITEM_BYTES, InvalidSnapshotError
 
 _LENGTH = struct.Struct("<Q")
-_MAX_HEADER = 64 << 20
 _ALIGN = 8
 
 
@@ -39,7 +38,7 @@ def order(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def header(pieces: Sequence[Piece]) -> bytes:
-    """Return what comes before the first piece."""
+    """Return what comes before the first piece. Raises ValueError when it is too large."""
     entries: dict[str, Any] = {}
     offset = 0
     for piece in pieces:
@@ -50,8 +49,9 @@ def header(pieces: Sequence[Piece]) -> bytes:
             "data_offsets": [offset, end],
         }
         offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = sealed.dumps(entries)
     text += b" " * (-len(text) % _ALIGN)
+    sealed.check(text)
     return _LENGTH.pack(len(text)) + text
 
 
@@ -62,10 +62,10 @@ def read_header(image: memoryview) -> Mapping[str, tuple[Piece, int]]:
     """
     try:
         (length,) = _LENGTH.unpack(image[: _LENGTH.size])
-        if length > min(_MAX_HEADER, len(image) - _LENGTH.size):
+        if length > min(sealed.MAX_BYTES, len(image) - _LENGTH.size):
             raise ValueError(f"a header of {length} bytes in a file of {len(image)}")
         begin = _LENGTH.size + length
-        entries = json.loads(bytes(image[_LENGTH.size : begin]))
+        entries = sealed.loads(bytes(image[_LENGTH.size : begin]))
         entries.pop("__metadata__", None)
         spans = sorted((tuple(entry["data_offsets"]), key) for key, entry in entries.items())
         found = {}

@@ -15,7 +15,7 @@ from pathlib import Path
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.errors import PeerLostError
 from ddpjob_trainer.snapshot import disk
-from ddpjob_trainer.snapshot.sealed import seal, unseal
+from ddpjob_trainer.snapshot.sealed import MAX_BYTES, seal, unseal
 
 START = "start.json"
 _MAX_PREDECESSORS = 32
@@ -51,7 +51,7 @@ def sequences(root: Path) -> list[int]:
 
 def read_start(root: Path, sequence: int) -> Start:
     """Return an incarnation's start record. Raises OSError, ValueError, TypeError, KeyError."""
-    body = unseal((directory(root, sequence) / START).read_bytes())
+    body = unseal(disk.read_bounded(directory(root, sequence) / START, MAX_BYTES))
     return Start(**{**body, "predecessors": tuple(body["predecessors"])})
 
 

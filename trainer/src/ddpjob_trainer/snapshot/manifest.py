@@ -1,7 +1,8 @@
 """The manifest: what a snapshot consists of. Present and its checksums right = valid.
 
 What it says is checked before anything is allocated, so a manifest made to do harm costs no more
-memory than its data files have bytes. Never imports torch: the keeper uses it too.
+memory than its data files have bytes, and than sealed.py allows for the JSON itself. Never imports
+torch: the keeper uses it too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ddpjob_trainer.snapshot import disk
-from ddpjob_trainer.snapshot.sealed import seal, unseal
+from ddpjob_trainer.snapshot.sealed import MAX_BYTES, seal, unseal
 
 FORMAT = "ddpjob-snapshot"
 VERSION = 1
@@ -25,7 +26,6 @@ ITEM_BYTES: dict[str, int] = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
     "BOOL": 1,
 }  # fmt: skip
-_MAX_BYTES = 64 << 20
 _MAX_DIMENSIONS = 64
 _PIECE = 1 << 20
 
@@ -67,7 +67,10 @@ class Manifest:
     tree: Any
 
     def encode(self) -> bytes:
-        """Return JSON whose last field is the SHA-256 of all before it."""
+        """Return JSON whose last field is the SHA-256 of all before it.
+
+        Raises ValueError when it is too large to be read again.
+        """
         body: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
@@ -105,9 +108,7 @@ def read(path: Path) -> Manifest:
     """
     if path.is_symlink():
         raise InvalidSnapshotError("the manifest is a symbolic link")
-    if path.stat().st_size > _MAX_BYTES:
-        raise InvalidSnapshotError("the manifest is too large")
-    return decode(path.read_bytes())
+    return decode(disk.read_bounded(path, MAX_BYTES))
 
 
 def decode(data: bytes) -> Manifest:

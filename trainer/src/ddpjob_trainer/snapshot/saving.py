@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ddpjob_trainer.snapshot import layout, partition
+from ddpjob_trainer.snapshot import layout, partition, sealed
 from ddpjob_trainer.snapshot.board import Report
 from ddpjob_trainer.snapshot.format import DTYPES, Flat
 from ddpjob_trainer.snapshot.layout import Piece
@@ -42,6 +42,10 @@ class Captured:
     def shapes(self) -> dict[str, Shape]:
         """Of every tensor of the flat state."""
         return {n: (DTYPES[t.dtype], tuple(t.shape)) for n, t in self.flat.tensors.items()}
+
+    def check(self) -> None:
+        """Raise ValueError for more names and numbers than a manifest can hold."""
+        sealed.dumps([self.flat.tree, self.flat.aliases, self.shapes()])
 
     def main_bytes(self) -> int:
         """What only rank 0's value counts of, so that rank 0 must write it."""
@@ -85,30 +89,56 @@ class Image:
     bytes: int
 
 
+def measure(captured: Captured, shares: Shares, writer: int) -> int:
+    """Return how many bytes a writer's data file has. Raises ValueError when it has too many."""
+    pieces = layout.order([part.piece for part in _parts(captured, shares, writer)])
+    return len(layout.header(pieces)) + sum(piece.bytes for piece in pieces)
+
+
 def lay_out(captured: Captured, shares: Shares, writer: int) -> Image:
-    """Return the data file of a writer, writer 0 being rank 0."""
-    flat = captured.flat.tensors
-    own = [(span, captured.own) for span in _whole(captured.own)]
-    if writer == 0:
-        own += [(s, flat) for s in _whole({n: flat[n] for n in flat if n in shares.main})]
-    parts = [(span, tensors, False) for span, tensors in own]
-    parts += [(span, flat, True) for span in shares.spans[writer]]
-    known = {}
-    for span, tensors, late in parts:
-        tensor = tensors[span.tensor]
-        piece = Piece(key_of(span), DTYPES[tensor.dtype], span.count)
-        known[piece.key] = piece, tensor, span, late
-    pieces = layout.order([piece for piece, *_ in known.values()])
+    """Return the data file of a writer, writer 0 being rank 0.
+
+    Raises ValueError when its header is too large to be read again.
+    """
+    parts = {part.piece.key: part for part in _parts(captured, shares, writer)}
+    pieces = layout.order([part.piece for part in parts.values()])
     header = layout.header(pieces)
     offset = len(header)
     now: list[Copy] = []
     later: list[Copy] = []
+    in_order: dict[str, torch.Tensor] = {}  # a copy of what is not, once for all its spans
     for piece in pieces:
-        _, tensor, span, late = known[piece.key]
-        content = tensor.detach().contiguous().view(-1)[span.start : span.start + span.count]
-        (later if late else now).append((offset, content))
+        part = parts[piece.key]
+        span, name = part.span, part.span.tensor
+        if name not in in_order:
+            in_order[name] = part.tensor.detach().contiguous().view(-1)
+        content = in_order[name][span.start : span.start + span.count]
+        (later if part.late else now).append((offset, content))
         offset += piece.bytes
     return Image(header, tuple(now), tuple(later), offset)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A span of a tensor. ``late``: user code cannot change it as soon as training goes on."""
+
+    piece: Piece
+    tensor: torch.Tensor
+    span: Span
+    late: bool
+
+
+def _parts(captured: Captured, shares: Shares, writer: int) -> list[_Part]:
+    flat = captured.flat.tensors
+    sole = dict(captured.own)
+    if writer == 0:
+        sole.update({n: flat[n] for n in flat if n in shares.main})
+    parts = [(span, sole[span.tensor], False) for span in _whole(sole)]
+    parts += [(span, flat[span.tensor], True) for span in shares.spans[writer]]
+    return [
+        _Part(Piece(key_of(span), DTYPES[tensor.dtype], span.count), tensor, span, late)
+        for span, tensor, late in parts
+    ]
 
 
 def _whole(tensors: Mapping[str, torch.Tensor]) -> list[Span]:

@@ -6,10 +6,12 @@ Reads only, but for what export writes to the path it is given; safe beside a ru
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -76,18 +78,38 @@ def export(root: Path, out: Path, *, step: int | None, format_: str) -> int:
         state = unflatten(loading.load(path.parent, content))
     except InvalidSnapshotError as error:
         raise SnapshotToolError(f"{path}: {error}") from error
-    # Each name gets memory of its own: safetensors refuses tensors that share it.
-    model = {name: tensor.clone() for name, tensor in state["model"].items()}
+    model, extra = _state_dict(state)
     temporary = out.with_name(out.name + ".tmp")
-    if format_ == "torch":
-        torch.save(model, temporary)
-    else:
-        about = {"format": "pt", "step": str(content.step), "config": json.dumps(content.config)}
-        save_file(model, temporary, metadata=about)
-    temporary.replace(out)
+    try:
+        if format_ == "torch":
+            torch.save({**model, **extra}, temporary)
+        else:
+            about = {"format": "pt", "step": str(content.step)}
+            save_file(model, temporary, metadata={**about, "config": json.dumps(content.config)})
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(out)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if extra and format_ != "torch":
+        print(
+            f"warning: {', '.join(extra)} is not in {out}, as safetensors hold tensors only:"
+            " use --format torch, or load it with strict=False",
+            file=sys.stderr,
+        )
     size = out.stat().st_size / 2**20
     print(f"{out}: {len(model)} tensors of step {content.step}, {size:.1f} MiB", file=sys.stderr)
     return 0
+
+
+def _state_dict(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What the model's state_dict() would hold: its tensors, and what get_extra_state() gave."""
+    transient = set(state.get("transient", ()))
+    # Each name gets memory of its own: safetensors refuses tensors that share it.
+    tensors = {n: t.clone() for n, t in state["model"].items() if n not in transient}
+    key = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+    extra = {f"{n}.{key}" if n else key: value for n, value in state.get("extra", {}).items()}
+    return tensors, extra
 
 
 def _choose(root: Path, step: int | None) -> tuple[Path, Manifest]:

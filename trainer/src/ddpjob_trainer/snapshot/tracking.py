@@ -6,6 +6,7 @@ commits the manifest when all parts are durable. How long a step takes does not 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
@@ -17,10 +18,12 @@ from pathlib import Path
 
 import torch
 
+from ddpjob_trainer.errors import PeerLostError
 from ddpjob_trainer.snapshot.board import Board, Report
 from ddpjob_trainer.snapshot.keeping import KeeperProcess
 from ddpjob_trainer.snapshot.manifest import Manifest
 from ddpjob_trainer.snapshot.staging import Buffer, Copy, Pool, copy_later, shared_file
+from ddpjob_trainer.world import say
 
 _LOOK_MILLISECONDS = 10  # how often rank 0 looks for the others' results
 
@@ -142,6 +145,11 @@ class Tracker:
             self._outcomes.clear()
         return found
 
+    @property
+    def broken(self) -> bool:
+        """Whether the thread has given up: nothing can be saved any more with this one."""
+        return bool(self._broken)
+
     def close(self) -> None:
         """End thread and keeper; what is not yet written is given up."""
         self._closing = True
@@ -151,11 +159,6 @@ class Tracker:
             self._keeper.end()
 
     # --- The thread ----------------------------------------------------------------------
-
-    @property
-    def broken(self) -> str:
-        """Why nothing can be saved any more, "" while all is well."""
-        return self._broken
 
     def _put(self, task: Part | int) -> None:
         self._queue.append(task)
@@ -171,14 +174,20 @@ class Tracker:
                 self._look()
         except Exception as error:
             # A lost peer ends training by itself; anything else must not.
-            self._give_up(f"{type(error).__name__}: {error}")
+            if not isinstance(error, PeerLostError):
+                say(self._rank, f"what writes snapshots failed: {_why(error)}")
+            self._give_up(_why(error))
 
     def _give_up(self, text: str) -> None:
         with self._changed:
             self._broken = text
             self._outcomes.extend(Outcome(step, text=text) for step in self._snapshots)
             self._snapshots.clear()
+            parts = list(self._parts.values())
             self._changed.notify_all()
+        for part in parts:
+            with contextlib.suppress(Exception):
+                self._board.post(part.step, Report(self._rank, text=text))
 
     def _wait(self) -> None:
         poll = select.poll()
@@ -205,9 +214,10 @@ class Tracker:
                     self._copying -= 1
                     self._changed.notify_all()
             self._tell_write(task)
-        except OSError as error:
+        except Exception as error:
+            # Whatever it is, rank 0 waits for a report. Preparing is tried again by who needs it.
             if isinstance(task, Part):
-                self._written(task, Report(self._rank, text=error.strerror or str(error)))
+                self._written(task, Report(self._rank, text=_why(error)))
 
     def _keeper_process(self) -> KeeperProcess:
         """The running keeper, or a new one. Raises OSError."""
@@ -295,14 +305,15 @@ class Tracker:
                 return  # nor can a later one be complete
             failures = [f"{_of(r.rank)}{r.text}" for r in reports if r.text]
             try:
-                if failures:
-                    self._settle(snapshot.step, failures[0])
-                    self._keeper_process().tell({"do": "discard", "step": snapshot.step})
-                else:
+                if not failures:
                     snapshot.asked = True
                     self._tell_commit(snapshot, reports)
-            except OSError as error:
-                self._settle(snapshot.step, error.strerror or str(error))
+            except Exception as error:  # a manifest that nobody could read, for one
+                failures = [_why(error)]
+            if failures:
+                self._settle(snapshot.step, failures[0])
+                with contextlib.suppress(OSError):
+                    self._keeper_process().tell({"do": "discard", "step": snapshot.step})
 
     def _tell_commit(self, snapshot: _Snapshot, reports: Sequence[Report]) -> None:
         content = snapshot.assemble(reports).encode()
@@ -320,6 +331,12 @@ class Tracker:
                 seconds = time.perf_counter() - snapshot.begun
                 self._outcomes.append(Outcome(step, seconds, text))
             self._changed.notify_all()
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
 def _of(rank: int) -> str:

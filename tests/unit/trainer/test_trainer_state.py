@@ -1,0 +1,75 @@
+"""The training state in memory: captured, put back into a new process's objects, trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import nn
+
+from ddpjob_trainer.snapshot import partition
+from ddpjob_trainer.snapshot.format import Flat
+from ddpjob_trainer.snapshot.saving import Captured, Shares, lay_out, measure
+from ddpjob_trainer.state import TrainingState
+
+Make = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
+MAKES: dict[str, Make] = {
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True, foreach=True),
+}
+
+
+def images() -> nn.Module:
+    """Its weights lie in memory in another order than their elements."""
+    return nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(2, 3, 6, 6, generator=generator).to(memory_format=torch.channels_last)
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+
+
+def stored(state: TrainingState) -> Flat:
+    """What a snapshot gives back: elements in C order, in memory of their own."""
+    captured = state.capture(0)
+    return Flat(
+        captured.flat.tree,
+        {n: t.contiguous().clone() for n, t in {**captured.flat.tensors, **captured.own}.items()},
+        captured.flat.aliases,
+    )
+
+
+def test_what_is_not_in_c_order_is_copied_once_however_many_pieces_it_has(monkeypatch):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(partition, "MAX_PIECE_BYTES", 1 << 10)
+    tensor = torch.arange(4096.0).reshape(64, 64).t()
+    captured = Captured(Flat(None, {"w": tensor}), frozenset({"w"}), {})
+    shares = Shares.plan(captured, 2, 0, divided=True)
+    found = []
+    for writer in range(2):
+        image = lay_out(captured, shares, writer)
+        assert image.bytes == measure(captured, shares, writer)
+        contents = [content for _, content in image.later]
+        assert len(contents) > 5
+        assert len({content.untyped_storage().data_ptr() for content in contents}) == 1
+        found += contents
+    assert torch.equal(torch.cat(found).reshape(64, 64), tensor)
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_tensors_in_another_order_than_c_train_on_as_if_nothing_had_been(make):  # type: ignore[no-untyped-def]
+    first, second = images(), images()
+    optimizers = [MAKES[make](model.parameters()) for model in (first, second)]
+    train(first, optimizers[0], range(3))
+    states = [TrainingState(model) for model in (first, second)]
+    for state, optimizer in zip(states, optimizers, strict=True):
+        state.register("optimizer", optimizer)
+    states[1].restore(stored(states[0]), 0)
+    for model, optimizer in zip((first, second), optimizers, strict=True):
+        train(model, optimizer, range(3, 6))
+    assert states[0].sha256(0) == states[1].sha256(0)
