@@ -52,6 +52,27 @@ def test_a_program_without_a_record_is_not_watched(tmp_path):  # type: ignore[no
     assert [watch.look(tmp_path, PIDS, 100.0 + s) for s in range(50)] == [None] * 50
 
 
+def test_after_the_loop_only_who_is_stopped_hangs(tmp_path, writers, monkeypatch):  # type: ignore[no-untyped-def]
+    """The others wait for it in finish(). Only the time that it is stopped counts."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        try:
+            with monkeypatch.context() as of_the_other:
+                of_the_other.setattr(os, "getpid", lambda: process.pid)
+                RankStateWriter(tmp_path, 1).update(phase="done")
+            writers[0].update(phase="done")
+            watch = HangWatch(LIMITS)
+            assert [watch.look(tmp_path, PIDS, 100.0 + s) for s in range(50)] == [None] * 50
+            process.send_signal(signal.SIGSTOP)
+            os.waitpid(process.pid, os.WUNTRACED)
+            found = [watch.look(tmp_path, PIDS, 150.0 + s) for s in range(12)]
+        finally:
+            process.kill()
+    assert found[:10] == [None] * 10
+    assert found[10] is not None
+    assert (found[10].rank, found[10].phase, found[10].stopped) == (1, "done", True)
+    assert "the limit is DDPJOB_HANG_STEP_SECONDS=10" in str(found[10])
+
+
 def test_who_never_comes_to_start_is_named_once_others_have(tmp_path):  # type: ignore[no-untyped-def]
     watch = HangWatch(LIMITS)
     assert [watch.look(tmp_path, PIDS, 100.0 + s) for s in range(8)] == [None] * 8

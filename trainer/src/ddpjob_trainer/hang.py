@@ -65,6 +65,8 @@ class Sign:
     def limit(self, deadlines: Deadlines) -> float | None:
         """Seconds that it may be silent."""
         limit = deadlines.of(self.state.phase)
+        if limit is None and self.stopped:  # after the loop: the others wait in finish()
+            return deadlines.step
         if limit is None or not self.waiting:
             return limit
         return limit * _WAITING_FACTOR + _WAITING_SECONDS
@@ -111,15 +113,13 @@ def find(signs: Sequence[Sign], deadlines: Deadlines) -> Hang | None:
     if not suspects:
         return None
     first = min(suspects, key=_order)
-    limit = deadlines.of(first.state.phase)
-    assert limit is not None
     return Hang(
         rank=first.state.rank,
         phase=first.state.phase,
         activity=first.state.activity,
         step=first.state.step,
         silent=first.silent,
-        limit=limit,
+        limit=deadlines.of(first.state.phase) or deadlines.step,
         stopped=first.stopped,
     )
 

@@ -65,6 +65,8 @@ class HangWatch:
         seen = self._seen.get(state.rank)
         if seen is None or seen.identity != identity:
             seen = self._seen[state.rank] = _Seen(identity, now)
+        if state.phase == "done" and not _is_stopped(state.pid):
+            seen.at = now  # after the loop nobody needs to speak, but who is stopped never ends
         silent = now - seen.at
         late = silent > self._deadlines.shortest
         return Sign(state, silent, stopped=late and _is_stopped(state.pid))
