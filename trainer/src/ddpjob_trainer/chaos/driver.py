@@ -259,7 +259,10 @@ class Disturbance:
         self._until(lambda: bool(self._how(made)), f"training goes on after {made.kill}")
         made.how = self._how(made)
         if made.how in ("in place", "new launch"):
-            made.seconds = max(story.progress_at for story in self.watch.stories) - made.at
+            back = max(story.progress_at for story in self.watch.stories)
+            # It may have come back from an earlier kill just before it saw this one.
+            since = made if back > made.at else self.made[self._told]
+            made.seconds = back - since.at
 
     def _how(self, made: Made) -> str:
         if self._finished:
