@@ -104,11 +104,13 @@ def _rounds(env: LauncherEnvironment, given: int | None, *, standalone: bool) ->
     """The command line wins. Between pods rounds need the hub's port from the operator."""
     if given is not None and given < 0:
         raise ConfigError(f"--max-rounds-without-progress {given} must be 0 (no rounds) or more")
-    if standalone:
-        return DEFAULT_ROUNDS_WITHOUT_PROGRESS if given is None else given
     if env.replicas > 1 and env.hub_port is None:
         return 0
-    return (env.rounds_without_progress or 0) if given is None else given
+    if given is not None:
+        return given
+    if env.rounds_without_progress is not None:
+        return env.rounds_without_progress
+    return DEFAULT_ROUNDS_WITHOUT_PROGRESS if standalone else 0
 
 
 def _spares(given: str, program: Program, nproc: int, rounds: int, *, ours: bool) -> int:

@@ -1,0 +1,80 @@
+"""What the launcher makes of its environment and its command line."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpjob_trainer import contract
+from ddpjob_trainer.environment import read_launcher
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.launcher.plan import DEFAULT_ROUNDS_WITHOUT_PROGRESS, Plan, make_plan
+from ddpjob_trainer.spare import Program
+
+BUDGET = contract.IN_PLACE_MAX_WITHOUT_PROGRESS
+POD = {
+    contract.REPLICA: "0",
+    contract.REPLICAS: "1",
+    contract.NPROC_PER_NODE: "2",
+    contract.UID: "uid",
+    contract.ATTEMPT: "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "2222",
+}
+
+
+@pytest.fixture
+def script(tmp_path):  # type: ignore[no-untyped-def]
+    path = tmp_path / "train.py"
+    path.write_text("import ddpjob_trainer\n")
+    return str(path)
+
+
+def plan(script: str, env: dict[str, str], **options: object) -> Plan:
+    return make_plan(read_launcher(env), Program(script, (), False), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("env", "given", "rounds"),
+    [
+        ({}, None, DEFAULT_ROUNDS_WITHOUT_PROGRESS),
+        ({}, 0, 0),
+        ({BUDGET: "0"}, None, 0),
+        ({BUDGET: "7"}, None, 7),
+        ({BUDGET: "7"}, 2, 2),
+        (POD, None, 0),
+        (POD | {BUDGET: "5"}, None, 5),
+        (POD | {BUDGET: "5"}, 0, 0),
+        # Between pods they need a hub.
+        (POD | {contract.REPLICAS: "3", BUDGET: "5"}, None, 0),
+        (POD | {contract.REPLICAS: "3", BUDGET: "5", contract.HUB_PORT: "2223"}, None, 5),
+    ],
+)
+def test_rounds_without_progress(script, env, given, rounds):  # type: ignore[no-untyped-def]
+    made = plan(script, env, rounds_without_progress=given)
+    assert made.rounds_without_progress == rounds
+    assert made.spares == (made.nproc if rounds else 0)
+
+
+def test_fewer_rounds_than_none_are_refused(script):  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match="--max-rounds-without-progress -1"):
+        plan(script, {}, rounds_without_progress=-1)
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "spares"),
+    [
+        ("import ddpjob_trainer", "auto", 3),
+        ("import ddpjob_trainer", "2", 2),
+        ("import ddpjob_trainer", "9", 3),
+        ("import ddpjob_trainer", "0", 0),
+        # It may set variables that torch reads, before it imports torch.
+        ("import torch", "auto", 0),
+        ("import torch", "3", 3),
+    ],
+)
+def test_spares(tmp_path, text, given, spares):  # type: ignore[no-untyped-def]
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    assert plan(str(path), {}, nproc=3, spares=given).spares == spares
+    with pytest.raises(ConfigError, match="--spares 'few' must be a number or auto"):
+        plan(str(path), {}, spares="few")
