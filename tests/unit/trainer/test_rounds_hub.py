@@ -201,6 +201,19 @@ def test_success_is_everybodys_or_a_round_takes_it_back() -> None:
     ]
 
 
+def test_the_hub_is_needed_as_long_as_another_launcher_is_at_work() -> None:
+    scene = Scene(here=(0, 1))  # replica 2 never came, so it does not depend on the hub
+    scene.hub.receive(0, Done(0), 0.0)
+    assert scene.hub.needed
+    scene.hub.receive(1, Done(0), 0.0)
+    assert not scene.hub.needed
+    scene = Scene()
+    scene.hub.receive(0, Done(0), 0.0)
+    scene.fails(1, 64)
+    scene.hub.tick(math.inf)
+    assert not scene.hub.needed  # it has said that the attempt ends
+
+
 def test_nobody_speaks_for_another() -> None:
     scene = Scene()
     with pytest.raises(ValueError, match="rank 0 is not of replica 1"):

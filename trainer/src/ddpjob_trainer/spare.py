@@ -156,7 +156,10 @@ def _wait(line: socket.socket, program: Program) -> _Script | None:
         os.close(fd)
     for name, fd in zip(body["fds"], fds[2:], strict=False):
         os.environ[name] = str(fd)
-    line.close()  # which tells the launcher that the call was heard
+    # Tells the launcher that the call was heard, also when an import has left a child behind
+    # that holds this line.
+    line.shutdown(socket.SHUT_RDWR)
+    line.close()
     return script
 
 
@@ -209,17 +212,20 @@ def _is_submodule(module: str, name: str) -> bool:
 def _run(program: Program, script: _Script | None) -> None:
     """Run the program as __main__."""
     sys.argv[:] = [program.name, *program.arguments]
-    if program.module:
-        runpy.run_module(program.name, run_name="__main__", alter_sys=True)
-        return
+    how = ["-m"] if program.module else []
+    sys.orig_argv[:] = [sys.executable, "-u", *how, *sys.argv]
     main = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=__builtins__, __annotations__={})
+    sys.modules["__main__"] = main
+    if program.module:
+        # What `python -m` itself calls; run_module() would take __main__ away again at the end.
+        getattr(runpy, "_run_module_as_main")(program.name)  # noqa: B009
+        return
     main.__dict__.update(
         __file__=program.name,
         __loader__=SourceFileLoader("__main__", program.name),
-        __builtins__=__builtins__,
         __cached__=None,
     )
-    sys.modules["__main__"] = main
     source = Path(program.name).read_bytes()
     if script is None or script.source != source:  # it has been edited since
         script = _Script(source, compile(source, program.name, "exec", dont_inherit=True))
@@ -260,18 +266,19 @@ def _threads() -> int:
 
 
 def _reseed() -> None:
-    """A fresh interpreter's numpy draws from the system; forks of one must not draw alike."""
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
+    """A fresh interpreter's generators draw from the system; forks of one must not draw alike."""
+    if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.seed()
 
 
 def _report(error: BaseException) -> None:
     """Have the hook print it as if the script had been started by python itself."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    sys.excepthook(type(error), error, trace)
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
 
 
 if __name__ == "__main__":

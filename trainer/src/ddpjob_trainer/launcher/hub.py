@@ -65,6 +65,11 @@ class Hub:
         self._snapshot_step = -1
         self._barrier_at: float | None = None
 
+    @property
+    def needed(self) -> bool:
+        """Whether another launcher is here and not done: it would have to end without a hub."""
+        return self._phase is not _Phase.OVER and bool(self._here - self._done - {0})
+
     # --- What launchers say --------------------------------------------------------------
 
     def admit(self, hello: Hello) -> Refused | None:

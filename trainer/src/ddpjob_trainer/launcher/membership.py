@@ -30,6 +30,11 @@ class Membership:
         ]
         return min((due for due in dues if due is not None), default=None)
 
+    @property
+    def needed(self) -> bool:
+        """Whether others depend on the hub here."""
+        return self._server is not None and self._hub is not None and self._hub.needed
+
     def close(self) -> None:
         """Leave: whoever is connected sees it."""
         self.link.close()

@@ -58,7 +58,7 @@ class Plan:
     final_exit_codes: frozenset[int]  # besides those that no restart can cure
     hub_port: int | None  # None: alone, or no rounds
     spares: int
-    hands_over_store: bool  # rank 0 takes the store's port from us
+    uses_our_library: bool  # then rank 0 takes the store's port from us
     trace: Path | None
     deadlines: Deadlines
     events: Path | None
@@ -168,7 +168,7 @@ def make_plan(
         rounds_without_progress=rounds,
         final_exit_codes=env.final_exit_codes,
         spares=_spares(spares, program, nproc, rounds, ours=ours),
-        hands_over_store=ours,
+        uses_our_library=ours,
         hub_port=env.hub_port if rounds and not standalone and env.replicas > 1 else None,
         trace=env.trace,
         deadlines=env.deadlines,

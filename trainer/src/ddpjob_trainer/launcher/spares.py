@@ -24,6 +24,8 @@ from ddpjob_trainer.spare import Program
 
 #: A spare that does not answer a call is not waited for longer.
 _ANSWER_SECONDS = 10.0
+#: So often in a row a spare, or the fork server, may die while it imports.
+_MAX_DEATHS = 3
 _PACKAGE = "ddpjob_trainer"
 
 
@@ -70,6 +72,7 @@ class Spares:
         self._server: socket.socket | None = None
         self._server_pid = 0
         self._warm = False
+        self._deaths = 0
         self._spares: dict[int, _Spare] = {}  # by local rank
 
     def pids(self) -> set[int]:
@@ -81,7 +84,10 @@ class Spares:
         if not self._count:
             return
         if self._server is None:
-            self._start_server()
+            try:
+                self._start_server()
+            except OSError as error:
+                self._off(f"cannot start the fork server: {error.strerror}")
         elif self._warm:
             for local_rank in range(self._count):
                 if local_rank not in self._spares:
@@ -140,8 +146,6 @@ class Spares:
     # --- The fork server -----------------------------------------------------------------
 
     def _start_server(self) -> None:
-        mine, theirs = socket.socketpair()
-        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         given = json.dumps(
             {
                 "name": self._program.name,
@@ -149,16 +153,19 @@ class Spares:
                 "module": self._program.module,
             }
         )
-        command = (sys.executable, "-u", "-m", "ddpjob_trainer.spare", str(theirs.fileno()), given)
+        mine, theirs = socket.socketpair()
+        null = -1
         try:
+            null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+            command = (sys.executable, "-u", "-m", spare.__name__, str(theirs.fileno()), given)
             self._server_pid = workers.spawn(command, self._env, null, null, (theirs.fileno(),))
-        except OSError as error:
-            self._off(f"cannot start the fork server: {error.strerror}")
+        except OSError:
             mine.close()
-            return
+            raise
         finally:
             theirs.close()
-            os.close(null)
+            if null >= 0:
+                os.close(null)
         self._server = mine
         self._selector.register(mine, selectors.EVENT_READ, self._server_spoke)
 
@@ -170,11 +177,19 @@ class Spares:
             self._off(str(body["unfit"]))
         else:
             self._warm = True
+            self._deaths = 0
 
     def _off(self, why: str) -> None:
         """Without spares a round starts fresh interpreters."""
         self._tell(f"no warm spares: {why}")
         self._count = 0
+
+    def _died(self, who: str) -> None:
+        """Not for ever: each try takes its time from training."""
+        self._deaths += 1
+        if self._deaths == _MAX_DEATHS and self._count:
+            self._off(f"{who} died {self._deaths} times in a row")
+            self._kill_server()
 
     def _kill_server(self) -> None:
         if self._server_pid:
@@ -182,11 +197,13 @@ class Spares:
         self._forget_server()
 
     def _forget_server(self) -> None:
-        self._warm = False
+        warm, self._warm = self._warm, False
         if self._server is not None:
             self._selector.unregister(self._server)
             self._server.close()
             self._server = None
+            if not warm:
+                self._died("the fork server")
 
     # --- Spares --------------------------------------------------------------------------
 
@@ -221,6 +238,7 @@ class Spares:
                 self._deliver(local_rank, one, one.call, now)
         if "ready" in body:
             one.ready = True
+            self._deaths = 0
             if self.full and all(other.ready for other in self._spares.values()):
                 trace.mark("spares")
         if one.ready and one.called_at is not None:
@@ -246,11 +264,14 @@ class Spares:
         return True
 
     def _lost(self, local_rank: int, now: float) -> None:
-        call = self._spares[local_rank].call
+        one = self._spares[local_rank]
         self._drop(local_rank)
-        if call is not None:
-            self._came(local_rank, 0, call, now)
-            _close(call)
+        if one.call is not None:
+            self._came(local_rank, 0, one.call, now)
+            _close(one.call)
+        # One whose pid is not known yet is killed with whatever a round leaves behind.
+        elif one.pid and not one.ready and one.called_at is None:
+            self._died("a spare")
 
     def _drop(self, local_rank: int) -> None:
         one = self._spares.pop(local_rank)

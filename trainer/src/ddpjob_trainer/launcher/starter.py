@@ -18,6 +18,8 @@ from ddpjob_trainer.launcher.plan import Plan, common_environment, rank_environm
 from ddpjob_trainer.launcher.spares import Call, Spares
 
 _REFILL_SECONDS = 0.1
+#: A program without our library does not say when it trains; it has started by then.
+_STARTED_SECONDS = 10.0
 
 
 class Starter:
@@ -41,6 +43,7 @@ class Starter:
     def begin(self, gang: Gang, now: float) -> None:
         """Start all workers of a round."""
         self._gang = gang
+        self._begun = now
         self._store = self._store or self._bind_store()
         gang.start(lambda local_rank, out, err: self._start(local_rank, out, err, now), now)
 
@@ -54,7 +57,7 @@ class Starter:
         It is not listening: a script that does not use it can still bind the port itself.
         """
         plan = self._plan
-        if plan.hands_over_store and plan.replica == 0 and plan.world_size > 1:
+        if plan.uses_our_library and plan.replica == 0 and plan.world_size > 1:
             # Still held by an earlier attempt's process: then rank 0 itself waits for it.
             with contextlib.suppress(OSError):
                 return sockets.bind(plan.master[1])
@@ -93,7 +96,8 @@ class Starter:
         due = self._spares.tick(now)
         if self._spares.full or self._gang.stopping:
             return due
-        if self._gang.is_training():
+        silent = not self._plan.uses_our_library
+        if self._gang.is_training() or (silent and now > self._begun + _STARTED_SECONDS):
             following = self._gang.round + 1
             self._spares.refill(lambda local_rank: self._environment_of(local_rank, following))
         return min(due or now + _REFILL_SECONDS, now + _REFILL_SECONDS)

@@ -248,11 +248,14 @@ class Supervisor:
                 self._ended.signal = signum
                 self._ended.between_rounds = self._phase in (_Phase.STOPPING, _Phase.STOPPED)
                 self._member.link.send(Leaving(signum), now)
-                # The last tenth of the grace period, at least 1 s, is for our own end.
-                grace = self._plan.grace_seconds
-                self._gang.kill_by(now + max(0.5, grace - max(1.0, grace / 10)))
+                self._end_by_grace(now)
             elif signum == signal.SIGINT:
                 self._gang.kill_by(now)  # a second Ctrl-C means it
+
+    def _end_by_grace(self, now: float) -> None:
+        """Kill what has not ended by itself; the last tenth, at least 1 s, is for our own end."""
+        grace = self._plan.grace_seconds
+        self._gang.kill_by(now + max(0.5, grace - max(1.0, grace / 10)))
 
     # --- Rounds --------------------------------------------------------------------------
 
@@ -275,8 +278,17 @@ class Supervisor:
         link = self._member.link
         while link.inbox:
             self._obey(link.inbox.popleft(), now)
-        if link.lost and not self._ended.lost:
-            self._ended.lost = link.lost
+        if link.lost:
+            self._lose(link.lost, now)
+        waiting = {_Phase.RUNNING: self._ended.waiting_since, _Phase.SUCCEEDED: 0.0}
+        since = waiting.get(self._phase, self._since)
+        if since and now - since > _ANSWER_SECONDS and self._ended.end is None:
+            self._lose("it does not answer", now)
+
+    def _lose(self, why: str, now: float) -> None:
+        """Nothing follows without the hub. What failed here before counts as the cause."""
+        if not self._ended.lost:
+            self._ended.lost = why
             self._ended.before_loss = verdict.first_failure(self._gang.exits)
             self._end_attempt(now)
 
@@ -291,7 +303,9 @@ class Supervisor:
                 self._next_round(message, now)
         elif isinstance(message, End):
             self._ended.end = message
-            if not message.graceful:
+            if message.graceful:
+                self._end_by_grace(now)  # with the one that leaves; nobody trains on alone
+            else:
                 self._end_attempt(now)
         elif isinstance(message, Finished):
             self._finished = True
@@ -342,15 +356,9 @@ class Supervisor:
         if self._gang.running:
             return False
         if self._phase is _Phase.SUCCEEDED:
-            waited = now - self._since > _SUCCESS_SECONDS
+            waited = now - self._since > _SUCCESS_SECONDS and not self._member.needed
             return bool(self._finished or ended.end or ended.lost or ended.signal or waited)
-        if ended.signal or ended.end is not None or ended.lost:
-            return True
-        since = self._since if self._phase is not _Phase.RUNNING else ended.waiting_since
-        if since and now - since > _ANSWER_SECONDS:
-            ended.lost = "the hub does not answer"
-            return True
-        return False
+        return bool(ended.signal or ended.end is not None or ended.lost)
 
     def _leave_nobody(self) -> None:
         """Kill and reap every descendant: each one's children come to us when it dies."""

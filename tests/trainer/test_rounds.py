@@ -1,0 +1,295 @@
+"""Rounds under fire: whoever is killed whenever, a documented end, no hang, the same bits.
+
+Either the processes come back in place, or every launcher ends with its documented exit code and a
+new attempt goes on. Both must end in the hashes and losses of a run that nothing disturbed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import Popen
+
+import pytest
+
+from support.launching import launch, run
+from support.rounds import (
+    DEADLINE,
+    Forwarder,
+    Outcome,
+    Training,
+    alive,
+    children,
+    free_ports,
+    kill,
+    patched,
+)
+
+SPARE = "ddpjob_trainer.spare"
+#: Where spares are not the point: each launcher would import torch once more for them.
+COLD = ("--spares", "0")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    training = Training(tmp_path_factory.mktemp("undisturbed"))
+    training.launch(*COLD)
+    assert training.codes() == [0], training.errors
+    return training.outcome()
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[Training]:
+    found = Training(tmp_path)
+    yield found
+    found.end()
+
+
+# --- One launcher ----------------------------------------------------------------------------
+
+
+def test_two_at_once_then_a_kill_at_each_stage_of_the_restart(training, undisturbed):  # type: ignore[no-untyped-def]
+    places = ["1-0-step-9", "1-1-import", "1-2-start", "1-3-build", "1-4-step-8", "1-5-end"]
+    victims = [(0, 1), (0,), (1,), (2,), (0, 1, 2), (2,)]
+    training.hold(*places)
+    training.launch("--max-rounds-without-progress", "6")
+    for place, ranks in zip(places, victims, strict=True):
+        pids = training.at(place, ranks=range(3))
+        kill(*(pids[rank] for rank in ranks))
+    assert training.codes() == [0], training.errors
+    assert training.outcome() == undisturbed
+    rounds = training.report()["rounds"]
+    assert [one["round"] for one in rounds] == list(range(6))
+    for one, ranks in zip(rounds, victims, strict=True):
+        assert one["rank"] in ranks
+        assert one["signal"] == signal.SIGKILL
+
+
+def test_spares_and_their_fork_server_under_fire(training, undisturbed, tmp_path):  # type: ignore[no-untyped-def]
+    training.hold("1-0-step-9", "1-1-step-9", "1-3-step-9")
+    launcher = training.launch(
+        "--max-rounds-without-progress", "9", **patched(tmp_path, "spares._ANSWER_SECONDS", 4.0)
+    )
+    first = training.at("1-0-step-9")
+    training.until(lambda: training.marks("spares"), "spares")
+    server, *spares = sorted(spared(launcher.pid, first))
+    assert len(spares) == 3
+
+    kill(spares[1])  # it is replaced
+    training.until(lambda: len(training.marks("spares")) == 2, "a new spare")
+    warm = spared(launcher.pid, first) - {server}
+    assert spares[1] not in warm
+    assert len(warm) == 3
+    kill(first[0])
+    second = training.at("1-1-step-9")
+    assert set(second) == warm, "the workers are the spares"
+
+    # One that is stopped cannot answer the call, so after a while it counts as one that died.
+    training.until(lambda: len(training.marks("spares")) == 3, "the next spares")
+    kill(max(spared(launcher.pid, second)), signum=signal.SIGSTOP)
+    kill(second[1])
+    third = training.at("1-3-step-9")
+
+    training.until(lambda: len(training.marks("spares")) >= 4, "the next spares")
+    kill(server, *(spared(launcher.pid, third) - {server}))  # nothing is left to start from
+    kill(third[2])
+    assert training.codes() == [0], training.errors
+    assert training.outcome() == undisturbed
+    rounds = [one["rank"] for one in training.report()["rounds"]]
+    assert (rounds[:2], len(rounds), rounds[3]) == ([0, 1], 4, 2)
+
+
+def spared(launcher: int, workers: list[int]) -> set[int]:
+    """The fork server and its spares."""
+    found = children(launcher)
+    return {pid for pid, line in found.items() if SPARE in line and pid not in workers}
+
+
+def test_sigterm_during_a_restart_ends_it_at_once(script, tmp_path):  # type: ignore[no-untyped-def]
+    report = tmp_path / "report"
+    program = script(
+        "if os.environ['DDPJOB_ROUND'] == '0': sys.exit(rank)\n"
+        "print('round 1', flush=True)\ntime.sleep(600)"
+    )
+    with launch(
+        *("--nproc", "3", "--termination-log", str(report)),
+        program,
+        env={"DDPJOB_GRACE_SECONDS": "600"},
+    ) as launcher:
+        assert launcher.stdout is not None
+        for _ in range(3):
+            assert launcher.stdout.readline().endswith("round 1\n")
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(60) == 143
+    assert json.loads(report.read_bytes())["kind"] == "sigterm"
+
+
+def test_the_budget_is_what_may_follow_without_a_newer_snapshot(script, tmp_path):  # type: ignore[no-untyped-def]
+    report = tmp_path / "report"
+    program = script("print('round', os.environ['DDPJOB_ROUND'])\nif rank == 1: sys.exit(7)\n")
+    words = ("--nproc", "3", "--max-rounds-without-progress", "2", "--termination-log", str(report))
+    code, out, err = run(*words, program)
+    assert code == 7
+    assert "no further round: failed 3 times since the newest snapshot was committed" in err
+    assert set(re.findall(r"round (\d)", out)) == {"0", "1", "2"}
+    found = json.loads(report.read_bytes())
+    assert (found["round"], found["rank"], found["code"]) == (2, 1, 7)
+    assert [(one["round"], one["rank"], one["code"]) for one in found["rounds"]] == [
+        (0, 1, 7),
+        (1, 1, 7),
+    ]
+
+
+def test_a_permanent_exit_code_ends_at_once(script):  # type: ignore[no-untyped-def]
+    program = script(
+        "print('round', os.environ['DDPJOB_ROUND'])\nif rank == 1: sys.exit(2)\ntime.sleep(600)"
+    )
+    code, out, err = run("--nproc", "3", program)
+    assert code == 2
+    assert "no further round: exit code 2 cannot be cured by a restart" in err
+    assert "round 1" not in out
+
+
+#: As for torchrun: env://, a checkpoint of its own, not a word of ours.
+UNMODIFIED = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Linear(64, 1))
+model = DistributedDataParallel(model, bucket_cap_mb=0.001)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+path = sys.argv[1]
+begin = 0
+if os.path.exists(path):
+    begin, state = torch.load(path)
+    model.load_state_dict(state)
+restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+for step in range(begin, 8):
+    if restarts == 0 and step == 5 and rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model(torch.ones(4, 8) * (step + rank)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if rank == 0:
+        torch.save((step + 1, model.state_dict()), path + ".new")
+        os.replace(path + ".new", path)
+print(f"ended at {step + 1} after {restarts} restarts from {begin}")
+dist.destroy_process_group()
+"""
+
+
+def test_an_unmodified_torch_script_goes_on_from_its_own_checkpoint(script, tmp_path):  # type: ignore[no-untyped-def]
+    words = ("--nproc", "3", script(UNMODIFIED), str(tmp_path / "checkpoint.pt"))
+    with launch(*words) as launcher:
+        out, err = launcher.communicate(timeout=DEADLINE)
+    assert launcher.returncode == 0, err
+    found = re.findall(r"\[rank (\d)\] ended at 8 after 1 restarts from (\d)", out)
+    assert sorted(rank for rank, _ in found) == ["0", "1", "2"]
+    assert all(int(begin) > 0 for _, begin in found)
+
+
+# --- Three launchers -------------------------------------------------------------------------
+
+
+def test_across_launchers_a_killed_worker_comes_back_in_place(training, undisturbed):  # type: ignore[no-untyped-def]
+    """Also one that dies when all others have ended well."""
+    training.hold("1-0-step-9", "1-1-end")
+    training.attempt(1, *COLD)
+    kill(training.at("1-0-step-9")[1])
+    ends = training.at("1-1-end")
+    kill(ends[2])
+    assert training.codes() == [0, 0, 0], training.errors
+    assert training.outcome() == undisturbed
+    rounds = [(one["round"], one["replica"], one["rank"]) for one in training.report()["rounds"]]
+    assert rounds == [(0, 1, 1), (1, 2, 2)]
+
+
+def test_a_lost_launcher_ends_the_attempt_and_the_next_goes_on(training, undisturbed):  # type: ignore[no-untyped-def]
+    forwarder = Forwarder(training.hub_port)
+
+    def attempt(number: int) -> list[int]:
+        training.hold(f"{number}-0-step-{8 + number}")
+        training.attempt(number, *COLD, hub_ports={2: forwarder.port})
+        return training.at(f"{number}-0-step-{8 + number}")
+
+    def ended(workers: list[int], codes: list[int]) -> None:
+        assert training.codes() == codes, training.errors
+        for replica, code in enumerate(codes):
+            if code == 75:
+                assert training.report(replica)["kind"] == "peerLost"
+        training.until(lambda: not any(map(alive, workers)), "the workers are gone")
+
+    workers = attempt(1)
+    training.launchers[1].kill()
+    ended(workers, [75, -9, 75])
+    workers = attempt(2)
+    training.launchers[0].kill()  # and with it the hub
+    ended(workers, [-9, 75, 75])
+    workers = attempt(3)
+    forwarder.cut()
+    ended(workers, [75, 75, 75])
+    training.attempt(4, *COLD)
+    assert training.codes() == [0, 0, 0], training.errors
+    assert training.outcome() == undisturbed
+
+
+def test_who_waits_for_a_launcher_that_was_told_to_end_does_not_wait_long(training):  # type: ignore[no-untyped-def]
+    """Rank 1 is gone before it has met the others: they cannot notice that by themselves."""
+    training.hold("1-0-import-1")
+    launchers = training.attempt(1, *COLD, DDPJOB_GRACE_SECONDS="3")
+    training.at("1-0-import", ranks=[1])
+    launchers[1].send_signal(signal.SIGTERM)
+    assert training.codes() == [75, 143, 75], training.errors
+
+
+def pair(script: str, directory: Path, constant: str, value: float) -> list[Popen[str]]:
+    """Two launchers with two processes each."""
+    ports = free_ports(2)
+    gang = {
+        "DDPJOB_UID": "u", "DDPJOB_ATTEMPT": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "DDPJOB_HUB_PORT": str(ports[1]),
+        "DDPJOB_IN_PLACE_MAX_WITHOUT_PROGRESS": "3", **patched(directory, constant, value),
+    }  # fmt: skip
+    return [
+        launch("--termination-log", str(directory / f"report-{replica}"), script,
+               env={**gang, "DDPJOB_REPLICA": str(replica)})
+        for replica in range(2)
+    ]  # fmt: skip
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(script, tmp_path, wait_until):  # type: ignore[no-untyped-def]
+    """Nor hides it the cause; and the processes that still run here are ended."""
+    program = script(
+        f"""
+Path = __import__("pathlib").Path
+(Path({str(tmp_path)!r}) / f"here-{{rank}}").touch()
+while not (Path({str(tmp_path)!r}) / "go").exists():
+    time.sleep(0.01)
+if rank == 2: sys.exit(2)
+time.sleep(600)
+"""
+    )
+    hub, other = pair(program, tmp_path, "supervisor._ANSWER_SECONDS", 1.0)
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("here-*"))) == 4, "all four run")
+        hub.send_signal(signal.SIGSTOP)
+        (tmp_path / "go").touch()
+        _, err = other.communicate(timeout=DEADLINE)
+    finally:
+        for launcher in (hub, other):
+            launcher.kill()
+            launcher.communicate()
+    assert other.returncode == 2, err
+    assert json.loads((tmp_path / "report-1").read_bytes())["rank"] == 2
+
+
+def test_the_hub_stays_until_all_others_are_done(script, tmp_path):  # type: ignore[no-untyped-def]
+    launchers = pair(script("time.sleep(1.5 * rank)"), tmp_path, "supervisor._SUCCESS_SECONDS", 0.2)
+    errors = [launcher.communicate(timeout=DEADLINE)[1] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], errors

@@ -1,0 +1,272 @@
+"""Warm spares: what they have imported, and that a script cannot tell that it runs in one.
+
+Round 0 of each script runs in a fresh interpreter, as `python script.py` does, and ends when spares
+are there; round 1 runs in a spare. What both saw of the world must be equal.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.launching import SOURCES, launch
+from support.rounds import DEADLINE, children, kill, patched
+
+#: Without torch a launcher's fork server is there at once; for what has nothing to do with torch.
+BARE = """
+from ddpjob_trainer.rankstate import RankStateWriter
+from pathlib import Path
+round_ = os.environ["DDPJOB_ROUND"]
+here = Path(__file__ if "__file__" in globals() else ".").resolve().parent
+RankStateWriter(Path(os.environ["DDPJOB_TRAINER_STATE_DIR"]), rank).update(phase="step", step=1)
+def until_spares():
+    while not (here / "trace").exists() or '"spares"' not in (here / "trace").read_text():
+        time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
+    """Run a script whose fork server finds no torch."""
+    (tmp_path / "torch.py").write_text("raise ImportError('not in this test')")
+
+    def run(text: str, *options: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
+        path = tmp_path / "script.py"
+        path.write_text("import os, sys, time, signal\nrank = int(os.environ['RANK'])\n" + text)
+        more = {"PYTHONPATH": f"{tmp_path}:{SOURCES}", **(env or {})}
+        more["DDPJOB_TRAINER_TRACE"] = str(tmp_path / "trace")
+        with launch(*options, str(path), "--lr", "1", env=more) as launcher:
+            out, err = launcher.communicate(timeout=DEADLINE)
+            return launcher.returncode, out, err
+
+    return run
+
+
+FACTS = r"""
+import gc, json, pickle, threading
+class Thing:
+    pass
+facts = {
+    "argv": sys.argv, "path": sys.path, "file": __file__, "name": __name__,
+    "spec": getattr(__spec__, "name", None),
+    "package": __package__, "doc": __doc__, "annotations": __annotations__,
+    "loader": type(__loader__).__name__, "cached": __cached__,
+    "globals": sorted(name for name in globals() if name.startswith("__")),
+    "main": sys.modules["__main__"].__dict__ is globals(),
+    "pickles": type(pickle.loads(pickle.dumps(Thing()))) is Thing,
+    "threads": threading.active_count(), "tasks": len(os.listdir("/proc/self/task")),
+    "main thread": threading.current_thread() is threading.main_thread(),
+    "fds": sorted(os.readlink(f"/proc/self/fd/{n}").split(":")[0].split("-")[0]
+                  for n in range(64) if os.path.lexists(f"/proc/self/fd/{n}")),
+    "stdin": os.readlink("/proc/self/fd/0"), "cwd": os.getcwd(), "umask": os.umask(0o22),
+    "out": [sys.stdout.encoding, sys.stdout.line_buffering, sys.stdout.write_through,
+            sys.stdout.name, sys.stderr.encoding, sys.stderr.write_through],
+    "signals": [str(signal.getsignal(s)) for s in signal.valid_signals()],
+    "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    "flags": str(sys.flags), "orig": sys.orig_argv, "hook": sys.excepthook is sys.__excepthook__,
+    "gc": [gc.isenabled(), gc.get_threshold()], "group": os.getpgid(0) == os.getpid(),
+    "nice": os.nice(0), "affinity": sorted(os.sched_getaffinity(0)),
+    "limits": sorted(open("/proc/self/limits")), "oom": open("/proc/self/oom_score_adj").read(),
+    "environment": {k: v for k, v in os.environ.items()
+                    if k not in ("DDPJOB_ROUND", "TORCHELASTIC_RESTART_COUNT",
+                                 "DDPJOB_TRAINER_STATE_DIR")},
+}
+(here / f"facts-{round_}").write_text(json.dumps(facts))
+"""
+
+ENDS = """
+def inner():
+    raise ValueError(f"seven")
+until_spares()
+sys.stdout.write("out of round " + round_)
+inner()
+"""
+
+
+def test_a_script_in_a_spare_sees_what_it_sees_in_a_fresh_interpreter(bare, tmp_path):  # type: ignore[no-untyped-def]
+    words = ("--max-rounds-without-progress", "1")
+    code, out, err = bare('"""Says what it is."""\n' + BARE + FACTS + ENDS, *words)
+    assert code == 1
+    assert out == "out of round 0out of round 1", err
+    fresh, spare = (json.loads((tmp_path / f"facts-{r}").read_text()) for r in (0, 1))
+    assert spare == fresh
+    same_tracebacks(err)
+
+
+def same_tracebacks(err: str) -> None:
+    found = re.findall(r"Traceback.*?ValueError: seven\n", err, re.DOTALL)
+    assert len(found) == 2, err
+    assert found[0] == found[1]
+
+
+def test_a_module_in_a_spare_sees_what_it_sees_in_a_fresh_interpreter(bare, tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "sibling.py").touch()
+    start = "import os, sys, time, signal\nrank = int(os.environ['RANK'])\nfrom . import sibling\n"
+    text = start + BARE.replace(").resolve().parent", ").resolve().parent.parent") + FACTS + ENDS
+    (package / "train.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none/torch.py").write_text("raise ImportError('not in this test')")
+    env = {
+        "PYTHONPATH": f"{tmp_path}/none:{SOURCES}",
+        "DDPJOB_TRAINER_TRACE": str(tmp_path / "trace"),
+    }
+    words = ("--max-rounds-without-progress", "1", "-m", "package.train", "--lr", "1")
+    with launch(*words, env=env) as launcher:
+        _, err = launcher.communicate(timeout=DEADLINE)
+    assert launcher.returncode == 1, err
+    same_tracebacks(err)
+    fresh, spare = (json.loads((tmp_path / f"facts-{r}").read_text()) for r in (0, 1))
+    assert spare == fresh
+
+
+def test_a_script_that_exits_or_is_edited_is_that_of_this_moment(bare, tmp_path):  # type: ignore[no-untyped-def]
+    code, out, err = bare(
+        BARE
+        + """
+if round_ == "0":
+    until_spares()
+    text = open(__file__).read()
+    open(__file__, "w").write(text.replace("be" + "fore", "after"))
+    os.kill(os.getpid(), signal.SIGKILL)
+print("before")
+sys.exit("in words")
+""",
+        *("--max-rounds-without-progress", "1"),
+    )
+    assert (code, out) == (1, "after\n"), err
+    assert "\nin words\n" in err
+
+
+def test_a_child_that_an_import_leaves_behind_does_no_harm(bare, tmp_path):  # type: ignore[no-untyped-def]
+    """It holds the line by which the spare was called."""
+    (tmp_path / "forking.py").write_text(
+        "import os, time\nif os.fork() == 0:\n    time.sleep(60)\n    os._exit(0)\n"
+    )
+    code, _, err = bare(
+        "import forking\n" + BARE + "if round_ == '0':\n    until_spares()\n    sys.exit(5)\n"
+        "time.sleep(3)",
+        env=patched(tmp_path, "spares._ANSWER_SECONDS", 1.0)
+        | {"PYTHONPATH": f"{tmp_path}:{SOURCES}"},
+    )
+    assert code == 0, err
+    assert "round 2" not in err
+
+
+@pytest.mark.parametrize("who", ["a spare", "the fork server"])
+def test_what_kills_spares_again_and_again_is_not_tried_for_ever(tmp_path, who):  # type: ignore[no-untyped-def]
+    (tmp_path / "torch.py").write_text("raise ImportError('not in this test')")
+    first = "import os, sys, time\nrank = int(os.environ['RANK'])\n"
+    if who == "a spare":  # it has the environment of the round to come
+        fatal = "import os\nif os.environ['DDPJOB_ROUND'] == '1': os._exit(3)\n"
+        (tmp_path / "fatal.py").write_text(fatal)
+        first = "import fatal\n" + first
+    else:
+        (tmp_path / "safetensors.py").write_text("import os; os._exit(3)")
+    script = tmp_path / "script.py"
+    script.write_text(first + BARE + "time.sleep(60)")
+    env = {"PYTHONPATH": f"{tmp_path}:{SOURCES}"}
+    with launch(str(script), env=env) as launcher:
+        assert launcher.stderr is not None
+        line = launcher.stderr.readline()
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(60) == 143
+    assert line == f"launcher: no warm spares: {who} died 3 times in a row\n"
+
+
+def test_spares_that_were_asked_for_come_without_our_library_too(tmp_path, wait_until):  # type: ignore[no-untyped-def]
+    (tmp_path / "torch.py").write_text("raise ImportError('not in this test')")
+    script = tmp_path / "script.py"
+    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
+    env = patched(tmp_path, "starter._STARTED_SECONDS", 0.1)
+    env["DDPJOB_TRAINER_TRACE"] = str(tmp_path / "trace")
+    with launch("--spares", "1", str(script), env=env) as launcher:
+        try:
+            assert launcher.stdout is not None
+            first = int(launcher.stdout.readline())
+            trace = tmp_path / "trace"
+            wait_until(lambda: trace.exists() and '"spares"' in trace.read_text(), "a spare")
+            others = children(launcher.pid).keys() - {first}
+            kill(first)
+            assert int(launcher.stdout.readline()) in others
+        finally:
+            launcher.send_signal(signal.SIGTERM)
+            assert launcher.wait(60) == 143
+
+
+# --- With torch ------------------------------------------------------------------------------
+
+TRAINING = """
+import json, os, random, sys, time
+from pathlib import Path
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import ddpjob_trainer as ddp
+
+here = Path(__file__).parent
+round_, rank = os.environ["DDPJOB_ROUND"], int(os.environ["RANK"])
+def drawn():
+    return [np.random.randint(2**31), torch.randint(2**31, ()).item(), random.randrange(2**31)]
+facts = {
+    "drawn": drawn(), "torch threads": torch.get_num_threads(),
+    "interop": torch.get_num_interop_threads(), "tasks": len(os.listdir("/proc/self/task")),
+    "cuda": torch.cuda.is_initialized(), "dtype": str(torch.get_default_dtype()),
+    "grad": torch.is_grad_enabled(), "deterministic": torch.are_deterministic_algorithms_enabled(),
+    "fds": sorted(os.readlink(f"/proc/self/fd/{n}").split(":")[0] for n in range(3, 64)
+                  if os.path.exists(f"/proc/self/fd/{n}")),
+}
+run = ddp.start(total_steps=3, global_batch=8, seed=1, snapshot_dir=here / "snapshots",
+                snapshot_every=1)
+before = set(sys.modules)
+model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+optimizer = torch.optim.AdamW(model.parameters())
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+model, optimizer = run.prepare(model, optimizer, scheduler=scheduler, clip_grad_norm=1.0)
+for step in run.steps(TensorDataset(torch.ones(64, 8), torch.zeros(64, 2))):
+    for x, y in step.batches:
+        step.backward(nn.functional.mse_loss(model(x), y))
+    step.commit()
+    if round_ == "0" and step.index == 1:
+        trace = here / "trace"
+        while not trace.exists() or '"spares"' not in trace.read_text():
+            time.sleep(0.02)
+        facts["late"] = sorted(set(sys.modules) - before)
+        (here / f"facts-0-{rank}").write_text(json.dumps(facts))
+        while len(list(here.glob("facts-0-*"))) < 2:
+            time.sleep(0.02)
+        os._exit(9)
+run.finish()
+facts["late"] = sorted(set(sys.modules) - before)
+(here / f"facts-{round_}-{rank}").write_text(json.dumps(facts))
+"""
+
+
+def test_what_torch_is_like_in_a_spare(tmp_path):  # type: ignore[no-untyped-def]
+    script = tmp_path / "script.py"
+    script.write_text(TRAINING)
+    env = {"DDPJOB_TRAINER_TRACE": str(tmp_path / "trace")}
+    with launch("--nproc", "2", str(script), env=env) as launcher:
+        _, err = launcher.communicate(timeout=DEADLINE)
+    assert launcher.returncode == 0, err
+    found: dict[str, dict[str, Any]] = {
+        path.name: json.loads(path.read_text()) for path in tmp_path.glob("facts-*")
+    }
+    draws = [facts.pop("drawn") for facts in found.values()]
+    for number, generator in enumerate(("numpy", "torch", "random")):
+        assert len({draw[number] for draw in draws}) == 4, f"{generator}: forks draw alike"
+    late = {name: set(facts.pop("late")) for name, facts in found.items()}
+    assert len(late["facts-0-0"]) > 100, "a fresh interpreter imports them in the first step"
+    for rank in (0, 1):
+        assert len(late[f"facts-1-{rank}"]) < 10, late[f"facts-1-{rank}"]
+        assert found[f"facts-1-{rank}"] == found[f"facts-0-{rank}"]
