@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import selectors
 import socket
 
 import pytest
 
 from ddpjob_trainer import spare
-from ddpjob_trainer.launcher.spares import uses_our_library
+from ddpjob_trainer.launcher.spares import Spares, uses_our_library
 from ddpjob_trainer.spare import Program
 
 
@@ -71,3 +73,28 @@ def test_only_programs_that_import_us_get_spares(tmp_path, text, expected):  # t
     path = tmp_path / "train.py"
     path.write_text(text)
     assert uses_our_library(Program(str(path), (), False)) is expected
+
+
+def test_a_spare_and_its_fork_server_may_die_in_the_same_moment():
+    """select() returns both; the third death of a spare makes the server be forgotten."""
+    told: list[str] = []
+    selector = selectors.DefaultSelector()
+    spares = Spares(
+        Program("x.py", (), False), 1, os.environ, selector, lambda *_: None, told.append
+    )
+    mine, theirs = socket.socketpair()
+    spares._server, spares._warm = mine, True
+    selector.register(spares._server, selectors.EVENT_READ, spares._server_spoke)
+    for death in (1, 2, 3):
+        spares.refill(lambda _: {})
+        spares._spares[0].pid = 2**22 + 1  # known, but it was never ready
+        request = spare.receive(theirs)
+        assert request is not None
+        os.close(request[1][0])  # it dies
+        if death == 3:
+            theirs.close()
+        ready = [key for key, _ in selector.select(0)]
+        assert len(ready) == (2 if death == 3 else 1)
+        for key in sorted(ready, key=lambda key: key.data == spares._server_spoke):
+            key.data(0.0)
+    assert told == ["no warm spares: a spare died 3 times in a row"]

@@ -170,6 +170,8 @@ class Spares:
         self._selector.register(mine, selectors.EVENT_READ, self._server_spoke)
 
     def _server_spoke(self, now: float) -> None:
+        if self._server is None:  # forgotten since select() returned
+            return
         body = _heard(self._server)
         if body is None:
             self._forget_server()
