@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 RUN = (sys.executable, "-m", "ddpjob_trainer", "run")
@@ -23,7 +25,17 @@ def launch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Pop
     )
 
 
-def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
+@contextmanager
+def launched(*arguments: str, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    """A launcher that does not outlive a test that fails; its workers die with it."""
     with launch(*arguments, env=env) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
+    with launched(*arguments, env=env) as process:
         out, err = process.communicate(timeout=60)
         return process.returncode, out, err

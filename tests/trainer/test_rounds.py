@@ -15,7 +15,7 @@ from subprocess import Popen
 
 import pytest
 
-from support.launching import launch, run
+from support.launching import launch, launched, run
 from support.rounds import (
     DEADLINE,
     Forwarder,
@@ -114,7 +114,7 @@ def test_sigterm_during_a_restart_ends_it_at_once(script, tmp_path):  # type: ig
         "if os.environ['DDPJOB_ROUND'] == '0': sys.exit(rank)\n"
         "print('round 1', flush=True)\ntime.sleep(600)"
     )
-    with launch(
+    with launched(
         *("--nproc", "3", "--termination-log", str(report)),
         program,
         env={"DDPJOB_GRACE_SECONDS": "600"},
@@ -186,7 +186,7 @@ dist.destroy_process_group()
 
 def test_an_unmodified_torch_script_goes_on_from_its_own_checkpoint(script, tmp_path):  # type: ignore[no-untyped-def]
     words = ("--nproc", "3", script(UNMODIFIED), str(tmp_path / "checkpoint.pt"))
-    with launch(*words) as launcher:
+    with launched(*words) as launcher:
         out, err = launcher.communicate(timeout=DEADLINE)
     assert launcher.returncode == 0, err
     found = re.findall(r"\[rank (\d)\] ended at 8 after 1 restarts from (\d)", out)
@@ -291,5 +291,9 @@ time.sleep(600)
 
 def test_the_hub_stays_until_all_others_are_done(script, tmp_path):  # type: ignore[no-untyped-def]
     launchers = pair(script("time.sleep(1.5 * rank)"), tmp_path, "supervisor._SUCCESS_SECONDS", 0.2)
-    errors = [launcher.communicate(timeout=DEADLINE)[1] for launcher in launchers]
+    try:
+        errors = [launcher.communicate(timeout=DEADLINE)[1] for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
     assert [launcher.returncode for launcher in launchers] == [0, 0], errors

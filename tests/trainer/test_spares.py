@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from support.launching import SOURCES, launch
+from support.launching import SOURCES, launched
 from support.rounds import DEADLINE, children, kill, patched
 
 #: Without torch a launcher's fork server is there at once; for what has nothing to do with torch.
@@ -41,7 +41,7 @@ def bare(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
         path.write_text("import os, sys, time, signal\nrank = int(os.environ['RANK'])\n" + text)
         more = {"PYTHONPATH": f"{tmp_path}:{SOURCES}", **(env or {})}
         more["DDPJOB_TRAINER_TRACE"] = str(tmp_path / "trace")
-        with launch(*options, str(path), "--lr", "1", env=more) as launcher:
+        with launched(*options, str(path), "--lr", "1", env=more) as launcher:
             out, err = launcher.communicate(timeout=DEADLINE)
             return launcher.returncode, out, err
 
@@ -121,7 +121,7 @@ def test_a_module_in_a_spare_sees_what_it_sees_in_a_fresh_interpreter(bare, tmp_
         "DDPJOB_TRAINER_TRACE": str(tmp_path / "trace"),
     }
     words = ("--max-rounds-without-progress", "1", "-m", "package.train", "--lr", "1")
-    with launch(*words, env=env) as launcher:
+    with launched(*words, env=env) as launcher:
         _, err = launcher.communicate(timeout=DEADLINE)
     assert launcher.returncode == 1, err
     same_tracebacks(err)
@@ -175,7 +175,7 @@ def test_what_kills_spares_again_and_again_is_not_tried_for_ever(tmp_path, who):
     script = tmp_path / "script.py"
     script.write_text(first + BARE + "time.sleep(60)")
     env = {"PYTHONPATH": f"{tmp_path}:{SOURCES}"}
-    with launch(str(script), env=env) as launcher:
+    with launched(str(script), env=env) as launcher:
         assert launcher.stderr is not None
         line = launcher.stderr.readline()
         launcher.send_signal(signal.SIGTERM)
@@ -189,7 +189,7 @@ def test_spares_that_were_asked_for_come_without_our_library_too(tmp_path, wait_
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
     env = patched(tmp_path, "starter._STARTED_SECONDS", 0.1)
     env["DDPJOB_TRAINER_TRACE"] = str(tmp_path / "trace")
-    with launch("--spares", "1", str(script), env=env) as launcher:
+    with launched("--spares", "1", str(script), env=env) as launcher:
         try:
             assert launcher.stdout is not None
             first = int(launcher.stdout.readline())
@@ -256,7 +256,7 @@ def test_what_torch_is_like_in_a_spare(tmp_path):  # type: ignore[no-untyped-def
     script = tmp_path / "script.py"
     script.write_text(TRAINING)
     env = {"DDPJOB_TRAINER_TRACE": str(tmp_path / "trace")}
-    with launch("--nproc", "2", str(script), env=env) as launcher:
+    with launched("--nproc", "2", str(script), env=env) as launcher:
         _, err = launcher.communicate(timeout=DEADLINE)
     assert launcher.returncode == 0, err
     found: dict[str, dict[str, Any]] = {
