@@ -59,6 +59,13 @@ def test_restarts_leave_no_files_and_lose_no_counts(tmp_path):  # type: ignore[n
     assert text.count("ddpjob_trainer_step{") == 2
 
 
+def test_the_metrics_that_a_spares_imports_have_made_are_kept(tmp_path):  # type: ignore[no-untyped-def]
+    (tmp_path / f"counter_{os.getpid()}.db").touch()
+    (tmp_path / f"counter_{2**22 + 1}.db").touch()
+    forget_dead(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [f"counter_{os.getpid()}.db"]
+
+
 def test_a_file_that_is_being_made_does_not_break_a_scrape(tmp_path):  # type: ignore[no-untyped-def]
     run(tmp_path, 0, 3)
     (tmp_path / "counter_rank1.db").touch()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from prometheus_client.registry import Collector
 
 _OF_A_RANK = re.compile(r"_rank\d+\.db$")
+_OF_A_PROCESS = re.compile(r"(\d+)\.db$")
 _ATTEMPTS = 3
 
 
@@ -33,10 +34,13 @@ class LauncherMetrics:
 def forget_dead(directory: Path) -> None:
     """Remove the files of processes that are gone; ranks' own files go on with the next round.
 
-    Others come from forked children, and from a script that has metrics of its own.
+    Others come from forked children, and from a script that has metrics of its own: a spare that
+    has imported them, a worker by now perhaps, is alive.
     """
     for path in directory.glob("*.db"):
-        if not _OF_A_RANK.search(path.name):
+        pid = _OF_A_PROCESS.search(path.name)
+        alive = pid is not None and Path("/proc", pid[1]).exists()
+        if not alive and not _OF_A_RANK.search(path.name):
             path.unlink(missing_ok=True)
 
 
