@@ -93,6 +93,7 @@ def test_ten_kills_leave_every_bit_as_it_was(training, tmp_path, nproc, seed):  
     assert len(result["kills"]) == 10
     assert {kill["signal"] for kill in result["kills"]} == {"SIGKILL", "SIGTERM", "SIGSTOP"}
     assert -1 in {kill["victim"] for kill in result["kills"]}, "the launcher"
+    assert any(kill["restarting"] for kill in result["kills"]), "while it comes back from another"
     assert result["launches"] > 1
 
 

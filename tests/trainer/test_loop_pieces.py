@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,13 @@ def quadratic(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def train(
-    path: Path, *, each: Callable[[ddp.Run, int], None] | None = None, **start: Any
+    path: Path,
+    *,
+    each: Callable[[ddp.Run, int], None] | None = None,
+    of_none: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss,
+    **start: Any,
 ) -> Callable[[int], None]:
-    """A program that writes rank 0's final weights."""
+    """A program that writes rank 0's final weights. ``of_none``: of a part without a sample."""
 
     def program(rank: int) -> None:
         options = {"total_steps": 5, "global_batch": 12, "seed": 3, **start}
@@ -40,8 +45,9 @@ def train(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
         wrapped, _ = run.prepare(model, optimizer, bucket_cap_mb=0.001)
         for step in run.steps(DATA):
-            for (x,) in step.batches:
-                step.backward(quadratic(wrapped, x))
+            for part, (x,) in zip(step.parts, step.batches, strict=True):
+                loss = quadratic(wrapped, x)
+                step.backward(loss if part.samples else of_none(loss))
             step.commit()
             if each is not None:
                 each(run, step.index)
@@ -75,10 +81,12 @@ def test_however_a_step_is_cut_its_gradient_is_the_mean_over_its_samples(gang, t
     assert not torch.allclose(weights(dropped)[0], found[0][0])
 
 
-def test_a_loss_that_is_no_number_without_a_sample_harms_nobody(gang, tmp_path):  # type: ignore[no-untyped-def]
-    """The rank without a sample computes on another's; its loss is not in the mean."""
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("spoil", [lambda loss: loss * math.nan, lambda loss: (loss * 0).sqrt()])
+def test_a_loss_that_is_no_number_without_a_sample_harms_nobody(gang, tmp_path, micro, spoil):  # type: ignore[no-untyped-def]
+    """The rank without a sample computes on another's; neither loss nor gradients count."""
     events = tmp_path / "events"
-    program = train(tmp_path / "w", tail="join", events=events)
+    program = train(tmp_path / "w", tail="join", events=events, micro_batches=micro, of_none=spoil)
     assert gang.run(program) == {0: 0, 1: 0, 2: 0}, gang.log(0)
     alone = tmp_path / "alone"
     assert gang.run(train(tmp_path / "v", tail="join", events=alone), world=1) == {0: 0}
@@ -88,6 +96,8 @@ def test_a_loss_that_is_no_number_without_a_sample_harms_nobody(gang, tmp_path):
     ]
     assert len(values[0]) == 5
     assert values[0] == pytest.approx(values[1], rel=1e-5)
+    for a, b in zip(weights(tmp_path / "w"), weights(tmp_path / "v"), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize(

@@ -299,10 +299,11 @@ def test_after_the_loop_nothing_is_watched(gang, tmp_path, how):  # type: ignore
                     step.backward(wrapped(x).sum())
                 step.commit()
             assert seen[-1] == "done"
+        left = len(seen)
         run.finish()
         assert seen[-1] == "done"
         if directory is not None:  # the disk has its own deadline, also then
-            assert seen[-2] == "snapshot"
+            assert "snapshot" in seen[left:]
 
     assert gang.run(program, world=2) == {0: 0, 1: 0}, gang.log(0) + gang.log(1)
 

@@ -41,11 +41,16 @@ def convolutions() -> nn.Module:
     ).to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]  # fmt: skip
 
 
-def linears() -> nn.Module:
+def linears(width: int = 256) -> nn.Module:
     return nn.Sequential(
-        nn.Linear(48, 256), nn.LayerNorm(256), nn.ReLU(), nn.Dropout(0.3),
-        nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10),
+        nn.Linear(48, width), nn.LayerNorm(width), nn.ReLU(), nn.Dropout(0.3),
+        nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10),
     )  # fmt: skip
+
+
+def wide() -> nn.Module:
+    """More than one bucket of 1 MB, the least that goes with compile."""
+    return linears(640)
 
 
 def zero(model: nn.Module) -> torch.optim.Optimizer:
@@ -64,6 +69,7 @@ class Training:
     prepare: dict[str, Any] = field(default_factory=dict)
     net: Callable[[], nn.Module] = linears
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
+    bucket_cap_mb: float = 0.05
     die: tuple[int, int, int] | None = None  # rank, step, micro-batch
 
     def __call__(self, rank: int) -> None:
@@ -80,7 +86,7 @@ class Training:
             prepare["grad_scaler"] = scaler()
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
         wrapped, _ = run.prepare(
-            model, optimizer, scheduler=scheduler, bucket_cap_mb=0.05, **prepare
+            model, optimizer, scheduler=scheduler, bucket_cap_mb=self.bucket_cap_mb, **prepare
         )
         losses = (self.directory / f"losses-{rank}").open("a", buffering=1)
         for step in run.steps(data):
@@ -97,6 +103,8 @@ class Training:
                 assert exact.bucket_count(wrapped) > 1
             step.commit()
             losses.write(f"{step.index} {' '.join(values)}\n")
+        if "compile" in self.prepare:
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing is compiled"
         hashes = f"{run.weights_sha256()} {run.state_sha256()}"
         (self.directory / f"result-{rank}").write_text(hashes)
         run.finish()
@@ -157,7 +165,10 @@ CASES: dict[str, dict[str, Any]] = {
         "start": {"level": "elastic", "shards": 6, "micro_batches": 2}, "optimizer": zero,
         "prepare": {"compile": "aot_eager"},
     },
-    "compile": {"prepare": {"compile": "aot_eager"}, "start": {"micro_batches": 2}},
+    "compile": {
+        "start": {"micro_batches": 2}, "prepare": {"compile": "aot_eager"},
+        "net": wide, "bucket_cap_mb": 1.0,
+    },
 }  # fmt: skip
 
 

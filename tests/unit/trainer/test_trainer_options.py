@@ -46,6 +46,8 @@ TABLE: list[tuple[str, str, Facts, Facts]] = [  # both names, what is refused, a
     ("comm_hook='powersgd'", "nan_policy='skip'",
      facts({"nan_policy": "skip"}, {"comm_hook": "powersgd"}, "cpu"),
      facts({"nan_policy": "skip"}, {"comm_hook": "bf16"}, "cpu")),
+    ("compile", "bucket_cap_mb", facts({}, {"compile": True, "bucket_cap_mb": 0.5}, "cpu"),
+     facts({}, {"compile": True, "bucket_cap_mb": 1.0}, "cpu")),
     ("grad_scaler", "precision", facts({}, {"grad_scaler": torch.amp.GradScaler("cpu")}, "cpu"),
      facts({"precision": "fp16"}, {"grad_scaler": torch.amp.GradScaler("cpu")}, "cpu")),
     ("overlap_with_ddp=True", "step.commit()", facts({}, {}, "cpu", overlapped_zero=True),

@@ -6,7 +6,8 @@ for each, and finish(), after which every ``.grad`` holds the mean over the glob
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -91,6 +92,21 @@ def ddp_arguments(options: ModelOptions) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 
+@contextlib.contextmanager
+def _without_effect(module: torch.nn.Module) -> Iterator[None]:
+    """Within, a backward gives gradients of zero: 0 times what is no number would be none either.
+
+    It still runs: DDP waits for every parameter that the graph holds.
+    """
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    hooks = [p.register_hook(torch.zeros_like) for p in parameters]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 class DdpAveraging:
     """DistributedDataParallel as it is: levels off and resume.
 
@@ -144,9 +160,10 @@ class DdpAveraging:
         factor = part.samples * self._world.size / part.of
         if factor != 1.0:
             loss = loss * factor
-        if not self._warm and number == len(self._parts) - 1:
-            self._warm_up(loss)
-        loss.backward()  # type: ignore[no-untyped-call]
+        with contextlib.nullcontext() if part.samples else _without_effect(self._wrapped.module):
+            if not self._warm and number == len(self._parts) - 1:
+                self._warm_up(loss)
+            loss.backward()  # type: ignore[no-untyped-call]
 
     def _warm_up(self, loss: torch.Tensor) -> None:
         self._warm = True

@@ -96,6 +96,13 @@ REFUSALS = (
         "Use nan_policy='stop', or comm_hook='bf16'",
     ),
     Refusal(
+        "compile",
+        "bucket_cap_mb below 1",
+        lambda f: bool(f.model.compile) and (f.model.bucket_cap_mb or 1) < 1 and not _elastic(f),
+        "PyTorch cuts the compiled graph by DDP's buckets, and the first, of 1 MB, is its smallest",
+        "Use bucket_cap_mb=1 or more",
+    ),
+    Refusal(
         "grad_scaler",
         "a precision other than 'fp16'",
         lambda f: f.model.grad_scaler is not None and f.options.precision != "fp16",

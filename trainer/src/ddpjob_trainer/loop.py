@@ -175,8 +175,9 @@ class Loop:
             )
         trained.forwards = 0
         self._progress.at("backward")
+        marked = self._nan.mark(loss) if step.parts[number].samples else loss
         with self._peers:
-            self._averaging.backward(trained.updater.scale(self._nan.mark(loss)), number)
+            self._averaging.backward(trained.updater.scale(marked), number)
         step.losses.append(loss.detach())
         self._progress.at("body")
 
@@ -188,7 +189,8 @@ class Loop:
             self._averaging.finish()
             losses = [float(loss) for loss in step.losses]
             report = [float(self._ending.signal > 0), self._snapshots.report()]
-            report += self._nan.report(losses)
+            counted = zip(losses, step.parts, strict=True)
+            report += self._nan.report([loss for loss, part in counted if part.samples])
             self._exchange.start([*report, *self._averaging.losses(losses)])
             if not self._layout_known:
                 self._compare_layout()

@@ -108,5 +108,10 @@ def _compile(module: torch.nn.Module, options: Options, model_options: ModelOpti
         import torch._functorch.config as functorch
 
         setattr(functorch, "donated_buffer", False)  # noqa: B010
+    from torch._dynamo import config, trace_rules
+
     backend = "inductor" if model_options.compile is True else model_options.compile
-    module.compile(backend=backend)
+    # Module.compile() looks at frames that are not torch's own: a Sequential has none, and nothing
+    # would be compiled, silently.
+    with config.patch(wrap_top_frame=bool(trace_rules.check(module.forward))):
+        module.compile(backend=backend)
