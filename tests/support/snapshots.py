@@ -37,6 +37,11 @@ class Store:
         self.nonce = f"{self.sequence:08x}"
         self._writer = Writer(self.root, self.sequence, self.nonce, self.keep, lambda: None)
 
+    @property
+    def directory(self) -> Path:
+        """Where this incarnation writes."""
+        return self._writer.directory
+
     def save(self, step: int, flat: Flat, config: Mapping[str, Any]) -> None:
         """What ranks, keepers and tracker do. Raises OSError."""
         place = Place(self.root, self.sequence, self.nonce, self.keep, tuple(range(self.ranks)))

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,10 @@ def seam(operation, path):
         return
     name = path.name
     rank = int(name.rpartition("-")[2].partition(".")[0]) if name.endswith(".safetensors") else 0
-    if rank != order["rank"] or operation.endswith("unlink"):
+    removes = operation.endswith(("unlink", "rmtree"))
+    with open({orders!r} + ".log", "a") as log:
+        print(rank, int(removes), file=log)
+    if order["removes"] != removes or (rank != order["rank"] and not removes):
         return
     count = count + 1 if order == asked else 1
     asked = order
@@ -62,12 +66,25 @@ class Orders:
 
     path: Path
 
-    def give(self, rank: int, point: int, body: str) -> None:
-        """At the ``point``th time before or after an operation, by rank's keeper."""
+    def give(self, rank: int, point: int, body: str, *, removes: bool = False) -> None:
+        """At the ``point``th time before or after an operation, by rank's keeper.
+
+        ``removes``: of what rank 0's keeper removes after a commit only.
+        """
         keeping.prelude = SEAM.format(orders=str(self.path))
         draft = self.path.with_suffix(".new")
-        draft.write_text(json.dumps({"rank": rank, "point": point, "body": body}))
+        order = {"rank": rank, "point": point, "body": body, "removes": removes}
+        draft.write_text(json.dumps(order))
         draft.replace(self.path)
+
+    def counted(self) -> Counter[tuple[int, bool]]:
+        """How often keepers would have followed an order since the first: by rank, and removing."""
+        lines = self.path.with_name(self.path.name + ".log").read_text().splitlines()
+        return Counter((int(rank), removes == "1") for rank, removes in map(str.split, lines))
+
+    def removals(self) -> int:
+        """The latter of all ranks' files."""
+        return sum(count for (_, removes), count in self.counted().items() if removes)
 
 
 def state(step: int) -> dict[str, Any]:
@@ -191,11 +208,6 @@ def orders(tmp_path: Path) -> Orders:
     return Orders(tmp_path / "orders")
 
 
-#: Before and after each operation of a save: create, write and fsync a rank's part; create, write,
-#: fsync and rename the manifest, fsync the directory, which are rank 0's.
-POINTS = [(0, point) for point in range(16)] + [(1, point) for point in range(6)]
-
-
 @pytest.fixture
 def saving(tmp_path, open_ranks, orders):  # type: ignore[no-untyped-def]
     """Ranks whose keepers follow orders, with one snapshot."""
@@ -203,6 +215,18 @@ def saving(tmp_path, open_ranks, orders):  # type: ignore[no-untyped-def]
     ranks = open_ranks(tmp_path / "root")
     assert ranks.save(1) == ""
     return ranks
+
+
+def points_of_a_save(ranks: Ranks, orders: Orders) -> list[tuple[int, int]]:
+    """Rank and number of each time before and after an operation; what is removed left aside.
+
+    Rank 0's keeper also makes the manifest, and the directory durable.
+    """
+    orders.give(0, -1, "")
+    assert ranks.save(2) == ""
+    counted = orders.counted()
+    assert counted[0, False] > counted[1, False] == counted[2, False] >= 6, counted
+    return [(rank, point) for rank in range(RANKS) for point in range(counted[rank, False])]
 
 
 def fail_and_go_on(ranks: Ranks, step: int, older: int, why: str, rank: int) -> None:
@@ -223,18 +247,40 @@ def leftovers(ranks: Ranks, step: int) -> list[Path]:
 
 
 def test_a_keeper_killed_at_any_operation(saving, orders):  # type: ignore[no-untyped-def]
-    step = 1
-    for rank, point in POINTS:
+    step = 2
+    for rank, point in points_of_a_save(saving, orders):
         orders.give(rank, point, KILL)
         fail_and_go_on(saving, step + 1, step, "its writer process ended", rank)
         step += 2
     check(open_snapshots(saving.place.root, 2)[1], step)
 
 
+def test_a_keeper_killed_while_it_removes_older_snapshots(saving, orders):  # type: ignore[no-untyped-def]
+    assert [saving.save(step) for step in (2, 3)] == ["", ""]  # so many are kept
+    orders.give(0, -1, "", removes=True)
+    assert saving.save(4) == ""
+    # Before and after the removal of the manifest and of each rank's part.
+    count = 2 * (1 + RANKS)
+    wait_for(lambda: orders.removals() >= count)
+    assert saving.save(5) == ""
+    wait_for(lambda: orders.removals() >= 2 * count)
+    assert orders.removals() == 2 * count
+    for point in range(count):
+        orders.give(0, point, KILL, removes=True)
+        step = 6 + 3 * point
+        assert saving.save(step) == ""
+        wait_for(lambda: not orders.path.exists())
+        assert saving.save(step + 1) in ("", "its writer process ended")
+        assert saving.save(step + 2) == ""
+        wait_for(lambda: len(manifest.listed(saving.directory)) == 3)
+        wait_for(lambda: len(list(saving.directory.glob("*.safetensors"))) == 3 * RANKS)
+    check(open_snapshots(saving.place.root, 2)[1], step + 2)
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
 def test_a_save_that_fails_anywhere_is_told_and_the_next_works(saving, orders, code):  # type: ignore[no-untyped-def]
-    step, keepers = 1, saving.keepers()
-    for rank, point in POINTS:
+    step, keepers = 2, saving.keepers()
+    for rank, point in points_of_a_save(saving, orders):
         orders.give(rank, point, f"raise OSError({code}, os.strerror({code}))")
         fail_and_go_on(saving, step + 1, step, os.strerror(code), rank)
         step += 2

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +16,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
-from ddpjob_trainer.snapshot import loading, manifest, sealed
+from ddpjob_trainer.snapshot import loading, manifest, sealed, staging
 from ddpjob_trainer.snapshot.format import unflatten
+from support.snapshots import await_snapshot
 
 DATA = TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(1)))
 
@@ -23,8 +28,9 @@ def begin(directory: Path, **start: Any) -> tuple[ddp.Run, nn.Module]:
         **{"total_steps": 6, "global_batch": 6, "snapshot_dir": directory, "snapshot_every": 2}
         | start
     )
-    model = nn.Linear(4, 2)
-    return run, run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))[0]
+    model = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return run, run.prepare(model, optimizer, bucket_cap_mb=0.001)[0]
 
 
 def train(run: ddp.Run, wrapped: nn.Module, each: Callable[[int], None] = lambda _: None) -> None:
@@ -93,6 +99,85 @@ def test_a_state_that_cannot_be_stored_is_a_failed_snapshot(gang, tmp_path, odd)
     assert "snapshot after step 4 failed: " in gang.log(0)
     why = "cannot store registered/notes/value: a set"
     assert [why in gang.log(rank) for rank in range(3)] == [rank == odd for rank in range(3)]
+
+
+def test_no_memory_to_stage_it_in_is_a_failed_snapshot(gang, tmp_path):  # type: ignore[no-untyped-def]
+    def program(rank: int) -> None:
+        run, wrapped = begin(tmp_path / "snapshots", snapshot_keep=9)
+        take = staging.Pool.take
+
+        def full(pool: staging.Pool, size: int) -> staging.Buffer | None:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+        def each(step: int) -> None:
+            staging.Pool.take = full if rank == 2 and step == 3 else take
+
+        train(run, wrapped, each)
+        run.finish()
+
+    assert gang.run(program) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    assert list(stored(tmp_path / "snapshots")) == [2, 6]
+    why = "rank 2: no memory to stage it in: Cannot allocate memory; training goes on"
+    assert f"snapshot after step 4 failed: {why}" in gang.log(0)
+    assert not list(tmp_path.glob("snapshots/*/step-*4-*.safetensors"))
+
+
+def children(pid: int) -> list[int]:
+    """The keeper, for one."""
+    found = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for path in found for child in path.read_text().split()]
+
+
+def test_a_stopped_gang_that_wakes_up_later_hurts_nobody(gang, tmp_path, wait_until):  # type: ignore[no-untyped-def]
+    """Ranks and keepers of attempt 1, in the midst of a step, while attempt 2 trains on."""
+    root, go = tmp_path / "snapshots", tmp_path / "go"
+    total = 12
+
+    def program(rank: int) -> None:
+        attempt = os.environ["DDPJOB_ATTEMPT"]
+        run, wrapped = begin(root, total_steps=total, snapshot_keep=9)
+
+        def each(step: int) -> None:
+            if attempt == "1" and step == 5:
+                (tmp_path / f"there-{rank}").touch()
+                while not go.exists():
+                    time.sleep(0.01)
+            if attempt == "2" and step == 9:
+                await_snapshot(root / "00000002", 8)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        train(run, wrapped, each)
+        (tmp_path / f"result-{attempt}-{rank}").write_text(run.weights_sha256())
+        run.finish()
+
+    def env(attempt: int) -> dict[str, str]:
+        return {"DDPJOB_UID": "u", "DDPJOB_ATTEMPT": str(attempt)}
+
+    zombies = type(gang)(tmp_path / "zombies")
+    zombies.directory.mkdir()
+    try:
+        zombies.start(program, env=env(1))
+        wait_until(lambda: len(list(tmp_path.glob("there-*"))) == 3, "attempt 1 in step 5")
+        await_snapshot(root / "00000001", 4)
+        stopped = [pid for rank in zombies.pids.values() for pid in (rank, *children(rank))]
+        assert len(stopped) >= 6, "each rank has a keeper"
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        go.touch()
+        assert set(gang.run(program, env=env(2)).values()) <= {-signal.SIGKILL, 75}, gang.log(0)
+        taken_over = sorted(path.name for path in (root / "00000002").iterdir())
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        assert zombies.wait() == {0: 0, 1: 0, 2: 0}, zombies.log(0)
+    finally:
+        zombies.end()
+    await_snapshot(root / "00000001", total)
+    assert sorted(path.name for path in (root / "00000002").iterdir()) == taken_over
+    assert gang.run(program, env=env(3)) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    assert "resuming after step 4" in gang.log(0)
+    assert "resuming after step 8" in gang.log(0)
+    results = {path.read_text() for path in tmp_path.glob("result-*")}
+    assert len(results) == 1
 
 
 def test_a_state_too_large_to_be_read_again_is_refused_at_the_start(gang, tmp_path):  # type: ignore[no-untyped-def]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,28 +67,46 @@ def test_data_files_are_plain_safetensors(tmp_path):  # type: ignore[no-untyped-
     assert torch.equal(torch.cat([pieces[key] for key in ordered]), state(5)["w"])
 
 
-def operations_of_a_save(root: Path) -> int:
-    store, _ = open_snapshots(root)
-    for step in (1, 2):
-        save(store, step)
+STEP = 4  # of the save that is disturbed
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Path:
+    """Two attempts; the next save of the second, which keeps two, has files of both to remove."""
+    root = tmp_path / "begun"
+    for attempt, steps in ((1, (1, 2)), (2, (3,))):
+        store, _ = open_snapshots(root, attempt, keep=3)
+        for step in steps:
+            save(store, step)
+    return root
+
+
+def again(begun: Path, root: Path) -> Store:
+    """The same, elsewhere, and the store of the second attempt."""
+    shutil.copytree(begun, root)
+    return Store(root, 2, 2, 3)
+
+
+def operations_of_a_save(begun: Path) -> int:
+    """How often the seam is called."""
     seen: list[str] = []
+    store = again(begun, begun.with_name("probe"))
     disk.seam = lambda operation, path: seen.append(operation)
-    save(store, 3)
+    save(store, STEP)
     disk.seam = None
-    assert [s for s in seen if s.startswith("before")].count("before fsync") >= 3
+    assert seen.count("before fsync") >= 5
+    assert seen.count("before unlink") >= 4
+    assert seen.count("before rmtree") == 1
     return len(seen)
 
 
-def test_killed_at_every_point_of_a_save_the_newest_durable_one_loads(tmp_path):  # type: ignore[no-untyped-def]
-    count = operations_of_a_save(tmp_path / "probe")
-    outcomes = set()
-    for point in range(count):
+def test_killed_at_every_point_of_a_save_the_newest_durable_one_loads(tmp_path, begun):  # type: ignore[no-untyped-def]
+    outcomes = []
+    for point in range(operations_of_a_save(begun)):
         root = tmp_path / str(point)
+        store = again(begun, root)
         pid = os.fork()
         if pid == 0:
-            store, _ = open_snapshots(root)
-            for step in (1, 2):
-                save(store, step)
             left = point
 
             def seam(operation: str, path: Path) -> None:
@@ -96,14 +116,18 @@ def test_killed_at_every_point_of_a_save_the_newest_durable_one_loads(tmp_path):
                 left -= 1
 
             disk.seam = seam
-            save(store, 3)
+            save(store, STEP)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-        loaded = open_snapshots(root, 2)[1]
+        last, loaded = open_snapshots(root, 3, keep=2)
         assert loaded is not None
         check(loaded, loaded.step)
-        outcomes.add(loaded.step)
-    assert outcomes == {2, 3}
+        outcomes.append(loaded.step)
+        save(last, STEP + 1)
+        save(last, STEP + 2)  # and what was to be removed is
+        assert {manifest.step_of(path) for path in root.glob("*/step-*.json")} <= {3, 4, 5, 6}
+    assert outcomes == sorted(outcomes)
+    assert set(outcomes) == {STEP - 1, STEP}
 
 
 def test_killed_at_every_point_of_a_start_the_parent_still_loads(tmp_path):  # type: ignore[no-untyped-def]
@@ -133,34 +157,59 @@ def test_killed_at_every_point_of_a_start_the_parent_still_loads(tmp_path):  # t
     assert point > 10
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
-def test_a_save_that_fails_anywhere_leaves_the_older_ones(tmp_path, code):  # type: ignore[no-untyped-def]
-    count = operations_of_a_save(tmp_path / "probe")
+CODES = [errno.ENOSPC, errno.EIO, errno.EDQUOT]
+
+
+@dataclass
+class FailAt:
+    """A seam that fails once."""
+
+    point: int
+    code: int
+
+    def __call__(self, operation: str, path: Path) -> None:
+        self.point -= 1
+        if self.point == -1:
+            raise OSError(self.code, os.strerror(self.code))
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_save_that_fails_anywhere_leaves_the_older_ones(tmp_path, begun, code):  # type: ignore[no-untyped-def]
     failed = 0
-    for point in range(count):
+    for point in range(operations_of_a_save(begun)):
         root = tmp_path / str(point)
-        store, _ = open_snapshots(root)
-        save(store, 1)
-        left = point
-
-        def seam(operation: str, path: Path) -> None:
-            nonlocal left
-            left -= 1
-            if left == -1:
-                raise OSError(code, os.strerror(code))
-
-        disk.seam = seam
+        store = again(begun, root)
+        disk.seam = FailAt(point, code)
         try:
-            save(store, 2)
+            save(store, STEP)
         except OSError as error:
             failed += error.errno == code
-            if not list(root.glob("*/step-000000000002.json")):  # the space is free again
-                assert not list(root.glob("*/step-000000000002*"))
+            if not list(root.glob(f"*/step-*{STEP}.json")):  # the space is free again
+                assert not list(root.glob(f"*/step-{STEP:012d}*"))
         disk.seam = None
-        save(store, 3)  # the next one works again
+        save(store, STEP + 1)  # the next one works again
         assert not list(root.glob("*/*.tmp"))
-        check(open_snapshots(root, 2)[1], 3)
+        assert len(list(store.directory.glob("step-*.json"))) == 2
+        check(open_snapshots(root, 3)[1], STEP + 1)
     assert failed > 5
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_start_that_fails_anywhere_leaves_what_there_was(tmp_path, begun, code):  # type: ignore[no-untyped-def]
+    point, failed, succeeded = -1, 0, False
+    while not succeeded:
+        point += 1
+        root = tmp_path / str(point)
+        again(begun, root)
+        disk.seam = seam = FailAt(point, code)
+        try:
+            check(open_snapshots(root, 3, keep=2)[1], STEP - 1)  # a link that fails is a copy
+            succeeded = seam.point >= 0
+        except OSError as error:
+            failed += error.errno == code
+        disk.seam = None
+        check(open_snapshots(root, 4, keep=2)[1], STEP - 1)
+    assert failed > 10
 
 
 @pytest.mark.parametrize("suffix", ["-0.safetensors", "-1.safetensors", "-2.safetensors", ".json"])
