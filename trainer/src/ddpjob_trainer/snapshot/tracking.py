@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -213,7 +214,7 @@ class Tracker:
                 with self._changed:
                     self._copying -= 1
                     self._changed.notify_all()
-            self._tell_write(task)
+            self._with_keeper(lambda: self._tell_write(task))
         except Exception as error:
             # Whatever it is, rank 0 waits for a report. Preparing is tried again by who needs it.
             if isinstance(task, Part):
@@ -237,12 +238,19 @@ class Tracker:
                 self._keeper.tell({"do": "retain"})  # what the start of this incarnation freed
         return self._keeper
 
+    def _with_keeper(self, tell: Callable[[], None]) -> None:
+        """Tell the keeper something, a new one if it has died meanwhile. Raises OSError."""
+        try:
+            tell()
+        except ConnectionError:
+            self._lost_keeper()
+            tell()
+
     def _tell_write(self, part: Part) -> None:
         keeper, buffer = self._keeper_process(), part.buffer
         if self._known.get(buffer.number) is not buffer:
             keeper.tell({"do": "buffer", "buffer": buffer.number, "bytes": buffer.size}, buffer.fd)
             self._known[buffer.number] = buffer
-        self._told[part.step] = part
         keeper.tell(
             {
                 "do": "write",
@@ -252,6 +260,7 @@ class Tracker:
                 "bytes": part.bytes,
             }
         )
+        self._told[part.step] = part
 
     def _hear(self) -> None:
         """Take in the keeper's answers."""
@@ -276,9 +285,9 @@ class Tracker:
 
     def _lost_keeper(self) -> None:
         """Give up what it had to do; the next snapshot gets a new one."""
-        assert self._keeper is not None
         keeper, self._keeper = self._keeper, None
-        keeper.end()
+        if keeper is not None:
+            keeper.end()
         text = "its writer process ended"
         for part in list(self._told.values()):
             self._written(part, Report(self._rank, text=text))
@@ -306,8 +315,9 @@ class Tracker:
             failures = [f"{_of(r.rank)}{r.text}" for r in reports if r.text]
             try:
                 if not failures:
+                    content = snapshot.assemble(reports).encode()
+                    self._with_keeper(partial(self._tell_commit, snapshot.step, content))
                     snapshot.asked = True
-                    self._tell_commit(snapshot, reports)
             except Exception as error:  # a manifest that nobody could read, for one
                 failures = [_why(error)]
             if failures:
@@ -315,12 +325,11 @@ class Tracker:
                 with contextlib.suppress(OSError):
                     self._keeper_process().tell({"do": "discard", "step": snapshot.step})
 
-    def _tell_commit(self, snapshot: _Snapshot, reports: Sequence[Report]) -> None:
-        content = snapshot.assemble(reports).encode()
+    def _tell_commit(self, step: int, content: bytes) -> None:
         fd = shared_file()
         try:
             os.pwrite(fd, content, 0)
-            self._keeper_process().tell({"do": "commit", "step": snapshot.step}, fd)
+            self._keeper_process().tell({"do": "commit", "step": step}, fd)
         finally:
             os.close(fd)
 
