@@ -111,7 +111,7 @@ def spared(launcher: int, workers: list[int]) -> set[int]:
 def test_sigterm_during_a_restart_ends_it_at_once(script, tmp_path):  # type: ignore[no-untyped-def]
     report = tmp_path / "report"
     program = script(
-        "if os.environ['DDPJOB_ROUND'] == '0': sys.exit(rank)\n"
+        "if os.environ['DDPJOB_ROUND'] == '0': sys.exit(rank == 1)\n"
         "print('round 1', flush=True)\ntime.sleep(600)"
     )
     with launched(
@@ -199,11 +199,13 @@ def test_an_unmodified_torch_script_goes_on_from_its_own_checkpoint(script, tmp_
 
 def test_across_launchers_a_killed_worker_comes_back_in_place(training, undisturbed):  # type: ignore[no-untyped-def]
     """Also one that dies when all others have ended well."""
-    training.hold("1-0-step-9", "1-1-end")
+    training.hold("1-0-step-9", "1-1-end-2")
     training.attempt(1, *COLD)
     kill(training.at("1-0-step-9")[1])
-    ends = training.at("1-1-end")
-    kill(ends[2])
+    (last,) = training.at("1-1-end", ranks=[2])
+    others = [launcher.pid for launcher in training.launchers[:2]]
+    training.until(lambda: not any(map(children, others)), "the others have ended")
+    kill(last)
     assert training.codes() == [0, 0, 0], training.errors
     assert training.outcome() == undisturbed
     rounds = [(one["round"], one["replica"], one["rank"]) for one in training.report()["rounds"]]
