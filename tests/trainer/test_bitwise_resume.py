@@ -101,7 +101,7 @@ class Training:
                 self._maybe_die(rank, step.index, "before backward")
                 step.backward(loss)
             if self.level == "resume":  # without the warm-up the buckets are not final yet
-                assert exact.bucket_count(wrapped) > 1
+                assert len(exact.buckets(wrapped)) > 1
             if self.at is not None:
                 self.at(run, step.index)
             self._maybe_die(rank, step.index, "before commit")

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
-from ddpjob_trainer import progress
+from ddpjob_trainer import progress, snapshotting
 from ddpjob_trainer.snapshot import loading, manifest, tracking
 from ddpjob_trainer.snapshot.format import unflatten
 from support.snapshots import await_snapshot
@@ -340,6 +340,34 @@ def test_who_leaves_the_loop_may_change_the_weights_at_once(gang, tmp_path):  # 
         assert torch.equal(saved, expected)
 
     assert gang.run(program, world=1) == {0: 0}, gang.log(0)
+
+
+def test_an_error_does_not_wait_for_a_disk(gang, tmp_path, wait_until):  # type: ignore[no-untyped-def]
+    """The others cannot know of it before this process has ended."""
+    stopped = tmp_path / "stopped"
+
+    def program(rank: int) -> None:
+        snapshotting.END_SECONDS = 600.0  # what it would wait without an error
+        run = ddp.start(
+            total_steps=6, global_batch=6, snapshot_dir=tmp_path / "s", snapshot_every=2
+        )
+        wrapped = prepared(run)
+        snapshots = run._process.snapshots
+        for step in run.steps(DATA):
+            for (x,) in step.batches:
+                step.backward(wrapped(x).sum())
+            step.commit()
+            if step.index == 1:
+                wait_until(lambda: snapshots._tracker._keeper, "the keeper runs")
+                stopped.write_text(str(snapshots._tracker._keeper.pid))
+                os.kill(int(stopped.read_text()), signal.SIGSTOP)
+                raise KeyError("bug")
+
+    try:
+        assert gang.run(program, world=1) == {0: 1}, gang.log(0)
+    finally:
+        os.kill(int(stopped.read_text()), signal.SIGKILL)
+    assert "KeyError: 'bug'" in gang.log(0)
 
 
 def test_the_users_own_lost_connection_is_no_lost_peer(gang):  # type: ignore[no-untyped-def]

@@ -100,7 +100,7 @@ class Training:
                 step.backward(loss)
                 values.append(loss.item().hex())
             if run.options.level == "resume":
-                assert exact.bucket_count(wrapped) > 1
+                assert len(exact.buckets(wrapped)) > 1
             step.commit()
             losses.write(f"{step.index} {' '.join(values)}\n")
         if "compile" in self.prepare:

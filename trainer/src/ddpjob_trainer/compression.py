@@ -82,11 +82,11 @@ class PowerSgd(Compression):
         What was left out differs from rank to rank and is gathered: as many bytes as the
         gradients, times the number of ranks.
         """
-        state = self._state
+        state, gather = self._state, self.world.gather_tensor
         name, keys, position, has_gauss, gauss = state.rng.get_state(legacy=True)
         return {
             "iter": state.iter,
-            "errors": {i: self._gather(error) for i, error in state.error_dict.items()},
+            "errors": {i: gather(error) for i, error in state.error_dict.items()},
             "p": dict(state.p_memory_dict),
             "q": dict(state.q_memory_dict),
             "rng": json.dumps([str(name), np.asarray(keys).tolist(), position, has_gauss, gauss]),
@@ -108,12 +108,6 @@ class PowerSgd(Compression):
         mine.q_memory_dict.update({i: q.to(device) for i, q in state["q"].items()})
         name, keys, position, has_gauss, gauss = json.loads(state["rng"])
         mine.rng.set_state((name, keys, position, has_gauss, gauss))
-
-    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        flat = tensor.detach().cpu()
-        parts = [torch.empty_like(flat) for _ in range(self.world.size)]
-        dist.all_gather(parts, flat, group=self.world.control)
-        return parts
 
 
 def _hook(state: Compression, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

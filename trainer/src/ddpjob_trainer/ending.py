@@ -49,6 +49,7 @@ class Ending:
         self._state = state
         self._in_loop = False
         self.signal = 0  # the one that asked us to stop, 0: none
+        self.failing = False  # an exception ends this process
         self.peers = _Peers(self)
         self._hook = sys.excepthook
         self.watch_exceptions()
@@ -138,6 +139,7 @@ class Ending:
         self._hook(kind, error, trace)
         if issubclass(kind, KeyboardInterrupt):
             leave(128 + signal.SIGINT)
+        self.failing = True
         atexit._run_exitfuncs()
         leave(exit_code_of(error))
 

@@ -75,18 +75,16 @@ def warm_up(model: DistributedDataParallel, loss: torch.Tensor) -> None:
         parameter.grad = gradient
 
 
-def bucket_layout(model: DistributedDataParallel) -> str:
-    """Hash which parameters lie in which bucket, in which order: equal layouts, equal bits."""
+def buckets(model: DistributedDataParallel) -> list[list[str]]:
+    """Names of the parameters whose gradients travel together, in their order."""
     names = {parameter: name for name, parameter in model.module.named_parameters()}
     reducer: Any = model.reducer
-    layout = [
+    return [
         [names[parameter] for parameter in bucket.parameters()]
         for bucket in reducer._get_zeros_like_grad_buckets()
     ]
-    return hashlib.sha256(json.dumps(layout).encode()).hexdigest()[:16]
 
 
-def bucket_count(model: DistributedDataParallel) -> int:
-    """How many buckets the gradients travel in."""
-    reducer: Any = model.reducer
-    return len(reducer._get_zeros_like_grad_buckets())
+def bucket_layout(model: DistributedDataParallel) -> str:
+    """Hash which parameters lie in which bucket, in which order: equal layouts, equal bits."""
+    return hashlib.sha256(json.dumps(buckets(model)).encode()).hexdigest()[:16]

@@ -235,7 +235,7 @@ class Run:
     def _close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._process.snapshots.close()
+            self._process.snapshots.close(failing=self._process.ending.failing)
             self._process.progress.close()
             leave_group()
 

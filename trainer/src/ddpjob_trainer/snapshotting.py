@@ -23,6 +23,7 @@ from ddpjob_trainer.progress import Progress
 from ddpjob_trainer.restoring import Opened, open_together
 from ddpjob_trainer.snapshot.board import Board
 from ddpjob_trainer.snapshot.format import DTYPES, UnstorableError
+from ddpjob_trainer.snapshot.keeping import END_SECONDS
 from ddpjob_trainer.snapshot.saving import Captured, Image, Shares, assembler, lay_out, measure
 from ddpjob_trainer.snapshot.staging import Buffer, Copy, mark
 from ddpjob_trainer.snapshot.tracking import Assemble, Part, Place, Tracker
@@ -31,6 +32,7 @@ from ddpjob_trainer.state import TrainingState
 from ddpjob_trainer.world import World, say
 
 Config = Mapping[str, Any]
+_FAILING_SECONDS = 0.5
 _SLACK_BYTES = 64 << 10  # numbers in a header get longer
 
 
@@ -297,10 +299,14 @@ class Snapshots:
             f" is {newest}",
         )
 
-    def close(self) -> None:
-        """End the keeper; a snapshot that is not durable yet is given up."""
+    def close(self, *, failing: bool = False) -> None:
+        """End the keeper; a snapshot that is not durable yet is given up.
+
+        ``failing``: the others learn that this process fails only when it has ended. No longer
+        than a commit under way takes is waited then.
+        """
         if self._tracker is not None:
-            self._tracker.close()
+            self._tracker.close(_FAILING_SECONDS if failing else END_SECONDS)
             self._tracker = None
         if self._hook is not None:
             self._hook.remove()

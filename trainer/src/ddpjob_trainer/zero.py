@@ -11,7 +11,6 @@ import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ddpjob_trainer.snapshot.format import DTYPES, TORCH_DTYPES, Flat, flatten, unflatten
 from ddpjob_trainer.state import lay_out_like_parameters
@@ -67,10 +66,9 @@ class ZeroState:
         return states
 
     def _broadcast(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        flat = tensor.detach().cpu().contiguous()
-        if self._world.size > 1 and flat.numel():
-            dist.broadcast(flat.view(-1).view(torch.uint8), rank, group=self._world.control)
-        return flat
+        plain = tensor.detach().cpu().contiguous()
+        self._world.broadcast_tensor(plain, rank)
+        return plain
 
 
 def _empty(head: bytes) -> Flat:

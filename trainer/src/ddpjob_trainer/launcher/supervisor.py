@@ -60,6 +60,7 @@ _ANSWER_SECONDS = 10.0
 #: Workers that have succeeded can be needed again, by a round; not for ever.
 _SUCCESS_SECONDS = 60.0
 _DRAIN_SECONDS = 1.0
+_UNKILLABLE_SECONDS = 10.0
 
 
 class _Phase(Enum):
@@ -361,11 +362,15 @@ class Supervisor:
         return bool(ended.signal or ended.end is not None or ended.lost)
 
     def _leave_nobody(self) -> None:
-        """Kill and reap every descendant: each one's children come to us when it dies."""
-        while True:
-            left = workers.children()
-            if not left:
-                break
+        """Kill and reap every descendant: each one's children come to us when it dies.
+
+        One that waits for a disk that does not answer cannot die; we need not wait with it.
+        """
+        until = time.monotonic() + _UNKILLABLE_SECONDS
+        while left := workers.children():
+            if time.monotonic() > until:
+                say(f"killed, but not gone, and left behind: {', '.join(map(str, left))}")
+                return
             for pid in left:
                 workers.send(pid, signal.SIGKILL)
             now = time.monotonic()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _MAX_MESSAGE = 1 << 14
-_END_SECONDS = 5.0
+END_SECONDS = 5.0
 #: Isolated, and without the site's packages: nothing of the user's can be imported, and it
 #: starts in the time of a bare interpreter.
 _BOOT = (
@@ -73,8 +73,8 @@ class KeeperProcess:
                 return found or None  # the end is seen again next time
             found.append(json.loads(data))
 
-    def end(self) -> None:
-        """Let it finish the operation it is in, and end."""
+    def end(self, seconds: float = END_SECONDS) -> None:
+        """Let it finish the operation it is in, and end; wait so long for it."""
         self.channel.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_SECONDS)
+            self._process.wait(seconds)

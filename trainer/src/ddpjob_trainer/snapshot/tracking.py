@@ -21,7 +21,7 @@ import torch
 
 from ddpjob_trainer.errors import PeerLostError
 from ddpjob_trainer.snapshot.board import Board, Report
-from ddpjob_trainer.snapshot.keeping import KeeperProcess
+from ddpjob_trainer.snapshot.keeping import END_SECONDS, KeeperProcess
 from ddpjob_trainer.snapshot.manifest import Manifest
 from ddpjob_trainer.snapshot.staging import Buffer, Copy, Pool, copy_later, shared_file
 from ddpjob_trainer.world import say
@@ -151,13 +151,13 @@ class Tracker:
         """Whether the thread has given up: nothing can be saved any more with this one."""
         return bool(self._broken)
 
-    def close(self) -> None:
-        """End thread and keeper; what is not yet written is given up."""
+    def close(self, seconds: float = END_SECONDS) -> None:
+        """End thread and keeper, each within so many seconds; what is not yet written is lost."""
         self._closing = True
         os.eventfd_write(self._wake, 1)
-        self._thread.join(5)
+        self._thread.join(seconds)
         if self._keeper is not None:
-            self._keeper.end()
+            self._keeper.end(seconds)
 
     # --- The thread ----------------------------------------------------------------------
 
