@@ -311,6 +311,46 @@ def test_any_error_of_a_rank_beside_training_fails_the_save_alone(  # type: igno
     check(open_snapshots(tmp_path, 2)[1], 3)
 
 
+def test_a_keeper_that_died_while_idle_costs_no_snapshot(tmp_path, open_ranks):  # type: ignore[no-untyped-def]
+    ranks = open_ranks(tmp_path)
+    assert ranks.save(1) == ""
+    keeper = ranks.trackers[0]._keeper
+    keeper.answers = list  # its end is noticed only when it is told to write
+    os.kill(keeper.pid, signal.SIGKILL)
+    keeper._process.wait()
+    assert ranks.save(2) == ""
+    check(open_snapshots(tmp_path, 2)[1], 2)
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_what_is_closed_holds_nothing(tmp_path, open_ranks):  # type: ignore[no-untyped-def]
+    before = descriptors()
+    ranks = Ranks(tmp_path)
+    assert ranks.save(1) == ""
+    assert descriptors() > before
+    ranks.close()
+    assert descriptors() == before
+
+
+def test_a_rank_that_ends_does_not_wait_for_its_keepers_disk(  # type: ignore[no-untyped-def]
+    saving, orders, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(keeping, "_END_SECONDS", 1e6)
+    go = tmp_path / "go"
+    orders.give(1, 5, f"while not os.path.exists({str(go)!r}): time.sleep(0.005)")  # in fsync, say
+    saving.begin(2)
+    wait_for(lambda: not orders.path.exists())
+    keeper = saving.trackers[1]._keeper
+    saving.trackers.pop(1).close()
+    assert keeper._process.poll() is None
+    go.touch()
+    keeper._process.wait(30)
+    assert not list(saving.directory.glob("step-*2-*-1.safetensors"))
+
+
 def test_a_snapshot_too_large_to_be_read_again_is_a_failed_one(  # type: ignore[no-untyped-def]
     tmp_path, open_ranks, monkeypatch
 ):

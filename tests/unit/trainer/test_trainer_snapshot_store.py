@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from ddpjob_trainer.errors import PeerLostError
 from ddpjob_trainer.snapshot import disk, lineage, loading, manifest
 from ddpjob_trainer.snapshot.format import flatten, unflatten
+from ddpjob_trainer.snapshot.staging import Pool
 from ddpjob_trainer.snapshot.store import Loaded
 from support.snapshots import Store, open_snapshots
 
@@ -119,6 +120,8 @@ def test_killed_at_every_point_of_a_save_the_newest_durable_one_loads(tmp_path, 
             save(store, STEP)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        for path in root.glob("*/step-*.json"):  # a manifest goes before its data
+            manifest.verify(path.parent, manifest.read(path))
         last, loaded = open_snapshots(root, 3, keep=2)
         assert loaded is not None
         check(loaded, loaded.step)
@@ -244,6 +247,18 @@ def _load_only(directory: Path) -> list[int]:
             continue
         good.append(found.step)
     return good
+
+
+def test_a_state_that_grows_a_little_each_time_does_not_get_new_memory_each_time():  # type: ignore[no-untyped-def]
+    pool = Pool(torch.device("cpu"))
+    pool.prepare(1 << 20)
+    seen = {}
+    for turn in range(20):
+        buffer = pool.take((1 << 20) + turn * 8192)
+        seen[id(buffer.memory)] = buffer.memory
+        buffer.busy = False
+    pool.close()
+    assert len(seen) <= 5
 
 
 def test_an_invalid_snapshot_is_put_aside_and_the_older_taken(tmp_path, capsys):  # type: ignore[no-untyped-def]

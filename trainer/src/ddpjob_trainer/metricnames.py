@@ -49,7 +49,7 @@ WORKER: Final = (
         "phase_seconds",
         "counter",
         "Time spent, by what was done: data, forward, backward, update, body, agreement,"
-        " snapshot (training stands still for it), evaluation.",
+        " snapshot (laid out and copied while training stands still), evaluation.",
         ("rank", "activity"),
     ),
     Spec("snapshot_step", "gauge", "Step of the newest committed snapshot."),
@@ -61,10 +61,10 @@ WORKER: Final = (
     Spec(
         "snapshot_seconds",
         "histogram",
-        "From the start of a snapshot until this rank's part of it was durable.",
+        "Rank 0: from the end of the step until the whole snapshot was durable.",
         buckets=_SNAPSHOTS,
     ),
-    Spec("snapshot_failures", "counter", "Snapshots that could not be written."),
+    Spec("snapshot_failures", "counter", "Rank 0: snapshots that could not be made or written."),
     Spec("snapshots_skipped", "counter", "Snapshots left out: the one before was not done."),
     Spec(
         "recovery_seconds",

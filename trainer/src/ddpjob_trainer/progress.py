@@ -168,7 +168,7 @@ class Progress:
             self._event("snapshot", step=step)
 
     def save_took(self, seconds: float) -> None:
-        """This rank's part of a snapshot is durable, so long after it was begun."""
+        """Rank 0: a snapshot is durable, so long after it was begun."""
         self._metrics.observe("snapshot_seconds", seconds)
 
     def save_failed(self) -> None:

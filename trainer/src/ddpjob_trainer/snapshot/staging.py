@@ -20,6 +20,7 @@ import torch
 Mode = Literal["auto", "inline", "thread"]
 MODES: tuple[Mode, ...] = ("auto", "inline", "thread")
 _PAGE = mmap.PAGESIZE
+_SLACK = 16
 
 Copy = tuple[int, torch.Tensor]  # where in the buffer, what
 
@@ -115,6 +116,14 @@ class Pool:
         """Whether take() would find one."""
         return not all(buffer is not None and buffer.busy for buffer in self._buffers)
 
+    def close(self) -> None:
+        """Give all memory back. Nobody may use a buffer any more."""
+        with self._lock:
+            for buffer in self._buffers:
+                if buffer is not None:
+                    buffer.release(self._device)
+            self._buffers = []
+
     def _fit(self, number: int, size: int) -> Buffer | None:
         buffer = self._buffers[number]
         if buffer is not None and buffer.busy:
@@ -123,6 +132,7 @@ class Pool:
             if buffer is not None:
                 self._buffers[number] = None
                 buffer.release(self._device)
+                size += size // _SLACK  # what has grown may grow again
             buffer = self._buffers[number] = Buffer.allocate(number, size, self._device)
         return buffer
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ddpjob_trainer.snapshot import lineage, loading, manifest
+from ddpjob_trainer.snapshot import disk, lineage, loading, manifest
 from ddpjob_trainer.snapshot.format import unflatten
 from ddpjob_trainer.snapshot.manifest import InvalidSnapshotError, Manifest
 
@@ -88,7 +88,7 @@ def export(root: Path, out: Path, *, step: int | None, format_: str) -> int:
             save_file(model, temporary, metadata={**about, "config": json.dumps(content.config)})
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        temporary.replace(out)
+        disk.publish(temporary, out)
     finally:
         temporary.unlink(missing_ok=True)
     if extra and format_ != "torch":

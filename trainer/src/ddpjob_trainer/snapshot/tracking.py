@@ -152,12 +152,18 @@ class Tracker:
         return bool(self._broken)
 
     def close(self, seconds: float = END_SECONDS) -> None:
-        """End thread and keeper, each within so many seconds; what is not yet written is lost."""
+        """End thread and keeper, each within so many seconds; what is not yet written is lost.
+
+        For the last call: it frees all that both used.
+        """
         self._closing = True
         os.eventfd_write(self._wake, 1)
         self._thread.join(seconds)
         if self._keeper is not None:
             self._keeper.end(seconds)
+        if not self._thread.is_alive():  # else it is in the midst of a copy
+            self.pool.close()
+            os.close(self._wake)
 
     # --- The thread ----------------------------------------------------------------------
 
