@@ -335,23 +335,6 @@ def test_what_is_closed_holds_nothing(tmp_path, open_ranks):  # type: ignore[no-
     assert descriptors() == before
 
 
-def test_a_rank_that_ends_does_not_wait_for_its_keepers_disk(  # type: ignore[no-untyped-def]
-    saving, orders, tmp_path, monkeypatch
-):
-    go = tmp_path / "go"
-    orders.give(1, 5, f"while not os.path.exists({str(go)!r}): time.sleep(0.005)")  # in fsync, say
-    saving.begin(2)
-    wait_for(lambda: not orders.path.exists())
-    keeper = saving.trackers[1]._keeper
-    with monkeypatch.context() as patch:
-        patch.setattr(keeper._process, "wait", lambda *_: pytest.fail("it waited"))
-        saving.trackers.pop(1).close()
-    assert keeper._process.poll() is None
-    go.touch()
-    keeper._process.wait(30)
-    assert not list(saving.directory.glob("step-*2-*-1.safetensors"))
-
-
 def test_a_snapshot_too_large_to_be_read_again_is_a_failed_one(  # type: ignore[no-untyped-def]
     tmp_path, open_ranks, monkeypatch
 ):
