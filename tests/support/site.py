@@ -25,13 +25,18 @@ from support.cluster import ROOT, Cluster, wait_for
 IMAGES = ("ddpjob/operator:0.1.0", "ddpjob/trainer:0.1.0")
 SYSTEM = "ddpjob-system"
 CLAIM = "snapshots"
-#: Sends a signal to the oldest child of PID 1, as soon as there is one. The launcher has started
-#: it first; a younger one is a spare.
+#: Sends a signal to the child of PID 1 that has a rank's record in memory, as soon as there is one.
+#: Other children are spares and their fork server; without these the oldest is the one, at once.
 SIGNAL_TRAINING = r"""
-for i in $(seq 200); do
-  pids=$(grep -l '^PPid:[[:space:]]*1$' /proc/[0-9]*/status 2>/dev/null | cut -d/ -f3)
-  oldest=$(echo "$pids" | sort -n | head -n 1)
-  [ -n "$oldest" ] && kill -SIGNAL $oldest && exit 0
+for i in $(seq 400); do
+  children=$(grep -l '^PPid:[[:space:]]*1$' /proc/[0-9]*/status 2>/dev/null | cut -d/ -f3 | sort -n)
+  spares=
+  for child in $children; do
+    grep -q '/rank-[0-9]*[.]state' /proc/$child/maps 2>/dev/null && kill -SIGNAL $child && exit 0
+    grep -q 'ddpjob_trainer[.]spare' /proc/$child/cmdline 2>/dev/null && spares=yes
+  done
+  oldest=$(echo "$children" | head -n 1)
+  [ -z "$spares" ] && [ -n "$oldest" ] && kill -SIGNAL $oldest && exit 0
   sleep 0.05
 done
 echo no training process >&2
