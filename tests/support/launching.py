@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,18 @@ RUN = (sys.executable, "-m", "ddpjob_trainer", "run")
 #: A failure ends the run, as in a pod whose job has restart in place switched off.
 NO_ROUNDS = ("--max-rounds-without-progress", "0")
 SOURCES = Path(__file__).parents[2] / "trainer/src"
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on, each another one: all are held until all are known."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
 
 
 def launch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from support.launching import SOURCES, launch
+from support.launching import SOURCES, free_ports, launch
 
 STEPS = 16
 EVERY = 4  # steps between snapshots
@@ -81,17 +81,6 @@ run.finish()
 (directory / f"result-{{rank}}").write_text(result)
 come_to("end")
 """
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 @dataclass

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 
 import pytest
 
-from support.launching import launch, run
+from support.launching import free_ports, launch, run
 
 WORKER = """
 import ctypes
@@ -147,7 +146,7 @@ writer.mark("backward")
 waits_for_its_peers()
 """
     )
-    ports = [free_port() for _ in range(2)]
+    ports = free_ports(2)
     gang = {
         "DDPJOB_UID": "u", "DDPJOB_ATTEMPT": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "DDPJOB_HUB_PORT": str(ports[1]),
@@ -165,9 +164,3 @@ waits_for_its_peers()
     assert [(one["rank"], one["kind"]) for one in found["rounds"]] == [(1, "hang")]
     assert "no sign of life" not in errors[0]
     assert json.loads((tmp_path / "report-0").read_bytes())["kind"] == "peerLost"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support.launching import NO_ROUNDS, SOURCES, launch, run
+from support.launching import NO_ROUNDS, SOURCES, free_ports, launch, run
 
 
 def alive(pid: int) -> bool:
@@ -239,11 +239,7 @@ print("ready", flush=True)
 time.sleep(600)
 """
     )
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     process = launch("--nproc", "2", "--metrics-port", str(port), program)
 
     def get(path: str) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 import urllib.request
 from pathlib import Path
 
 from ddpjob_trainer import metricnames
 from ddpjob_trainer.events import read_events, read_losses
-from support.launching import launch
+from support.launching import free_ports, launch
 
 SCRIPT = """
 import torch
@@ -58,9 +57,7 @@ def samples(text: str) -> dict[str, float]:
 
 
 def test_over_rounds(script, tmp_path, wait_until):  # type: ignore[no-untyped-def]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     events, directory = tmp_path / "events.jsonl", str(tmp_path)
     process = launch(
         "--nproc", "3", "--metrics-port", str(port), "--events", str(events),

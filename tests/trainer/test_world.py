@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
+from support.launching import free_ports
 
 DATA = TensorDataset(torch.ones(24, 4))
 
@@ -44,9 +45,7 @@ def port_of(sock: socket.socket) -> int:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return port_of(probe)
+    return free_ports(1)[0]
 
 
 def program(rank: int) -> None:
