@@ -62,11 +62,15 @@ class Sign:
         """Whether it may stand still because of another rank."""
         return self.state.activity in WAITING and not self.stopped
 
+    def deadline(self, deadlines: Deadlines) -> float | None:
+        """Seconds of its phase, None where it is not watched."""
+        if self.state.phase == "done" and self.stopped:  # the others wait for it in finish()
+            return deadlines.step
+        return deadlines.of(self.state.phase)
+
     def limit(self, deadlines: Deadlines) -> float | None:
         """Seconds that it may be silent."""
-        limit = deadlines.of(self.state.phase)
-        if limit is None and self.stopped:  # after the loop: the others wait in finish()
-            return deadlines.step
+        limit = self.deadline(deadlines)
         if limit is None or not self.waiting:
             return limit
         return limit * _WAITING_FACTOR + _WAITING_SECONDS
@@ -113,13 +117,15 @@ def find(signs: Sequence[Sign], deadlines: Deadlines) -> Hang | None:
     if not suspects:
         return None
     first = min(suspects, key=_order)
+    limit = first.deadline(deadlines)
+    assert limit is not None
     return Hang(
         rank=first.state.rank,
         phase=first.state.phase,
         activity=first.state.activity,
         step=first.state.step,
         silent=first.silent,
-        limit=deadlines.of(first.state.phase) or deadlines.step,
+        limit=limit,
         stopped=first.stopped,
     )
 

@@ -75,13 +75,16 @@ def send(to: socket.socket, body: dict[str, Any], fds: list[int]) -> None:
 
 
 def receive(source: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Return a line of JSON and its descriptors; None when the other end is closed."""
-    data, fds, _, _ = socket.recv_fds(source, MAX_REQUEST, 8)
-    while data and not data.endswith(b"\n"):
-        more = source.recv(MAX_REQUEST)
-        if not more:
-            return None
-        data += more
+    """Return a line of JSON and its descriptors; None when the other end is closed or lost."""
+    try:
+        data, fds, _, _ = socket.recv_fds(source, MAX_REQUEST, 8)
+        while data and not data.endswith(b"\n"):
+            more = source.recv(MAX_REQUEST)
+            if not more:
+                return None
+            data += more
+    except OSError:
+        return None
     return (json.loads(data), list(fds)) if data else None
 
 
@@ -91,10 +94,7 @@ def receive(source: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 def _serve(control: socket.socket, launcher: int) -> socket.socket:
     """Fork a spare for every request. Returns in the spare, with the socket it is called by."""
     while True:
-        try:
-            request = receive(control)
-        except OSError:
-            request = None
+        request = receive(control)
         if request is None:
             os._exit(0)
         body, fds = request
@@ -143,10 +143,7 @@ def _wait(line: socket.socket, program: Program) -> _Script | None:
     with contextlib.suppress(BaseException):
         script = _prepare(program)
     send(line, {"ready": True}, [])
-    try:
-        request = receive(line)
-    except OSError:
-        request = None
+    request = receive(line)
     if request is None:
         os._exit(0)
     body, fds = request

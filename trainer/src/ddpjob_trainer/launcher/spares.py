@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ddpjob_trainer import spare, trace
@@ -146,13 +146,7 @@ class Spares:
     # --- The fork server -----------------------------------------------------------------
 
     def _start_server(self) -> None:
-        given = json.dumps(
-            {
-                "name": self._program.name,
-                "arguments": self._program.arguments,
-                "module": self._program.module,
-            }
-        )
+        given = json.dumps(asdict(self._program))
         mine, theirs = socket.socketpair()
         null = -1
         try:
@@ -281,9 +275,8 @@ class Spares:
         one.line.close()
 
 
-def _heard(line: socket.socket | None) -> dict[str, object] | None:
+def _heard(line: socket.socket) -> dict[str, object] | None:
     """The last line said, None when the other end is closed. Lines here are a few bytes long."""
-    assert line is not None
     with contextlib.suppress(OSError, ValueError):
         data = line.recv(4096)
         found: dict[str, object] = {}
