@@ -13,6 +13,7 @@ import os
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,11 @@ def one_run(way: str, args: Any, *, memory: bool = False, real: bool = False) ->
         process = subprocess.Popen(
             command, env=programs.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
+        limit = threading.Timer(programs.LIMIT_SECONDS, process.kill)
+        limit.start()
         found = watch_memory(process, directory) if memory else {}
         text = process.communicate()[0].decode()
+        limit.cancel()
         if process.returncode:
             raise RuntimeError(f"{way}: exit code {process.returncode}\n{text[-3000:]}")
         result = json.loads(out.read_text())

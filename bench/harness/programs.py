@@ -35,8 +35,12 @@ def launcher(nproc: int, *options: str) -> list[str]:
     return [sys.executable, "-m", "ddpjob_trainer", "run", "--nproc", str(nproc), *options]
 
 
+#: A measured run that takes longer hangs.
+LIMIT_SECONDS = 1200
+
+
 def complete(command: list[str], extra: Mapping[str, str] | None = None) -> None:
-    """Run to the end. Raises RuntimeError with the last output."""
+    """Run to the end. Raises RuntimeError with the last output, TimeoutExpired for a hang."""
     done = subprocess.run(
         command,
         env=environment(extra),
@@ -44,6 +48,7 @@ def complete(command: list[str], extra: Mapping[str, str] | None = None) -> None
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
+        timeout=LIMIT_SECONDS,
     )
     if done.returncode:
         raise RuntimeError(

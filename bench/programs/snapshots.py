@@ -85,13 +85,17 @@ class Synchronous:
 
 
 class Checkpoint:
-    """torch.distributed.checkpoint.async_save with its defaults; skipped while one is running."""
+    """torch.distributed.checkpoint.async_save; skipped while one is running.
+
+    With a group of its own: on the default one its thread's exchanges mix with those of training,
+    and with gloo both then wait for ever.
+    """
 
     def __init__(self, run: ddp.Run, state: Any, directory: Path) -> None:
         self._state, self._directory, self._world = state, directory, run._process.world
         self.skipped, self.durable = 0, []
         self._pending: Future[Any] | None = None
-        self._begun = 0.0
+        self._group = torch.distributed.new_group(backend="gloo")
 
     def warm_up(self) -> None: ...
 
@@ -104,7 +108,9 @@ class Checkpoint:
             return
         begun = time.perf_counter()
         found = dcp.async_save(
-            plain_state(self._state), checkpoint_id=str(self._directory / str(step))
+            plain_state(self._state),
+            checkpoint_id=str(self._directory / str(step)),
+            process_group=self._group,
         )
         self._pending = getattr(found, "upload_completion", found)
         self._pending.add_done_callback(lambda _: self.durable.append(time.perf_counter() - begun))
