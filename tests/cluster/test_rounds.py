@@ -30,37 +30,35 @@ def wait_rounds(site: Site, name: str, rounds: int) -> dict[str, Any]:
 
 
 def test_a_killed_process_comes_back_in_its_pod(site: Site, undisturbed: Undisturbed) -> None:
-    """Three jobs side by side: the process of rank 0, of another rank, and two at once."""
-    wanted = undisturbed(STEPS)
-    jobs = {"round-first": (0,), "round-other": (1,), "round-two": (0, 2)}
-    site.apply(*(digits(name, steps=STEPS) for name in jobs))
-    before: dict[str, dict[str, str]] = {}
-
-    def disturb_who_is_ready() -> bool | None:
-        for name in jobs.keys() - before.keys():
-            status = site.status(name)
-            if status.get("phase") == "Running" and status.get("progress", {}).get("step", 0) >= 25:
-                before[name] = uids(site, name)
-                site.kill_training(*(f"{name}-{replica}" for replica in jobs[name]))
-        return True if before.keys() == jobs.keys() else None
-
-    wait_for(disturb_who_is_ready, "every job to be half-way", 180)
-    for name, replicas in jobs.items():
-        after = site.wait_phase(name, "Succeeded")
-        restarts, failure = after["restarts"], after["lastFailure"]
-        assert (after["attempt"], restarts["total"], restarts["charged"]) == (1, 0, 0), after
-        # The second of two kills may come when the first round is over already.
-        assert restarts["inPlace"] in range(1, len(replicas) + 1), after
+    """One after the other: the process of rank 0, of another rank, and two at once."""
+    name = "round-kill"
+    site.apply(digits(name, steps=STEPS, step_seconds=0.2))
+    newest = rounds = 0
+    before: dict[str, str] = {}
+    for replicas in ((0,), (1,), (0, 2)):
+        newest = site.wait_running(name, 1, snapshot_after=newest)["progress"]["snapshotStep"]
+        before = before or uids(site, name)
+        site.kill_training(*(f"{name}-{replica}" for replica in replicas))
+        after = wait_rounds(site, name, rounds + 1)
+        rounds, failure = after["restarts"]["inPlace"], after["lastFailure"]
         assert failure["inPlace"] is True
         assert failure["replica"] in replicas, failure
         assert (failure["class"], failure["signal"], failure["exitCode"]) == ("User", 9, 137)
         assert failure["node"].startswith("node")
-        assert uids(site, name) == before[name]
-        assert site.result(name) == wanted
-        told = site.kubectl("describe", "ddpjob", name).stdout
-        assert "RestartedInPlace" in told
-        assert f"replica {failure['replica']} (rank {failure['rank']})" in told
-        site.delete(name)
+        told = f"replica {failure['replica']} (rank {failure['rank']})"
+        wait_for(
+            lambda told=told: told in site.kubectl("describe", "ddpjob", name).stdout or None,
+            f"an event that tells of {told}", 30,
+        )  # fmt: skip
+    after = site.wait_phase(name, "Succeeded")
+    restarts = after["restarts"]
+    assert (after["attempt"], restarts["total"], restarts["charged"]) == (1, 0, 0), after
+    # The second of two kills may come when the round of the first is over already.
+    assert restarts["inPlace"] in (3, 4), after
+    assert "RestartedInPlace" in site.kubectl("describe", "ddpjob", name).stdout
+    assert uids(site, name) == before
+    assert site.result(name) == undisturbed(STEPS)
+    site.delete(name)
 
 
 def test_a_process_that_hangs_is_ended_and_comes_back(site: Site, undisturbed: Undisturbed) -> None:

@@ -105,16 +105,20 @@ class Site:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.explain(name)}") from None
 
-    def wait_running(self, name: str, attempt: int, step: int = 0) -> dict[str, Any]:
-        """Wait until attempt N runs and has reported a step."""
+    def wait_running(
+        self, name: str, attempt: int, *, step: int = 0, snapshot_after: int = -1
+    ) -> dict[str, Any]:
+        """Wait until attempt N runs and has reported a step, and a snapshot newer than one."""
 
         def reached() -> dict[str, Any] | None:
             status = self.status(name)
             there = status.get("phase") == "Running" and status["attempt"] >= attempt
             if status.get("phase") in ("Succeeded", "Failed"):
                 raise AssertionError(f"{name} ended too early: {json.dumps(status, indent=1)}")
-            on = there and (step == 0 or status.get("progress", {}).get("step", 0) >= step)
-            return status if on else None
+            progress = status.get("progress", {})
+            on = progress.get("step", 0) >= step
+            newer = progress.get("snapshotStep", 0) > snapshot_after
+            return status if there and on and newer else None
 
         try:
             return wait_for(reached, f"{name}: attempt {attempt}, step {step}", 180)
