@@ -1,4 +1,4 @@
-"""One rank of bench/snapshot.py: steps of a given length, a snapshot every few, three ways to save.
+"""One rank of bench/snapshot.py: steps of a given length, a snapshot every few, ways to save.
 
 ``--real`` trains on the CPU; otherwise a step is a sleep, as the CPU's part of a GPU's step is,
 and an exchange between the ranks. Before the measured steps come as many without snapshots.
@@ -10,6 +10,8 @@ import argparse
 import contextlib
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -120,6 +122,55 @@ class Checkpoint:
             self._pending.result()
 
 
+class Floor:
+    """No snapshot at all: a process beside each rank writes as many bytes and syncs them.
+
+    What it stalls, the cores and the disk take from whoever saves in the background.
+    """
+
+    PROGRAM = """
+import os, sys
+block = os.urandom(1 << 24)
+for line in sys.stdin:
+    path, size = line.split()
+    with open(path, "wb") as file:
+        for at in range(0, int(size), len(block)):
+            file.write(block[: int(size) - at])
+        file.flush()
+        os.fsync(file.fileno())
+    print(flush=True)
+"""
+
+    def __init__(self, run: ddp.Run, state: Any, directory: Path) -> None:
+        self._directory, self._rank = directory, run.rank
+        self._bytes = sum(t.nbytes for t in tensors(plain_state(state))) // run._process.world.size
+        self.skipped, self.durable = 0, []
+        self._begun: list[float] = []
+
+    def warm_up(self) -> None:
+        self._writer = subprocess.Popen(
+            [sys.executable, "-c", self.PROGRAM],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self._listener = threading.Thread(target=self._listen)
+        self._listener.start()
+
+    def _listen(self) -> None:
+        for index, _ in enumerate(self._writer.stdout):
+            self.durable.append(time.perf_counter() - self._begun[index])
+
+    def before_update(self) -> None: ...
+
+    def save(self, step: int) -> None:
+        self._begun.append(time.perf_counter())
+        self._writer.stdin.write(f"{self._directory}/{step}-{self._rank} {self._bytes}\n")
+        self._writer.stdin.flush()
+
+    def finish(self) -> None:
+        self._writer.stdin.close()
+        self._listener.join()
+
+
 def plain_state(state: Any) -> dict[str, Any]:
     return {
         "model": state.module.state_dict(),
@@ -127,7 +178,7 @@ def plain_state(state: Any) -> dict[str, Any]:
     }
 
 
-WAYS: dict[str, type] = {"ours": Ours, "torch.save": Synchronous, "dcp": Checkpoint}
+WAYS: dict[str, type] = {"ours": Ours, "torch.save": Synchronous, "dcp": Checkpoint, "floor": Floor}
 CONFIG = {"seed": 0, "global_batch": 1, "samples": 1, "level": "off"}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -16,6 +17,9 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from ddpjob_trainer import failpoints
+
+#: What O_DIRECT asks of lengths, offsets and addresses, at most, on the usual disks.
+_BLOCK = 4096
 
 Seam = Callable[[str, Path], None]
 seam: Seam | None = None
@@ -32,21 +36,49 @@ def _operation(name: str, path: Path) -> Iterator[None]:
         seam(f"after {name}", path)
 
 
-def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write a file that must not exist yet, and make its content durable."""
+def write_new(
+    path: Path, chunks: Iterable[bytes | memoryview], *, past_cache: bool = False
+) -> None:
+    """Write a file that must not exist yet, and make its content durable.
+
+    ``past_cache``: where the file system can (O_DIRECT), do not go by way of the page cache.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with _operation("create", path):
         fd = os.open(path, flags, 0o644)
     try:
+        if past_cache:
+            with contextlib.suppress(OSError):  # EINVAL: this file system cannot
+                _set_direct(fd, True)
         for chunk in chunks:
             view = memoryview(chunk).cast("B")
             with _operation("write", path):
                 while view:
-                    view = view[os.write(fd, view) :]
+                    view = view[_write(fd, view) :]
         with _operation("fsync", path):
             os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _set_direct(fd: int, on: bool) -> None:
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+
+
+def _write(fd: int, view: memoryview) -> int:
+    """Write some of it. Past the page cache only whole blocks from aligned memory are taken."""
+    if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+        return os.write(fd, view)
+    whole = len(view) - len(view) % _BLOCK
+    if whole:
+        try:
+            return os.write(fd, view[:whole])
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+    _set_direct(fd, False)  # the end of the file; or it wants another alignment
+    return os.write(fd, view)
 
 
 def open_data(path: Path) -> BinaryIO:

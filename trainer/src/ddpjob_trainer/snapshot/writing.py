@@ -19,6 +19,10 @@ from ddpjob_trainer.snapshot.retention import retain
 
 #: Small enough that an abandoned write ends soon and that the checksum finds the bytes in cache.
 _PIECE = 4 << 20
+#: A part of at least so many bytes is written past the page cache: copying it there and flushing
+#: it costs the cores that train more than all else, and it would push the data set out. Smaller
+#: ones cost nothing, and a restart in place reads them back from the cache.
+_PAST_CACHE_BYTES = 16 << 20
 
 
 def data_name(step: int, nonce: str, rank: int) -> str:
@@ -58,7 +62,7 @@ class Writer:
 
         path = self.directory / name
         try:
-            disk.write_new(path, pieces())
+            disk.write_new(path, pieces(), past_cache=len(content) >= _PAST_CACHE_BYTES)
             self.check()
         except BaseException:
             with contextlib.suppress(OSError):

@@ -1,0 +1,115 @@
+"""Writing past the page cache: the same bytes, also where a file system cannot."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+
+from ddpjob_trainer.snapshot import disk, writing
+
+BLOCK = 4096
+
+
+def aligned(size: int) -> memoryview:
+    """Bytes in pages of their own, as the staging buffers are."""
+    shared = mmap.mmap(-1, max(size, 1))
+    content = memoryview(shared)[:size]
+    content[:] = os.urandom(size)
+    return content
+
+
+def is_direct(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+@pytest.fixture
+def writes(monkeypatch) -> list[tuple[bool, int]]:  # type: ignore[no-untyped-def]
+    """For each write whether it went past the cache, and its length."""
+    seen: list[tuple[bool, int]] = []
+    real = os.write
+
+    def write(fd: int, data: memoryview) -> int:
+        seen.append((is_direct(fd), len(data)))
+        return real(fd, data)
+
+    monkeypatch.setattr(os, "write", write)
+    return seen
+
+
+def refuse(monkeypatch, number: int) -> None:  # type: ignore[no-untyped-def]
+    """Every write past the cache fails."""
+    real = os.write
+
+    def write(fd: int, data: memoryview) -> int:
+        if is_direct(fd):
+            raise OSError(number, os.strerror(number))
+        return real(fd, data)
+
+    monkeypatch.setattr(os, "write", write)
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 7])
+def test_whole_blocks_go_past_the_cache_and_the_rest_through_it(tmp_path, writes, size):  # type: ignore[no-untyped-def]
+    content = aligned(size)
+    disk.write_new(tmp_path / "file", [content], past_cache=True)
+    assert (tmp_path / "file").read_bytes() == bytes(content)
+    whole = size - size % BLOCK
+    assert writes == [(True, whole)] * (whole > 0) + [(False, size % BLOCK)] * (size % BLOCK > 0)
+
+
+def test_a_short_write_goes_on_through_the_cache(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    real = os.write
+    monkeypatch.setattr(
+        os, "write", lambda fd, data: real(fd, data[:512] if is_direct(fd) else data)
+    )
+    content = aligned(4 * BLOCK)
+    disk.write_new(tmp_path / "file", [content], past_cache=True)
+    assert (tmp_path / "file").read_bytes() == bytes(content)
+
+
+def test_memory_that_is_not_aligned_is_written_all_the_same(tmp_path):  # type: ignore[no-untyped-def]
+    content = aligned(4 * BLOCK + 3)[3:]
+    disk.write_new(tmp_path / "file", [content], past_cache=True)
+    assert (tmp_path / "file").read_bytes() == bytes(content)
+
+
+def test_a_file_system_that_takes_the_flag_and_refuses_the_write(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    refuse(monkeypatch, errno.EINVAL)
+    content = aligned(2 * BLOCK)
+    disk.write_new(tmp_path / "file", [content], past_cache=True)
+    assert (tmp_path / "file").read_bytes() == bytes(content)
+
+
+def test_a_full_disk_is_told_and_not_tried_again(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    refuse(monkeypatch, errno.ENOSPC)
+    with pytest.raises(OSError, match="No space left"):
+        disk.write_new(tmp_path / "file", [aligned(2 * BLOCK)], past_cache=True)
+
+
+def test_a_file_system_that_cannot(tmp_path, monkeypatch, writes):  # type: ignore[no-untyped-def]
+    real = fcntl.fcntl
+
+    def cannot(fd: int, command: int, argument: int = 0) -> int:
+        if command == fcntl.F_SETFL and argument & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, command, argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", cannot)
+    content = aligned(2 * BLOCK)
+    disk.write_new(tmp_path / "file", [content], past_cache=True)
+    assert (tmp_path / "file").read_bytes() == bytes(content)
+    assert writes == [(False, 2 * BLOCK)]
+
+
+def test_only_large_parts_go_past_the_cache(tmp_path: Path, monkeypatch, writes):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(writing, "_PAST_CACHE_BYTES", 3 * BLOCK)
+    writer = writing.Writer(tmp_path, 1, "n", 2, lambda: None)
+    writer.directory.mkdir(parents=True)
+    for blocks in (2, 3):
+        writer.write(f"part-{blocks}", aligned(blocks * BLOCK))
+    assert writes == [(False, 2 * BLOCK), (True, 3 * BLOCK)]
