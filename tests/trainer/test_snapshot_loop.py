@@ -72,8 +72,10 @@ class Notes:
 
     def __init__(self) -> None:
         self.value: Any = 0
+        self.calls = 0
 
     def state_dict(self) -> dict[str, Any]:
+        self.calls += 1
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -99,6 +101,29 @@ def test_a_state_that_cannot_be_stored_is_a_failed_snapshot(gang, tmp_path, odd)
     assert "snapshot after step 4 failed: " in gang.log(0)
     why = "cannot store registered/notes/value: a set"
     assert [why in gang.log(rank) for rank in range(3)] == [rank == odd for rank in range(3)]
+
+
+def test_while_writers_are_behind_no_state_is_collected(gang, tmp_path):  # type: ignore[no-untyped-def]
+    """That of a ZeroRedundancyOptimizer takes all ranks a while."""
+
+    def program(rank: int) -> None:
+        run, wrapped = begin(tmp_path / "snapshots", snapshot_keep=9)
+        notes = Notes()
+        run.register("notes", notes)
+        free, calls = staging.Pool.free, []
+
+        def each(step: int) -> None:
+            staging.Pool.free = (lambda _: False) if rank == 1 and step == 3 else free
+            calls.append(notes.calls)
+
+        train(run, wrapped, each)
+        assert calls[4] == calls[3]
+        assert calls[2] > calls[1]
+        run.finish()
+
+    assert gang.run(program) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    assert list(stored(tmp_path / "snapshots")) == [2, 6]
+    assert "no snapshot after step 4: older ones are still being written" in gang.log(0)
 
 
 def test_no_memory_to_stage_it_in_is_a_failed_snapshot(gang, tmp_path):  # type: ignore[no-untyped-def]
