@@ -85,7 +85,8 @@ writer.mark({activity!r})
     assert ("--- rank 1\nno answer: it is stopped" in err) == (not shows)
     assert (f"in {what}" in err) == shows
     assert err.count("in waits_for_its_peers") == 2  # those of the others tell what they wait for
-    assert "stacks" not in found
+    assert any(line.startswith(f"stack: {what} (") for line in found["log"]) == shows
+    assert not any("waits_for_its_peers" in line for line in found["log"])
 
 
 @pytest.mark.parametrize("kind", ["after the loop", "without our library"])

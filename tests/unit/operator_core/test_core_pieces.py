@@ -100,6 +100,17 @@ def test_the_report_of_the_launcher_explains_the_failure():
     assert failure.message == "ValueError: no\na\nb\N{REPLACEMENT CHARACTER}[31m"
 
 
+def test_the_cause_and_the_end_of_a_long_log_are_shown():
+    log = [f"line {i} {'x' * 100}" for i in range(19)] + ["stack: sleep (loader.py:12)"]
+    report = {"version": 1, "kind": "hang", "code": 76, "exception": "Hang: rank 1", "log": log}
+    failure = classify.failure(pod(exited(76, message=json.dumps(report))), 1, START)
+    assert failure is not None
+    first, *rest = failure.message.splitlines()
+    assert first == "Hang: rank 1"
+    assert rest == log[-len(rest) :]
+    assert observe.MESSAGE_MAX - 120 < len(failure.message) <= observe.MESSAGE_MAX
+
+
 @pytest.mark.parametrize(
     "message",
     [

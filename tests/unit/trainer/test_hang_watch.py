@@ -157,6 +157,24 @@ def test_stacks_of_all_threads_from_outside_even_while_the_gil_is_held(tmp_path)
             process.communicate(timeout=20)
 
 
+def test_a_line_per_thread_for_the_report():
+    frames = "".join(
+        f'  File "/a b/{name}.py", line {n} in {name}\n' for n, name in enumerate("abc")
+    )
+    answer = (
+        f"Thread 0x7f01 (most recent call first):\n{frames}\n"
+        "Thread 0x7f02 (most recent call first):\n  <no Python frame>\n\n"
+        'Current thread 0x7f03 (most recent call first):\n  File "/t.py", line 9 in <module>\n'
+    )
+    assert stacks_module.brief(answer) == [
+        "stack: a (a.py:0) < b (b.py:1) < c (c.py:2)",
+        "stack: <module> (t.py:9)",
+    ]
+    assert stacks_module.brief(answer * 9)[-2:] == stacks_module.brief(answer)
+    assert len(stacks_module.brief(answer * 9)) == 8
+    assert stacks_module.brief("no answer\n") == []
+
+
 def test_who_cannot_answer_is_not_signalled(tmp_path):  # type: ignore[no-untyped-def]
     """Without a handler the signal would end the process."""
     with subprocess.Popen(["sleep", "600"], process_group=0) as process:

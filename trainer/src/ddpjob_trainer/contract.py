@@ -129,7 +129,7 @@ class TerminationReport(TypedDict, total=False):
     code: int  # exit status of that process, 128+n for signal n
     signal: int
     exception: str  # "ValueError: ...", at most a line
-    log: list[str]  # last lines of that process
+    log: list[str]  # last lines of that process; of a hang, then a line of stack per thread
     step: int  # finished steps
     loss: float
     round: int  # rounds before this one, hence restarts in place

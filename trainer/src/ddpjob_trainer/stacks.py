@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import re
 import signal
 from pathlib import Path
 from typing import IO, Final
@@ -16,6 +17,9 @@ from typing import IO, Final
 #: The last real-time signal: the others are the user's (USR1, USR2), glibc's (32, 33) or taken
 #: from the low end by libraries that need one.
 REQUEST: Final = signal.SIGRTMAX
+
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>[0-9?]+) in (?P<name>.*)$')
+_MAX_THREADS = 8
 
 _file: IO[bytes] | None = None  # faulthandler keeps the number only: it must stay open
 
@@ -62,3 +66,19 @@ def read(directory: Path, rank: int, limit: int) -> str:
             return file.read(limit).decode(errors="replace")
     except OSError:
         return ""
+
+
+def brief(answer: str) -> list[str]:
+    """Return a line per thread, innermost call first, the main thread last; at most 8 threads.
+
+    For the termination report, which has 2 KiB for everything.
+    """
+    threads: list[list[str]] = []
+    for line in answer.splitlines():
+        frame = _FRAME.match(line)
+        if line.endswith("(most recent call first):"):
+            threads.append([])
+        elif frame is not None and threads:
+            file = Path(frame["file"]).name
+            threads[-1].append(f"{frame['name']} ({file}:{frame['line']})")
+    return [f"stack: {' < '.join(thread)}" for thread in threads if thread][-_MAX_THREADS:]

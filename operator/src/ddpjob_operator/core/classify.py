@@ -236,8 +236,13 @@ def _message(pod: Pod) -> str:
     if report is None:
         return pod.trainer.message or pod.message
     said = report.exception or _KINDS.get(report.kind, "")
-    head = [said] if said else []
-    return observe.clean("\n".join([*head, *report.log][-12:]))
+    lines = [said] if said else []
+    room = observe.MESSAGE_MAX - len(said)
+    last = len(report.log)
+    while last > 0 and len(report.log[last - 1]) < room:  # the cause, then the end of the log
+        last -= 1
+        room -= len(report.log[last]) + 1
+    return observe.clean("\n".join([*lines, *report.log[last:]]))
 
 
 def _rank(pod: Pod, nproc_per_node: int) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from ddpjob_trainer import contract
@@ -141,8 +141,12 @@ class Gang:
         for pid in self._pids:
             workers.send(pid, signum)
 
-    def condemn(self, rank: int, code: int, why: str) -> None:
-        """Kill a worker that is overdue; ``code`` counts as its exit code."""
+    def condemn(self, rank: int, code: int, why: str, last_lines: Sequence[str]) -> None:
+        """Kill a worker that is overdue; ``code`` counts as its exit code.
+
+        ``last_lines`` count as the last of its output.
+        """
+        self._pump.add(rank, last_lines)
         for pid, local_rank in self._pids.items():
             if self._plan.rank(local_rank) == rank:
                 self._condemned[local_rank] = (code, why)

@@ -12,6 +12,7 @@ import selectors
 import sys
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 TAIL_LINES = 20
@@ -80,6 +81,12 @@ class OutputPump:
         with self._changed:
             worker = self._workers.get(rank)
             return list(worker.tail) if worker else []
+
+    def add(self, rank: int, lines: Sequence[str]) -> None:
+        """Append to the tail what the launcher says of a worker."""
+        with self._changed:
+            if rank in self._workers:
+                self._workers[rank].tail.extend(lines)
 
     def drain(self, timeout: float, rank: int | None = None) -> bool:
         """Wait until every pipe, or those of a rank, ended; False when a stray holds one."""

@@ -1,4 +1,5 @@
-"""Workers that hang are ended, with the exit code of a hang and their stacks in the log.
+"""Workers that hang are ended, with the exit code of a hang and their stacks in the log,
+in GET /state and, as far as there is room, in the termination report.
 
 Stacks are asked for, waited for a moment, and only then the worker is killed; the supervisor's
 loop goes on meanwhile. Who does not end within the grace period is asked as well, just before.
@@ -67,7 +68,8 @@ class Overdue:
         with contextlib.suppress(OSError):
             os.write(2, self.stacks.encode())
         if hang is not None and not gang.stopping:
-            gang.condemn(hang.rank, ExitCode.HANG, f"Hang: {hang}")
+            last_lines = request.brief(hang.rank)
+            gang.condemn(hang.rank, ExitCode.HANG, f"Hang: {hang}", last_lines)
 
     def _before_kill(self, gang: Gang, now: float) -> float:
         if gang.kill_at is None or self._why_asked or not gang.pids:

@@ -117,6 +117,12 @@ class StackRequest:
             self._settled = now + _STACKS_SETTLED_SECONDS
         return all(sizes) and now >= self._settled
 
+    def brief(self, rank: int) -> list[str]:
+        """A rank's answer, a line per thread."""
+        if rank not in self._asked:
+            return []
+        return stacks.brief(stacks.read(self._directory, rank, STATE_MAX_STACKS_BYTES))
+
     def text(self, first: int | None = None, limit: int = STATE_MAX_STACKS_BYTES) -> str:
         """Return all stacks by rank, ``first`` before the others, at most ``limit`` bytes."""
         parts = []
