@@ -68,7 +68,8 @@ def check_counts(status: dict[str, Any], losses: int, how: str) -> None:
     restarts = status["restarts"]
     assert status["attempt"] == losses + 1, status["failures"]
     assert restarts["total"] == losses, status
-    assert restarts["charged"] == (losses if how == "process" else 0), status["failures"]
+    # A newer snapshot came between the losses: the budget has healed.
+    assert restarts["charged"] == (1 if how == "process" else 0), status["failures"]
     assert restarts["inPlace"] == 0, status
 
 
