@@ -42,23 +42,24 @@ def test_any_replica_lost_in_any_way(site: Site, undisturbed: Undisturbed, how: 
     # Without restarts in place a killed process ends the attempt; a lost pod does so anyway.
     restart = WITHOUT_ROUNDS if how == "process" else {}
     site.apply(digits(name, steps=STEPS, step_seconds=0.2, restart=restart))
-    newest = 0
+    seen = newest = 0  # snapshots before and after a loss: one may have come between
     for replica in range(3):
         attempt = replica + 1
         before = site.wait_running(name, attempt, snapshot_after=newest)
         if attempt > 1:
-            assert resumed_from(site, name) >= newest
-        newest = before["progress"]["snapshotStep"]
+            assert resumed_from(site, name) >= seen
+        seen = before["progress"]["snapshotStep"]
         lose(site, f"{name}-{replica}", how)
         after = site.wait_running(name, attempt + 1)
         check_counts(after, attempt, how)
+        newest = after["progress"]["snapshotStep"]
         failure = after["lastFailure"]
         assert failure["replica"] == replica, failure
         if how == "process":
             assert failure["signal"] == 9
             assert failure["node"].startswith("node")
     check_counts(site.wait_phase(name, "Succeeded"), 3, how)
-    assert resumed_from(site, name) >= newest
+    assert resumed_from(site, name) >= seen
     assert site.result(name) == undisturbed(STEPS)
     site.delete(name)
 
