@@ -41,7 +41,7 @@ def test_any_replica_lost_in_any_way(site: Site, undisturbed: Undisturbed, how: 
     name = f"lose-{how}"
     # Without restarts in place a killed process ends the attempt; a lost pod does so anyway.
     restart = WITHOUT_ROUNDS if how == "process" else {}
-    site.apply(digits(name, steps=STEPS, step_seconds=0.2, restart=restart))
+    site.apply(digits(name, steps=STEPS, restart=restart))
     seen = newest = 0  # snapshots before and after a loss: one may have come between
     for replica in range(3):
         attempt = replica + 1
