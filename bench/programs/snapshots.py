@@ -123,21 +123,22 @@ class Checkpoint:
 
 
 class Floor:
-    """No snapshot at all: a process beside each rank writes as many bytes and syncs them.
+    """No snapshot at all: a process beside each rank writes as many bytes past the page cache.
 
     What it stalls, the cores and the disk take from whoever saves in the background.
     """
 
     PROGRAM = """
-import os, sys
-block = os.urandom(1 << 24)
+import mmap, os, sys
+block = mmap.mmap(-1, 1 << 22)
+block[:] = os.urandom(len(block))
 for line in sys.stdin:
     path, size = line.split()
-    with open(path, "wb") as file:
-        for at in range(0, int(size), len(block)):
-            file.write(block[: int(size) - at])
-        file.flush()
-        os.fsync(file.fileno())
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+    for _ in range(0, int(size), len(block)):
+        os.write(fd, block)
+    os.fsync(fd)
+    os.close(fd)
     print(flush=True)
 """
 
