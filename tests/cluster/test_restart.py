@@ -28,11 +28,13 @@ def lose(site: Site, pod: str, how: str) -> None:
 
 
 def resumed_from(site: Site, name: str) -> int:
-    """The snapshot step that rank 0 says it resumed from."""
-    log = site.kubectl("logs", f"{name}-0", check=True).stdout
-    found = re.search(r"resuming after step (\d+)", log)
-    assert found, log
-    return int(found.group(1))
+    """The snapshot step that rank 0 says it resumed from, as soon as it has."""
+
+    def said() -> re.Match[str] | None:
+        log = site.kubectl("logs", f"{name}-0").stdout
+        return re.search(r"resuming after step (\d+)", log)
+
+    return int(wait_for(said, f"{name} to resume from a snapshot", 90).group(1))
 
 
 @pytest.mark.parametrize("how", ["process", "deleted", "forced"])
@@ -42,24 +44,23 @@ def test_any_replica_lost_in_any_way(site: Site, undisturbed: Undisturbed, how: 
     # Without restarts in place a killed process ends the attempt; a lost pod does so anyway.
     restart = WITHOUT_ROUNDS if how == "process" else {}
     site.apply(digits(name, steps=STEPS, restart=restart))
-    seen = newest = 0  # snapshots before and after a loss: one may have come between
+    newest = 0
     for replica in range(3):
         attempt = replica + 1
-        before = site.wait_running(name, attempt, snapshot_after=newest)
-        if attempt > 1:
-            assert resumed_from(site, name) >= seen
-        seen = before["progress"]["snapshotStep"]
+        resumed = resumed_from(site, name) if replica else 0
+        assert resumed >= newest
+        before = site.wait_running(name, attempt, snapshot_after=resumed)
+        newest = before["progress"]["snapshotStep"]
         lose(site, f"{name}-{replica}", how)
         after = site.wait_running(name, attempt + 1)
         check_counts(after, attempt, how)
-        newest = after["progress"]["snapshotStep"]
         failure = after["lastFailure"]
         assert failure["replica"] == replica, failure
         if how == "process":
             assert failure["signal"] == 9
             assert failure["node"].startswith("node")
     check_counts(site.wait_phase(name, "Succeeded"), 3, how)
-    assert resumed_from(site, name) >= seen
+    assert resumed_from(site, name) >= newest
     assert site.result(name) == undisturbed(STEPS)
     site.delete(name)
 
