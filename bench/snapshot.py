@@ -80,6 +80,7 @@ def one_run(way: str, args: Any, *, memory: bool = False, real: bool = False) ->
             command, env=programs.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         limit = threading.Timer(programs.LIMIT_SECONDS, process.kill)
+        limit.daemon = True  # a Ctrl-C need not wait for it
         limit.start()
         found = watch_memory(process, directory) if memory else {}
         text = process.communicate()[0].decode()
