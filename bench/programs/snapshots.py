@@ -28,7 +28,24 @@ import ddpjob_trainer as ddp
 from ddpjob_trainer.world import World
 
 
-class Ours:
+class Way:
+    """One way to save, by save(step) and finish(). What it need not do it leaves out."""
+
+    skipped: int
+    durable: list[float]  # seconds
+
+    def warm_up(self) -> None: ...
+
+    def before_update(self) -> None: ...
+
+    def report(self) -> list[float]:
+        """What it adds to the exchange at the end of each step."""
+        return [0.0]
+
+    def learn(self, sums: list[float]) -> None: ...
+
+
+class Ours(Way):
     def __init__(self, run: ddp.Run, state: Any, _: Path) -> None:
         self._snapshots, self._state = run._process.snapshots, state
         self.skipped, self.durable = 0, []
@@ -46,6 +63,12 @@ class Ours:
     def before_update(self) -> None:
         self._snapshots.before_update()
 
+    def report(self) -> list[float]:
+        return self._snapshots.report()
+
+    def learn(self, sums: list[float]) -> None:
+        self._snapshots.learn(sums)
+
     def save(self, step: int) -> None:
         self._snapshots.save(step, self._state, CONFIG, last=False)
 
@@ -53,17 +76,13 @@ class Ours:
         self._snapshots.settle()
 
 
-class Synchronous:
+class Synchronous(Way):
     """torch.save of everything by rank 0, while the others wait for it in the next exchange."""
 
     def __init__(self, run: ddp.Run, state: Any, directory: Path) -> None:
         self._rank, self._state, self._directory = run.rank, state, directory
         self.skipped, self.durable = 0, []
         self._threads: list[threading.Thread] = []
-
-    def warm_up(self) -> None: ...
-
-    def before_update(self) -> None: ...
 
     def save(self, step: int) -> None:
         if self._rank != 0:
@@ -86,7 +105,7 @@ class Synchronous:
             thread.join()
 
 
-class Checkpoint:
+class Checkpoint(Way):
     """torch.distributed.checkpoint.async_save; skipped while one is running.
 
     With a group of its own: on the default one its thread's exchanges mix with those of training,
@@ -98,10 +117,6 @@ class Checkpoint:
         self.skipped, self.durable = 0, []
         self._pending: Future[Any] | None = None
         self._group = torch.distributed.new_group(backend="gloo")
-
-    def warm_up(self) -> None: ...
-
-    def before_update(self) -> None: ...
 
     def save(self, step: int) -> None:
         busy = self._pending is not None and not self._pending.done()
@@ -122,7 +137,7 @@ class Checkpoint:
             self._pending.result()
 
 
-class Floor:
+class Floor(Way):
     """No snapshot at all: a process beside each rank writes as many bytes past the page cache.
 
     What it stalls, the cores and the disk take from whoever saves in the background.
@@ -160,8 +175,6 @@ for line in sys.stdin:
         for index, _ in enumerate(self._writer.stdout):
             self.durable.append(time.perf_counter() - self._begun[index])
 
-    def before_update(self) -> None: ...
-
     def save(self, step: int) -> None:
         self._begun.append(time.perf_counter())
         self._writer.stdin.write(f"{self._directory}/{step}-{self._rank} {self._bytes}\n")
@@ -179,7 +192,12 @@ def plain_state(state: Any) -> dict[str, Any]:
     }
 
 
-WAYS: dict[str, type] = {"ours": Ours, "torch.save": Synchronous, "dcp": Checkpoint, "floor": Floor}
+WAYS: dict[str, type[Way]] = {
+    "ours": Ours,
+    "torch.save": Synchronous,
+    "dcp": Checkpoint,
+    "floor": Floor,
+}
 CONFIG = {"seed": 0, "global_batch": 1, "samples": 1, "level": "off"}
 
 
@@ -192,13 +210,15 @@ def real_step(model: torch.nn.Module, optimizer: Any, way: Any, tokens: int) -> 
     optimizer.zero_grad(set_to_none=True)
 
 
-def measure(step: Callable[[int], None], world: World, first: int, count: int) -> list[float]:
+def measure(
+    way: Way, step: Callable[[int], None], world: World, first: int, count: int
+) -> list[float]:
     """Seconds of each step, exchange included."""
     seconds = []
     for index in range(first, first + count):
         begun = time.perf_counter()
         step(index)
-        world.sum([0.0])
+        way.learn(world.sum(way.report()))
         seconds.append(time.perf_counter() - begun)
     return seconds
 
@@ -260,10 +280,10 @@ def main() -> None:
 
     announce(args.out.parent)
     way.warm_up()
-    quiet = measure(lambda _: compute(), world, 1, args.every)
+    quiet = measure(way, lambda _: compute(), world, 1, args.every)
     (args.out.parent / "saving").touch()
     begun = time.perf_counter()
-    busy = measure(saving, world, 1, args.steps)
+    busy = measure(way, saving, world, 1, args.steps)
     wall = time.perf_counter() - begun
     way.finish()
     if run.rank == 0:

@@ -97,7 +97,7 @@ def test_a_disk_that_hangs_at_the_end_is_that_ranks_fault(gang, tmp_path):  # ty
     finally:
         os.kill(int(stopped.read_text()), signal.SIGKILL)  # without a launcher nobody else does
     assert codes == {0: 75, 1: 76, 2: 75}, gang.log(1)
-    assert "in phase snapshot (snapshot) after step 5" in gang.log(1)
+    assert "in phase snapshot (snapshot) after step 6" in gang.log(1)
     assert "in wait_written" in gang.log(1)
 
 

@@ -177,14 +177,17 @@ class DdpAveraging:
         """Nothing is left to do: the last backward has waited for all buckets."""
 
     def losses(self, values: Sequence[float]) -> list[float]:
-        """One number per rank: gloo adds up in the same order every time."""
+        """One number per rank: adding zeros to it is exact, wherever it stands in a message."""
         pairs = zip(self._parts, values, strict=True)
+        slots = [0.0] * self._world.size
         # Without a sample its loss may be anything, also what times 0 is no number.
-        return [sum(part.samples * value for part, value in pairs if part.samples)]
+        total = sum(part.samples * value for part, value in pairs if part.samples)
+        slots[self._world.rank] = total / self._parts[0].of
+        return slots
 
     def mean_loss(self, summed: Sequence[float]) -> float:
-        """Divide by the samples of the step."""
-        return summed[0] / self._parts[0].of
+        """Add up in the order of the ranks."""
+        return sum(summed)
 
     def layout(self) -> str | None:
         """Which gradients travel together: known once the first backward has shown their order."""

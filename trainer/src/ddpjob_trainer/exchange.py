@@ -1,41 +1,103 @@
-"""The one small collective of every step: the losses, whether to stop, what is durable.
+"""What the ranks tell one another besides gradients: losses, whether to stop, what is durable.
 
-It starts before the optimizer's update and is waited for after the loop's body, so the network's
-latency hides behind both.
+A collective costs as much for a few numbers as for many, so short steps share one: each adds its
+numbers, and now and then all are sent. Long steps send each. It starts before the optimizer's
+update and is waited for after the loop's body, so the network's latency hides behind both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from ddpjob_trainer.world import World, peer_loss
 
+#: The steps that share an exchange shall take no longer together: a signal waits for its end.
+PATIENCE_SECONDS = 0.5
+MOST_STEPS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Over all ranks: of the numbers sent once, and of those of each step, oldest first."""
+
+    head: list[float]
+    rows: list[list[float]]
+
 
 class Exchange:
-    """Adds up a few numbers over all ranks, in the background."""
+    """Adds up numbers over all ranks, in the background. Every rank makes the same calls."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._world = world
+        self._clock = clock
+        self._since = clock()  # the last exchange
+        self._share = 1  # so many steps share one
+        self._rows: list[Sequence[float]] = []  # of steps that are not sent yet
+        self._head = 0  # how many numbers are sent once
         self._tensor = torch.empty(0)
         self._work: dist.Work | None = None
+        self.under_way = False
 
-    def start(self, values: Sequence[float]) -> None:
-        """Every rank gives equally many numbers."""
+    def add(self, row: Sequence[float]) -> None:
+        """Take in a step's numbers: equally many on every rank and at every step."""
+        self._rows.append(row)
+
+    @property
+    def due(self) -> bool:
+        """Whether the steps taken in shall wait no longer: the same on every rank."""
+        return len(self._rows) >= self._share
+
+    def start(self, head: Sequence[float]) -> None:
+        """Send what was taken in, and ``head``: equally many numbers on every rank."""
+        values = [self._proposal() if self._world.rank == 0 else 0.0, *head]
+        self._head = len(values)
+        for row in self._rows:
+            values += row
         self._tensor = torch.tensor(values, dtype=torch.float64)
+        self.under_way = True
         group = self._world.control
         if self._world.size > 1 and group is not None:
             with peer_loss():
                 # Not dist.all_reduce(), whose checks take longer than the rest of this.
                 self._work = group.allreduce([self._tensor])
 
-    def wait(self) -> list[float]:
-        """Return the sums. Raises PeerLostError."""
+    def wait(self) -> Sums:
+        """Return the sums; a second time too, until finish(). Raises PeerLostError."""
         if self._work is not None:
             with peer_loss():
                 self._work.wait()
             self._work = None
-        result: list[float] = self._tensor.tolist()
-        return result
+        values: list[float] = self._tensor.tolist()
+        rest, rows = values[self._head :], len(self._rows)
+        width = len(rest) // max(rows, 1)
+        return Sums(
+            values[1 : self._head], [rest[i * width : (i + 1) * width] for i in range(rows)]
+        )
+
+    def finish(self) -> Sums:
+        """Wait, and begin to take in anew."""
+        sums = self.wait()
+        self._share = int(self._tensor[0])
+        self._since = self._clock()
+        self._rows.clear()
+        self.under_way = False
+        return sums
+
+    def _proposal(self) -> int:
+        """How many steps the next exchange is for, by rank 0's clock.
+
+        It doubles as long as there was time enough for twice as many, and falls back to one. So
+        however step times change, an exchange is held up by no more than the one step that was
+        longer than those before it, and perhaps an equal one.
+        """
+        seconds = self._clock() - self._since
+        if seconds > PATIENCE_SECONDS:
+            return 1
+        if len(self._rows) >= self._share and seconds * 2 <= PATIENCE_SECONDS:
+            return min(self._share * 2, MOST_STEPS)
+        return self._share

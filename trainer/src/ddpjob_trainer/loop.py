@@ -80,6 +80,7 @@ class Loop:
         )
         self._peers = process.ending.peers
         self._step: Step | None = None
+        self._untold: list[Step] = []  # those whose mean loss is not known yet
         self._layout_known = False
 
     def steps(self) -> Iterator[Step]:
@@ -106,6 +107,14 @@ class Loop:
             with self._peers:
                 self._recording.ended(self._trained.state)
         self._progress.phase("done")
+
+    def left(self) -> None:
+        """All ranks have left the loop, perhaps early: tell the losses that are not told yet."""
+        if not self._untold:
+            return
+        if not self._exchange.under_way:
+            self._start_exchange()
+        self._progress.losses(self._heard()[1])
 
     def _resume(self) -> None:
         state, config = self._trained.state, self._config
@@ -188,10 +197,7 @@ class Loop:
         with self._peers:
             self._averaging.finish()
             losses = [float(loss) for loss in step.losses]
-            report = [float(self._ending.signal > 0), self._snapshots.report()]
-            counted = zip(losses, step.parts, strict=True)
-            report += self._nan.report([loss for loss, part in counted if part.samples])
-            self._exchange.start([*report, *self._averaging.losses(losses)])
+            self._tell(step, losses)
             if not self._layout_known:
                 self._compare_layout()
             self._progress.at("update")
@@ -204,13 +210,42 @@ class Loop:
         failpoints.reach("step")
         step.committed = True
 
+    def _tell(self, step: Step, losses: Sequence[float]) -> None:
+        """Start the exchange, if it is time or a snapshot may not be made without it."""
+        counted = zip(losses, step.parts, strict=True)
+        reported = self._nan.report([loss for loss, part in counted if part.samples])
+        self._exchange.add([*reported, *self._averaging.losses(losses)])
+        self._untold.append(step)
+        done = step.index + 1
+        last = done == self._options.total_steps
+        if last or self._exchange.due or self._snapshots.due(done, last=last):
+            self._start_exchange()
+
+    def _start_exchange(self) -> None:
+        self._exchange.start([float(self._ending.signal > 0), *self._snapshots.report()])
+
+    def _heard(self) -> tuple[bool, dict[int, float]]:
+        """Finish the exchange: return whether to stop, and mean losses by finished steps."""
+        sums = self._exchange.finish()
+        stop, *saved = sums.head
+        self._snapshots.learn(saved)
+        means = {}
+        for step, (bad, ranks, *losses) in zip(self._untold, sums.rows, strict=True):
+            loss = self._averaging.mean_loss(losses)
+            self._nan.after(step.index, loss, step.losses, (bad, ranks))
+            means[step.index + 1] = loss
+        self._untold.clear()
+        return stop > 0, means
+
     def _update(self, index: int, losses: list[float]) -> bool:
         updater = self._trained.updater
         updater.measure()
         # A scaler decides itself: overflows are its daily bread.
         if updater.scaler is None and not self._nan.allows(updater.optimizer, updater.grad_norm):
-            reported = self._exchange.wait()[2:4]
-            self._nan.refuse(index, self._trained.state.module, losses, reported)
+            if not self._exchange.under_way:  # all ranks are here: their gradients are equal
+                self._start_exchange()
+            reported = self._exchange.wait().rows[-1]
+            self._nan.refuse(index, self._trained.state.module, losses, reported[:2])
             updater.forget()
             return False
         return updater.update()
@@ -233,12 +268,12 @@ class Loop:
         done = self.finished_steps = step.index + 1
         self._progress.at("agreement")
         with self._peers:
-            stop, saved, *rest = self._exchange.wait()
-            loss = self._averaging.mean_loss(rest[2:])
-            self._nan.after(step.index, loss, step.losses, rest[:2])
-            self._snapshots.learn(saved)
-            self._recording.stepped(done, step.losses)  # before a snapshot can hold this step
-            last = stop > 0 or done == self._options.total_steps
+            stop, losses = self._heard() if self._exchange.under_way else (False, {})
+            # Before a snapshot can hold this step: whoever resumes after it does not tell of it.
+            self._recording.stepped(done, step.losses)
+            self._progress.stepped(done)
+            self._progress.losses(losses)
+            last = stop or done == self._options.total_steps
             due = self._snapshots.due(done, last=last)
             if self._divergence.due(done, snapshot=due):
                 self._divergence.check(done, self._trained.state.module)
@@ -246,7 +281,6 @@ class Loop:
                 self._snapshots.save(done, self._trained.state, self._config, last=last)
             else:
                 self._snapshots.prepare(self._trained.state)
-        self._progress.stepped(done, loss)
         if done == self._resumed_after + 1:
             trace.mark("step")
         self._recording.wait(done)

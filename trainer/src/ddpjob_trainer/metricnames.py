@@ -37,7 +37,11 @@ class Spec:
 #: Published by every rank.
 WORKER: Final = (
     Spec("step", "gauge", "Finished steps."),
-    Spec("loss", "gauge", "Mean loss of the last step over all ranks."),
+    Spec(
+        "loss",
+        "gauge",
+        "Mean loss over all ranks, of the newest step that told it: at most 16 short ones ago.",
+    ),
     Spec("samples_per_second", "gauge", "Samples per second of the whole gang, recent mean."),
     Spec("learning_rate", "gauge", "Learning rate of the first parameter group."),
     Spec("grad_norm", "gauge", "Norm of all gradients before clipping; only when clipped."),

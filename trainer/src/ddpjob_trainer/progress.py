@@ -50,6 +50,7 @@ class Progress:
         self._readings: Readings | None = None
         self._mark = (0, 0.0)  # step and time of the last line
         self._last = 0.0  # when the last step ended
+        self._untold: dict[int, tuple[float, float]] = {}  # when a step ended, and its seconds
         self._first = True  # no step of this process has ended yet
         self._seconds: dict[Activity, float] = dict.fromkeys(ACTIVITIES, 0.0)
         self._activity: Activity = "build"
@@ -126,34 +127,43 @@ class Progress:
         self._event("resume", step=step)
         self._board.begin(step)
 
-    def stepped(self, step: int, loss: float) -> None:
-        """A step has ended."""
-        self.at("data")
+    def stepped(self, step: int) -> None:
+        """A step has ended. Its loss may come later, see losses()."""
+        self.alive()
         now = self._since
         seconds = now - self._last
         self._last = now
         metrics = self._metrics
         metrics.observe("step_seconds", seconds)
         metrics.set("step", step)
-        metrics.set("loss", loss)
         metrics.add("samples", self._samples)
-        rate = None
-        if step % self._log_every == 0 or step == self._total:
-            rate = self._rate(step, now)
-            if self._rank == 0:
-                self._display.line(step, loss, rate, self._writer.snapshot_step)
-                self._board.add(step, {"loss": loss, "samples_per_second": rate, **self._read()})
-        elif self._rank == 0:
-            self._display.step(step, loss, self._writer.snapshot_step)
-        self._writer.update(
-            phase="step" if self._first else None, step=step, loss=loss, samples_per_second=rate
-        )
+        self._writer.update(phase="step" if self._first else None, step=step)
         if self._first:
             self._first = False
             metrics.stage("first_step", seconds)
-        self._publish(force=step == self._total)
-        if self._events is not None:
-            self._told(self._events.step(step, loss, seconds, self._global_batch / seconds))
+        self._untold[step] = (now, seconds)
+        self._publish()
+
+    def losses(self, means: Mapping[int, float]) -> None:
+        """The mean losses of steps, in their order; one that has not ended is left out."""
+        for step, loss in means.items():
+            if step not in self._untold:
+                continue
+            ended, seconds = self._untold.pop(step)
+            rate = None
+            if step % self._log_every == 0 or step == self._total:
+                rate = self._rate(step, ended)
+                if self._rank == 0:
+                    self._display.line(step, loss, rate, self._writer.snapshot_step)
+                    readings = {"loss": loss, "samples_per_second": rate, **self._read()}
+                    self._board.add(step, readings)
+            elif self._rank == 0:
+                self._display.step(step, loss, self._writer.snapshot_step)
+            if self._events is not None:
+                self._told(self._events.step(step, loss, seconds, self._global_batch / seconds))
+            self._metrics.set("loss", loss)
+            self._writer.update(loss=loss, samples_per_second=rate)
+            self._publish(force=step == self._total)
 
     def skipped_update(self) -> None:
         """An update was left out, since the gradients were not finite."""
@@ -195,7 +205,7 @@ class Progress:
         self._metrics.set("samples_per_second", rate)
         return rate
 
-    def _publish(self, *, force: bool) -> None:
+    def _publish(self, *, force: bool = False) -> None:
         metrics = self._metrics
         if not metrics.due(force=force):
             return

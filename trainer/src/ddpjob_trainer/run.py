@@ -212,6 +212,8 @@ class Run:
             with self._peers:
                 failpoints.reach("barrier")
                 # The loop may have been left before its last step.
+                if self._loop is not None:
+                    self._loop.left()
                 self._process.snapshots.settle()
                 with progress.during("agreement"):
                     self._world.barrier()

@@ -51,6 +51,7 @@ class Snapshots:
         self._place: Place | None = None
         self._unsettled = False
         self._skipping = False
+        self._free = True  # every rank has a buffer to save into
         self.newest = -1  # step of the newest snapshot
 
     def facts(self) -> dict[str, Any]:
@@ -87,7 +88,7 @@ class Snapshots:
         _compare(loaded.config, config, self._world.rank)
         # Level elastic: all ranks' generators are equal, and there may have been fewer of them.
         state.restore(loaded.flat, 0 if config["level"] == "elastic" else self._world.rank)
-        self.learn(loaded.step + 1)
+        self.learn([loaded.step + 1, 0])
         if self._world.rank == 0:
             say(0, f"resuming after step {loaded.step}")
         return loaded.step, loaded.config
@@ -111,14 +112,20 @@ class Snapshots:
             return False
         return last or step % self._settings.every_steps == 0
 
-    def report(self) -> float:
-        """For a sum over all ranks: the newest durable step plus 1 on rank 0, else 0."""
-        self._hear()
-        return self.newest + 1.0 if self._world.rank == 0 else 0.0
+    def report(self) -> list[float]:
+        """Two numbers to add up over all ranks, before each save() at least.
 
-    def learn(self, reported: float) -> None:
-        """Take in that sum: no rank claims a snapshot that is not yet durable."""
-        newest = int(reported) - 1
+        The newest durable step plus 1, by rank 0; whether this rank has no buffer to save into.
+        """
+        self._hear()
+        tracker = self._tracker
+        full = tracker is not None and not tracker.broken and not tracker.pool.free()
+        return [self.newest + 1.0 if self._world.rank == 0 else 0.0, float(full)]
+
+    def learn(self, reported: Sequence[float]) -> None:
+        """Take in the sums of report(): no rank claims a snapshot that is not yet durable."""
+        newest = int(reported[0]) - 1
+        self._free = not reported[1]
         if newest > self.newest:
             self.newest = newest
             self._progress.saved(newest)
@@ -135,14 +142,14 @@ class Snapshots:
         tracker = self._tracking()
         if last:
             tracker.wait_written()
-        free = self._sum([not tracker.pool.free()]) == [0.0]
-        if free:
+            self._free = self._sum([not tracker.pool.free()]) == [0.0]
+        if self._free:
             self._begin(step, begun, state, config, tracker)
         else:
             self._progress.save_skipped()
             if not self._skipping and self._world.rank == 0:
                 say(0, f"no snapshot after step {step}: older ones are still being written")
-        self._skipping = not free
+        self._skipping = not self._free
         failpoints.reach("snapshot")
         if last:
             self.settle()
@@ -275,7 +282,7 @@ class Snapshots:
             with self._progress.under("snapshot"):
                 self._tracker.wait_settled()
             self._progress.at("agreement")
-        self.learn(self._world.sum([self.report()])[0])
+        self.learn(self._world.sum(self.report()))
 
     def _hear(self) -> None:
         """Rank 0: what became of the snapshots begun."""
