@@ -8,14 +8,16 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ddpjob_trainer import cli, failpoints
 from ddpjob_trainer.chaos import verdict
+from ddpjob_trainer.chaos.driver import Disturbance, Made, Pace
 from ddpjob_trainer.chaos.gang import environment_of_job
 from ddpjob_trainer.chaos.kills import LAUNCHER, SIGNALS, STARTING, Kill, plan_kills
-from ddpjob_trainer.chaos.watch import Watch
+from ddpjob_trainer.chaos.watch import GATE, Watch
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.failpoints import POINTS
 
@@ -231,3 +233,19 @@ def test_kills_read_well() -> None:
     assert str(plain) == "step 4            SIGKILL rank 2"
     assert str(replace(plain, point="snapshot")).endswith("SIGKILL the writer at snapshot")
     assert str(replace(plain, victim=LAUNCHER)).endswith("SIGKILL the launcher")
+
+
+@pytest.mark.parametrize("restarting", [False, True])
+@pytest.mark.parametrize(("sent", "room"), [(signal.SIGTERM, 20), (signal.SIGKILL, 0)])
+def test_no_gang_that_was_told_to_stop_waits_at_the_gate(tmp_path, sent, room, restarting):  # type: ignore[no-untyped-def]
+    """It stops at its next exchange, with the next snapshot at last."""
+    watch = SimpleNamespace(step=30)
+    pace = Pace(total_steps=100, every=20, step_seconds=0.01, start_seconds=1.0)
+    driver = Disturbance(None, watch, tmp_path, pace, 60.0, print)  # type: ignore[arg-type]
+    kill = replace(planned()[0], step=30, signal=sent, point="", restarting=False, resumes=False)
+    following = replace(kill, step=31, restarting=restarting)
+    driver._aftermath(Made(kill, 0.0, 1, (1, 0), [], 0), following)
+    driver._limit(following)
+    gate = int.from_bytes((tmp_path / GATE).read_bytes(), "little")
+    assert gate >= watch.step + room
+    assert gate <= watch.step + room + 4

@@ -136,11 +136,13 @@ def test_tensorboard_is_written_when_it_is_installed(tmp_path, clock, monkeypatc
     module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     progress = make(tmp_path, board=Board("logs"))
-    progress.built(lambda: {"learning_rate": 0.5})
+    rates = {"learning_rate": 0.5}
+    progress.built(lambda: dict(rates))
     progress.resumed(2)
     clock.now += 2.0
     progress.stepped(3)
     progress.stepped(4)
+    rates["learning_rate"] = 0.25  # of the next step
     clock.now += 5.0
     progress.losses({3: 9.0, 4: 0.75})  # no line, no scalars after step 3
     progress.close()

@@ -94,7 +94,7 @@ class Ending:
 
     @contextlib.contextmanager
     def in_loop(self) -> Iterator[None]:
-        """While the training loop runs, a signal waits for the end of the step."""
+        """While the training loop runs, a signal waits for the step on which all ranks agree."""
         self._in_loop = True
         try:
             yield

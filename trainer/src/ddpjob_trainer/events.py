@@ -1,7 +1,7 @@
 """The event log: one JSON object per line, keyed by step, for programs to read.
 
 Rank 0 writes what happens in training, the launcher adds failures. Each line is one write to a
-file opened for appending, so a kill loses at most the line that was being written, and two
+file opened for appending, so a kill tears at most the line that was being written, and two
 writers never mix their lines. After a resume steps come again: of equal steps the last line
 holds, which read_losses() does. Never imports torch.
 """

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from ddpjob_trainer.world import World, peer_loss
 
-#: The steps that share an exchange shall take no longer together: a signal waits for its end.
+#: The steps that share an exchange shall take no longer together, as a signal waits for its end:
+#: longer only when steps have just become longer.
 PATIENCE_SECONDS = 0.5
 MOST_STEPS = 16
 
@@ -92,8 +93,7 @@ class Exchange:
         """How many steps the next exchange is for, by rank 0's clock.
 
         It doubles as long as there was time enough for twice as many, and falls back to one. So
-        however step times change, an exchange is held up by no more than the one step that was
-        longer than those before it, and perhaps an equal one.
+        what comes every few steps, an evaluation say, holds up an exchange at most once.
         """
         seconds = self._clock() - self._since
         if seconds > PATIENCE_SECONDS:

@@ -1,6 +1,6 @@
 """What happens when a loss or a gradient is NaN or infinite: stop, skip the update, or ignore it.
 
-All ranks must decide alike, before the update, and without one more message. Averaged gradients
+All ranks must decide alike, before the update, and without asking one another. Averaged gradients
 are equal on all ranks, so each may look at its own; a loss that is not finite on one rank only is
 made to show in the gradients.
 """

@@ -1,7 +1,8 @@
 """The training loop of one process: from the newest snapshot to the last step.
 
-A step is: hand out its batches, a backward for each, finish averaging, exchange a few numbers,
-update, and after the loop's body the snapshot and the question whether to stop.
+A step is: hand out its batches, a backward for each, finish averaging, exchange a few numbers (or
+leave them to a later step), update, and after the loop's body the snapshot and the question whether
+to stop.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class Loop:
         )
         self._peers = process.ending.peers
         self._step: Step | None = None
-        self._untold: list[Step] = []  # those whose mean loss is not known yet
+        #: Steps whose mean loss is not known yet: index, and this rank's losses.
+        self._untold: list[tuple[int, list[torch.Tensor]]] = []
         self._layout_known = False
 
     def steps(self) -> Iterator[Step]:
@@ -114,7 +116,7 @@ class Loop:
             return
         if not self._exchange.under_way:
             self._start_exchange()
-        self._progress.losses(self._heard()[1])
+        self._heard()
 
     def _resume(self) -> None:
         state, config = self._trained.state, self._config
@@ -131,6 +133,7 @@ class Loop:
     # --- A step, in the order of its calls ------------------------------------------------
 
     def _begin(self) -> Step:
+        self._progress.at("data")
         index = self.finished_steps
         parts = self._averaging.parts(self._order, index)
         rng.reseed(self._options.seed, index, self._averaging.outside)
@@ -215,10 +218,12 @@ class Loop:
         counted = zip(losses, step.parts, strict=True)
         reported = self._nan.report([loss for loss, part in counted if part.samples])
         self._exchange.add([*reported, *self._averaging.losses(losses)])
-        self._untold.append(step)
+        self._untold.append((step.index, step.losses))
         done = step.index + 1
         last = done == self._options.total_steps
-        if last or self._exchange.due or self._snapshots.due(done, last=last):
+        # Each step is told before a snapshot can hold it, and before a check can end the run.
+        checked = self._snapshots.due(done, last=last) or self._divergence.due(done, snapshot=last)
+        if self._exchange.due or last or checked:
             self._start_exchange()
 
     def _start_exchange(self) -> None:
@@ -227,25 +232,33 @@ class Loop:
     def _heard(self) -> tuple[bool, dict[int, float]]:
         """Finish the exchange: return whether to stop, and mean losses by finished steps."""
         sums = self._exchange.finish()
+        untold, self._untold = self._untold, []
         stop, *saved = sums.head
         self._snapshots.learn(saved)
-        means = {}
-        for step, (bad, ranks, *losses) in zip(self._untold, sums.rows, strict=True):
-            loss = self._averaging.mean_loss(losses)
-            self._nan.after(step.index, loss, step.losses, (bad, ranks))
-            means[step.index + 1] = loss
-        self._untold.clear()
+        means = self._means(untold, sums.rows)
+        self._progress.losses(means)
+        for (index, losses), row in zip(untold, sums.rows, strict=True):
+            self._nan.after(index, means[index + 1], losses, row[:2])
         return stop > 0, means
+
+    def _means(
+        self, steps: Sequence[tuple[int, Any]], rows: Sequence[Sequence[float]]
+    ) -> dict[int, float]:
+        pairs = zip(steps, rows, strict=True)
+        return {index + 1: self._averaging.mean_loss(row[2:]) for (index, _), row in pairs}
 
     def _update(self, index: int, losses: list[float]) -> bool:
         updater = self._trained.updater
         updater.measure()
         # A scaler decides itself: overflows are its daily bread.
         if updater.scaler is None and not self._nan.allows(updater.optimizer, updater.grad_norm):
-            if not self._exchange.under_way:  # all ranks are here: their gradients are equal
+            # All ranks are here, since their gradients are equal. If one was changed behind DDP's
+            # back, this waits for ever, and the hang watch ends it.
+            if not self._exchange.under_way:
                 self._start_exchange()
-            reported = self._exchange.wait().rows[-1]
-            self._nan.refuse(index, self._trained.state.module, losses, reported[:2])
+            rows = self._exchange.wait().rows
+            self._progress.losses(self._means(self._untold, rows))
+            self._nan.refuse(index, self._trained.state.module, losses, rows[-1][:2])
             updater.forget()
             return False
         return updater.update()

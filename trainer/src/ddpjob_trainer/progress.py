@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from ddpjob_trainer.display import Display
 from ddpjob_trainer.events import EventLog
@@ -18,6 +19,16 @@ from ddpjob_trainer.tensorboard import Board
 from ddpjob_trainer.world import say
 
 Readings = Callable[[], Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A step whose loss is not known yet."""
+
+    at: float  # monotonic seconds
+    seconds: float
+    logged: bool
+    readings: Mapping[str, float]
 
 
 class Progress:
@@ -50,7 +61,7 @@ class Progress:
         self._readings: Readings | None = None
         self._mark = (0, 0.0)  # step and time of the last line
         self._last = 0.0  # when the last step ended
-        self._untold: dict[int, tuple[float, float]] = {}  # when a step ended, and its seconds
+        self._untold: dict[int, _Ended] = {}
         self._first = True  # no step of this process has ended yet
         self._seconds: dict[Activity, float] = dict.fromkeys(ACTIVITIES, 0.0)
         self._activity: Activity = "build"
@@ -141,26 +152,32 @@ class Progress:
         if self._first:
             self._first = False
             metrics.stage("first_step", seconds)
-        self._untold[step] = (now, seconds)
+        logged = step % self._log_every == 0 or step == self._total
+        readings = self._read() if logged and self._rank == 0 else {}
+        self._untold[step] = _Ended(now, seconds, logged, readings)
         self._publish()
 
     def losses(self, means: Mapping[int, float]) -> None:
-        """The mean losses of steps, in their order; one that has not ended is left out."""
+        """The mean losses of steps, in their order.
+
+        One that has not ended is left out, and one that was told already.
+        """
         for step, loss in means.items():
             if step not in self._untold:
                 continue
-            ended, seconds = self._untold.pop(step)
+            ended = self._untold.pop(step)
             rate = None
-            if step % self._log_every == 0 or step == self._total:
-                rate = self._rate(step, ended)
+            if ended.logged:
+                rate = self._rate(step, ended.at)
                 if self._rank == 0:
                     self._display.line(step, loss, rate, self._writer.snapshot_step)
-                    readings = {"loss": loss, "samples_per_second": rate, **self._read()}
-                    self._board.add(step, readings)
+                    values = {"loss": loss, "samples_per_second": rate, **ended.readings}
+                    self._board.add(step, values)
             elif self._rank == 0:
                 self._display.step(step, loss, self._writer.snapshot_step)
             if self._events is not None:
-                self._told(self._events.step(step, loss, seconds, self._global_batch / seconds))
+                speed = self._global_batch / ended.seconds
+                self._told(self._events.step(step, loss, ended.seconds, speed))
             self._metrics.set("loss", loss)
             self._writer.update(loss=loss, samples_per_second=rate)
             self._publish(force=step == self._total)

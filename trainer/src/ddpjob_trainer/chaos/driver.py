@@ -75,6 +75,7 @@ class Disturbance:
     _useless: int = 0
     _events: int = 0
     _told: int = 0
+    _room: int = 0  # steps that a gang may need to come to an end
 
     def run(self, kills: list[Kill]) -> None:
         """Make all kills, then let training end. Raises ChaosError."""
@@ -135,7 +136,10 @@ class Disturbance:
             time.sleep(min(left, _LOOK_SECONDS))
 
     def _limit(self, kill: Kill) -> None:
-        """No rank goes far beyond the step of a kill before it is made."""
+        """No rank goes far beyond the step of a kill before it is made.
+
+        But one that was told to stop goes on to the next exchange: at the next snapshot at last.
+        """
         if kill.point == "barrier":
             limit = OPEN
         elif kill.point == "snapshot":
@@ -145,7 +149,7 @@ class Disturbance:
         else:
             limit = kill.step + 2
         if limit != OPEN:
-            limit = min(limit, self.pace.total_steps)
+            limit = min(max(limit, self.watch.step + self._room), self.pace.total_steps)
         open_gate(self.directory / GATE, limit)
 
     # --- Killing -------------------------------------------------------------------------
@@ -191,6 +195,7 @@ class Disturbance:
 
     def _aftermath(self, made: Made, following: Kill | None) -> None:
         """Open the gate for what comes next; wake up whom we only paused."""
+        self._room = self.pace.every + 2 if made.kill.signal == signal.SIGTERM else 0
         if following is None:
             open_gate(self.directory / GATE, OPEN)
         else:
