@@ -113,14 +113,20 @@ class Checkpoint(Way):
     """
 
     def __init__(self, run: ddp.Run, state: Any, directory: Path) -> None:
-        self._state, self._directory, self._world = state, directory, run._process.world
+        self._state, self._directory = state, directory
         self.skipped, self.durable = 0, []
         self._pending: Future[Any] | None = None
+        self._busy = False  # on any rank
         self._group = torch.distributed.new_group(backend="gloo")
 
+    def report(self) -> list[float]:
+        return [float(self._pending is not None and not self._pending.done())]
+
+    def learn(self, sums: list[float]) -> None:
+        self._busy = sums[0] > 0
+
     def save(self, step: int) -> None:
-        busy = self._pending is not None and not self._pending.done()
-        if self._world.sum([float(busy)])[0]:
+        if self._busy:
             self.skipped += 1
             return
         begun = time.perf_counter()
