@@ -21,7 +21,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from ddpjob_trainer.snapshot import keeping, lineage, loading, manifest, sealed
-from ddpjob_trainer.snapshot.board import Board
+from ddpjob_trainer.snapshot.board import Board, Report
 from ddpjob_trainer.snapshot.format import DTYPES, flatten, unflatten
 from ddpjob_trainer.snapshot.saving import Captured, Shares, assembler, lay_out
 from ddpjob_trainer.snapshot.store import Loaded
@@ -123,9 +123,9 @@ class Ranks:
             make = assembler(step, captured, shares, {}, self.place) if rank == 0 else None
             name = data_name(step, self.place.nonce, rank)
             later = image.later if late else ()
-            tracker.submit(
-                Part(step, time.perf_counter(), name, image.bytes, buffer, later, None, own, make)
-            )
+            now = time.perf_counter()
+            report = Report(rank, own=own, fingerprint=captured.fingerprint())
+            tracker.submit(Part(step, now, name, image.bytes, buffer, later, None, report, make))
 
     def settle(self) -> list[Outcome]:
         for tracker in self.trackers:

@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 import ddpjob_trainer as ddp
 from ddpjob_trainer.snapshot import loading, manifest, sealed, staging
 from ddpjob_trainer.snapshot.format import unflatten
+from ddpjob_trainer.state import weights_sha256
 from support.snapshots import await_snapshot
 
 DATA = TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(1)))
@@ -98,9 +99,39 @@ def test_a_state_that_cannot_be_stored_is_a_failed_snapshot(gang, tmp_path, odd)
 
     assert gang.run(program) == {0: 0, 1: 0, 2: 0}, gang.log(0)
     assert list(stored(tmp_path / "snapshots")) == [2, 6]
-    assert "snapshot after step 4 failed: " in gang.log(0)
-    why = "cannot store registered/notes/value: a set"
-    assert [why in gang.log(rank) for rank in range(3)] == [rank == odd for rank in range(3)]
+    why = "rank 1: " * odd + "cannot store registered/notes/value: a set"
+    assert f"snapshot after step 4 failed: {why}" in gang.log(0)
+    assert not list(tmp_path.glob("snapshots/*/step-*4-*.safetensors"))
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_what_only_one_rank_has_among_what_all_share_is_found_and_then_left_to_rank_0(  # type: ignore[no-untyped-def]
+    gang, tmp_path, odd
+):
+    """Divided between them, parts would not belong together."""
+
+    def program(rank: int) -> None:
+        run, wrapped = begin(tmp_path / "snapshots", snapshot_keep=9)
+
+        def each(step: int) -> None:
+            if rank == odd and step == 3:
+                optimizer = run._ready("the test").state.registered["optimizer"]
+                optimizer.state[next(wrapped.parameters())]["mine"] = torch.full((5,), 7.0)
+
+        train(run, wrapped, each)
+        (tmp_path / f"weights-{rank}").write_text(run.weights_sha256())
+        run.finish()
+
+    assert gang.run(program) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    found = stored(tmp_path / "snapshots")
+    assert list(found) == [2, 6]
+    why = f"rank {max(odd, 1)} holds parameters or optimizer state of other names or shapes"
+    assert f"snapshot after step 4 failed: {why}" in gang.log(0)
+    mine = found[6]["registered"]["optimizer"]["state"][0].get("mine")
+    assert (mine is not None) == (odd == 0)
+    model = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 2))
+    model.load_state_dict(found[6]["model"])
+    assert weights_sha256(model) == (tmp_path / "weights-0").read_text()
 
 
 def test_while_writers_are_behind_no_state_is_collected(gang, tmp_path):  # type: ignore[no-untyped-def]

@@ -115,3 +115,22 @@ def test_equal_paths_do_not_overwrite_each_other():  # type: ignore[no-untyped-d
     found = unflatten(flatten(value))
     assert [float(t) for t in (found["a/b"], found["a"]["b"])] == [1.0, 2.0]
     assert {key: float(t) for key, t in found["d"].items()} == {1: 3.0, "1": 4.0}
+
+
+def test_only_what_is_the_same_elements_is_stored_once():  # type: ignore[no-untyped-def]
+    whole = torch.arange(12.0).reshape(3, 4)
+    views = {
+        "whole": whole,
+        "flat": whole.view(-1),
+        "part": whole[:2],
+        "turned": whole.view(4, 3).t(),
+        "bits": whole.view(torch.int32),
+        "again": whole.view(3, 4),
+        "again flat": whole.view(12),
+    }
+    flat = flatten(views)
+    assert flat.aliases == {"again": "whole", "again flat": "flat"}
+    found = unflatten(flat)
+    for name, tensor in views.items():
+        assert torch.equal(found[name], tensor)
+        assert found[name].dtype == tensor.dtype

@@ -61,6 +61,31 @@ def test_what_is_not_in_c_order_is_copied_once_however_many_pieces_it_has(monkey
     assert torch.equal(torch.cat(found).reshape(64, 64), tensor)
 
 
+def test_a_structure_that_changes_is_divided_and_laid_out_anew():  # type: ignore[no-untyped-def]
+    def drawn(*sizes: int, own: int = 3, main: int = 0, divided: bool = True) -> object:
+        tensors = {f"w{i}": torch.arange(float(size)) for i, size in enumerate(sizes)}
+        captured = Captured(
+            Flat(None, {**tensors, "mine": torch.zeros(5)}),
+            frozenset(tensors),
+            {"rank/0/own": torch.zeros(own)},
+        )
+        shares = Shares.plan(captured, 2, main, divided=divided)
+        images = [lay_out(captured, shares, writer) for writer in range(2)]
+        return captured.fingerprint(), [
+            (image.header, [(at, t.tolist()) for at, t in (*image.now, *image.later)])
+            for image in images
+        ]
+
+    first = drawn(10, 7)
+    assert drawn(10, 7) == first
+    others = [
+        drawn(10, 8), drawn(10), drawn(10, 7, own=4), drawn(10, 7, main=8),
+        drawn(10, 7, divided=False),
+    ]  # fmt: skip
+    assert all(other != first for other in others)
+    assert drawn(10, 7) == first
+
+
 @pytest.mark.parametrize("make", MAKES)
 def test_tensors_in_another_order_than_c_train_on_as_if_nothing_had_been(make):  # type: ignore[no-untyped-def]
     first, second = images(), images()

@@ -8,7 +8,7 @@ made to show in the gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -26,6 +26,7 @@ class NanPolicy:
         self._policy = policy
         self._world = world
         self.skipped = 0  # updates, in this process
+        self._flags: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}  # see _all_finite
 
     def mark(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss; its gradient will be NaN if the loss is not finite."""
@@ -44,14 +45,25 @@ class NanPolicy:
         """Whether the averaged gradients may be applied. ``grad_norm``: of all, if it is known."""
         if self._policy == "ignore":
             return True
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [_values(p.grad) for p in parameters if p.grad is not None]
-        if grad_norm is None and gradients:
-            norms = torch._foreach_norm(gradients)
-            grad_norm = torch.stack([norm.to(torch.float32) for norm in norms]).sum()
-        if grad_norm is None or math.isfinite(grad_norm.item()):
-            return True
-        return all(map(_finite, gradients))  # squares may overflow where their roots do not
+        if grad_norm is not None and math.isfinite(grad_norm.item()):
+            return True  # it need not be otherwise: squares may overflow where their roots do not
+        return all(map(self._all_finite, _alike(gradients)))
+
+    def _all_finite(self, gradients: list[torch.Tensor]) -> bool:
+        """In one call of torch's: a step may be so short that one call per tensor would show."""
+        device = gradients[0].device
+        if device not in self._flags:
+            self._flags[device] = (torch.zeros(1, device=device), torch.ones(1, device=device))
+        found, one = self._flags[device]
+        found.zero_()
+        try:
+            # GradScaler's; multiplied by one, gradients keep their bits.
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, one)
+        except RuntimeError:  # complex, or a layout that it does not know
+            return all(map(_finite, gradients))
+        return not found.item()
 
     def refuse(
         self,
@@ -99,6 +111,14 @@ class NanPolicy:
         rank = int(total) - 1
         value = next((x for x in mine if not math.isfinite(x)), None)
         return f"the loss of rank {rank} is {'not finite' if value is None else value}"
+
+
+def _alike(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """By device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return groups.values()
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:

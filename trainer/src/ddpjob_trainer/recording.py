@@ -83,7 +83,7 @@ class Recording:
         parts: dict[str, Any] = {
             "parameters": dict(module.named_parameters(remove_duplicate=False)),
             "buffers": dict(module.named_buffers(remove_duplicate=False)),
-            "generators": json.loads(rng.capture()),
+            "generators": rng.capture(),
         }
         parts |= {f"registered {n}": obj.state_dict() for n, obj in state.registered.items()}
         self._line("end", hashes={n: flat_sha256(flatten(part)) for n, part in parts.items()})

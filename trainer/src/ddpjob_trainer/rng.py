@@ -7,9 +7,8 @@ are stored in snapshots all the same, for user code that draws between steps.
 from __future__ import annotations
 
 import base64
-import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,8 +37,8 @@ def _unpack(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
-def capture() -> bytes:
-    """Return the state of every generator of this process, as JSON."""
+def capture() -> dict[str, Any]:
+    """Return the state of every generator of this process, in what JSON can hold."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, internal, gauss_next = random.getstate()
     state: dict[str, Any] = {
@@ -49,12 +48,11 @@ def capture() -> bytes:
     }
     if torch.cuda.is_available():
         state["cuda"] = _pack(torch.cuda.get_rng_state())
-    return json.dumps(state).encode()
+    return state
 
 
-def restore(blob: bytes) -> None:
+def restore(state: Mapping[str, Any]) -> None:
     """Put back what capture() returned."""
-    state = json.loads(blob)
     torch.set_rng_state(_unpack(state["torch"]))
     name, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, gauss))
@@ -67,8 +65,8 @@ def restore(blob: bytes) -> None:
 @contextmanager
 def preserved() -> Iterator[None]:
     """Leave every generator as it was found, for evaluation."""
-    blob = capture()
+    state = capture()
     try:
         yield
     finally:
-        restore(blob)
+        restore(state)

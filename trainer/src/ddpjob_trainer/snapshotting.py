@@ -21,12 +21,12 @@ from ddpjob_trainer.environment import SnapshotSettings
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.progress import Progress
 from ddpjob_trainer.restoring import Opened, open_together
-from ddpjob_trainer.snapshot.board import Board
-from ddpjob_trainer.snapshot.format import DTYPES, UnstorableError
+from ddpjob_trainer.snapshot.board import Board, Report
+from ddpjob_trainer.snapshot.format import UnstorableError
 from ddpjob_trainer.snapshot.keeping import END_SECONDS
 from ddpjob_trainer.snapshot.saving import Captured, Image, Shares, assembler, lay_out, measure
 from ddpjob_trainer.snapshot.staging import Buffer, Copy, mark
-from ddpjob_trainer.snapshot.tracking import Assemble, Part, Place, Tracker
+from ddpjob_trainer.snapshot.tracking import Part, Place, Tracker
 from ddpjob_trainer.snapshot.writing import data_name
 from ddpjob_trainer.state import TrainingState
 from ddpjob_trainer.world import World, say
@@ -49,9 +49,13 @@ class Snapshots:
         self._tracker: Tracker | None = None
         self._hook: RemovableHandle | None = None
         self._place: Place | None = None
+        self._writer: int | None = None  # this rank's number among those that write
         self._unsettled = False
         self._skipping = False
         self._free = True  # every rank has a buffer to save into
+        self._facts = (0, 0)  # of what this rank captured last: fingerprint(), main_bytes()
+        self._divided = True  # every rank writes its share; else rank 0 writes everything
+        self._main_bytes = 0
         self.newest = -1  # step of the newest snapshot
 
     def facts(self) -> dict[str, Any]:
@@ -88,7 +92,7 @@ class Snapshots:
         _compare(loaded.config, config, self._world.rank)
         # Level elastic: all ranks' generators are equal, and there may have been fewer of them.
         state.restore(loaded.flat, 0 if config["level"] == "elastic" else self._world.rank)
-        self.learn([loaded.step + 1, 0])
+        self._durable(loaded.step)
         if self._world.rank == 0:
             say(0, f"resuming after step {loaded.step}")
         return loaded.step, loaded.config
@@ -103,6 +107,8 @@ class Snapshots:
             self._settings.keep,
             opened.writers,
         )
+        if self._world.rank in opened.writers:
+            self._writer = opened.writers.index(self._world.rank)
 
     # --- Save ----------------------------------------------------------------------------
 
@@ -113,22 +119,33 @@ class Snapshots:
         return last or step % self._settings.every_steps == 0
 
     def report(self) -> list[float]:
-        """Two numbers to add up over all ranks, before each save() at least.
+        """Numbers to add up over all ranks, before each save() at least.
 
-        The newest durable step plus 1, by rank 0; whether this rank has no buffer to save into.
+        The newest durable step plus 1, by rank 0; whether this rank has no buffer to save into;
+        the bytes that rank 0 must write alone; what shows whether all ranks hold the same shapes.
         """
         self._hear()
-        tracker = self._tracker
+        tracker, main = self._tracker, self._world.rank == 0
         full = tracker is not None and not tracker.broken and not tracker.pool.free()
-        return [self.newest + 1.0 if self._world.rank == 0 else 0.0, float(full)]
+        fingerprint, main_bytes = self._facts
+        newest, alone = (self.newest + 1, main_bytes) if main else (0, 0)
+        high, low = divmod(fingerprint, 1 << 12)
+        return [float(n) for n in (newest, full, alone, high, high * high, low, low * low)]
 
     def learn(self, reported: Sequence[float]) -> None:
         """Take in the sums of report(): no rank claims a snapshot that is not yet durable."""
-        newest = int(reported[0]) - 1
-        self._free = not reported[1]
-        if newest > self.newest:
-            self.newest = newest
-            self._progress.saved(newest)
+        newest, full, main_bytes, high1, high2, low1, low2 = reported
+        self._free = not full
+        self._main_bytes = int(main_bytes)
+        # Without variance all are equal; squares of 12 bits add up exactly.
+        size = self._world.size
+        self._divided = high2 * size == high1 * high1 and low2 * size == low1 * low1
+        self._durable(int(newest) - 1)
+
+    def _durable(self, step: int) -> None:
+        if step > self.newest:
+            self.newest = step
+            self._progress.saved(step)
 
     def before_update(self) -> None:
         """Wait until the snapshot of the step before has read the parameters."""
@@ -142,9 +159,10 @@ class Snapshots:
         tracker = self._tracking()
         if last:
             tracker.wait_written()
-            self._free = self._sum([not tracker.pool.free()]) == [0.0]
+            self._agree()
+            self._progress.at("snapshot")
         if self._free:
-            self._begin(step, begun, state, config, tracker)
+            self._stage(step, begun, state, config, tracker)
         else:
             self._progress.save_skipped()
             if not self._skipping and self._world.rank == 0:
@@ -155,33 +173,15 @@ class Snapshots:
             self.settle()
         self._progress.phase("step")
 
-    def _begin(
-        self, step: int, begun: float, state: TrainingState, config: Config, tracker: Tracker
-    ) -> None:
-        """Stage it, if every rank's state can be stored and divided."""
-        captured, problem = self._capture(state)
-        failpoints.reach("snapshot")
-        shares = self._divide(captured)
-        if captured is not None and shares is not None:
-            self._stage(step, begun, captured, config, shares, tracker)
-            self._unsettled = True
-        elif self._world.rank == 0:
-            self._failed(step, problem or "another rank's state cannot be stored, see its log")
-        elif problem:
-            say(self._world.rank, f"no snapshot after step {step}: {problem}")
+    def _capture(self, state: TrainingState) -> Captured:
+        """Raise UnstorableError."""
+        captured = state.capture(self._world.rank)
+        self._facts = (captured.fingerprint(), captured.main_bytes())
+        return captured
 
-    def _capture(self, state: TrainingState) -> tuple[Captured | None, str]:
-        """The state, or None and why it cannot be stored."""
-        try:
-            return state.capture(self._world.rank), ""
-        except UnstorableError as error:
-            return None, str(error)
-
-    def _sum(self, values: Sequence[float]) -> list[float]:
+    def _agree(self) -> None:
         self._progress.at("agreement")
-        sums = self._world.sum([float(value) for value in values])
-        self._progress.at("snapshot")
-        return sums
+        self.learn(self._world.sum(self.report()))
 
     def _tracking(self) -> Tracker:
         if self._tracker is not None and self._tracker.broken:
@@ -198,53 +198,58 @@ class Snapshots:
             self._hook = register_optimizer_step_pre_hook(lambda *_: self.before_update())
         return self._tracker
 
-    def _divide(self, captured: Captured | None) -> Shares | None:
-        """Divide the work as all ranks do; None when a rank's state cannot be stored."""
-        assert self._place is not None
-        high, low = divmod(captured.fingerprint() if captured is not None else 0, 1 << 12)
-        main = captured.main_bytes() if captured is not None and self._world.rank == 0 else 0
-        failed, main_sum, *sums = self._sum(
-            [captured is None, main, high, high * high, low, low * low]
-        )
-        if failed or captured is None:
-            return None
-        # Without variance all are equal; squares of 12 bits add up exactly.
-        (high1, high2, low1, low2), size = sums, self._world.size
-        equal = high2 * size == high1 * high1 and low2 * size == low1 * low1
-        return Shares.plan(captured, len(self._place.writers), int(main_sum), divided=equal)
-
     def _stage(
-        self,
-        step: int,
-        begun: float,
-        captured: Captured,
-        config: Config,
-        shares: Shares,
-        tracker: Tracker,
+        self, step: int, begun: float, state: TrainingState, config: Config, tracker: Tracker
     ) -> None:
-        place = self._place
-        assert place is not None
-        if self._world.rank not in place.writers:
-            return
-        assemble: Assemble | None = None
-        if self._world.rank == 0:
-            assemble = assembler(step, captured, shares, config, place)
+        """Stage this rank's part. Nobody waits for another: what fails is told to rank 0."""
+        self._unsettled = True
         try:
-            image = lay_out(captured, shares, place.writers.index(self._world.rank))
-            buffer = tracker.pool.take(image.bytes)
+            part = self._part(step, begun, state, config, tracker)
         except (OSError, MemoryError, torch.OutOfMemoryError) as error:
             text = f"no memory to stage it in: {getattr(error, 'strerror', None) or error}"
-            tracker.failed(step, begun, text, assemble)
+        except (UnstorableError, ValueError) as error:
+            text = str(error)
+        else:
+            if part is not None:
+                tracker.submit(part)
             return
-        except ValueError as error:
-            tracker.failed(step, begun, str(error), assemble)
-            return
+        if self._writer is None:
+            say(self._world.rank, f"after step {step}: {text}")
+        else:
+            tracker.failed(step, begun, text)
+
+    def _part(
+        self, step: int, begun: float, state: TrainingState, config: Config, tracker: Tracker
+    ) -> Part | None:
+        """What this rank writes, in a buffer already but for what may be copied later."""
+        place, rank = self._place, self._world.rank
+        assert place is not None
+        captured = self._capture(state)  # on every rank: a state_dict() may be collective
+        failpoints.reach("snapshot")
+        if self._writer is None:
+            return None
+        writers, main = len(place.writers), self._main_bytes
+        shares = Shares.plan(captured, writers, main, divided=self._divided)
+        image = lay_out(captured, shares, self._writer)
+        buffer = tracker.pool.take(image.bytes)
         assert buffer is not None, "free() said so"
-        later = self._fill(buffer, image)
-        own = tuple((n, DTYPES[t.dtype], tuple(t.shape)) for n, t in captured.own.items())
-        name = data_name(step, place.nonce, self._world.rank)
-        ready = mark(self._world.device) if later else None
-        tracker.submit(Part(step, begun, name, image.bytes, buffer, later, ready, own, assemble))
+        try:
+            later = self._fill(buffer, image)
+        except BaseException:
+            buffer.busy = False
+            raise
+        own = tuple((name, *shape) for name, shape in captured.structure.own.items())
+        return Part(
+            step,
+            begun,
+            data_name(step, place.nonce, rank),
+            image.bytes,
+            buffer,
+            later,
+            mark(self._world.device) if later else None,
+            Report(rank, own=own, fingerprint=captured.fingerprint()),
+            assembler(step, captured, shares, config, place) if rank == 0 else None,
+        )
 
     def _fill(self, buffer: Buffer, image: Image) -> tuple[Copy, ...]:
         """Copy what must be copied now; return the rest."""
@@ -261,13 +266,12 @@ class Snapshots:
             return
         assert self._place is not None
         tracker, place = self._tracking(), self._place
-        captured, _ = self._capture(state)
-        if captured is None or self._world.rank not in place.writers:
-            return
-        shares = Shares.plan(captured, len(place.writers), captured.main_bytes(), divided=True)
-        with contextlib.suppress(ValueError):  # the first snapshot will say it
-            size = measure(captured, shares, place.writers.index(self._world.rank))
-            tracker.prepare(size + _SLACK_BYTES)
+        with contextlib.suppress(UnstorableError, ValueError):  # the first snapshot will say it
+            captured = self._capture(state)
+            if self._writer is None:
+                return
+            shares = Shares.plan(captured, len(place.writers), captured.main_bytes(), divided=True)
+            tracker.prepare(measure(captured, shares, self._writer) + _SLACK_BYTES)
 
     def settle(self) -> None:
         """Wait until every snapshot begun is durable, or has failed."""
@@ -281,8 +285,7 @@ class Snapshots:
         if self._world.rank == 0:
             with self._progress.under("snapshot"):
                 self._tracker.wait_settled()
-            self._progress.at("agreement")
-        self.learn(self._world.sum(self.report()))
+        self._agree()
 
     def _hear(self) -> None:
         """Rank 0: what became of the snapshots begun."""

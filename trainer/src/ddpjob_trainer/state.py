@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,10 @@ from ddpjob_trainer import rng
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot.format import DTYPES, Flat, flatten, raw, unflatten
 from ddpjob_trainer.snapshot.saving import Captured
+
+#: The text of a rank's own state is filled up to a multiple of this: numbers differ in length,
+#: and what keeps its structure need not be divided and laid out anew.
+_TREE_BYTES = 4096
 
 
 class Stateful(Protocol):
@@ -28,18 +32,43 @@ class Stateful(Protocol):
         ...
 
 
-def model_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer under every name it has; tied ones come several times."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
+class _Inventory:
+    """What a model holds, from one walk: a large one has so many modules that walks show.
+
+    Parameters and buffers come under every name they have; tied ones come several times.
+    ``transient``: non-persistent buffers, caches that forward may make, drop and reshape.
+    ``extra``: the modules that keep state in get_extra_state().
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.parameters: dict[str, torch.Tensor] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.transient: set[str] = set()
+        self.extra: dict[str, torch.nn.Module] = {}
+        usual = torch.nn.Module.get_extra_state
+        for path, part in module.named_modules(remove_duplicate=False):
+            prefix = f"{path}." if path else ""
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    self.parameters[prefix + name] = parameter
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    self.buffers[prefix + name] = buffer
+            self.transient.update(prefix + name for name in part._non_persistent_buffers_set)
+            if type(part).get_extra_state is not usual and part not in self.extra.values():
+                self.extra[path] = part
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {**self.parameters, **self.buffers}
 
 
 def weights_sha256(module: torch.nn.Module) -> str:
     """Hash names, types, shapes and bytes of all parameters and buffers."""
-    return _sha256(model_tensors(module))
+    return _sha256(_Inventory(module).tensors.items())
 
 
-def _sha256(tensors: Iterator[tuple[str, torch.Tensor]]) -> str:
+def _sha256(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, tensor in tensors:
         plain = tensor.detach()
@@ -53,7 +82,7 @@ def _sha256(tensors: Iterator[tuple[str, torch.Tensor]]) -> str:
 def flat_sha256(flat: Flat) -> str:
     """Hash a flattened state: the JSON and the tensors."""
     digest = hashlib.sha256(json.dumps(flat.tree, sort_keys=True).encode())
-    digest.update(_sha256(iter(flat.tensors.items())).encode())
+    digest.update(_sha256(flat.tensors.items()).encode())
     return digest.hexdigest()
 
 
@@ -64,8 +93,10 @@ def _own_prefix(rank: int) -> str:
 
 def _own(rank: int, objects: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Generators and per-rank objects' states, under names that no other rank uses."""
-    flat = flatten({"rng": json.loads(rng.capture()), "objects": dict(objects)})
-    text = json.dumps([flat.tree, flat.aliases]).encode()
+    flat = flatten({"objects": dict(objects)})
+    # The generators' state is JSON already, and its thousand numbers would take flatten() long.
+    text = json.dumps([{**flat.tree, "rng": rng.capture()}, flat.aliases]).encode()
+    text += b" " * (-len(text) % _TREE_BYTES)
     prefix = _own_prefix(rank)
     own = {f"{prefix}tensor/{name}": tensor for name, tensor in flat.tensors.items()}
     own[f"{prefix}tree"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -99,21 +130,21 @@ class TrainingState:
         Parameters and the optimizers' tensors are equal on all ranks, as DDP keeps them so.
         Raises UnstorableError.
         """
+        model = _Inventory(self.module)
         state = {
-            "model": dict(model_tensors(self.module)),
-            "transient": sorted(_transient(self.module)),
-            "extra": {n: part.get_extra_state() for n, part in _with_extra(self.module)},
+            "model": model.tensors,
+            "transient": sorted(model.transient),
+            "extra": {n: part.get_extra_state() for n, part in model.extra.items()},
             "registered": {n: obj.state_dict() for n, obj in self.registered.items()},
         }
         objects = {name: obj.state_dict() for name, obj in self.per_rank.items()}
         # A state_dict() may be collective: nothing is refused before all have been called.
         flat = flatten(state)
-        return Captured(flat, self._shared(flat), _own(rank, objects))
+        return Captured(flat, self._shared(flat, model), _own(rank, objects))
 
-    def _shared(self, flat: Flat) -> frozenset[str]:
-        named = dict(self.module.named_parameters(remove_duplicate=False))
-        parameters = {f"model/{name}" for name in named}
-        known = set(named.values())
+    def _shared(self, flat: Flat, model: _Inventory) -> frozenset[str]:
+        parameters = {f"model/{name}" for name in model.parameters}
+        known = set(model.parameters.values())
         optimizers = tuple(
             f"registered/{name}/"
             for name, obj in self.registered.items()
@@ -131,9 +162,10 @@ class TrainingState:
     def restore(self, flat: Flat, rank: int) -> None:
         """Put a state back. Raises ConfigError when it belongs to another model."""
         state = unflatten(flat)
-        self._restore_model(state["model"], set(state.get("transient", ())))
+        model = _Inventory(self.module)
+        _restore_model(model, state["model"], model.transient | set(state.get("transient", ())))
         extra = state.get("extra", {})
-        for name, part in _with_extra(self.module):
+        for name, part in model.extra.items():
             if name in extra:
                 part.set_extra_state(_owned(extra[name]))
         stored = state["registered"]
@@ -160,30 +192,7 @@ class TrainingState:
             if name in own["objects"]:
                 obj.load_state_dict(_owned(own["objects"][name]))
                 lay_out_like_parameters(obj)
-        rng.restore(json.dumps(own["rng"]).encode())
-
-    def _restore_model(self, stored: Mapping[str, torch.Tensor], transient: set[str]) -> None:
-        mine = dict(model_tensors(self.module))
-        transient = transient | _transient(self.module)
-        odd = sorted((stored.keys() ^ mine.keys()) - transient)
-        if odd:
-            raise ConfigError(
-                f"the snapshot belongs to another model: {odd[0]!r} is in only one of them"
-                f" ({len(odd)} such names). Restore the model's code, or start anew in another"
-                " snapshot directory or with snapshot.resume: Never"
-            )
-        with torch.no_grad():
-            for name, tensor in mine.items():
-                source = stored.get(name, tensor)
-                same = source.shape == tensor.shape and source.dtype == tensor.dtype
-                if name in transient and not same:
-                    continue  # a cache that forward makes again as it needs it
-                if not same:
-                    raise ConfigError(
-                        f"the snapshot's {name} is {source.dtype} {list(source.shape)}, the"
-                        f" model's is {tensor.dtype} {list(tensor.shape)}"
-                    )
-                tensor.copy_(source)
+        rng.restore(own["rng"])
 
 
 def lay_out_like_parameters(obj: object) -> None:
@@ -202,19 +211,29 @@ def lay_out_like_parameters(obj: object) -> None:
                     state[name] = like.copy_(value)
 
 
-def _transient(module: torch.nn.Module) -> set[str]:
-    """Names of non-persistent buffers: caches, which forward may make, drop and reshape."""
-    return {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, part in module.named_modules(remove_duplicate=False)
-        for name in part._non_persistent_buffers_set
-    }
-
-
-def _with_extra(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """The modules that keep state in get_extra_state()."""
-    base = torch.nn.Module.get_extra_state
-    return [(n, m) for n, m in module.named_modules() if type(m).get_extra_state is not base]
+def _restore_model(
+    model: _Inventory, stored: Mapping[str, torch.Tensor], transient: set[str]
+) -> None:
+    mine = model.tensors
+    odd = sorted((stored.keys() ^ mine.keys()) - transient)
+    if odd:
+        raise ConfigError(
+            f"the snapshot belongs to another model: {odd[0]!r} is in only one of them"
+            f" ({len(odd)} such names). Restore the model's code, or start anew in another"
+            " snapshot directory or with snapshot.resume: Never"
+        )
+    with torch.no_grad():
+        for name, tensor in mine.items():
+            source = stored.get(name, tensor)
+            same = source.shape == tensor.shape and source.dtype == tensor.dtype
+            if name in transient and not same:
+                continue  # a cache that forward makes again as it needs it
+            if not same:
+                raise ConfigError(
+                    f"the snapshot's {name} is {source.dtype} {list(source.shape)}, the"
+                    f" model's is {tensor.dtype} {list(tensor.shape)}"
+                )
+            tensor.copy_(source)
 
 
 def _owned(value: Any) -> Any:

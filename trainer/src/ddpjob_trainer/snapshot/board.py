@@ -19,13 +19,14 @@ from ddpjob_trainer.world import peer_loss
 class Report:
     """What became of a rank's part. ``own``: (name, dtype, shape) of what only it has.
 
-    ``text`` says why it failed; empty: it is durable.
+    ``fingerprint``: see Captured.fingerprint(). ``text`` says why it failed; empty: it is durable.
     """
 
     rank: int
     bytes: int = 0
     crc32: int = 0
     own: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    fingerprint: int = 0
     text: str = ""
 
 

@@ -74,17 +74,17 @@ class _Encoder:
 
     def __init__(self) -> None:
         self.flat = Flat()
-        self._seen: dict[tuple[object, ...], str] = {}
+        self._seen: dict[int, list[str]] = {}  # where tensors begin: their names
 
     def encode(self, value: Any, path: str, depth: int) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
         if value is None or isinstance(value, bool | str):
             return value
         if isinstance(value, int):
             return int(value)
         if isinstance(value, float):
             return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value, path)
         if isinstance(value, bytes):
             return {"$bytes": base64.b64encode(value).decode()}
         if isinstance(value, np.ndarray):
@@ -128,22 +128,33 @@ class _Encoder:
 
     def _tensor(self, value: torch.Tensor, path: str) -> dict[str, str]:
         flat = self.flat
-        if value.is_complex() and value.layout == torch.strided:
-            pairs = torch.view_as_real(value.detach().resolve_conj())
-            return {"$complex": self._tensor(pairs, path)["$tensor"]}
-        if value.dtype not in DTYPES or value.layout != torch.strided:
+        if value.dtype not in DTYPES or value.layout is not torch.strided:
+            if value.is_complex() and value.layout == torch.strided:
+                pairs = torch.view_as_real(value.detach().resolve_conj())
+                return {"$complex": self._tensor(pairs, path)["$tensor"]}
             raise UnstorableError(f"cannot store {path}: a tensor of {value.dtype}, {value.layout}")
-        tensor = value.detach()
+        tensor = value.detach() if value.requires_grad else value
         while path in flat.tensors or path in flat.aliases:
             path += "'"  # {"a/b": x, "a": {"b": y}}, or the keys 1 and "1"
         if tensor.numel():
-            key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            first = self._seen.setdefault(key, path)
-            if first != path:
+            there = self._seen.setdefault(tensor.data_ptr(), [])
+            first = next((name for name in there if _is_same(flat.tensors[name], tensor)), None)
+            if first is not None:
                 flat.aliases[path] = first
                 return {"$tensor": path}
+            there.append(path)
         flat.tensors[path] = tensor
         return {"$tensor": path}
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors that begin at one place are the same elements."""
+    return (
+        one.device == other.device
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )
 
 
 def _from_numpy(value: np.ndarray[Any, Any]) -> torch.Tensor:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -25,9 +26,39 @@ from ddpjob_trainer.snapshot.tracking import Assemble, Place
 from ddpjob_trainer.snapshot.writing import data_name
 
 Shape = tuple[str, tuple[int, ...]]  # dtype, dimensions
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _remembered(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Keep a pure function's last answer: from snapshot to snapshot a structure rarely changes."""
+    last: list[Any] = []  # what it was asked, what it said
+
+    def ask(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not last or last[0] != (args, kwargs):
+            last[:] = (args, kwargs), function(*args, **kwargs)
+        answer: _R = last[1]
+        return answer
+
+    return ask
 
 
 @dataclass(frozen=True, slots=True)
+class Structure:
+    """A state without its contents: it decides who writes what, and where in a file."""
+
+    shapes: Mapping[str, Shape]
+    shared: frozenset[str]
+    own: Mapping[str, Shape]
+
+
+@_remembered
+def _same(structure: Structure) -> Structure:
+    """Return the last one if it is equal: the same object is compared in no time from here on."""
+    return structure
+
+
+@dataclass(frozen=True)
 class Captured:
     """The whole state at one step; tensors are the live ones.
 
@@ -39,23 +70,32 @@ class Captured:
     shared: frozenset[str]
     own: Mapping[str, torch.Tensor]
 
-    def shapes(self) -> dict[str, Shape]:
-        """Of every tensor of the flat state."""
-        return {n: (DTYPES[t.dtype], tuple(t.shape)) for n, t in self.flat.tensors.items()}
+    @cached_property
+    def structure(self) -> Structure:
+        """What it consists of."""
+        return _same(Structure(_shapes(self.flat.tensors), self.shared, _shapes(self.own)))
 
     def check(self) -> None:
         """Raise ValueError for more names and numbers than a manifest can hold."""
-        sealed.dumps([self.flat.tree, self.flat.aliases, self.shapes()])
+        sealed.dumps([self.flat.tree, self.flat.aliases, dict(self.structure.shapes)])
 
     def main_bytes(self) -> int:
         """What only rank 0's value counts of, so that rank 0 must write it."""
         return sum(t.nbytes for n, t in self.flat.tensors.items() if n not in self.shared)
 
     def fingerprint(self) -> int:
-        """24 bits that stand for what must be equal on all ranks before they divide the work."""
-        shapes = self.shapes()
-        facts = [[name, *shapes[name]] for name in shapes if name in self.shared]
-        return zlib.crc32(json.dumps(facts).encode()) >> 8
+        """24 bits that stand for what must be equal on all ranks that divide the work."""
+        return _fingerprint(self.structure)
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
+    return {name: (DTYPES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
+
+
+@_remembered
+def _fingerprint(structure: Structure) -> int:
+    facts = [[n, *shape] for n, shape in structure.shapes.items() if n in structure.shared]
+    return zlib.crc32(json.dumps(facts).encode()) >> 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +105,19 @@ class Shares:
     spans: tuple[tuple[Span, ...], ...]
     main: frozenset[str]  # tensors that rank 0 writes whole
 
-    @classmethod
-    def plan(cls, captured: Captured, writers: int, main_bytes: int, *, divided: bool) -> Shares:
+    @staticmethod
+    def plan(captured: Captured, writers: int, main_bytes: int, *, divided: bool) -> Shares:
         """Every rank comes to the same result. Not ``divided``: rank 0 writes everything."""
-        shapes = captured.shapes()
-        shared = captured.shared if divided else frozenset()
-        sizes = {
-            name: (dtype, math.prod(shape))
-            for name, (dtype, shape) in shapes.items()
-            if name in shared
-        }
-        spans = partition.divide(sizes, [main_bytes, *[0] * (writers - 1)])
-        return cls(tuple(map(tuple, spans)), frozenset(shapes.keys() - shared))
+        return _plan(captured.structure, writers, main_bytes, divided)
+
+
+@_remembered
+def _plan(structure: Structure, writers: int, main_bytes: int, divided: bool) -> Shares:
+    shapes = structure.shapes
+    shared = structure.shared if divided else frozenset()
+    sizes = {n: (dtype, math.prod(dims)) for n, (dtype, dims) in shapes.items() if n in shared}
+    spans = partition.divide(sizes, [main_bytes, *[0] * (writers - 1)])
+    return Shares(tuple(map(tuple, spans)), frozenset(shapes.keys() - shared))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +132,7 @@ class Image:
 
 def measure(captured: Captured, shares: Shares, writer: int) -> int:
     """Return how many bytes a writer's data file has. Raises ValueError when it has too many."""
-    pieces = layout.order([part.piece for part in _parts(captured, shares, writer)])
-    return len(layout.header(pieces)) + sum(piece.bytes for piece in pieces)
+    return _drawing(captured.structure, shares, writer).bytes
 
 
 def lay_out(captured: Captured, shares: Shares, writer: int) -> Image:
@@ -100,53 +140,59 @@ def lay_out(captured: Captured, shares: Shares, writer: int) -> Image:
 
     Raises ValueError when its header is too large to be read again.
     """
-    parts = {part.piece.key: part for part in _parts(captured, shares, writer)}
-    pieces = layout.order([part.piece for part in parts.values()])
-    header = layout.header(pieces)
-    offset = len(header)
+    drawing = _drawing(captured.structure, shares, writer)
+    tensors = {**captured.flat.tensors, **captured.own}
     now: list[Copy] = []
     later: list[Copy] = []
     in_order: dict[str, torch.Tensor] = {}  # a copy of what is not, once for all its spans
-    for piece in pieces:
-        part = parts[piece.key]
+    for part in drawing.parts:
         span, name = part.span, part.span.tensor
         if name not in in_order:
-            in_order[name] = part.tensor.detach().contiguous().view(-1)
+            in_order[name] = tensors[name].detach().contiguous().view(-1)
         content = in_order[name][span.start : span.start + span.count]
-        (later if part.late else now).append((offset, content))
-        offset += piece.bytes
-    return Image(header, tuple(now), tuple(later), offset)
+        (later if part.late else now).append((part.offset, content))
+    return Image(drawing.header, tuple(now), tuple(later), drawing.bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
     """A span of a tensor. ``late``: user code cannot change it as soon as training goes on."""
 
-    piece: Piece
-    tensor: torch.Tensor
+    offset: int
     span: Span
     late: bool
 
 
-def _parts(captured: Captured, shares: Shares, writer: int) -> list[_Part]:
-    flat = captured.flat.tensors
-    sole = dict(captured.own)
-    if writer == 0:
-        sole.update({n: flat[n] for n in flat if n in shares.main})
-    parts = [(span, sole[span.tensor], False) for span in _whole(sole)]
-    parts += [(span, flat[span.tensor], True) for span in shares.spans[writer]]
-    return [
-        _Part(Piece(key_of(span), DTYPES[tensor.dtype], span.count), tensor, span, late)
-        for span, tensor, late in parts
-    ]
+@dataclass(frozen=True, slots=True)
+class _Drawing:
+    """An Image without its contents."""
+
+    header: bytes
+    parts: tuple[_Part, ...]
+    bytes: int
 
 
-def _whole(tensors: Mapping[str, torch.Tensor]) -> list[Span]:
-    return [
-        span
-        for name, tensor in tensors.items()
-        for span in partition.whole(name, DTYPES[tensor.dtype], tensor.numel())
-    ]
+@_remembered
+def _drawing(structure: Structure, shares: Shares, writer: int) -> _Drawing:
+    shapes = {**structure.shapes, **structure.own}
+    sole = [*structure.own, *(n for n in structure.shapes if writer == 0 and n in shares.main)]
+    spans = [(span, False) for name in sole for span in _whole(name, shapes[name])]
+    spans += [(span, True) for span in shares.spans[writer]]
+    known = {key_of(span): (span, late) for span, late in spans}
+    pieces = [Piece(key, shapes[span.tensor][0], span.count) for key, (span, _) in known.items()]
+    pieces = layout.order(pieces)
+    header = layout.header(pieces)
+    offset = len(header)
+    parts = []
+    for piece in pieces:
+        parts.append(_Part(offset, *known[piece.key]))
+        offset += piece.bytes
+    return _Drawing(header, tuple(parts), offset)
+
+
+def _whole(name: str, shape: Shape) -> list[Span]:
+    dtype, dimensions = shape
+    return partition.whole(name, dtype, math.prod(dimensions))
 
 
 def key_of(span: Span) -> str:
@@ -158,23 +204,30 @@ def assembler(
     step: int, captured: Captured, shares: Shares, config: Mapping[str, Any], place: Place
 ) -> Assemble:
     """Return what makes the manifest, once every writer has reported. Holds no tensor."""
-    shapes = captured.shapes()
+    shapes = captured.structure.shapes
+    fingerprint = captured.fingerprint()
     tree, aliases, config = captured.flat.tree, dict(captured.flat.aliases), dict(config)
 
     def chunks_of(spans: Sequence[Span], file: str) -> list[Chunk]:
         return [Chunk(s.tensor, s.start, s.count, file, key_of(s)) for s in spans]
 
     def make(reports: Sequence[Report]) -> Manifest:
+        odd = next((r.rank for r in reports if r.fingerprint != fingerprint), None)
+        if odd is not None and any(shares.spans):
+            raise ValueError(
+                f"rank {odd} holds parameters or optimizer state of other names or shapes than rank"
+                " 0; from the next one on rank 0 writes everything"
+            )
         tensors, files, chunks = dict(shapes), [], []
         for report, shared in zip(reports, shares.spans, strict=True):
             name = data_name(step, place.nonce, report.rank)
             files.append(DataFile(name, report.bytes, report.crc32))
             sole = [(n, shapes[n]) for n in shapes if n in shares.main and report.rank == 0]
-            for own, dtype, shape in report.own:
-                tensors[own] = (dtype, shape)
-                sole.append((own, (dtype, shape)))
-            for alone, (dtype, shape) in sole:
-                chunks += chunks_of(partition.whole(alone, dtype, math.prod(shape)), name)
+            for own, dtype, dimensions in report.own:
+                tensors[own] = (dtype, dimensions)
+                sole.append((own, (dtype, dimensions)))
+            for alone, shape in sole:
+                chunks += chunks_of(_whole(alone, shape), name)
             chunks += chunks_of(shared, name)
         return Manifest(step, config, tuple(files), tensors, tuple(chunks), aliases, tree)
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -44,7 +44,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A rank's part of one snapshot. ``assemble``: on rank 0, makes the manifest of all parts."""
+    """A rank's part of one snapshot. ``assemble``: on rank 0, makes the manifest of all parts.
+
+    ``report``: what is told once it is durable, but for what only the keeper knows.
+    """
 
     step: int
     begun: float  # perf_counter
@@ -53,7 +56,7 @@ class Part:
     buffer: Buffer
     later: tuple[Copy, ...]
     ready: torch.Event | None
-    own: tuple[tuple[str, str, tuple[int, ...]], ...]
+    report: Report
     assemble: Assemble | None
 
 
@@ -72,7 +75,7 @@ class _Snapshot:
 
     step: int
     begun: float
-    assemble: Assemble
+    assemble: Assemble | None  # None: it has failed here already
     asked: bool = False  # the keeper was told to commit
 
 
@@ -115,11 +118,11 @@ class Tracker:
                 self._snapshots[part.step] = _Snapshot(part.step, part.begun, part.assemble)
         self._put(part)
 
-    def failed(self, step: int, begun: float, text: str, assemble: Assemble | None) -> None:
+    def failed(self, step: int, begun: float, text: str) -> None:
         """Post that this rank has no part of a snapshot. Raises PeerLostError."""
-        if assemble is not None:
+        if self._rank == 0:
             with self._changed:
-                self._snapshots[step] = _Snapshot(step, begun, assemble)
+                self._snapshots[step] = _Snapshot(step, begun, None)
         self._board.post(step, Report(self._rank, text=text))
         os.eventfd_write(self._wake, 1)
 
@@ -286,8 +289,8 @@ class Tracker:
                 self._written(self._told[step], Report(self._rank, text=text))
             else:
                 part = self._told[step]
-                report = Report(self._rank, answer["bytes"], answer["crc32"], part.own)
-                self._written(part, report)
+                known = {"bytes": answer["bytes"], "crc32": answer["crc32"]}
+                self._written(part, replace(part.report, **known))
 
     def _lost_keeper(self) -> None:
         """Give up what it had to do; the next snapshot gets a new one."""
@@ -320,7 +323,7 @@ class Tracker:
                 return  # nor can a later one be complete
             failures = [f"{_of(r.rank)}{r.text}" for r in reports if r.text]
             try:
-                if not failures:
+                if not failures and snapshot.assemble is not None:
                     content = snapshot.assemble(reports).encode()
                     self._with_keeper(partial(self._tell_commit, snapshot.step, content))
                     snapshot.asked = True

@@ -1,0 +1,70 @@
+"""Which gradients may be applied."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ddpjob_trainer.finite import NanPolicy
+
+BAD = (math.inf, -math.inf, math.nan)
+SMALLEST = 1e-45  # of float32, denormal
+POLICY = NanPolicy("stop", None)  # type: ignore[arg-type]
+
+
+def allows(*gradients: torch.Tensor | None, norm: float | None = None) -> bool:
+    parameters = []
+    for gradient in gradients:
+        like = torch.zeros(3) if gradient is None else torch.zeros_like(gradient)
+        parameters.append(nn.Parameter(like))
+        parameters[-1].grad = gradient
+    known = None if norm is None else torch.tensor(norm)
+    return POLICY.allows(torch.optim.SGD(parameters), known)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+)
+def test_of_each_dtype(dtype):  # type: ignore[no-untyped-def]
+    good, odd = torch.ones(4, dtype=dtype), torch.ones(2, 3, dtype=dtype)
+    assert allows(good, odd)
+    for value in BAD:
+        odd[1, 2] = value
+        assert not allows(good, odd)
+
+
+def test_in_every_place_of_several_dtypes():  # type: ignore[no-untyped-def]
+    for place in range(4):
+        gradients = [torch.ones(5, dtype=(torch.float32, torch.float64)[i % 2]) for i in range(4)]
+        assert allows(None, *gradients)
+        gradients[place][4] = math.nan
+        assert not allows(None, *gradients)
+
+
+def test_looking_changes_no_bit():  # type: ignore[no-untyped-def]
+    gradient = torch.tensor([-0.0, SMALLEST, -SMALLEST, 3e38, 0.1, 1 / 3])
+    before = gradient.view(torch.int32).clone()
+    assert allows(gradient)
+    assert torch.equal(gradient.view(torch.int32), before)
+
+
+def test_layouts():  # type: ignore[no-untyped-def]
+    for value in (1.0, *BAD):
+        fine = value == 1.0
+        assert allows(torch.full((4, 6), value).t()[::2]) == fine
+        assert allows(torch.tensor([value]).expand(5)) == fine  # many elements in one place
+        sparse = torch.sparse_coo_tensor([[0, 2]], [1.0, value], (3,), check_invariants=True)
+        assert allows(sparse) == fine
+    assert allows(torch.ones(0))
+    assert allows(None)
+
+
+def test_squares_that_overflow_are_no_reason():  # type: ignore[no-untyped-def]
+    assert allows(torch.full((5,), 1e30))
+    assert allows(torch.full((5,), 1e30), norm=math.inf)
+    assert allows(torch.ones(5), norm=1.0)
+    for value in BAD:
+        assert not allows(torch.tensor([1.0, value]), norm=value)
