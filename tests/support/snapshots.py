@@ -71,7 +71,7 @@ class Store:
             crc = self._writer.write(data_name(step, self.nonce, rank), content)
         buffer.release(CPU)
         own = tuple((n, DTYPES[t.dtype], tuple(t.shape)) for n, t in captured.own.items())
-        return Report(rank, image.bytes, crc, own, captured.fingerprint())
+        return Report(rank, image.bytes, crc, own, captured.structure.fingerprint)
 
 
 def open_snapshots(

@@ -101,7 +101,45 @@ def test_a_state_that_cannot_be_stored_is_a_failed_snapshot(gang, tmp_path, odd)
     assert list(stored(tmp_path / "snapshots")) == [2, 6]
     why = "rank 1: " * odd + "cannot store registered/notes/value: a set"
     assert f"snapshot after step 4 failed: {why}" in gang.log(0)
-    assert not list(tmp_path.glob("snapshots/*/step-*4-*.safetensors"))
+    assert not list(tmp_path.glob("snapshots/*/step-000000000004-*"))
+
+
+def test_the_last_snapshot_is_not_lost_to_what_only_one_rank_has(gang, tmp_path):  # type: ignore[no-untyped-def]
+    def program(rank: int) -> None:
+        run, wrapped = begin(tmp_path / "snapshots", snapshot_keep=9)
+
+        def each(step: int) -> None:
+            if rank == 1 and step == 5:
+                optimizer = run._ready("the test").state.registered["optimizer"]
+                optimizer.state[next(wrapped.parameters())]["mine"] = torch.full((5,), 7.0)
+
+        train(run, wrapped, each)
+        run.finish()
+
+    assert gang.run(program) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    assert list(stored(tmp_path / "snapshots")) == [2, 4, 6]
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("gone"), ValueError("odd")])
+def test_an_error_in_a_state_dict_is_the_scripts_own(gang, tmp_path, error):  # type: ignore[no-untyped-def]
+    """Others may wait for this rank in there: it must not train on."""
+
+    def program(rank: int) -> None:
+        run, wrapped = begin(tmp_path / "snapshots")
+        notes = Notes()
+        run.register("notes", notes)
+
+        def each(step: int) -> None:
+            def fails() -> dict[str, Any]:
+                raise error
+
+            if rank == 1 and step == 3:
+                notes.state_dict = fails  # type: ignore[method-assign]
+
+        train(run, wrapped, each)
+
+    assert gang.run(program) == {0: 75, 1: 1, 2: 75}, gang.log(0)
+    assert str(error) in gang.log(1)
 
 
 @pytest.mark.parametrize("odd", [0, 2])
@@ -175,7 +213,7 @@ def test_no_memory_to_stage_it_in_is_a_failed_snapshot(gang, tmp_path):  # type:
     assert list(stored(tmp_path / "snapshots")) == [2, 6]
     why = "rank 2: no memory to stage it in: Cannot allocate memory; training goes on"
     assert f"snapshot after step 4 failed: {why}" in gang.log(0)
-    assert not list(tmp_path.glob("snapshots/*/step-*4-*.safetensors"))
+    assert not list(tmp_path.glob("snapshots/*/step-000000000004-*"))
 
 
 def children(pid: int) -> list[int]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from ddpjob_trainer import finite
 from ddpjob_trainer.finite import NanPolicy
 
 BAD = (math.inf, -math.inf, math.nan)
@@ -68,3 +69,13 @@ def test_squares_that_overflow_are_no_reason():  # type: ignore[no-untyped-def]
     assert allows(torch.ones(5), norm=1.0)
     for value in BAD:
         assert not allows(torch.tensor([1.0, value]), norm=value)
+
+
+def test_one_call_for_all_whatever_the_default_dtype(monkeypatch):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(finite, "_finite", lambda _: pytest.fail("one call per tensor"))
+    monkeypatch.setattr(POLICY, "_flags", {})
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert allows(torch.ones(3), torch.ones(4))
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -62,8 +62,11 @@ def test_what_is_not_in_c_order_is_copied_once_however_many_pieces_it_has(monkey
 
 
 def test_a_structure_that_changes_is_divided_and_laid_out_anew():  # type: ignore[no-untyped-def]
-    def drawn(*sizes: int, own: int = 3, main: int = 0, divided: bool = True) -> object:
-        tensors = {f"w{i}": torch.arange(float(size)) for i, size in enumerate(sizes)}
+    def drawn(
+        *sizes: int, own: int = 3, main: int = 0, divided: bool = True, names: str = "vw"
+    ) -> object:
+        pairs = zip(names, sizes, strict=False)
+        tensors = {name: torch.arange(float(size)) for name, size in pairs}
         captured = Captured(
             Flat(None, {**tensors, "mine": torch.zeros(5)}),
             frozenset(tensors),
@@ -71,7 +74,7 @@ def test_a_structure_that_changes_is_divided_and_laid_out_anew():  # type: ignor
         )
         shares = Shares.plan(captured, 2, main, divided=divided)
         images = [lay_out(captured, shares, writer) for writer in range(2)]
-        return captured.fingerprint(), [
+        return captured.structure.fingerprint, [
             (image.header, [(at, t.tolist()) for at, t in (*image.now, *image.later)])
             for image in images
         ]
@@ -80,7 +83,7 @@ def test_a_structure_that_changes_is_divided_and_laid_out_anew():  # type: ignor
     assert drawn(10, 7) == first
     others = [
         drawn(10, 8), drawn(10), drawn(10, 7, own=4), drawn(10, 7, main=8),
-        drawn(10, 7, divided=False),
+        drawn(10, 7, divided=False), drawn(7, 10, names="wv"),
     ]  # fmt: skip
     assert all(other != first for other in others)
     assert drawn(10, 7) == first

@@ -1,4 +1,4 @@
-"""What the ranks tell one another besides gradients: losses, whether to stop, what is durable.
+"""What the ranks tell one another besides gradients: losses, whether to stop, facts of snapshots.
 
 A collective costs as much for a few numbers as for many, so short steps share one: each adds its
 numbers, and now and then all are sent. Long steps send each. It starts before the optimizer's

@@ -55,7 +55,8 @@ class NanPolicy:
         """In one call of torch's: a step may be so short that one call per tensor would show."""
         device = gradients[0].device
         if device not in self._flags:
-            self._flags[device] = (torch.zeros(1, device=device), torch.ones(1, device=device))
+            zero = torch.zeros(1, device=device, dtype=torch.float32)
+            self._flags[device] = (zero, torch.ones_like(zero))
         found, one = self._flags[device]
         found.zero_()
         try:

@@ -156,13 +156,16 @@ class Snapshots:
         """Stage a snapshot of this step. After the ``last`` step wait until it is durable."""
         self._progress.phase("snapshot")
         begun = time.perf_counter()
-        tracker = self._tracking()
+        tracker, found = self._tracking(), None
         if last:
             tracker.wait_written()
+            found = self._capture(state)
             self._agree()
             self._progress.at("snapshot")
+            tracker = self._tracking()  # another one if that has broken meanwhile
         if self._free:
-            self._stage(step, begun, state, config, tracker)
+            self._stage(step, begun, found or self._capture(state), config, tracker)
+            self._unsettled = True
         else:
             self._progress.save_skipped()
             if not self._skipping and self._world.rank == 0:
@@ -173,10 +176,16 @@ class Snapshots:
             self.settle()
         self._progress.phase("step")
 
-    def _capture(self, state: TrainingState) -> Captured:
-        """Raise UnstorableError."""
-        captured = state.capture(self._world.rank)
-        self._facts = (captured.fingerprint(), captured.main_bytes())
+    def _capture(self, state: TrainingState) -> Captured | str:
+        """The state, or why it cannot be stored. On every rank: a state_dict() may be collective.
+
+        What else goes wrong in user code ends the process: the others may wait for it there.
+        """
+        try:
+            captured = state.capture(self._world.rank)
+        except UnstorableError as error:
+            return str(error)
+        self._facts = (captured.structure.fingerprint, captured.main_bytes())
         return captured
 
     def _agree(self) -> None:
@@ -199,38 +208,44 @@ class Snapshots:
         return self._tracker
 
     def _stage(
-        self, step: int, begun: float, state: TrainingState, config: Config, tracker: Tracker
+        self, step: int, begun: float, captured: Captured | str, config: Config, tracker: Tracker
     ) -> None:
-        """Stage this rank's part. Nobody waits for another: what fails is told to rank 0."""
-        self._unsettled = True
-        try:
-            part = self._part(step, begun, state, config, tracker)
-        except (OSError, MemoryError, torch.OutOfMemoryError) as error:
-            text = f"no memory to stage it in: {getattr(error, 'strerror', None) or error}"
-        except (UnstorableError, ValueError) as error:
-            text = str(error)
-        else:
-            if part is not None:
-                tracker.submit(part)
-            return
+        """Stage this rank's part. Nobody waits for another: rank 0 is told what fails."""
+        failpoints.reach("snapshot")
         if self._writer is None:
-            say(self._world.rank, f"after step {step}: {text}")
+            if isinstance(captured, str):
+                say(self._world.rank, f"after step {step} a snapshot would fail here: {captured}")
+            return
+        text = ""
+        if isinstance(captured, str):
+            text = captured
         else:
+            try:
+                part = self._part(step, begun, captured, config, self._writer, tracker)
+            except (OSError, MemoryError, torch.OutOfMemoryError) as error:
+                text = f"no memory to stage it in: {getattr(error, 'strerror', None) or error}"
+            except ValueError as error:
+                text = str(error)
+        if text:
             tracker.failed(step, begun, text)
+        else:
+            tracker.submit(part)
 
     def _part(
-        self, step: int, begun: float, state: TrainingState, config: Config, tracker: Tracker
-    ) -> Part | None:
+        self,
+        step: int,
+        begun: float,
+        captured: Captured,
+        config: Config,
+        writer: int,
+        tracker: Tracker,
+    ) -> Part:
         """What this rank writes, in a buffer already but for what may be copied later."""
         place, rank = self._place, self._world.rank
         assert place is not None
-        captured = self._capture(state)  # on every rank: a state_dict() may be collective
-        failpoints.reach("snapshot")
-        if self._writer is None:
-            return None
         writers, main = len(place.writers), self._main_bytes
         shares = Shares.plan(captured, writers, main, divided=self._divided)
-        image = lay_out(captured, shares, self._writer)
+        image = lay_out(captured, shares, writer)
         buffer = tracker.pool.take(image.bytes)
         assert buffer is not None, "free() said so"
         try:
@@ -238,7 +253,8 @@ class Snapshots:
         except BaseException:
             buffer.busy = False
             raise
-        own = tuple((name, *shape) for name, shape in captured.structure.own.items())
+        structure = captured.structure
+        own = tuple((name, *shape) for name, shape in structure.own)
         return Part(
             step,
             begun,
@@ -247,7 +263,7 @@ class Snapshots:
             buffer,
             later,
             mark(self._world.device) if later else None,
-            Report(rank, own=own, fingerprint=captured.fingerprint()),
+            Report(rank, own=own, fingerprint=structure.fingerprint),
             assembler(step, captured, shares, config, place) if rank == 0 else None,
         )
 
@@ -266,11 +282,11 @@ class Snapshots:
             return
         assert self._place is not None
         tracker, place = self._tracking(), self._place
-        with contextlib.suppress(UnstorableError, ValueError):  # the first snapshot will say it
-            captured = self._capture(state)
-            if self._writer is None:
-                return
-            shares = Shares.plan(captured, len(place.writers), captured.main_bytes(), divided=True)
+        captured = self._capture(state)
+        if isinstance(captured, str) or self._writer is None:
+            return
+        shares = Shares.plan(captured, len(place.writers), captured.main_bytes(), divided=True)
+        with contextlib.suppress(ValueError):  # the first snapshot will say it
             tracker.prepare(measure(captured, shares, self._writer) + _SLACK_BYTES)
 
     def settle(self) -> None:

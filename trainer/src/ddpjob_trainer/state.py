@@ -33,7 +33,7 @@ class Stateful(Protocol):
 
 
 class _Inventory:
-    """What a model holds, from one walk: a large one has so many modules that walks show.
+    """What a model holds; asked once, since a large one has so many modules that walks show.
 
     Parameters and buffers come under every name they have; tied ones come several times.
     ``transient``: non-persistent buffers, caches that forward may make, drop and reshape.
@@ -41,26 +41,20 @@ class _Inventory:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self.parameters: dict[str, torch.Tensor] = {}
-        self.buffers: dict[str, torch.Tensor] = {}
+        self.parameters = dict(module.named_parameters(remove_duplicate=False))
+        self.tensors: dict[str, torch.Tensor] = {
+            **self.parameters,
+            **dict(module.named_buffers(remove_duplicate=False)),
+        }
         self.transient: set[str] = set()
         self.extra: dict[str, torch.nn.Module] = {}
-        usual = torch.nn.Module.get_extra_state
+        usual, known = torch.nn.Module.get_extra_state, set()
         for path, part in module.named_modules(remove_duplicate=False):
             prefix = f"{path}." if path else ""
-            for name, parameter in part._parameters.items():
-                if parameter is not None:
-                    self.parameters[prefix + name] = parameter
-            for name, buffer in part._buffers.items():
-                if buffer is not None:
-                    self.buffers[prefix + name] = buffer
             self.transient.update(prefix + name for name in part._non_persistent_buffers_set)
-            if type(part).get_extra_state is not usual and part not in self.extra.values():
+            if type(part).get_extra_state is not usual and id(part) not in known:
+                known.add(id(part))
                 self.extra[path] = part
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {**self.parameters, **self.buffers}
 
 
 def weights_sha256(module: torch.nn.Module) -> str:

@@ -19,7 +19,7 @@ from ddpjob_trainer.world import peer_loss
 class Report:
     """What became of a rank's part. ``own``: (name, dtype, shape) of what only it has.
 
-    ``fingerprint``: see Captured.fingerprint(). ``text`` says why it failed; empty: it is durable.
+    ``fingerprint``: see saving.Structure. ``text`` says why it failed; empty: it is durable.
     """
 
     rank: int

@@ -47,9 +47,14 @@ def _remembered(function: Callable[_P, _R]) -> Callable[_P, _R]:
 class Structure:
     """A state without its contents: it decides who writes what, and where in a file."""
 
-    shapes: Mapping[str, Shape]
+    shapes: tuple[tuple[str, Shape], ...]  # their order counts
     shared: frozenset[str]
-    own: Mapping[str, Shape]
+    own: tuple[tuple[str, Shape], ...]
+
+    @property
+    def fingerprint(self) -> int:
+        """24 bits that stand for what must be equal on all ranks that divide the work."""
+        return _fingerprint(self)
 
 
 @_remembered
@@ -83,18 +88,14 @@ class Captured:
         """What only rank 0's value counts of, so that rank 0 must write it."""
         return sum(t.nbytes for n, t in self.flat.tensors.items() if n not in self.shared)
 
-    def fingerprint(self) -> int:
-        """24 bits that stand for what must be equal on all ranks that divide the work."""
-        return _fingerprint(self.structure)
 
-
-def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
-    return {name: (DTYPES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[str, Shape], ...]:
+    return tuple((name, (DTYPES[t.dtype], tuple(t.shape))) for name, t in tensors.items())
 
 
 @_remembered
 def _fingerprint(structure: Structure) -> int:
-    facts = [[n, *shape] for n, shape in structure.shapes.items() if n in structure.shared]
+    facts = [[n, *shape] for n, shape in structure.shapes if n in structure.shared]
     return zlib.crc32(json.dumps(facts).encode()) >> 8
 
 
@@ -107,13 +108,16 @@ class Shares:
 
     @staticmethod
     def plan(captured: Captured, writers: int, main_bytes: int, *, divided: bool) -> Shares:
-        """Every rank comes to the same result. Not ``divided``: rank 0 writes everything."""
+        """Ranks with equal fingerprints come to the same result.
+
+        ``main_bytes``: what rank 0 writes anyway. Not ``divided``: it writes everything.
+        """
         return _plan(captured.structure, writers, main_bytes, divided)
 
 
 @_remembered
 def _plan(structure: Structure, writers: int, main_bytes: int, divided: bool) -> Shares:
-    shapes = structure.shapes
+    shapes = dict(structure.shapes)
     shared = structure.shared if divided else frozenset()
     sizes = {n: (dtype, math.prod(dims)) for n, (dtype, dims) in shapes.items() if n in shared}
     spans = partition.divide(sizes, [main_bytes, *[0] * (writers - 1)])
@@ -174,8 +178,9 @@ class _Drawing:
 
 @_remembered
 def _drawing(structure: Structure, shares: Shares, writer: int) -> _Drawing:
-    shapes = {**structure.shapes, **structure.own}
-    sole = [*structure.own, *(n for n in structure.shapes if writer == 0 and n in shares.main)]
+    shapes = dict((*structure.shapes, *structure.own))
+    sole = [name for name, _ in structure.own]
+    sole += [name for name, _ in structure.shapes if writer == 0 and name in shares.main]
     spans = [(span, False) for name in sole for span in _whole(name, shapes[name])]
     spans += [(span, True) for span in shares.spans[writer]]
     known = {key_of(span): (span, late) for span, late in spans}
@@ -204,8 +209,7 @@ def assembler(
     step: int, captured: Captured, shares: Shares, config: Mapping[str, Any], place: Place
 ) -> Assemble:
     """Return what makes the manifest, once every writer has reported. Holds no tensor."""
-    shapes = captured.structure.shapes
-    fingerprint = captured.fingerprint()
+    shapes, fingerprint = dict(captured.structure.shapes), captured.structure.fingerprint
     tree, aliases, config = captured.flat.tree, dict(captured.flat.aliases), dict(config)
 
     def chunks_of(spans: Sequence[Span], file: str) -> list[Chunk]:

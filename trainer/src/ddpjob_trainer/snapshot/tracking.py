@@ -112,11 +112,16 @@ class Tracker:
     def submit(self, part: Part) -> None:
         """Have a part copied and written. What came of it is posted in any case."""
         with self._changed:
-            self._parts[part.step] = part
-            self._copying += 1
+            broken = self._broken
             if part.assemble is not None:
                 self._snapshots[part.step] = _Snapshot(part.step, part.begun, part.assemble)
-        self._put(part)
+            if not broken:
+                self._parts[part.step] = part
+                self._copying += 1
+        if broken:  # since it was asked: nobody else would tell
+            self._board.post(part.step, Report(self._rank, text=broken))
+        else:
+            self._put(part)
 
     def failed(self, step: int, begun: float, text: str) -> None:
         """Post that this rank has no part of a snapshot. Raises PeerLostError."""
