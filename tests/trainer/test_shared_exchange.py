@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 import ddpjob_trainer as ddp
 from ddpjob_trainer import exchange
 from ddpjob_trainer.events import read_events, read_losses
+from ddpjob_trainer.snapshotting import Snapshots
 
 TOTAL = 60
 
@@ -85,22 +86,30 @@ def test_leaving_the_loop_early_loses_no_loss(gang, tmp_path):  # type: ignore[n
     assert read_losses(early) == {step: losses[step] for step in range(1, 50)}
 
 
-def test_a_snapshot_never_comes_before_the_losses_of_its_steps(gang, tmp_path):  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("every", [8, 20])  # 8: that of steps 4 to 7 is still under way
+def test_a_snapshot_never_comes_before_the_losses_of_its_steps(gang, tmp_path, every):  # type: ignore[no-untyped-def]
     path = tmp_path / "events"
-    gang.start(train(path, snapshot_dir=tmp_path / "snapshots", snapshot_every=20))
+    training = train(path, snapshot_dir=tmp_path / "snapshots", snapshot_every=every)
+    save = Snapshots.save
+
+    def watched(snapshots: Snapshots, step: int, *args: Any, **kwargs: Any) -> None:
+        if int(os.environ["RANK"]) == 0:
+            assert list(read_losses(path)) == list(range(1, step + 1))
+        save(snapshots, step, *args, **kwargs)
+
+    def program(rank: int) -> None:
+        Snapshots.save = watched  # type: ignore[method-assign]
+        training(rank)
+
+    gang.start(program)
     succeeded(gang)
-    told = -1
-    for event in read_events(path):
-        if event["event"] == "step":
-            assert event["step"] == max(told, 0) + 1
-            told = event["step"]
-        elif event["event"] == "snapshot":
-            assert event["step"] <= told
-    assert told == TOTAL
+    saved = [event["step"] for event in read_events(path) if event["event"] == "snapshot"]
+    assert saved[-1] == TOTAL
+    assert list(read_losses(path)) == list(range(1, TOTAL + 1))
 
 
 def test_a_signal_in_the_midst_of_them_stops_all_ranks_after_one_step(gang, tmp_path):  # type: ignore[no-untyped-def]
-    """Steps 32 to 47 share one. The snapshot of the stop holds all of them."""
+    """Steps 32 to 47 share one, heard after 48. The snapshot of the stop holds all of them."""
 
     def at(run: ddp.Run, step: int) -> None:
         if step == 40 and run.rank == 1:
@@ -111,8 +120,8 @@ def test_a_signal_in_the_midst_of_them_stops_all_ranks_after_one_step(gang, tmp_
     gang.start(train(path, at=at, **snapshots))
     assert gang.wait() == {0: 75, 1: 143, 2: 75}
     for rank in range(3):
-        assert re.search(r"stopped after step 47\b", gang.log(rank)), gang.log(rank)
-    assert list(read_losses(path)) == list(range(1, 48))
+        assert re.search(r"stopped after step 48\b", gang.log(rank)), gang.log(rank)
+    assert list(read_losses(path)) == list(range(1, 49))
     gang.start(train(path, **snapshots))
     succeeded(gang)
     whole = tmp_path / "whole"

@@ -91,3 +91,24 @@ def test_each_step_gets_its_own_sums_and_the_head_comes_once():
     exchange.start([1.0])
     sums = exchange.finish()
     assert (sums.head, sums.rows) == ([1.0], [])
+
+
+def test_what_steps_share_is_left_alone_until_the_next_step_has_ended():
+    exchange = Steps().exchange
+    exchange.add([1.0])
+    assert not exchange.ripe
+    exchange.start([])
+    assert exchange.ripe, "a long step's own"
+    exchange.finish()
+    exchange.add([2.0])
+    exchange.add([3.0])
+    exchange.start([])
+    assert not exchange.ripe
+    assert not exchange.newer
+    exchange.add([4.0])
+    assert exchange.ripe
+    assert exchange.newer
+    assert exchange.finish().rows == [[2.0], [3.0]]
+    assert not exchange.ripe
+    exchange.start([])
+    assert exchange.finish().rows == [[4.0]]

@@ -2,7 +2,8 @@
 
 A collective costs as much for a few numbers as for many, so short steps share one: each adds its
 numbers, and now and then all are sent. Long steps send each. It starts before the optimizer's
-update and is waited for after the loop's body, so the network's latency hides behind both.
+update and is waited for after the loop's body, so the network's latency hides behind both; behind
+the whole next step where several share it.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ class Exchange:
     def __init__(self, world: World, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._world = world
         self._clock = clock
-        self._since = clock()  # the last exchange
+        self._since = clock()  # when the last exchange began
         self._share = 1  # so many steps share one
         self._rows: list[Sequence[float]] = []  # of steps that are not sent yet
+        self._sent = 0  # how many rows are under way
         self._head = 0  # how many numbers are sent once
         self._tensor = torch.empty(0)
         self._work: dist.Work | None = None
@@ -53,12 +55,26 @@ class Exchange:
         """Whether the steps taken in shall wait no longer: the same on every rank."""
         return len(self._rows) >= self._share
 
+    @property
+    def newer(self) -> bool:
+        """Whether something was taken in that is not sent yet."""
+        return bool(self._rows)
+
+    @property
+    def ripe(self) -> bool:
+        """At the end of a step, whether to finish() now: the same on every rank.
+
+        Steps share one because they are short; it is done by itself while the next one runs.
+        """
+        return self.under_way and (self._sent == 1 or self.newer)
+
     def start(self, head: Sequence[float]) -> None:
         """Send what was taken in, and ``head``: equally many numbers on every rank."""
         values = [self._proposal() if self._world.rank == 0 else 0.0, *head]
-        self._head = len(values)
+        self._head, self._sent, self._since = len(values), len(self._rows), self._clock()
         for row in self._rows:
             values += row
+        self._rows.clear()
         self._tensor = torch.tensor(values, dtype=torch.float64)
         self.under_way = True
         group = self._world.control
@@ -74,18 +90,16 @@ class Exchange:
                 self._work.wait()
             self._work = None
         values: list[float] = self._tensor.tolist()
-        rest, rows = values[self._head :], len(self._rows)
+        rest, rows = values[self._head :], self._sent
         width = len(rest) // max(rows, 1)
         return Sums(
             values[1 : self._head], [rest[i * width : (i + 1) * width] for i in range(rows)]
         )
 
     def finish(self) -> Sums:
-        """Wait, and begin to take in anew."""
+        """Wait; another may start() then."""
         sums = self.wait()
         self._share = int(self._tensor[0])
-        self._since = self._clock()
-        self._rows.clear()
         self.under_way = False
         return sums
 

@@ -83,6 +83,8 @@ class Loop:
         self._step: Step | None = None
         #: Steps whose mean loss is not known yet: index, and this rank's losses.
         self._untold: list[tuple[int, list[torch.Tensor]]] = []
+        self._told_at_once = False  # what this step's snapshot or check needs
+        self._stop = False  # a rank has been told to stop
         self._layout_known = False
 
     def steps(self) -> Iterator[Step]:
@@ -112,11 +114,9 @@ class Loop:
 
     def left(self) -> None:
         """All ranks have left the loop, perhaps early: tell the losses that are not told yet."""
-        if not self._untold:
-            return
-        if not self._exchange.under_way:
-            self._start_exchange()
-        self._heard()
+        if self._untold:
+            self._send()
+            self._heard()
 
     def _resume(self) -> None:
         state, config = self._trained.state, self._config
@@ -223,23 +223,30 @@ class Loop:
         last = done == self._options.total_steps
         # Each step is told before a snapshot can hold it, and before a check can end the run.
         checked = self._snapshots.due(done, last=last) or self._divergence.due(done, snapshot=last)
-        if self._exchange.due or last or checked:
-            self._start_exchange()
+        self._told_at_once = last or checked
+        if self._exchange.due or self._told_at_once:
+            self._send()
 
-    def _start_exchange(self) -> None:
-        self._exchange.start([float(self._ending.signal > 0), *self._snapshots.report()])
+    def _send(self) -> None:
+        """Have an exchange under way that tells of all steps until this one."""
+        if self._exchange.under_way and self._exchange.newer:
+            self._heard()
+        if not self._exchange.under_way:
+            self._exchange.start([float(self._ending.signal > 0), *self._snapshots.report()])
 
-    def _heard(self) -> tuple[bool, dict[int, float]]:
-        """Finish the exchange: return whether to stop, and mean losses by finished steps."""
+    def _heard(self) -> dict[int, float]:
+        """Finish the exchange; return mean losses by finished steps."""
         sums = self._exchange.finish()
-        untold, self._untold = self._untold, []
+        count = len(sums.rows)
+        told, self._untold = self._untold[:count], self._untold[count:]
         stop, *saved = sums.head
+        self._stop = stop > 0  # and stays so
         self._snapshots.learn(saved)
-        means = self._means(untold, sums.rows)
+        means = self._means(told, sums.rows)
         self._progress.losses(means)
-        for (index, losses), row in zip(untold, sums.rows, strict=True):
+        for (index, losses), row in zip(told, sums.rows, strict=True):
             self._nan.after(index, means[index + 1], losses, row[:2])
-        return stop > 0, means
+        return means
 
     def _means(
         self, steps: Sequence[tuple[int, Any]], rows: Sequence[Sequence[float]]
@@ -254,8 +261,7 @@ class Loop:
         if updater.scaler is None and not self._nan.allows(updater.optimizer, updater.grad_norm):
             # All ranks are here, since their gradients are equal. If one was changed behind DDP's
             # back, this waits for ever, and the hang watch ends it.
-            if not self._exchange.under_way:
-                self._start_exchange()
+            self._send()
             rows = self._exchange.wait().rows
             self._progress.losses(self._means(self._untold, rows))
             self._nan.refuse(index, self._trained.state.module, losses, rows[-1][:2])
@@ -275,18 +281,28 @@ class Loop:
                 " result will not equal an undisturbed run's bit for bit",
             )
 
+    def _hear(self) -> dict[int, float]:
+        """At the end of a step: finish what need not, or cannot, run on during the next one."""
+        if not self._exchange.ripe and not (self._told_at_once and self._exchange.under_way):
+            return {}
+        losses = self._heard()
+        if self._stop and self._untold:  # the snapshot of the stop will hold this step
+            self._send()
+            losses |= self._heard()
+        return losses
+
     def _end(self, step: Step) -> None:
         """After the loop's body, so that what it does after commit() is in the snapshot too."""
         self.guard.step_ended()
         done = self.finished_steps = step.index + 1
         self._progress.at("agreement")
         with self._peers:
-            stop, losses = self._heard() if self._exchange.under_way else (False, {})
+            losses = self._hear()
             # Before a snapshot can hold this step: whoever resumes after it does not tell of it.
             self._recording.stepped(done, step.losses)
             self._progress.stepped(done)
             self._progress.losses(losses)
-            last = stop or done == self._options.total_steps
+            last = self._stop or done == self._options.total_steps
             due = self._snapshots.due(done, last=last)
             if self._divergence.due(done, snapshot=due):
                 self._divergence.check(done, self._trained.state.module)
@@ -297,7 +313,7 @@ class Loop:
         if done == self._resumed_after + 1:
             trace.mark("step")
         self._recording.wait(done)
-        if stop and done < self._options.total_steps:
+        if self._stop and done < self._options.total_steps:
             self._progress.close()
             self._ending.stop(done)
 
