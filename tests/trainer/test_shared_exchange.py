@@ -131,13 +131,31 @@ def test_a_signal_in_the_midst_of_them_stops_all_ranks_after_one_step(gang, tmp_
     assert path.with_suffix(".sha").read_text() == whole.with_suffix(".sha").read_text()
 
 
+def test_when_steps_become_long_none_waits_for_another(gang, tmp_path):  # type: ignore[no-untyped-def]
+    """What steps 32 to 47 share says so, and is heard after 48, which it does not tell of."""
+
+    def at(run: ddp.Run, step: int) -> None:
+        if step == 40:
+            exchange.PATIENCE_SECONDS = 0  # type: ignore[misc]
+        if step == 48 and run.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    gang.start(train(tmp_path / "events", at=at))
+    assert gang.wait() == {0: 75, 1: 143, 2: 75}
+    for rank in range(3):
+        assert re.search(r"stopped after step 48\b", gang.log(rank)), gang.log(rank)
+
+
 @pytest.mark.parametrize("policy", ["stop", "skip"])
-def test_a_loss_that_is_no_number_is_told_at_once_with_its_step_and_rank(gang, tmp_path, policy):  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("bad", [31, 39])  # 31: what steps 15 to 30 share is still under way
+def test_a_loss_that_is_no_number_is_told_at_once_with_its_step_and_rank(  # type: ignore[no-untyped-def]
+    gang, tmp_path, policy, bad
+):
     path = tmp_path / "events"
-    gang.start(train(path, poison=(2, 39), nan_policy=policy))
+    gang.start(train(path, poison=(2, bad), nan_policy=policy))
     codes = gang.wait()
     assert codes == dict.fromkeys(range(3), 70 if policy == "stop" else 0)
-    assert "step 39: gradients are not finite" in gang.log(0)
+    assert f"step {bad}: gradients are not finite" in gang.log(0)
     assert "the loss of rank 2 is" in gang.log(0)
-    told = 39 if policy == "stop" else TOTAL
+    told = bad if policy == "stop" else TOTAL
     assert list(read_losses(path)) == list(range(1, told + 1))

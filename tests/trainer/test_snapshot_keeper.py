@@ -289,9 +289,10 @@ def test_a_save_that_fails_anywhere_is_told_and_the_next_works(saving, orders, c
     check(open_snapshots(saving.place.root, 2)[1], step)
 
 
+@pytest.mark.parametrize("odd", [0, 1])
 @pytest.mark.parametrize("where", ["_tell_write", "_hear"])
 def test_any_error_of_a_rank_beside_training_fails_the_save_alone(  # type: ignore[no-untyped-def]
-    tmp_path, open_ranks, monkeypatch, where
+    tmp_path, open_ranks, monkeypatch, where, odd
 ):
     ranks = open_ranks(tmp_path)
     assert ranks.save(1) == ""
@@ -299,15 +300,16 @@ def test_any_error_of_a_rank_beside_training_fails_the_save_alone(  # type: igno
     def fails(*_: Any) -> None:
         raise RuntimeError("odd")
 
-    tracker = ranks.trackers[1]
+    tracker, why = ranks.trackers[odd], "rank 1: " * odd + "RuntimeError: odd"
     monkeypatch.setattr(tracker, where, fails)
-    assert ranks.save(2) == "rank 1: RuntimeError: odd"
+    assert ranks.save(2) == why
     monkeypatch.undo()
     assert tracker.broken == (where == "_hear"), "then training makes another"
     if tracker.broken:
-        assert ranks.save(3) == "rank 1: RuntimeError: odd", "it broke after it was asked"
+        assert ranks.save(3) == why, "it broke after it was asked"
         tracker.close()
-        ranks.trackers[1] = Tracker(1, ranks.place, Board(ranks.told, ranks.place.writers), CPU)
+        board = Board(ranks.told, ranks.place.writers)
+        ranks.trackers[odd] = Tracker(odd, ranks.place, board, CPU)
     assert ranks.save(4) == ""
     check(open_snapshots(tmp_path, 2)[1], 4)
 

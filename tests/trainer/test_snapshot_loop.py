@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
@@ -118,6 +120,29 @@ def test_the_last_snapshot_is_not_lost_to_what_only_one_rank_has(gang, tmp_path)
 
     assert gang.run(program) == {0: 0, 1: 0, 2: 0}, gang.log(0)
     assert list(stored(tmp_path / "snapshots")) == [2, 4, 6]
+
+
+def test_what_cannot_be_stored_of_a_shared_out_optimizer_fails_the_snapshot_alone(gang, tmp_path):  # type: ignore[no-untyped-def]
+    """Its state_dict() is collective: the others must not wait for ever."""
+
+    def program(rank: int) -> None:
+        run = ddp.start(
+            total_steps=6, global_batch=6, snapshot_dir=tmp_path / "snapshots", snapshot_every=2
+        )
+        model = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 2))
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+        wrapped, _ = run.prepare(model, optimizer, bucket_cap_mb=0.001)
+
+        def each(step: int) -> None:
+            if rank == 1 and step in (3, 4):
+                next(iter(optimizer.optim.state.values()))["odd"] = {1} if step == 3 else 1
+
+        train(run, wrapped, each)
+        run.finish()
+
+    assert gang.run(program) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    assert list(stored(tmp_path / "snapshots")) == [2, 6]
+    assert re.search("snapshot after step 4 failed: cannot store state/.*odd: a set", gang.log(0))
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("gone"), ValueError("odd")])

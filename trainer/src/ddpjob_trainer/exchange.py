@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from ddpjob_trainer.world import World, peer_loss
 
-#: The steps that share an exchange shall take no longer together, as a signal waits for its end:
-#: longer only when steps have just become longer.
+#: The steps that share an exchange shall take no longer together, as a signal waits for them and
+#: for the step after: longer only when steps have just become longer.
 PATIENCE_SECONDS = 0.5
 MOST_STEPS = 16
 

@@ -286,7 +286,8 @@ class Loop:
         if not self._exchange.ripe and not (self._told_at_once and self._exchange.under_way):
             return {}
         losses = self._heard()
-        if self._stop and self._untold:  # the snapshot of the stop will hold this step
+        # The snapshot of a stop will hold this step; and none waits for more that became longer.
+        if self._untold and (self._stop or self._exchange.due):
             self._send()
             losses |= self._heard()
         return losses

@@ -159,6 +159,9 @@ class Snapshots:
         tracker, found = self._tracking(), None
         if last:
             tracker.wait_written()
+            self._progress.at("agreement")  # lest others wait in here for a rank that waits above
+            self._world.barrier()
+            self._progress.at("snapshot")
             found = self._capture(state)
             self._agree()
             self._progress.at("snapshot")

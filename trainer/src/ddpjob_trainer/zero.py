@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from ddpjob_trainer.snapshot.format import DTYPES, TORCH_DTYPES, Flat, flatten, unflatten
+from ddpjob_trainer.snapshot.format import (
+    DTYPES,
+    TORCH_DTYPES,
+    Flat,
+    UnstorableError,
+    flatten,
+    unflatten,
+)
 from ddpjob_trainer.state import lay_out_like_parameters
 from ddpjob_trainer.world import World
 
@@ -55,11 +62,18 @@ class ZeroState:
         lay_out_like_parameters(self._optimizer.optim)
 
     def _gather(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        flat = flatten(mine)
+        flat, problem = Flat(), ""
+        try:
+            flat = flatten(mine)
+        except UnstorableError as error:  # the others wait for this rank all the same
+            problem = str(error)
         shapes = [[n, DTYPES[t.dtype], list(t.shape)] for n, t in flat.tensors.items()]
-        head = json.dumps([flat.tree, flat.aliases, shapes]).encode()
+        head = json.dumps([flat.tree, flat.aliases, shapes, problem]).encode()
+        heads = self._world.gather_bytes(head)
+        if problem := next(filter(None, (json.loads(received)[-1] for received in heads)), ""):
+            raise UnstorableError(problem)
         states = []
-        for rank, received in enumerate(self._world.gather_bytes(head)):
+        for rank, received in enumerate(heads):
             part = flat if rank == self._world.rank else _empty(received)
             tensors = {n: self._broadcast(t, rank) for n, t in part.tensors.items()}
             states.append(unflatten(Flat(part.tree, tensors, part.aliases)))
@@ -72,6 +86,6 @@ class ZeroState:
 
 
 def _empty(head: bytes) -> Flat:
-    tree, aliases, shapes = json.loads(head)
+    tree, aliases, shapes, _ = json.loads(head)
     tensors = {n: torch.empty(shape, dtype=TORCH_DTYPES[d]) for n, d, shape in shapes}
     return Flat(tree, tensors, aliases)

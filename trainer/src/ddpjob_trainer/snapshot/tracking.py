@@ -113,13 +113,13 @@ class Tracker:
         """Have a part copied and written. What came of it is posted in any case."""
         with self._changed:
             broken = self._broken
-            if part.assemble is not None:
-                self._snapshots[part.step] = _Snapshot(part.step, part.begun, part.assemble)
             if not broken:
                 self._parts[part.step] = part
                 self._copying += 1
+                if part.assemble is not None:
+                    self._snapshots[part.step] = _Snapshot(part.step, part.begun, part.assemble)
         if broken:  # since it was asked: nobody else would tell
-            self._board.post(part.step, Report(self._rank, text=broken))
+            self.failed(part.step, part.begun, broken)
         else:
             self._put(part)
 
@@ -127,7 +127,10 @@ class Tracker:
         """Post that this rank has no part of a snapshot. Raises PeerLostError."""
         if self._rank == 0:
             with self._changed:
-                self._snapshots[step] = _Snapshot(step, begun, None)
+                if self._broken:
+                    self._outcomes.append(Outcome(step, text=text))
+                else:
+                    self._snapshots[step] = _Snapshot(step, begun, None)
         self._board.post(step, Report(self._rank, text=text))
         os.eventfd_write(self._wake, 1)
 
