@@ -283,7 +283,7 @@ class Loop:
 
     def _hear(self) -> dict[int, float]:
         """At the end of a step: finish what need not, or cannot, run on during the next one."""
-        if not self._exchange.ripe and not (self._told_at_once and self._exchange.under_way):
+        if not (self._exchange.ripe or self._told_at_once):
             return {}
         losses = self._heard()
         # The snapshot of a stop will hold this step; and none waits for more that became longer.

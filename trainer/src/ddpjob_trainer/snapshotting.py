@@ -219,18 +219,16 @@ class Snapshots:
             if isinstance(captured, str):
                 say(self._world.rank, f"after step {step} a snapshot would fail here: {captured}")
             return
-        text = ""
         if isinstance(captured, str):
-            text = captured
-        else:
-            try:
-                part = self._part(step, begun, captured, config, self._writer, tracker)
-            except (OSError, MemoryError, torch.OutOfMemoryError) as error:
-                text = f"no memory to stage it in: {getattr(error, 'strerror', None) or error}"
-            except ValueError as error:
-                text = str(error)
-        if text:
+            tracker.failed(step, begun, captured)
+            return
+        try:
+            part = self._part(step, begun, captured, config, self._writer, tracker)
+        except (OSError, MemoryError, torch.OutOfMemoryError) as error:
+            text = f"no memory to stage it in: {getattr(error, 'strerror', None) or error}"
             tracker.failed(step, begun, text)
+        except ValueError as error:
+            tracker.failed(step, begun, str(error))
         else:
             tracker.submit(part)
 

@@ -69,12 +69,12 @@ class ZeroState:
             problem = str(error)
         shapes = [[n, DTYPES[t.dtype], list(t.shape)] for n, t in flat.tensors.items()]
         head = json.dumps([flat.tree, flat.aliases, shapes, problem]).encode()
-        heads = self._world.gather_bytes(head)
-        if problem := next(filter(None, (json.loads(received)[-1] for received in heads)), ""):
+        heads = [json.loads(received) for received in self._world.gather_bytes(head)]
+        if problem := next((text for *_, text in heads if text), ""):
             raise UnstorableError(problem)
         states = []
-        for rank, received in enumerate(heads):
-            part = flat if rank == self._world.rank else _empty(received)
+        for rank, (tree, aliases, shapes, _) in enumerate(heads):
+            part = flat if rank == self._world.rank else _empty(tree, aliases, shapes)
             tensors = {n: self._broadcast(t, rank) for n, t in part.tensors.items()}
             states.append(unflatten(Flat(part.tree, tensors, part.aliases)))
         return states
@@ -85,7 +85,6 @@ class ZeroState:
         return plain
 
 
-def _empty(head: bytes) -> Flat:
-    tree, aliases, shapes, _ = json.loads(head)
+def _empty(tree: Any, aliases: dict[str, str], shapes: list[Any]) -> Flat:
     tensors = {n: torch.empty(shape, dtype=TORCH_DTYPES[d]) for n, d, shape in shapes}
     return Flat(tree, tensors, aliases)
