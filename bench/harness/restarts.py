@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddpjob_trainer import contract
-from ddpjob_trainer.chaos.driver import OPEN
-from ddpjob_trainer.chaos.gang import Gang, environment_of_job
-from ddpjob_trainer.chaos.watch import GATE, Incarnation, Watch, open_gate
+from ddpjob_trainer.chaos.disturbance import OPEN
+from ddpjob_trainer.chaos.job import Job, environment_of_job
+from ddpjob_trainer.chaos.records import Incarnation, Records, open_gate
 from ddpjob_trainer.environment import CHAOS, TRACE
-from ddpjob_trainer.launcher import workers
+from ddpjob_trainer.failpoints import GATE
+from ddpjob_trainer.launcher.processes import children
 from harness import programs
 
 FOR_EVER = 10_000_000
@@ -53,7 +54,7 @@ class Recovery:
     lost_rounds: int = 0  # restarts that died of themselves
 
 
-class Torchrun(Gang):
+class Torchrun(Job):
     """The same handling for another launcher."""
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
@@ -63,9 +64,9 @@ class Torchrun(Gang):
     def launch(self) -> None:
         self.attempt += 1
         self.exit_code = None
-        workers.adopt_orphans()
+        children.adopt_orphans()
         fd = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self.pid = workers.spawn(self._line, self._environment, fd, fd)
+        self.pid = children.spawn(self._line, self._environment, fd, fd)
         os.close(fd)
 
 
@@ -79,11 +80,11 @@ class Subject:
         directory.mkdir(parents=True)
         self._trace = directory / "trace"
         open_gate(directory / GATE, OPEN)
-        self.watch = Watch(directory, nproc)
-        self.gang = self._make(workload)
+        self.records = Records(directory, nproc)
+        self.job = self._make(workload)
         self.launches = 0
 
-    def _make(self, workload: str) -> Gang:
+    def _make(self, workload: str) -> Job:
         base = programs.environment()
         sizes = ["--workload", workload, "--steps", str(FOR_EVER)]
         if self.way == "torchrun":
@@ -100,38 +101,38 @@ class Subject:
         if self.way == "new launch":
             environment[contract.IN_PLACE_MAX_WITHOUT_PROGRESS] = "0"
         program = (programs.program("ours.py"), *sizes)
-        return Gang(program, self._nproc, environment, self._directory / "log")
+        return Job(program, self._nproc, environment, self._directory / "log")
 
     def _until(self, condition: Callable[[], bool], what: str, seconds: float) -> None:
         """Raises TimeoutError."""
         deadline = time.monotonic() + seconds
         while not condition():
-            self.watch.look()
-            if not self.gang.running():
-                self.gang.launch()
+            self.records.look()
+            if not self.job.running():
+                self.job.launch()
                 self.launches += 1
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{self.way}: not in {seconds:g} s: {what}\n{self.gang.tail()}")
+                raise TimeoutError(f"{self.way}: not in {seconds:g} s: {what}\n{self.job.tail()}")
             time.sleep(_LOOK_SECONDS)
 
     def start(self) -> None:
-        self.gang.launch()
+        self.job.launch()
         begun = time.monotonic()
         self._until(
             lambda: (
-                self.watch.together()
-                and min(story.progress_at for story in self.watch.stories) > begun
+                self.records.together()
+                and min(story.progress_at for story in self.records.stories) > begun
             ),
             "a first step",
             _START_SECONDS,
         )
 
     def end(self) -> None:
-        self.gang.end()
+        self.job.end()
 
     def settle(self, *, warm: bool) -> None:
         """Before the next kill: a newer snapshot than the last resume, and spares if wanted."""
-        story = self.watch.stories[0]
+        story = self.records.stories[0]
         self._until(lambda: story.progress > EVERY + 5, "a new snapshot", _START_SECONDS)
         if warm and self.way == "in place":
             self._until(self._spares, "spares", _START_SECONDS)
@@ -154,29 +155,29 @@ class Subject:
         A gang that does not come back in time is started anew.
         """
         warm = self._spares()
-        before, launches, attempt = self.watch.incarnation, self.launches, self.gang.attempt
+        before, launches, attempt = self.records.incarnation, self.launches, self.job.attempt
         at = time.monotonic()
-        os.kill(self.watch.stories[rank].pid, signal.SIGKILL)
+        os.kill(self.records.stories[rank].pid, signal.SIGKILL)
         try:
             self._until(
-                lambda: self._lives(before, at) and self.watch.together(), "a new step", patience
+                lambda: self._lives(before, at) and self.records.together(), "a new step", patience
             )
         except TimeoutError:
-            self.gang.end()
+            self.job.end()
             self.start()
             return Recovery(patience, came_back=False)
-        back = max(story.progress_at for story in self.watch.stories)
+        back = max(story.progress_at for story in self.records.stories)
         lost = 0
         if self.launches != launches and self.way == "torchrun":
             lost = MAX_RESTARTS - before[1]  # all that it had left
-        elif self.gang.attempt == attempt:
-            lost = self.watch.incarnation[1] - before[1] - 1
+        elif self.job.attempt == attempt:
+            lost = self.records.incarnation[1] - before[1] - 1
         return Recovery(back - at, True, self._stages(at), warm, lost)
 
     def _lives(self, before: Incarnation, at: float) -> bool:
         """Whether it is another life: a new torchrun counts its rounds from 0 again."""
-        steps = [story.progress_at for story in self.watch.stories]
-        return self.watch.incarnation != before and min(steps) > at
+        steps = [story.progress_at for story in self.records.stories]
+        return self.records.incarnation != before and min(steps) > at
 
     def _stages(self, at: float) -> dict[str, float]:
         """Seconds of each stage: from the end of the one before to the last rank's end of it."""
@@ -197,5 +198,5 @@ class Subject:
 
     def _belongs(self, event: dict, at: float) -> bool:
         """Whether it is of this recovery: workers tell the round that they begin."""
-        ours = event["rank"] < 0 or event["round"] == self.watch.incarnation[1]
+        ours = event["rank"] < 0 or event["round"] == self.records.incarnation[1]
         return bool(ours and event["t"] > at)

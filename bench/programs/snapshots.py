@@ -27,7 +27,7 @@ from gpt2 import VOCABULARY, Gpt2
 from torch.nn import functional
 
 import ddpjob_trainer as ddp
-from ddpjob_trainer.world import World
+from ddpjob_trainer.comm.world import World
 
 
 class Way:

@@ -40,7 +40,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
-from ddpjob_trainer import exact
+from ddpjob_trainer.gradients import determinism
 
 directory = Path(sys.argv[1])
 rank = os.environ["RANK"]
@@ -69,7 +69,7 @@ for step in run.steps(data):
     for x, y in step.batches:
         loss = nn.functional.cross_entropy(model(x), y)
         step.backward(loss)
-    assert len(exact.buckets(model)) > 1
+    assert len(determinism.buckets(model)) > 1
     come_to(f"step-{{step.index}}")
     step.commit()
     with (directory / f"losses-{{rank}}").open("a") as losses:
@@ -236,10 +236,10 @@ class Training:
 
 
 def patched(directory: Path, constant: str, value: float) -> dict[str, str]:
-    """Environment in which a launcher has another value for a constant of its own."""
-    module, _, name = constant.partition(".")
+    """Environment in which a launcher has another value for a constant in its package."""
+    module, _, name = constant.rpartition(".")
     (directory / "sitecustomize.py").write_text(
-        f"from ddpjob_trainer.launcher import {module}\n{module}.{name} = {value}\n"
+        f"import ddpjob_trainer.launcher.{module} as module\nmodule.{name} = {value}\n"
     )
     return {"PYTHONPATH": f"{directory}{os.pathsep}{SOURCES}"}
 

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 
 from ddpjob_trainer.environment import Identity
-from ddpjob_trainer.snapshot import loading, manifest
-from ddpjob_trainer.snapshot.board import Report
-from ddpjob_trainer.snapshot.format import DTYPES, Flat, flatten
-from ddpjob_trainer.snapshot.saving import Captured, Shares, assembler, lay_out
+from ddpjob_trainer.snapshot import load
+from ddpjob_trainer.snapshot.keeper.writer import Writer, data_name
+from ddpjob_trainer.snapshot.ondisk import manifest
+from ddpjob_trainer.snapshot.part_reports import Report
+from ddpjob_trainer.snapshot.pipeline import Place
 from ddpjob_trainer.snapshot.staging import Buffer
-from ddpjob_trainer.snapshot.store import Loaded, open_store
-from ddpjob_trainer.snapshot.tracking import Place
-from ddpjob_trainer.snapshot.writing import Writer, data_name
+from ddpjob_trainer.snapshot.takeover import Loaded, open_store
+from ddpjob_trainer.snapshot.write_plan import Captured, Shares, assembler, lay_out
+from ddpjob_trainer.state.codec import DTYPES, Flat, flatten
 
 CPU = torch.device("cpu")
 SOLE = "n"  # tensors below this name are rank 0's alone
@@ -86,7 +87,7 @@ def open_snapshots(
 ) -> tuple[Store, Loaded | None]:
     """Start an incarnation, as rank 0 does."""
     identity = Identity(uid, attempt, 0, unique=True)
-    start, loaded = open_store(root, identity, resume=resume, load=loading.load, tell=tell)
+    start, loaded = open_store(root, identity, resume=resume, load=load.load, tell=tell)
     store = Store(root, start.sequence, keep, ranks)
     store._writer.retain()
     return store, loaded

@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
-from ddpjob_trainer import exact
-from ddpjob_trainer.snapshot import disk, keeping
+from ddpjob_trainer.gradients import determinism
+from ddpjob_trainer.snapshot.keeper import client
+from ddpjob_trainer.snapshot.ondisk import disk
 from support.snapshots import await_snapshot
 
 STEPS = 14
@@ -74,7 +75,7 @@ class Training:
 
     def __call__(self, rank: int) -> None:
         if self.keeper:
-            keeping.prelude = KEEPER_SEAM.format(body=self.keeper)
+            client.prelude = KEEPER_SEAM.format(body=self.keeper)
         if self.unreadable and rank == 1:
             disk.open_data = self._fails_to_open  # type: ignore[assignment]
         torch.manual_seed(3)
@@ -102,7 +103,7 @@ class Training:
                 self._maybe_die(rank, step.index, "before backward")
                 step.backward(loss)
             if self.level == "resume":  # without the warm-up the buckets are not final yet
-                assert len(exact.buckets(wrapped)) > 1
+                assert len(determinism.buckets(wrapped)) > 1
             if self.at is not None:
                 self.at(run, step.index)
             self._maybe_die(rank, step.index, "before commit")
@@ -148,7 +149,7 @@ def fresh(path: Path, **options: object) -> Training:
 
 KEEPER_SEAM = """
 import os
-from ddpjob_trainer.snapshot import disk
+from ddpjob_trainer.snapshot.ondisk import disk
 def seam(operation, path):
     step = path.name.split("-")[1].partition(".")[0].lstrip("0") if "-" in path.name else ""
     {body}

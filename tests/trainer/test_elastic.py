@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
-from ddpjob_trainer.progress import Progress
+from ddpjob_trainer.telemetry.progress import Progress
 from support.snapshots import await_snapshot
 
 STEPS = 10

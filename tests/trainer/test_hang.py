@@ -16,8 +16,8 @@ from support.launching import free_ports, launch, run
 WORKER = """
 import ctypes
 from pathlib import Path
-from ddpjob_trainer import stacks
-from ddpjob_trainer.rankstate import RankStateWriter
+from ddpjob_trainer.liveness import stacks
+from ddpjob_trainer.liveness.heartbeat import RankStateWriter
 directory = Path(os.environ["DDPJOB_TRAINER_STATE_DIR"])
 stacks.enable(directory, rank)
 writer = RankStateWriter(directory, rank)

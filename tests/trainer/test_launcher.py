@@ -227,8 +227,8 @@ def test_state_health_and_metrics(script, tmp_path, wait_until):  # type: ignore
     program = script(
         """
 from pathlib import Path
-from ddpjob_trainer.rankstate import RankStateWriter
-from ddpjob_trainer.metrics import Metrics
+from ddpjob_trainer.liveness.heartbeat import RankStateWriter
+from ddpjob_trainer.telemetry.metrics import Metrics
 writer = RankStateWriter(Path(os.environ["DDPJOB_TRAINER_STATE_DIR"]), rank)
 metrics = Metrics(rank)
 metrics.set("step", 12)

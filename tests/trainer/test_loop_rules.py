@@ -22,9 +22,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
-from ddpjob_trainer import progress, snapshotting
-from ddpjob_trainer.snapshot import loading, manifest, tracking
-from ddpjob_trainer.snapshot.format import unflatten
+from ddpjob_trainer.snapshot import load, manager, pipeline
+from ddpjob_trainer.snapshot.ondisk import manifest
+from ddpjob_trainer.state.codec import unflatten
+from ddpjob_trainer.telemetry import progress
 from support.snapshots import await_snapshot
 
 DATA = TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(1)))
@@ -312,13 +313,13 @@ def test_who_leaves_the_loop_may_change_the_weights_at_once(gang, tmp_path):  # 
     """Though a thread still copies the snapshot of the step before."""
 
     def program(rank: int) -> None:
-        copy = tracking.copy_later
+        copy = pipeline.copy_later
 
         def slow(*arguments: Any) -> None:
             time.sleep(0.5)  # as long as the script below has to be too early
             copy(*arguments)
 
-        tracking.copy_later = slow
+        pipeline.copy_later = slow
         run = ddp.start(
             total_steps=6, global_batch=6, snapshot_dir=tmp_path / "s", snapshot_every=2,
             snapshot_staging="thread",
@@ -336,7 +337,7 @@ def test_who_leaves_the_loop_may_change_the_weights_at_once(gang, tmp_path):  # 
         run.finish()
         [path] = (tmp_path / "s").glob("*/step-*.json")
         found = manifest.read(path)
-        saved = unflatten(loading.load(path.parent, found))["model"]["weight"]
+        saved = unflatten(load.load(path.parent, found))["model"]["weight"]
         assert torch.equal(saved, expected)
 
     assert gang.run(program, world=1) == {0: 0}, gang.log(0)
@@ -347,7 +348,7 @@ def test_an_error_does_not_wait_for_a_disk(gang, tmp_path, wait_until):  # type:
     stopped = tmp_path / "stopped"
 
     def program(rank: int) -> None:
-        snapshotting.END_SECONDS = 600.0  # what it would wait without an error
+        manager.END_SECONDS = 600.0  # what it would wait without an error
         run = ddp.start(
             total_steps=6, global_batch=6, snapshot_dir=tmp_path / "s", snapshot_every=2
         )
@@ -395,7 +396,7 @@ def test_a_lost_peer_that_only_torch_noticed_leaves_a_traceback(gang):  # type: 
 
 def test_a_peer_that_dies_before_it_has_connected_is_a_lost_peer(gang):  # type: ignore[no-untyped-def]
     def dies(rank: int) -> None:
-        from ddpjob_trainer import rendezvous
+        from ddpjob_trainer.comm import rendezvous
 
         rendezvous._CONNECT_SECONDS = 1.0  # type: ignore[attr-defined]
         if rank == 1:

@@ -8,8 +8,8 @@ import signal
 import urllib.request
 from pathlib import Path
 
-from ddpjob_trainer import metricnames
-from ddpjob_trainer.events import read_events, read_losses
+from ddpjob_trainer.telemetry import metric_names
+from ddpjob_trainer.telemetry.event_log import read_events, read_losses
 from support.launching import free_ports, launch
 
 SCRIPT = """
@@ -88,7 +88,7 @@ def test_over_rounds(script, tmp_path, wait_until):  # type: ignore[no-untyped-d
 
 
 def check_metrics(found: dict[str, float]) -> None:
-    name = metricnames.PREFIX
+    name = metric_names.PREFIX
     assert found[f'{name}rounds_total{{kind="signal"}}'] == 1
     assert found[f'{name}rounds_total{{kind="hang"}}'] == 1
     assert found[f'{name}hangs_total{{phase="step"}}'] == 1
@@ -106,7 +106,7 @@ def check_metrics(found: dict[str, float]) -> None:
             assert found[f'{name}phase_seconds_total{{activity="{activity}",rank="{rank}"}}'] > 0
         for stage in ("rendezvous", "build", "load", "first_step"):
             assert found[f'{name}recovery_seconds{{rank="{rank}",stage="{stage}"}}'] > 0
-    known = {spec.exposed for spec in (*metricnames.WORKER, *metricnames.LAUNCHER)}
+    known = {spec.exposed for spec in (*metric_names.WORKER, *metric_names.LAUNCHER)}
     ours = {re.sub(r"(_bucket|_sum|_count)?({.*)?$", "", sample) for sample in found}
     assert {sample for sample in ours if not sample.endswith("_created")} <= known
 

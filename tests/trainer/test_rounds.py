@@ -28,7 +28,7 @@ from support.rounds import (
     patched,
 )
 
-SPARE = "ddpjob_trainer.spare"
+SPARE = "ddpjob_trainer.launcher.processes.fork_server"
 #: Where spares are not the point: each launcher would import torch once more for them.
 COLD = ("--spares", "0")
 
@@ -71,7 +71,9 @@ def test_two_at_once_then_a_kill_at_each_stage_of_the_restart(training, undistur
 def test_spares_and_their_fork_server_under_fire(training, undisturbed, tmp_path):  # type: ignore[no-untyped-def]
     training.hold("1-0-step-9", "1-1-step-9", "1-3-step-9")
     launcher = training.launch(
-        "--max-rounds-without-progress", "9", **patched(tmp_path, "spares._ANSWER_SECONDS", 4.0)
+        "--max-rounds-without-progress",
+        "9",
+        **patched(tmp_path, "processes.spares._ANSWER_SECONDS", 4.0),
     )
     first = training.at("1-0-step-9")
     training.until(lambda: training.marks("spares"), "spares")

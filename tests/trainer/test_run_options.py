@@ -17,7 +17,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
-from ddpjob_trainer import exact
+from ddpjob_trainer.gradients import determinism
 from support.snapshots import await_snapshot
 
 STEPS = 8
@@ -100,7 +100,7 @@ class Training:
                 step.backward(loss)
                 values.append(loss.item().hex())
             if run.options.level == "resume":
-                assert len(exact.buckets(wrapped)) > 1
+                assert len(determinism.buckets(wrapped)) > 1
             step.commit()
             losses.write(f"{step.index} {' '.join(values)}\n")
         if "compile" in self.prepare:

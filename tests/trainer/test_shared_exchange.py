@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
-from ddpjob_trainer import exchange
-from ddpjob_trainer.events import read_events, read_losses
-from ddpjob_trainer.snapshotting import Snapshots
+from ddpjob_trainer.comm import exchange
+from ddpjob_trainer.snapshot.manager import Snapshots
+from ddpjob_trainer.telemetry.event_log import read_events, read_losses
 
 TOTAL = 60
 

@@ -20,13 +20,15 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from ddpjob_trainer.snapshot import keeping, lineage, loading, manifest, sealed
-from ddpjob_trainer.snapshot.board import Board, Report
-from ddpjob_trainer.snapshot.format import DTYPES, flatten, unflatten
-from ddpjob_trainer.snapshot.saving import Captured, Shares, assembler, lay_out
-from ddpjob_trainer.snapshot.store import Loaded
-from ddpjob_trainer.snapshot.tracking import Outcome, Part, Place, Tracker
-from ddpjob_trainer.snapshot.writing import data_name
+from ddpjob_trainer.snapshot import load
+from ddpjob_trainer.snapshot.keeper import client
+from ddpjob_trainer.snapshot.keeper.writer import data_name
+from ddpjob_trainer.snapshot.ondisk import checked_json, lineage, manifest
+from ddpjob_trainer.snapshot.part_reports import PartReports, Report
+from ddpjob_trainer.snapshot.pipeline import Outcome, Part, Place, Tracker
+from ddpjob_trainer.snapshot.takeover import Loaded
+from ddpjob_trainer.snapshot.write_plan import Captured, Shares, assembler, lay_out
+from ddpjob_trainer.state.codec import DTYPES, flatten, unflatten
 from support.launching import SOURCES
 from support.snapshots import open_snapshots
 
@@ -35,7 +37,7 @@ CPU = torch.device("cpu")
 #: Every keeper asks a file what to do at which of its operations, before and after each.
 SEAM = """
 import json, os, signal, time
-from ddpjob_trainer.snapshot import disk
+from ddpjob_trainer.snapshot.ondisk import disk
 asked, count = None, 0
 def seam(operation, path):
     global asked, count
@@ -71,7 +73,7 @@ class Orders:
 
         ``removes``: of what rank 0's keeper removes after a commit only.
         """
-        keeping.prelude = SEAM.format(orders=str(self.path))
+        client.prelude = SEAM.format(orders=str(self.path))
         draft = self.path.with_suffix(".new")
         order = {"rank": rank, "point": point, "body": body, "removes": removes}
         draft.write_text(json.dumps(order))
@@ -100,7 +102,7 @@ class Ranks:
         self.place = Place(root, self.store.sequence, nonce, 3, tuple(range(RANKS)))
         self.told = HashStore()
         self.trackers = [
-            Tracker(rank, self.place, Board(self.told, self.place.writers), CPU)
+            Tracker(rank, self.place, PartReports(self.told, self.place.writers), CPU)
             for rank in range(RANKS)
         ]
 
@@ -162,7 +164,7 @@ def open_ranks() -> Iterator[Any]:
         return opened[-1]
 
     yield make
-    keeping.prelude = ""
+    client.prelude = ""
     for ranks in opened:
         ranks.close()
 
@@ -180,7 +182,7 @@ def check(loaded: Loaded | None, step: int) -> None:
 def test_a_keeper_never_imports_torch():  # type: ignore[no-untyped-def]
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]);"
-        "import ddpjob_trainer.snapshot.keeper;"
+        "import ddpjob_trainer.snapshot.keeper.process;"
         "print({'torch', 'numpy', 'safetensors'} & set(sys.modules))"
     )
     command = [sys.executable, "-I", "-S", "-c", code, str(SOURCES)]
@@ -211,7 +213,7 @@ def orders(tmp_path: Path) -> Orders:
 @pytest.fixture
 def saving(tmp_path, open_ranks, orders):  # type: ignore[no-untyped-def]
     """Ranks whose keepers follow orders, with one snapshot."""
-    keeping.prelude = SEAM.format(orders=str(orders.path))
+    client.prelude = SEAM.format(orders=str(orders.path))
     ranks = open_ranks(tmp_path / "root")
     assert ranks.save(1) == ""
     return ranks
@@ -236,7 +238,7 @@ def fail_and_go_on(ranks: Ranks, step: int, older: int, why: str, rank: int) -> 
     done = (ranks.directory / manifest.file_name(step)).exists()
     newest = manifest.listed(ranks.directory)[-1]
     found = manifest.read(newest)
-    check(Loaded(found.step, {}, loading.load(newest.parent, found)), step if done else older)
+    check(Loaded(found.step, {}, load.load(newest.parent, found)), step if done else older)
     assert ranks.save(step + 1) == ""
     if not done:
         wait_for(lambda: not leftovers(ranks, step))
@@ -308,7 +310,7 @@ def test_any_error_of_a_rank_beside_training_fails_the_save_alone(  # type: igno
     if tracker.broken:
         assert ranks.save(3) == why, "it broke after it was asked"
         tracker.close()
-        board = Board(ranks.told, ranks.place.writers)
+        board = PartReports(ranks.told, ranks.place.writers)
         ranks.trackers[odd] = Tracker(odd, ranks.place, board, CPU)
     assert ranks.save(4) == ""
     check(open_snapshots(tmp_path, 2)[1], 4)
@@ -344,7 +346,7 @@ def test_a_snapshot_too_large_to_be_read_again_is_a_failed_one(  # type: ignore[
     ranks = open_ranks(tmp_path)
     assert [ranks.save(step) for step in (1, 2)] == ["", ""]
     with monkeypatch.context() as patch:
-        patch.setattr(sealed, "MAX_BYTES", 1 << 10)
+        patch.setattr(checked_json, "MAX_BYTES", 1 << 10)
         assert ranks.save(3).startswith("names and numbers take ")
     wait_for(lambda: not leftovers(ranks, 3))
     assert ranks.save(4) == ""

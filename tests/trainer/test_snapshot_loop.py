@@ -18,9 +18,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
-from ddpjob_trainer.snapshot import loading, manifest, sealed, staging
-from ddpjob_trainer.snapshot.format import unflatten
-from ddpjob_trainer.state import weights_sha256
+from ddpjob_trainer.snapshot import load, staging
+from ddpjob_trainer.snapshot.ondisk import checked_json, manifest
+from ddpjob_trainer.snapshot.training_state import weights_sha256
+from ddpjob_trainer.state.codec import unflatten
 from support.snapshots import await_snapshot
 
 DATA = TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(1)))
@@ -49,7 +50,7 @@ def stored(directory: Path) -> dict[int, Any]:
     found = {}
     for path in sorted(directory.glob("*/step-*.json")):
         content = manifest.read(path)
-        found[content.step] = unflatten(loading.load(path.parent, content))
+        found[content.step] = unflatten(load.load(path.parent, content))
     return found
 
 
@@ -301,7 +302,7 @@ def test_a_stopped_gang_that_wakes_up_later_hurts_nobody(gang, tmp_path, wait_un
 
 def test_a_state_too_large_to_be_read_again_is_refused_at_the_start(gang, tmp_path):  # type: ignore[no-untyped-def]
     def program(rank: int) -> None:
-        sealed.MAX_BYTES = 20_000
+        checked_json.MAX_BYTES = 20_000
         run, wrapped = begin(tmp_path)
         notes = Notes()
         notes.value = "x" * 30_000

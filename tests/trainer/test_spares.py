@@ -20,7 +20,7 @@ from support.rounds import DEADLINE, children, kill, patched
 
 #: Without torch a launcher's fork server is there at once; for what has nothing to do with torch.
 BARE = """
-from ddpjob_trainer.rankstate import RankStateWriter
+from ddpjob_trainer.liveness.heartbeat import RankStateWriter
 from pathlib import Path
 round_ = os.environ["DDPJOB_ROUND"]
 here = Path(__file__ if "__file__" in globals() else ".").resolve().parent
@@ -155,7 +155,7 @@ def test_a_child_that_an_import_leaves_behind_does_no_harm(bare, tmp_path):  # t
     code, _, err = bare(
         "import forking\n" + BARE + "if round_ == '0':\n    until_spares()\n    sys.exit(5)\n"
         "time.sleep(3)",
-        env=patched(tmp_path, "spares._ANSWER_SECONDS", 1.0)
+        env=patched(tmp_path, "processes.spares._ANSWER_SECONDS", 1.0)
         | {"PYTHONPATH": f"{tmp_path}:{SOURCES}"},
     )
     assert code == 0, err

@@ -13,13 +13,13 @@ from types import SimpleNamespace
 import pytest
 
 from ddpjob_trainer import cli, failpoints
-from ddpjob_trainer.chaos import verdict
-from ddpjob_trainer.chaos.driver import Disturbance, Made, Pace
-from ddpjob_trainer.chaos.gang import environment_of_job
+from ddpjob_trainer.chaos import compare
+from ddpjob_trainer.chaos.disturbance import Disturbance, Made, Pace
+from ddpjob_trainer.chaos.job import environment_of_job
 from ddpjob_trainer.chaos.kills import LAUNCHER, SIGNALS, STARTING, Kill, plan_kills
-from ddpjob_trainer.chaos.watch import GATE, Watch
+from ddpjob_trainer.chaos.records import Records
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.failpoints import POINTS
+from ddpjob_trainer.failpoints import GATE, POINTS
 
 
 def planned(seed: int = 1, count: int = 12, nproc: int = 4, total_steps: int = 60) -> list[Kill]:
@@ -136,7 +136,7 @@ def write(directory: Path, rank: int, *events: dict[str, object], torn: bytes = 
 
 def run_of(
     directory: Path, losses: dict[int, str] | None = None, end: dict[str, str] | None = None
-) -> Watch:
+) -> Records:
     directory.mkdir()
     for rank in range(2):
         start = {"event": "start", "attempt": 1, "round": 0, "pid": 5, "total_steps": 3}
@@ -144,9 +144,9 @@ def run_of(
         for step, loss in (losses or {1: "0x1p0", 2: "0x1p1"}).items():
             write(directory, rank, {"event": "step", "step": step, "losses": [loss]})
         write(directory, rank, {"event": "end", "hashes": end or END})
-    watch = Watch(directory, 2)
-    watch.look()
-    return watch
+    records = Records(directory, 2)
+    records.look()
+    return records
 
 
 def test_equal_runs_are_identical_also_when_steps_were_replayed(tmp_path: Path) -> None:
@@ -163,29 +163,29 @@ def test_equal_runs_are_identical_also_when_steps_were_replayed(tmp_path: Path) 
     wild.look()
     assert wild.incarnation == (2, 0)
     assert not wild.together(), "rank 0 is of an older incarnation"
-    assert verdict.differences(calm.stories, wild.stories) == []
-    assert verdict.sha256(calm.stories) == verdict.sha256(wild.stories)
+    assert compare.differences(calm.stories, wild.stories) == []
+    assert compare.sha256(calm.stories) == compare.sha256(wild.stories)
 
 
 @pytest.mark.parametrize("part", ["parameters", "generators", "registered optimizer"])
 def test_any_part_that_differs_is_named(tmp_path: Path, part: str) -> None:
     calm = run_of(tmp_path / "a")
     wild = run_of(tmp_path / "b", end={**END, part: "other"})
-    found = verdict.differences(calm.stories, wild.stories)
+    found = compare.differences(calm.stories, wild.stories)
     assert len(found) == 2
     assert all(part in text for text in found)
-    assert verdict.sha256(calm.stories) != verdict.sha256(wild.stories)
+    assert compare.sha256(calm.stories) != compare.sha256(wild.stories)
 
 
 def test_only_rank_0s_buffers_count(tmp_path: Path) -> None:
     calm, wild = run_of(tmp_path / "a"), run_of(tmp_path / "b", end={**END, "buffers": "other"})
-    assert verdict.differences(calm.stories, wild.stories) == ["rank 0: buffers differ"]
+    assert compare.differences(calm.stories, wild.stories) == ["rank 0: buffers differ"]
 
 
 def test_one_loss_in_the_last_bit_is_a_difference(tmp_path: Path) -> None:
     calm = run_of(tmp_path / "a")
     wild = run_of(tmp_path / "b", losses={1: "0x1p0", 2: "0x1.0000000000001p1"})
-    found = verdict.differences(calm.stories, wild.stories)
+    found = compare.differences(calm.stories, wild.stories)
     assert found[0] == "rank 0: 1 losses differ, the first after step 2"
 
 
@@ -193,13 +193,13 @@ def test_a_replay_that_differs_is_a_difference_even_when_the_end_is_equal(tmp_pa
     calm, wild = run_of(tmp_path / "a"), run_of(tmp_path / "b")
     write(tmp_path / "b", 0, {"event": "step", "step": 2, "losses": ["0x1p9"]})
     wild.look()
-    assert "rank 0: 1 losses differ" in verdict.differences(calm.stories, wild.stories)[0]
+    assert "rank 0: 1 losses differ" in compare.differences(calm.stories, wild.stories)[0]
 
 
 def test_a_rank_that_never_finished_is_a_difference(tmp_path: Path) -> None:
     calm, wild = run_of(tmp_path / "a"), run_of(tmp_path / "b")
     wild.stories[1].hashes.clear()
-    assert "rank 1 never finished" in verdict.differences(calm.stories, wild.stories)
+    assert "rank 1 never finished" in compare.differences(calm.stories, wild.stories)
 
 
 # --- The command ------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from ddpjob_trainer.display import Display
+from ddpjob_trainer.telemetry.console import Display
 
 
 def show(columns: int, steps: int) -> str:

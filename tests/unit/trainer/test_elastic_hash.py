@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddpjob_trainer.divergence import _ROW, _first_difference, hash_tensors
+from ddpjob_trainer.gradients.replica_check import _ROW, _first_difference, hash_tensors
 
 
 def hashed(tensor: torch.Tensor) -> int:

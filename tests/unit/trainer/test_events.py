@@ -11,7 +11,7 @@ import struct
 import pytest
 
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.events import EventLog, read_events, read_losses
+from ddpjob_trainer.telemetry.event_log import EventLog, read_events, read_losses
 
 
 def test_losses_come_back_bit_for_bit(tmp_path):  # type: ignore[no-untyped-def]

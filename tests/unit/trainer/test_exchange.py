@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddpjob_trainer.exchange import MOST_STEPS, PATIENCE_SECONDS, Exchange
-from ddpjob_trainer.world import World
+from ddpjob_trainer.comm.exchange import MOST_STEPS, PATIENCE_SECONDS, Exchange
+from ddpjob_trainer.comm.world import World
 
 
 class Steps:

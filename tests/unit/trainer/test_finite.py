@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddpjob_trainer import finite
-from ddpjob_trainer.finite import NanPolicy
+from ddpjob_trainer.optim import nan_policy
+from ddpjob_trainer.optim.nan_policy import NanPolicy
 
 BAD = (math.inf, -math.inf, math.nan)
 SMALLEST = 1e-45  # of float32, denormal
@@ -72,7 +72,7 @@ def test_squares_that_overflow_are_no_reason():  # type: ignore[no-untyped-def]
 
 
 def test_one_call_for_all_whatever_the_default_dtype(monkeypatch):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(finite, "_finite", lambda _: pytest.fail("one call per tensor"))
+    monkeypatch.setattr(nan_policy, "_finite", lambda _: pytest.fail("one call per tensor"))
     monkeypatch.setattr(POLICY, "_flags", {})
     torch.set_default_dtype(torch.float64)
     try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ddpjob_trainer.hang import Deadlines, Sign, find
-from ddpjob_trainer.rankstate import RankState
+from ddpjob_trainer.liveness.hang import Deadlines, Sign, find
+from ddpjob_trainer.liveness.heartbeat import RankState
 
 LIMITS = Deadlines(startup=60, step=30, snapshot=100)
 

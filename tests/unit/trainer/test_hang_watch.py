@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob_trainer import stacks as stacks_module
-from ddpjob_trainer.hang import Deadlines
-from ddpjob_trainer.launcher.watch import HangWatch, StackRequest
-from ddpjob_trainer.rankstate import RankStateWriter
+from ddpjob_trainer.launcher.hangs import HangWatch, StackRequest
+from ddpjob_trainer.liveness import stacks as stacks_module
+from ddpjob_trainer.liveness.hang import Deadlines
+from ddpjob_trainer.liveness.heartbeat import RankStateWriter
 
 LIMITS = Deadlines(startup=10, step=10, snapshot=10)
 PIDS = {0: 1, 1: 2}
@@ -108,8 +108,8 @@ def test_a_new_process_of_the_same_rank_begins_anew(tmp_path, writers):  # type:
 _WORKER = """
 import ctypes, os, sys, threading, time
 from pathlib import Path
-from ddpjob_trainer import stacks
-from ddpjob_trainer.rankstate import RankStateWriter
+from ddpjob_trainer.liveness import stacks
+from ddpjob_trainer.liveness.heartbeat import RankStateWriter
 stacks.enable(Path(sys.argv[1]), int(sys.argv[2]))
 RankStateWriter(Path(sys.argv[1]), int(sys.argv[2]))
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
@@ -122,7 +122,7 @@ in_c_with_the_gil()
 
 
 def _worker(directory: Path, rank: int) -> subprocess.Popen[str]:
-    source = str(Path(stacks_module.__file__).parents[1])
+    source = str(Path(stacks_module.__file__).parents[2])
     process = subprocess.Popen(
         [sys.executable, "-c", _WORKER, str(directory), str(rank)], stdout=subprocess.PIPE,
         text=True, process_group=0, env={**os.environ, "PYTHONPATH": source},

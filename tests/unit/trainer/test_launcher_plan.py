@@ -8,7 +8,7 @@ from ddpjob_trainer import contract
 from ddpjob_trainer.environment import read_launcher
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.launcher.plan import DEFAULT_ROUNDS_WITHOUT_PROGRESS, Plan, make_plan
-from ddpjob_trainer.spare import Program
+from ddpjob_trainer.launcher.processes.fork_server import Program
 
 BUDGET = contract.IN_PLACE_MAX_WITHOUT_PROGRESS
 POD = {

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob_trainer import metricnames
-from ddpjob_trainer.rankstate import ACTIVITIES
+from ddpjob_trainer.liveness.heartbeat import ACTIVITIES
+from ddpjob_trainer.telemetry import metric_names
 
 PAGE = (Path(__file__).parents[3] / "docs/metrics.md").read_text()
 ROW = re.compile(r"^\| `(ddpjob_trainer_\w+)` \| (\w+) \| (.*?) \| (.*?) \| (.+) \|$", re.MULTILINE)
-SPECS = (*metricnames.WORKER, *metricnames.LAUNCHER)
+SPECS = (*metric_names.WORKER, *metric_names.LAUNCHER)
 
 
 def test_the_page_has_a_row_for_each_metric_and_no_other():  # type: ignore[no-untyped-def]

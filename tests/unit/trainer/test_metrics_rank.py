@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ddpjob_trainer import metrics as metrics_module
 from ddpjob_trainer.launcher.metrics import forget_dead, worker_metrics
+from ddpjob_trainer.telemetry import metrics as metrics_module
 
 _PROCESS = """
 import os, signal, sys
-from ddpjob_trainer.metrics import Metrics
+from ddpjob_trainer.telemetry.metrics import Metrics
 metrics = Metrics(int(sys.argv[1]))
 metrics.set("step", float(sys.argv[2]))
 metrics.add("samples", 10)
@@ -32,7 +32,7 @@ def run(directory: Path, rank: int, step: int) -> None:
     environment = {
         **os.environ,
         "PROMETHEUS_MULTIPROC_DIR": str(directory),
-        "PYTHONPATH": str(Path(metrics_module.__file__).parents[1]),
+        "PYTHONPATH": str(Path(metrics_module.__file__).parents[2]),
     }
     ended = subprocess.run(
         [sys.executable, "-c", _PROCESS, str(rank), str(step)], env=environment, timeout=60,

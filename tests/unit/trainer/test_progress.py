@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob_trainer import progress as progress_module
-from ddpjob_trainer.events import EventLog, read_events
-from ddpjob_trainer.progress import Progress
-from ddpjob_trainer.rankstate import RankState, RankStateWriter, read_state
-from ddpjob_trainer.tensorboard import Board
+from ddpjob_trainer.liveness.heartbeat import RankState, RankStateWriter, read_state
+from ddpjob_trainer.telemetry import progress as progress_module
+from ddpjob_trainer.telemetry.event_log import EventLog, read_events
+from ddpjob_trainer.telemetry.progress import Progress
+from ddpjob_trainer.telemetry.tensorboard import TensorBoard
 
 
 class Clock:
@@ -135,7 +135,7 @@ def test_tensorboard_is_written_when_it_is_installed(tmp_path, clock, monkeypatc
     module = types.ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    progress = make(tmp_path, board=Board("logs"))
+    progress = make(tmp_path, board=TensorBoard("logs"))
     rates = {"learning_rate": 0.5}
     progress.built(lambda: dict(rates))
     progress.resumed(2)
@@ -155,7 +155,7 @@ def test_tensorboard_is_written_when_it_is_installed(tmp_path, clock, monkeypatc
 
 def test_without_tensorboard_one_clear_line(tmp_path, clock, monkeypatch, capsys):  # type: ignore[no-untyped-def]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    progress = make(tmp_path, board=Board("logs"))
+    progress = make(tmp_path, board=TensorBoard("logs"))
     progress.resumed(0)
     progress.stepped(2)
     progress.losses({2: 0.5})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ddpjob_trainer.launcher.rounds import History, decide
-from ddpjob_trainer.launcher.verdict import Exit
+from ddpjob_trainer.launcher.hub.root_cause import Exit
+from ddpjob_trainer.launcher.hub.rounds import History, decide
 
 KILLED, LOST = -9, 75
 

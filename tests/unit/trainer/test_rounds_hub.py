@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from ddpjob_trainer.launcher import messages
-from ddpjob_trainer.launcher.hub import BARRIER_SECONDS, Hub
-from ddpjob_trainer.launcher.messages import (
+from ddpjob_trainer.launcher.hub import messages
+from ddpjob_trainer.launcher.hub.hub import BARRIER_SECONDS, Hub
+from ddpjob_trainer.launcher.hub.messages import (
     Done,
     End,
     Failed,
@@ -23,7 +23,7 @@ from ddpjob_trainer.launcher.messages import (
     Stopped,
     Welcome,
 )
-from ddpjob_trainer.launcher.verdict import CAUSE_WAIT_SECONDS, Exit
+from ddpjob_trainer.launcher.hub.root_cause import CAUSE_WAIT_SECONDS, Exit
 
 GANG = Hello("uid", 4, replicas=3, nproc=2, replica=0)
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from ddpjob_trainer.combinations import REFUSALS, Facts, refuse
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.optim.update import check_scheduler
 from ddpjob_trainer.options import ModelOptions, Options
-from ddpjob_trainer.updating import check_scheduler
+from ddpjob_trainer.training.incompatible import REFUSALS, Facts, refuse
 
 
 def options(**changes: Any) -> Options:

@@ -7,12 +7,13 @@ import json
 import numpy as np
 import pytest
 
+from ddpjob_trainer.data.sampler import DataOrder, permutation
 from ddpjob_trainer.environment import read_launcher, read_worker
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.launcher import report, verdict
-from ddpjob_trainer.launcher.verdict import Exit
-from ddpjob_trainer.order import DataOrder, permutation
-from ddpjob_trainer.rankstate import RankState, RankStateWriter, read_state
+from ddpjob_trainer.launcher import termination
+from ddpjob_trainer.launcher.hub import root_cause
+from ddpjob_trainer.launcher.hub.root_cause import Exit
+from ddpjob_trainer.liveness.heartbeat import RankState, RankStateWriter, read_state
 
 # --- Environment ----------------------------------------------------------------------------
 
@@ -141,25 +142,25 @@ def failed(rank: int, status: int, at: float = 0.0) -> Exit:
     ],
 )
 def test_the_first_failure(exits, rank):  # type: ignore[no-untyped-def]
-    found = verdict.first_failure(exits)
+    found = root_cause.first_failure(exits)
     assert found is not None
     assert found.rank == rank
 
 
 def test_collateral_is_waited_on_for_a_moment():  # type: ignore[no-untyped-def]
     exits = [failed(1, 75, 10.0)]
-    assert verdict.decide(exits, running=2, now=10.5) == 12.0
-    assert verdict.decide(exits, running=2, now=12.0) == exits[0]
-    assert verdict.decide(exits, running=0, now=10.5) == exits[0]
-    assert verdict.decide([failed(0, 0)], running=2, now=10.5) is None
+    assert root_cause.decide(exits, running=2, now=10.5) == 12.0
+    assert root_cause.decide(exits, running=2, now=12.0) == exits[0]
+    assert root_cause.decide(exits, running=0, now=10.5) == exits[0]
+    assert root_cause.decide([failed(0, 0)], running=2, now=10.5) is None
 
 
 def test_log_lines_go_oldest_first_when_the_report_is_too_long():  # type: ignore[no-untyped-def]
     lines = [f"{n:02d} " + "\u20ac" * 150 for n in range(20)]
-    made = report.make_report(
+    made = termination.make_report(
         failed(1, 1), None, lines, round_=2, terminated=False, snapshot_step=2
     )
-    data = report.encode(made)
+    data = termination.encode(made)
     assert len(data) <= 2048
     assert json.loads(data)["log"][-1].startswith("19 ")
     assert json.loads(data)["round"] == json.loads(data)["snapshotStep"] == 2
@@ -168,24 +169,24 @@ def test_log_lines_go_oldest_first_when_the_report_is_too_long():  # type: ignor
 def test_the_exception_is_found_in_a_traceback():  # type: ignore[no-untyped-def]
     lines = ["Error: no", "Traceback (most recent call last):", "  File x", "    f()",
              "my.lib.Oops: what", "bye"]  # fmt: skip
-    assert report.exception_in(lines) == "my.lib.Oops: what"
-    assert report.exception_in(["ValueError: printed by the program"]) == ""
+    assert termination.exception_in(lines) == "my.lib.Oops: what"
+    assert termination.exception_in(["ValueError: printed by the program"]) == ""
 
 
 def test_a_loss_that_is_not_a_number_is_left_out():  # type: ignore[no-untyped-def]
     state = RankState(0, step=3, loss=float("nan"))
-    made = report.make_report(None, state, [], round_=0, terminated=False, snapshot_step=2)
+    made = termination.make_report(None, state, [], round_=0, terminated=False, snapshot_step=2)
     assert made == {"version": 1, "kind": "success", "round": 0, "step": 3, "snapshotStep": 2}
 
 
 def test_an_existing_file_only_unless_asked(tmp_path):  # type: ignore[no-untyped-def]
-    made = report.make_report(None, None, [], round_=0, terminated=False, snapshot_step=2)
+    made = termination.make_report(None, None, [], round_=0, terminated=False, snapshot_step=2)
     path = tmp_path / "log"
-    assert report.write(made, path, create=False) == ""
+    assert termination.write(made, path, create=False) == ""
     assert not path.exists()
-    assert report.write(made, path, create=True) == ""
+    assert termination.write(made, path, create=True) == ""
     assert json.loads(path.read_bytes())["kind"] == "success"
-    assert "not a regular file" in report.write(made, tmp_path, create=False)
+    assert "not a regular file" in termination.write(made, tmp_path, create=False)
 
 
 # --- Rank state and random numbers ----------------------------------------------------------
@@ -209,7 +210,7 @@ def test_random_numbers_depend_on_seed_step_and_shard_only():  # type: ignore[no
 
     import torch
 
-    from ddpjob_trainer import rng
+    from ddpjob_trainer.state import rng
 
     def draw() -> tuple[float, float, float]:
         return float(torch.rand(())), float(np.random.rand()), random.random()
@@ -237,8 +238,8 @@ def test_reseeding_gives_torchs_own_stream_without_the_cost_of_cuda_that_never_s
 ):  # type: ignore[no-untyped-def]
     import torch
 
-    from ddpjob_trainer import rng
-    from ddpjob_trainer.order import key64
+    from ddpjob_trainer.data.sampler import key64
+    from ddpjob_trainer.state import rng
 
     torch.manual_seed(key64("torch", 5, 3, 1))
     wanted = torch.rand(4)

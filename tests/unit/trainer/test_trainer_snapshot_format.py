@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddpjob_trainer.snapshot.format import flatten, unflatten
+from ddpjob_trainer.state.codec import flatten, unflatten
 from support.snapshots import open_snapshots
 
 

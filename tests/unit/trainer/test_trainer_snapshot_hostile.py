@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from ddpjob_trainer.snapshot import layout, manifest, partition, sealed
-from ddpjob_trainer.snapshot.format import flatten
-from ddpjob_trainer.snapshot.layout import Piece
-from ddpjob_trainer.snapshot.manifest import InvalidSnapshotError, Manifest
-from ddpjob_trainer.snapshot.sealed import seal, unseal
+from ddpjob_trainer.snapshot import shares
+from ddpjob_trainer.snapshot.ondisk import checked_json, data_file, manifest
+from ddpjob_trainer.snapshot.ondisk.checked_json import seal, unseal
+from ddpjob_trainer.snapshot.ondisk.data_file import Piece
+from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError, Manifest
+from ddpjob_trainer.state.codec import flatten
 from support.snapshots import open_snapshots
 
 HUGE = 10**9
@@ -191,9 +192,9 @@ def test_a_manifest_that_takes_much_memory_to_read(tmp_path, text):  # type: ign
 
 def test_as_many_values_as_may_be_take_bounded_memory(tmp_path):  # type: ignore[no-untyped-def]
     write(tmp_path, 1, 2)
-    names = ",".join(f'"{number:x}":[]' for number in range(sealed._MAX_VALUES // 2 - 10))
+    names = ",".join(f'"{number:x}":[]' for number in range(checked_json._MAX_VALUES // 2 - 10))
     reseal(newest(tmp_path), ('{"tree":{' + names + "}}").encode())
-    sealed.check(newest(tmp_path).read_bytes())
+    checked_json.check(newest(tmp_path).read_bytes())
     check_older_is_taken(tmp_path)
 
 
@@ -263,31 +264,31 @@ def test_a_newer_format_says_what_to_do():  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("writers", [1, 2, 3, 5, 8, 64])
 @pytest.mark.parametrize("alone", [0, 40, 4_000, 40_000])
 def test_every_element_has_one_writer_and_all_write_as_much(monkeypatch, writers, alone):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(partition, "MAX_PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr(shares, "MAX_PIECE_BYTES", 1 << 10)
     tensors = {"a": ("F32", 1001), "b": ("BF16", 3), "c": ("F64", 0), "d": ("I64", 777)}
     taken = [alone, *[0] * (writers - 1)]
-    shares = partition.divide(tensors, taken)
+    divided = shares.divide(tensors, taken)
     for name, (dtype, count) in tensors.items():
-        spans = sorted((s.start, s.count) for share in shares for s in share if s.tensor == name)
+        spans = sorted((s.start, s.count) for share in divided for s in share if s.tensor == name)
         assert [start for start, _ in spans] == [
             sum(n for _, n in spans[:i]) for i in range(len(spans))
         ]
         assert sum(n for _, n in spans) == count, dtype
     sizes = [
         n + sum(s.count * manifest.ITEM_BYTES[tensors[s.tensor][0]] for s in share)
-        for n, share in zip(taken, shares, strict=True)
+        for n, share in zip(taken, divided, strict=True)
     ]
     others = sizes[1:] if alone > sum(sizes) / writers else sizes
     assert not others or max(others) - min(others) <= 16 + writers
-    assert all(s.count * 8 <= 1 << 11 for share in shares for s in share)
+    assert all(s.count * 8 <= 1 << 11 for share in divided for s in share)
 
 
 def test_a_file_is_read_as_it_was_laid_out():  # type: ignore[no-untyped-def]
-    pieces = layout.order([Piece("b", "U8", 3), Piece("a", "F64", 2), Piece("c", "BF16", 5)])
+    pieces = data_file.order([Piece("b", "U8", 3), Piece("a", "F64", 2), Piece("c", "BF16", 5)])
     assert [piece.dtype for piece in pieces] == ["F64", "BF16", "U8"]
-    head = layout.header(pieces)
+    head = data_file.header(pieces)
     image = memoryview(head + bytes(sum(piece.bytes for piece in pieces)))
-    found = layout.read_header(image)
+    found = data_file.read_header(image)
     offsets = {key: offset - len(head) for key, (_, offset) in found.items()}
     assert offsets == {"a": 0, "c": 16, "b": 26}
     assert len(head) % 8 == 0

@@ -17,10 +17,11 @@ import torch
 from safetensors.torch import load_file
 
 from ddpjob_trainer.errors import PeerLostError
-from ddpjob_trainer.snapshot import disk, lineage, loading, manifest
-from ddpjob_trainer.snapshot.format import flatten, unflatten
+from ddpjob_trainer.snapshot import load
+from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
 from ddpjob_trainer.snapshot.staging import Pool
-from ddpjob_trainer.snapshot.store import Loaded
+from ddpjob_trainer.snapshot.takeover import Loaded
+from ddpjob_trainer.state.codec import flatten, unflatten
 from support.snapshots import Store, open_snapshots
 
 CONFIG = {"seed": 1}
@@ -242,7 +243,7 @@ def _load_only(directory: Path) -> list[int]:
     for path in sorted(directory.glob("step-*.json")):
         try:
             found = manifest.read(path)
-            loading.load(directory, found)
+            load.load(directory, found)
         except manifest.InvalidSnapshotError:
             continue
         good.append(found.step)
@@ -431,5 +432,5 @@ def test_a_file_without_a_chunk_is_incomplete(tmp_path):  # type: ignore[no-unty
     from dataclasses import replace
 
     with pytest.raises(manifest.InvalidSnapshotError, match="is incomplete"):
-        loading.load(path.parent, replace(found, chunks=found.chunks[1:]))
+        load.load(path.parent, replace(found, chunks=found.chunks[1:]))
     assert json.loads(path.read_bytes())["format"] == "ddpjob-snapshot"

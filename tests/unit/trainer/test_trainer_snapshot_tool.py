@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from ddpjob_trainer import cli
-from ddpjob_trainer.snapshot import tool
-from ddpjob_trainer.snapshot.format import flatten
-from ddpjob_trainer.state import TrainingState
+from ddpjob_trainer.snapshot import commands
+from ddpjob_trainer.snapshot.training_state import TrainingState
+from ddpjob_trainer.state.codec import flatten
 from support.snapshots import open_snapshots
 
 
@@ -141,9 +141,9 @@ def test_an_export_that_fails_leaves_nothing(
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(tool, "save_file", fails)
+    monkeypatch.setattr(commands, "save_file", fails)
     with pytest.raises(OSError, match="No space left"):
-        tool.export(root, tmp_path / "model", step=None, format_="safetensors")
+        commands.export(root, tmp_path / "model", step=None, format_="safetensors")
     assert list(tmp_path.iterdir()) == [root]
 
 

@@ -11,8 +11,8 @@ from typing import BinaryIO
 import pytest
 import torch
 
-from ddpjob_trainer.snapshot import disk
-from ddpjob_trainer.snapshot.format import flatten
+from ddpjob_trainer.snapshot.ondisk import disk
+from ddpjob_trainer.state.codec import flatten
 from support.snapshots import open_snapshots
 
 

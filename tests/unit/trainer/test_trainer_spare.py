@@ -8,9 +8,9 @@ import socket
 
 import pytest
 
-from ddpjob_trainer import spare
-from ddpjob_trainer.launcher.spares import Spares, uses_our_library
-from ddpjob_trainer.spare import Program
+from ddpjob_trainer.launcher.processes import fork_server
+from ddpjob_trainer.launcher.processes.fork_server import Program
+from ddpjob_trainer.launcher.processes.spares import Spares, uses_our_library
 
 
 def test_a_spare_that_hears_and_closes_at_once_has_heard(monkeypatch):  # type: ignore[no-untyped-def]
@@ -20,13 +20,13 @@ def test_a_spare_that_hears_and_closes_at_once_has_heard(monkeypatch):  # type: 
 
     def quick(to, data, fds):  # type: ignore[no-untyped-def]
         sent = send_fds(to, data, fds)
-        assert spare.receive(theirs) == ({"env": {}}, [])
+        assert fork_server.receive(theirs) == ({"env": {}}, [])
         theirs.close()
         return sent
 
     monkeypatch.setattr(socket, "send_fds", quick)
     with mine:
-        spare.send(mine, {"env": {}}, [])
+        fork_server.send(mine, {"env": {}}, [])
 
 
 def test_what_does_not_fit_at_once_is_sent_too(monkeypatch):  # type: ignore[no-untyped-def]
@@ -34,8 +34,8 @@ def test_what_does_not_fit_at_once_is_sent_too(monkeypatch):  # type: ignore[no-
     send_fds = socket.send_fds
     monkeypatch.setattr(socket, "send_fds", lambda to, data, fds: send_fds(to, [data[0][:5]], fds))
     with mine, theirs:
-        spare.send(mine, {"env": {"A": "b"}}, [])
-        assert spare.receive(theirs) == ({"env": {"A": "b"}}, [])
+        fork_server.send(mine, {"env": {"A": "b"}}, [])
+        assert fork_server.receive(theirs) == ({"env": {"A": "b"}}, [])
 
 
 def test_a_request_cut_off_is_none():
@@ -43,7 +43,7 @@ def test_a_request_cut_off_is_none():
     with theirs:
         mine.sendall(b'{"env"')
         mine.close()
-        assert spare.receive(theirs) is None
+        assert fork_server.receive(theirs) is None
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_request_cut_off_is_none():
     ],
 )
 def test_what_a_program_imports_at_its_top_level(source, modules):  # type: ignore[no-untyped-def]
-    assert list(spare.imports_of(source.encode(), "")) == modules
+    assert list(fork_server.imports_of(source.encode(), "")) == modules
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_spare_and_its_fork_server_may_die_in_the_same_moment():
     for death in (1, 2, 3):
         spares.refill(lambda _: {})
         spares._spares[0].pid = 2**22 + 1  # known, but it was never ready
-        request = spare.receive(theirs)
+        request = fork_server.receive(theirs)
         assert request is not None
         os.close(request[1][0])  # it dies
         if death == 3:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from ddpjob_trainer.snapshot import partition
-from ddpjob_trainer.snapshot.format import Flat
-from ddpjob_trainer.snapshot.saving import Captured, Shares, lay_out, measure
-from ddpjob_trainer.state import TrainingState
+from ddpjob_trainer.snapshot import shares as division
+from ddpjob_trainer.snapshot.training_state import TrainingState
+from ddpjob_trainer.snapshot.write_plan import Captured, Shares, lay_out, measure
+from ddpjob_trainer.state.codec import Flat
 
 Make = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 MAKES: dict[str, Make] = {
@@ -46,7 +46,7 @@ def stored(state: TrainingState) -> Flat:
 
 
 def test_what_is_not_in_c_order_is_copied_once_however_many_pieces_it_has(monkeypatch):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(partition, "MAX_PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr(division, "MAX_PIECE_BYTES", 1 << 10)
     tensor = torch.arange(4096.0).reshape(64, 64).t()
     captured = Captured(Flat(None, {"w": tensor}), frozenset({"w"}), {})
     shares = Shares.plan(captured, 2, 0, divided=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ddpjob_trainer.data.sampler import DataOrder, permutation, share
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.order import DataOrder, permutation, share
 
 
 def test_shares_are_contiguous_and_differ_by_at_most_one():  # type: ignore[no-untyped-def]

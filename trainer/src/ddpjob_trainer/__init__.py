@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ddpjob_trainer.errors import ConfigError
-    from ddpjob_trainer.run import Run
-    from ddpjob_trainer.starting import start
-    from ddpjob_trainer.step import Step
+    from ddpjob_trainer.training.run import Run
+    from ddpjob_trainer.training.start import start
+    from ddpjob_trainer.training.step import Step
 
 __version__ = "0.1.0"
 __all__ = ["ConfigError", "Run", "Step", "start"]
@@ -20,15 +20,15 @@ __all__ = ["ConfigError", "Run", "Step", "start"]
 
 def __getattr__(name: str) -> object:
     if name == "Run":
-        from ddpjob_trainer.run import Run
+        from ddpjob_trainer.training.run import Run
 
         return Run
     if name == "Step":
-        from ddpjob_trainer.step import Step
+        from ddpjob_trainer.training.step import Step
 
         return Step
     if name == "start":
-        from ddpjob_trainer.starting import start
+        from ddpjob_trainer.training.start import start
 
         return start
     if name == "ConfigError":

@@ -139,17 +139,17 @@ def _add_snapshot(commands: Any) -> None:
 
 
 def _snapshot(options: argparse.Namespace) -> int:
-    from ddpjob_trainer.snapshot import tool  # needs torch, which `run` must never import
+    from ddpjob_trainer.snapshot import commands  # needs torch, which `run` must never import
 
     try:
         if options.verb == "ls":
-            return tool.ls(options.directory)
+            return commands.ls(options.directory)
         if options.verb == "verify":
-            return tool.verify(options.directory)
-        return tool.export(
+            return commands.verify(options.directory)
+        return commands.export(
             options.directory, options.out, step=options.step, format_=options.format
         )
-    except (tool.SnapshotToolError, OSError) as error:
+    except (commands.SnapshotToolError, OSError) as error:
         print(f"ddpjob-trainer: {error}", file=sys.stderr)
         return 1
 
@@ -158,8 +158,8 @@ def _run(
     options: argparse.Namespace, program: str, arguments: Sequence[str], *, module: bool
 ) -> int:
     from ddpjob_trainer.launcher.plan import CannotStartError, make_plan
+    from ddpjob_trainer.launcher.processes.fork_server import Program
     from ddpjob_trainer.launcher.supervisor import Supervisor
-    from ddpjob_trainer.spare import Program
 
     try:
         plan = make_plan(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ddpjob_trainer import contract
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.hang import Deadlines
+from ddpjob_trainer.liveness.hang import Deadlines
 
 #: Between launcher and worker only, hence not in the contract.
 STATE_DIR = "DDPJOB_TRAINER_STATE_DIR"

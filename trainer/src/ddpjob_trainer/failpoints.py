@@ -14,6 +14,9 @@ from pathlib import Path
 #: In the order in which a process comes to them.
 POINTS = ("import", "rendezvous", "load", "warm-up", "step", "snapshot", "barrier")
 ARMED = "armed"
+#: Holds one number, the step after which training waits, so that no kill comes too late.
+GATE = "gate"
+GATE_BYTES = 8
 NO_RANK = -1
 
 _directory: Path | None = None

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ddpjob_trainer import batches
+from ddpjob_trainer.data import fetch
 from ddpjob_trainer.errors import ConfigError
 
 NAN_POLICIES = ("stop", "skip", "ignore")
@@ -26,7 +26,7 @@ class Options:
     seed: int
     level: str
     threads: int
-    collate: batches.Collate | None
+    collate: fetch.Collate | None
     micro_batches: int = 1
     shards: int = 8  # level elastic: equal parts of the global batch, fixed for the whole run
     tail: str = "drop"

@@ -1,5 +1,5 @@
 """`ddpjob-trainer chaos`: run a script undisturbed, then under kills, and compare every bit.
 
-kills plans what is killed when, gang holds the launcher, watch reads what the ranks record,
-driver makes the kills, verdict compares. Never imports torch.
+kills plans what is killed when, job holds the launcher, records reads what the ranks record,
+disturbance makes the kills, compare compares, experiment is all of it. Never imports torch.
 """

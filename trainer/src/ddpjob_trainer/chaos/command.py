@@ -15,9 +15,9 @@ from types import FrameType
 from typing import Any
 
 from ddpjob_trainer import contract
-from ddpjob_trainer.chaos.driver import ChaosError
+from ddpjob_trainer.chaos.disturbance import ChaosError
+from ddpjob_trainer.chaos.experiment import Result, Settings, run
 from ddpjob_trainer.chaos.kills import SIGNALS
-from ddpjob_trainer.chaos.run import Result, Settings, run
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.failpoints import POINTS
 

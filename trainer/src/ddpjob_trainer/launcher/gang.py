@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from ddpjob_trainer import contract
-from ddpjob_trainer.launcher import report, workers
-from ddpjob_trainer.launcher.output import OutputPump
+from ddpjob_trainer.launcher.hub.root_cause import Exit
+from ddpjob_trainer.launcher.output import OutputPump, exception_in
 from ddpjob_trainer.launcher.plan import Plan
-from ddpjob_trainer.launcher.verdict import Exit
-from ddpjob_trainer.rankstate import RankState, read_state
+from ddpjob_trainer.launcher.processes import children
+from ddpjob_trainer.liveness.heartbeat import RankState, read_state
 
 #: A worker that was killed has written all it will; its output is in the pipe already.
 _DRAIN_SECONDS = 0.2
@@ -109,7 +109,7 @@ class Gang:
             status, exception = self._condemned[local_rank]
         if not exception and status > 0 and not ours:
             self._pump.drain(_DRAIN_SECONDS, rank)
-            exception = report.exception_in(self._pump.tail(rank))
+            exception = exception_in(self._pump.tail(rank))
         step = state.step if state and state.phase != "startup" else -1
         self.exits.append(Exit(rank, local_rank, status, now, ours, exception[:400], step))
 
@@ -139,7 +139,7 @@ class Gang:
     def signal(self, signum: int) -> None:
         """Forward a signal to all workers."""
         for pid in self._pids:
-            workers.send(pid, signum)
+            children.send(pid, signum)
 
     def condemn(self, rank: int, code: int, why: str, last_lines: Sequence[str]) -> None:
         """Kill a worker that is overdue; ``code`` counts as its exit code.
@@ -150,7 +150,7 @@ class Gang:
         for pid, local_rank in self._pids.items():
             if self._plan.rank(local_rank) == rank:
                 self._condemned[local_rank] = (code, why)
-                workers.send(pid, signal.SIGKILL)
+                children.send(pid, signal.SIGKILL)
 
     def stop(self, now: float, *, last_words: float) -> None:
         """End the workers: at once, or SIGTERM first and ``last_words`` seconds."""
@@ -180,7 +180,7 @@ class Gang:
         """
         if self.running:
             return False
-        left = [pid for pid in workers.children() if pid not in spared]
+        left = [pid for pid in children.children() if pid not in spared]
         for pid in left:
-            workers.send(pid, signal.SIGKILL)
+            children.send(pid, signal.SIGKILL)
         return not left

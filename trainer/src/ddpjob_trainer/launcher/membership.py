@@ -6,10 +6,10 @@ import selectors
 from collections.abc import Callable
 
 from ddpjob_trainer.launcher import sockets
-from ddpjob_trainer.launcher.hub import Hub
-from ddpjob_trainer.launcher.hubserver import HubServer
-from ddpjob_trainer.launcher.links import HubClient, Link, LocalLink
-from ddpjob_trainer.launcher.messages import Hello, Message
+from ddpjob_trainer.launcher.hub.client import HubClient, Link, LocalLink
+from ddpjob_trainer.launcher.hub.hub import Hub
+from ddpjob_trainer.launcher.hub.messages import Hello, Message
+from ddpjob_trainer.launcher.hub.server import HubServer
 from ddpjob_trainer.launcher.plan import Plan
 
 

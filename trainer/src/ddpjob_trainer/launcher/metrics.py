@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpjob_trainer import metricnames
+from ddpjob_trainer.telemetry import metric_names
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -88,7 +88,7 @@ class _Own:
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        for spec in metricnames.LAUNCHER:
+        for spec in metric_names.LAUNCHER:
             value = getattr(self._counted, spec.name)
             if spec.type == "gauge":
                 yield GaugeMetricFamily(spec.full_name, spec.help, value=value)

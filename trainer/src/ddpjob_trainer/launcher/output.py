@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 TAIL_LINES = 20
 _LINE_END = re.compile(rb"(\r?\n|\r)")
+_EXCEPTION_LINE = re.compile(r"^[A-Za-z_][\w.]*(: .*)?$")
 _MAX_LINE = 64 * 1024  # a longer line is passed on in pieces
 
 
@@ -127,6 +128,18 @@ class OutputPump:
         if stream.prefix:
             data = b"".join(stream.prefix + line + end for line, end in pairs)
         _write(stream.target, data)
+
+
+def exception_in(lines: Sequence[str]) -> str:
+    """Find the last exception of a Python traceback in a program's output, "" if none."""
+    found = ""
+    inside = False
+    for line in lines:
+        if line.startswith("Traceback (most recent call last)"):
+            inside = True
+        elif inside and not line.startswith(" ") and _EXCEPTION_LINE.match(line):
+            found, inside = line, False
+    return found
 
 
 def stdout_is_terminal() -> bool:

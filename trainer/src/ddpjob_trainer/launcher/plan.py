@@ -21,9 +21,9 @@ from ddpjob_trainer.environment import (
     terminal_columns,
 )
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.hang import Deadlines
-from ddpjob_trainer.launcher.spares import uses_our_library
-from ddpjob_trainer.spare import Program
+from ddpjob_trainer.launcher.processes.fork_server import Program
+from ddpjob_trainer.launcher.processes.spares import uses_our_library
+from ddpjob_trainer.liveness.hang import Deadlines
 
 DEFAULT_ROUNDS_WITHOUT_PROGRESS = 3
 

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ddpjob_trainer.environment import STORE_FD
-from ddpjob_trainer.launcher import sockets, workers
+from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.gang import Gang
 from ddpjob_trainer.launcher.plan import Plan, common_environment, rank_environment
-from ddpjob_trainer.launcher.spares import Call, Spares
+from ddpjob_trainer.launcher.processes import children
+from ddpjob_trainer.launcher.processes.spares import Call, Spares
 
 _REFILL_SECONDS = 0.1
 #: A program without our library does not say when it trains; it has started by then.
@@ -77,7 +78,7 @@ class Starter:
         """Start a worker in a fresh interpreter."""
         fds = {name: str(fd) for name, fd in call.fds.items()}
         env = {**self._environment, **call.env, **fds}
-        return workers.spawn(self._plan.command, env, call.out, call.err, tuple(call.fds.values()))
+        return children.spawn(self._plan.command, env, call.out, call.err, tuple(call.fds.values()))
 
     def _came(self, local_rank: int, pid: int, call: Call, now: float) -> None:
         """A spare that was called while it was still being forked is a worker now, or never."""

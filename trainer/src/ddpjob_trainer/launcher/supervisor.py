@@ -22,10 +22,11 @@ from types import FrameType
 
 from ddpjob_trainer import trace
 from ddpjob_trainer.contract import State
-from ddpjob_trainer.events import EventLog
-from ddpjob_trainer.launcher import ending, membership, server, verdict, workers
+from ddpjob_trainer.launcher import endpoints, membership, termination
 from ddpjob_trainer.launcher.gang import Gang
-from ddpjob_trainer.launcher.messages import (
+from ddpjob_trainer.launcher.hangs import HangResponse
+from ddpjob_trainer.launcher.hub import root_cause
+from ddpjob_trainer.launcher.hub.messages import (
     Done,
     End,
     Failed,
@@ -38,9 +39,10 @@ from ddpjob_trainer.launcher.messages import (
 )
 from ddpjob_trainer.launcher.metrics import LauncherMetrics, forget_dead
 from ddpjob_trainer.launcher.output import OutputPump, stdout_is_terminal
-from ddpjob_trainer.launcher.overdue import Overdue
 from ddpjob_trainer.launcher.plan import Plan
+from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.starter import Starter
+from ddpjob_trainer.telemetry.event_log import EventLog
 
 _FORWARDED = (
     signal.SIGTERM,
@@ -99,11 +101,11 @@ class Supervisor:
         self._phase = _Phase.RUNNING
         self._since = self._tick  # when the phase began, or the first failure was told
         self._told = 0  # exits that the hub knows of
-        self._known = ending.Known()
-        self._ended = ending.Ended()
+        self._known = termination.Known()
+        self._ended = termination.Ended()
         self._finished = False
         self._counted = LauncherMetrics()
-        self._overdue = Overdue(plan.deadlines, self._counted, say)
+        self._hangs = HangResponse(plan.deadlines, self._counted, say)
         # Beside rank 0, which is a worker of this launcher.
         self._events = EventLog(plan.events) if plan.events and plan.replica == 0 else None
 
@@ -111,7 +113,7 @@ class Supervisor:
         """Return the exit code of the launcher."""
         plan = self._plan
         self._directory = _private_directory()
-        workers.adopt_orphans()
+        children.adopt_orphans()
         try:
             with self._signal_handling():
                 self._pump = OutputPump(
@@ -128,7 +130,9 @@ class Supervisor:
                     if http is not None:
                         http.shutdown()
                 self._pump.drain(_DRAIN_SECONDS)
-                code = ending.finish(plan, self._gang, self._pump, self._known, self._ended, say)
+                code = termination.finish(
+                    plan, self._gang, self._pump, self._known, self._ended, say
+                )
                 self._member.close()
                 if self._events is not None:
                     self._events.write("end", code=int(code), round=self._gang.round)
@@ -168,7 +172,7 @@ class Supervisor:
         if plan.metrics_port is None:
             return None
         try:
-            return server.serve(
+            return endpoints.serve(
                 plan.metrics_port,
                 self._directory / "metrics",
                 self._counted,
@@ -181,12 +185,12 @@ class Supervisor:
 
     def _state(self) -> State:
         gang = self._gang
-        return server.state_body(
+        return endpoints.state_body(
             gang.state(0),
             attempt=self._plan.attempt,
             round_=gang.round,
             known=self._known,
-            stacks=self._overdue.stacks,
+            stacks=self._hangs.stacks,
         )
 
     def _begin(self, round_: int, now: float) -> None:
@@ -194,7 +198,7 @@ class Supervisor:
         self._enter(_Phase.RUNNING, now)
         self._told = 0
         trace.configure(self._plan.trace, -1, round_)
-        self._overdue.begin()
+        self._hangs.begin()
         self._gang = Gang(self._plan, round_, self._starter.state_dir(round_), self._pump)
         self._starter.begin(self._gang, now)
         trace.mark("started")
@@ -207,13 +211,13 @@ class Supervisor:
         """Until nothing more is to be done here."""
         while True:
             now = self._tick = time.monotonic()
-            for pid, status in workers.reap():
+            for pid, status in children.reap():
                 self._gang.ended(pid, status, now)
                 self._starter.ended(pid, now)
             self._counted.workers = self._gang.running
             self._forward(now)
             terminating = self._ended.signal != 0
-            overdue_due = self._overdue.tick(self._gang, now, terminating=terminating)
+            hangs_due = self._hangs.tick(self._gang, now, terminating=terminating)
             self._tell(now)
             member_due = self._member.tick(now)
             self._heed(now)
@@ -226,7 +230,7 @@ class Supervisor:
                 dues = (
                     member_due,
                     kill_due,
-                    overdue_due,
+                    hangs_due,
                     self._starter.refill(now),
                     now + _TICK_SECONDS,
                 )
@@ -290,7 +294,7 @@ class Supervisor:
         """Nothing follows without the hub. What failed here before counts as the cause."""
         if not self._ended.lost:
             self._ended.lost = why
-            self._ended.before_loss = verdict.first_failure(self._gang.exits)
+            self._ended.before_loss = root_cause.first_failure(self._gang.exits)
             self._end_attempt(now)
 
     def _obey(self, message: Message, now: float) -> None:
@@ -367,13 +371,13 @@ class Supervisor:
         One that waits for a disk that does not answer cannot die; we need not wait with it.
         """
         until = time.monotonic() + _UNKILLABLE_SECONDS
-        while left := workers.children():
+        while left := children.children():
             if time.monotonic() > until:
                 say(f"killed, but not gone, and left behind: {', '.join(map(str, left))}")
                 return
             for pid in left:
-                workers.send(pid, signal.SIGKILL)
+                children.send(pid, signal.SIGKILL)
             now = time.monotonic()
-            for pid, status in workers.reap():
+            for pid, status in children.reap():
                 self._gang.ended(pid, status, now)
             time.sleep(0.001)

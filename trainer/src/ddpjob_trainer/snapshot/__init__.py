@@ -1,4 +1,5 @@
-"""Snapshots: format (state <-> tensors and JSON), store (commit, load, retention), lineage.
+"""Snapshots: what is in them, and how they are made and restored beside training.
 
-disk holds the few durable file operations that all of them use.
+manager: a run's snapshots, called by the loop. training_state -> write_plan (who writes what) ->
+staging -> pipeline -> keeper (a process of its own) -> ondisk. Back: takeover -> load -> restore.
 """

@@ -1,0 +1,66 @@
+"""Compares two runs bit for bit: every rank's loss of every step, and hashes of its state. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+from ddpjob_trainer.chaos.records import RankStory
+
+_SHOWN = 8
+
+
+def _parts(rank: int, hashes: dict[str, str]) -> dict[str, str]:
+    """DDP overwrites every other rank's buffers with rank 0's before it uses them."""
+    return {name: value for name, value in hashes.items() if rank == 0 or name != "buffers"}
+
+
+def differences(calm: Sequence[RankStory], wild: Sequence[RankStory]) -> list[str]:
+    """Say what is not equal, shortened; empty when everything is."""
+    found: list[str] = []
+    for rank, (one, other) in enumerate(zip(calm, wild, strict=True)):
+        found += _losses(rank, one, other)
+        if not other.hashes:
+            found.append(f"rank {rank} never finished")
+        for ends in (one.hashes, other.hashes):
+            found += [
+                f"rank {rank}: {name} differ" + ("s" if not name.endswith("s") else "")
+                for name in _differing(rank, one.hashes[0], ends)
+            ]
+    return found[:_SHOWN] + ([f"... and {len(found) - _SHOWN} more"] if found[_SHOWN:] else [])
+
+
+def _differing(rank: int, wanted: dict[str, str], ends: Sequence[dict[str, str]]) -> list[str]:
+    """Parts that are not as wanted at one of the ends: a run may end twice, killed in between."""
+    mine = _parts(rank, wanted)
+    theirs = [_parts(rank, end) for end in ends]
+    names = sorted(set(mine).union(*theirs))
+    return [name for name in names if any(end.get(name) != mine.get(name) for end in theirs)]
+
+
+def _losses(rank: int, calm: RankStory, wild: RankStory) -> list[str]:
+    odd = sorted(
+        step
+        for step in calm.losses.keys() | wild.losses.keys()
+        if calm.losses.get(step, set()) != wild.losses.get(step, set())
+    )
+    if not odd:
+        return []
+    return [f"rank {rank}: {len(odd)} losses differ, the first after step {odd[0]}"]
+
+
+def sha256(stories: Sequence[RankStory]) -> str:
+    """One hash over everything that is compared."""
+    content = [
+        [sorted((step, sorted(values)) for step, values in story.losses.items())]
+        + [sorted(_parts(rank, end).items()) for end in story.hashes[-1:]]
+        for rank, story in enumerate(stories)
+    ]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def weights(stories: Sequence[RankStory]) -> str:
+    """Hash of rank 0's parameters at the end, "none" when it never came there."""
+    ends = stories[0].hashes
+    return ends[-1].get("parameters", "none") if ends else "none"

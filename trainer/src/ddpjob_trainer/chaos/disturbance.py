@@ -1,0 +1,305 @@
+"""Makes the kills and sees to it that training comes back after each.
+
+One thread that looks at the records every few milliseconds. A launcher that ended is started
+again as the operator would: same job, next attempt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ddpjob_trainer import contract, failpoints
+from ddpjob_trainer.chaos.job import Job
+from ddpjob_trainer.chaos.kills import LAUNCHER, Kill
+from ddpjob_trainer.chaos.records import Incarnation, Records, open_gate, process_state, rank_of
+from ddpjob_trainer.failpoints import GATE
+from ddpjob_trainer.launcher.processes import children
+
+OPEN = 2**62  # a gate that nobody waits at
+_LOOK_SECONDS = 0.003
+_STUCK_SECONDS = 2.0
+_USELESS_LAUNCHES = 4
+_SHORTEST_PAUSE = 0.1
+
+Say = Callable[[str], None]
+
+
+class ChaosError(Exception):
+    """The run did not come to its end; the message says how far it came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast the undisturbed run was, in seconds, and how many steps it made."""
+
+    total_steps: int
+    every: int
+    step_seconds: float
+    start_seconds: float
+
+
+@dataclass(slots=True)
+class Made:
+    """A kill that was made, and what came of it."""
+
+    kill: Kill
+    at: float  # monotonic seconds
+    attempt: int
+    incarnation: Incarnation
+    events: list[int]  # of each rank, before it
+    pid: int
+    note: str = ""
+    how: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Disturbance:
+    """One disturbed run."""
+
+    job: Job
+    records: Records
+    directory: Path
+    pace: Pace
+    patience: float
+    say: Say
+    made: list[Made] = field(default_factory=list)
+    _finished: bool = False
+    _useless: int = 0
+    _events: int = 0
+    _told: int = 0
+    _room: int = 0  # steps that a gang may need to come to an end
+
+    def run(self, kills: list[Kill]) -> None:
+        """Make all kills, then let training end. Raises ChaosError."""
+        self._limit(kills[0])
+        self.job.launch()
+        self._until(self.records.together, "all ranks made a first step")
+        for index, kill in enumerate(kills):
+            following = kills[index + 1] if index + 1 < len(kills) else None
+            self._limit(kill)
+            self._await(kill)
+            made = self._make(kill, following)
+            self.made.append(made)
+            if following is None or not following.restarting:
+                self._return(made)
+                self._tell(len(kills))
+        open_gate(self.directory / GATE, OPEN)
+        self._until(lambda: self._finished, "training ended")
+
+    # --- Seeing --------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Read the records; start a launcher that ended again."""
+        self.records.look()
+        if self._finished or self.job.running():
+            return
+        self.records.look()
+        code = self.job.exit_code
+        if code == 0:
+            self._finished = True
+            return
+        if code in contract.PERMANENT_EXIT_CODES or code == contract.ExitCode.DIVERGED:
+            raise ChaosError(f"the launcher ended with exit code {code}, for good")
+        events = sum(story.events for story in self.records.stories) + len(self.made)
+        self._useless = self._useless + 1 if events == self._events else 0
+        self._events = events
+        if self._useless > _USELESS_LAUNCHES:
+            raise ChaosError(f"{self._useless} launches in a row made no step (exit code {code})")
+        self.job.launch()
+
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait. Raises ChaosError when nothing at all was recorded for too long."""
+        seen, since = -1.0, time.monotonic()
+        while not condition():
+            self._look()
+            newest = max(story.last_at for story in self.records.stories)
+            if newest != seen:
+                seen, since = newest, time.monotonic()
+            elif time.monotonic() - since > self.patience:
+                raise ChaosError(f"no sign of life for {self.patience:g} s, still not: {what}")
+            if self._finished and not condition():
+                raise ChaosError(f"training ended before: {what}")
+            time.sleep(_LOOK_SECONDS)
+
+    def _pause(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self._look()
+            time.sleep(min(left, _LOOK_SECONDS))
+
+    def _limit(self, kill: Kill) -> None:
+        """No rank goes far beyond the step of a kill before it is made.
+
+        But one that was told to stop goes on to the next exchange: at the next snapshot at last.
+        """
+        if kill.point == "barrier":
+            limit = OPEN
+        elif kill.point == "snapshot":
+            limit = kill.step + 2 * self.pace.every
+        elif kill.restarting:
+            limit = max(kill.step, self.records.step) + 3
+        else:
+            limit = kill.step + 2
+        if limit != OPEN:
+            limit = min(max(limit, self.records.step + self._room), self.pace.total_steps)
+        open_gate(self.directory / GATE, limit)
+
+    # --- Killing -------------------------------------------------------------------------
+
+    def _await(self, kill: Kill) -> None:
+        if kill.restarting:
+            if not kill.point:
+                self._pause(kill.delay * self._usual_return())
+            return
+        step = min(kill.step, self.pace.total_steps - 1)
+        self._until(lambda: self.records.step >= step, f"step {step} was reached")
+        if not kill.point:
+            self._pause(kill.delay * self.pace.step_seconds)
+
+    def _usual_return(self) -> float:
+        """Seconds from a kill to the first new step, as last seen."""
+        seen = [made.seconds for made in self.made if made.how in ("in place", "new launch")]
+        return seen[-1] if seen else self.pace.start_seconds
+
+    def _make(self, kill: Kill, following: Kill | None) -> Made:
+        """Send the signal, or have the victim send it to itself."""
+        note = ""
+        if kill.point:
+            made = self._at_point(kill)
+            if made is not None:
+                self._aftermath(made, following)
+                return made
+            note = " (not reached, killed at once)"
+        pid = 0
+        while not pid:
+            self._until(lambda: self._victim(kill) > 0, "there is somebody to kill")
+            pid = self._victim(kill)
+        made = self._mark(kill, pid, note)
+        children.send(pid, kill.signal)
+        self._aftermath(made, following)
+        return made
+
+    def _mark(self, kill: Kill, pid: int, note: str = "") -> Made:
+        events = [story.events for story in self.records.stories]
+        return Made(
+            kill, time.monotonic(), self.job.attempt, self.records.incarnation, events, pid, note
+        )
+
+    def _aftermath(self, made: Made, following: Kill | None) -> None:
+        """Open the gate for what comes next; wake up whom we only paused."""
+        self._room = self.pace.every + 2 if made.kill.signal == signal.SIGTERM else 0
+        if following is None:
+            open_gate(self.directory / GATE, OPEN)
+        else:
+            self._limit(following)
+        if made.kill.resumes:
+            self._pause(_SHORTEST_PAUSE + made.kill.delay)
+            children.send(made.pid, signal.SIGCONT)
+
+    def _victim(self, kill: Kill) -> int:
+        """Pid of the launcher, the rank's process, or one that is still starting; 0: none."""
+        if kill.victim == LAUNCHER:
+            return self.job.pid if process_state(self.job.pid)[1] not in ("", "Z") else 0
+        pid = self.records.stories[kill.victim].pid
+        parent, state = process_state(pid)
+        if parent == self.job.pid and state not in ("", "Z"):
+            return pid
+        if kill.restarting:
+            for child in children_of(self.job.pid):
+                if rank_of(child) == kill.victim:
+                    return child
+        return 0
+
+    def _at_point(self, kill: Kill) -> Made | None:
+        """Arm the point and wait. None: the gang went by without reaching it."""
+        armed = self.directory / failpoints.ARMED
+        order = {
+            "number": kill.number,
+            "point": kill.point,
+            "rank": None if kill.anybody else kill.victim,
+            "hits": kill.hits,
+            "signal": int(kill.signal),
+        }
+        before = self._mark(kill, 0)
+        temporary = armed.with_suffix(".tmp")
+        temporary.write_text(json.dumps(order))
+        temporary.rename(armed)
+        find = functools.partial(failpoints.fired, self.directory, kill.number)
+        self._until(
+            lambda: find() is not None or self._went_by(before), f"{kill.point} was reached"
+        )
+        with contextlib.suppress(FileNotFoundError):
+            armed.unlink()
+        found = find()
+        if found is None:
+            return None
+        self.records.look()
+        made = self._mark(kill, found[0])
+        made.at -= max(0.0, time.time() - found[1])
+        return made
+
+    def _went_by(self, before: Made) -> bool:
+        """Whether the gang waits at the gate, or is back already: too late for the point."""
+        if self._finished:
+            return True
+        stories = self.records.stories
+        quiet = time.monotonic() - max(before.at, *(story.last_at for story in stories))
+        if before.kill.restarting:
+            back = self.records.incarnation > before.incarnation and self.records.together()
+            return back or quiet > max(_STUCK_SECONDS, 2 * self.pace.start_seconds)
+        return quiet > max(_STUCK_SECONDS, 5 * self.pace.step_seconds)
+
+    # --- Coming back ---------------------------------------------------------------------
+
+    def _return(self, made: Made) -> None:
+        """Wait until every rank has finished a new step."""
+        self._until(lambda: bool(self._how(made)), f"training goes on after {made.kill}")
+        made.how = self._how(made)
+        if made.how in ("in place", "new launch"):
+            back = max(story.progress_at for story in self.records.stories)
+            # It may have come back from an earlier kill just before it saw this one.
+            since = made if back > made.at else self.made[self._told]
+            made.seconds = back - since.at
+
+    def _how(self, made: Made) -> str:
+        if self._finished:
+            return "finished"
+        newest = self.records.incarnation
+        first = self.made[self._told]  # since all ranks stepped together
+        restarted = "in place" if newest[0] == first.attempt else "new launch"
+        if newest > made.incarnation and self.records.together():
+            return restarted
+        stories = self.records.stories
+        unhurt = made.kill.resumes or made.pid not in [story.pid for story in stories]
+        moved = all(
+            story.events >= events + 2 or story.ended
+            for story, events in zip(stories, made.events, strict=True)
+        )
+        if not (unhurt and moved and newest == made.incarnation):
+            return ""
+        return "went on" if newest == first.incarnation else restarted
+
+    def _tell(self, count: int) -> None:
+        """One line for each kill since the last that came back."""
+        for made in self.made[self._told :]:
+            how = made.how or "killed again before it was back"
+            seconds = f" after {made.seconds:.2f} s" if made.seconds else ""
+            number = f"{made.kill.number}/{count}"
+            self.say(f"kill {number:>7}  {f'{made.kill}{made.note}':<58} {how}{seconds}")
+        self._told = len(self.made)
+
+
+def children_of(parent: int) -> Iterator[int]:
+    """Processes whose parent this is."""
+    for entry in os.listdir("/proc"):  # noqa: PTH208 (names are all that is needed)
+        if entry.isdigit() and process_state(int(entry))[0] == parent:
+            yield int(entry)

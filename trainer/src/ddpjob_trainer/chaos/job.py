@@ -1,0 +1,105 @@
+"""The launcher under chaos, attempt after attempt, as the operator would start it.
+
+Between two attempts everything that the old one left behind is killed, as a kubelet does when it
+removes a pod. The gang dies with the driver.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ddpjob_trainer import contract
+from ddpjob_trainer.launcher.processes import children
+
+
+class Job:
+    """One launcher at a time."""
+
+    def __init__(
+        self,
+        program: Sequence[str],
+        nproc: int,
+        environment: Mapping[str, str],
+        log: Path,
+    ) -> None:
+        """``program``: what follows the options of `ddpjob-trainer run`."""
+        self._program = tuple(program)
+        self._nproc = nproc
+        self._environment = dict(environment)
+        self._log = log
+        self.attempt = 0
+        self.pid = 0
+        self.exit_code: int | None = None
+
+    def launch(self) -> None:
+        """Start the next attempt."""
+        self.attempt += 1
+        self.exit_code = None
+        command = (
+            *(sys.executable, "-m", "ddpjob_trainer", "run", "--nproc", str(self._nproc)),
+            *self._program,
+        )
+        environment = {**self._environment, contract.ATTEMPT: str(self.attempt)}
+        children.adopt_orphans()
+        fd = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            self.pid = children.spawn(command, environment, fd, fd)
+        finally:
+            os.close(fd)
+
+    def running(self) -> bool:
+        """Whether the launcher runs. When it has ended, nothing of it is left."""
+        if self.exit_code is not None:
+            return False
+        for pid, status in children.reap():
+            if pid == self.pid:
+                self.exit_code = status if status >= 0 else 128 - status
+        if self.exit_code is None:
+            return True
+        self.end()
+        return False
+
+    def end(self) -> None:
+        """Kill and reap the launcher and all that came from it."""
+        while left := children.children():
+            for pid in left:
+                children.send(pid, signal.SIGKILL)
+            for pid, _ in children.reap():
+                if pid == self.pid and self.exit_code is None:
+                    self.exit_code = contract.ExitCode.SIGKILL
+            time.sleep(0.001)
+
+    def tail(self, lines: int = 25) -> str:
+        """Last lines of what the gang printed."""
+        try:
+            text = self._log.read_text(errors="replace")
+        except OSError:
+            return ""
+        return "\n".join(text.splitlines()[-lines:])
+
+
+def environment_of_job(
+    base: Mapping[str, str], directory: Path, uid: str, every: int, hang_seconds: float | None
+) -> dict[str, str]:
+    """What the operator would set, over a shell's environment without another job's variables."""
+    kept = {
+        name: value
+        for name, value in base.items()
+        if not name.startswith(contract.OWN_PREFIX) and name not in contract.RESERVED_ENV
+    }
+    kept |= {
+        contract.UID: uid,
+        contract.SNAPSHOT_DIR: str(directory / "snapshots"),
+        contract.SNAPSHOT_EVERY_STEPS: str(every),
+    }
+    if hang_seconds is not None:
+        kept |= {
+            contract.HANG_STEP_SECONDS: f"{hang_seconds:g}",
+            contract.HANG_SNAPSHOT_SECONDS: f"{hang_seconds:g}",
+        }
+    return kept

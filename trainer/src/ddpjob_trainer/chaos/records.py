@@ -1,0 +1,130 @@
+"""Reads what the ranks record (training/recorder.py) while they run, and tells where they are."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Incarnation = tuple[int, int]  # attempt, round
+
+
+@dataclass(slots=True)
+class RankStory:
+    """All that one rank recorded over all its incarnations."""
+
+    incarnation: Incarnation = (0, 0)
+    pid: int = 0
+    step: int = 0  # finished steps, as its newest incarnation counts
+    events: int = 0  # steps and ends, over all incarnations
+    progress: int = 0  # the same since its newest incarnation began
+    progress_at: float = 0.0  # monotonic seconds: when the first of these was reached
+    last_at: float = 0.0
+    ended: bool = False
+    facts: dict[str, Any] = field(default_factory=dict)
+    losses: dict[int, set[tuple[str, ...]]] = field(default_factory=dict)
+    hashes: list[dict[str, str]] = field(default_factory=list)
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Take in one event."""
+        event, at = line["event"], float(line["at"])
+        if event == "start":
+            self.incarnation = (line["attempt"], line["round"])
+            self.pid = line["pid"]
+            self.facts = line
+            self.progress, self.ended = 0, False
+        elif event == "resume":
+            self.step = line["step"]
+        elif event == "step":
+            self.step = line["step"]
+            self.losses.setdefault(self.step, set()).add(tuple(line["losses"]))
+        elif event == "end":
+            self.hashes.append(line["hashes"])
+            self.ended = True
+        if event in ("step", "end"):
+            self.events += 1
+            self.progress += 1
+            self.progress_at = at if self.progress == 1 else self.progress_at
+        self.last_at = at
+
+
+class Records:
+    """Follows the record files of one run."""
+
+    def __init__(self, directory: Path, ranks: int, name: str = "rank-{}.jsonl") -> None:
+        self.stories = [RankStory() for _ in range(ranks)]
+        self._paths = [directory / name.format(rank) for rank in range(ranks)]
+        self._offsets = [0] * ranks
+        self._rests = [b""] * ranks
+
+    def look(self) -> None:
+        """Read what is new."""
+        for rank, path in enumerate(self._paths):
+            try:
+                if path.stat().st_size == self._offsets[rank]:
+                    continue
+            except FileNotFoundError:
+                continue
+            with path.open("rb") as file:
+                file.seek(self._offsets[rank])
+                data = file.read()
+            self._offsets[rank] += len(data)
+            *lines, self._rests[rank] = (self._rests[rank] + data).split(b"\n")
+            for line in lines:
+                self._take(rank, line)
+
+    def _take(self, rank: int, line: bytes) -> None:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            return  # empty, or cut off by a kill
+        self.stories[rank].take(event)
+
+    @property
+    def step(self) -> int:
+        """Finished steps of the rank that is ahead."""
+        return max(story.step for story in self.stories)
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """The newest that any rank recorded."""
+        return max(story.incarnation for story in self.stories)
+
+    def together(self) -> bool:
+        """Whether all ranks are of the newest incarnation and have made a step in it."""
+        newest = self.incarnation
+        return all(s.incarnation == newest and s.progress > 0 for s in self.stories)
+
+    def missing(self) -> list[int]:
+        """Ranks that never recorded anything."""
+        return [rank for rank, story in enumerate(self.stories) if story.incarnation == (0, 0)]
+
+
+def process_state(pid: int) -> tuple[int, str]:
+    """Parent and state letter of a process; (0, "") when there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0, ""
+    return int(fields[1]), fields[0]
+
+
+def rank_of(pid: int) -> int | None:
+    """RANK in the environment that a process was started with."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    found = [entry[5:] for entry in environment if entry.startswith(b"RANK=")]
+    return int(found[0]) if found and found[0].isdigit() else None
+
+
+def open_gate(path: Path, step: int) -> None:
+    """Let the ranks finish steps up to this number (Recorder.wait() stands there)."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.pwrite(fd, step.to_bytes(8, "little"), 0)
+    finally:
+        os.close(fd)

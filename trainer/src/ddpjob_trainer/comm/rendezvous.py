@@ -1,0 +1,249 @@
+"""How the ranks of one incarnation meet: the store, then the process group.
+
+A peer's pod may start half a minute later and its DNS name may not resolve yet, so connecting
+is retried until the startup deadline. Rank 0 publishes which incarnation (uid, attempt, round)
+it belongs to; a rank of another one is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as distributed_c10d
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from ddpjob_trainer import failpoints
+from ddpjob_trainer.comm.teardown import holds_group
+from ddpjob_trainer.comm.world import World, brief, peer_loss
+from ddpjob_trainer.environment import WorkerEnvironment
+from ddpjob_trainer.errors import ConfigError, PeerLostError
+from ddpjob_trainer.telemetry.console import say
+
+_NEWS_SECONDS = 10.0
+_CONNECT_SECONDS = 60.0
+#: The first pause of a wait; in a restart in place the others are milliseconds away.
+_FIRST_PAUSE_SECONDS = 0.001
+_LONGEST_PAUSE_SECONDS = 0.5
+_IDENTITY_KEY = "ddpjob/identity"
+_NOT_READY = "rank 0 is not ready yet"
+
+
+class _Waiting:
+    """Deadline and news of one wait."""
+
+    def __init__(self, rank: int, deadline: float) -> None:
+        self.rank = rank
+        self.deadline = deadline
+        self._news = time.monotonic() + _NEWS_SECONDS
+        self._pause = _FIRST_PAUSE_SECONDS
+
+    def left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def pause(self, reason: str) -> None:
+        """Sleep a little, tell the reason now and then, raise PeerLostError at the deadline."""
+        if self.left() <= 0:
+            raise PeerLostError(f"gave up after the startup deadline: {reason}")
+        if time.monotonic() >= self._news:
+            self._news += _NEWS_SECONDS
+            say(self.rank, f"still waiting: {reason}")
+        time.sleep(min(self._pause, max(0.0, self.left())))
+        self._pause = min(_LONGEST_PAUSE_SECONDS, self._pause * 1.3)
+
+    def advanced(self) -> None:
+        """Something came about: what comes next may be as near."""
+        self._pause = _FIRST_PAUSE_SECONDS
+
+
+def _reachable(address: str, port: int) -> str:
+    """Try rank 0's store; return why it cannot be reached, "" if it can."""
+    try:
+        socket.create_connection((address, port), timeout=3).close()
+    except socket.gaierror as error:
+        return f"{address} does not resolve yet ({error.strerror})"
+    except OSError as error:
+        return f"rank 0 does not answer at {address}:{port} yet ({error.strerror or error})"
+    return ""
+
+
+def _server(env: WorkerEnvironment, waiting: _Waiting) -> TCPStore:
+    """Serve the store. A process of an ended attempt may still hold the port for a moment."""
+    assert env.master is not None
+    # Handed over by our launcher, which keeps the port over all rounds.
+    listener = os.dup(env.store_fd) if env.store_fd is not None else None
+    while True:
+        try:
+            # By "localhost": this pod's own service name may not resolve yet.
+            return TCPStore(
+                "localhost",
+                env.master[1],
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=max(1.0, waiting.left())),
+                master_listen_fd=listener,
+            )
+        except RuntimeError as error:
+            if "EADDRINUSE" not in str(error) and "already in use" not in str(error):
+                raise
+            waiting.pause(f"port {env.master[1]} is in use")
+
+
+def _client(env: WorkerEnvironment, waiting: _Waiting) -> TCPStore:
+    assert env.master is not None
+    address, port = env.master
+    while True:
+        reason = _reachable(address, port)
+        if not reason:
+            try:
+                return TCPStore(
+                    address,
+                    port,
+                    is_master=False,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=max(1.0, min(10.0, waiting.left()))),
+                )
+            except RuntimeError as error:
+                reason = brief(error)
+        waiting.pause(reason)
+
+
+def _card(env: WorkerEnvironment) -> dict[str, str | int]:
+    who = env.identity
+    return {
+        "uid": who.uid,
+        "attempt": who.attempt,
+        "round": who.round,
+        "worldSize": env.world_size,
+    }
+
+
+def _until_answered(store: Store, name: str, mine: dict[str, str | int], waiting: _Waiting) -> str:
+    """Like _ask, but on the same connection as long as rank 0 only is not ready yet."""
+    while (reason := _ask(store, name, mine)) == _NOT_READY:
+        waiting.pause(reason)
+    return reason
+
+
+def _ask(store: Store, name: str, mine: dict[str, str | int]) -> str:
+    """Compare rank 0's card with ours; return why to try again, "" if they are equal."""
+    try:
+        if not store.check([name]):
+            return _NOT_READY
+        theirs = json.loads(store.get(name))
+    except (RuntimeError, ValueError) as error:
+        return f"rank 0's store broke off: {brief(error)}"
+    if mine == theirs:
+        return ""
+    same = all(mine[key] == theirs.get(key) for key in ("uid", "attempt", "round"))
+    if same:
+        raise ConfigError(
+            f"WORLD_SIZE is {mine['worldSize']} here and {theirs.get('worldSize')} at rank 0"
+        )
+    if mine["uid"] == theirs.get("uid"):
+        ours = (int(mine["attempt"]), int(mine["round"]))
+        other = (int(theirs["attempt"]), int(theirs["round"]))
+        if other > ours:
+            raise PeerLostError(
+                f"rank 0 belongs to attempt {other[0]} round {other[1]}, this process to attempt"
+                f" {ours[0]} round {ours[1]}: it is out of date and ends"
+            )
+    return f"another job or an earlier attempt answers: {theirs}"
+
+
+def _rendezvous(env: WorkerEnvironment, deadline: float) -> Store:
+    """Return a store that all ranks of this incarnation, and no others, have joined."""
+    waiting = _Waiting(env.rank, deadline)
+    card = _card(env)
+    serves = env.rank == 0 and not env.agent_store
+    while True:
+        tcp = _server(env, waiting) if serves else _client(env, waiting)
+        # torchrun keeps one store over its restarts, hence the key per incarnation there.
+        name = f"{_IDENTITY_KEY}/{env.identity.key}" if env.agent_store else _IDENTITY_KEY
+        if env.rank == 0:
+            tcp.set(name, json.dumps(card))
+            break
+        waiting.advanced()
+        reason = _until_answered(tcp, name, card, waiting)
+        if not reason:
+            break
+        waiting.pause(reason)
+    waiting.advanced()
+    store = PrefixStore(env.identity.key, tcp)
+    failpoints.reach("rendezvous")
+    _gather_all(store, env, waiting)
+    return store
+
+
+def _gather_all(store: Store, env: WorkerEnvironment, waiting: _Waiting) -> None:
+    """Wait until every rank is here, so that later timeouts mean a lost peer."""
+    store.set(f"here/{env.rank}", "1")
+    if env.rank == 0:
+        missing = list(range(1, env.world_size))
+        found = len(missing)
+        while missing:
+            missing = [rank for rank in missing if not store.check([f"here/{rank}"])]
+            if len(missing) < found:
+                waiting.advanced()
+            found = len(missing)
+            if missing:
+                names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+                waiting.pause(f"{len(missing)} of {env.world_size} ranks are missing: {names}")
+        store.set("all-here", "1")
+        return
+    while not store.check(["all-here"]):
+        waiting.pause("rank 0 still waits for other ranks")
+
+
+def _device(env: WorkerEnvironment) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if env.local_rank >= count:
+        raise ConfigError(
+            f"LOCAL_RANK={env.local_rank}, but this machine shows {count} GPUs: lower nprocPerNode"
+            " or hide the GPUs with CUDA_VISIBLE_DEVICES="
+        )
+    device = torch.device("cuda", env.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join(env: WorkerEnvironment, started: float) -> World:
+    """Meet the other ranks. ``started``: monotonic time from which the deadline counts.
+
+    Raises ConfigError, PeerLostError.
+    """
+    device = _device(env)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=env.deadlines.last_resort)
+    # All ranks are here now: one that does not connect soon has died in between.
+    connecting = min(timeout, timedelta(seconds=_CONNECT_SECONDS))
+    if env.world_size == 1:
+        store: Store = HashStore()
+    else:
+        store = _rendezvous(env, started + env.deadlines.startup)
+        store.set_timeout(connecting)
+    with peer_loss():
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=connecting if backend == "gloo" else timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        control = dist.group.WORLD
+        if backend != "gloo":
+            control = dist.new_group(backend="gloo", timeout=connecting)
+        assert control is not None
+        distributed_c10d._set_pg_timeout(timeout, control)
+        store.set_timeout(timeout)
+    world = World(env.rank, env.world_size, env.local_rank, device, env.identity, control, store)
+    holds_group(world, "control", "store")
+    return world

@@ -1,0 +1,184 @@
+"""A rank's place in the world: small exchanges between ranks, peer loss.
+
+Whatever says that a peer is gone becomes PeerLostError, hence exit 75.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+# Loaded after the group began, its default arguments would hold the group: see teardown.py.
+import torch.distributed.nn
+from torch._C._distributed_c10d import Store
+
+import ddpjob_trainer
+from ddpjob_trainer.environment import Identity
+from ddpjob_trainer.errors import ConfigError, PeerLostError
+
+#: What gloo and NCCL say when the other end is gone; they have no exception type for it.
+_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "gloo/transport",
+    "Timed out waiting",
+    "Socket Timeout",
+    "NCCL communicator was aborted",
+    "remote process exited",
+)
+_LOST_TYPES = (PeerLostError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+#: torch's and this whole package's code: an error raised in there may be the transport's.
+_TRANSPORT_CODE = tuple(
+    f"{Path(f).parent}{os.sep}" for f in (torch.__file__, ddpjob_trainer.__file__)
+)
+
+
+@dataclass(slots=True)  # not frozen: teardown.py takes control back
+class World:
+    """This rank's place, and the groups it talks through."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    identity: Identity
+    control: dist.ProcessGroup | None  # gloo, for CPU tensors, also where gradients go through NCCL
+    store: Store | None  # for what must not wait for all ranks
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Add up a few numbers over all ranks; the order of additions is always the same."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        if self.size > 1:
+            with peer_loss():
+                dist.all_reduce(tensor, group=self.control)
+        result: list[float] = tensor.tolist()
+        return result
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """Give every rank the bytes of rank 0."""
+        if self.size == 1:
+            return data or b""
+        length = torch.tensor([len(data) if data is not None else 0])
+        with peer_loss():
+            dist.broadcast(length, 0, group=self.control)
+            buffer = torch.zeros(int(length), dtype=torch.uint8)
+            if data:
+                buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            if len(buffer):
+                dist.broadcast(buffer, 0, group=self.control)
+        return buffer.numpy().tobytes()
+
+    def broadcast_tensor(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Overwrite a tensor with that of rank ``source``, in place."""
+        if self.size > 1 and tensor.numel():
+            flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            with peer_loss():
+                dist.broadcast(flat, source, group=self.control)
+            if self.rank != source:
+                tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+    def gather_tensor(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Give every rank the tensor of each rank, on the CPU; all have one shape and dtype."""
+        mine = tensor.detach().cpu().contiguous()
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        with peer_loss():
+            dist.all_gather(parts, mine, group=self.control)
+        return parts
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Give every rank the bytes of each rank."""
+        if self.size == 1:
+            return [data]
+        with peer_loss():
+            length = torch.tensor([len(data)])
+            lengths = [torch.zeros_like(length) for _ in range(self.size)]
+            dist.all_gather(lengths, length, group=self.control)
+            longest = max(int(n) for n in lengths)
+            mine = torch.zeros(longest, dtype=torch.uint8)
+            mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            parts = [torch.zeros_like(mine) for _ in range(self.size)]
+            dist.all_gather(parts, mine, group=self.control)
+        return [p[: int(n)].numpy().tobytes() for p, n in zip(parts, lengths, strict=True)]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.sum([0.0])
+
+
+def agree(world: World, facts: Mapping[str, Any]) -> None:
+    """Raise ConfigError on every rank when a fact is not the same on all of them.
+
+    Otherwise the ranks would train on other data, or wait in different collectives.
+    """
+    gathered = [json.loads(blob) for blob in world.gather_bytes(json.dumps(facts).encode())]
+    for rank, theirs in enumerate(gathered):
+        for name, value in gathered[0].items():
+            if theirs.get(name) != value:
+                raise ConfigError(
+                    f"{name} is {theirs.get(name)} on rank {rank} and {value} on rank 0: every"
+                    " rank must be given the same"
+                )
+
+
+# --- Peer loss ------------------------------------------------------------------------------
+
+
+def is_peer_loss(error: BaseException) -> bool:
+    """Tell a transport's complaint about a peer from a mistake in this process."""
+    if isinstance(error, _LOST_TYPES):
+        return True
+    text = str(error)
+    if not isinstance(error, RuntimeError) or not any(words in text for words in _LOST):
+        return False
+    # The user's own "Connection refused", of a database say, is no peer.
+    return re.search("gloo|nccl", text, re.IGNORECASE) is not None or _raised_by_torch(error)
+
+
+def _raised_by_torch(error: BaseException) -> bool:
+    """Whether it comes out of torch's Python, or out of C++ that this package called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename.startswith(_TRANSPORT_CODE)
+
+
+@contextlib.contextmanager
+def peer_loss() -> Iterator[None]:
+    """Turn a transport's errors into PeerLostError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_peer_loss(error):
+            raise PeerLostError(brief(error)) from error
+        raise
+
+
+def brief(error: BaseException) -> str:
+    """First line of an error, without gloo's source path and advice."""
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else type(error).__name__
+    text = re.sub(r"^\[[^\]]*\.(cc|cpp|h):\d+\] ", "", text)
+    return text.partition(". This is typically")[0][:300]
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now: closing its sockets is what tells the peers.
+
+    An orderly exit would run destructors of process groups that may wait for dead peers.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        # RuntimeError: a signal handler that interrupted a print must not enter it again.
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            stream.flush()
+    os._exit(code)

@@ -1,0 +1,1 @@
+"""Which samples a step trains on (sampler), and how a rank gets them (fetch)."""

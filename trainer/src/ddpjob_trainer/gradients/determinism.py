@@ -1,0 +1,91 @@
+"""Bitwise levels, and the warm-up that makes a restart at three or more ranks bitwise.
+
+DDP's reducer groups gradients into buckets in the order of model.parameters(), and after the
+first backward regroups them in the order in which gradients became ready. Where a gradient lies
+in a bucket decides the order of additions in a ring, so a restarted process, whose first step
+uses the first grouping, differs in the last bits from one that was never stopped (at two ranks
+a + b == b + a hides it). So the first synced backward of every process is run twice on one
+graph: once to learn the order, its gradients discarded, once for real. User code runs once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpjob_trainer import failpoints
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.state import rng
+
+LEVELS = ("off", "resume", "elastic")
+
+
+def choose_level(level: str | None, device: torch.device) -> str:
+    """Return the level to keep: ``resume`` by default on the CPU, ``off`` on CUDA."""
+    if level is None:
+        return "resume" if device.type == "cpu" else "off"
+    if level not in LEVELS:
+        raise ConfigError(f"level={level!r} must be one of {', '.join(LEVELS)}")
+    return level
+
+
+def pin_arithmetic(level: str, threads: int) -> None:
+    """Fix what changes results: the number of threads, and kernels that are not deterministic."""
+    torch.set_num_threads(threads)
+    if level == "off":
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    # Not use_deterministic_algorithms(), which would import the whole compiler for its flag.
+    torch.set_deterministic_debug_mode("error")
+    # Only speed: by default every torch.empty would be filled with NaN.
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
+    torch.backends.cudnn.benchmark = False
+
+
+def warm_up(model: DistributedDataParallel, loss: torch.Tensor) -> None:
+    """Run backward for its bucket order only; the caller then runs it for real.
+
+    Nothing that user code can see is left behind: gradients (those of earlier micro-batches are
+    kept), random numbers that gradient hooks drew, and buffers that a checkpointed forward
+    changed again are put back.
+    """
+    if model.find_unused_parameters and not model.static_graph:
+        return  # such a reducer never regroups
+    buffers = [(buffer, buffer.clone()) for buffer in model.module.buffers()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    # With a static graph the reducer looks at the graph once before it looks at the order.
+    for _ in range(2 if model.static_graph else 1):
+        for parameter, _ in gradients:
+            parameter.grad = None  # what has been accumulated is not to be added to
+        with rng.preserved():
+            loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        for buffer, before in buffers:
+            buffer.data.copy_(before)  # .data: the graph checks the version of what it has saved
+        # What DistributedDataParallel does between two steps, without the forward in between.
+        reducer: Any = model.reducer
+        reducer.prepare_for_forward()
+        reducer._rebuild_buckets()
+        reducer.prepare_for_backward([])
+    failpoints.reach("warm-up")
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+
+
+def buckets(model: DistributedDataParallel) -> list[list[str]]:
+    """Names of the parameters whose gradients travel together, in their order."""
+    names = {parameter: name for name, parameter in model.module.named_parameters()}
+    reducer: Any = model.reducer
+    return [
+        [names[parameter] for parameter in bucket.parameters()]
+        for bucket in reducer._get_zeros_like_grad_buckets()
+    ]
+
+
+def bucket_layout(model: DistributedDataParallel) -> str:
+    """Hash which parameters lie in which bucket, in which order: equal layouts, equal bits."""
+    return hashlib.sha256(json.dumps(buckets(model)).encode()).hexdigest()[:16]

@@ -1,0 +1,190 @@
+"""Level elastic: the same bits at any number of ranks.
+
+The global batch is cut into logical shards, fixed in number for the whole run. A rank computes
+its contiguous share of them one by one, each from random numbers of its own and each with the
+same shapes, whoever computes it; DDP's reducer is never used. The shards' gradients and losses
+are added up in one tree (shard_tree.py, tree_reduce.py), which does not know of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpjob_trainer.comm.teardown import holds_ddp
+from ddpjob_trainer.comm.world import World
+from ddpjob_trainer.data.sampler import DataOrder
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.gradients import shard_tree
+from ddpjob_trainer.gradients.ddp import Part
+from ddpjob_trainer.gradients.shard_tree import Partial
+from ddpjob_trainer.gradients.tree_reduce import Gradients, Reduction, add_gradients
+from ddpjob_trainer.options import ModelOptions, Options
+from ddpjob_trainer.state import buffers, rng
+
+
+class ElasticAveraging:
+    """One rank's side of the averaging protocol."""
+
+    def __init__(self, options: Options, world: World) -> None:
+        self._options = options
+        self._world = world
+        self._count = options.shards
+        #: Random numbers outside of the shards depend on this: equal on all ranks.
+        self.outside = self._count
+        self._partial: Partial[Gradients] = Partial(self._count, add_gradients)
+        self._parameters: list[torch.nn.Parameter] = []
+        self._reductions: list[tuple[list[int], Reduction]] = []
+        self._parts: list[Part] = []
+        self._step = 0
+
+    def wrap(self, module: torch.nn.Module, options: ModelOptions) -> DistributedDataParallel:
+        """Return the module in DistributedDataParallel, whose reducer stays idle.
+
+        Raises ConfigError for modules whose result depends on the order of the shards.
+        """
+        _refuse(module)
+        model = DistributedDataParallel(module)  # gives every rank rank 0's parameters and buffers
+        holds_ddp(model)
+        model.require_backward_grad_sync = False  # what no_sync() sets for a while
+        model.require_forward_param_sync = False
+        module.zero_grad(set_to_none=True)
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._buffers = BufferWatch(module)
+        groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index, parameter in enumerate(self._parameters):
+            groups.setdefault((parameter.dtype, parameter.device), []).append(index)
+        self._reductions = [
+            (indices, self._reduction([self._parameters[index] for index in indices]))
+            for indices in groups.values()
+        ]
+        return model
+
+    def _reduction(self, parameters: Sequence[torch.nn.Parameter]) -> Reduction:
+        ranks, rank = self._world.size, self._world.rank
+        return Reduction(parameters, count=self._count, ranks=ranks, rank=rank)
+
+    def parts(self, order: DataOrder, step: int) -> Sequence[Part]:
+        """Return this rank's shards, each cut into micro-batches."""
+        self._step = step
+        self._parts = []
+        for shard in shard_tree.owned(self._count, self._world.size, self._world.rank):
+            share = order.shard(step, shard, self._count)
+            size = len(share) // self._options.micro_batches
+            for start in range(0, len(share), size):
+                self._parts.append(
+                    Part(
+                        share[start : start + size],
+                        size,
+                        self._options.global_batch,
+                        shard,
+                        reseed=start == 0,
+                    )
+                )
+        return self._parts
+
+    def before_forward(self, number: int) -> None:
+        """Remember the buffers, which this forward must leave as they are."""
+        self._buffers.remember(number)
+
+    def backward(self, loss: torch.Tensor, number: int) -> None:
+        """Compute a part's gradients; with its last part, put a shard's in the tree."""
+        micro = self._options.micro_batches
+        (loss if micro == 1 else loss / micro).backward()  # type: ignore[no-untyped-call]
+        self._buffers.check()
+        if (number + 1) % micro == 0:
+            self._partial.push(self._parts[number].shard, self._take())
+
+    def _take(self) -> Gradients:
+        """Return the gradients and leave none behind: the next shard begins from nothing."""
+        gradients: Gradients = []
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise ConfigError(
+                    "level='elastic' cannot average sparse gradients: use"
+                    " Embedding(sparse=False), or level='resume'"
+                )
+            gradients.append(gradient)
+            parameter.grad = None
+        return gradients
+
+    def finish(self) -> None:
+        """Average over all shards."""
+        sums = self._partial.take()
+        for indices, reduction in self._reductions:
+            chosen = [(node, [gradients[i] for i in indices]) for node, gradients in sums]
+            for i, gradient in zip(indices, reduction.mean(chosen), strict=True):
+                parameter = self._parameters[i]
+                parameter.grad = gradient
+                if gradient is not None and gradient.stride() != parameter.stride():
+                    parameter.grad = torch.empty_like(parameter).copy_(gradient)
+        # What is drawn from here on must not depend on which shard this rank computed last.
+        rng.reseed(self._options.seed, self._step, self._count + 1)
+
+    def losses(self, values: Sequence[float]) -> list[float]:
+        """One number per shard: adding zeros to it is exact in any order."""
+        micro = self._options.micro_batches
+        slots = [0.0] * self._count
+        for number in range(0, len(values), micro):
+            slots[self._parts[number].shard] = sum(values[number : number + micro]) / micro
+        return slots
+
+    def mean_loss(self, summed: Sequence[float]) -> float:
+        """Add up in the order of the tree."""
+        return shard_tree.total(summed) / self._count
+
+    def layout(self) -> str | None:
+        """Nothing but the number of shards decides the order of additions."""
+        return None
+
+    def memory(self) -> None:
+        """Nothing: every step begins anew."""
+
+
+def _refuse(module: torch.nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, torch.nn.modules.batchnorm._BatchNorm) or (
+            isinstance(part, _NormBase) and part.track_running_stats
+        ):
+            raise ConfigError(
+                f"level='elastic' cannot keep the running statistics of {name or 'the model'}"
+                f" ({type(part).__name__}), which depend on the order of the shards: use GroupNorm"
+                " or LayerNorm, or level='resume'"
+            )
+
+
+class BufferWatch:
+    """Finds a forward that changes a buffer: ranks that compute other shards would hold others."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._places = buffers.places(module)
+        self._number = -1
+        self._before: list[tuple[Any, int]] = []
+
+    def _now(self) -> list[tuple[Any, int]]:
+        found = [place.get() for place in self._places]
+        return [(buffer, -1 if buffer is None else buffer._version) for buffer in found]
+
+    def remember(self, number: int) -> None:
+        """The first forward of a part begins."""
+        if self._places and number != self._number:
+            self._number = number
+            self._before = self._now()
+
+    def check(self) -> None:
+        """Raise ConfigError when a buffer has been changed since."""
+        self._number = -1
+        if not self._places:
+            return
+        for place, before, now in zip(self._places, self._before, self._now(), strict=True):
+            if before[0] is not now[0] or before[1] != now[1]:
+                raise ConfigError(
+                    f"level='elastic': the forward changes the buffer {place.name!r}, so the result"
+                    " would depend on the number of ranks: change it once per step, after"
+                    " step.commit(), or use level='resume'"
+                )

@@ -1,0 +1,135 @@
+"""Do all ranks still hold the same parameters? A cheap hash, compared now and then.
+
+DDP never looks: a flipped bit, a rank that took another branch, or a script that changes
+gradients on its own makes ranks drift apart, and the run ends in whatever rank 0 happens to hold.
+The hash is computed where the parameters are, at nearly the speed of memory, and one small
+all_reduce compares it (MIN = MAX).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from ddpjob_trainer.comm.world import World, peer_loss
+from ddpjob_trainer.errors import DivergedError
+from ddpjob_trainer.state import buffers
+
+_Hashes = npt.NDArray[np.int64]
+_ROW = 1 << 16  # 8-byte words that are mixed at once: half a megabyte, which a CPU's cache holds
+_MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # odd: multiplying loses nothing modulo 2**64
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def hash_tensors(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return one 64-bit hash per tensor, as int64 on the tensors' device.
+
+    A change of one element always changes it. Changes of several cancel with a chance of about
+    2**-60, apart from one kind: an even number of flipped top bits, _ROW words from one another.
+    """
+    hashes = [_hash(tensor) for tensor in tensors]
+    return torch.stack(hashes) if hashes else torch.zeros(0, dtype=torch.int64)
+
+
+def _hash(tensor: torch.Tensor) -> torch.Tensor:
+    words, rest = _words(tensor.detach())
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in (words, rest):
+        if not part.numel():
+            continue
+        rows = torch.split(part, _ROW)
+        mixed = rows[0].clone()
+        for row in rows[1:]:  # mixed = mixed * multiplier + row, one pass over memory
+            mixed_part = mixed[: row.numel()]
+            torch.add(row, mixed_part, alpha=_MULTIPLIER, out=mixed_part)
+        # Shifted, or two flipped signs would cancel: the top bit knows no multiplication.
+        mixed ^= mixed >> 32
+        total = total * _MULTIPLIER + (mixed * _weights(mixed.numel(), mixed.device)).sum()
+    return total
+
+
+def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """View a tensor's bytes as int64, and what is left at its end."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    flat = tensor.contiguous().view(-1)
+    size = flat.element_size()
+    if flat.storage_offset() * size % 8:
+        flat = flat.clone()  # words may not begin anywhere
+    flat = flat.view(_INTEGERS[size])
+    whole = flat.numel() - flat.numel() % (8 // size)
+    return flat[:whole].view(torch.int64), flat[whole:].to(torch.int64)
+
+
+_weights_of: dict[torch.device, torch.Tensor] = {}
+
+
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    """Odd numbers that look random, equal everywhere."""
+    if device not in _weights_of:
+        with np.errstate(over="ignore"):
+            x = np.arange(1, _ROW + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+            x = (x ^ (x >> np.uint64(31))) * np.uint64(0xBF58476D1CE4E5B9)
+            x = (x ^ (x >> np.uint64(29))) | np.uint64(1)
+        _weights_of[device] = torch.from_numpy(x.view(np.int64)).to(device)
+    return _weights_of[device][:count]
+
+
+def _first_difference(theirs: _Hashes, mine: _Hashes) -> int | None:
+    """Return the first place where they differ; a buffer may be missing in one of them."""
+    both = min(len(theirs), len(mine))
+    different = np.flatnonzero(theirs[:both] != mine[:both])
+    if len(different):
+        return int(different[0])
+    return both if len(theirs) != len(mine) else None
+
+
+class DivergenceCheck:
+    """Compares the ranks every ``every`` steps; 0: never.
+
+    ``buffers``: whether they are equal on all ranks, too. Where DDP broadcasts rank 0's before
+    each forward they are not, in between, and need not be.
+    """
+
+    def __init__(self, world: World, *, every: int, buffers: bool) -> None:
+        self._world = world
+        self._every = every if world.size > 1 else 0
+        self._buffers = buffers
+
+    def due(self, step: int, *, snapshot: bool) -> bool:
+        """Whether to compare after this step. A snapshot of what diverged is worth nothing."""
+        return self._every > 0 and (snapshot or step % self._every == 0)
+
+    def check(self, step: int, module: torch.nn.Module) -> None:
+        """Raise DivergedError on every rank when they differ."""
+        tensors: dict[str, torch.Tensor] = dict(module.named_parameters())
+        if self._buffers:
+            tensors |= buffers.persistent(module)
+        hashes = hash_tensors(tensors.values())
+        mine = int(_hash(hashes))
+        both = torch.tensor([mine, ~mine])  # the least of ~x is the greatest of x
+        with peer_loss():
+            dist.all_reduce(both, op=dist.ReduceOp.MIN, group=self._world.control)
+        least, greatest = int(both[0]), ~int(both[1])
+        if least != greatest:
+            self._explain(step, list(tensors), hashes)
+
+    def _explain(self, step: int, names: list[str], hashes: torch.Tensor) -> None:
+        every = [
+            np.frombuffer(blob, dtype=np.int64)
+            for blob in self._world.gather_bytes(hashes.cpu().numpy().tobytes())
+        ]
+        found = [(rank, _first_difference(theirs, every[0])) for rank, theirs in enumerate(every)]
+        differing = {rank: place for rank, place in found if place is not None}
+        others, place = list(differing), min(differing.values())
+        first = names[min(place, len(names) - 1)]
+        ranks = f"rank {others[0]} differs" if len(others) == 1 else f"ranks {others} differ"
+        raise DivergedError(
+            f"the ranks no longer hold the same parameters after step {step}: {ranks} from rank"
+            f" 0, first in {first!r}. No snapshot was made of it. Look for code that depends on"
+            " run.rank or changes parameters or gradients on its own, and for faulty hardware"
+        )

@@ -1,0 +1,113 @@
+"""/state, /healthz and /metrics of a launcher, on one port, from a thread."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from ddpjob_trainer.contract import State
+from ddpjob_trainer.launcher.metrics import LauncherMetrics, launcher_metrics, worker_metrics
+from ddpjob_trainer.launcher.termination import Known
+from ddpjob_trainer.liveness.heartbeat import RankState
+
+STATE_VERSION = 1
+
+
+def state_body(
+    state: RankState | None,
+    *,
+    attempt: int,
+    round_: int,
+    known: Known | None = None,
+    stacks: str = "",
+) -> State:
+    """Return the JSON object of GET /state for one rank's record.
+
+    ``known``: of earlier rounds, shown while this one starts up. ``stacks``: of the last hang.
+    """
+    known = known or Known()
+    body: State = {"version": STATE_VERSION, "attempt": attempt, "round": round_}
+    if stacks:
+        body["stacks"] = stacks
+    if known.records:
+        body["rounds"] = list(known.records)
+    snapshot_step = max(known.snapshot_step, state.snapshot_step if state else -1)
+    if snapshot_step >= 0:
+        body["snapshotStep"] = snapshot_step
+    body["phase"] = state.phase if state else "startup"
+    if state is not None and state.phase != "startup":
+        body["step"] = state.step
+        body["totalSteps"] = state.total_steps
+    elif known.step >= 0:  # else before the resume nobody knows how far training is
+        body["step"] = known.step
+        body["totalSteps"] = known.total_steps
+    if state is None:
+        return body
+    if state.loss is not None and math.isfinite(state.loss):
+        body["loss"] = state.loss
+    if state.samples_per_second is not None:
+        body["samplesPerSecond"] = state.samples_per_second
+    moment = datetime.fromtimestamp(state.updated_at, UTC).replace(microsecond=0)
+    body["updatedAt"] = moment.isoformat().replace("+00:00", "Z")
+    return body
+
+
+class _DualStackServer(ThreadingHTTPServer):
+    """IPv4 and IPv6 on one socket where the machine has both."""
+
+    daemon_threads = True
+    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
+
+
+def serve(
+    port: int,
+    metrics_dir: Path,
+    counted: LauncherMetrics,
+    state: Callable[[], State],
+    healthy: Callable[[], bool],
+) -> ThreadingHTTPServer:
+    """Serve until shutdown(). Port 0 takes a free one. Raises OSError when it is taken."""
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 5.0
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            if path == "/state":
+                self._reply(200, json.dumps(state()).encode(), "application/json")
+            elif path == "/healthz":
+                well = healthy()
+                self._reply(200 if well else 503, b"ok\n" if well else b"stuck\n", "text/plain")
+            elif path == "/metrics":
+                content = "text/plain; version=0.0.4; charset=utf-8"
+                body = worker_metrics(metrics_dir) + launcher_metrics(counted)
+                self._reply(200, body, content)
+            else:
+                self._reply(404, b"try /state, /healthz or /metrics\n", "text/plain")
+
+        def _reply(self, code: int, body: bytes, content: str) -> None:
+            self.send_response(code)
+            self.send_header("Content-Type", content)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+            """Scrapes are no news."""
+
+    every_address = "::" if _DualStackServer.address_family == socket.AF_INET6 else ""
+    server = _DualStackServer((every_address, port), Handler)
+    threading.Thread(target=server.serve_forever, name="http", daemon=True).start()
+    return server

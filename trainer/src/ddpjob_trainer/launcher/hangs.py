@@ -1,0 +1,210 @@
+"""The launcher's eyes on its workers: their signs of life, and what becomes of one that hangs.
+
+Deadlines are measured on the launcher's own clock from when it saw a record change, so neither
+a worker that holds the GIL nor one that is stopped can escape. A program of which no worker keeps
+a record, because it does not use our library, is not watched.
+
+Who hangs is ended with the exit code of a hang; its stacks go to the log, to GET /state and, as
+far as there is room, to the termination report. Who does not end within the grace period is asked
+for them as well, just before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ddpjob_trainer.contract import STATE_MAX_STACKS_BYTES, ExitCode
+from ddpjob_trainer.launcher.gang import Gang
+from ddpjob_trainer.launcher.metrics import LauncherMetrics
+from ddpjob_trainer.liveness import stacks
+from ddpjob_trainer.liveness.hang import Deadlines, Hang, Sign, find
+from ddpjob_trainer.liveness.heartbeat import RankState, read_state
+
+_LONGEST_LOOK_SECONDS: Final = 1.0
+#: The answer is written within milliseconds, unless the process is stopped or swapped out.
+_STACKS_SECONDS: Final = 1.0
+_STACKS_SETTLED_SECONDS: Final = 0.05
+#: So long before the end of the grace period stacks are asked for.
+_BEFORE_KILL_SECONDS: Final = 0.3
+
+#: Running workers: rank -> pid.
+Pids = Mapping[int, int]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A record as it was when it last changed."""
+
+    identity: tuple[int, int]  # pid, marks
+    at: float
+
+
+class HangWatch:
+    """Looks at the records of one round's workers."""
+
+    def __init__(self, deadlines: Deadlines) -> None:
+        self._deadlines = deadlines
+        self.interval = min(_LONGEST_LOOK_SECONDS, deadlines.shortest / 10)
+        self._seen: dict[int, _Seen] = {}
+        self._looked = 0.0
+
+    def look(self, directory: Path, pids: Pids, now: float) -> Hang | None:
+        """Return the worker that hangs, if one does. Cheap when called more often."""
+        if now < self._looked + self.interval:
+            return None
+        pause = now - self._looked - 2 * self.interval
+        if self._looked and pause > 0:
+            # We were stopped or starved ourselves, and so, likely, were they.
+            for seen in self._seen.values():
+                seen.at += pause
+        self._looked = now
+        states = {rank: read_state(directory, rank) for rank in pids}
+        signs = [self._sign(state or RankState(rank), now) for rank, state in states.items()]
+        # One record shows that the program uses our library: who has none has not come to start().
+        used = any(states.values())
+        return find(signs, self._deadlines) if used else None
+
+    def _sign(self, state: RankState, now: float) -> Sign:
+        identity = (state.pid, state.marks)
+        seen = self._seen.get(state.rank)
+        if seen is None or seen.identity != identity:
+            seen = self._seen[state.rank] = _Seen(identity, now)
+        if state.phase == "done" and not _is_stopped(state.pid):
+            seen.at = now  # after the loop nobody needs to speak, but who is stopped never ends
+        silent = now - seen.at
+        late = silent > self._deadlines.shortest
+        return Sign(state, silent, stopped=late and _is_stopped(state.pid))
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP holds a process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] == "T"
+
+
+class StackRequest:
+    """Asks workers for the stacks of all their threads; reads them a moment later."""
+
+    def __init__(self, directory: Path, pids: Pids, now: float) -> None:
+        self._directory = directory
+        self._until = now + _STACKS_SECONDS
+        self._asked = [rank for rank, pid in pids.items() if self._ask(rank, pid)]
+        self._sizes: tuple[int, ...] = ()
+        self._settled = now + _STACKS_SETTLED_SECONDS
+
+    def _ask(self, rank: int, pid: int) -> bool:
+        state = read_state(self._directory, rank)
+        if state is None:  # without our library the signal would just kill it
+            return False
+        try:
+            # The worker may be a shell around the process that trains: same process group.
+            if os.getpgid(state.pid) != pid:
+                return False
+        except ProcessLookupError:
+            return False
+        return stacks.request(self._directory, rank, state.pid)
+
+    def due(self, now: float) -> float:
+        """When to call is_done() again."""
+        return min(self._until, now + _STACKS_SETTLED_SECONDS)
+
+    def is_done(self, now: float) -> bool:
+        """Whether all answers are there, or no more can be hoped for."""
+        if now >= self._until or not self._asked:
+            return True
+        sizes = tuple(stacks.size(self._directory, rank) for rank in self._asked)
+        if sizes != self._sizes:
+            self._sizes = sizes
+            self._settled = now + _STACKS_SETTLED_SECONDS
+        return all(sizes) and now >= self._settled
+
+    def brief(self, rank: int) -> list[str]:
+        """A rank's answer, a line per thread."""
+        if rank not in self._asked:
+            return []
+        return stacks.brief(stacks.read(self._directory, rank, STATE_MAX_STACKS_BYTES))
+
+    def text(self, first: int | None = None, limit: int = STATE_MAX_STACKS_BYTES) -> str:
+        """Return all stacks by rank, ``first`` before the others, at most ``limit`` bytes."""
+        parts = []
+        for rank in sorted(self._asked, key=lambda rank: (rank != first, rank)):
+            found = stacks.read(self._directory, rank, limit)
+            parts.append(f"--- rank {rank}\n{found or 'no answer: it is stopped'}\n")
+        if first is not None and first not in self._asked:
+            parts.insert(0, f"--- rank {first}\nno answer\n")
+        return "".join(parts).encode()[:limit].decode(errors="ignore")
+
+
+class HangResponse:
+    """One launcher's, over all rounds. ``stacks``: of the last hang, for GET /state.
+
+    Stacks are asked for, waited for a moment, and only then the worker is killed; the supervisor's
+    loop goes on meanwhile.
+    """
+
+    def __init__(
+        self, deadlines: Deadlines, counted: LauncherMetrics, say: Callable[[str], None]
+    ) -> None:
+        self.stacks = ""
+        self._deadlines = deadlines
+        self._counted = counted
+        self._say = say
+        self.begin()
+
+    def begin(self) -> None:
+        """A round begins."""
+        self._watch = HangWatch(self._deadlines)
+        self._request: StackRequest | None = None
+        self._hang: Hang | None = None
+        self._why_asked = ""
+
+    def tick(self, gang: Gang, now: float, *, terminating: bool) -> float:
+        """Do what is due; return when to call again. ``terminating``: we were told to end."""
+        if self._request is not None:
+            if not self._request.is_done(now):
+                return self._request.due(now)
+            self._answered(gang, self._request)
+            self._request = None
+        elif terminating:
+            return self._before_kill(gang, now)
+        elif not gang.stopping:
+            self._hang = self._watch.look(gang.state_dir, gang.pids, now)
+            if self._hang is not None:
+                self._counted.hangs[self._hang.phase] += 1
+                self._ask(gang, str(self._hang), now)
+                return now
+        return now + self._watch.interval
+
+    def _ask(self, gang: Gang, why: str, now: float) -> None:
+        self._why_asked = why
+        self._say(f"{why}; stacks of all threads follow")
+        self._request = StackRequest(gang.state_dir, gang.pids, now)
+
+    def _answered(self, gang: Gang, request: StackRequest) -> None:
+        hang = self._hang
+        self.stacks = request.text(first=hang.rank if hang else None)
+        with contextlib.suppress(OSError):
+            os.write(2, self.stacks.encode())
+        if hang is not None and not gang.stopping:
+            last_lines = request.brief(hang.rank)
+            gang.condemn(hang.rank, ExitCode.HANG, f"Hang: {hang}", last_lines)
+
+    def _before_kill(self, gang: Gang, now: float) -> float:
+        if gang.kill_at is None or self._why_asked or not gang.pids:
+            return now + self._watch.interval
+        moment = gang.kill_at - _BEFORE_KILL_SECONDS
+        if now < moment:
+            return moment
+        ranks = ", ".join(map(str, sorted(gang.pids)))
+        if now < gang.kill_at:  # else there is no time for an answer
+            self._hang = None
+            self._ask(gang, f"the grace period is over and not ended: rank {ranks}", now)
+        return now

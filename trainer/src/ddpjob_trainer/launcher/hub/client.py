@@ -1,0 +1,130 @@
+"""A launcher's link to the hub: in memory in launcher 0, over TCP in the others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import selectors
+import socket
+import threading
+from collections import deque
+from typing import Protocol
+
+from ddpjob_trainer.launcher.hub.hub import Hub
+from ddpjob_trainer.launcher.hub.messages import Hello, Message, Refused, Welcome
+from ddpjob_trainer.launcher.hub.wire import Wire
+
+_CONNECT_SECONDS = 3.0
+_PAUSE_SECONDS = 0.5
+
+
+class Link(Protocol):
+    """``inbox``: what the hub said. ``lost``: why nothing more will come, "" while it may."""
+
+    inbox: deque[Message]
+    lost: str
+
+    def send(self, message: Message, now: float) -> None:
+        """Tell the hub."""
+
+    def close(self) -> None:
+        """Say nothing more."""
+
+
+class LocalLink:
+    """Launcher 0 talks to its own hub."""
+
+    def __init__(self) -> None:
+        self.inbox: deque[Message] = deque()
+        self.lost = ""
+        self.hub: Hub | None = None
+
+    def send(self, message: Message, now: float) -> None:
+        """See Link."""
+        assert self.hub is not None
+        self.hub.receive(0, message, now)
+
+    def close(self) -> None:
+        """See Link."""
+
+
+class HubClient:
+    """Connects until it is admitted; what is sent before is kept until then."""
+
+    def __init__(
+        self, address: tuple[str, int], hello: Hello, selector: selectors.BaseSelector
+    ) -> None:
+        self.inbox: deque[Message] = deque()
+        self.lost = ""
+        self.refusal = ""  # the last reason for not being admitted yet
+        self._address = address
+        self._hello = hello
+        self._selector = selector
+        self._wire: Wire | None = None
+        self._admitted = False
+        self._waiting: list[Message] = []
+        self._connected: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        selector.register(self._wake_r, selectors.EVENT_READ, self._take)
+        self._closing = threading.Event()
+        self._connect(0.0)
+
+    def send(self, message: Message, now: float) -> None:
+        """See Link."""
+        if self._admitted and self._wire is not None:
+            self._wire.send(message)
+        else:
+            self._waiting.append(message)
+
+    def close(self) -> None:
+        """See Link."""
+        self._closing.set()
+        if self._wire is not None:
+            self._wire.close()
+
+    def _connect(self, pause: float) -> None:
+        """In a thread, for the resolver blocks for as long as it likes."""
+        threading.Thread(target=self._dial, args=(pause,), name="hub", daemon=True).start()
+
+    def _dial(self, pause: float) -> None:
+        self._closing.wait(pause)
+        while not self._closing.is_set():
+            try:
+                self._connected.put(socket.create_connection(self._address, _CONNECT_SECONDS))
+            except OSError:
+                self._closing.wait(_PAUSE_SECONDS)
+                continue
+            with contextlib.suppress(OSError):
+                os.write(self._wake_w, b"x")
+            return
+
+    def _take(self, now: float) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_r, 64)
+        with contextlib.suppress(queue.Empty):
+            connection = self._connected.get_nowait()
+            self._wire = Wire(connection, self._selector, self._received, self._closed)
+            self._wire.send(self._hello)
+
+    def _received(self, message: Message, now: float) -> None:
+        if isinstance(message, Refused):
+            self.refusal = message.reason
+            if message.final:
+                self.lost = message.reason
+            elif self._wire is not None:
+                self._wire.close()
+                self._connect(_PAUSE_SECONDS)
+        elif isinstance(message, Welcome):
+            self._admitted = True
+            for waiting in self._waiting:
+                self.send(waiting, now)
+            self._waiting.clear()
+        else:
+            self.inbox.append(message)
+
+    def _closed(self, reason: str, now: float) -> None:
+        if self._admitted:
+            self.lost = reason
+        else:
+            self._connect(_PAUSE_SECONDS)

@@ -1,0 +1,213 @@
+"""The hub, in launcher 0: stops a round everywhere, and has the next begin when all have stopped.
+
+Knows nothing of sockets: it is told what each launcher says, and posts answers. What it decides
+is in rounds.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from enum import Enum
+
+from ddpjob_trainer.launcher.hub import root_cause, rounds
+from ddpjob_trainer.launcher.hub.messages import (
+    Done,
+    End,
+    Failed,
+    Finished,
+    Go,
+    Hello,
+    Leaving,
+    Message,
+    Refused,
+    Stop,
+    Stopped,
+    Welcome,
+)
+from ddpjob_trainer.launcher.hub.root_cause import Exit
+from ddpjob_trainer.launcher.hub.rounds import History
+
+#: From the first Stop until the last launcher has stopped its workers.
+BARRIER_SECONDS = 5.0
+
+_Post = Callable[[int, Message], None]
+
+
+class _Phase(Enum):
+    RUNNING = "running"
+    STOPPING = "stopping"
+    OVER = "over"
+
+
+class Hub:
+    """``gang``: what each launcher's Hello must say. ``budget``, ``final``: see rounds.decide."""
+
+    def __init__(
+        self, gang: Hello, budget: int, post: _Post, final: frozenset[int] = frozenset()
+    ) -> None:
+        self.history = History()
+        self._gang = gang
+        self._budget = budget
+        self._final = final
+        self._post = post
+        self._phase = _Phase.RUNNING
+        self._here: set[int] = set()  # replicas admitted and not lost
+        self._seen: set[int] = set()  # replicas ever admitted
+        self._over: Message | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._exits: dict[int, Exit] = {}  # by rank
+        self._running: dict[int, int] = {}  # by replica, of those that said so
+        self._stopped: set[int] = set()
+        self._done: set[int] = set()
+        self._snapshot_step = -1
+        self._barrier_at: float | None = None
+
+    @property
+    def needed(self) -> bool:
+        """Whether another launcher is here and not done: it would have to end without a hub."""
+        return self._phase is not _Phase.OVER and bool(self._here - self._done - {0})
+
+    # --- What launchers say --------------------------------------------------------------
+
+    def admit(self, hello: Hello) -> Refused | None:
+        """Take a launcher in, once; or say why not."""
+        mine, theirs = self._gang, hello
+        if theirs.uid != mine.uid:
+            return Refused("this hub belongs to another job", final=False)
+        if theirs.attempt != mine.attempt:
+            stale = theirs.attempt < mine.attempt
+            return Refused(f"this hub belongs to attempt {mine.attempt}", final=stale)
+        if (theirs.replicas, theirs.nproc) != (mine.replicas, mine.nproc):
+            return Refused(
+                f"here are {mine.replicas} replicas of {mine.nproc} processes, there"
+                f" {theirs.replicas} of {theirs.nproc}",
+                final=True,
+            )
+        if not 0 <= theirs.replica < mine.replicas:
+            return Refused(f"replica {theirs.replica} is not one of {mine.replicas}", final=True)
+        if theirs.replica in self._seen:
+            return Refused(f"replica {theirs.replica} has been admitted before", final=False)
+        self._seen.add(theirs.replica)
+        self._here.add(theirs.replica)
+        self._post(theirs.replica, Welcome())
+        if self._over is not None:
+            self._post(theirs.replica, self._over)
+        elif self._phase is _Phase.STOPPING:
+            self._post(theirs.replica, Stop(self.history.round))
+        return None
+
+    def receive(self, replica: int, message: Message, now: float) -> None:
+        """Take in what an admitted launcher says. Raise ValueError for what it must not say."""
+        if self._phase is _Phase.OVER:
+            return
+        if isinstance(message, Leaving):
+            self._end(End(-1, f"the launcher of replica {replica} was told to end", graceful=True))
+            return
+        if not isinstance(message, Failed | Stopped | Done):
+            raise ValueError(f"a launcher must not say {type(message).__name__}")
+        if message.round != self.history.round:
+            return
+        if isinstance(message, Done):
+            self._done.add(replica)
+            if len(self._done) == self._gang.replicas:
+                self._end(Finished())
+            return
+        self._note(replica, message.exits, now)
+        if isinstance(message, Failed):
+            self._running[replica] = message.running
+        elif self._phase is _Phase.STOPPING:
+            self._stopped.add(replica)
+            self._snapshot_step = max(self._snapshot_step, message.snapshot_step)
+        self.tick(now)
+
+    def lost(self, replica: int, now: float) -> None:
+        """A launcher's connection is gone, so its processes are, or soon will be."""
+        self._here.discard(replica)
+        if self._phase is _Phase.OVER or replica in self._done:
+            return
+        cause = root_cause.first_failure(self._exits.values()) if self._exits else None
+        if cause is None or cause.rank // self._gang.nproc == replica:
+            cause = None
+        self._end(_end(cause, f"the launcher of replica {replica} was lost"))
+
+    def _note(self, replica: int, exits: tuple[Exit, ...], now: float) -> None:
+        """Keep exits by the hub's clock: the launchers' clocks cannot be compared."""
+        nproc = self._gang.nproc
+        for exit_ in exits:
+            # Alone (rounds are off) it hears its own launcher only, whose ranks are the gang's.
+            if self._gang.replicas > 1 and exit_.rank // nproc != replica:
+                raise ValueError(f"rank {exit_.rank} is not of replica {replica}")
+            known = self._exits.get(exit_.rank)
+            if known is None:
+                self._exits[exit_.rank] = Exit(
+                    exit_.rank, exit_.local_rank, exit_.status, now,
+                    ours=exit_.ours, exception=exit_.exception[:400], step=exit_.step,
+                )  # fmt: skip
+
+    # --- What follows --------------------------------------------------------------------
+
+    def tick(self, now: float) -> float | None:
+        """Do what is due; return when to call again at the latest."""
+        if self._phase is _Phase.RUNNING:
+            return self._stop_when_due(now)
+        if self._phase is _Phase.STOPPING:
+            if len(self._stopped) == self._gang.replicas:
+                self._decide()
+                return None
+            assert self._barrier_at is not None
+            if now < self._barrier_at:
+                return self._barrier_at
+            missing = sorted(set(range(self._gang.replicas)) - self._stopped)
+            which = ", ".join(map(str, missing[:8]))
+            cause = root_cause.first_failure(self._exits.values())
+            self._end(_end(cause, f"replica {which} did not stop within {BARRIER_SECONDS:g} s"))
+        return None
+
+    def _stop_when_due(self, now: float) -> float | None:
+        silent = self._gang.replicas - len(self._running)
+        running = sum(self._running.values()) + silent * self._gang.nproc
+        found = root_cause.decide(tuple(self._exits.values()), running, now)
+        if found is None or isinstance(found, float):
+            return found
+        if not self._done <= self._here:
+            self._end(_end(found, "a launcher whose workers had succeeded is gone"))
+            return None
+        self._phase = _Phase.STOPPING
+        self._barrier_at = now + BARRIER_SECONDS
+        self._tell_all(Stop(self.history.round))
+        return self._barrier_at
+
+    def _decide(self) -> None:
+        decision = rounds.decide(
+            self.history,
+            self._exits.values(),
+            self._snapshot_step,
+            budget=self._budget,
+            final=self._final,
+            nproc=self._gang.nproc,
+            at=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        )
+        if decision.next is None:
+            self._end(_end(decision.cause, decision.why))
+            return
+        self.history = decision.next
+        self._phase = _Phase.RUNNING
+        self._begin()
+        self._tell_all(Go(self.history.round, self.history.records))
+
+    def _end(self, message: End | Finished) -> None:
+        self._phase = _Phase.OVER
+        self._over = message
+        self._tell_all(message)
+
+    def _tell_all(self, message: Message) -> None:
+        # The own launcher last: when it ends, what the others are told must be on its way.
+        for replica in sorted(self._here, reverse=True):
+            self._post(replica, message)
+
+
+def _end(cause: Exit | None, why: str) -> End:
+    return End(cause.rank if cause is not None else -1, why, graceful=False)

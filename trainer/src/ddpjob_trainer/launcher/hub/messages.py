@@ -1,0 +1,166 @@
+"""What launchers and the hub tell one another: one JSON object per line, strictly read.
+
+A stranger may connect, so nothing but these shapes is taken in, and none of them is big.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, cast, get_type_hints
+
+from ddpjob_trainer.contract import Round
+from ddpjob_trainer.launcher.hub.root_cause import Exit
+
+MAX_LINE = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First word of a launcher. All but the replica must be equal to the hub's own."""
+
+    uid: str
+    attempt: int
+    replicas: int
+    nproc: int
+    replica: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Workers ended badly; ``running`` of the others still run. Said again when it gets worse."""
+
+    round: int
+    exits: tuple[Exit, ...]
+    running: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """No process of this round is left here. ``exits``: of all workers."""
+
+    round: int
+    exits: tuple[Exit, ...]
+    snapshot_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """All workers here ended with 0."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """The launcher was told to end; its workers may still save."""
+
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The hub takes part in the gang's fate from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Not admitted. ``final``: trying again is of no use."""
+
+    reason: str
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Kill the workers of this round and say Stopped."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """Start this round. ``records``: of the rounds before."""
+
+    round: int
+    records: tuple[Round, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """No more rounds. ``rank`` -1: no process is the cause.
+
+    ``graceful``: a launcher was told to end, so workers may still save together.
+    """
+
+    rank: int
+    why: str
+    graceful: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """All workers everywhere ended with 0."""
+
+
+Message = Hello | Failed | Stopped | Done | Leaving | Welcome | Refused | Stop | Go | End | Finished
+_TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in Message.__args__}
+_HINTS = {kind: get_type_hints(kind) for kind in (*_TYPES.values(), Exit)}
+_ROUND_HINTS = {name: int if hint is int else str for name, hint in get_type_hints(Round).items()}
+
+
+def encode(message: Message) -> bytes:
+    """Return one line."""
+    body = {"type": type(message).__name__, **asdict(message)}
+    return json.dumps(body, separators=(",", ":")).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """Raise ValueError for anything but a message."""
+    body = json.loads(line)
+    if not isinstance(body, dict):
+        raise ValueError("not an object")
+    kind = _TYPES.get(str(body.pop("type", "")))
+    if kind is None:
+        raise ValueError("not a known message")
+    message: Message = _build(kind, body)
+    return message
+
+
+def _build(kind: type[Any], body: Mapping[str, Any]) -> Any:
+    hints = _HINTS[kind]
+    if set(body) != {field.name for field in fields(kind)}:
+        raise ValueError(f"{kind.__name__} has other fields")
+    return kind(**{name: _value(hints[name], value) for name, value in body.items()})
+
+
+def _value(hint: Any, value: Any) -> Any:
+    if hint == tuple[Exit, ...]:
+        return tuple(_build(Exit, _mapping(item)) for item in _sequence(value))
+    if hint == tuple[Round, ...]:
+        return tuple(_round(_mapping(item)) for item in _sequence(value))
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise ValueError(f"{value!r:.40} is no {hint.__name__}")
+    return value
+
+
+def _round(body: Mapping[str, Any]) -> Round:
+    for name, value in body.items():
+        if type(value) is not _ROUND_HINTS.get(name):
+            raise ValueError("not the record of a round")
+    return cast("Round", dict(body))
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    return value
+
+
+def _sequence(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError("not a list")
+    return value

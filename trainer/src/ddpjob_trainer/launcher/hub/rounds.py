@@ -1,0 +1,97 @@
+"""Where a round is decided: after every worker of the gang has ended, another round or the end.
+
+Pure. A round is one incarnation of the gang's processes within an attempt; the first is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from ddpjob_trainer.contract import PERMANENT_EXIT_CODES, STATE_MAX_ROUNDS, ExitCode, Round
+from ddpjob_trainer.launcher.hub.root_cause import Exit, first_failure, kind
+
+#: A fresh start would meet the same: fail at once.
+FINAL_EXIT_CODES = PERMANENT_EXIT_CODES | {ExitCode.DIVERGED}
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The rounds of this attempt. ``round`` runs now, or is to be decided about.
+
+    ``snapshot_step``: the newest known, -1: none. ``failures``: since it was known.
+    ``records``: of rounds that ended and were followed by another, the newest, oldest first.
+    """
+
+    round: int = 0
+    snapshot_step: int = -1
+    failures: int = 0
+    records: tuple[Round, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """``next`` None: the attempt ends. ``why`` is for people."""
+
+    next: History | None
+    cause: Exit | None
+    why: str
+
+
+def decide(
+    history: History,
+    exits: Collection[Exit],
+    snapshot_step: int,
+    *,
+    budget: int,
+    nproc: int,
+    at: str,
+    final: frozenset[int] = frozenset(),
+) -> Verdict:
+    """Another round, or the end of the attempt.
+
+    ``exits``: of all workers of the round. ``snapshot_step``: the newest any worker knows of.
+    ``budget``: so many rounds may follow one another without a newer snapshot; 0: no rounds.
+    ``nproc``: workers per launcher. ``at``: now, RFC 3339. ``final``: exit codes after which
+    the user wants no restart, besides FINAL_EXIT_CODES.
+    """
+    cause = first_failure(exits)
+    progress = snapshot_step > history.snapshot_step
+    failures = 1 if progress else history.failures + 1
+    newest = max(snapshot_step, history.snapshot_step)
+    if budget == 0:
+        return Verdict(None, cause, "restart in place is off")
+    if cause is not None and cause.code in FINAL_EXIT_CODES:
+        return Verdict(None, cause, f"exit code {cause.code} cannot be cured by a restart")
+    if cause is not None and cause.code in final:
+        return Verdict(None, cause, f"a rule of the job ends it at exit code {cause.code}")
+    if failures > budget:
+        times = "once" if failures == 1 else f"{failures} times"
+        return Verdict(None, cause, f"failed {times} since the newest snapshot was committed")
+    record = _record(history.round, cause, newest, nproc=nproc, at=at)
+    following = replace(
+        history,
+        round=history.round + 1,
+        snapshot_step=newest,
+        failures=failures,
+        records=(*history.records, record)[-STATE_MAX_ROUNDS:],
+    )
+    return Verdict(following, cause, "restart in place")
+
+
+def _record(round_: int, cause: Exit | None, snapshot_step: int, *, nproc: int, at: str) -> Round:
+    record: Round = {"round": round_, "at": at}
+    if cause is not None:
+        record["replica"] = cause.rank // nproc
+        record["rank"] = cause.rank
+        record["code"] = cause.code
+        if cause.status < 0:
+            record["signal"] = -cause.status
+        record["kind"] = kind(cause, exception=cause.exception, terminated=False)
+        if cause.exception and cause.status > 0:
+            record["exception"] = cause.exception
+        if cause.step >= 0:
+            record["step"] = cause.step
+    if snapshot_step >= 0:
+        record["snapshotStep"] = snapshot_step
+    return record

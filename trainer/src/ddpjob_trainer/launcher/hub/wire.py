@@ -1,0 +1,109 @@
+"""Lines over a TCP connection between launchers: never blocks, bounded in both directions."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+from collections.abc import Callable
+
+from ddpjob_trainer.launcher.hub.messages import MAX_LINE, Message, decode, encode
+
+_MAX_PENDING = 1024 * 1024
+_READ = 64 * 1024
+#: A peer whose machine is gone says nothing at all: lost after about half a minute.
+_IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 10, 5, 4
+
+OnEvent = Callable[[float], None]
+
+
+class Wire:
+    """One connection, registered with the supervisor's selector.
+
+    ``received`` gets each message, ``closed`` the reason, once, when the connection ends.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        selector: selectors.BaseSelector,
+        received: Callable[[Message, float], None],
+        closed: Callable[[str, float], None],
+    ) -> None:
+        self._socket = connection
+        self._selector = selector
+        self._received = received
+        self._closed = closed
+        self._in = b""
+        self._out = b""
+        self._open = True
+        connection.setblocking(False)
+        _watch_for_silence(connection)
+        selector.register(connection, selectors.EVENT_READ, self._ready)
+
+    def send(self, message: Message) -> None:
+        """Send, or keep it until the connection takes it."""
+        if not self._open:
+            return
+        self._out += encode(message)
+        self._flush()
+
+    def close(self) -> None:
+        """Close without a word to ``closed``. What could not be sent yet is lost."""
+        if self._open:
+            self._open = False
+            self._selector.unregister(self._socket)
+            self._socket.close()
+
+    def _ready(self, now: float) -> None:
+        if not self._open:
+            return
+        self._flush()
+        try:
+            data = self._socket.recv(_READ)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._fail(error.strerror or str(error), now)
+            return
+        if not data:
+            self._fail("it closed the connection", now)
+            return
+        *lines, self._in = (self._in + data).split(b"\n")
+        if len(self._in) > MAX_LINE:
+            self._fail("it sent an endless line", now)
+            return
+        for line in lines:
+            try:
+                self._received(decode(line), now)
+            except (ValueError, TypeError, RecursionError) as error:
+                self._fail(f"it sent what is no message: {error}", now)
+            if self._socket.fileno() < 0:  # closed by what it said
+                return
+
+    def _flush(self) -> None:
+        if self._open and self._out:
+            # A broken connection is noticed when reading.
+            with contextlib.suppress(OSError):
+                self._out = self._out[self._socket.send(self._out) :]
+            if len(self._out) > _MAX_PENDING:
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
+            self._selector.modify(self._socket, events, self._ready)
+
+    def _fail(self, reason: str, now: float) -> None:
+        if self._open:
+            self.close()
+            self._closed(reason, now)
+
+
+def _watch_for_silence(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    tcp = socket.IPPROTO_TCP
+    connection.setsockopt(tcp, socket.TCP_NODELAY, 1)
+    connection.setsockopt(tcp, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
+    connection.setsockopt(tcp, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
+    connection.setsockopt(tcp, socket.TCP_KEEPCNT, _PROBES)
+    patience = 1000 * (_IDLE_SECONDS + _PROBE_SECONDS * _PROBES)
+    connection.setsockopt(tcp, socket.TCP_USER_TIMEOUT, patience)

@@ -1,0 +1,1 @@
+"""Worker processes: started afresh (children), or called from warm spares (spares, fork_server)."""

@@ -1,0 +1,283 @@
+"""Warm spares: processes that have imported torch and the script's modules, and wait to be called.
+
+A fork server imports once per launcher what every worker needs, and forks a spare per worker when
+asked. A spare gets its rank's environment, imports what the script imports at its top level, and
+waits; called, it becomes the worker, as `python script.py` would be. No CUDA context, no threads
+and no seeded generator before the call. Run by the launcher as a module.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import ctypes
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+#: What training imports sooner or later, some of it as late as in the first step. Found by
+#: comparing sys.modules (tests/trainer/test_spares.py); one that is missing costs only time.
+MODULES = (
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch._dynamo",
+    "torch.utils.data",
+    "safetensors.torch",
+    "prometheus_client.multiprocess",
+    "ddpjob_trainer.training.start",
+)
+MAX_REQUEST = 1024 * 1024
+_PR_SET_PDEATHSIG = 1
+_ADOPTION_SECONDS = 5.0
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a worker runs. ``module``: ``name`` is a module as in `python -m`, else a script."""
+
+    name: str
+    arguments: tuple[str, ...]
+    module: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Script:
+    """A script as the spare has read it."""
+
+    source: bytes
+    code: types.CodeType
+
+
+# --- Requests over a socket -------------------------------------------------------------------
+
+
+def send(to: socket.socket, body: dict[str, Any], fds: list[int]) -> None:
+    """One line of JSON, with descriptors. Raises OSError."""
+    data = json.dumps(body).encode() + b"\n"
+    if rest := data[socket.send_fds(to, [data], fds) :]:
+        # Not with nothing left: even that fails when the other end has read and closed by now.
+        to.sendall(rest)
+
+
+def receive(source: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Return a line of JSON and its descriptors; None when the other end is closed or lost."""
+    try:
+        data, fds, _, _ = socket.recv_fds(source, MAX_REQUEST, 8)
+        while data and not data.endswith(b"\n"):
+            more = source.recv(MAX_REQUEST)
+            if not more:
+                return None
+            data += more
+    except OSError:
+        return None
+    return (json.loads(data), list(fds)) if data else None
+
+
+# --- The fork server --------------------------------------------------------------------------
+
+
+def _serve(control: socket.socket, launcher: int) -> socket.socket:
+    """Fork a spare for every request. Returns in the spare, with the socket it is called by."""
+    while True:
+        request = receive(control)
+        if request is None:
+            os._exit(0)
+        body, fds = request
+        pid = os.fork()
+        if pid == 0:
+            # The spare must be the launcher's child: orphans are, so its parent ends at once.
+            if os.fork():
+                os._exit(0)
+            control.close()
+            line = socket.socket(fileno=fds[0])
+            _settle(launcher)
+            os.environ.update(body["env"])
+            return line
+        for fd in fds:
+            os.close(fd)
+        os.waitpid(pid, 0)
+
+
+def _settle(launcher: int) -> None:
+    """Become a process like one that the launcher has started itself."""
+    deadline = time.monotonic() + _ADOPTION_SECONDS
+    while os.getppid() != launcher:
+        if time.monotonic() > deadline:
+            os._exit(1)
+        time.sleep(0.0005)
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher:  # it died before the call above
+        os._exit(1)
+    os.setpgid(0, 0)
+
+
+def _import(name: str) -> None:
+    # What cannot be imported now will tell why in the script, or is not needed.
+    with contextlib.suppress(BaseException):
+        importlib.import_module(name)
+
+
+# --- The spare --------------------------------------------------------------------------------
+
+
+def _wait(line: socket.socket, program: Program) -> _Script | None:
+    """Get ready, wait for the call, become the worker."""
+    send(line, {"pid": os.getpid()}, [])
+    _set_path(program)
+    script = None
+    with contextlib.suppress(BaseException):
+        script = _prepare(program)
+    send(line, {"ready": True}, [])
+    request = receive(line)
+    if request is None:
+        os._exit(0)
+    body, fds = request
+    os.environ.update(body["env"])
+    for target, fd in zip((1, 2), fds, strict=False):
+        os.dup2(fd, target)
+        os.close(fd)
+    for name, fd in zip(body["fds"], fds[2:], strict=False):
+        os.environ[name] = str(fd)
+    # Tells the launcher that the call was heard, also when an import has left a child behind
+    # that holds this line.
+    line.shutdown(socket.SHUT_RDWR)
+    line.close()
+    return script
+
+
+def _set_path(program: Program) -> None:
+    """As `python` does: the script's directory first, or the current one for a module."""
+    if not sys.flags.safe_path:
+        first = os.getcwd() if program.module else os.path.dirname(os.path.realpath(program.name))  # noqa: PTH109, PTH120
+        sys.path.insert(0, first)
+
+
+def _prepare(program: Program) -> _Script | None:
+    """Import what the program imports first; return a script compiled."""
+    if program.module:
+        spec = importlib.util.find_spec(program.name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(program.name + ".__main__")
+        if spec is not None and spec.origin is not None:
+            package = spec.parent or ""
+            for name in imports_of(Path(spec.origin).read_bytes(), package):
+                _import(name)
+        return None
+    source = Path(program.name).read_bytes()
+    for name in imports_of(source, ""):
+        _import(name)
+    return _Script(source, compile(source, program.name, "exec", dont_inherit=True))
+
+
+def imports_of(source: bytes, package: str) -> Iterator[str]:
+    """Yield the modules that a program imports at its top level, in their order."""
+    for statement in ast.parse(source).body:
+        if isinstance(statement, ast.Import):
+            for alias in statement.names:
+                yield alias.name
+        elif isinstance(statement, ast.ImportFrom):
+            base = "." * statement.level + (statement.module or "")
+            with contextlib.suppress(ImportError):
+                module = importlib.util.resolve_name(base, package or None)
+                yield module
+                for alias in statement.names:
+                    # `from package import module` imports it too; a class is none.
+                    if _is_submodule(module, alias.name):
+                        yield f"{module}.{alias.name}"
+
+
+def _is_submodule(module: str, name: str) -> bool:
+    found = sys.modules.get(module)
+    return found is not None and hasattr(found, "__path__") and not hasattr(found, name)
+
+
+def _run(program: Program, script: _Script | None) -> None:
+    """Run the program as __main__."""
+    sys.argv[:] = [program.name, *program.arguments]
+    how = ["-m"] if program.module else []
+    sys.orig_argv[:] = [sys.executable, "-u", *how, *sys.argv]
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=__builtins__, __annotations__={})
+    sys.modules["__main__"] = main
+    if program.module:
+        # What `python -m` itself calls; run_module() would take __main__ away again at the end.
+        getattr(runpy, "_run_module_as_main")(program.name)  # noqa: B009
+        return
+    main.__dict__.update(
+        __file__=program.name,
+        __loader__=SourceFileLoader("__main__", program.name),
+        __cached__=None,
+    )
+    source = Path(program.name).read_bytes()
+    if script is None or script.source != source:  # it has been edited since
+        script = _Script(source, compile(source, program.name, "exec", dont_inherit=True))
+    exec(script.code, main.__dict__)
+
+
+def main() -> None:
+    """Serve; in a spare that was called, run the program and end as it ends."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    given = json.loads(sys.argv[2])
+    program = Program(given["name"], tuple(given["arguments"]), given["module"])
+    if not sys.flags.safe_path:
+        del sys.path[0]  # where -m found this module
+    _import("numpy")  # its BLAS may start threads, and brings them through a fork itself
+    before = _threads()
+    for name in MODULES:
+        _import(name)
+    if (threads := _threads() - before) > 0:  # a fork takes none of them along
+        send(control, {"unfit": f"imports have started {threads} threads"}, [])
+        os._exit(1)
+    gc.collect()
+    gc.freeze()  # the collector of a spare would only copy pages
+    send(control, {"warm": True}, [])
+    line = _serve(control, os.getppid())
+    _reseed()
+    script = _wait(line, program)
+    try:
+        _run(program, script)
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        _report(error)
+        sys.exit(1)
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))  # noqa: PTH208
+
+
+def _reseed() -> None:
+    """A fresh interpreter's generators draw from the system; forks of one must not draw alike."""
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.seed()
+
+
+def _report(error: BaseException) -> None:
+    """Have the hook print it as if the script had been started by python itself."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+
+
+if __name__ == "__main__":
+    # As a module of its own: the script takes the place of __main__.
+    importlib.import_module("ddpjob_trainer.launcher.processes.fork_server").main()

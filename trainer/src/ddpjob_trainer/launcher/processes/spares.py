@@ -1,0 +1,335 @@
+"""Warm spares, one per worker, that a round's processes start from in milliseconds.
+
+They are forked by a fork server (fork_server.py), which imports torch once. Whatever goes wrong with
+one, a fresh interpreter takes its place: rounds never depend on spares.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ddpjob_trainer import trace
+from ddpjob_trainer.launcher.processes import children, fork_server
+from ddpjob_trainer.launcher.processes.fork_server import Program
+
+#: A spare that does not answer a call is not waited for longer.
+_ANSWER_SECONDS = 10.0
+#: So often in a row a spare, or the fork server, may die while it imports.
+_MAX_DEATHS = 3
+_PACKAGE = "ddpjob_trainer"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a worker needs: environment changes, stdout, stderr, and descriptors by variable."""
+
+    env: Mapping[str, str]
+    out: int
+    err: int
+    fds: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class _Spare:
+    line: socket.socket
+    pid: int = 0  # 0: not known yet
+    ready: bool = False
+    call: Call | None = None  # kept until the spare is there
+    called_at: float | None = None
+
+
+class Spares:
+    """``came``: told (local rank, pid) of a worker that call() promised; pid 0: it never will.
+
+    ``count`` 0: none are kept, and every call is refused.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        count: int,
+        env: Mapping[str, str],
+        selector: selectors.BaseSelector,
+        came: Callable[[int, int, Call, float], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._program = program
+        self._count = count
+        self._env = env
+        self._selector = selector
+        self._came = came
+        self._tell = tell
+        self._server: socket.socket | None = None
+        self._server_pid = 0
+        self._warm = False
+        self._deaths = 0
+        self._spares: dict[int, _Spare] = {}  # by local rank
+
+    def pids(self) -> set[int]:
+        """Processes of ours that are no workers."""
+        return {self._server_pid, *(one.pid for one in self._spares.values() if not one.called_at)}
+
+    def refill(self, env: Callable[[int], Mapping[str, str]]) -> None:
+        """Start the fork server, or ask it for the spares that are missing."""
+        if not self._count:
+            return
+        if self._server is None:
+            try:
+                self._start_server()
+            except OSError as error:
+                self._off(f"cannot start the fork server: {error.strerror}")
+        elif self._warm:
+            for local_rank in range(self._count):
+                if local_rank not in self._spares:
+                    self._fork(local_rank, env(local_rank))
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing is to be refilled."""
+        return len(self._spares) >= self._count
+
+    def call(self, local_rank: int, call: Call, now: float) -> int | None:
+        """Turn a spare into a worker and return its pid; None: ``came`` will be told.
+
+        Raises LookupError when there is no spare and none can be forked.
+        """
+        one = self._spares.get(local_rank)
+        if one is None:
+            if not self._warm or not self._fork(local_rank, call.env):
+                raise LookupError(local_rank)
+            one = self._spares[local_rank]
+        if one.pid and self._send(one, call):
+            one.called_at = now
+            return one.pid
+        if one.pid:
+            self._drop(local_rank)
+            raise LookupError(local_rank)
+        one.called_at = now
+        one.call = Call(call.env, os.dup(call.out), os.dup(call.err), call.fds)
+        return None
+
+    def ended(self, pid: int, now: float) -> None:
+        """A child of the launcher was reaped; it may be one of these."""
+        for local_rank, one in list(self._spares.items()):
+            if one.pid == pid:
+                self._lost(local_rank, now)
+        if pid == self._server_pid:
+            self._server_pid = 0
+            self._forget_server()
+
+    def tick(self, now: float) -> float | None:
+        """Give up on spares that do not answer; return when to call again at the latest."""
+        dues = []
+        for local_rank, one in list(self._spares.items()):
+            if one.called_at is None or (one.pid and not one.ready):
+                continue
+            due = one.called_at + _ANSWER_SECONDS
+            if now < due:
+                dues.append(due)
+            elif one.pid:
+                children.send(one.pid, signal.SIGKILL)  # stopped, it seems: a worker that died
+            else:
+                self._kill_server()
+                self._lost(local_rank, now)
+        return min(dues, default=None)
+
+    # --- The fork server -----------------------------------------------------------------
+
+    def _start_server(self) -> None:
+        given = json.dumps(asdict(self._program))
+        mine, theirs = socket.socketpair()
+        null = -1
+        try:
+            null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+            command = (
+                sys.executable,
+                "-u",
+                "-m",
+                fork_server.__name__,
+                str(theirs.fileno()),
+                given,
+            )
+            self._server_pid = children.spawn(command, self._env, null, null, (theirs.fileno(),))
+        except OSError:
+            mine.close()
+            raise
+        finally:
+            theirs.close()
+            if null >= 0:
+                os.close(null)
+        self._server = mine
+        self._selector.register(mine, selectors.EVENT_READ, self._server_spoke)
+
+    def _server_spoke(self, now: float) -> None:
+        if self._server is None:  # forgotten since select() returned
+            return
+        body = _heard(self._server)
+        if body is None:
+            self._forget_server()
+        elif "unfit" in body:
+            self._off(str(body["unfit"]))
+        else:
+            self._warm = True
+            self._deaths = 0
+
+    def _off(self, why: str) -> None:
+        """Without spares a round starts fresh interpreters."""
+        self._tell(f"no warm spares: {why}")
+        self._count = 0
+
+    def _died(self, who: str) -> None:
+        """Not for ever: each try takes its time from training."""
+        self._deaths += 1
+        if self._deaths == _MAX_DEATHS and self._count:
+            self._off(f"{who} died {self._deaths} times in a row")
+            self._kill_server()
+
+    def _kill_server(self) -> None:
+        if self._server_pid:
+            children.send(self._server_pid, signal.SIGKILL)
+        self._forget_server()
+
+    def _forget_server(self) -> None:
+        warm, self._warm = self._warm, False
+        if self._server is not None:
+            self._selector.unregister(self._server)
+            self._server.close()
+            self._server = None
+            if not warm:
+                self._died("the fork server")
+
+    # --- Spares --------------------------------------------------------------------------
+
+    def _fork(self, local_rank: int, env: Mapping[str, str]) -> bool:
+        assert self._server is not None
+        mine, theirs = socket.socketpair()
+        try:
+            fork_server.send(self._server, {"env": dict(env)}, [theirs.fileno()])
+        except OSError:
+            mine.close()
+            self._forget_server()
+            return False
+        finally:
+            theirs.close()
+        self._spares[local_rank] = _Spare(mine)
+        self._selector.register(
+            mine, selectors.EVENT_READ, lambda now: self._spare_spoke(local_rank, mine, now)
+        )
+        return True
+
+    def _spare_spoke(self, local_rank: int, line: socket.socket, now: float) -> None:
+        one = self._spares.get(local_rank)
+        if one is None or one.line is not line:
+            return
+        body = _heard(line)
+        if body is None:
+            self._lost(local_rank, now)  # or it has heard the call: it closes this line then
+            return
+        if "pid" in body:
+            one.pid = int(str(body["pid"]))
+            if one.call is not None:
+                self._deliver(local_rank, one, one.call, now)
+        if "ready" in body:
+            one.ready = True
+            self._deaths = 0
+            if self.full and all(other.ready for other in self._spares.values()):
+                trace.mark("spares")
+        if one.ready and one.called_at is not None:
+            one.called_at = now
+
+    def _deliver(self, local_rank: int, one: _Spare, call: Call, now: float) -> None:
+        delivered = self._send(one, call)
+        one.call = None
+        if not delivered:
+            self._drop(local_rank)
+        self._came(local_rank, one.pid if delivered else 0, call, now)
+        _close(call)
+
+    def _send(self, one: _Spare, call: Call) -> bool:
+        try:
+            fork_server.send(
+                one.line,
+                {"env": dict(call.env), "fds": list(call.fds)},
+                [call.out, call.err, *call.fds.values()],
+            )
+        except OSError:
+            return False
+        return True
+
+    def _lost(self, local_rank: int, now: float) -> None:
+        one = self._spares[local_rank]
+        self._drop(local_rank)
+        if one.call is not None:
+            self._came(local_rank, 0, one.call, now)
+            _close(one.call)
+        # One whose pid is not known yet is killed with whatever a round leaves behind.
+        elif one.pid and not one.ready and one.called_at is None:
+            self._died("a spare")
+
+    def _drop(self, local_rank: int) -> None:
+        one = self._spares.pop(local_rank)
+        self._selector.unregister(one.line)
+        one.line.close()
+
+
+def _heard(line: socket.socket) -> dict[str, object] | None:
+    """The last line said, None when the other end is closed. Lines here are a few bytes long."""
+    with contextlib.suppress(OSError, ValueError):
+        data = line.recv(4096)
+        found: dict[str, object] = {}
+        for text in data.splitlines():
+            found.update(json.loads(text))
+        return found if data else None
+    return None
+
+
+def _close(call: Call) -> None:
+    os.close(call.out)
+    os.close(call.err)
+
+
+def uses_our_library(program: Program) -> bool:
+    """Whether the program imports ddpjob_trainer, as far as its source tells.
+
+    Others may set environment before they import torch, which a spare has done already.
+    """
+    if program.module:
+        if program.name.split(".")[0] == _PACKAGE:
+            return True
+        path = _module_path(program.name)
+    else:
+        path = Path(program.name)
+    if path is None or path.suffix != ".py":
+        return False
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        if any(name.split(".")[0] == _PACKAGE for name in names):
+            return True
+    return False
+
+
+def _module_path(name: str) -> Path | None:
+    """Find a module's file without importing its packages."""
+    parts = Path(*name.split("."))
+    for entry in (os.getcwd(), *sys.path):  # noqa: PTH109
+        base = Path(entry) / parts
+        for path in (base.with_suffix(".py"), base / "__main__.py"):
+            if path.is_file():
+                return path
+    return None

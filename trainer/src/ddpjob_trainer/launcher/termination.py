@@ -1,0 +1,216 @@
+"""How a launcher ends: which worker was the cause, the termination report, the exit code.
+
+The report is one JSON object of at most 2 KiB for the operator.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import stat
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ddpjob_trainer import contract
+from ddpjob_trainer.contract import (
+    REPORT_MAX_BYTES,
+    REPORT_VERSION,
+    ExitCode,
+    Round,
+    TerminationReport,
+)
+from ddpjob_trainer.launcher.gang import Gang
+from ddpjob_trainer.launcher.hub import root_cause
+from ddpjob_trainer.launcher.hub.messages import End
+from ddpjob_trainer.launcher.hub.root_cause import Exit, kind
+from ddpjob_trainer.launcher.output import OutputPump, exception_in
+from ddpjob_trainer.launcher.plan import Plan
+from ddpjob_trainer.liveness.heartbeat import RankState
+
+_MAX_LINE = 200
+_LAST_LINES = 5  # of the log are kept before rounds are
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What earlier rounds told, for /state and the report while a new one starts up."""
+
+    step: int = -1
+    snapshot_step: int = -1
+    total_steps: int = 0
+    records: tuple[Round, ...] = ()
+
+    def after(self, gang: Gang) -> Known:
+        """With what a round's workers said before they ended."""
+        state = gang.state(0)
+        known = state is not None and state.phase != "startup"
+        return replace(
+            self,
+            step=state.step if state and known else self.step,
+            total_steps=state.total_steps if state and known else self.total_steps,
+            snapshot_step=max(self.snapshot_step, gang.snapshot_step()),
+        )
+
+    def with_records(self, records: tuple[Round, ...]) -> Known:
+        """With the hub's record of the rounds so far."""
+        return replace(self, records=records)
+
+
+@dataclass(slots=True)
+class Ended:
+    """Why no round follows. ``signal`` 0: the launcher itself was not told to end."""
+
+    signal: int = 0
+    between_rounds: bool = False  # the signal came when the workers had been stopped anyway
+    end: End | None = None
+    lost: str = ""  # how the hub was lost
+    before_loss: Exit | None = None  # a failure here that was seen before the hub was lost
+    waiting_since: float = 0.0  # since when the hub knows of a failure, 0: none
+
+
+def finish(
+    plan: Plan,
+    gang: Gang,
+    pump: OutputPump,
+    known: Known,
+    ended: Ended,
+    say: Callable[[str], None],
+) -> int:
+    """Write the termination report, say how it ended, return the launcher's exit code."""
+    known = known.after(gang)
+    failure, elsewhere = _failure(gang, ended)
+    local_rank = failure.local_rank if failure else 0
+    content = make_report(
+        failure,
+        gang.state(local_rank),
+        pump.tail(plan.rank(local_rank)) if failure else [],
+        round_=gang.round,
+        terminated=ended.signal != 0,
+        snapshot_step=known.snapshot_step,
+        records=known.records,
+        elsewhere=elsewhere,
+    )
+    path = plan.termination_log
+    problem = write(content, path or Path(contract.TERMINATION_LOG), create=path is not None)
+    if problem:
+        say(f"no termination report: {problem}")
+    if ended.end is not None and plan.rounds_without_progress and not ended.signal:
+        say(f"no further round: {ended.end.why}")
+    if elsewhere:
+        say(f"ending with exit code {ExitCode.PEER_LOST:d}: {elsewhere}")
+        return ExitCode.PEER_LOST
+    if ended.between_rounds:
+        return 128 + ended.signal
+    if failure is None:
+        return ExitCode.SUCCESS
+    how = f"signal {-failure.status}" if failure.status < 0 else f"exit code {failure.status}"
+    after = f" after step {content['step']}" if "step" in content else ""
+    say(f"rank {failure.rank} ended first, with {how} ({content['kind']}){after}")
+    if content["kind"] == "sigterm" and ended.signal == signal.SIGTERM:
+        return ExitCode.SIGTERM  # also when our own SIGKILL ended it
+    return failure.code
+
+
+def _failure(gang: Gang, ended: Ended) -> tuple[Exit | None, str]:
+    """The worker here that ended the attempt; or why another launcher's did, "" if none did."""
+    if ended.between_rounds:
+        return None, ""
+    mine = root_cause.first_failure(gang.exits)
+    if ended.signal or gang.succeeded:
+        # Killed by ourselves at the end of the grace period: that was its end all the same.
+        return mine or min(
+            (exit_ for exit_ in gang.exits if exit_.status), key=lambda e: e.at, default=None
+        ), ""
+    if ended.end is not None:
+        here = [exit_ for exit_ in gang.exits if exit_.rank == ended.end.rank]
+        if here:
+            return here[0], ""
+        first = f"rank {ended.end.rank} ended first" if ended.end.rank >= 0 else ended.end.why
+        return (mine if mine and mine.code == ExitCode.PEER_LOST else None), first
+    if ended.lost:
+        if ended.before_loss is not None and ended.before_loss.code != ExitCode.PEER_LOST:
+            return ended.before_loss, ""
+        return (mine if mine and mine.code == ExitCode.PEER_LOST else None), (
+            f"the hub was lost: {ended.lost}"
+        )
+    return mine, ""
+
+
+def make_report(
+    failure: Exit | None,
+    state: RankState | None,
+    log: Sequence[str],
+    *,
+    round_: int,
+    terminated: bool,
+    snapshot_step: int,
+    records: Sequence[Round] = (),
+    elsewhere: str = "",
+) -> TerminationReport:
+    """Join what is known of the first failing rank, or of the first rank on success.
+
+    ``terminated``: the launcher itself was told to end. ``elsewhere``: why the attempt ended,
+    when no process of this launcher was the cause.
+    """
+    exception = failure.exception if failure else ""
+    exception = exception or (state.exception if state else "")
+    exception = exception or (exception_in(log) if failure else "")
+    name = kind(failure, exception=exception, terminated=terminated)
+    report: TerminationReport = {"version": REPORT_VERSION, "kind": name, "round": round_}
+    if elsewhere:
+        report["kind"] = "peerLost"
+        report["code"] = ExitCode.PEER_LOST
+        report["exception"] = elsewhere[:_MAX_LINE]
+    if failure is not None:
+        report["rank"] = failure.rank
+        report["localRank"] = failure.local_rank
+        report["code"] = failure.code
+        if failure.status < 0:
+            report["signal"] = -failure.status
+        if exception and failure.status > 0 and not elsewhere:
+            report["exception"] = exception[:_MAX_LINE]
+        report["log"] = [line[:_MAX_LINE] for line in log]
+    if state is not None:
+        report["step"] = state.step
+        if state.loss is not None and math.isfinite(state.loss):
+            report["loss"] = state.loss
+    if snapshot_step >= 0:
+        report["snapshotStep"] = snapshot_step
+    if records:
+        report["rounds"] = list(records)
+    return report
+
+
+def encode(report: TerminationReport) -> bytes:
+    """Return JSON within the limit; the oldest log lines go first, then the oldest rounds."""
+    report = report.copy()
+    while True:
+        data = json.dumps(report, ensure_ascii=True, separators=(",", ":")).encode()
+        if len(data) <= REPORT_MAX_BYTES:
+            return data
+        log, rounds = report.get("log", []), report.get("rounds", [])
+        if len(log) > _LAST_LINES or (log and len(rounds) <= 1):
+            report["log"] = log[1:]
+        elif rounds:
+            report["rounds"] = rounds[1:]
+        else:
+            report.pop("exception", None)
+
+
+def write(report: TerminationReport, path: Path, *, create: bool) -> str:
+    """Write the report; return what went wrong, "" if nothing.
+
+    Without ``create`` only an existing regular file is written: outside a pod the default
+    path does not exist, and /dev must not be littered.
+    """
+    try:
+        if not create and not stat.S_ISREG(path.stat().st_mode):
+            return f"{path} is not a regular file"
+        path.write_bytes(encode(report))
+    except FileNotFoundError:
+        return "" if not create else f"{path}: no such directory"
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    return ""

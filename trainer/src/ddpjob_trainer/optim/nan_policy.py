@@ -1,0 +1,131 @@
+"""What happens when a loss or a gradient is NaN or infinite: stop, skip the update, or ignore it.
+
+All ranks must decide alike, before the update, and without asking one another. Averaged gradients
+are equal on all ranks, so each may look at its own; a loss that is not finite on one rank only is
+made to show in the gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ddpjob_trainer.comm.world import World
+from ddpjob_trainer.errors import DivergedError
+from ddpjob_trainer.telemetry.console import say
+
+#: Of the updates skipped, so many are told one by one; then every hundredth.
+_TOLD = 10
+
+
+class NanPolicy:
+    """One process's side. Every rank makes the same calls and gets the same answers."""
+
+    def __init__(self, policy: str, world: World) -> None:
+        self._policy = policy
+        self._world = world
+        self.skipped = 0  # updates, in this process
+        self._flags: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}  # see _all_finite
+
+    def mark(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss; its gradient will be NaN if the loss is not finite."""
+        if self._policy == "ignore":
+            return loss
+        if loss.device.type == "cpu":
+            return loss if math.isfinite(loss.item()) else loss * math.nan
+        return loss * (loss.detach() * 0 + 1)  # decided on the device: nothing waits for it
+
+    def report(self, losses: Sequence[float]) -> list[float]:
+        """Two numbers to add up over all ranks, which tell where losses were not finite."""
+        bad = not all(map(math.isfinite, losses))
+        return [float(bad), (self._world.rank + 1.0) * bad]
+
+    def allows(self, optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor | None) -> bool:
+        """Whether the averaged gradients may be applied. ``grad_norm``: of all, if it is known."""
+        if self._policy == "ignore":
+            return True
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [_values(p.grad) for p in parameters if p.grad is not None]
+        if grad_norm is not None and math.isfinite(grad_norm.item()):
+            return True  # it need not be otherwise: squares may overflow where their roots do not
+        return all(map(self._all_finite, _alike(gradients)))
+
+    def _all_finite(self, gradients: list[torch.Tensor]) -> bool:
+        """In one call of torch's: a step may be so short that one call per tensor would show."""
+        device = gradients[0].device
+        if device not in self._flags:
+            zero = torch.zeros(1, device=device, dtype=torch.float32)
+            self._flags[device] = (zero, torch.ones_like(zero))
+        found, one = self._flags[device]
+        found.zero_()
+        try:
+            # GradScaler's; multiplied by one, gradients keep their bits.
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, one)
+        except RuntimeError:  # complex, or a layout that it does not know
+            return all(map(_finite, gradients))
+        return not found.item()
+
+    def refuse(
+        self,
+        step: int,
+        module: torch.nn.Module,
+        losses: Sequence[float],
+        reported: Sequence[float],
+    ) -> None:
+        """Account for an update that allows() has forbidden. ``reported``: the sums of report().
+
+        Raises DivergedError unless it may be skipped.
+        """
+        parameters = dict(module.named_parameters())
+        with_gradient = ((n, p.grad) for n, p in parameters.items() if p.grad is not None)
+        bad = next((name for name, gradient in with_gradient if not _finite(_values(gradient))), "")
+        first = f", first that of {bad!r}" if bad else ""
+        text = f"step {step}: gradients are not finite{first}; {self._losses(losses, reported)}"
+        broken = next((n for n, p in parameters.items() if not _finite(p.detach())), None)
+        if broken is not None:
+            raise DivergedError(
+                f"{text}. Parameter {broken!r} was not finite already before this update"
+            )
+        if self._policy == "stop":
+            raise DivergedError(
+                f"{text}. The update was not made. start(nan_policy='skip') leaves such updates out"
+            )
+        self.skipped += 1
+        if self._world.rank == 0 and (self.skipped <= _TOLD or self.skipped % 100 == 0):
+            say(0, f"{text}. The update is skipped, number {self.skipped} of this process")
+
+    def after(
+        self, step: int, loss: float, losses: Sequence[torch.Tensor], reported: Sequence[float]
+    ) -> None:
+        """Look at the step's mean loss. Raises DivergedError where gradients did not show it."""
+        if self._policy == "stop" and not math.isfinite(loss):
+            values = [float(value) for value in losses]
+            raise DivergedError(f"step {step}: {self._losses(values, reported)}")
+
+    def _losses(self, mine: Sequence[float], reported: Sequence[float]) -> str:
+        count, total = reported
+        if not count:
+            return "every loss is finite"
+        if count > 1:
+            return f"the losses of {count:.0f} of {self._world.size} ranks are not finite"
+        rank = int(total) - 1
+        value = next((x for x in mine if not math.isfinite(x)), None)
+        return f"the loss of rank {rank} is {'not finite' if value is None else value}"
+
+
+def _alike(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """By device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return groups.values()
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient._values() if gradient.is_sparse else gradient
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())

@@ -1,0 +1,98 @@
+"""What the keeper does on disk: write a rank's data file, commit a manifest, clean up.
+
+Commit protocol: data files under unique names, each written and fsynced; when all ranks' are
+durable the manifest is written and fsynced under a temporary name, renamed, and the directory
+fsynced. A process killed at any point leaves the snapshots that were valid before, and never
+half a one that looks whole. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
+from ddpjob_trainer.snapshot.ondisk.retention import retain
+
+#: Small enough that an abandoned write ends soon and that the checksum finds the bytes in cache.
+_PIECE = 4 << 20
+#: A part of at least so many bytes is written past the page cache: copying it there and flushing
+#: it costs the cores that train more than all else, and it would push the data set out. Smaller
+#: ones cost nothing, and a restart in place reads them back from the cache.
+_PAST_CACHE_BYTES = 16 << 20
+
+
+def data_name(step: int, nonce: str, rank: int) -> str:
+    """Name of a rank's data file. ``nonce``: the incarnation's own, so no two files share it."""
+    return f"step-{step:012d}-{nonce}-{rank}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Writes into one incarnation's directory. ``check`` raises when the write is to be given up.
+
+    After an error nothing of the file in question is left, and older snapshots stand.
+    """
+
+    root: Path
+    sequence: int
+    nonce: str
+    keep: int
+    check: Callable[[], None]
+
+    @property
+    def directory(self) -> Path:
+        """Where all ranks of this incarnation write."""
+        return lineage.directory(self.root, self.sequence)
+
+    def write(self, name: str, content: memoryview) -> int:
+        """Make a data file durable; return its CRC-32. Raises OSError."""
+        crc = 0
+
+        def pieces() -> Iterator[memoryview]:
+            nonlocal crc
+            for start in range(0, len(content), _PIECE):
+                self.check()
+                piece = content[start : start + _PIECE]
+                crc = zlib.crc32(piece, crc)
+                yield piece
+
+        path = self.directory / name
+        try:
+            disk.write_new(path, pieces(), past_cache=len(content) >= _PAST_CACHE_BYTES)
+            self.check()
+        except BaseException:
+            with contextlib.suppress(OSError):
+                disk.remove(path)
+            raise
+        return crc
+
+    def commit(self, step: int, content: bytes) -> None:
+        """Publish the manifest of a step whose data files are durable. Raises OSError."""
+        final = self.directory / manifest.file_name(step)
+        temporary = self.directory / f"step-{step:012d}-{self.nonce}.json.tmp"
+        try:
+            self.check()
+            disk.write_new(temporary, [content])
+            self.check()
+            disk.publish(temporary, final)
+        except BaseException:
+            self.discard(step)
+            raise
+
+    def discard(self, step: int) -> None:
+        """Remove all files of a step that was not committed, those of the other ranks too.
+
+        They stay if the rename, though perhaps not yet durable, was done.
+        """
+        with contextlib.suppress(OSError):
+            if not (self.directory / manifest.file_name(step)).exists():
+                for path in self.directory.glob(f"step-{step:012d}-{self.nonce}*"):
+                    disk.remove(path)
+
+    def retain(self) -> None:
+        """Remove what is no longer needed."""
+        retain(self.root, self.sequence, self.keep)

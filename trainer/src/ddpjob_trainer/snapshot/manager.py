@@ -1,0 +1,373 @@
+"""Snapshots as the loop sees them: restore once, save when due.
+
+Every rank stages its part and trains on; keepers write. Failing to save is no reason to stop
+training: it is said, counted, and tried again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from ddpjob_trainer import failpoints
+from ddpjob_trainer.comm.world import World
+from ddpjob_trainer.environment import SnapshotSettings
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.snapshot.keeper.client import END_SECONDS
+from ddpjob_trainer.snapshot.keeper.writer import data_name
+from ddpjob_trainer.snapshot.part_reports import PartReports, Report
+from ddpjob_trainer.snapshot.pipeline import Part, Place, Tracker
+from ddpjob_trainer.snapshot.restore import Opened, open_together
+from ddpjob_trainer.snapshot.staging import Buffer, Copy, mark
+from ddpjob_trainer.snapshot.training_state import TrainingState
+from ddpjob_trainer.snapshot.write_plan import Captured, Image, Shares, assembler, lay_out, measure
+from ddpjob_trainer.state.codec import UnstorableError
+from ddpjob_trainer.telemetry.console import say
+from ddpjob_trainer.telemetry.progress import Progress
+
+Config = Mapping[str, Any]
+_FAILING_SECONDS = 0.5
+_SLACK_BYTES = 64 << 10  # numbers in a header get longer
+
+
+class Snapshots:
+    """One process's view. Every rank calls the same methods at the same step."""
+
+    def __init__(self, settings: SnapshotSettings, world: World, progress: Progress) -> None:
+        self._settings = settings
+        self._world = world
+        self._progress = progress
+        self._later = settings.staging == "thread" or (
+            settings.staging == "auto" and world.device.type == "cuda"
+        )
+        self._tracker: Tracker | None = None
+        self._hook: RemovableHandle | None = None
+        self._place: Place | None = None
+        self._writer: int | None = None  # this rank's number among those that write
+        self._unsettled = False
+        self._skipping = False
+        self._free = True  # every rank has a buffer to save into
+        self._facts = (0, 0)  # of what this rank captured last: fingerprint(), main_bytes()
+        self._divided = True  # every rank writes its share; else rank 0 writes everything
+        self._main_bytes = 0
+        self.newest = -1  # step of the newest snapshot
+
+    def facts(self) -> dict[str, Any]:
+        """What must be equal on all ranks."""
+        every = self._settings.every_steps if self._settings.directory is not None else None
+        return {"snapshots": every is not None, "snapshot_every": every}
+
+    def check(self, state: TrainingState) -> None:
+        """Raise ConfigError now for what the first snapshot could not store."""
+        if self._settings.directory is None:
+            return
+        try:
+            state.capture(self._world.rank).check()
+        except (UnstorableError, ValueError) as error:
+            raise ConfigError(f"no snapshot can be made: {error}") from error
+
+    # --- Restore -------------------------------------------------------------------------
+
+    def restore(self, state: TrainingState, config: Config) -> tuple[int, Config]:
+        """Load the newest snapshot; return its step and configuration, or 0 and {}."""
+        if self._settings.directory is None:
+            return 0, {}
+        opened = open_together(
+            self._settings.directory,
+            self._settings,
+            self._world,
+            tell=lambda text: say(self._world.rank, text),
+        )
+        failpoints.reach("load")
+        self._open(opened)
+        loaded = opened.loaded
+        if loaded is None:
+            return 0, {}
+        _compare(loaded.config, config, self._world.rank)
+        # Level elastic: all ranks' generators are equal, and there may have been fewer of them.
+        state.restore(loaded.flat, 0 if config["level"] == "elastic" else self._world.rank)
+        self._durable(loaded.step)
+        if self._world.rank == 0:
+            say(0, f"resuming after step {loaded.step}")
+        return loaded.step, loaded.config
+
+    def _open(self, opened: Opened) -> None:
+        assert self._settings.directory is not None
+        nonce = self._world.broadcast_bytes(secrets.token_hex(4).encode()).decode()
+        self._place = Place(
+            self._settings.directory,
+            opened.start.sequence,
+            nonce,
+            self._settings.keep,
+            opened.writers,
+        )
+        if self._world.rank in opened.writers:
+            self._writer = opened.writers.index(self._world.rank)
+
+    # --- Save ----------------------------------------------------------------------------
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """Whether a snapshot belongs after this step."""
+        if self._settings.directory is None:
+            return False
+        return last or step % self._settings.every_steps == 0
+
+    def report(self) -> list[float]:
+        """Numbers to add up over all ranks, before each save() at least.
+
+        The newest durable step plus 1, by rank 0; whether this rank has no buffer to save into;
+        the bytes that rank 0 must write alone; what shows whether all ranks hold the same shapes.
+        """
+        self._hear()
+        tracker, main = self._tracker, self._world.rank == 0
+        full = tracker is not None and not tracker.broken and not tracker.pool.free()
+        fingerprint, main_bytes = self._facts
+        newest, alone = (self.newest + 1, main_bytes) if main else (0, 0)
+        high, low = divmod(fingerprint, 1 << 12)
+        return [float(n) for n in (newest, full, alone, high, high * high, low, low * low)]
+
+    def learn(self, reported: Sequence[float]) -> None:
+        """Take in the sums of report(): no rank claims a snapshot that is not yet durable."""
+        newest, full, main_bytes, high1, high2, low1, low2 = reported
+        self._free = not full
+        self._main_bytes = int(main_bytes)
+        # Without variance all are equal; squares of 12 bits add up exactly.
+        size = self._world.size
+        self._divided = high2 * size == high1 * high1 and low2 * size == low1 * low1
+        self._durable(int(newest) - 1)
+
+    def _durable(self, step: int) -> None:
+        if step > self.newest:
+            self.newest = step
+            self._progress.saved(step)
+
+    def before_update(self) -> None:
+        """Wait until the snapshot of the step before has read the parameters."""
+        if self._tracker is not None:
+            self._tracker.wait_copied()
+
+    def save(self, step: int, state: TrainingState, config: Config, *, last: bool) -> None:
+        """Stage a snapshot of this step. After the ``last`` step wait until it is durable."""
+        self._progress.phase("snapshot")
+        begun = time.perf_counter()
+        tracker, found = self._tracking(), None
+        if last:
+            tracker.wait_written()
+            self._progress.at("agreement")  # lest others wait in here for a rank that waits above
+            self._world.barrier()
+            self._progress.at("snapshot")
+            found = self._capture(state)
+            self._agree()
+            self._progress.at("snapshot")
+            tracker = self._tracking()  # another one if that has broken meanwhile
+        if self._free:
+            self._stage(step, begun, found or self._capture(state), config, tracker)
+            self._unsettled = True
+        else:
+            self._progress.save_skipped()
+            if not self._skipping and self._world.rank == 0:
+                say(0, f"no snapshot after step {step}: older ones are still being written")
+        self._skipping = not self._free
+        failpoints.reach("snapshot")
+        if last:
+            self.settle()
+        self._progress.phase("step")
+
+    def _capture(self, state: TrainingState) -> Captured | str:
+        """The state, or why it cannot be stored. On every rank: a state_dict() may be collective.
+
+        What else goes wrong in user code ends the process: the others may wait for it there.
+        """
+        try:
+            captured = state.capture(self._world.rank)
+        except UnstorableError as error:
+            return str(error)
+        self._facts = (captured.structure.fingerprint, captured.main_bytes())
+        return captured
+
+    def _agree(self) -> None:
+        self._progress.at("agreement")
+        self.learn(self._world.sum(self.report()))
+
+    def _tracking(self) -> Tracker:
+        if self._tracker is not None and self._tracker.broken:
+            self._hear()
+            self._tracker.close()
+            self._tracker = None
+        if self._tracker is None:
+            assert self._place is not None, "restore() comes first"
+            assert self._world.store is not None
+            reports = PartReports(self._world.store, self._place.writers)
+            self._tracker = Tracker(self._world.rank, self._place, reports, self._world.device)
+        if self._later and self._hook is None:
+            # Optimizers that the loop's body steps itself must wait as well.
+            self._hook = register_optimizer_step_pre_hook(lambda *_: self.before_update())
+        return self._tracker
+
+    def _stage(
+        self, step: int, begun: float, captured: Captured | str, config: Config, tracker: Tracker
+    ) -> None:
+        """Stage this rank's part. Nobody waits for another: rank 0 is told what fails."""
+        failpoints.reach("snapshot")
+        if self._writer is None:
+            if isinstance(captured, str):
+                say(self._world.rank, f"after step {step} a snapshot would fail here: {captured}")
+            return
+        if isinstance(captured, str):
+            tracker.failed(step, begun, captured)
+            return
+        try:
+            part = self._part(step, begun, captured, config, self._writer, tracker)
+        except (OSError, MemoryError, torch.OutOfMemoryError) as error:
+            text = f"no memory to stage it in: {getattr(error, 'strerror', None) or error}"
+            tracker.failed(step, begun, text)
+        except ValueError as error:
+            tracker.failed(step, begun, str(error))
+        else:
+            tracker.submit(part)
+
+    def _part(
+        self,
+        step: int,
+        begun: float,
+        captured: Captured,
+        config: Config,
+        writer: int,
+        tracker: Tracker,
+    ) -> Part:
+        """What this rank writes, in a buffer already but for what may be copied later."""
+        place, rank = self._place, self._world.rank
+        assert place is not None
+        writers, main = len(place.writers), self._main_bytes
+        shares = Shares.plan(captured, writers, main, divided=self._divided)
+        image = lay_out(captured, shares, writer)
+        buffer = tracker.pool.take(image.bytes)
+        assert buffer is not None, "free() said so"
+        try:
+            later = self._fill(buffer, image)
+        except BaseException:
+            buffer.busy = False
+            raise
+        structure = captured.structure
+        own = tuple((name, *shape) for name, shape in structure.own)
+        return Part(
+            step,
+            begun,
+            data_name(step, place.nonce, rank),
+            image.bytes,
+            buffer,
+            later,
+            mark(self._world.device) if later else None,
+            Report(rank, own=own, fingerprint=structure.fingerprint),
+            assembler(step, captured, shares, config, place) if rank == 0 else None,
+        )
+
+    def _fill(self, buffer: Buffer, image: Image) -> tuple[Copy, ...]:
+        """Copy what must be copied now; return the rest."""
+        buffer.write(0, image.header)
+        buffer.copy(image.now)
+        if self._later:
+            return image.later
+        buffer.copy(image.later)
+        return ()
+
+    def prepare(self, state: TrainingState) -> None:
+        """Between snapshots: start, once, what the first one needs, in the background."""
+        if self._settings.directory is None or self._tracker is not None:
+            return
+        assert self._place is not None
+        tracker, place = self._tracking(), self._place
+        captured = self._capture(state)
+        if isinstance(captured, str) or self._writer is None:
+            return
+        shares = Shares.plan(captured, len(place.writers), captured.main_bytes(), divided=True)
+        with contextlib.suppress(ValueError):  # the first snapshot will say it
+            tracker.prepare(measure(captured, shares, self._writer) + _SLACK_BYTES)
+
+    def settle(self) -> None:
+        """Wait until every snapshot begun is durable, or has failed."""
+        if self._tracker is None or not self._unsettled:
+            return
+        self._unsettled = False
+        with self._progress.under("snapshot"):
+            self._tracker.wait_written()
+        self._progress.at("agreement")  # a rank that waits for its own disk is told from these
+        self._world.barrier()  # all parts are reported now; a dead peer is noticed here
+        if self._world.rank == 0:
+            with self._progress.under("snapshot"):
+                self._tracker.wait_settled()
+        self._agree()
+
+    def _hear(self) -> None:
+        """Rank 0: what became of the snapshots begun."""
+        if self._tracker is None:
+            return
+        for outcome in self._tracker.outcomes():
+            if not outcome.text:
+                self.newest = outcome.step
+                self._progress.saved(outcome.step)
+                self._progress.save_took(outcome.seconds)
+            else:
+                self._failed(outcome.step, outcome.text)
+
+    def _failed(self, step: int, text: str) -> None:
+        """Rank 0: count it and say it."""
+        self._progress.save_failed()
+        newest = f"that of step {self.newest}" if self.newest >= 0 else "none"
+        say(
+            0,
+            f"snapshot after step {step} failed: {text}; training goes on, the newest snapshot"
+            f" is {newest}",
+        )
+
+    def close(self, *, failing: bool = False) -> None:
+        """End the keeper; a snapshot that is not durable yet is given up.
+
+        ``failing``: the others learn that this process fails only when it has ended. No longer
+        than a commit under way takes is waited then.
+        """
+        if self._tracker is not None:
+            self._tracker.close(_FAILING_SECONDS if failing else END_SECONDS)
+            self._tracker = None
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+def _compare(stored: Config, mine: Config, rank: int) -> None:
+    """Refuse to continue another run; warn where only bitwise equality is lost."""
+    for name, cure in (
+        ("seed", "the data order would change"),
+        ("global_batch", "the data order would change"),
+        ("samples", "the dataset is another one"),
+        ("tail", "the data order would change"),
+    ):
+        if stored.get(name) != mine[name]:
+            raise ConfigError(
+                f"the snapshot was made with {name}={stored.get(name)}, now it is {mine[name]}:"
+                f" {cure}. Use the old value, or start anew with snapshot.resume: Never"
+            )
+    elastic = mine["level"] == "elastic"
+    if elastic and stored.get("shards") not in (None, mine["shards"]):
+        raise ConfigError(
+            f"the snapshot was made with shards={stored['shards']}, now it is {mine['shards']}: the"
+            " result would be another one. Use the old value, or start anew with snapshot.resume:"
+            " Never"
+        )
+    if rank != 0 or mine["level"] == "off":
+        return
+    exact = ("micro_batches", "precision", "level", "threads", "torch", "device")
+    for name in exact if elastic else ("world_size", *exact):
+        if stored.get(name) != mine[name]:
+            say(
+                0,
+                f"warning: {name} was {stored.get(name)} and is {mine[name]}: the result will"
+                " not equal an undisturbed run's bit for bit",
+            )

@@ -1,0 +1,1 @@
+"""What lies in a snapshot directory: durable files, their lineage and retention."""

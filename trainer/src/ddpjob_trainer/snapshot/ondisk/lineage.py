@@ -1,0 +1,144 @@
+"""Which incarnation's snapshots count: the lineage fence.
+
+Each incarnation (uid, attempt, round) owns a directory, numbered by exclusive creation. Before
+its first step it brings its parent snapshot into that directory and then writes a durable start
+record naming the parent. A loader follows only the newest chain of start records, so what a
+zombie of an earlier incarnation commits or removes later is on no chain: no lock, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ddpjob_trainer.environment import Identity
+from ddpjob_trainer.errors import PeerLostError
+from ddpjob_trainer.snapshot.ondisk import disk
+from ddpjob_trainer.snapshot.ondisk.checked_json import MAX_BYTES, seal, unseal
+
+START = "start.json"
+_MAX_PREDECESSORS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A start record. ``parent_sequence`` 0: this incarnation began from nothing."""
+
+    sequence: int
+    uid: str
+    attempt: int
+    round: int
+    parent_sequence: int = 0
+    parent_step: int = -1
+    predecessors: tuple[str, ...] = ()  # uids of earlier jobs, which must not come back
+
+    @property
+    def turn(self) -> tuple[int, int, int]:
+        """Order among the incarnations of one uid."""
+        return (self.attempt, self.round, self.sequence)
+
+
+def directory(root: Path, sequence: int) -> Path:
+    """Directory of an incarnation."""
+    return root / f"{sequence:08d}"
+
+
+def sequences(root: Path) -> list[int]:
+    """All numbers taken, ascending, with or without a start record."""
+    return sorted(int(p.name) for p in root.iterdir() if len(p.name) == 8 and p.name.isdigit())
+
+
+def read_start(root: Path, sequence: int) -> Start:
+    """Return an incarnation's start record. Raises OSError, ValueError, TypeError, KeyError."""
+    body = unseal(disk.read_bounded(directory(root, sequence) / START, MAX_BYTES))
+    return Start(**{**body, "predecessors": tuple(body["predecessors"])})
+
+
+def read_starts(root: Path, tell: Callable[[str], None] | None = None) -> dict[int, Start]:
+    """Every readable start record by its number."""
+    starts = {}
+    for sequence in sequences(root):
+        try:
+            start = read_start(root, sequence)
+        except FileNotFoundError:
+            continue  # a claim that never started
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            if tell is not None:
+                tell(f"{sequence:08d}/{START} is not usable, its snapshots are left out: {error}")
+            continue
+        if start.sequence == sequence:
+            starts[sequence] = start
+    return starts
+
+
+def newest(starts: dict[int, Start]) -> Start | None:
+    """The head of the newest chain.
+
+    The highest number tells the job, unless another job has taken over from it already; among
+    that job's incarnations attempt and round decide. So a zombie, of this job or of a deleted
+    one of its name, cannot take the lead by claiming late.
+    """
+    if not starts:
+        return None
+    over = {uid for start in starts.values() for uid in start.predecessors}
+    uid = starts[max((n for n, s in starts.items() if s.uid not in over), default=max(starts))].uid
+    return max((s for s in starts.values() if s.uid == uid), key=lambda start: start.turn)
+
+
+def chain(starts: dict[int, Start]) -> Iterator[tuple[int, int | None]]:
+    """Yield (number, highest step that counts there, None: any), newest first."""
+    start = newest(starts)
+    limit: int | None = None
+    while start is not None:
+        yield start.sequence, limit
+        if start.parent_sequence >= start.sequence:
+            return
+        limit = start.parent_step if limit is None else min(limit, start.parent_step)
+        start = starts.get(start.parent_sequence)
+
+
+def predecessors(starts: dict[int, Start], uid: str) -> tuple[str, ...]:
+    """Uids of earlier jobs, oldest first: carried on, for their records will be removed."""
+    ordered: dict[str, None] = {}
+    for sequence in sorted(starts):
+        ordered.update(dict.fromkeys((*starts[sequence].predecessors, starts[sequence].uid)))
+    ordered.pop(uid, None)
+    return tuple(ordered)[-_MAX_PREDECESSORS:]
+
+
+def refuse_if_stale(starts: dict[int, Start], identity: Identity) -> None:
+    """Raise PeerLostError when a later incarnation, or a later job, has already started."""
+    mine = (identity.attempt, identity.round)
+    for start in starts.values():
+        if identity.uid in start.predecessors:
+            raise PeerLostError(
+                f"another job has taken over this snapshot directory (uid {start.uid}); this"
+                f" process belongs to an earlier one (uid {identity.uid}) and ends"
+            )
+        if start.uid == identity.uid and (start.attempt, start.round) > mine:
+            raise PeerLostError(
+                f"attempt {start.attempt} round {start.round} of this job has already started;"
+                f" this is attempt {mine[0]} round {mine[1]}, which is out of date and ends"
+            )
+
+
+def claim(root: Path) -> int:
+    """Take the next number by creating its directory."""
+    while True:
+        taken = sequences(root)
+        sequence = (taken[-1] if taken else 0) + 1
+        try:
+            disk.make_directory(directory(root, sequence))
+        except FileExistsError:
+            continue
+        disk.sync_directory(root)
+        return sequence
+
+
+def write_start(root: Path, start: Start) -> None:
+    """Make an incarnation part of the lineage, durably. Raises OSError."""
+    where = directory(root, start.sequence)
+    temporary = where / f"{START}.tmp"
+    disk.write_new(temporary, [seal(asdict(start))])
+    disk.publish(temporary, where / START)

@@ -1,0 +1,213 @@
+"""The manifest: what a snapshot consists of. Present and its checksums right = valid.
+
+What it says is checked before anything is allocated, so a manifest made to do harm costs no more
+memory than its data files have bytes, and than checked_json.py allows for the JSON itself. Never imports
+torch: the keeper uses it too.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ddpjob_trainer.snapshot.ondisk import disk
+from ddpjob_trainer.snapshot.ondisk.checked_json import MAX_BYTES, seal, unseal
+
+FORMAT = "ddpjob-snapshot"
+VERSION = 1
+#: Bytes of one element, by safetensors' names of element types.
+ITEM_BYTES: dict[str, int] = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
+    "BOOL": 1,
+}  # fmt: skip
+_MAX_DIMENSIONS = 64
+_PIECE = 1 << 20
+
+
+class InvalidSnapshotError(Exception):
+    """A snapshot that must not be used: damaged, incomplete, or of another format."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """One data file and what it must look like."""
+
+    name: str
+    bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """``count`` elements of a tensor from ``start`` on, stored flat under ``key`` in a file."""
+
+    tensor: str
+    start: int
+    count: int
+    file: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything about one snapshot but the tensors' bytes."""
+
+    step: int
+    config: Mapping[str, Any]  # of the run that wrote it
+    files: tuple[DataFile, ...]
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]  # name -> dtype, shape
+    chunks: tuple[Chunk, ...]
+    aliases: Mapping[str, str]
+    tree: Any
+
+    def encode(self) -> bytes:
+        """Return JSON whose last field is the SHA-256 of all before it.
+
+        Raises ValueError when it is too large to be read again.
+        """
+        body: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "config": dict(self.config),
+            "files": [asdict(file) for file in self.files],
+            "tensors": {name: [dtype, list(s)] for name, (dtype, s) in self.tensors.items()},
+            "chunks": [asdict(chunk) for chunk in self.chunks],
+            "aliases": dict(self.aliases),
+            "tree": self.tree,
+        }
+        return seal(body)
+
+
+def file_name(step: int) -> str:
+    """Name of a step's manifest; sorts by step."""
+    return f"step-{step:012d}.json"
+
+
+def step_of(path: Path) -> int | None:
+    """Step in a manifest's name, None for other files."""
+    stem = path.name.removeprefix("step-").removesuffix(".json")
+    return int(stem) if path.name == f"step-{stem}.json" and stem.isdigit() else None
+
+
+def listed(directory: Path) -> list[Path]:
+    """Manifests by step, oldest first. Raises FileNotFoundError when a zombie removed it."""
+    return sorted(path for path in directory.iterdir() if step_of(path) is not None)
+
+
+def read(path: Path) -> Manifest:
+    """Read a manifest and check it against its own checksum.
+
+    Raises InvalidSnapshotError, OSError.
+    """
+    if path.is_symlink():
+        raise InvalidSnapshotError("the manifest is a symbolic link")
+    return decode(disk.read_bounded(path, MAX_BYTES))
+
+
+def decode(data: bytes) -> Manifest:
+    """Read what encode() returned. Raises InvalidSnapshotError."""
+    try:
+        body = unseal(data)
+        _check_version(body)
+        found = Manifest(
+            step=_count(body["step"]),
+            config=dict(body["config"]),
+            files=tuple(DataFile(**file) for file in body["files"]),
+            tensors={name: (dtype, tuple(s)) for name, (dtype, s) in body["tensors"].items()},
+            chunks=tuple(Chunk(**chunk) for chunk in body["chunks"]),
+            aliases=dict(body["aliases"]),
+            tree=body["tree"],
+        )
+        _check(found)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InvalidSnapshotError(f"the manifest cannot be read: {error}") from error
+    return found
+
+
+def _check_version(body: Mapping[str, Any]) -> None:
+    if body["format"] != FORMAT:
+        raise InvalidSnapshotError(f"format {body['format']!r} is not known")
+    if body["version"] != VERSION:
+        newer = isinstance(body["version"], int) and body["version"] > VERSION
+        cure = ": it was written by a newer ddpjob-trainer; use that one" if newer else ""
+        raise InvalidSnapshotError(
+            f"format version {body['version']} is not known (this program reads {VERSION}){cure}"
+        )
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{str(value)[:40]} is not a count")
+    return value
+
+
+def _check(found: Manifest) -> None:
+    """Every size adds up, so that later code need not wonder. Raises ValueError, KeyError."""
+    sizes = {}
+    for file in found.files:
+        if not isinstance(file.name, str) or Path(file.name).name != file.name:
+            raise ValueError(f"{file.name!r} is not a plain file name")
+        sizes[file.name] = _count(file.bytes)
+        _count(file.crc32)
+    if len(sizes) != len(found.files):
+        raise ValueError("a data file is named twice")
+    counts = {}
+    for name, (dtype, shape) in found.tensors.items():
+        if dtype not in ITEM_BYTES or len(shape) > _MAX_DIMENSIONS:
+            raise ValueError(f"{name} has the type {dtype!r} and {len(shape)} dimensions")
+        counts[name] = math.prod(_count(n) for n in shape)
+    spans: dict[str, list[tuple[int, int]]] = {name: [] for name in counts}
+    for chunk in found.chunks:
+        spans[chunk.tensor].append((_count(chunk.start), _count(chunk.count)))
+        sizes[chunk.file] -= chunk.count * ITEM_BYTES[found.tensors[chunk.tensor][0]]
+    for name, parts in spans.items():
+        _check_spans(name, sorted(parts), counts[name])
+    if any(left < 0 for left in sizes.values()):
+        raise ValueError("the chunks are larger than their data file")
+    if any(target not in counts for target in found.aliases.values()):
+        raise ValueError("an alias names no tensor")
+
+
+def _check_spans(name: str, parts: Sequence[tuple[int, int]], count: int) -> None:
+    position = 0
+    for start, length in parts:
+        if start != position:
+            raise ValueError(f"{name} is incomplete, or its chunks overlap")
+        position += length
+    if position != count:
+        raise ValueError(f"{name} is incomplete")
+
+
+def verify(directory: Path, manifest: Manifest) -> None:
+    """Compare every data file's size and checksum. Raises InvalidSnapshotError, OSError."""
+    for file in manifest.files:
+        with opened(directory, file) as stream:
+            crc = 0
+            while piece := stream.read(_PIECE):
+                crc = zlib.crc32(piece, crc)
+        if crc != file.crc32:
+            raise InvalidSnapshotError(f"{file.name} does not match its checksum")
+
+
+def opened(directory: Path, file: DataFile) -> BinaryIO:
+    """Open a data file that has its size. Raises InvalidSnapshotError, OSError."""
+    try:
+        stream = disk.open_data(directory / file.name)
+    except FileNotFoundError:
+        raise InvalidSnapshotError(f"{file.name} is missing") from None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EINVAL, errno.ENXIO):
+            raise InvalidSnapshotError(f"{file.name} is not a regular file") from None
+        raise
+    size = os.fstat(stream.fileno()).st_size
+    if size != file.bytes:
+        stream.close()
+        raise InvalidSnapshotError(f"{file.name} has {size} bytes instead of {file.bytes}")
+    return stream

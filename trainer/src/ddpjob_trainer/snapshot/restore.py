@@ -1,0 +1,146 @@
+"""All ranks open the snapshot directory together and agree on one snapshot, or none.
+
+Rank 0 looks for candidates. Each rank that sees the directory reads an equal number of a
+candidate's data files and hands them to all others; if one cannot, all take an older snapshot.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddpjob_trainer.comm.world import World
+from ddpjob_trainer.environment import SnapshotSettings
+from ddpjob_trainer.snapshot import load
+from ddpjob_trainer.snapshot.ondisk import lineage, manifest
+from ddpjob_trainer.snapshot.ondisk.lineage import Start
+from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError, Manifest
+from ddpjob_trainer.snapshot.takeover import Loaded, open_store
+from ddpjob_trainer.state.codec import Flat
+
+_BROADCAST_BYTES = 64 << 20
+_MARK = b"candidate "
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An incarnation that all ranks have started. ``writers``: ranks that see its directory."""
+
+    start: Start
+    writers: tuple[int, ...]
+    loaded: Loaded | None
+
+
+def open_together(
+    directory: Path, settings: SnapshotSettings, world: World, tell: Callable[[str], None]
+) -> Opened:
+    """Every rank calls this at the same point. Raises OSError, PeerLostError."""
+    loaded: Loaded | None = None
+    if world.rank == 0:
+
+        def propose(where: Path, found: Manifest) -> Flat:
+            world.broadcast_bytes(_MARK + where.name.encode() + b" " + found.encode())
+            return _load_together(where, found, world, tell)
+
+        start, loaded = open_store(
+            directory, world.identity, resume=settings.resume, load=propose, tell=tell
+        )
+        world.broadcast_bytes(json.dumps(asdict(start)).encode())
+    else:
+        start, loaded = _follow(directory, world, tell)
+    writers = _agreed(world, _sees(directory, start))
+    if len(writers) < world.size:
+        others = [rank for rank in range(world.size) if rank not in writers]
+        tell(
+            f"warning: {len(others)} of {world.size} ranks do not see rank 0's snapshot directory"
+            f" (rank {others[0]} is the first), so they write no part of the snapshots. Give all"
+            " pods one shared volume (ReadWriteMany)"
+        )
+    return Opened(start, writers, loaded)
+
+
+def _follow(
+    directory: Path, world: World, tell: Callable[[str], None]
+) -> tuple[Start, Loaded | None]:
+    """What the other ranks do: load what rank 0 proposes, until it has started."""
+    loaded: Loaded | None = None
+    while True:
+        message = world.broadcast_bytes(None)
+        if not message.startswith(_MARK):
+            return _start(json.loads(message)), loaded
+        name, _, content = message.removeprefix(_MARK).partition(b" ")
+        found = manifest.decode(content)
+        try:
+            flat = _load_together(directory / name.decode(), found, world, tell)
+        except (InvalidSnapshotError, OSError):
+            loaded = None
+        else:
+            loaded = Loaded(found.step, found.config, flat)
+
+
+def _start(record: dict[str, Any]) -> Start:
+    return Start(**{**record, "predecessors": tuple(record["predecessors"])})
+
+
+def _sees(directory: Path, start: Start) -> bool:
+    try:
+        return lineage.read_start(directory, start.sequence) == start
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+
+
+def _agreed(world: World, yes: bool) -> tuple[int, ...]:
+    """Ranks that say yes; rank 0 always does."""
+    said = world.gather_bytes(b"1" if yes or world.rank == 0 else b"0")
+    return tuple(rank for rank, answer in enumerate(said) if answer == b"1")
+
+
+def _load_together(where: Path, found: Manifest, world: World, tell: Callable[[str], None]) -> Flat:
+    """Raises InvalidSnapshotError or OSError on all ranks when it happens on one."""
+    # The names hold a number that was drawn: a file of that name is the same file.
+    readers = _agreed(world, not found.files or (where / found.files[0].name).exists())
+    owners = [readers[number % len(readers)] for number in range(len(found.files))]
+    images: dict[str, torch.Tensor] = {}
+    problem: Exception | None = None
+    try:
+        for file, owner in zip(found.files, owners, strict=True):
+            if owner == world.rank:
+                images[file.name] = load.read_file(where, file)
+    except (InvalidSnapshotError, OSError) as error:
+        problem = error
+    _vote(world, where, found, problem, tell)
+    for file, owner in zip(found.files, owners, strict=True):
+        image = images.setdefault(file.name, torch.empty(0, dtype=torch.uint8))
+        if owner != world.rank:
+            image = images[file.name] = torch.empty(file.bytes, dtype=torch.uint8)
+        for start in range(0, file.bytes, _BROADCAST_BYTES):
+            world.broadcast_tensor(image[start : start + _BROADCAST_BYTES], owner)
+    return load.assemble(found, images)
+
+
+def _vote(
+    world: World,
+    where: Path,
+    found: Manifest,
+    problem: Exception | None,
+    tell: Callable[[str], None],
+) -> None:
+    """Raise on every rank when one of them has a problem."""
+    invalid = isinstance(problem, InvalidSnapshotError)
+    failed, damaged = world.sum([float(problem is not None), float(invalid)])
+    if problem is not None and world.rank != 0:
+        tell(f"cannot read the snapshot of step {found.step}: {problem}")
+    if not failed:
+        return
+    if world.rank == 0 and problem is None and damaged:
+        # Perhaps it is damaged only as seen from there: rank 0 looks for itself.
+        manifest.verify(where, found)
+    if isinstance(problem, OSError | InvalidSnapshotError):
+        raise problem
+    raise OSError(errno.EIO, "another rank cannot read it")

@@ -1,0 +1,219 @@
+"""The training state: what goes into a snapshot, how it comes back, and its hashes."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.snapshot.write_plan import Captured
+from ddpjob_trainer.state import rng
+from ddpjob_trainer.state.codec import DTYPES, Flat, flatten, raw, unflatten
+from ddpjob_trainer.state.stateful import Stateful, lay_out_like_parameters
+
+#: The text of a rank's own state is filled up to a multiple of this: numbers differ in length,
+#: and what keeps its structure need not be divided and laid out anew.
+_TREE_BYTES = 4096
+
+
+class _Inventory:
+    """What a model holds; asked once, since a large one has so many modules that walks show.
+
+    Parameters and buffers come under every name they have; tied ones come several times.
+    ``transient``: non-persistent buffers, caches that forward may make, drop and reshape.
+    ``extra``: the modules that keep state in get_extra_state().
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.parameters = dict(module.named_parameters(remove_duplicate=False))
+        self.tensors: dict[str, torch.Tensor] = {
+            **self.parameters,
+            **dict(module.named_buffers(remove_duplicate=False)),
+        }
+        self.transient: set[str] = set()
+        self.extra: dict[str, torch.nn.Module] = {}
+        usual, known = torch.nn.Module.get_extra_state, set()
+        for path, part in module.named_modules(remove_duplicate=False):
+            prefix = f"{path}." if path else ""
+            self.transient.update(prefix + name for name in part._non_persistent_buffers_set)
+            if type(part).get_extra_state is not usual and id(part) not in known:
+                known.add(id(part))
+                self.extra[path] = part
+
+
+def weights_sha256(module: torch.nn.Module) -> str:
+    """Hash names, types, shapes and bytes of all parameters and buffers."""
+    return _sha256(_Inventory(module).tensors.items())
+
+
+def _sha256(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        plain = tensor.detach()
+        if plain.is_complex():
+            plain = torch.view_as_real(plain.resolve_conj())
+        digest.update(json.dumps([name, DTYPES[plain.dtype], list(plain.shape)]).encode())
+        digest.update(raw(plain))
+    return digest.hexdigest()
+
+
+def flat_sha256(flat: Flat) -> str:
+    """Hash a flattened state: the JSON and the tensors."""
+    digest = hashlib.sha256(json.dumps(flat.tree, sort_keys=True).encode())
+    digest.update(_sha256(flat.tensors.items()).encode())
+    return digest.hexdigest()
+
+
+def _own_prefix(rank: int) -> str:
+    """What begins the names of the tensors that only this rank has."""
+    return f"rank/{rank}/"
+
+
+def _own(rank: int, objects: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Generators and per-rank objects' states, under names that no other rank uses."""
+    flat = flatten({"objects": dict(objects)})
+    # The generators' state is JSON already, and its thousand numbers would take flatten() long.
+    text = json.dumps([{**flat.tree, "rng": rng.capture()}, flat.aliases]).encode()
+    text += b" " * (-len(text) % _TREE_BYTES)
+    prefix = _own_prefix(rank)
+    own = {f"{prefix}tensor/{name}": tensor for name, tensor in flat.tensors.items()}
+    own[f"{prefix}tree"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return own
+
+
+class TrainingState:
+    """The model and everything registered with it."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.registered: dict[str, Stateful] = {}
+        self.per_rank: dict[str, Stateful] = {}
+
+    def register(self, name: str, obj: Stateful, *, per_rank: bool = False) -> None:
+        """Add an object to the state. Raises ConfigError.
+
+        Rank 0's value counts for all ranks; with ``per_rank`` each rank keeps its own, which
+        comes back at the same world size only.
+        """
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(obj, method, None)):
+                raise ConfigError(f"register({name!r}): {type(obj).__name__} has no {method}()")
+        if name in self.registered or name in self.per_rank:
+            raise ConfigError(f"register({name!r}): the name is taken; choose another")
+        (self.per_rank if per_rank else self.registered)[name] = obj
+
+    def capture(self, rank: int) -> Captured:
+        """Return the whole state; its tensors are the live ones, not copies.
+
+        Parameters and the optimizers' tensors are equal on all ranks, as DDP keeps them so.
+        Raises UnstorableError.
+        """
+        model = _Inventory(self.module)
+        state = {
+            "model": model.tensors,
+            "transient": sorted(model.transient),
+            "extra": {n: part.get_extra_state() for n, part in model.extra.items()},
+            "registered": {n: obj.state_dict() for n, obj in self.registered.items()},
+        }
+        objects = {name: obj.state_dict() for name, obj in self.per_rank.items()}
+        # A state_dict() may be collective: nothing is refused before all have been called.
+        flat = flatten(state)
+        return Captured(flat, self._shared(flat, model), _own(rank, objects))
+
+    def _shared(self, flat: Flat, model: _Inventory) -> frozenset[str]:
+        parameters = {f"model/{name}" for name in model.parameters}
+        known = set(model.parameters.values())
+        optimizers = tuple(
+            f"registered/{name}/"
+            for name, obj in self.registered.items()
+            if isinstance(obj, torch.optim.Optimizer)
+            and all(p in known for group in obj.param_groups for p in group["params"])
+        )
+        return frozenset(n for n in flat.tensors if n in parameters or n.startswith(optimizers))
+
+    def sha256(self, rank: int) -> str:
+        """Hash all that a snapshot would hold of this rank; equal states hash equally."""
+        captured, prefix = self.capture(rank), _own_prefix(rank)
+        own = {f"own/{n.removeprefix(prefix)}": t for n, t in captured.own.items()}
+        return flat_sha256(Flat(captured.flat.tree, {**captured.flat.tensors, **own}))
+
+    def restore(self, flat: Flat, rank: int) -> None:
+        """Put a state back. Raises ConfigError when it belongs to another model."""
+        state = unflatten(flat)
+        model = _Inventory(self.module)
+        _restore_model(model, state["model"], model.transient | set(state.get("transient", ())))
+        extra = state.get("extra", {})
+        for name, part in model.extra.items():
+            if name in extra:
+                part.set_extra_state(_owned(extra[name]))
+        stored = state["registered"]
+        if stored.keys() != self.registered.keys():
+            raise ConfigError(
+                f"the snapshot holds {sorted(stored)}, this program registers"
+                f" {sorted(self.registered)}: register the same names"
+            )
+        for name, obj in self.registered.items():
+            # load_state_dict may keep the very tensors it is given; these are copies of ours.
+            obj.load_state_dict(_owned(stored[name]))
+            lay_out_like_parameters(obj)
+        self._restore_own(flat, _own_prefix(rank))
+
+    def _restore_own(self, flat: Flat, prefix: str) -> None:
+        tree = flat.tensors.get(f"{prefix}tree")
+        if tree is None:  # there are more ranks now than when it was written
+            return
+        node, aliases = json.loads(tree.numpy().tobytes())
+        inner = f"{prefix}tensor/"
+        tensors = {n.removeprefix(inner): t for n, t in flat.tensors.items() if n.startswith(inner)}
+        own = unflatten(Flat(node, tensors, aliases))
+        for name, obj in self.per_rank.items():
+            if name in own["objects"]:
+                obj.load_state_dict(_owned(own["objects"][name]))
+                lay_out_like_parameters(obj)
+        rng.restore(own["rng"])
+
+
+def _restore_model(
+    model: _Inventory, stored: Mapping[str, torch.Tensor], transient: set[str]
+) -> None:
+    mine = model.tensors
+    odd = sorted((stored.keys() ^ mine.keys()) - transient)
+    if odd:
+        raise ConfigError(
+            f"the snapshot belongs to another model: {odd[0]!r} is in only one of them"
+            f" ({len(odd)} such names). Restore the model's code, or start anew in another"
+            " snapshot directory or with snapshot.resume: Never"
+        )
+    with torch.no_grad():
+        for name, tensor in mine.items():
+            source = stored.get(name, tensor)
+            same = source.shape == tensor.shape and source.dtype == tensor.dtype
+            if name in transient and not same:
+                continue  # a cache that forward makes again as it needs it
+            if not same:
+                raise ConfigError(
+                    f"the snapshot's {name} is {source.dtype} {list(source.shape)}, the"
+                    f" model's is {tensor.dtype} {list(tensor.shape)}"
+                )
+            tensor.copy_(source)
+
+
+def _owned(value: Any) -> Any:
+    """Copy every tensor, so that nothing that loads it shares memory with anything else."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        copied = copy.copy(value)  # a Counter stays one
+        for key, part in value.items():
+            copied[key] = _owned(part)
+        return copied
+    if isinstance(value, list):
+        return [_owned(part) for part in value]
+    if isinstance(value, tuple):
+        return tuple(_owned(part) for part in value)
+    return value

@@ -1,0 +1,238 @@
+"""Begin a snapshot: decide which part is this rank's, lay it out, stage it.
+
+Called by the training thread of every rank at the same step; the rest is the Tracker's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from ddpjob_trainer.snapshot.keeper.writer import data_name
+from ddpjob_trainer.snapshot.ondisk import checked_json, data_file
+from ddpjob_trainer.snapshot.ondisk.data_file import Piece
+from ddpjob_trainer.snapshot.ondisk.manifest import Chunk, DataFile, Manifest
+from ddpjob_trainer.snapshot.part_reports import Report
+from ddpjob_trainer.snapshot.pipeline import Assemble, Place
+from ddpjob_trainer.snapshot.shares import Span, divide, whole
+from ddpjob_trainer.snapshot.staging import Copy
+from ddpjob_trainer.state.codec import DTYPES, Flat
+
+Shape = tuple[str, tuple[int, ...]]  # dtype, dimensions
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _remembered(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Keep a pure function's last answer: from snapshot to snapshot a structure rarely changes."""
+    last: list[Any] = []  # what it was asked, what it said
+
+    def ask(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not last or last[0] != (args, kwargs):
+            last[:] = (args, kwargs), function(*args, **kwargs)
+        answer: _R = last[1]
+        return answer
+
+    return ask
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A state without its contents: it decides who writes what, and where in a file."""
+
+    shapes: tuple[tuple[str, Shape], ...]  # their order counts
+    shared: frozenset[str]
+    own: tuple[tuple[str, Shape], ...]
+
+    @property
+    def fingerprint(self) -> int:
+        """24 bits that stand for what must be equal on all ranks that divide the work."""
+        return _fingerprint(self)
+
+
+@_remembered
+def _same(structure: Structure) -> Structure:
+    """Return the last one if it is equal: the same object is compared in no time from here on."""
+    return structure
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The whole state at one step; tensors are the live ones.
+
+    ``shared``: names of those tensors that all ranks hold in equal bits. ``own``: what only this
+    rank has. Rank 0's count for all others.
+    """
+
+    flat: Flat
+    shared: frozenset[str]
+    own: Mapping[str, torch.Tensor]
+
+    @cached_property
+    def structure(self) -> Structure:
+        """What it consists of."""
+        return _same(Structure(_shapes(self.flat.tensors), self.shared, _shapes(self.own)))
+
+    def check(self) -> None:
+        """Raise ValueError for more names and numbers than a manifest can hold."""
+        checked_json.dumps([self.flat.tree, self.flat.aliases, dict(self.structure.shapes)])
+
+    def main_bytes(self) -> int:
+        """What only rank 0's value counts of, so that rank 0 must write it."""
+        return sum(t.nbytes for n, t in self.flat.tensors.items() if n not in self.shared)
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[str, Shape], ...]:
+    return tuple((name, (DTYPES[t.dtype], tuple(t.shape))) for name, t in tensors.items())
+
+
+@_remembered
+def _fingerprint(structure: Structure) -> int:
+    facts = [[n, *shape] for n, shape in structure.shapes if n in structure.shared]
+    return zlib.crc32(json.dumps(facts).encode()) >> 8
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Which spans of the shared tensors each writer writes."""
+
+    spans: tuple[tuple[Span, ...], ...]
+    main: frozenset[str]  # tensors that rank 0 writes whole
+
+    @staticmethod
+    def plan(captured: Captured, writers: int, main_bytes: int, *, divided: bool) -> Shares:
+        """Ranks with equal fingerprints come to the same result.
+
+        ``main_bytes``: what rank 0 writes anyway. Not ``divided``: it writes everything.
+        """
+        return _plan(captured.structure, writers, main_bytes, divided)
+
+
+@_remembered
+def _plan(structure: Structure, writers: int, main_bytes: int, divided: bool) -> Shares:
+    shapes = dict(structure.shapes)
+    shared = structure.shared if divided else frozenset()
+    sizes = {n: (dtype, math.prod(dims)) for n, (dtype, dims) in shapes.items() if n in shared}
+    spans = divide(sizes, [main_bytes, *[0] * (writers - 1)])
+    return Shares(tuple(map(tuple, spans)), frozenset(shapes.keys() - shared))
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A data file before it is filled: its header, and what comes where."""
+
+    header: bytes
+    now: tuple[Copy, ...]  # what user code may change as soon as training goes on
+    later: tuple[Copy, ...]
+    bytes: int
+
+
+def measure(captured: Captured, shares: Shares, writer: int) -> int:
+    """Return how many bytes a writer's data file has. Raises ValueError when it has too many."""
+    return _drawing(captured.structure, shares, writer).bytes
+
+
+def lay_out(captured: Captured, shares: Shares, writer: int) -> Image:
+    """Return the data file of a writer, writer 0 being rank 0.
+
+    Raises ValueError when its header is too large to be read again.
+    """
+    drawing = _drawing(captured.structure, shares, writer)
+    tensors = {**captured.flat.tensors, **captured.own}
+    now: list[Copy] = []
+    later: list[Copy] = []
+    in_order: dict[str, torch.Tensor] = {}  # a copy of what is not, once for all its spans
+    for part in drawing.parts:
+        span, name = part.span, part.span.tensor
+        if name not in in_order:
+            in_order[name] = tensors[name].detach().contiguous().view(-1)
+        content = in_order[name][span.start : span.start + span.count]
+        (later if part.late else now).append((part.offset, content))
+    return Image(drawing.header, tuple(now), tuple(later), drawing.bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A span of a tensor. ``late``: user code cannot change it as soon as training goes on."""
+
+    offset: int
+    span: Span
+    late: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawing:
+    """An Image without its contents."""
+
+    header: bytes
+    parts: tuple[_Part, ...]
+    bytes: int
+
+
+@_remembered
+def _drawing(structure: Structure, shares: Shares, writer: int) -> _Drawing:
+    shapes = dict((*structure.shapes, *structure.own))
+    sole = [name for name, _ in structure.own]
+    sole += [name for name, _ in structure.shapes if writer == 0 and name in shares.main]
+    spans = [(span, False) for name in sole for span in _whole(name, shapes[name])]
+    spans += [(span, True) for span in shares.spans[writer]]
+    known = {key_of(span): (span, late) for span, late in spans}
+    pieces = [Piece(key, shapes[span.tensor][0], span.count) for key, (span, _) in known.items()]
+    pieces = data_file.order(pieces)
+    header = data_file.header(pieces)
+    offset = len(header)
+    parts = []
+    for piece in pieces:
+        parts.append(_Part(offset, *known[piece.key]))
+        offset += piece.bytes
+    return _Drawing(header, tuple(parts), offset)
+
+
+def _whole(name: str, shape: Shape) -> list[Span]:
+    dtype, dimensions = shape
+    return whole(name, dtype, math.prod(dimensions))
+
+
+def key_of(span: Span) -> str:
+    """Name of a span in its data file."""
+    return f"{span.tensor}@{span.start}"
+
+
+def assembler(
+    step: int, captured: Captured, shares: Shares, config: Mapping[str, Any], place: Place
+) -> Assemble:
+    """Return what makes the manifest, once every writer has reported. Holds no tensor."""
+    shapes, fingerprint = dict(captured.structure.shapes), captured.structure.fingerprint
+    tree, aliases, config = captured.flat.tree, dict(captured.flat.aliases), dict(config)
+
+    def chunks_of(spans: Sequence[Span], file: str) -> list[Chunk]:
+        return [Chunk(s.tensor, s.start, s.count, file, key_of(s)) for s in spans]
+
+    def make(reports: Sequence[Report]) -> Manifest:
+        odd = next((r.rank for r in reports if r.fingerprint != fingerprint), None)
+        if odd is not None and any(shares.spans):
+            raise ValueError(
+                f"rank {odd} holds parameters or optimizer state of other names or shapes than rank"
+                " 0; from the next one on rank 0 writes everything"
+            )
+        tensors, files, chunks = dict(shapes), [], []
+        for report, shared in zip(reports, shares.spans, strict=True):
+            name = data_name(step, place.nonce, report.rank)
+            files.append(DataFile(name, report.bytes, report.crc32))
+            sole = [(n, shapes[n]) for n in shapes if n in shares.main and report.rank == 0]
+            for own, dtype, dimensions in report.own:
+                tensors[own] = (dtype, dimensions)
+                sole.append((own, (dtype, dimensions)))
+            for alone, shape in sole:
+                chunks += chunks_of(_whole(alone, shape), name)
+            chunks += chunks_of(shared, name)
+        return Manifest(step, config, tuple(files), tensors, tuple(chunks), aliases, tree)
+
+    return make

@@ -1,0 +1,35 @@
+"""What a snapshot asks of an object, and what an optimizer needs when it comes back."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+
+class Stateful(Protocol):
+    """Anything with state_dict and load_state_dict: optimizers, schedulers, EMA, your own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors, numbers, strings, in lists, tuples and dicts."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> Any:
+        """Take back what state_dict() returned."""
+        ...
+
+
+def lay_out_like_parameters(obj: object) -> None:
+    """Give an optimizer's tensors their parameters' strides again; other objects stay.
+
+    Snapshots hold elements in C order. Fused kernels walk through memory and expect an average
+    to lie as its parameter does, channels_last for instance.
+    """
+    if not isinstance(obj, torch.optim.Optimizer):
+        return
+    for parameter, state in obj.state.items():
+        for name, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                like = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
+                if like.stride() != value.stride():
+                    state[name] = like.copy_(value)

@@ -1,0 +1,1 @@
+"""What a run tells: progress is told what happens and publishes it to all the others."""

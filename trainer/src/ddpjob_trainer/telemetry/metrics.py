@@ -1,0 +1,107 @@
+"""What a rank publishes for Prometheus, through prometheus-client's multiprocess mode.
+
+The launcher sets PROMETHEUS_MULTIPROC_DIR and serves /metrics for all its ranks. Without a
+launcher nobody would read them, so nothing is kept. Files are named after the rank and not
+after the process, so counters go on over restarts in place and no file is left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from ddpjob_trainer.telemetry.metric_names import WORKER, Spec
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+Stage = Literal["rendezvous", "build", "load", "first_step"]
+#: Written to shared memory so often at most: a step may be shorter than all these writes.
+FLUSH_SECONDS: Final = 0.25
+
+
+class Metrics:
+    """The gauges, counters and histograms of one rank."""
+
+    def __init__(self, rank: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.on = bool(os.environ.get("PROMETHEUS_MULTIPROC_DIR"))
+        self._clock = clock
+        self._next = 0.0
+        self._gauges: dict[str, float] = {}
+        self._counts: dict[tuple[str, str], float] = {}
+        self._children: dict[tuple[str, str], Any] = {}
+        self._rank = str(rank)
+        if self.on:
+            self._made = _make(rank)
+
+    def set(self, name: str, value: float) -> None:
+        """Set a gauge; seen by others at the next flush."""
+        self._gauges[name] = value
+
+    def add(self, name: str, amount: float = 1.0, label: str = "") -> None:
+        """Add to a counter; seen by others at the next flush."""
+        key = (name, label)
+        self._counts[key] = self._counts.get(key, 0.0) + amount
+
+    def observe(self, name: str, value: float) -> None:
+        """Account for one duration in a histogram, at once."""
+        if self.on:
+            self._child(name, "").observe(value)
+
+    def due(self, *, force: bool = False) -> bool:
+        """Whether it is time to flush()."""
+        return self.on and (force or self._clock() >= self._next)
+
+    def flush(self) -> None:
+        """Publish what has gathered."""
+        if not self.on:
+            return
+        self._next = self._clock() + FLUSH_SECONDS
+        for name, value in self._gauges.items():
+            self._child(name, "").set(value)
+        for (name, label), amount in self._counts.items():
+            self._child(name, label).inc(amount)
+        self._gauges.clear()
+        self._counts.clear()
+
+    def stage(self, stage: Stage, seconds: float) -> None:
+        """Say how long one part of this process's start took."""
+        if self.on:
+            self._child("recovery_seconds", stage).set(seconds)
+
+    def _child(self, name: str, label: str) -> Any:
+        key = (name, label)
+        child = self._children.get(key)
+        if child is None:
+            labels = (self._rank, label) if label else (self._rank,)
+            child = self._children[key] = self._made[name].labels(*labels)
+        return child
+
+
+def _make(rank: int) -> Mapping[str, Any]:
+    # Imported late: without a launcher there is no need to.
+    from prometheus_client import CollectorRegistry, values
+
+    identity = f"rank{rank}"
+
+    def forked() -> None:  # a child, of multiprocessing say, must not write to our files
+        nonlocal identity
+        identity = f"rank{rank}.{os.getpid()}"
+
+    os.register_at_fork(after_in_child=forked)
+    values.ValueClass = values.MultiProcessValue(lambda: identity)  # type: ignore[no-untyped-call]
+    registry = CollectorRegistry()
+    return {spec.name: _metric(spec, registry) for spec in WORKER}
+
+
+def _metric(spec: Spec, registry: CollectorRegistry) -> Any:
+    from prometheus_client import Counter, Gauge, Histogram
+
+    common: dict[str, Any] = {"labelnames": spec.labels, "registry": registry}
+    if spec.type == "gauge":
+        return Gauge(spec.full_name, spec.help, multiprocess_mode="mostrecent", **common)
+    if spec.type == "counter":
+        return Counter(spec.full_name, spec.help, **common)
+    return Histogram(spec.full_name, spec.help, buckets=spec.buckets, **common)

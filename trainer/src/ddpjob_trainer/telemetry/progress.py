@@ -1,0 +1,246 @@
+"""What people and machines see of a run, published from one place.
+
+The run says what it does at this moment (at) and what has happened (stepped, saved, ...). From
+that come the rank's record with its signs of life, metrics, the event log and lines for people.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ddpjob_trainer.liveness.heartbeat import ACTIVITIES, Activity, Phase, RankStateWriter
+from ddpjob_trainer.telemetry.console import Display, say
+from ddpjob_trainer.telemetry.event_log import EventLog
+from ddpjob_trainer.telemetry.metrics import Metrics
+from ddpjob_trainer.telemetry.tensorboard import TensorBoard
+
+Readings = Callable[[], Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A step whose loss is not known yet."""
+
+    at: float  # monotonic seconds
+    seconds: float
+    logged: bool
+    readings: Mapping[str, float]
+
+
+class Progress:
+    """Told by the run what happens; publishes it."""
+
+    def __init__(
+        self,
+        rank: int,
+        writer: RankStateWriter,
+        *,
+        total_steps: int,
+        global_batch: int,
+        log_every: int,
+        samples_per_step: int,
+        rendezvous_seconds: float = 0.0,
+        display: Display | None = None,
+        events: EventLog | None = None,
+        board: TensorBoard | None = None,
+    ) -> None:
+        self._rank = rank
+        self._writer = writer
+        self._metrics = Metrics(rank)
+        self._total = total_steps
+        self._global_batch = global_batch
+        self._samples = samples_per_step
+        self._log_every = log_every
+        self._display = display or Display(total_steps)
+        self._events = events
+        self._board = board or TensorBoard(None)
+        self._readings: Readings | None = None
+        self._mark = (0, 0.0)  # step and time of the last line
+        self._last = 0.0  # when the last step ended
+        self._untold: dict[int, _Ended] = {}
+        self._first = True  # no step of this process has ended yet
+        self._seconds: dict[Activity, float] = dict.fromkeys(ACTIVITIES, 0.0)
+        self._activity: Activity = "build"
+        self._since = time.monotonic()
+        self._metrics.stage("rendezvous", rendezvous_seconds)
+        writer.mark("build", self._since)
+        writer.update(total_steps=total_steps)
+
+    # --- Now -----------------------------------------------------------------------------
+
+    def at(self, activity: Activity) -> None:
+        """Tell what this rank does from now on; it is a sign of life."""
+        now = time.monotonic()
+        self._seconds[self._activity] += now - self._since
+        self._activity = activity
+        self._since = now
+        self._writer.mark(activity, now)
+
+    def alive(self) -> None:
+        """Give a sign of life in the midst of something long."""
+        self.at(self._activity)
+
+    def phase(self, phase: Phase) -> None:
+        """Tell which of the watchdog's deadlines holds from now on."""
+        if phase == "step" and self._first:
+            phase = "startup"  # the first step compiles and warms up: it has the time of a start
+        self._writer.update(phase=phase)
+        if phase == "snapshot":
+            self.at("snapshot")
+        elif phase == "done":
+            self.at("end")
+            self._publish(force=True)
+        elif self._activity == "snapshot":
+            self.at("agreement")
+
+    @contextlib.contextmanager
+    def under(self, phase: Phase) -> Iterator[None]:
+        """Have the deadline of another phase hold within."""
+        before = self._writer.state.phase
+        self.phase(phase)
+        try:
+            yield
+        finally:
+            self.phase(before)
+
+    @contextlib.contextmanager
+    def during(self, activity: Activity) -> Iterator[None]:
+        """Tell what this rank does within the loop's body."""
+        before = self._activity
+        self.at(activity)
+        try:
+            yield
+        finally:
+            self.at(before)
+
+    def built(self, readings: Readings) -> None:
+        """The script has built what it needs; resuming comes next.
+
+        ``readings`` is asked for gauges now and then: names of metricnames.WORKER, their values.
+        """
+        self._readings = readings
+        self._metrics.stage("build", time.monotonic() - self._since)
+        self.at("load")
+
+    # --- Events --------------------------------------------------------------------------
+
+    def resumed(self, step: int) -> None:
+        """Training goes on after ``step`` finished steps."""
+        self._metrics.stage("load", time.monotonic() - self._since)
+        self.at("data")
+        self._mark = (step, self._since)
+        self._last = self._since
+        self._writer.update(step=step)
+        self._event("resume", step=step)
+        self._board.begin(step)
+
+    def stepped(self, step: int) -> None:
+        """A step has ended. Its loss may come later, see losses()."""
+        self.alive()
+        now = self._since
+        seconds = now - self._last
+        self._last = now
+        metrics = self._metrics
+        metrics.observe("step_seconds", seconds)
+        metrics.set("step", step)
+        metrics.add("samples", self._samples)
+        self._writer.update(phase="step" if self._first else None, step=step)
+        if self._first:
+            self._first = False
+            metrics.stage("first_step", seconds)
+        logged = step % self._log_every == 0 or step == self._total
+        readings = self._read() if logged and self._rank == 0 else {}
+        self._untold[step] = _Ended(now, seconds, logged, readings)
+        self._publish()
+
+    def losses(self, means: Mapping[int, float]) -> None:
+        """The mean losses of steps, in their order.
+
+        One that has not ended is left out, and one that was told already.
+        """
+        for step, loss in means.items():
+            if step not in self._untold:
+                continue
+            ended = self._untold.pop(step)
+            rate = None
+            if ended.logged:
+                rate = self._rate(step, ended.at)
+                if self._rank == 0:
+                    self._display.line(step, loss, rate, self._writer.snapshot_step)
+                    values = {"loss": loss, "samples_per_second": rate, **ended.readings}
+                    self._board.add(step, values)
+            elif self._rank == 0:
+                self._display.step(step, loss, self._writer.snapshot_step)
+            if self._events is not None:
+                speed = self._global_batch / ended.seconds
+                self._told(self._events.step(step, loss, ended.seconds, speed))
+            self._metrics.set("loss", loss)
+            self._writer.update(loss=loss, samples_per_second=rate)
+            self._publish(force=step == self._total)
+
+    def skipped_update(self) -> None:
+        """An update was left out, since the gradients were not finite."""
+        self._metrics.add("skipped_updates")
+
+    def saved(self, step: int) -> None:
+        """A snapshot is known to be durable."""
+        self._writer.update(snapshot_step=step)
+        self._metrics.set("snapshot_step", step)
+        self._metrics.set("snapshot_timestamp_seconds", time.time())
+        if self._last:  # else it is the one to resume from
+            self._event("snapshot", step=step)
+
+    def save_took(self, seconds: float) -> None:
+        """Rank 0: a snapshot is durable, so long after it was begun."""
+        self._metrics.observe("snapshot_seconds", seconds)
+
+    def save_failed(self) -> None:
+        """A snapshot could not be written."""
+        self._metrics.add("snapshot_failures")
+
+    def save_skipped(self) -> None:
+        """A snapshot was left out, since the one before was not done."""
+        self._metrics.add("snapshots_skipped")
+
+    def close(self) -> None:
+        """Publish what is left. Safe to repeat."""
+        self._publish(force=True)
+        self._display.close()
+        self._board.close()
+
+    # --- Inside --------------------------------------------------------------------------
+
+    def _rate(self, step: int, now: float) -> float:
+        """Samples per second since the last line."""
+        since, moment = self._mark
+        self._mark = (step, now)
+        rate = (step - since) * self._global_batch / max(now - moment, 1e-9)
+        self._metrics.set("samples_per_second", rate)
+        return rate
+
+    def _publish(self, *, force: bool = False) -> None:
+        metrics = self._metrics
+        if not metrics.due(force=force):
+            return
+        metrics.set("heartbeat_timestamp_seconds", time.time())
+        for activity, seconds in self._seconds.items():
+            if seconds:
+                metrics.add("phase_seconds", seconds, activity)
+                self._seconds[activity] = 0.0
+        for name, value in self._read().items():
+            metrics.set(name, value)
+        metrics.flush()
+
+    def _read(self) -> Mapping[str, float]:
+        return self._readings() if self._readings is not None else {}
+
+    def _event(self, event: str, **fields: object) -> None:
+        if self._events is not None:
+            self._told(self._events.write(event, **fields))
+
+    def _told(self, problem: str) -> None:
+        if problem:
+            say(self._rank, problem)

@@ -1,0 +1,1 @@
+"""The library's heart: start() -> Run -> prepare() -> Loop -> Step. Everything else serves it."""

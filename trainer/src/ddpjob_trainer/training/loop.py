@@ -1,0 +1,336 @@
+"""The training loop of one process: from the newest snapshot to the last step.
+
+A step is: hand out its batches, a backward for each, finish averaging, exchange a few numbers (or
+leave them to a later step), update, and after the loop's body the snapshot and the question whether
+to stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpjob_trainer import failpoints, trace
+from ddpjob_trainer.comm.exchange import Exchange
+from ddpjob_trainer.comm.world import World, agree
+from ddpjob_trainer.data import fetch
+from ddpjob_trainer.data.sampler import DataOrder
+from ddpjob_trainer.errors import ConfigError, NotCommittedError
+from ddpjob_trainer.gradients.ddp import Averaging, Part
+from ddpjob_trainer.gradients.replica_check import DivergenceCheck
+from ddpjob_trainer.optim.nan_policy import NanPolicy
+from ddpjob_trainer.options import Options
+from ddpjob_trainer.snapshot.manager import Snapshots
+from ddpjob_trainer.state import rng
+from ddpjob_trainer.state.buffers import Backup
+from ddpjob_trainer.telemetry.console import say
+from ddpjob_trainer.telemetry.progress import Progress
+from ddpjob_trainer.training.prepare import Trained
+from ddpjob_trainer.training.recorder import Recorder
+from ddpjob_trainer.training.run_config import OF_ALL, fingerprint
+from ddpjob_trainer.training.shutdown import Shutdown
+from ddpjob_trainer.training.step import Step
+from ddpjob_trainer.training.unsaved import Guard
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What one process of a run works with."""
+
+    world: World
+    shutdown: Shutdown
+    progress: Progress
+    snapshots: Snapshots
+    averaging: Averaging
+    recorder: Recorder
+
+
+class Loop:
+    """The loop over one dataset. ``finished_steps`` counts those of earlier incarnations too."""
+
+    def __init__(
+        self, process: Process, options: Options, trained: Trained, dataset: fetch.Dataset
+    ) -> None:
+        fetch.check(dataset)
+        self.finished_steps = 0
+        self.guard = Guard(
+            trained.state,
+            [trained.model, trained.updater.optimizer, trained.updater.ema],
+            modules=not trained.options.compile,  # such hooks would break compiled graphs
+        )
+        self._options = options
+        self._world = process.world
+        self._shutdown = process.shutdown
+        self._progress = process.progress
+        self._snapshots = process.snapshots
+        self._averaging = process.averaging
+        self._recorder = process.recorder
+        self._trained = trained
+        self._dataset = dataset
+        self._order = DataOrder(options.seed, len(dataset), options.global_batch, options.tail)
+        self._averaging.parts(self._order, 0)  # says now if it cannot be divided
+        self._config = fingerprint(options, process.world, len(dataset))
+        self._progress.built(trained.updater.readings)
+        trace.mark("built")
+        self._exchange = Exchange(process.world)
+        self._nan = NanPolicy(options.nan_policy, process.world)
+        self._backup = Backup(trained.state.module) if options.nan_policy == "skip" else None
+        self._divergence = DivergenceCheck(
+            process.world, every=options.check_every, buffers=options.level == "elastic"
+        )
+        self._peers = process.shutdown.peers
+        self._step: Step | None = None
+        #: Steps whose mean loss is not known yet: index, and this rank's losses.
+        self._untold: list[tuple[int, list[torch.Tensor]]] = []
+        self._told_at_once = False  # what this step's snapshot or check needs
+        self._stop = False  # a rank has been told to stop
+        self._layout_known = False
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the steps that are still to do, after the newest snapshot if there is one."""
+        self._watch_forwards(self._trained.model)
+        with self._shutdown.in_loop():
+            try:
+                self._resume()
+                while self.finished_steps < self._options.total_steps:
+                    step = self._begin()
+                    yield step
+                    if not step.committed:
+                        raise NotCommittedError(
+                            f"step {step.index} was left without step.commit(): call it at the"
+                            " end of the loop's body"
+                        )
+                    self._end(step)
+            except GeneratorExit:  # left early: what follows may change the weights, and take long
+                self._snapshots.before_update()
+                self._progress.phase("done")
+                raise
+            finally:
+                self.guard.stop()
+            with self._peers:
+                self._recorder.ended(self._trained.state)
+        self._progress.phase("done")
+
+    def left(self) -> None:
+        """All ranks have left the loop, perhaps early: tell the losses that are not told yet."""
+        if self._untold:
+            self._send()
+            self._heard()
+
+    def _resume(self) -> None:
+        state, config = self._trained.state, self._config
+        with self._peers:
+            agree(self._world, {name: config[name] for name in OF_ALL} | self._snapshots.facts())
+            self._snapshots.check(state)
+            self.finished_steps, stored = self._snapshots.restore(state, config)
+        config["buckets"] = stored.get("buckets")
+        self._progress.resumed(self.finished_steps)
+        self._recorder.resumed(self.finished_steps)
+        self._resumed_after = self.finished_steps
+        trace.mark("loaded")
+
+    # --- A step, in the order of its calls ------------------------------------------------
+
+    def _begin(self) -> Step:
+        self._progress.at("data")
+        index = self.finished_steps
+        parts = self._averaging.parts(self._order, index)
+        rng.reseed(self._options.seed, index, self._averaging.outside)
+        self._step = Step(self, index, parts, self._batches(index, parts))
+        return self._step
+
+    def _batches(self, index: int, parts: Sequence[Part]) -> Iterator[Any]:
+        for part in parts:
+            if part.reseed:
+                rng.reseed(self._options.seed, index, part.shard)
+            self._progress.at("data")
+            batch = fetch.fetch(self._dataset, part.indices, self._options.collate)
+            batch = fetch.to_device(batch, self._world.device)
+            self._progress.at("forward")
+            yield batch
+
+    def _watch_forwards(self, model: DistributedDataParallel) -> None:
+        """See each forward through the wrapper, evaluations included."""
+        forward = model.forward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if self._step is not None and torch.is_grad_enabled():
+                self._trained.forwards += 1
+                self._averaging.before_forward(len(self._step.losses))
+                if self._backup is not None:
+                    self._backup.take(self._step.index)
+            return forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+        # Not a hook: a module without hooks is called on a shorter path.
+        setattr(model, "forward", watched)  # noqa: B010
+
+    def backward(self, step: Step, loss: torch.Tensor) -> None:
+        """See Step.backward."""
+        trained, number = self._trained, len(step.losses)
+        if loss.numel() != 1 or not loss.requires_grad:
+            raise ConfigError(
+                f"step.backward() needs a scalar loss with a gradient, not {list(loss.shape)}"
+                f" requires_grad={loss.requires_grad}"
+            )
+        if not trained.forwards:
+            raise ConfigError(
+                "the loss was not computed through the model that prepare() returned since the"
+                " last step.backward(): the ranks would drift apart. Call that model, and"
+                " step.backward() after each forward"
+            )
+        if number == len(step.parts):
+            raise ConfigError(
+                f"step.backward() was called more than {number} times in step {step.index}: call"
+                " it once for each batch of step.batches; start(micro_batches=...) says how many"
+                " there are"
+            )
+        trained.forwards = 0
+        self._progress.at("backward")
+        marked = self._nan.mark(loss) if step.parts[number].samples else loss
+        with self._peers:
+            self._averaging.backward(trained.updater.scale(marked), number)
+        step.losses.append(loss.detach())
+        self._progress.at("body")
+
+    def commit(self, step: Step) -> None:
+        """See Step.commit."""
+        _check_commit(step)
+        self._progress.at("backward")
+        with self._peers:
+            self._averaging.finish()
+            losses = [float(loss) for loss in step.losses]
+            self._tell(step, losses)
+            if not self._layout_known:
+                self._compare_layout()
+            self._progress.at("update")
+            self._snapshots.before_update()
+            if not self._update(step.index, losses):
+                self._progress.skipped_update()
+                if self._backup is not None:
+                    self._backup.put_back()
+        self._progress.at("body")
+        failpoints.reach("step")
+        step.committed = True
+
+    def _tell(self, step: Step, losses: Sequence[float]) -> None:
+        """Start the exchange, if it is time or a snapshot may not be made without it."""
+        counted = zip(losses, step.parts, strict=True)
+        reported = self._nan.report([loss for loss, part in counted if part.samples])
+        self._exchange.add([*reported, *self._averaging.losses(losses)])
+        self._untold.append((step.index, step.losses))
+        done = step.index + 1
+        last = done == self._options.total_steps
+        # Each step is told before a snapshot can hold it, and before a check can end the run.
+        checked = self._snapshots.due(done, last=last) or self._divergence.due(done, snapshot=last)
+        self._told_at_once = last or checked
+        if self._exchange.due or self._told_at_once:
+            self._send()
+
+    def _send(self) -> None:
+        """Have an exchange under way that tells of all steps until this one."""
+        if self._exchange.under_way and self._exchange.newer:
+            self._heard()
+        if not self._exchange.under_way:
+            self._exchange.start([float(self._shutdown.signal > 0), *self._snapshots.report()])
+
+    def _heard(self) -> dict[int, float]:
+        """Finish the exchange; return mean losses by finished steps."""
+        sums = self._exchange.finish()
+        count = len(sums.rows)
+        told, self._untold = self._untold[:count], self._untold[count:]
+        stop, *saved = sums.head
+        self._stop = stop > 0  # and stays so
+        self._snapshots.learn(saved)
+        means = self._means(told, sums.rows)
+        self._progress.losses(means)
+        for (index, losses), row in zip(told, sums.rows, strict=True):
+            self._nan.after(index, means[index + 1], losses, row[:2])
+        return means
+
+    def _means(
+        self, steps: Sequence[tuple[int, Any]], rows: Sequence[Sequence[float]]
+    ) -> dict[int, float]:
+        pairs = zip(steps, rows, strict=True)
+        return {index + 1: self._averaging.mean_loss(row[2:]) for (index, _), row in pairs}
+
+    def _update(self, index: int, losses: list[float]) -> bool:
+        updater = self._trained.updater
+        updater.measure()
+        # A scaler decides itself: overflows are its daily bread.
+        if updater.scaler is None and not self._nan.allows(updater.optimizer, updater.grad_norm):
+            # All ranks are here, since their gradients are equal. If one was changed behind DDP's
+            # back, this waits for ever, and the hang watch ends it.
+            self._send()
+            rows = self._exchange.wait().rows
+            self._progress.losses(self._means(self._untold, rows))
+            self._nan.refuse(index, self._trained.state.module, losses, rows[-1][:2])
+            updater.forget()
+            return False
+        return updater.update()
+
+    def _compare_layout(self) -> None:
+        self._layout_known = True
+        layout = self._averaging.layout()
+        before = self._config["buckets"]
+        self._config["buckets"] = layout
+        if before not in (None, layout) and self._world.rank == 0:
+            say(
+                0,
+                "warning: gradients travel in other buckets than before the snapshot: the"
+                " result will not equal an undisturbed run's bit for bit",
+            )
+
+    def _hear(self) -> dict[int, float]:
+        """At the end of a step: finish what need not, or cannot, run on during the next one."""
+        if not (self._exchange.ripe or self._told_at_once):
+            return {}
+        losses = self._heard()
+        # The snapshot of a stop will hold this step; and none waits for more that became longer.
+        if self._untold and (self._stop or self._exchange.due):
+            self._send()
+            losses |= self._heard()
+        return losses
+
+    def _end(self, step: Step) -> None:
+        """After the loop's body, so that what it does after commit() is in the snapshot too."""
+        self.guard.step_ended()
+        done = self.finished_steps = step.index + 1
+        self._progress.at("agreement")
+        with self._peers:
+            losses = self._hear()
+            # Before a snapshot can hold this step: whoever resumes after it does not tell of it.
+            self._recorder.stepped(done, step.losses)
+            self._progress.stepped(done)
+            self._progress.losses(losses)
+            last = self._stop or done == self._options.total_steps
+            due = self._snapshots.due(done, last=last)
+            if self._divergence.due(done, snapshot=due):
+                self._divergence.check(done, self._trained.state.module)
+            if due:
+                self._snapshots.save(done, self._trained.state, self._config, last=last)
+            else:
+                self._snapshots.prepare(self._trained.state)
+        if done == self._resumed_after + 1:
+            trace.mark("step")
+        self._recorder.wait(done)
+        if self._stop and done < self._options.total_steps:
+            self._progress.close()
+            self._shutdown.stop(done)
+
+
+def _check_commit(step: Step) -> None:
+    done, wanted = len(step.losses), len(step.parts)
+    if step.committed or not done:
+        raise NotCommittedError(
+            f"step {step.index}: commit() was called "
+            + ("twice" if step.committed else "before step.backward(loss)")
+        )
+    if done < wanted:
+        raise NotCommittedError(
+            f"step {step.index}: commit() was called after {done} of {wanted} batches: go"
+            " through all of step.batches and call step.backward(loss) for each"
+        )

@@ -1,0 +1,87 @@
+"""What each rank computed, bit for bit, for `ddpjob-trainer chaos` to compare.
+
+One file per rank with a JSON line per event: where it began, the losses of every step, hashes
+at the end. Appended by every incarnation of the rank, one write per line, so a SIGKILL loses at
+most a line. Nothing is done outside a chaos run.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddpjob_trainer.environment import Identity
+from ddpjob_trainer.failpoints import GATE, GATE_BYTES
+from ddpjob_trainer.snapshot.training_state import TrainingState, flat_sha256
+from ddpjob_trainer.state import rng
+from ddpjob_trainer.state.codec import flatten
+
+_LOOK_SECONDS = 0.001
+
+
+def record_name(rank: int) -> str:
+    """File of a rank."""
+    return f"rank-{rank}.jsonl"
+
+
+class Recorder:
+    """One process's record. Without a directory nothing is recorded."""
+
+    def __init__(self, directory: Path | None, rank: int) -> None:
+        self._fd = -1
+        self._gate: mmap.mmap | None = None
+        if directory is None:
+            return
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._fd = os.open(directory / record_name(rank), flags, 0o600)
+        end = os.fstat(self._fd).st_size
+        if end and os.pread(self._fd, 1, end - 1) != b"\n":
+            os.write(self._fd, b"\n")  # the line before was cut off by a kill
+        with (directory / GATE).open("rb") as file:
+            self._gate = mmap.mmap(file.fileno(), GATE_BYTES, access=mmap.ACCESS_READ)
+
+    def _line(self, event: str, **facts: Any) -> None:
+        if self._fd >= 0:
+            line = {"event": event, "at": time.monotonic(), **facts}
+            os.write(self._fd, json.dumps(line).encode() + b"\n")
+
+    def started(self, identity: Identity, **facts: Any) -> None:
+        """This process has begun. ``facts``: what the driver must know of the run."""
+        place = {"attempt": identity.attempt, "round": identity.round, "pid": os.getpid()}
+        self._line("start", **place, **facts)
+
+    def resumed(self, step: int) -> None:
+        """Training goes on after ``step`` finished steps."""
+        self._line("resume", step=step)
+
+    def stepped(self, step: int, losses: Sequence[torch.Tensor | float]) -> None:
+        """A step was made, with this rank's loss of each micro-batch."""
+        if self._fd >= 0:
+            self._line("step", step=step, losses=[float(loss).hex() for loss in losses])
+
+    def wait(self, step: int) -> None:
+        """Stand at the gate after a step until the driver has made the kill that belongs there."""
+        if self._gate is None:
+            return
+        while step >= int.from_bytes(self._gate[:GATE_BYTES], "little"):
+            time.sleep(_LOOK_SECONDS)
+
+    def ended(self, state: TrainingState) -> None:
+        """All steps are done: hash all that a snapshot holds, part by part."""
+        if self._fd < 0:
+            return
+        module = state.module
+        parts: dict[str, Any] = {
+            "parameters": dict(module.named_parameters(remove_duplicate=False)),
+            "buffers": dict(module.named_buffers(remove_duplicate=False)),
+            "generators": rng.capture(),
+        }
+        parts |= {f"registered {n}": obj.state_dict() for n, obj in state.registered.items()}
+        self._line("end", hashes={n: flat_sha256(flatten(part)) for n, part in parts.items()})

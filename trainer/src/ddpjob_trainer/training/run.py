@@ -1,0 +1,259 @@
+"""The run as the user's script sees it: prepare, steps, evaluate, hashes, finish.
+
+The loop stays the user's. A Run knows the position in the run, so data order, random numbers,
+resume, snapshots, SIGTERM and the loss of a peer are its business. Made by start().
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpjob_trainer import failpoints
+from ddpjob_trainer.comm.teardown import leave_group
+from ddpjob_trainer.data import fetch
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.options import ModelOptions, Options
+from ddpjob_trainer.snapshot.training_state import weights_sha256
+from ddpjob_trainer.state.stateful import Stateful
+from ddpjob_trainer.training import evaluation
+from ddpjob_trainer.training.evaluation import Metric
+from ddpjob_trainer.training.loop import Loop, Process
+from ddpjob_trainer.training.prepare import Trained, make_trained
+from ddpjob_trainer.training.step import Step
+
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+
+
+class Run:
+    """A training run, as one of its processes sees it. Made by start()."""
+
+    def __init__(self, process: Process, options: Options) -> None:
+        self.options = options
+        self._process = process
+        self._world = process.world
+        self._peers = process.shutdown.peers
+        self._trained: Trained | None = None
+        self._loop: Loop | None = None
+        self._closed = False
+        atexit.register(self._close)
+
+    # --- Where we are --------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """Number of this process, 0 to world_size - 1."""
+        return self._world.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self._world.size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which prints and writes."""
+        return self._world.rank == 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self._world.device
+
+    @property
+    def finished_steps(self) -> int:
+        """Steps done so far, those before a resume included."""
+        return self._loop.finished_steps if self._loop is not None else 0
+
+    # --- Before the loop -----------------------------------------------------------------
+
+    def prepare(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer,
+        *,
+        scheduler: Any = None,
+        clip_grad_norm: float | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        ema: float | None = None,
+        compile: bool | str = False,  # noqa: A002 - PyTorch's name
+        sync_batchnorm: bool = False,
+        bucket_cap_mb: float | None = None,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        find_unused_parameters: bool = False,
+        comm_hook: str | None = None,
+        comm_hook_options: Mapping[str, Any] | None = None,
+    ) -> tuple[DistributedDataParallel, Optimizer]:
+        """Wrap the model in DistributedDataParallel and take charge of what it trains with.
+
+        ``scheduler`` advances at every commit that updates the parameters. ``clip_grad_norm``
+        bounds the norm of all gradients together. ``grad_scaler`` replaces fp16's default one.
+        ``ema``: decay of an exponential moving average of the parameters, as 0.999; see
+        evaluate(ema=True). ``compile``: True, or a torch.compile backend's name.
+        ``sync_batchnorm``: BatchNorm over all processes (CUDA only). ``comm_hook``: gradients
+        travel as "bf16", "fp16", or by "powersgd" with ``comm_hook_options`` for its
+        PowerSGDState. The others are DistributedDataParallel's own.
+
+        Raises ConfigError, also for options that do not go together.
+        """
+        if self._trained is not None:
+            raise ConfigError("prepare() was called twice; one model per run")
+        model_options = ModelOptions(
+            clip_grad_norm=clip_grad_norm,
+            grad_scaler=grad_scaler,
+            ema=ema,
+            compile=compile,
+            sync_batchnorm=sync_batchnorm,
+            bucket_cap_mb=bucket_cap_mb,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            find_unused_parameters=find_unused_parameters,
+            comm_hook=comm_hook,
+            comm_hook_options=comm_hook_options or {},
+        )
+        self._trained = make_trained(
+            model,
+            optimizer,
+            scheduler,
+            options=self.options,
+            model_options=model_options,
+            averaging=self._process.averaging,
+            world=self._world,
+        )
+        return self._trained.model, optimizer
+
+    def register(self, name: str, obj: Stateful, *, per_rank: bool = False) -> None:
+        """Keep one more object with state_dict and load_state_dict in the snapshots.
+
+        Rank 0's value is kept; with ``per_rank`` that of each rank, for the same world size.
+        """
+        self._ready("register()").state.register(name, obj, per_rank=per_rank)
+
+    # --- The loop ------------------------------------------------------------------------
+
+    def steps(self, dataset: fetch.Dataset) -> Iterator[Step]:
+        """Yield the steps that are still to do, after the newest snapshot if there is one."""
+        trained = self._ready("steps()")
+        if self._loop is not None:
+            raise ConfigError("steps() was called twice; it counts all epochs itself")
+        self._loop = Loop(self._process, self.options, trained, dataset)
+        yield from self._loop.steps()
+
+    # --- After the loop, or within ----------------------------------------------------------
+
+    @contextlib.contextmanager
+    def evaluating(self, *, ema: bool = False) -> Iterator[torch.nn.Module]:
+        """Yield the bare model in eval mode, without gradients; training notices nothing.
+
+        ``ema``: the moving average instead, see prepare(ema=...).
+        """
+        trained = self._ready("evaluating()")
+        guard = self._loop.guard.asleep() if self._loop is not None else contextlib.nullcontext()
+        module = _evaluated(trained, ema=ema)
+        with self._process.progress.during("evaluation"), guard, evaluation.evaluating(module):
+            yield module
+
+    def evaluate(
+        self,
+        dataset: fetch.Dataset,
+        metric: Metric,
+        *,
+        batch_size: int = 256,
+        ema: bool = False,
+    ) -> float:
+        """Return the sum of ``metric(model, batch)`` over the dataset, shared among the ranks.
+
+        Every sample is seen exactly once; the ranks' shares may differ by one batch.
+        """
+        trained = self._ready("evaluate()")
+        with self._peers:
+            evaluation.share_buffers(trained.state.module, self._world)
+            if ema:
+                evaluation.share_buffers(_evaluated(trained, ema=True), self._world)
+        with self.evaluating(ema=ema) as module:
+            total = evaluation.share_of_metric(
+                module, dataset, metric, self._world,
+                batch_size=batch_size, collate=self.options.collate,
+                alive=lambda: self._process.progress.at("evaluation"),
+            )  # fmt: skip
+        return self.sum(total)
+
+    def sum(self, value: float) -> float:
+        """Add up a number over all ranks. Every rank must call it."""
+        with self._process.progress.during("agreement"), self._peers:
+            return self._world.sum([float(value)])[0]
+
+    def alive(self) -> None:
+        """Tell the hang watchdog that a long piece of the script's own work makes progress."""
+        self._process.progress.alive()
+
+    def weights_sha256(self) -> str:
+        """Hash all parameters and buffers, names and types included."""
+        return weights_sha256(self._ready("weights_sha256()").state.module)
+
+    def state_sha256(self) -> str:
+        """Hash all else that a snapshot holds: optimizer, scheduler, this rank's generators.
+
+        Every rank must call it: a ZeroRedundancyOptimizer's state lies on all of them.
+        """
+        with self._peers:
+            return self._ready("state_sha256()").state.sha256(self.rank)
+
+    def finish(self) -> None:
+        """Wait for the other ranks and leave the process group."""
+        # In a `finally` after an exception the others still wait for our gradients.
+        if not self._closed and sys.exc_info()[0] is None:
+            progress = self._process.progress
+            with self._peers:
+                failpoints.reach("barrier")
+                # The loop may have been left before its last step.
+                if self._loop is not None:
+                    self._loop.left()
+                self._process.snapshots.settle()
+                with progress.during("agreement"):
+                    self._world.barrier()
+            progress.phase("done")
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.finish()
+
+    # --- Inside --------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._process.snapshots.close(failing=self._process.shutdown.failing)
+            self._process.progress.close()
+            leave_group()
+
+    def _ready(self, caller: str) -> Trained:
+        if self._trained is None:
+            raise ConfigError(f"call run.prepare(model, optimizer) before {caller}")
+        return self._trained
+
+
+def _evaluated(trained: Trained, *, ema: bool) -> torch.nn.Module:
+    if not ema:
+        return trained.state.module
+    if trained.updater.ema is None:
+        raise ConfigError("there is no moving average to evaluate: use prepare(ema=0.999)")
+    module: torch.nn.Module = trained.updater.ema.module
+    return module

@@ -1,0 +1,37 @@
+"""What decides a run's result: stored in each snapshot, compared on resume and between ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ddpjob_trainer.comm.world import World
+from ddpjob_trainer.options import Options
+
+#: What must be equal on all ranks, lest they wait for different things.
+OF_ALL = (
+    "seed", "global_batch", "micro_batches", "tail", "precision", "samples", "total_steps",
+    "level", "shards", "nan_policy", "check_every",
+)  # fmt: skip
+
+
+def fingerprint(options: Options, world: World, samples: int) -> dict[str, Any]:
+    """Return plain values only: a snapshot's JSON holds them."""
+    return {
+        "seed": options.seed,
+        "global_batch": options.global_batch,
+        "micro_batches": options.micro_batches,
+        "tail": options.tail,
+        "precision": options.precision,
+        "samples": samples,
+        "total_steps": options.total_steps,
+        "level": options.level,
+        "shards": options.shards if options.level == "elastic" else None,
+        "nan_policy": options.nan_policy,
+        "check_every": options.check_every,
+        "threads": options.threads,
+        "world_size": world.size,
+        "device": world.device.type,
+        "torch": torch.__version__,
+    }

@@ -1,0 +1,156 @@
+"""How a training process ends early: SIGTERM, an exception, a lost peer.
+
+A signal handler only sets a flag while the loop runs; the ranks agree on a step at which all of
+them stop. Outside the loop there is nothing to save, and the process ends at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+from typing import NoReturn
+
+from ddpjob_trainer.comm.world import brief, is_peer_loss, leave
+from ddpjob_trainer.contract import ExitCode
+from ddpjob_trainer.errors import ConfigError, DivergedError, PeerLostError
+from ddpjob_trainer.liveness.heartbeat import RankStateWriter
+from ddpjob_trainer.telemetry.console import say
+
+
+class _Peers:
+    """The context in which an error may mean that a peer is gone: then the process ends, 75."""
+
+    def __init__(self, shutdown: Shutdown) -> None:
+        self._shutdown = shutdown
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, RuntimeError):
+            self._shutdown.if_peer_lost(error)
+
+
+class Shutdown:
+    """Owns SIGTERM, SIGINT and sys.excepthook of a training process."""
+
+    def __init__(self, rank: int, state: RankStateWriter) -> None:
+        self._rank = rank
+        self._state = state
+        self._in_loop = False
+        self.signal = 0  # the one that asked us to stop, 0: none
+        self.failing = False  # an exception ends this process
+        self.peers = _Peers(self)
+        self._hook = sys.excepthook
+        self.watch_exceptions()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._received)
+            signal.signal(signal.SIGINT, self._received)
+            self._mask = threading.local()
+            os.register_at_fork(
+                before=self._before_fork,
+                after_in_parent=self._after_fork,
+                after_in_child=self._in_child,
+            )
+
+    def _before_fork(self) -> None:
+        # A signal that reached the child before it has its own handlers would be forgotten.
+        self._mask.old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+
+    def _after_fork(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask.old)
+
+    def _in_child(self) -> None:
+        """A child, of multiprocessing say, has no step to finish: it ends when it is told to."""
+        for signum, default in (
+            (signal.SIGTERM, signal.SIG_DFL),
+            (signal.SIGINT, signal.default_int_handler),
+        ):
+            if signal.getsignal(signum) == self._received:
+                signal.signal(signum, default)
+        self._after_fork()
+
+    def watch_exceptions(self) -> None:
+        """Take sys.excepthook, again after torch has put its own around ours.
+
+        init_process_group does: its hook keeps the text back until ours returns, which never does.
+        """
+        sys.excepthook = self._uncaught
+
+    def _received(self, signum: int, frame: FrameType | None) -> None:
+        if not self._in_loop or self.signal == signum == signal.SIGINT:
+            leave(128 + signum)
+        self.signal = self.signal or signum
+
+    @contextlib.contextmanager
+    def in_loop(self) -> Iterator[None]:
+        """While the training loop runs, a signal waits for the step on which all ranks agree."""
+        self._in_loop = True
+        try:
+            yield
+        finally:
+            self._in_loop = False
+
+    def stop(self, step: int) -> NoReturn:
+        """End after an agreed stop. A rank that got no signal itself is collateral: 75."""
+        if not self.signal:
+            self._state.failed(PeerLostError("another rank was told to stop"))
+            say(self._rank, f"stopped after step {step}: another rank was told to stop")
+            leave(ExitCode.PEER_LOST)
+        say(self._rank, f"stopped after step {step} by {signal.Signals(self.signal).name}")
+        leave(128 + self.signal)
+
+    def if_peer_lost(self, error: BaseException, *, explain: bool = False) -> None:
+        """End with exit code 75 if the error says that another rank is gone.
+
+        ``explain``: print the traceback too, unless the error is our own.
+        """
+        if not is_peer_loss(error):
+            return
+        if explain and not isinstance(error, PeerLostError):
+            self._hook(type(error), error, error.__traceback__)
+        lost = error if isinstance(error, PeerLostError) else PeerLostError(brief(error))
+        self._state.failed(lost)
+        say(
+            self._rank,
+            f"lost a peer after step {self._state.state.step}, ending with exit code"
+            f" {ExitCode.PEER_LOST:d}: {lost}",
+        )
+        leave(ExitCode.PEER_LOST)
+
+    def _uncaught(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Report, run exit handlers, and end without waiting for peers."""
+        self.if_peer_lost(error, explain=True)
+        self._state.failed(error)
+        if self._state.state.phase == "done":  # so it looked as the error left the loop
+            self._state.update(phase="step")  # a hang on the way out is one
+        self._hook(kind, error, trace)
+        if issubclass(kind, KeyboardInterrupt):
+            leave(128 + signal.SIGINT)
+        self.failing = True
+        atexit._run_exitfuncs()
+        leave(exit_code_of(error))
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Exit code of the contract for an error that ends the process."""
+    if is_peer_loss(error):
+        return ExitCode.PEER_LOST
+    if isinstance(error, ConfigError):
+        return ExitCode.BAD_CONFIG
+    if isinstance(error, DivergedError):
+        return ExitCode.DIVERGED
+    return 1

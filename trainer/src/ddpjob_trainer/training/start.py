@@ -1,0 +1,231 @@
+"""start(): read the environment, meet the other ranks, make the Run."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from dataclasses import dataclass, replace
+from operator import index
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ddpjob_trainer import failpoints, trace
+from ddpjob_trainer.comm.rendezvous import join
+from ddpjob_trainer.data import fetch
+from ddpjob_trainer.environment import MIN_KEEP, SnapshotSettings, WorkerEnvironment, read_worker
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.gradients import determinism, shard_tree
+from ddpjob_trainer.gradients.ddp import Averaging, DdpAveraging
+from ddpjob_trainer.gradients.elastic import ElasticAveraging
+from ddpjob_trainer.liveness import stacks
+from ddpjob_trainer.liveness.heartbeat import RankStateWriter
+from ddpjob_trainer.liveness.watchdog import Watchdog
+from ddpjob_trainer.options import Options
+from ddpjob_trainer.snapshot.manager import Snapshots
+from ddpjob_trainer.snapshot.staging import MODES
+from ddpjob_trainer.telemetry.console import Display
+from ddpjob_trainer.telemetry.event_log import EventLog
+from ddpjob_trainer.telemetry.progress import Progress
+from ddpjob_trainer.telemetry.tensorboard import TensorBoard
+from ddpjob_trainer.training.loop import Process
+from ddpjob_trainer.training.recorder import Recorder
+from ddpjob_trainer.training.run import Run
+from ddpjob_trainer.training.shutdown import Shutdown
+
+_LOG_LINES = 40  # in a whole run, when log_every is not given
+_PREFIX = len("[rank 0] ")  # of a launcher
+
+
+@dataclass(frozen=True, slots=True)
+class Reporting:
+    """Of start(). None: what the environment says, else the default."""
+
+    log_every: int | None
+    events: str | os.PathLike[str] | None
+    tensorboard_dir: str | os.PathLike[str] | None
+
+
+def start(
+    *,
+    total_steps: int,
+    global_batch: int,
+    seed: int = 0,
+    level: str | None = None,
+    shards: int = 8,
+    micro_batches: int = 1,
+    tail: str = "drop",
+    precision: str = "fp32",
+    nan_policy: str = "stop",
+    check_every: int = 100,
+    threads: int | None = None,
+    log_every: int | None = None,
+    collate: fetch.Collate | None = None,
+    snapshot_dir: str | os.PathLike[str] | None = None,
+    snapshot_every: int | None = None,
+    snapshot_keep: int | None = None,
+    snapshot_staging: str = "auto",
+    events: str | os.PathLike[str] | None = None,
+    tensorboard_dir: str | os.PathLike[str] | None = None,
+) -> Run:
+    """Join the other processes and return the Run.
+
+    ``total_steps``: optimizer steps of the whole run, resumes included.
+    ``global_batch``: samples per step over all processes; the processes must divide it.
+    ``level``: ``resume`` (equal bits after any restart at the same world size; the default on
+    the CPU), ``elastic`` (equal bits at any world size) or ``off`` (the default on CUDA).
+    ``shards``: level elastic cuts the global batch into so many equal parts, which the processes
+    share; at most so many processes can take part.
+    ``micro_batches``: batches per step and process (level elastic: per step and shard); their
+    gradients are accumulated.
+    ``tail``: what becomes of an epoch's incomplete last batch: ``drop``; ``pad``: filled up from
+    the epoch's start; ``join``: smaller, and the mean is over the samples that there are.
+    ``precision``: of the model's forward: ``fp32``, ``bf16``, or ``fp16`` with a GradScaler.
+    ``nan_policy``: what a loss or gradient that is NaN or infinite does: ``stop`` the run with
+    exit code 70, ``skip`` the update on all ranks, or ``ignore``.
+    ``check_every``: steps between two checks that all ranks hold the same parameters (one comes
+    before each snapshot, too); if not, the run stops with exit code 70. 0: never.
+    ``threads``: torch's threads per process (default: OMP_NUM_THREADS, else 1).
+    ``snapshot_*``: by default what the operator says in DDPJOB_SNAPSHOT_*; without a directory
+    there are no snapshots. ``snapshot_staging``: whether the state is copied between two steps
+    (``inline``) or beside the next one (``thread``); ``auto`` is inline on the CPU only.
+    ``log_every``: steps between two lines of progress (default: 40 lines in the whole run).
+    ``events``: file for one JSON object per step (default: DDPJOB_TRAINER_EVENTS, else none).
+    ``tensorboard_dir``: for TensorBoard (default: DDPJOB_TRAINER_TENSORBOARD, else none).
+
+    Alone without any environment, under torchrun and under our launcher it is the same call.
+    Raises ConfigError; ends the process with exit code 75 when the others do not come.
+    """
+    begun = time.monotonic()
+    try:
+        env = read_worker(os.environ)
+    except ConfigError:
+        Shutdown(0, RankStateWriter(None, 0))  # for the exit code of what goes up from here
+        raise
+    stacks.enable(env.state_dir, env.rank)  # before the record, which says that it is there
+    writer = RankStateWriter(env.state_dir, env.rank)
+    shutdown = Shutdown(env.rank, writer)
+    failpoints.configure(env.chaos, env.rank)
+    trace.configure(env.trace, env.rank, env.identity.round)
+    trace.mark("start")
+    failpoints.reach("import")
+    # Numbers from numpy are welcome, but a snapshot's JSON holds plain ones only.
+    total_steps, global_batch, seed = map(index, (total_steps, global_batch, seed))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    options = Options(
+        total_steps=total_steps,
+        global_batch=global_batch,
+        seed=seed,
+        level=determinism.choose_level(level, device),
+        threads=threads or env.threads or 1,
+        collate=collate,
+        micro_batches=index(micro_batches),
+        shards=index(shards),
+        tail=tail,
+        precision=precision,
+        nan_policy=nan_policy,
+        check_every=index(check_every),
+    )
+    options.check(env.world_size)
+    determinism.pin_arithmetic(options.level, options.threads)
+    settings = _snapshot_settings(
+        env.snapshot, snapshot_dir, snapshot_every, snapshot_keep, snapshot_staging
+    )
+    recorder = Recorder(env.chaos, env.rank)
+    recorder.started(
+        env.identity,
+        total_steps=total_steps,
+        directory=str(settings.directory),
+        every=settings.every_steps,
+    )
+    if env.watch:
+        Watchdog(writer, env.deadlines).start()
+    writer.mark("rendezvous")
+    joining = time.monotonic()
+    try:
+        world = join(env, begun)
+    except RuntimeError as error:
+        shutdown.if_peer_lost(error)
+        raise
+    trace.mark("joined")
+    shutdown.watch_exceptions()
+    _seed_all(seed)
+    progress = _make_progress(
+        env,
+        writer,
+        options,
+        Reporting(log_every, events, tensorboard_dir),
+        rendezvous_seconds=time.monotonic() - joining,
+    )
+    snapshots = Snapshots(settings, world, progress)
+    averaging: Averaging = DdpAveraging(options, world)
+    if options.level == "elastic":
+        averaging = ElasticAveraging(options, world)
+    process = Process(world, shutdown, progress, snapshots, averaging, recorder)
+    return Run(process, options)
+
+
+def _seed_all(seed: int) -> None:
+    """Models built from here on are equal on all ranks, whichever generator they use."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def _snapshot_settings(
+    given: SnapshotSettings,
+    directory: str | os.PathLike[str] | None,
+    every: int | None,
+    keep: int | None,
+    staging: str,
+) -> SnapshotSettings:
+    """Arguments of start() before the environment."""
+    if staging not in MODES:
+        raise ConfigError(f"snapshot_staging={staging!r} must be one of {', '.join(MODES)}")
+    if every is not None and every < 1:
+        raise ConfigError(f"snapshot_every={every} must be at least 1")
+    if keep is not None and keep < MIN_KEEP:
+        raise ConfigError(f"snapshot_keep={keep} must be at least {MIN_KEEP}")
+    return replace(
+        given,
+        directory=Path(directory) if directory is not None else given.directory,
+        every_steps=every or given.every_steps,
+        keep=keep or given.keep,
+        staging=staging,
+    )
+
+
+def _make_progress(
+    env: WorkerEnvironment,
+    writer: RankStateWriter,
+    options: Options,
+    given: Reporting,
+    *,
+    rendezvous_seconds: float,
+) -> Progress:
+    """Rank 0 opens files, the others write none. Raises ConfigError."""
+    main = env.rank == 0
+    events = Path(given.events) if given.events is not None else env.events
+    board = os.fspath(given.tensorboard_dir) if given.tensorboard_dir is not None else None
+    return Progress(
+        env.rank,
+        writer,
+        total_steps=options.total_steps,
+        global_batch=options.global_batch,
+        samples_per_step=_samples_per_step(options, env),
+        log_every=given.log_every or max(1, options.total_steps // _LOG_LINES),
+        rendezvous_seconds=rendezvous_seconds,
+        display=Display(options.total_steps, columns=max(0, env.columns - _PREFIX) if main else 0),
+        events=EventLog(events) if main and events is not None else None,
+        board=TensorBoard((board or env.tensorboard_dir) if main else None),
+    )
+
+
+def _samples_per_step(options: Options, env: WorkerEnvironment) -> int:
+    """This rank's share of a global batch."""
+    if options.level != "elastic":
+        return options.global_batch // env.world_size
+    mine = shard_tree.owned(options.shards, env.world_size, env.rank)
+    return len(mine) * options.global_batch // options.shards
