@@ -70,11 +70,8 @@ def test_two_at_once_then_a_kill_at_each_stage_of_the_restart(training, undistur
 
 def test_spares_and_their_fork_server_under_fire(training, undisturbed, tmp_path):  # type: ignore[no-untyped-def]
     training.hold("1-0-step-9", "1-1-step-9", "1-3-step-9")
-    launcher = training.launch(
-        "--max-rounds-without-progress",
-        "9",
-        **patched(tmp_path, "processes.spares._ANSWER_SECONDS", 4.0),
-    )
+    patient = patched(tmp_path, "processes.spares._ANSWER_SECONDS", 4.0)
+    launcher = training.launch("--max-rounds-without-progress", "9", **patient)
     first = training.at("1-0-step-9")
     training.until(lambda: training.marks("spares"), "spares")
     server, *spares = sorted(spared(launcher.pid, first))

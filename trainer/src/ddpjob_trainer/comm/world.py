@@ -23,7 +23,6 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch._C._distributed_c10d import Store
 
-import ddpjob_trainer
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.errors import ConfigError, PeerLostError
 
@@ -42,7 +41,7 @@ _LOST = (
 _LOST_TYPES = (PeerLostError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
 #: torch's and this whole package's code: an error raised in there may be the transport's.
 _TRANSPORT_CODE = tuple(
-    f"{Path(f).parent}{os.sep}" for f in (torch.__file__, ddpjob_trainer.__file__)
+    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
 )
 
 

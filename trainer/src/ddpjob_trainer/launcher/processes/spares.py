@@ -1,7 +1,7 @@
 """Warm spares, one per worker, that a round's processes start from in milliseconds.
 
-They are forked by a fork server (fork_server.py), which imports torch once. Whatever goes wrong with
-one, a fresh interpreter takes its place: rounds never depend on spares.
+They are forked by a fork server (fork_server.py), which imports torch once. Whatever goes wrong
+with one, a fresh interpreter takes its place: rounds never depend on spares.
 """
 
 from __future__ import annotations

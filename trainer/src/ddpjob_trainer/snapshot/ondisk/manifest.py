@@ -1,8 +1,8 @@
 """The manifest: what a snapshot consists of. Present and its checksums right = valid.
 
 What it says is checked before anything is allocated, so a manifest made to do harm costs no more
-memory than its data files have bytes, and than checked_json.py allows for the JSON itself. Never imports
-torch: the keeper uses it too.
+memory than its data files have bytes, and than checked_json.py allows for the JSON itself. Never
+imports torch: the keeper uses it too.
 """
 
 from __future__ import annotations
