@@ -217,7 +217,7 @@ properties:
         type: integer
         format: int64
       loss:
-        description: Mean loss of the newest step that told it, at most 16 short ones before `step`. Absent when it is not a finite number.
+        description: Mean loss of that step over all processes. Absent when it is not a finite number.
         type: number
       samplesPerSecond:
         description: Samples per second of the whole gang.

@@ -236,9 +236,9 @@ def test_kills_read_well() -> None:
 
 
 @pytest.mark.parametrize("restarting", [False, True])
-@pytest.mark.parametrize(("sent", "room"), [(signal.SIGTERM, 20), (signal.SIGKILL, 0)])
+@pytest.mark.parametrize(("sent", "room"), [(signal.SIGTERM, 3), (signal.SIGKILL, 0)])
 def test_no_gang_that_was_told_to_stop_waits_at_the_gate(tmp_path, sent, room, restarting):  # type: ignore[no-untyped-def]
-    """It stops at its next exchange, with the next snapshot at last."""
+    """It ends the step after the next at the latest."""
     watch = SimpleNamespace(step=30)
     pace = Pace(total_steps=100, every=20, step_seconds=0.01, start_seconds=1.0)
     driver = Disturbance(None, watch, tmp_path, pace, 60.0, print)  # type: ignore[arg-type]

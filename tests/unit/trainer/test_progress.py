@@ -50,8 +50,7 @@ def test_the_first_step_still_belongs_to_the_start(tmp_path, clock, capsys):  # 
     assert state(tmp_path).phase == "snapshot"
     progress.phase("step")
     assert (state(tmp_path).phase, state(tmp_path).step) == ("startup", 4)
-    progress.stepped(5)
-    progress.losses({5: 0.5})
+    progress.stepped(5, 0.5)
     assert (state(tmp_path).phase, state(tmp_path).step, state(tmp_path).loss) == ("step", 5, 0.5)
     progress.phase("done")
     assert state(tmp_path).activity == "end"
@@ -65,8 +64,7 @@ def test_every_call_is_a_sign_of_life(tmp_path, clock):  # type: ignore[no-untyp
         progress.alive,
         lambda: progress.phase("step"),
         lambda: progress.saved(3),
-        lambda: progress.stepped(1),
-        lambda: progress.losses({1: 0.5}),
+        lambda: progress.stepped(1, 0.5),
     ):
         call()
         marks.append(state(tmp_path).marks)
@@ -90,8 +88,7 @@ def test_times_and_readings(tmp_path, clock):  # type: ignore[no-untyped-def]
     for activity, seconds in (("data", 1.0), ("forward", 2.0), ("backward", 4.0), ("body", 8.0)):
         progress.at(activity)  # type: ignore[arg-type]
         clock.now += seconds
-    progress.stepped(1)
-    progress.losses({1: 0.125})
+    progress.stepped(1, 0.125)
     for activity, seconds in (("data", 1.0), ("forward", 2.0), ("backward", 4.0), ("body", 8.0)):
         assert seen[f"phase_seconds:{activity}"] == seconds
     assert (seen["learning_rate"], seen["loss"], seen["samples:"]) == (0.25, 0.125, 4)
@@ -99,23 +96,19 @@ def test_times_and_readings(tmp_path, clock):  # type: ignore[no-untyped-def]
     assert (event["step"], event["loss"], event["seconds"]) == (1, 0.125, 15.0)
 
 
-def test_losses_come_later_and_are_told_of_steps_that_ended_only(tmp_path, clock, capsys):  # type: ignore[no-untyped-def]
+def test_each_step_is_told_once_and_the_rate_is_that_since_the_last_line(tmp_path, clock, capsys):  # type: ignore[no-untyped-def]
     progress = make(tmp_path, events=EventLog(tmp_path / "events"))
     progress.built(dict)
     progress.resumed(0)
-    for step in (1, 2, 3):
+    for step, loss in ((1, 0.5), (2, 0.25), (3, 0.125)):
         clock.now += step
-        progress.stepped(step)
-    assert (state(tmp_path).step, state(tmp_path).loss) == (3, None)
-    assert not [line for line in read_events(tmp_path / "events") if line["event"] == "step"]
-    clock.now += 100.0
-    progress.losses({1: 0.5, 2: 0.25, 3: 0.125, 4: 9.0})
+        progress.stepped(step, loss)
     told = [line for line in read_events(tmp_path / "events") if line["event"] == "step"]
     assert [(line["step"], line["loss"], line["seconds"]) for line in told] == [
         (1, 0.5, 1.0), (2, 0.25, 2.0), (3, 0.125, 3.0),
     ]  # fmt: skip
     assert (state(tmp_path).step, state(tmp_path).loss) == (3, 0.125)
-    # 2 steps of 8 samples in 3 s: the rate up to the step's end, not up to the news of its loss.
+    # 2 steps of 8 samples in 3 s.
     assert capsys.readouterr().out == "step 2/10 loss 0.2500 5 samples/s\n"
 
 
@@ -140,11 +133,8 @@ def test_tensorboard_is_written_when_it_is_installed(tmp_path, clock, monkeypatc
     progress.built(lambda: dict(rates))
     progress.resumed(2)
     clock.now += 2.0
-    progress.stepped(3)
-    progress.stepped(4)
-    rates["learning_rate"] = 0.25  # of the next step
-    clock.now += 5.0
-    progress.losses({3: 9.0, 4: 0.75})  # no line, no scalars after step 3
+    progress.stepped(3, 9.0)  # no line, no scalars
+    progress.stepped(4, 0.75)
     progress.close()
     progress.close()
     assert calls == [
@@ -157,8 +147,7 @@ def test_without_tensorboard_one_clear_line(tmp_path, clock, monkeypatch, capsys
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     progress = make(tmp_path, board=TensorBoard("logs"))
     progress.resumed(0)
-    progress.stepped(2)
-    progress.losses({2: 0.5})
+    progress.stepped(2, 0.5)
     progress.close()
     err = capsys.readouterr().err
     assert err == "ddpjob: no TensorBoard log: the package is missing; pip install tensorboard\n"

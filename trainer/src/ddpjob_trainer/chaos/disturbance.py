@@ -28,6 +28,7 @@ _LOOK_SECONDS = 0.003
 _STUCK_SECONDS = 2.0
 _USELESS_LAUNCHES = 4
 _SHORTEST_PAUSE = 0.1
+_STOP_STEPS = 3  # that a gang may still make when it is told to stop, and one for the gate
 
 Say = Callable[[str], None]
 
@@ -139,7 +140,7 @@ class Disturbance:
     def _limit(self, kill: Kill) -> None:
         """No rank goes far beyond the step of a kill before it is made.
 
-        But one that was told to stop goes on to the next exchange: at the next snapshot at last.
+        But one that was told to stop may first end the step after the next.
         """
         if kill.point == "barrier":
             limit = OPEN
@@ -196,7 +197,7 @@ class Disturbance:
 
     def _aftermath(self, made: Made, following: Kill | None) -> None:
         """Open the gate for what comes next; wake up whom we only paused."""
-        self._room = self.pace.every + 2 if made.kill.signal == signal.SIGTERM else 0
+        self._room = _STOP_STEPS if made.kill.signal == signal.SIGTERM else 0
         if following is None:
             open_gate(self.directory / GATE, OPEN)
         else:

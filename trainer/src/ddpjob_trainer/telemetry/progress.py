@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 from ddpjob_trainer.liveness.heartbeat import ACTIVITIES, Activity, Phase, RankStateWriter
 from ddpjob_trainer.telemetry.console import Display, say
@@ -18,16 +17,6 @@ from ddpjob_trainer.telemetry.metrics import Metrics
 from ddpjob_trainer.telemetry.tensorboard import TensorBoard
 
 Readings = Callable[[], Mapping[str, float]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """A step whose loss is not known yet."""
-
-    at: float  # monotonic seconds
-    seconds: float
-    logged: bool
-    readings: Mapping[str, float]
 
 
 class Progress:
@@ -60,7 +49,6 @@ class Progress:
         self._readings: Readings | None = None
         self._mark = (0, 0.0)  # step and time of the last line
         self._last = 0.0  # when the last step ended
-        self._untold: dict[int, _Ended] = {}
         self._first = True  # no step of this process has ended yet
         self._seconds: dict[Activity, float] = dict.fromkeys(ACTIVITIES, 0.0)
         self._activity: Activity = "build"
@@ -137,8 +125,8 @@ class Progress:
         self._event("resume", step=step)
         self._board.begin(step)
 
-    def stepped(self, step: int) -> None:
-        """A step has ended. Its loss may come later, see losses()."""
+    def stepped(self, step: int, loss: float) -> None:
+        """A step has ended. ``loss``: its mean over all ranks."""
         self.alive()
         now = self._since
         seconds = now - self._last
@@ -146,40 +134,30 @@ class Progress:
         metrics = self._metrics
         metrics.observe("step_seconds", seconds)
         metrics.set("step", step)
+        metrics.set("loss", loss)
         metrics.add("samples", self._samples)
-        self._writer.update(phase="step" if self._first else None, step=step)
+        rate = None
+        if step % self._log_every == 0 or step == self._total:
+            rate = self._rate(step, now)
+        phase: Phase | None = "step" if self._first else None
+        self._writer.update(phase=phase, step=step, loss=loss, samples_per_second=rate)
         if self._first:
             self._first = False
             metrics.stage("first_step", seconds)
-        logged = step % self._log_every == 0 or step == self._total
-        readings = self._read() if logged and self._rank == 0 else {}
-        self._untold[step] = _Ended(now, seconds, logged, readings)
-        self._publish()
+        if self._rank == 0:
+            self._show(step, loss, rate)
+        if self._events is not None:
+            self._told(self._events.step(step, loss, seconds, self._global_batch / seconds))
+        self._publish(force=step == self._total)
 
-    def losses(self, means: Mapping[int, float]) -> None:
-        """The mean losses of steps, in their order.
-
-        One that has not ended is left out, and one that was told already.
-        """
-        for step, loss in means.items():
-            if step not in self._untold:
-                continue
-            ended = self._untold.pop(step)
-            rate = None
-            if ended.logged:
-                rate = self._rate(step, ended.at)
-                if self._rank == 0:
-                    self._display.line(step, loss, rate, self._writer.snapshot_step)
-                    values = {"loss": loss, "samples_per_second": rate, **ended.readings}
-                    self._board.add(step, values)
-            elif self._rank == 0:
-                self._display.step(step, loss, self._writer.snapshot_step)
-            if self._events is not None:
-                speed = self._global_batch / ended.seconds
-                self._told(self._events.step(step, loss, ended.seconds, speed))
-            self._metrics.set("loss", loss)
-            self._writer.update(loss=loss, samples_per_second=rate)
-            self._publish(force=step == self._total)
+    def _show(self, step: int, loss: float, rate: float | None) -> None:
+        """On the terminal; with a rate in the log and on TensorBoard, too."""
+        if rate is None:
+            self._display.step(step, loss, self._writer.snapshot_step)
+            return
+        self._display.line(step, loss, rate, self._writer.snapshot_step)
+        values = {"loss": loss, "samples_per_second": rate, **self._read()}
+        self._board.add(step, values)
 
     def skipped_update(self) -> None:
         """An update was left out, since the gradients were not finite."""

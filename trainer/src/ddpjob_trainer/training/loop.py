@@ -1,8 +1,7 @@
 """The training loop of one process: from the newest snapshot to the last step.
 
-A step is: hand out its batches, a backward for each, finish averaging, exchange a few numbers (or
-leave them to a later step), update, and after the loop's body the snapshot and the question whether
-to stop.
+A step is: hand out its batches, a backward for each, finish averaging, exchange a few numbers
+beside the update, and after the loop's body the snapshot and the question whether to stop.
 """
 
 from __future__ import annotations
@@ -84,9 +83,6 @@ class Loop:
         )
         self._peers = process.shutdown.peers
         self._step: Step | None = None
-        #: Steps whose mean loss is not known yet: index, and this rank's losses.
-        self._untold: list[tuple[int, list[torch.Tensor]]] = []
-        self._told_at_once = False  # what this step's snapshot or check needs
         self._stop = False  # a rank has been told to stop
         self._layout_known = False
 
@@ -116,10 +112,8 @@ class Loop:
         self._progress.phase("done")
 
     def left(self) -> None:
-        """All ranks have left the loop, perhaps early: tell the losses that are not told yet."""
-        if self._untold:
-            self._send()
-            self._heard()
+        """All ranks have left the loop, perhaps within a step: leave no exchange under way."""
+        self._exchange.wait()
 
     def _resume(self) -> None:
         state, config = self._trained.state, self._config
@@ -217,57 +211,33 @@ class Loop:
         step.committed = True
 
     def _tell(self, step: Step, losses: Sequence[float]) -> None:
-        """Start the exchange, if it is time or a snapshot may not be made without it."""
-        counted = zip(losses, step.parts, strict=True)
-        reported = self._nan.report([loss for loss, part in counted if part.samples])
-        self._exchange.add([*reported, *self._averaging.losses(losses)])
-        self._untold.append((step.index, step.losses))
-        done = step.index + 1
-        last = done == self._options.total_steps
-        # Each step is told before a snapshot can hold it, and before a check can end the run.
-        checked = self._snapshots.due(done, last=last) or self._divergence.due(done, snapshot=last)
-        self._told_at_once = last or checked
-        if self._exchange.due or self._told_at_once:
-            self._send()
+        """Start the step's exchange with the other ranks."""
+        counted = [loss for loss, part in zip(losses, step.parts, strict=True) if part.samples]
+        self._exchange.start(
+            {
+                "stop": [float(self._shutdown.signal > 0)],
+                "snapshots": self._snapshots.report(),
+                "not finite": self._nan.report(counted),
+                "losses": self._averaging.losses(losses),
+            }
+        )
 
-    def _send(self) -> None:
-        """Have an exchange under way that tells of all steps until this one."""
-        if self._exchange.under_way and self._exchange.newer:
-            self._heard()
-        if not self._exchange.under_way:
-            self._exchange.start([float(self._shutdown.signal > 0), *self._snapshots.report()])
-
-    def _heard(self) -> dict[int, float]:
-        """Finish the exchange; return mean losses by finished steps."""
-        sums = self._exchange.finish()
-        count = len(sums.rows)
-        told, self._untold = self._untold[:count], self._untold[count:]
-        stop, *saved = sums.head
-        self._stop = stop > 0  # and stays so
-        self._snapshots.learn(saved)
-        means = self._means(told, sums.rows)
-        self._progress.losses(means)
-        for (index, losses), row in zip(told, sums.rows, strict=True):
-            self._nan.after(index, means[index + 1], losses, row[:2])
-        return means
-
-    def _means(
-        self, steps: Sequence[tuple[int, Any]], rows: Sequence[Sequence[float]]
-    ) -> dict[int, float]:
-        pairs = zip(steps, rows, strict=True)
-        return {index + 1: self._averaging.mean_loss(row[2:]) for (index, _), row in pairs}
+    def _hear(self, step: Step) -> float:
+        """Finish the exchange. Return the step's mean loss."""
+        heard = self._exchange.wait()
+        self._stop = heard["stop"][0] > 0
+        self._snapshots.learn(heard["snapshots"])
+        loss = self._averaging.mean_loss(heard["losses"])
+        self._nan.after(step.index, loss, step.losses, heard["not finite"])
+        return loss
 
     def _update(self, index: int, losses: list[float]) -> bool:
         updater = self._trained.updater
         updater.measure()
         # A scaler decides itself: overflows are its daily bread.
         if updater.scaler is None and not self._nan.allows(updater.optimizer, updater.grad_norm):
-            # All ranks are here, since their gradients are equal. If one was changed behind DDP's
-            # back, this waits for ever, and the hang watch ends it.
-            self._send()
-            rows = self._exchange.wait().rows
-            self._progress.losses(self._means(self._untold, rows))
-            self._nan.refuse(index, self._trained.state.module, losses, rows[-1][:2])
+            reported = self._exchange.wait()["not finite"]
+            self._nan.refuse(index, self._trained.state.module, losses, reported)
             updater.forget()
             return False
         return updater.update()
@@ -284,28 +254,16 @@ class Loop:
                 " result will not equal an undisturbed run's bit for bit",
             )
 
-    def _hear(self) -> dict[int, float]:
-        """At the end of a step: finish what need not, or cannot, run on during the next one."""
-        if not (self._exchange.ripe or self._told_at_once):
-            return {}
-        losses = self._heard()
-        # The snapshot of a stop will hold this step; and none waits for more that became longer.
-        if self._untold and (self._stop or self._exchange.due):
-            self._send()
-            losses |= self._heard()
-        return losses
-
     def _end(self, step: Step) -> None:
         """After the loop's body, so that what it does after commit() is in the snapshot too."""
         self.guard.step_ended()
         done = self.finished_steps = step.index + 1
         self._progress.at("agreement")
         with self._peers:
-            losses = self._hear()
+            loss = self._hear(step)
             # Before a snapshot can hold this step: whoever resumes after it does not tell of it.
             self._recorder.stepped(done, step.losses)
-            self._progress.stepped(done)
-            self._progress.losses(losses)
+            self._progress.stepped(done, loss)
             last = self._stop or done == self._options.total_steps
             due = self._snapshots.due(done, last=last)
             if self._divergence.due(done, snapshot=due):
