@@ -100,6 +100,26 @@ BAD = {
         301,
         ("spec.restart.backoff", "must not be greater than maxSeconds"),
     ),
+    "healAfterSeconds -1": Bad(
+        "spec.restart.healAfterSeconds", -1, ("spec.restart.healAfterSeconds", "0")
+    ),
+    **{
+        f"progress path {path!r}": Bad(
+            "spec.restart.progressPath", path, ("spec.restart.progressPath", "/data/checkpoints")
+        )
+        for path in (
+            "checkpoints",
+            "/a/",
+            "/a//b",
+            "/a/../b",
+            "/a/.",
+            "/a/$(NAME)",
+            "/a*/b",
+            "/a\nb",
+            "/proc/1",
+        )
+    },
+    "progress path empty": Bad("spec.restart.progressPath", "", ("spec.restart.progressPath",)),
     "rounds 0": Bad("spec.restart.inPlace.maxWithoutProgress", 0, ("inPlace.maxWithoutProgress",)),
     "startup deadline 0": Bad("spec.startupDeadlineSeconds", 0, ("spec.startupDeadlineSeconds",)),
     "active deadline 0": Bad("spec.activeDeadlineSeconds", 0, ("spec.activeDeadlineSeconds",)),
@@ -368,6 +388,9 @@ GOOD = {
         ],
     ),
     "maxRestarts 0": ("spec.restart.maxRestarts", 0),
+    "healAfterSeconds 0": ("spec.restart.healAfterSeconds", 0),
+    "progress path": ("spec.restart.progressPath", "/data/my run:1/last.ckpt"),
+    "progress path with a pattern": ("spec.restart.progressPath", "/out/checkpoint-*"),
     "ttl 0": ("spec.ttlSecondsAfterFinished", 0),
 }
 
@@ -405,6 +428,7 @@ def test_defaults(plane: Cluster) -> None:
             "maxDisruptions": 100,
             "backoff": {"initialSeconds": 1, "maxSeconds": 300},
             "inPlace": {"enabled": True, "maxWithoutProgress": 3},
+            "healAfterSeconds": 3600,
         },
         "snapshot": {**SNAPSHOT, "everySteps": 50, "keep": 3, "resume": "Auto"},
         "hang": {"startupSeconds": 600, "stepSeconds": 300, "snapshotSeconds": 600},

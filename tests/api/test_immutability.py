@@ -122,6 +122,8 @@ FREE = {
     "maxRestarts": ("spec.restart.maxRestarts", 5),
     "backoff": ("spec.restart.backoff", {"maxSeconds": 10}),
     "inPlace": ("spec.restart.inPlace", {"enabled": False}),
+    "healAfterSeconds": ("spec.restart.healAfterSeconds", 60),
+    "progressPath": ("spec.restart.progressPath", "/data/checkpoints"),
     "rules": ("spec.restart.rules", [{"exitCodes": [3], "action": "Fail"}]),
 }
 

@@ -99,7 +99,8 @@ properties:
       maxRestarts:
         description: >-
           Exactly so many restarts are allowed for failures of the program; the next failure
-          ends the job. A newer committed snapshot heals the budget. 0 means none.
+          ends the job. Progress heals the budget (a newer committed snapshot, or a newer file at
+          progressPath), and so do healAfterSeconds without a failure. 0 means none.
         type: integer
         format: int32
         minimum: 0
@@ -108,7 +109,7 @@ properties:
       maxDisruptions:
         description: >-
           So many restarts are allowed for causes outside the program (eviction, preemption,
-          drain, lost node), which maxRestarts does not count.
+          drain, lost node), which maxRestarts does not count. It heals as maxRestarts does.
         type: integer
         format: int32
         minimum: 0
@@ -155,13 +156,47 @@ properties:
             default: true
           maxWithoutProgress:
             description: >-
-              So many restarts in place in a row are made without a newer snapshot; the next
-              failure ends the attempt, and the pods are replaced or the job fails.
+              So many restarts in place in a row are made without progress; the next failure
+              ends the attempt, and the pods are replaced or the job fails. Progress is what
+              heals maxRestarts.
             type: integer
             format: int32
             minimum: 1
             maximum: 1000
             default: 3
+      healAfterSeconds:
+        description: >-
+          So many seconds of a gang that runs and in which nothing failed, no process either,
+          heal maxRestarts, maxDisruptions and maxWithoutProgress: for programs that keep
+          checkpoints of their own, which the operator cannot see. 0 means never by time.
+        type: integer
+        format: int32
+        minimum: 0
+        maximum: 31536000
+        default: 3600
+      progressPath:
+        description: >-
+          File or directory in the trainer container that the program writes as it gets on, for
+          example its directory of checkpoints; * in the last part stands for any characters. A
+          newer time of modification, in a directory of any file down to three levels, is
+          progress: name nothing that every start writes too, such as logs. Our launcher reads
+          it (ddpjob-trainer run), that of replica 0. A change holds from the next attempt on.
+        type: string
+        minLength: 2
+        maxLength: 512
+        x-kubernetes-validations:
+          - rule: >-
+              self.startsWith('/') && !self.endsWith('/') && !self.contains('//')
+              && !self.contains('$(') && !self.matches('[*].*/') && !self.split('/').exists(p, p == '.' || p == '..')
+              && !self.matches('[\\x00-\\x1f\\x7f]')
+            message: >-
+              spec.restart.progressPath must be an absolute path of a file or directory other than
+              "/", without "//", "." or ".." parts, "$(", control characters, a final "/" and "*"
+              before the last part, for example /data/checkpoints or /data/out/checkpoint-*
+          - rule: "!self.matches('^/(dev|proc|sys)(/|$)')"
+            message: >-
+              spec.restart.progressPath must not lie in /dev, /proc or /sys: name what the program
+              writes, for example /data/checkpoints
       rules:
         description: >-
           Exceptions from the usual treatment of failures. The first rule that matches wins.

@@ -142,7 +142,7 @@ properties:
         format: int32
       charged:
         description: >-
-          Restarts charged to restart.maxRestarts since a snapshot was last committed.
+          Restarts charged to restart.maxRestarts since it last healed.
         type: integer
         format: int32
       inPlace:
@@ -159,20 +159,26 @@ properties:
         format: int32
       disruptions:
         description: >-
-          Restarts for causes outside the program; maxDisruptions bounds them. A newer snapshot
-          heals them too.
+          Restarts for causes outside the program since the budget last healed; maxDisruptions
+          bounds them.
         type: integer
         format: int32
       consecutive:
-        description: Restarts in a row without a newer snapshot; drives the backoff.
+        description: Restarts in a row without progress; drives the backoff.
         type: integer
         format: int32
       snapshotStep:
         description: >-
-          Step of the newest committed snapshot known at the last charged restart. A newer
-          one heals the budget.
+          Step of the newest committed snapshot known at the last restart. A newer one heals the
+          budget.
         type: integer
         format: int64
+      fileModifiedAt:
+        description: >-
+          Newest time of modification at restart.progressPath known at the last restart, UTC of
+          whoever keeps the file. A newer one heals the budget.
+        type: string
+        format: date-time
   replicas:
     description: Replicas of the current attempt by state.
     type: object
@@ -226,6 +232,11 @@ properties:
         description: Step of the newest committed snapshot.
         type: integer
         format: int64
+      fileModifiedAt:
+        description: >-
+          Newest time of modification at restart.progressPath, UTC of whoever keeps the file.
+        type: string
+        format: date-time
       updatedAt:
         description: When the trainer reported it, UTC.
         type: string
@@ -255,6 +266,10 @@ properties:
         format: date-time
       runningAt:
         description: When all replicas of the current attempt ran.
+        type: string
+        format: date-time
+      lastRoundAt:
+        description: When the operator last heard of a restart in place of the current attempt.
         type: string
         format: date-time
       nextRestartAt:

@@ -46,10 +46,14 @@ SNAPSHOT_RESUME: Final = "DDPJOB_SNAPSHOT_RESUME"  # Auto | Never
 METRICS_PORT: Final = "DDPJOB_METRICS_PORT"
 HUB_PORT: Final = "DDPJOB_HUB_PORT"
 GRACE_SECONDS: Final = "DDPJOB_GRACE_SECONDS"
-#: Rounds in a row without a newer snapshot before the attempt ends; 0 or unset: no rounds.
+#: Rounds in a row without progress before the attempt ends; 0 or unset: no rounds.
 IN_PLACE_MAX_WITHOUT_PROGRESS: Final = "DDPJOB_IN_PLACE_MAX_WITHOUT_PROGRESS"
 #: Exit codes that end the attempt at once, "3,42": those that spec.restart.rules answer with Fail.
 IN_PLACE_FINAL_EXIT_CODES: Final = "DDPJOB_IN_PLACE_FINAL_EXIT_CODES"
+#: Seconds without a failure that count as progress; 0 or unset: time never does.
+HEAL_AFTER_SECONDS: Final = "DDPJOB_HEAL_AFTER_SECONDS"
+#: A file or directory that the program writes: a newer mtime there is progress.
+PROGRESS_PATH: Final = "DDPJOB_PROGRESS_PATH"
 HANG_STARTUP_SECONDS: Final = "DDPJOB_HANG_STARTUP_SECONDS"
 HANG_STEP_SECONDS: Final = "DDPJOB_HANG_STEP_SECONDS"
 HANG_SNAPSHOT_SECONDS: Final = "DDPJOB_HANG_SNAPSHOT_SECONDS"
@@ -134,6 +138,7 @@ class TerminationReport(TypedDict, total=False):
     loss: float
     round: int  # rounds before this one, hence restarts in place
     snapshotStep: int  # step of the newest committed snapshot
+    fileModifiedAt: str  # newest mtime at the progress path, RFC 3339, UTC
     rounds: list[Round]  # the newest, oldest first, as many as fit
 
 
@@ -149,6 +154,7 @@ class State(TypedDict, total=False):
     loss: float
     samplesPerSecond: float
     snapshotStep: int
+    fileModifiedAt: str  # newest mtime at the progress path, RFC 3339, UTC
     updatedAt: str  # RFC 3339, UTC
     rounds: list[Round]  # the last ones that ended, oldest first
     stacks: str  # of all threads of a process that hung

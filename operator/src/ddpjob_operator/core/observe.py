@@ -83,6 +83,7 @@ class Report:
     loss: float | None = None
     round: int | None = None
     snapshot_step: int | None = None
+    file_at: datetime | None = None
     rounds: tuple[Round, ...] = ()
 
 
@@ -214,6 +215,7 @@ def progress(raw: object, now: datetime) -> Progress | None:
         loss=_rounded(raw.get("loss"), 6),
         samples_per_second=_rounded(raw.get("samplesPerSecond"), 4),
         snapshot_step=_count(raw.get("snapshotStep")),
+        file_at=parse_time(raw.get("fileModifiedAt")),
         updated_at=now,
     )
 
@@ -329,6 +331,7 @@ def _report(text: object) -> Report | None:
         loss=_rounded(raw.get("loss"), 6),
         round=_count(raw.get("round"), _ROUNDS),
         snapshot_step=_count(raw.get("snapshotStep")),
+        file_at=parse_time(raw.get("fileModifiedAt")),
         rounds=_round_records(raw.get("rounds")),
     )
 

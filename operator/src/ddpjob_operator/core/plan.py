@@ -28,7 +28,7 @@ from ddpjob_operator.core.actions import (
     WriteStatus,
 )
 from ddpjob_operator.core.observe import Job, Pod
-from ddpjob_operator.core.policy import finish, report, restart, rounds, startup
+from ddpjob_operator.core.policy import finish, heal, report, restart, rounds, startup
 from ddpjob_operator.core.status import Failure, Status
 from ddpjob_operator.core.view import Change, View, look
 
@@ -96,6 +96,7 @@ def _decide(view: View) -> Change:
         return change.condition("Invalid", True, "TemplateChanged", what, view.now)
     change = change.condition("Invalid", False, "Valid", "", view.now)
     loss = _loss(view)
+    change = heal.budgets(view, change)
     if loss is not None:
         return restart.after(view, change, loss)
     if len(view.succeeded) == view.spec.replicas:
@@ -309,7 +310,7 @@ def _retry_at(view: View, refusal: Refusal) -> datetime:
 def _wake(view: View) -> float | None:
     """Seconds until time alone may change the answer."""
     status, now = view.status, view.now
-    times = [status.timings.next_restart_at, finish.active_deadline(view)]
+    times = [status.timings.next_restart_at, finish.active_deadline(view), heal.due(view, status)]
     if status.phase == "Starting":
         times.append(startup.deadline(view))
     if status.phase in ("Pending", "Starting", "Restarting") and status.timings.attempt_started_at:

@@ -189,6 +189,7 @@ def _env(job: Job, spec: Spec, attempt: int, replica: int, grace: int) -> list[d
         contract.GRACE_SECONDS: grace,
         contract.IN_PLACE_MAX_WITHOUT_PROGRESS: spec.restart.in_place,
         contract.IN_PLACE_FINAL_EXIT_CODES: _final_exit_codes(spec.restart),
+        contract.HEAL_AFTER_SECONDS: spec.restart.heal_after,
         contract.HANG_STARTUP_SECONDS: spec.hang.startup,
         contract.HANG_STEP_SECONDS: spec.hang.step,
         contract.HANG_SNAPSHOT_SECONDS: spec.hang.snapshot,
@@ -204,6 +205,8 @@ def _env(job: Job, spec: Spec, attempt: int, replica: int, grace: int) -> list[d
             contract.SNAPSHOT_KEEP: spec.snapshot.keep,
             contract.SNAPSHOT_RESUME: spec.snapshot.resume,
         }
+    if spec.restart.progress_path:
+        env[contract.PROGRESS_PATH] = spec.restart.progress_path
     return [{"name": key, "value": str(value)} for key, value in env.items()]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpjob_operator.core import observe
-from ddpjob_operator.core.lenient import integer, mapping
+from ddpjob_operator.core.lenient import integer, mapping, text
 
 GPU = "nvidia.com/gpu"
 
@@ -39,7 +39,9 @@ class Restart:
     max_disruptions: int
     initial_seconds: float
     max_seconds: float
-    in_place: int  # rounds without a newer snapshot before the attempt ends; 0: no rounds
+    in_place: int  # rounds without progress before the attempt ends; 0: no rounds
+    heal_after: int  # seconds without a failure that heal the budgets; 0: never by time
+    progress_path: str  # a file or directory whose newer mtime is progress; "": none
     rules: tuple[Rule, ...]
 
     def ruled(self, exit_code: int | None, reasons: Set[str]) -> str | None:
@@ -169,6 +171,8 @@ def _restart(raw: Mapping[str, Any]) -> Restart:
         initial_seconds=float(backoff.get("initialSeconds", 1)),
         max_seconds=float(backoff.get("maxSeconds", 300)),
         in_place=integer(in_place.get("maxWithoutProgress"), 3) if on else 0,
+        heal_after=integer(raw.get("healAfterSeconds"), 3600),
+        progress_path=text(raw.get("progressPath")),
         rules=rules,
     )
 

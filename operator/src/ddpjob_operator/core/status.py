@@ -34,7 +34,7 @@ def parse_time(text: object) -> datetime | None:
         at = datetime.fromisoformat(text)
     except ValueError:
         return None
-    if at.year > 9000:  # adding a deadline to it would overflow
+    if not 1 < at.year <= 9000:  # adding a deadline or a time zone to it would overflow
         return None
     return at if at.tzinfo else at.replace(tzinfo=UTC)
 
@@ -75,8 +75,9 @@ class Condition:
 class Restarts:
     """Counters of restarts. ``charged`` and ``disruptions`` are the two budgets in use.
 
-    Both heal (back to 0) when a restart finds a snapshot newer than ``snapshot_step``, the
-    newest one known at the restart before; ``consecutive`` drives the backoff and heals too.
+    policy/heal.py says when both heal (back to 0). ``snapshot_step`` and ``file_at``, the mtime
+    of the progress path, are the newest that were known at the last restart: what is newer is
+    progress. ``consecutive`` drives the backoff and heals too.
     ``in_place``: restarts of processes only, over all attempts; ``round``: how many of them
     were in the current attempt, so that each is counted once however often it is heard of.
     """
@@ -88,6 +89,7 @@ class Restarts:
     in_place: int = 0
     round: int = 0
     snapshot_step: int = 0
+    file_at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +136,17 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far training is. Steps are finished optimizer steps; loss is dimensionless."""
+    """How far training is. Steps are finished optimizer steps; loss is dimensionless.
+
+    ``file_at``: newest mtime at the progress path, of a clock that is not ours.
+    """
 
     step: int | None = None
     total_steps: int | None = None
     loss: float | None = None
     samples_per_second: float | None = None
     snapshot_step: int | None = None
+    file_at: datetime | None = None
     updated_at: datetime | None = None
 
 
@@ -151,6 +157,7 @@ class Timings:
     started_at: datetime | None = None
     attempt_started_at: datetime | None = None
     running_at: datetime | None = None
+    last_round_at: datetime | None = None  # a restart in place of this attempt was heard of
     next_restart_at: datetime | None = None
     completed_at: datetime | None = None
     last_recovery_seconds: float | None = None
@@ -215,15 +222,7 @@ def to_dict(status: Status) -> dict[str, Any]:
             "attempt": status.attempt,
             "membersSince": status.members_since,
             "templateHash": status.template_hash,
-            "restarts": {
-                "total": status.restarts.total,
-                "charged": status.restarts.charged,
-                "disruptions": status.restarts.disruptions,
-                "consecutive": status.restarts.consecutive,
-                "inPlace": status.restarts.in_place,
-                "round": status.restarts.round,
-                "snapshotStep": status.restarts.snapshot_step,
-            },
+            "restarts": _restarts_to_dict(status.restarts),
             "ready": f"{status.replicas.ready}/{status.replicas.desired}",
             "replicas": {
                 "desired": status.replicas.desired,
@@ -261,6 +260,7 @@ def from_dict(body: object) -> Status:
             in_place=integer(restarts.get("inPlace")),
             round=integer(restarts.get("round")),
             snapshot_step=integer(restarts.get("snapshotStep")),
+            file_at=parse_time(restarts.get("fileModifiedAt")),
         ),
         replicas=Replicas(
             desired=integer(replicas.get("desired")),
@@ -332,6 +332,21 @@ def _failures(items: object) -> list[Failure]:
     return found[-MAX_FAILURES:]
 
 
+def _restarts_to_dict(restarts: Restarts) -> dict[str, Any]:
+    return _present(
+        {
+            "total": restarts.total,
+            "charged": restarts.charged,
+            "disruptions": restarts.disruptions,
+            "consecutive": restarts.consecutive,
+            "inPlace": restarts.in_place,
+            "round": restarts.round,
+            "snapshotStep": restarts.snapshot_step,
+            "fileModifiedAt": format_time(restarts.file_at) if restarts.file_at else None,
+        }
+    )
+
+
 def _progress_to_dict(progress: Progress) -> dict[str, Any]:
     return _present(
         {
@@ -340,6 +355,7 @@ def _progress_to_dict(progress: Progress) -> dict[str, Any]:
             "loss": progress.loss,
             "samplesPerSecond": progress.samples_per_second,
             "snapshotStep": progress.snapshot_step,
+            "fileModifiedAt": format_time(progress.file_at) if progress.file_at else None,
             "updatedAt": format_time(progress.updated_at) if progress.updated_at else None,
         }
     )
@@ -352,6 +368,7 @@ def _progress_from_dict(raw: Mapping[str, Any]) -> Progress:
         loss=_opt_float(raw.get("loss")),
         samples_per_second=_opt_float(raw.get("samplesPerSecond")),
         snapshot_step=opt_integer(raw.get("snapshotStep")),
+        file_at=parse_time(raw.get("fileModifiedAt")),
         updated_at=parse_time(raw.get("updatedAt")),
     )
 
@@ -361,6 +378,7 @@ def _timings_to_dict(timings: Timings) -> dict[str, Any]:
         "startedAt": timings.started_at,
         "attemptStartedAt": timings.attempt_started_at,
         "runningAt": timings.running_at,
+        "lastRoundAt": timings.last_round_at,
         "nextRestartAt": timings.next_restart_at,
         "completedAt": timings.completed_at,
     }
@@ -375,6 +393,7 @@ def _timings_from_dict(raw: Mapping[str, Any]) -> Timings:
         started_at=parse_time(raw.get("startedAt")),
         attempt_started_at=parse_time(raw.get("attemptStartedAt")),
         running_at=parse_time(raw.get("runningAt")),
+        last_round_at=parse_time(raw.get("lastRoundAt")),
         next_restart_at=parse_time(raw.get("nextRestartAt")),
         completed_at=parse_time(raw.get("completedAt")),
         last_recovery_seconds=_opt_float(raw.get("lastRecoverySeconds")),

@@ -74,6 +74,16 @@ class View:
         told += [report.snapshot_step for report in reports if report]
         return max(step or 0 for step in told)
 
+    @property
+    def file_at(self) -> datetime | None:
+        """The newest mtime at the progress path that anyone has told of."""
+        told = [self.status.progress.file_at, self.status.restarts.file_at]
+        if self.outcomes.progress:
+            told.append(self.outcomes.progress.file_at)
+        reports = (pod.trainer.report for pod in self.members.values())
+        told += [report.file_at for report in reports if report]
+        return max((at for at in told if at is not None), default=None)
+
 
 def look(
     job: Job, spec: Spec, status: Status, pods: Sequence[Pod], outcomes: Outcomes, now: datetime

@@ -92,5 +92,6 @@ def _final_progress(view: View, change: Change) -> Progress:
         loss=report.loss if report.loss is not None else old.loss,
         samples_per_second=old.samples_per_second,
         snapshot_step=report.snapshot_step or old.snapshot_step,
+        file_at=report.file_at or old.file_at,
         updated_at=view.now,
     )

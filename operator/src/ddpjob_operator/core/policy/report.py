@@ -145,6 +145,7 @@ def _progress(old: Progress, new: Progress | None) -> Progress:
             old.samples_per_second if new.samples_per_second is None else new.samples_per_second
         ),
         snapshot_step=old.snapshot_step if new.snapshot_step is None else new.snapshot_step,
+        file_at=old.file_at if new.file_at is None else new.file_at,
         updated_at=old.updated_at,
     )
     return old if merged == old else replace(merged, updated_at=new.updated_at)

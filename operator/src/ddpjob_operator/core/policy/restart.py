@@ -1,7 +1,7 @@
 """What follows a lost member: a new attempt or the end of the job. Budgets live here.
 
 A charged restart is the user's doing and counts against maxRestarts; a free one
-(disruption, infrastructure) counts against maxDisruptions. Both heal with a new snapshot.
+(disruption, infrastructure) counts against maxDisruptions. heal.py gives both back.
 """
 
 from __future__ import annotations
@@ -99,17 +99,14 @@ def _action(view: View, loss: Failure) -> str:
 
 
 def _count(view: View, old: Restarts, free: bool) -> Restarts:
-    newest = view.snapshot_step
-    healed = newest > old.snapshot_step
-    charged, disruptions = (0, 0) if healed else (old.charged, old.disruptions)
-    consecutive = 0 if healed or _ran_long(view) else old.consecutive
     return Restarts(
         total=old.total + 1,
-        charged=charged + (not free),
-        disruptions=disruptions + free,
-        consecutive=consecutive + 1,
+        charged=old.charged + (not free),
+        disruptions=old.disruptions + free,
+        consecutive=(0 if _ran_long(view) else old.consecutive) + 1,
         in_place=old.in_place,
-        snapshot_step=newest,
+        snapshot_step=view.snapshot_step,
+        file_at=view.file_at,
     )
 
 

@@ -49,6 +49,7 @@ def count(view: View, change: Change) -> Change:
         restarts=replace(
             old, round=now, in_place=min(old.in_place + now - counted, _INT32_MAX)
         ),
+        timings=replace(change.status.timings, last_round_at=view.now),
     )  # fmt: skip
 
 

@@ -1,0 +1,281 @@
+"""Stories of budgets that heal: by progress that is seen, or by time in which nothing failed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from ddpjob_operator.core import contract, observe, render, spec, status
+from support.world import START, World, job_object
+
+HOUR = 3600
+#: Of the file server, whose clock has nothing to do with the operator's.
+OLD, NEW, NEWEST = (f"1999-05-05T05:05:0{n}.000000Z" for n in range(3))
+
+
+def running(**fields: Any) -> World:
+    return World(job_object(**fields)).settle().run()
+
+
+def restarted(**fields: Any) -> World:
+    """Running again after one charged restart and one disruption."""
+    world = running(**fields).end(1, 1).wait(1).run()
+    world.vanish(0).wait(1).run()
+    assert spent(world) == (1, 1)
+    world.log.clear()
+    world.events.clear()
+    return world
+
+
+def spent(world: World) -> tuple[int, int]:
+    return world.status["restarts"]["charged"], world.status["restarts"]["disruptions"]
+
+
+def poll(world: World, **state: Any) -> World:
+    """GET /state of replica 0 said so."""
+    raw = {"version": 1, "attempt": world.status["attempt"], **state}
+    found = observe.progress(raw, world.now)
+    world.outcomes = replace(world.outcomes, progress=found, rounds=observe.rounds(raw))
+    return world.settle()
+
+
+def report(**fields: Any) -> str:
+    return json.dumps({"version": 1, "kind": "signal", "rank": 1, "signal": 9, **fields})
+
+
+# --- By time ----------------------------------------------------------------------------------
+
+
+def test_an_hour_without_a_failure_heals_both_budgets_and_the_backoff_in_one_write():
+    world = restarted().wait(10)
+    assert world.plan().requeue_after == HOUR - 10
+    world.wait(HOUR - 11)
+    assert spent(world) == (1, 1)
+    assert world.plan().requeue_after == 1
+    world.wait(1)
+    restarts = world.status["restarts"]
+    assert (spent(world), restarts["consecutive"], restarts["total"]) == ((0, 0), 0, 2)
+    assert world.log == ["status Running 3"]
+    (event,) = world.events
+    assert (event.type, event.reason) == ("Normal", "BudgetHealed")
+    assert event.message == (
+        "3600 s without a failure: the budget is whole again (restarts charged: 1, disruptions: 1)"
+    )
+    # And never again: there is nothing to heal, so nothing to write and nothing to wake for.
+    world.wait(9 * HOUR)
+    assert world.log == ["status Running 3"]
+    assert world.plan().requeue_after is None
+
+
+def test_a_job_that_spent_nothing_is_not_woken_or_written():
+    world = running()
+    world.wait(10)
+    world.log.clear()
+    assert world.plan().requeue_after is None
+    assert world.wait(9 * HOUR).log == []
+
+
+def test_disruptions_alone_heal_too():
+    world = running(restart={"maxDisruptions": 1}).vanish(0).wait(1).run().wait(HOUR)
+    assert spent(world) == (0, 0)
+    assert world.vanish(0).wait(1).run().phase == "Running"
+
+
+def test_the_budget_is_exact_again_after_it_has_healed():
+    world = running(restart={"maxRestarts": 1, "healAfterSeconds": 60})
+    for _ in range(3):
+        world.end(1, 1).run().wait(60)
+        assert (world.phase, spent(world)) == ("Running", (0, 0))
+    world.end(1, 1).run().wait(59)
+    assert world.end(1, 1).phase == "Failed"
+
+
+def test_another_operator_heals_by_the_stored_time():
+    world = restarted().wait(HOUR - 1).restart_operator()
+    world.outcomes = replace(world.outcomes, confirmed_attempt=3, network_attempt=3)
+    assert world.plan().requeue_after == 1
+    assert spent(world.wait(1)) == (0, 0)
+
+
+def test_time_before_running_and_between_attempts_does_not_count():
+    world = restarted(startupDeadlineSeconds=9 * HOUR, restart={"backoff": {"maxSeconds": 9999}})
+    world.wait(HOUR - 1).end(1, 1)
+    assert world.phase != "Running"
+    assert spent(world.wait(2 * HOUR)) == (2, 1)
+    world.run()
+    assert spent(world.wait(HOUR - 1)) == (2, 1)
+    assert spent(world.wait(1)) == (0, 0)
+
+
+def test_a_suspended_job_does_not_heal_by_time():
+    world = restarted().patch(suspend=True).wait(9 * HOUR)
+    assert spent(world) == (1, 1)
+    world.patch(suspend=False).run()
+    assert spent(world.wait(HOUR - 1)) == (1, 1)
+    assert spent(world.wait(1)) == (0, 0)
+
+
+@pytest.mark.parametrize("seconds", [1, HOUR])
+def test_a_gang_found_broken_does_not_heal_by_time_however_long_the_operator_was_away(
+    seconds: int,
+):
+    world = restarted()
+    world.now += timedelta(seconds=seconds)
+    assert spent(world.end(1, 1)) == (2, 1)
+
+
+def test_while_the_cause_of_a_loss_is_waited_for_time_does_not_heal():
+    world = restarted().wait(HOUR - 1)
+    world.end(0, 75)
+    assert world.phase == "Running"
+    assert spent(world.wait(2)) == (1, 1)
+
+
+def test_a_gang_of_which_some_are_done_heals():
+    world = restarted().end(2, 0)
+    assert spent(world.wait(HOUR)) == (0, 0)
+
+
+def test_a_round_starts_the_wait_anew_though_nothing_is_charged_for_it():
+    world = restarted().wait(HOUR - 1)
+    poll(world, round=1)
+    assert world.plan().requeue_after in (2, HOUR)  # the next report, or the healing
+    assert spent(world.wait(HOUR - 1)) == (1, 1)
+    assert spent(world.wait(1)) == (0, 0)
+
+
+def test_a_round_heard_of_when_the_time_is_over_is_no_hour_without_failure():
+    world = restarted()
+    world.now += timedelta(seconds=HOUR)
+    poll(world, round=1)
+    assert spent(world) == (1, 1)
+
+
+def test_zero_turns_healing_by_time_off():
+    world = restarted(restart={"healAfterSeconds": 0})
+    assert world.wait(10).plan().requeue_after is None
+    assert spent(world.wait(99 * HOUR)) == (1, 1)
+
+
+def test_a_change_of_the_time_holds_at_once():
+    world = restarted().wait(100)
+    world.patch(restart={"healAfterSeconds": 60})
+    assert spent(world) == (0, 0)
+
+
+def test_a_status_without_the_time_of_running_does_not_heal_by_time():
+    world = restarted()
+    del world.status["timings"]["runningAt"]
+    assert spent(world.wait(9 * HOUR)) == (1, 1)
+
+
+def test_a_clock_that_was_set_back_only_delays():
+    world = restarted()
+    world.now -= timedelta(hours=2)
+    assert spent(world.settle()) == (1, 1)
+    assert spent(world.wait(3 * HOUR - 1)) == (1, 1)
+    assert spent(world.wait(1)) == (0, 0)
+
+
+# --- By progress ------------------------------------------------------------------------------
+
+
+def test_a_newer_snapshot_heals_as_soon_as_it_is_heard_of():
+    world = poll(restarted(), step=60, snapshotStep=50)
+    assert spent(world) == (0, 0)
+    assert world.log == ["status Running 3"]
+    assert world.events[-1].message.startswith("a newer snapshot, of step 50: the budget")
+    world.end(1, 1).wait(1).run()
+    assert spent(poll(world, step=61, snapshotStep=50)) == (1, 0)
+
+
+def test_a_newer_file_heals_once_for_each_newer_time():
+    world = poll(restarted(), fileModifiedAt=OLD)
+    assert (spent(world), world.log) == ((0, 0), ["status Running 3"])
+    assert world.events[-1].message.startswith("spec.restart.progressPath was written: the budget")
+    assert world.status["progress"]["fileModifiedAt"] == OLD
+    world.end(1, 1).wait(1).run()
+    assert world.status["restarts"]["fileModifiedAt"] == OLD
+    assert spent(poll(world, fileModifiedAt=OLD)) == (1, 0)
+    assert spent(poll(world, fileModifiedAt=NEW)) == (0, 0)
+    assert spent(poll(world.end(1, 1).wait(1).run(), fileModifiedAt=NEW)) == (1, 0)
+
+
+def test_an_older_file_or_none_heals_nothing_and_takes_nothing_back():
+    world = poll(running(), fileModifiedAt=NEW).end(1, 1).run()
+    assert world.status["restarts"]["fileModifiedAt"] == NEW
+    for state in ({"fileModifiedAt": OLD}, {}, {"fileModifiedAt": NEW}):
+        world.wait(3)
+        assert spent(poll(world, **state)) == (1, 0)
+    assert world.status["restarts"]["fileModifiedAt"] == NEW
+    # Newer than what was told last, but not than what was known when the budget was charged.
+    assert spent(poll(world, fileModifiedAt=OLD)) == (1, 0)
+
+
+def test_what_the_last_words_tell_of_the_file_heals_before_the_restart_is_charged():
+    world = running(restart={"maxRestarts": 1})
+    for n, at in enumerate((OLD, NEW, NEWEST)):
+        world.end(1, 137, message=report(fileModifiedAt=at)).run()
+        assert (world.phase, spent(world)) == ("Running", (1, 0)), n
+    world.end(1, 137, message=report(fileModifiedAt=NEWEST))
+    assert world.phase == "Failed"
+
+
+def test_the_operators_clock_and_that_of_the_files_are_never_compared():
+    """Files of 1999, of next year, and an operator in 2026: only later than before counts."""
+    world = poll(restarted(), fileModifiedAt="2099-01-01T00:00:00Z").end(1, 1).wait(1).run()
+    assert spent(poll(world, fileModifiedAt="2098-01-01T00:00:00Z")) == (1, 0)
+    assert spent(poll(world, fileModifiedAt="2099-01-01T00:00:00.000001Z")) == (0, 0)
+
+
+def test_a_job_that_has_succeeded_tells_the_last_time_of_its_file():
+    world = running()
+    for replica in (1, 2, 0):
+        world.end(replica, 0, message=report(kind="success", step=9, fileModifiedAt=NEW))
+    assert world.phase == "Succeeded"
+    assert world.status["progress"]["fileModifiedAt"] == NEW
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        None, 7, True, 1e300, [], {}, "", "soon", "9" * 9999, "0001-01-01T00:00:00+23:59",
+        "9999-12-31T23:59:59-23:59", "2026-13-01T00:00:00Z",
+    ],
+)  # fmt: skip
+def test_a_time_that_is_none_is_not_believed(told: object):
+    world = poll(restarted(), fileModifiedAt=told)
+    assert spent(world) == (1, 1)
+    assert "progress" not in world.status
+    assert spent(world.end(1, 1, message=report(fileModifiedAt=told))) == (2, 1)
+
+
+# --- What the launcher and the status get -----------------------------------------------------
+
+
+def env_of(**fields: Any) -> dict[str, str]:
+    obj = job_object(**fields)
+    body = render.pod(observe.job(obj), spec.parse(obj["spec"]), 1, 0)
+    return {e["name"]: e["value"] for e in body["spec"]["containers"][0]["env"]}
+
+
+def test_the_launcher_is_told_what_counts_as_progress():
+    assert contract.PROGRESS_PATH not in env_of()
+    assert env_of()[contract.HEAL_AFTER_SECONDS] == "3600"
+    env = env_of(restart={"healAfterSeconds": 0, "progressPath": "/data/checkpoints"})
+    assert env[contract.PROGRESS_PATH] == "/data/checkpoints"
+    assert env[contract.HEAL_AFTER_SECONDS] == "0"
+
+
+def test_the_marks_survive_the_way_through_the_status():
+    at = datetime(1999, 5, 5, tzinfo=UTC)
+    old = status.Status(
+        restarts=status.Restarts(file_at=at),
+        progress=status.Progress(file_at=at),
+        timings=status.Timings(last_round_at=START),
+    )
+    assert status.from_dict(status.to_dict(old)) == old
