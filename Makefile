@@ -16,6 +16,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; 
 	$$p -c '$(ENOUGH)' >/dev/null 2>&1 && echo $$p && break; done)
 
 BIN := .venv/bin
+FOREIGN := .venv-foreign/bin
 DEVCLUSTER = $(PYTHON) devcluster/devcluster
 PYTEST := $(BIN)/python -m pytest
 # More arguments for a level's pytest, a demo or a benchmark: make unit ARGS='-k restart -x'
@@ -62,6 +63,11 @@ api: setup programs ## the operator against a real API server and etcd
 .PHONY: trainer
 trainer: setup ## training processes on this machine
 	@$(PYTEST) tests/trainer $(ARGS)
+
+.PHONY: foreign
+foreign: setup ## scripts of Lightning, accelerate and transformers, in an environment with these
+	@$(PYTHON) -m devcluster.venv --requirements requirements --also foreign --link .venv-foreign
+	@$(FOREIGN)/python -m pytest tests/trainer/test_foreign.py $(ARGS)
 
 .PHONY: cluster
 cluster: setup programs images ## all of it on a real cluster with kubelets and containers

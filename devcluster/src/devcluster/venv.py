@@ -3,6 +3,7 @@
 `python -m devcluster.venv --link .venv` installs requirements/dev.txt (every hash checked)
 into the cache and points a symlink at it. Nothing of the checkout itself is installed;
 sources are found through PYTHONPATH, so that two checkouts may share one environment.
+`--also foreign` makes another environment, with requirements/foreign.txt on top.
 `--lock` writes the lock files from the *.in files instead.
 """
 
@@ -24,13 +25,13 @@ from devcluster.failure import Failure
 _FORMAT = "1"
 _NEEDED_GIBIBYTES = 8
 #: dev comes first: it holds all the others, which then keep to its versions.
-_LOCKS = ("dev", "uv", "build", "operator", "torch", "trainer")
+_LOCKS = ("dev", "uv", "build", "operator", "torch", "trainer", "foreign")
 
 
-def environment_dir(requirements: Path) -> Path:
-    """Return where the environment of these lock files and this Python lives."""
-    lock = (requirements / "dev.txt").read_bytes()
-    key = digest(_FORMAT, lock, sys.version, sys.base_prefix, platform.machine())
+def environment_dir(requirements: Path, also: Sequence[str] = ()) -> Path:
+    """Return where the environment of dev.txt, of those also named and of this Python lives."""
+    locks = [lock.read_bytes() for lock in _lock_files(requirements, also)]
+    key = digest(_FORMAT, *locks, sys.version, sys.base_prefix, platform.machine())
     return cache_root() / f"venv-{key}"
 
 
@@ -50,9 +51,9 @@ def ensure_uv(requirements: Path, log: Log) -> Path:
     return home
 
 
-def ensure_environment(requirements: Path, log: Log) -> Path:
+def ensure_environment(requirements: Path, log: Log, also: Sequence[str] = ()) -> Path:
     """Make the environment unless it is there, and return its directory."""
-    home = environment_dir(requirements)
+    home = environment_dir(requirements, also)
     if home.is_dir():
         return home
     uv = ensure_uv(requirements, log)
@@ -66,7 +67,8 @@ def ensure_environment(requirements: Path, log: Log) -> Path:
         install += ["--python", str(aside / "bin/python")]
         with timed(f"making {what} (about 5 GB: torch carries the CUDA libraries)", log):
             _run([*create, "--python", sys.executable, str(aside)], variables)
-            _run([*install, "--requirement", str(requirements / "dev.txt")], variables)
+            locks = [f"--requirement={lock}" for lock in _lock_files(requirements, also)]
+            _run([*install, *locks], variables)
 
     ensure_dir(home, make, log)
     return home
@@ -95,6 +97,10 @@ def point(link: Path, target: Path) -> None:
     aside.unlink(missing_ok=True)
     aside.symlink_to(target)
     aside.rename(link)
+
+
+def _lock_files(requirements: Path, also: Sequence[str]) -> list[Path]:
+    return [requirements / f"{name}.txt" for name in ("dev", *also)]
 
 
 def _uv_variables(uv: Path) -> dict[str, str]:
@@ -133,6 +139,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m devcluster.venv", description=__doc__)
     parser.add_argument("--requirements", type=Path, default=Path("requirements"))
     parser.add_argument("--link", type=Path, help="symlink to point at the environment")
+    parser.add_argument("--also", action="append", default=[], help="a lock file beside dev.txt")
     parser.add_argument("--lock", action="store_true", help="write the lock files instead")
     arguments, options = parser.parse_known_args(words)
     if options and not arguments.lock:
@@ -145,7 +152,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if arguments.lock:
             write_locks(arguments.requirements, options, say)
             return 0
-        home = ensure_environment(arguments.requirements.resolve(), say)
+        home = ensure_environment(arguments.requirements.resolve(), say, arguments.also)
         if arguments.link is not None:
             point(arguments.link, home)
     except Failure as failure:

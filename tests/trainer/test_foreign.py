@@ -1,0 +1,79 @@
+"""Scripts of other trainers, as their manuals have them, under `ddpjob-trainer run`.
+
+A rank is killed, and all go on in place from the checkpoint that the script wrote itself. The
+packages are no dependency of ours: `make foreign` runs this in an environment that has them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.launching import launched
+from support.rounds import kill
+
+SCRIPTS = Path(__file__).parents[1] / "support/foreign"
+RANKS = range(3)
+STEPS, HELD_AFTER = 30, 10  # see toy.py
+SECONDS = 200  # three cold starts of a large package on a busy machine
+#: The package that a script needs.
+FOREIGN = ("accelerate", "lightning", "transformers")
+
+
+@pytest.fixture(params=FOREIGN)
+def script(request: pytest.FixtureRequest) -> Path:
+    if importlib.util.find_spec(request.param) is None:
+        pytest.skip(f"{request.param} is not installed here: make foreign")
+    return SCRIPTS / f"with_{request.param}.py"
+
+
+def outcome(directory: Path) -> list[float]:
+    """The weights at the end, after every step and the same on all ranks."""
+    found = [json.loads((directory / f"ended-{rank}").read_text()) for rank in RANKS]
+    assert [one["step"] for one in found] == [STEPS] * 3
+    assert found[0] == found[1] == found[2]
+    weights: list[float] = found[0]["weights"]
+    return weights
+
+
+def train(script: Path, directory: Path, wait_until: Callable[..., None]) -> dict[str, Any]:
+    """Kill rank 1 where all wait, unless they need not; the termination report."""
+    report = directory / "report"
+    words = ("--nproc", "3", "--termination-log", str(report))
+    with launched(*words, str(script), str(directory)) as launcher:
+        if not (directory / "go").exists():
+            places = [directory / f"at-{rank}" for rank in RANKS]
+            wait_until(
+                lambda: all(p.exists() for p in places) or launcher.poll() is not None,
+                "all ranks at the place where one dies", SECONDS,
+            )  # fmt: skip
+            kill(int(places[1].read_text()))
+            (directory / "go").touch()
+        _, err = launcher.communicate(timeout=SECONDS)
+        assert launcher.returncode == 0, err
+    found: dict[str, Any] = json.loads(report.read_text())
+    return found
+
+
+@pytest.mark.slow
+def test_a_killed_rank_of_an_unmodified_script_comes_back_in_place(
+    script: Path, tmp_path: Path, wait_until: Callable[..., None]
+):
+    calm, killed = tmp_path / "calm", tmp_path / "killed"
+    for directory in (calm, killed):
+        directory.mkdir()
+    (calm / "go").touch()
+    assert train(script, calm, wait_until)["round"] == 0
+    report = train(script, killed, wait_until)
+    assert report["round"] == 1
+    assert (report["rounds"][0]["rank"], report["rounds"][0]["signal"]) == (1, signal.SIGKILL)
+    for rank in RANKS:
+        assert (killed / f"begun-{rank}").read_text().split() == ["0", str(HELD_AFTER)]
+    # Not bit for bit: no word of ours orders the sums of plain DDP after a restart.
+    assert outcome(killed) == pytest.approx(outcome(calm), rel=1e-4, abs=1e-6)
