@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot import shares as division
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.snapshot.write_plan import Captured, Shares, lay_out, measure
@@ -101,3 +102,28 @@ def test_tensors_in_another_order_than_c_train_on_as_if_nothing_had_been(make): 
     for model, optimizer in zip((first, second), optimizers, strict=True):
         train(model, optimizer, range(3, 6))
     assert states[0].sha256(0) == states[1].sha256(0)
+
+
+def test_a_generator_goes_on_where_it_was():  # type: ignore[no-untyped-def]
+    model = nn.Linear(2, 2)
+    states = [TrainingState(model) for _ in range(2)]
+    generators = [[torch.Generator().manual_seed(seed + s) for seed in (1, 7)] for s in (0, 50)]
+    for state, (shared, own) in zip(states, generators, strict=True):
+        state.register("noise", shared)
+        state.register("augmentation", own, per_rank=True)
+    for generator in generators[0]:
+        torch.rand(5, generator=generator)
+    snapshot = stored(states[0])
+    wanted = [torch.rand(4, generator=generator) for generator in generators[0]]
+    states[1].restore(snapshot, 0)
+    for generator, values in zip(generators[1], wanted, strict=True):
+        assert torch.equal(torch.rand(4, generator=generator), values)
+
+
+def test_a_generator_of_another_kind_is_refused():  # type: ignore[no-untyped-def]
+    state = TrainingState(nn.Linear(2, 2))
+    state.register("noise", torch.Generator())
+    snapshot = stored(state)
+    snapshot.tensors["registered/noise/state"] = torch.zeros(16, dtype=torch.uint8)
+    with pytest.raises(ConfigError, match=r"torch\.Generator was of another kind"):
+        state.restore(snapshot, 0)

@@ -14,7 +14,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot.write_plan import Captured
 from ddpjob_trainer.state import rng
 from ddpjob_trainer.state.codec import DTYPES, Flat, flatten, raw, unflatten
-from ddpjob_trainer.state.stateful import Stateful, lay_out_like_parameters
+from ddpjob_trainer.state.stateful import GeneratorState, Stateful, lay_out_like_parameters
 
 #: The text of a rank's own state is filled up to a multiple of this: numbers differ in length,
 #: and what keeps its structure need not be divided and laid out anew.
@@ -94,12 +94,16 @@ class TrainingState:
         self.registered: dict[str, Stateful] = {}
         self.per_rank: dict[str, Stateful] = {}
 
-    def register(self, name: str, obj: Stateful, *, per_rank: bool = False) -> None:
+    def register(
+        self, name: str, obj: Stateful | torch.Generator, *, per_rank: bool = False
+    ) -> None:
         """Add an object to the state. Raises ConfigError.
 
         Rank 0's value counts for all ranks; with ``per_rank`` each rank keeps its own, which
         comes back at the same world size only.
         """
+        if isinstance(obj, torch.Generator):
+            obj = GeneratorState(obj)
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(obj, method, None)):
                 raise ConfigError(f"register({name!r}): {type(obj).__name__} has no {method}()")

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ddpjob_trainer.errors import ConfigError
+
 
 class Stateful(Protocol):
     """Anything with state_dict and load_state_dict: optimizers, schedulers, EMA, your own."""
@@ -17,6 +19,27 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any], /) -> Any:
         """Take back what state_dict() returned."""
         ...
+
+
+class GeneratorState:
+    """A torch.Generator, of any device, as something Stateful."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state: bytes on the CPU, whatever its device."""
+        return {"state": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Put it back. Raises ConfigError for the state of a generator of another kind."""
+        try:
+            self._generator.set_state(state["state"])
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(
+                "a registered torch.Generator was of another kind when the snapshot was made:"
+                f" this one is on {self._generator.device} ({error})"
+            ) from error
 
 
 def lay_out_like_parameters(obj: object) -> None:

@@ -130,9 +130,12 @@ class Run:
         )
         return self._trained.model, optimizer
 
-    def register(self, name: str, obj: Stateful, *, per_rank: bool = False) -> None:
-        """Keep one more object with state_dict and load_state_dict in the snapshots.
+    def register(
+        self, name: str, obj: Stateful | torch.Generator, *, per_rank: bool = False
+    ) -> None:
+        """Keep one more object in the snapshots.
 
+        It has state_dict() and load_state_dict(), or is a torch.Generator of any device.
         Rank 0's value is kept; with ``per_rank`` that of each rank, for the same world size.
         """
         self._ready("register()").state.register(name, obj, per_rank=per_rank)
