@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import select
@@ -10,9 +11,10 @@ import subprocess
 import sys
 import termios
 import time
+import urllib.request
 from pathlib import Path
 
-from support.launching import RUN, SOURCES, launch, run
+from support.launching import RUN, SOURCES, free_ports, launch, launched, run
 
 
 def test_what_cannot_be_started_has_the_shells_exit_codes(tmp_path):  # type: ignore[no-untyped-def]
@@ -103,3 +105,40 @@ def test_a_slow_reader_of_a_non_blocking_pipe_gets_every_line(script):  # type: 
 
 def _waiting(fd: int) -> int:
     return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, b"0000"), sys.byteorder)
+
+
+def test_a_newer_file_of_the_program_is_progress(script, tmp_path, wait_until):  # type: ignore[no-untyped-def]
+    """Three rounds write their checkpoint before they fail, then two in a row do not."""
+    path, go, report = tmp_path / "checkpoints" / "last", tmp_path / "go", tmp_path / "report"
+    path.parent.mkdir()
+    program = script(f"""
+round = int(os.environ["DDPJOB_ROUND"])
+if round < 3:
+    open({str(path)!r}, "a").close()
+    os.utime({str(path)!r}, (0, round + 1))
+while round == 3 and not os.path.exists({str(go)!r}):
+    time.sleep(0.01)
+sys.exit(1)
+""")
+    (port,) = free_ports(1)
+    words = ("--max-rounds-without-progress", "1", "--termination-log", str(report))
+    more = ("--progress-path", str(path.parent), "--metrics-port", str(port))
+    third = "1970-01-01T00:00:03.000000Z"
+
+    def told() -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/state", timeout=5) as answer:
+                return bool(json.load(answer).get("fileModifiedAt") == third)
+        except OSError:
+            return False
+
+    with launched(*words, *more, program) as launcher:
+        wait_until(told, "the time of the third checkpoint in /state")
+        go.touch()
+        _, err = launcher.communicate(timeout=60)
+    assert (launcher.returncode, "failed 2 times without progress in between" in err) == (1, True)
+    found = json.loads(report.read_text())
+    assert (found["round"], found["fileModifiedAt"]) == (3, third)
+    # The same without a word about the path.
+    run(*words, program)
+    assert json.loads(report.read_text())["round"] == 1

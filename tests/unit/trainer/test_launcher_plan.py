@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from ddpjob_trainer import contract
@@ -53,6 +55,30 @@ def test_rounds_without_progress(script, env, given, rounds):  # type: ignore[no
     made = plan(script, env, rounds_without_progress=given)
     assert made.rounds_without_progress == rounds
     assert made.spares == (made.nproc if rounds else 0)
+
+
+@pytest.mark.parametrize(
+    ("env", "given", "seconds"),
+    [
+        ({}, None, 3600),
+        ({}, 0, 0),
+        (POD, None, 0),  # an operator of before did not say
+        (POD | {contract.HEAL_AFTER_SECONDS: "0"}, None, 0),
+        (POD | {contract.HEAL_AFTER_SECONDS: "70"}, None, 70),
+        (POD | {contract.HEAL_AFTER_SECONDS: "70"}, 5, 5),
+    ],
+)
+def test_time_without_a_failure_that_counts_as_progress(script, env, given, seconds):  # type: ignore[no-untyped-def]
+    assert plan(script, env, heal_after=given).heal_after == seconds
+    with pytest.raises(ConfigError, match="--heal-after -1"):
+        plan(script, env, heal_after=-1)
+
+
+def test_the_progress_path(script):  # type: ignore[no-untyped-def]
+    told = POD | {contract.PROGRESS_PATH: "/data/ckpt"}
+    assert plan(script, POD).progress_path is None
+    assert plan(script, told).progress_path == Path("/data/ckpt")
+    assert plan(script, told, progress_path=Path("mine")).progress_path == Path("mine")
 
 
 def test_fewer_rounds_than_none_are_refused(script):  # type: ignore[no-untyped-def]

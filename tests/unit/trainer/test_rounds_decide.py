@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddpjob_trainer.launcher.hub.root_cause import Exit
-from ddpjob_trainer.launcher.hub.rounds import History, decide
+from ddpjob_trainer.launcher.hub.rounds import History, Limits, decide
 
 KILLED, LOST = -9, 75
 
@@ -17,8 +17,11 @@ def exits(*statuses: int, ours: tuple[int, ...] = ()) -> list[Exit]:
     ]
 
 
-def verdict_of(history: History, found: list[Exit], snapshot_step: int = -1, budget: int = 3):  # type: ignore[no-untyped-def]
-    return decide(history, found, snapshot_step, budget=budget, nproc=2, at="2026-01-01T00:00:00Z")
+def verdict_of(  # type: ignore[no-untyped-def]
+    history: History, found: list[Exit], snapshot_step: int = -1, budget: int = 3, **more
+):
+    limits = Limits(budget, heal_after=60)
+    return decide(history, found, snapshot_step, limits, nproc=2, at="2026-01-01T00:00:00Z", **more)
 
 
 @pytest.mark.parametrize(
@@ -51,9 +54,8 @@ def test_what_a_restart_cannot_cure_ends_the_attempt(code):  # type: ignore[no-u
 
 def test_an_exit_code_that_the_users_rules_fail_ends_the_attempt() -> None:
     def following(code: int) -> History | None:
-        at = "2026-01-01T00:00:00Z"
-        final = frozenset({3, 42})
-        return decide(History(), exits(LOST, code), 9, budget=3, nproc=2, at=at, final=final).next
+        limits = Limits(3, final=frozenset({3, 42}))
+        return decide(History(), exits(LOST, code), 9, limits, nproc=2, at="2026-01-01").next
 
     assert following(3) is None
     assert following(42) is None
@@ -84,6 +86,32 @@ def failures(budget: int, *snapshot_steps: int) -> list[bool]:
 )
 def test_the_budget_counts_failures_without_a_newer_snapshot(budget, steps, followed):  # type: ignore[no-untyped-def]
     assert failures(budget, *steps) == followed
+
+
+@pytest.mark.parametrize(
+    ("budget", "modified", "lasted", "followed"),
+    [
+        (1, (-1, 5, 6, 6), (1, 1, 1, 1), [True, True, True, False]),  # each newer file heals
+        (1, (9, 5, 9), (1, 1, 1), [True, False]),  # an older one does not
+        (1, (-1, -1, -1, -1), (1, 60, 61, 59), [True, True, True, False]),  # and so does time
+    ],
+)
+def test_a_newer_file_and_a_long_round_are_progress_too(budget, modified, lasted, followed):  # type: ignore[no-untyped-def]
+    history, found = History(), []
+    for mtime, seconds in zip(modified, lasted, strict=True):
+        verdict = verdict_of(history, exits(KILLED), -1, budget, modified=mtime, lasted=seconds)
+        found.append(verdict.next is not None)
+        if verdict.next is None:
+            break
+        history = verdict.next
+    assert found == followed
+
+
+def test_time_is_no_progress_where_that_is_off():
+    history = History(failures=1)
+    found = decide(history, exits(KILLED), -1, Limits(1), nproc=2, at="2026-01-01", lasted=1e9)
+    assert found.next is None
+    assert found.why == "failed 2 times without progress in between"
 
 
 def test_the_record_of_a_round():  # type: ignore[no-untyped-def]

@@ -24,6 +24,7 @@ from ddpjob_trainer.launcher.hub.messages import (
     Welcome,
 )
 from ddpjob_trainer.launcher.hub.root_cause import CAUSE_WAIT_SECONDS, Exit
+from ddpjob_trainer.launcher.hub.rounds import Limits
 
 GANG = Hello("uid", 4, replicas=3, nproc=2, replica=0)
 
@@ -33,8 +34,12 @@ class Scene:
 
     def __init__(self, budget: int = 3, here: tuple[int, ...] = (0, 1, 2)) -> None:
         self.posted: list[tuple[int, Message]] = []
+        self.modified = -1
         self.hub = Hub(
-            GANG, budget, lambda replica, message: self.posted.append((replica, message))
+            GANG,
+            Limits(budget, heal_after=60),
+            lambda replica, message: self.posted.append((replica, message)),
+            lambda: self.modified,
         )
         for replica in here:
             assert self.hub.admit(dataclasses.replace(GANG, replica=replica)) is None
@@ -79,11 +84,30 @@ def test_a_death_stops_all_and_the_next_round_waits_for_all() -> None:
     assert scene.told() == scene.everyone(Stop(1))
 
 
+@pytest.mark.parametrize(
+    ("lasted", "modified", "end"),
+    [(1.0, -1, End), (60.0, -1, Go), (1.0, 7, Go)],
+)
+def test_how_long_a_round_lasted_and_a_newer_file_count_as_progress(
+    lasted: float, modified: int, end: type[Message]
+) -> None:
+    scene = Scene(budget=1)
+    scene.hub.tick(100.0)
+    scene.fails(1, -9, now=101.0)
+    scene.stops(0, 1, 2, now=101.0)
+    assert isinstance(scene.told()[2][-1], Go)
+    scene.hub.tick(200.0)
+    scene.modified = modified
+    scene.fails(1, -9, now=200.0 + lasted, round_=1)
+    scene.stops(0, 1, 2, now=200.0 + lasted, round_=1)
+    assert isinstance(scene.told()[2][-1], end)
+
+
 def test_without_rounds_a_launcher_is_alone_with_the_gangs_ranks() -> None:
     """As membership.join has it for replica 2 of 3: a hub of its own, and no round follows."""
     posted: list[Message] = []
     alone = Hello("uid", 4, replicas=1, nproc=1, replica=0)
-    hub = Hub(alone, 0, lambda _, message: posted.append(message))
+    hub = Hub(alone, Limits(0), lambda _, message: posted.append(message))
     assert hub.admit(alone) is None
     hub.receive(0, Failed(0, (Exit(2, 0, -9, 0.0),), 0), 0.0)
     hub.receive(0, Stopped(0, (), -1), 0.1)

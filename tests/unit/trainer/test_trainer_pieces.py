@@ -10,7 +10,7 @@ import pytest
 from ddpjob_trainer.data.sampler import DataOrder, permutation
 from ddpjob_trainer.environment import read_launcher, read_worker
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.launcher import termination
+from ddpjob_trainer.launcher import endpoints, termination
 from ddpjob_trainer.launcher.hub import root_cause
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.liveness.heartbeat import RankState, RankStateWriter, read_state
@@ -155,10 +155,22 @@ def test_collateral_is_waited_on_for_a_moment():  # type: ignore[no-untyped-def]
     assert root_cause.decide([failed(0, 0)], running=2, now=10.5) is None
 
 
+KNOWN = termination.Known(snapshot_step=2)
+
+
+def test_the_last_time_of_the_progress_path_is_in_report_and_state():
+    known = KNOWN.with_modified(1_500_000_000_123_456_789)
+    made = termination.make_report(None, None, [], round_=0, terminated=False, known=known)
+    assert made["fileModifiedAt"] == "2017-07-14T02:40:00.123456Z"
+    body = endpoints.state_body(None, attempt=1, round_=0, known=known)
+    assert body["fileModifiedAt"] == "2017-07-14T02:40:00.123456Z"
+    assert "fileModifiedAt" not in endpoints.state_body(None, attempt=1, round_=0, known=KNOWN)
+
+
 def test_log_lines_go_oldest_first_when_the_report_is_too_long():  # type: ignore[no-untyped-def]
     lines = [f"{n:02d} " + "\u20ac" * 150 for n in range(20)]
     made = termination.make_report(
-        failed(1, 1), None, lines, round_=2, terminated=False, snapshot_step=2
+        failed(1, 1), None, lines, round_=2, terminated=False, known=KNOWN
     )
     data = termination.encode(made)
     assert len(data) <= 2048
@@ -175,12 +187,12 @@ def test_the_exception_is_found_in_a_traceback():  # type: ignore[no-untyped-def
 
 def test_a_loss_that_is_not_a_number_is_left_out():  # type: ignore[no-untyped-def]
     state = RankState(0, step=3, loss=float("nan"))
-    made = termination.make_report(None, state, [], round_=0, terminated=False, snapshot_step=2)
+    made = termination.make_report(None, state, [], round_=0, terminated=False, known=KNOWN)
     assert made == {"version": 1, "kind": "success", "round": 0, "step": 3, "snapshotStep": 2}
 
 
 def test_an_existing_file_only_unless_asked(tmp_path):  # type: ignore[no-untyped-def]
-    made = termination.make_report(None, None, [], round_=0, terminated=False, snapshot_step=2)
+    made = termination.make_report(None, None, [], round_=0, terminated=False, known=KNOWN)
     path = tmp_path / "log"
     assert termination.write(made, path, create=False) == ""
     assert not path.exists()

@@ -100,8 +100,23 @@ def _add_launcher(parser: argparse.ArgumentParser) -> None:
         "--max-rounds-without-progress",
         type=int,
         metavar="N",
-        help="after a failure restart all processes in place, at most N times in a row without a"
-        " newer snapshot; 0: never (default: restart.inPlace of the DDPJob, without one 3)",
+        help="after a failure restart all processes in place, at most N times in a row without"
+        " progress: a newer snapshot, a newer file at --progress-path, or --heal-after seconds; 0:"
+        " never (default: restart.inPlace of the DDPJob, without one 3)",
+    )
+    parser.add_argument(
+        "--heal-after",
+        type=int,
+        metavar="SECONDS",
+        help="so long without a failure is progress; 0: never (default: restart.healAfterSeconds of"
+        " the DDPJob, without one 3600)",
+    )
+    parser.add_argument(
+        "--progress-path",
+        type=Path,
+        metavar="PATH",
+        help="a file or directory that the program writes as it gets on, such as its checkpoints"
+        f" (default: ${contract.PROGRESS_PATH}, else none)",
     )
     parser.add_argument(
         "--spares",
@@ -169,6 +184,8 @@ def _run(
             metrics_port=options.metrics_port,
             termination_log=options.termination_log,
             rounds_without_progress=options.max_rounds_without_progress,
+            heal_after=options.heal_after,
+            progress_path=options.progress_path,
             events=options.events,
             spares=options.spares,
         )

@@ -103,6 +103,8 @@ class LauncherEnvironment:
     metrics_port: int | None
     hub_port: int | None
     rounds_without_progress: int | None  # None: the operator said nothing
+    heal_after: int | None  # seconds, 0: never; None: the operator said nothing
+    progress_path: Path | None
     final_exit_codes: frozenset[int]  # no round follows these
     trace: Path | None
     deadlines: Deadlines
@@ -272,7 +274,7 @@ def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
     nproc = env.get("PET_NPROC_PER_NODE") or env.get(contract.NPROC_PER_NODE) or ""
     if replica and master is None:
         raise ConfigError(f"{contract.REPLICA} is set, so MASTER_ADDR and MASTER_PORT must be too")
-    name = contract.IN_PLACE_MAX_WITHOUT_PROGRESS
+    name, heal = contract.IN_PLACE_MAX_WITHOUT_PROGRESS, contract.HEAL_AFTER_SECONDS
     replicas = _integer(env, "PET_NNODES", _integer(env, contract.REPLICAS, 1), least=1)
     index = _integer(env, contract.REPLICA, 0)
     if replica and index >= replicas:
@@ -289,6 +291,8 @@ def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
         metrics_port=_integer(env, contract.METRICS_PORT, 0) or None,
         hub_port=_integer(env, contract.HUB_PORT, 0) or None,
         rounds_without_progress=_integer(env, name, 0) if env.get(name) else None,
+        heal_after=_integer(env, heal, 0) if env.get(heal) else None,
+        progress_path=_path(env, contract.PROGRESS_PATH),
         final_exit_codes=_exit_codes(env, contract.IN_PLACE_FINAL_EXIT_CODES),
         trace=_path(env, TRACE),
         deadlines=_deadlines(env),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ddpjob_trainer.contract import State
 from ddpjob_trainer.launcher.metrics import LauncherMetrics, launcher_metrics, worker_metrics
+from ddpjob_trainer.launcher.progress_path import NEVER, as_text
 from ddpjob_trainer.launcher.termination import Known
 from ddpjob_trainer.liveness.heartbeat import RankState
 
@@ -40,6 +41,8 @@ def state_body(
     snapshot_step = max(known.snapshot_step, state.snapshot_step if state else -1)
     if snapshot_step >= 0:
         body["snapshotStep"] = snapshot_step
+    if known.modified != NEVER:
+        body["fileModifiedAt"] = as_text(known.modified)
     body["phase"] = state.phase if state else "startup"
     if state is not None and state.phase != "startup":
         body["step"] = state.step

@@ -9,6 +9,7 @@ from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.hub.client import HubClient, Link, LocalLink
 from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.messages import Hello, Message
+from ddpjob_trainer.launcher.hub.rounds import Limits
 from ddpjob_trainer.launcher.hub.server import HubServer
 from ddpjob_trainer.launcher.plan import Plan
 
@@ -42,8 +43,16 @@ class Membership:
             self._server.close()
 
 
-def join(plan: Plan, selector: selectors.BaseSelector, tell: Callable[[str], None]) -> Membership:
-    """Serve the hub, or connect to it. Alone, or without rounds, no socket is opened."""
+def join(
+    plan: Plan,
+    selector: selectors.BaseSelector,
+    tell: Callable[[str], None],
+    modified: Callable[[], int],
+) -> Membership:
+    """Serve the hub, or connect to it. Alone, or without rounds, no socket is opened.
+
+    ``modified``: newest mtime at the progress path, for the hub.
+    """
     together = plan.hub_port is not None
     hello = Hello(
         plan.uid, plan.attempt, plan.replicas if together else 1, plan.nproc,
@@ -63,7 +72,8 @@ def join(plan: Plan, selector: selectors.BaseSelector, tell: Callable[[str], Non
         elif server is not None:
             server.post(replica, message)
 
-    hub = link.hub = Hub(hello, plan.rounds_without_progress, post, plan.final_exit_codes)
+    limits = Limits(plan.rounds_without_progress, plan.heal_after, plan.final_exit_codes)
+    hub = link.hub = Hub(hello, limits, post, modified)
     if together:
         assert plan.hub_port is not None
         try:

@@ -26,6 +26,7 @@ from ddpjob_trainer.launcher.processes.spares import uses_our_library
 from ddpjob_trainer.liveness.hang import Deadlines
 
 DEFAULT_ROUNDS_WITHOUT_PROGRESS = 3
+DEFAULT_HEAL_AFTER_SECONDS = 3600
 
 
 class CannotStartError(Exception):
@@ -53,8 +54,10 @@ class Plan:
     metrics_port: int | None
     termination_log: Path | None
     standalone: bool
-    #: So many rounds may follow one another without a newer snapshot; 0: no rounds.
+    #: So many rounds may follow one another without progress; 0: no rounds.
     rounds_without_progress: int
+    heal_after: int  # a round that lasts so many seconds is progress too; 0: never
+    progress_path: Path | None  # and so is a newer mtime there
     final_exit_codes: frozenset[int]  # besides those that no restart can cure
     hub_port: int | None  # None: alone, or no rounds
     spares: int
@@ -113,6 +116,13 @@ def _rounds(env: LauncherEnvironment, given: int | None, *, standalone: bool) ->
     return DEFAULT_ROUNDS_WITHOUT_PROGRESS if standalone else 0
 
 
+def _heal_after(env: LauncherEnvironment, given: int | None, *, standalone: bool) -> int:
+    if given is not None and given < 0:
+        raise ConfigError(f"--heal-after {given} must be 0 (never) or a number of seconds")
+    default = DEFAULT_HEAL_AFTER_SECONDS if standalone else 0
+    return next(found for found in (given, env.heal_after, default) if found is not None)
+
+
 def _spares(given: str, program: Program, nproc: int, rounds: int, *, ours: bool) -> int:
     """One per worker for a script that uses our library; executables cannot have any."""
     if given != "auto" and not given.isdigit():
@@ -131,6 +141,8 @@ def make_plan(
     metrics_port: int | None = None,
     termination_log: Path | None = None,
     rounds_without_progress: int | None = None,
+    heal_after: int | None = None,
+    progress_path: Path | None = None,
     events: Path | None = None,
     spares: str = "auto",
 ) -> Plan:
@@ -166,6 +178,8 @@ def make_plan(
         termination_log=termination_log,
         standalone=standalone,
         rounds_without_progress=rounds,
+        heal_after=_heal_after(env, heal_after, standalone=standalone),
+        progress_path=progress_path or env.progress_path,
         final_exit_codes=env.final_exit_codes,
         spares=_spares(spares, program, nproc, rounds, ours=ours),
         uses_our_library=ours,

@@ -41,6 +41,7 @@ from ddpjob_trainer.launcher.metrics import LauncherMetrics, forget_dead
 from ddpjob_trainer.launcher.output import OutputPump, stdout_is_terminal
 from ddpjob_trainer.launcher.plan import Plan
 from ddpjob_trainer.launcher.processes import children
+from ddpjob_trainer.launcher.progress_path import ProgressPath
 from ddpjob_trainer.launcher.starter import Starter
 from ddpjob_trainer.telemetry.event_log import EventLog
 
@@ -62,6 +63,8 @@ _ANSWER_SECONDS = 10.0
 #: Workers that have succeeded can be needed again, by a round; not for ever.
 _SUCCESS_SECONDS = 60.0
 _DRAIN_SECONDS = 1.0
+#: For the progress path: a file server that does not answer must not hold us up.
+_LOOK_SECONDS = 0.2
 _UNKILLABLE_SECONDS = 10.0
 
 
@@ -102,6 +105,8 @@ class Supervisor:
         self._since = self._tick  # when the phase began, or the first failure was told
         self._told = 0  # exits that the hub knows of
         self._known = termination.Known()
+        # Beside the hub, which asks for it.
+        self._progress = ProgressPath(plan.progress_path if plan.replica == 0 else None)
         self._ended = termination.Ended()
         self._finished = False
         self._counted = LauncherMetrics()
@@ -119,7 +124,9 @@ class Supervisor:
                 self._pump = OutputPump(
                     prefixed=plan.world_size > 1 and (plan.nproc > 1 or stdout_is_terminal())
                 )
-                self._member = membership.join(plan, self._selector, say)
+                self._member = membership.join(
+                    plan, self._selector, say, lambda: self._progress.newest
+                )
                 self._starter = Starter(plan, self._directory, self._selector, say)
                 self._begin(0, self._tick)
                 http = self._serve()
@@ -130,9 +137,9 @@ class Supervisor:
                     if http is not None:
                         http.shutdown()
                 self._pump.drain(_DRAIN_SECONDS)
-                code = termination.finish(
-                    plan, self._gang, self._pump, self._known, self._ended, say
-                )
+                self._progress.look(_LOOK_SECONDS)
+                known = self._known.with_modified(self._progress.newest)
+                code = termination.finish(plan, self._gang, self._pump, known, self._ended, say)
                 self._member.close()
                 if self._events is not None:
                     self._events.write("end", code=int(code), round=self._gang.round)
@@ -189,7 +196,7 @@ class Supervisor:
             gang.state(0),
             attempt=self._plan.attempt,
             round_=gang.round,
-            known=self._known,
+            known=self._known.with_modified(self._progress.newest),
             stacks=self._hangs.stacks,
         )
 
@@ -334,6 +341,7 @@ class Supervisor:
         self._enter(_Phase.STOPPED, now)
         trace.mark("stopped")
         self._known = self._known.after(gang)
+        self._progress.look(_LOOK_SECONDS)  # the hub decides on it
         self._member.link.send(
             Stopped(gang.round, tuple(gang.exits), self._known.snapshot_step), now
         )

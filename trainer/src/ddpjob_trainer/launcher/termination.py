@@ -27,6 +27,7 @@ from ddpjob_trainer.launcher.hub.messages import End
 from ddpjob_trainer.launcher.hub.root_cause import Exit, kind
 from ddpjob_trainer.launcher.output import OutputPump, exception_in
 from ddpjob_trainer.launcher.plan import Plan
+from ddpjob_trainer.launcher.progress_path import NEVER, as_text
 from ddpjob_trainer.liveness.heartbeat import RankState
 
 _MAX_LINE = 200
@@ -40,6 +41,7 @@ class Known:
     step: int = -1
     snapshot_step: int = -1
     total_steps: int = 0
+    modified: int = NEVER  # newest mtime at the progress path, ns since the epoch
     records: tuple[Round, ...] = ()
 
     def after(self, gang: Gang) -> Known:
@@ -52,6 +54,10 @@ class Known:
             total_steps=state.total_steps if state and known else self.total_steps,
             snapshot_step=max(self.snapshot_step, gang.snapshot_step()),
         )
+
+    def with_modified(self, mtime: int) -> Known:
+        """With what the progress path tells."""
+        return replace(self, modified=mtime)
 
     def with_records(self, records: tuple[Round, ...]) -> Known:
         """With the hub's record of the rounds so far."""
@@ -88,8 +94,7 @@ def finish(
         pump.tail(plan.rank(local_rank)) if failure else [],
         round_=gang.round,
         terminated=ended.signal != 0,
-        snapshot_step=known.snapshot_step,
-        records=known.records,
+        known=known,
         elsewhere=elsewhere,
     )
     path = plan.termination_log
@@ -145,8 +150,7 @@ def make_report(
     *,
     round_: int,
     terminated: bool,
-    snapshot_step: int,
-    records: Sequence[Round] = (),
+    known: Known,
     elsewhere: str = "",
 ) -> TerminationReport:
     """Join what is known of the first failing rank, or of the first rank on success.
@@ -176,10 +180,12 @@ def make_report(
         report["step"] = state.step
         if state.loss is not None and math.isfinite(state.loss):
             report["loss"] = state.loss
-    if snapshot_step >= 0:
-        report["snapshotStep"] = snapshot_step
-    if records:
-        report["rounds"] = list(records)
+    if known.snapshot_step >= 0:
+        report["snapshotStep"] = known.snapshot_step
+    if known.modified != NEVER:
+        report["fileModifiedAt"] = as_text(known.modified)
+    if known.records:
+        report["rounds"] = list(known.records)
     return report
 
 

@@ -26,7 +26,7 @@ from ddpjob_trainer.launcher.hub.messages import (
     Welcome,
 )
 from ddpjob_trainer.launcher.hub.root_cause import Exit
-from ddpjob_trainer.launcher.hub.rounds import History
+from ddpjob_trainer.launcher.hub.rounds import History, Limits
 
 #: From the first Stop until the last launcher has stopped its workers.
 BARRIER_SECONDS = 5.0
@@ -41,16 +41,20 @@ class _Phase(Enum):
 
 
 class Hub:
-    """``gang``: what each launcher's Hello must say. ``budget``, ``final``: see rounds.decide."""
+    """``gang``: what each launcher's Hello must say. ``limits``: see rounds.decide.
+
+    ``modified``: asks for the newest mtime at the progress path; must not block.
+    """
 
     def __init__(
-        self, gang: Hello, budget: int, post: _Post, final: frozenset[int] = frozenset()
+        self, gang: Hello, limits: Limits, post: _Post, modified: Callable[[], int] = lambda: -1
     ) -> None:
         self.history = History()
         self._gang = gang
-        self._budget = budget
-        self._final = final
+        self._limits = limits
         self._post = post
+        self._modified = modified
+        self._begun_at: float | None = None  # when the round began
         self._phase = _Phase.RUNNING
         self._here: set[int] = set()  # replicas admitted and not lost
         self._seen: set[int] = set()  # replicas ever admitted
@@ -151,11 +155,13 @@ class Hub:
 
     def tick(self, now: float) -> float | None:
         """Do what is due; return when to call again at the latest."""
+        if self._begun_at is None:
+            self._begun_at = now
         if self._phase is _Phase.RUNNING:
             return self._stop_when_due(now)
         if self._phase is _Phase.STOPPING:
             if len(self._stopped) == self._gang.replicas:
-                self._decide()
+                self._decide(now - self._begun_at)
                 return None
             assert self._barrier_at is not None
             if now < self._barrier_at:
@@ -180,13 +186,14 @@ class Hub:
         self._tell_all(Stop(self.history.round))
         return self._barrier_at
 
-    def _decide(self) -> None:
+    def _decide(self, lasted: float) -> None:
         decision = rounds.decide(
             self.history,
             self._exits.values(),
             self._snapshot_step,
-            budget=self._budget,
-            final=self._final,
+            self._limits,
+            modified=self._modified(),
+            lasted=lasted,
             nproc=self._gang.nproc,
             at=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         )
@@ -195,6 +202,7 @@ class Hub:
             return
         self.history = decision.next
         self._phase = _Phase.RUNNING
+        self._begun_at = None
         self._begin()
         self._tell_all(Go(self.history.round, self.history.records))
 

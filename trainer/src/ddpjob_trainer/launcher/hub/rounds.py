@@ -19,14 +19,29 @@ FINAL_EXIT_CODES = PERMANENT_EXIT_CODES | {ExitCode.DIVERGED}
 class History:
     """The rounds of this attempt. ``round`` runs now, or is to be decided about.
 
-    ``snapshot_step``: the newest known, -1: none. ``failures``: since it was known.
+    ``snapshot_step``: the newest known, -1: none. ``modified``: newest mtime at the progress path,
+    ns since the epoch, -1: none. ``failures``: since the last progress.
     ``records``: of rounds that ended and were followed by another, the newest, oldest first.
     """
 
     round: int = 0
     snapshot_step: int = -1
+    modified: int = -1
     failures: int = 0
     records: tuple[Round, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """``budget``: so many rounds may follow one another without progress; 0: no rounds.
+
+    ``heal_after``: a round that lasted so many seconds was progress; 0: never. ``final``: exit
+    codes after which the user wants no restart, besides FINAL_EXIT_CODES.
+    """
+
+    budget: int
+    heal_after: float = 0.0
+    final: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,37 +57,41 @@ def decide(
     history: History,
     exits: Collection[Exit],
     snapshot_step: int,
+    limits: Limits,
     *,
-    budget: int,
     nproc: int,
     at: str,
-    final: frozenset[int] = frozenset(),
+    modified: int = -1,
+    lasted: float = 0.0,
 ) -> Verdict:
     """Another round, or the end of the attempt.
 
     ``exits``: of all workers of the round. ``snapshot_step``: the newest any worker knows of.
-    ``budget``: so many rounds may follow one another without a newer snapshot; 0: no rounds.
-    ``nproc``: workers per launcher. ``at``: now, RFC 3339. ``final``: exit codes after which
-    the user wants no restart, besides FINAL_EXIT_CODES.
+    ``nproc``: workers per launcher. ``at``: now, RFC 3339. ``modified``: newest mtime at the
+    progress path. ``lasted``: seconds from the round's begin to its end.
     """
     cause = first_failure(exits)
-    progress = snapshot_step > history.snapshot_step
+    progress = (
+        snapshot_step > history.snapshot_step
+        or modified > history.modified
+        or 0 < limits.heal_after <= lasted
+    )
     failures = 1 if progress else history.failures + 1
     newest = max(snapshot_step, history.snapshot_step)
-    if budget == 0:
+    if limits.budget == 0:
         return Verdict(None, cause, "restart in place is off")
     if cause is not None and cause.code in FINAL_EXIT_CODES:
         return Verdict(None, cause, f"exit code {cause.code} cannot be cured by a restart")
-    if cause is not None and cause.code in final:
+    if cause is not None and cause.code in limits.final:
         return Verdict(None, cause, f"a rule of the job ends it at exit code {cause.code}")
-    if failures > budget:
-        times = "once" if failures == 1 else f"{failures} times"
-        return Verdict(None, cause, f"failed {times} since the newest snapshot was committed")
+    if failures > limits.budget:
+        return Verdict(None, cause, f"failed {failures} times without progress in between")
     record = _record(history.round, cause, newest, nproc=nproc, at=at)
     following = replace(
         history,
         round=history.round + 1,
         snapshot_step=newest,
+        modified=max(modified, history.modified),
         failures=failures,
         records=(*history.records, record)[-STATE_MAX_ROUNDS:],
     )
