@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 
-from ddpjob_trainer.data.sampler import DataOrder, permutation
 from ddpjob_trainer.environment import read_launcher, read_worker
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.launcher import endpoints, termination
@@ -78,50 +77,6 @@ def test_a_launcher_in_a_gang_needs_the_gangs_variables():  # type: ignore[no-un
         read_launcher({**gang, "DDPJOB_REPLICA": "3"})
     with pytest.raises(ConfigError, match="PET_NPROC_PER_NODE='auto'"):
         read_launcher({**gang, "PET_NPROC_PER_NODE": "auto"})
-
-
-# --- Data order -----------------------------------------------------------------------------
-
-
-def test_the_order_is_fixed_for_ever():  # type: ignore[no-untyped-def]
-    """A changed permutation would silently break every resume over an upgrade."""
-    assert permutation(7, 0, 10).tolist() == [8, 3, 7, 2, 1, 5, 9, 0, 4, 6]
-    assert sorted(permutation(7, 1, 1000).tolist()) == list(range(1000))
-    assert permutation(7, 1, 10).tolist() != permutation(7, 0, 10).tolist()
-    assert permutation(8, 0, 10).tolist() != permutation(7, 0, 10).tolist()
-
-
-@pytest.mark.parametrize("shards", [1, 2, 3, 4, 6, 12])
-def test_shards_partition_each_batch_and_batches_an_epoch(shards):  # type: ignore[no-untyped-def]
-    order = DataOrder(seed=3, length=100, global_batch=12)
-    assert order.steps_per_epoch == 8
-    seen: list[int] = []
-    for step in range(8):
-        parts = [order.shard(step, shard, shards) for shard in range(shards)]
-        assert np.concatenate(parts).tolist() == order.batch(step).tolist()
-        seen += order.batch(step).tolist()
-    assert len(set(seen)) == 96  # no sample twice; four are left for other epochs
-    assert order.batch(8).tolist() != order.batch(0).tolist()
-
-
-def test_the_order_does_not_depend_on_how_a_step_was_reached():  # type: ignore[no-untyped-def]
-    order = DataOrder(seed=3, length=50, global_batch=10)
-    forward = [order.batch(step).tolist() for step in range(12)]
-    backward = [order.batch(step).tolist() for step in reversed(range(12))]
-    assert forward == backward[::-1]
-
-
-@pytest.mark.parametrize(
-    ("length", "batch", "shards", "words"),
-    [
-        (5, 6, 1, "fewer than global_batch=6"),
-        (50, 0, 1, "global_batch=0 must be at least 1"),
-        (50, 10, 3, "cannot be divided by 3 processes: use a multiple of 3"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(length, batch, shards, words):  # type: ignore[no-untyped-def]
-    with pytest.raises(ConfigError, match=words):
-        DataOrder(1, length, batch).shard(0, 0, shards)
 
 
 # --- Verdict and report ---------------------------------------------------------------------
@@ -250,7 +205,7 @@ def test_reseeding_gives_torchs_own_stream_without_the_cost_of_cuda_that_never_s
 ):  # type: ignore[no-untyped-def]
     import torch
 
-    from ddpjob_trainer.data.sampler import key64
+    from ddpjob_trainer.data.permutation import key64
     from ddpjob_trainer.state import rng
 
     torch.manual_seed(key64("torch", 5, 3, 1))

@@ -5,8 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ddpjob_trainer.data.sampler import DataOrder, permutation, share
+from ddpjob_trainer.data.sampler import DataOrder, Shuffled, share
 from ddpjob_trainer.errors import ConfigError
+
+
+def shuffled(length: int, batch: int, tail: str) -> DataOrder:
+    return DataOrder(Shuffled(3, length), batch, tail)
+
+
+def samples(order: DataOrder, step: int) -> list[int]:
+    return order.samples(order.batch(step)).tolist()
+
+
+def epoch_of(number: int, length: int) -> list[int]:
+    return Shuffled(3, length).samples(number, np.arange(length)).tolist()
 
 
 def test_shares_are_contiguous_and_differ_by_at_most_one():  # type: ignore[no-untyped-def]
@@ -20,28 +32,27 @@ def test_shares_are_contiguous_and_differ_by_at_most_one():  # type: ignore[no-u
 
 
 def test_pad_fills_up_from_the_start_of_the_same_epoch():  # type: ignore[no-untyped-def]
-    order = DataOrder(3, 10, 4, "pad")
+    order = shuffled(10, 4, "pad")
     assert order.steps_per_epoch == 3
-    whole = permutation(3, 0, 10).tolist()
-    assert order.batch(2).tolist() == whole[8:] + whole[:2]
-    assert order.batch(3).tolist() == permutation(3, 1, 10).tolist()[:4]
-    few = DataOrder(3, 3, 8, "pad")  # fewer samples than one batch
-    assert few.batch(0).tolist() == (permutation(3, 0, 3).tolist() * 3)[:8]
+    whole = epoch_of(0, 10)
+    assert samples(order, 2) == whole[8:] + whole[:2]
+    assert samples(order, 3) == epoch_of(1, 10)[:4]
+    few = shuffled(3, 8, "pad")  # fewer samples than one batch
+    assert samples(few, 0) == (epoch_of(0, 3) * 3)[:8]
 
 
 def test_join_leaves_the_last_batch_small_and_sees_every_sample_once():  # type: ignore[no-untyped-def]
-    order = DataOrder(3, 10, 4, "join")
+    order = shuffled(10, 4, "join")
     sizes = [len(order.batch(step)) for step in range(6)]
     assert sizes == [4, 4, 2, 4, 4, 2]
-    epoch = np.concatenate([order.batch(step) for step in range(3)])
-    assert sorted(epoch.tolist()) == list(range(10))
-    assert len(DataOrder(3, 3, 8, "join").batch(5)) == 3
+    assert sorted(samples(order, 0) + samples(order, 1) + samples(order, 2)) == list(range(10))
+    assert len(shuffled(3, 8, "join").batch(5)) == 3
 
 
 def test_an_exact_epoch_has_no_tail():  # type: ignore[no-untyped-def]
-    orders = [DataOrder(3, 12, 4, tail) for tail in ("drop", "pad", "join")]
+    orders = [shuffled(12, 4, tail) for tail in ("drop", "pad", "join")]
     for step in range(7):
-        first, *others = [order.batch(step).tolist() for order in orders]
+        first, *others = [samples(order, step) for order in orders]
         assert others == [first, first]
 
 
@@ -51,4 +62,4 @@ def test_an_exact_epoch_has_no_tail():  # type: ignore[no-untyped-def]
 )
 def test_what_no_tail_can_help(length, tail, words):  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match=words):
-        DataOrder(3, length, 4, tail)
+        shuffled(length, 4, tail)

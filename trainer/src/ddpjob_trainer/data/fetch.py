@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset, default_collate
 
-from ddpjob_trainer.data.sampler import Indices
+from ddpjob_trainer.data.permutation import Indices
 from ddpjob_trainer.errors import ConfigError
 
 Collate = Callable[[Sequence[Any]], Any]

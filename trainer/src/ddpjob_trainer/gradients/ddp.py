@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob_trainer.comm.teardown import holds_ddp
 from ddpjob_trainer.comm.world import World
-from ddpjob_trainer.data.sampler import DataOrder, Indices, share
+from ddpjob_trainer.data.permutation import Indices
+from ddpjob_trainer.data.sampler import DataOrder, share
 from ddpjob_trainer.gradients import determinism
 from ddpjob_trainer.gradients.comm_hooks import Compression, compress, memory_of
 from ddpjob_trainer.options import ModelOptions, Options
@@ -27,13 +28,13 @@ from ddpjob_trainer.state.stateful import Stateful
 class Part:
     """One forward and backward of a step on this rank.
 
-    ``samples`` count in the step's mean, out of ``of`` over all parts of all ranks; 0 when no
-    sample is left for this one, which then computes only to keep the others company. ``shard``
-    is what its random numbers depend on, besides seed and step; ``reseed``: they begin anew at
-    this part, not only at the step.
+    ``positions``: of its samples in the run, see DataOrder. ``samples`` count in the step's mean,
+    out of ``of`` over all parts of all ranks; 0 when no sample is left for this one, which then
+    computes only to keep the others company. ``shard`` is what its random numbers depend on,
+    besides seed and step; ``reseed``: they begin anew at this part, not only at the step.
     """
 
-    indices: Indices
+    positions: Indices
     samples: int
     of: int
     shard: int
@@ -144,8 +145,8 @@ class DdpAveraging:
         self._parts = []
         for number in range(count):
             part = share(mine, number, count)
-            indices = part if len(part) else batch[:1]
-            self._parts.append(Part(indices, len(part), len(batch), rank))
+            positions = part if len(part) else batch[:1]
+            self._parts.append(Part(positions, len(part), len(batch), rank))
         return self._parts
 
     def before_forward(self, number: int) -> None:

@@ -348,7 +348,14 @@ def _compare(stored: Config, mine: Config, rank: int) -> None:
         ("global_batch", "the data order would change"),
         ("samples", "the dataset is another one"),
         ("tail", "the data order would change"),
+        ("order", "the data order would change"),
     ):
+        if name == "order" and name not in stored:
+            raise ConfigError(
+                "the snapshot was made by an older version of ddpjob-trainer, which shuffled the"
+                " data in another order: finish the run with that version, or start anew with"
+                " snapshot.resume: Never"
+            )
         if stored.get(name) != mine[name]:
             raise ConfigError(
                 f"the snapshot was made with {name}={stored.get(name)}, now it is {mine[name]}:"

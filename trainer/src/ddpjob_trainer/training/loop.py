@@ -17,7 +17,7 @@ from ddpjob_trainer import failpoints, trace
 from ddpjob_trainer.comm.exchange import Exchange
 from ddpjob_trainer.comm.world import World, agree
 from ddpjob_trainer.data import fetch
-from ddpjob_trainer.data.sampler import DataOrder
+from ddpjob_trainer.data.sampler import DataOrder, Shuffled
 from ddpjob_trainer.errors import ConfigError, NotCommittedError
 from ddpjob_trainer.gradients.ddp import Averaging, Part
 from ddpjob_trainer.gradients.replica_check import DivergenceCheck
@@ -70,9 +70,10 @@ class Loop:
         self._recorder = process.recorder
         self._trained = trained
         self._dataset = dataset
-        self._order = DataOrder(options.seed, len(dataset), options.global_batch, options.tail)
+        epochs = Shuffled(options.seed, len(dataset))
+        self._order = DataOrder(epochs, options.global_batch, options.tail)
         self._averaging.parts(self._order, 0)  # says now if it cannot be divided
-        self._config = fingerprint(options, process.world, len(dataset))
+        self._config = fingerprint(options, process.world, epochs)
         self._progress.built(trained.updater.readings)
         trace.mark("built")
         self._exchange = Exchange(process.world)
@@ -142,7 +143,8 @@ class Loop:
             if part.reseed:
                 rng.reseed(self._options.seed, index, part.shard)
             self._progress.at("data")
-            batch = fetch.fetch(self._dataset, part.indices, self._options.collate)
+            samples = self._order.samples(part.positions)
+            batch = fetch.fetch(self._dataset, samples, self._options.collate)
             batch = fetch.to_device(batch, self._world.device)
             self._progress.at("forward")
             yield batch

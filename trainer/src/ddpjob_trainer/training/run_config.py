@@ -7,16 +7,17 @@ from typing import Any
 import torch
 
 from ddpjob_trainer.comm.world import World
+from ddpjob_trainer.data.sampler import Epochs
 from ddpjob_trainer.options import Options
 
 #: What must be equal on all ranks, lest they wait for different things.
 OF_ALL = (
-    "seed", "global_batch", "micro_batches", "tail", "precision", "samples", "total_steps",
-    "level", "shards", "nan_policy", "check_every",
+    "seed", "global_batch", "micro_batches", "tail", "precision", "samples", "order",
+    "total_steps", "level", "shards", "nan_policy", "check_every",
 )  # fmt: skip
 
 
-def fingerprint(options: Options, world: World, samples: int) -> dict[str, Any]:
+def fingerprint(options: Options, world: World, epochs: Epochs) -> dict[str, Any]:
     """Return plain values only: a snapshot's JSON holds them."""
     return {
         "seed": options.seed,
@@ -24,7 +25,8 @@ def fingerprint(options: Options, world: World, samples: int) -> dict[str, Any]:
         "micro_batches": options.micro_batches,
         "tail": options.tail,
         "precision": options.precision,
-        "samples": samples,
+        "samples": epochs.length,
+        "order": epochs.name,
         "total_steps": options.total_steps,
         "level": options.level,
         "shards": options.shards if options.level == "elastic" else None,

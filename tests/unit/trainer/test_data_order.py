@@ -1,0 +1,190 @@
+"""Data order: a keyed permutation in O(1), and the other orders, position by position."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from ddpjob_trainer.data.permutation import Permutation, key64
+from ddpjob_trainer.data.sampler import (
+    DataOrder,
+    Sequential,
+    Shuffled,
+    Weighted,
+    steps_per_epoch,
+)
+from ddpjob_trainer.errors import ConfigError
+
+#: In standard deviations. The numbers are fixed, so this never fails by chance.
+FAR = 4.0
+
+
+def permuted(key: int, length: int) -> np.ndarray:
+    return Permutation(key, length)(np.arange(length))
+
+
+def deviation(counts: np.ndarray, freedom: int) -> float:
+    """How far counts that should be equal are from it, by a chi-squared test."""
+    expected = counts.mean()
+    return (((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom)
+
+
+def batch(order: DataOrder, step: int) -> list[int]:
+    return order.samples(order.batch(step)).tolist()
+
+
+# --- The permutation ------------------------------------------------------------------------
+
+
+def test_the_order_is_fixed_for_ever():
+    """A changed permutation would silently break every resume over an upgrade: see VERSION."""
+    assert Shuffled(7, 10).samples(0, np.arange(10)).tolist() == [5, 1, 4, 7, 3, 9, 2, 6, 8, 0]
+    places = np.array([0, 1, 2, 1023, 1024, 29_999_999])
+    assert Shuffled(7, 30_000_000).samples(3, places).tolist() == [
+        28182663,
+        27780747,
+        18922063,
+        7064136,
+        17644664,
+        14869601,
+    ]
+
+
+@pytest.mark.parametrize("length", [*range(1, 40), 1023, 1024, 1025, 1026, 4096, 4097, 99_991])
+def test_every_length_is_permuted(length):
+    found = permuted(5, length)
+    assert np.array_equal(np.sort(found), np.arange(length))
+
+
+@pytest.mark.parametrize("length", [2, 3, 4, 5])
+def test_all_orders_of_a_few_samples_are_equally_frequent(length):
+    seen = collections.Counter(tuple(permuted(key64(n), length)) for n in range(6000))
+    every = list(itertools.permutations(range(length)))
+    assert deviation(np.array([seen[order] for order in every]), len(every) - 1) < FAR
+
+
+@pytest.mark.parametrize("length", [100, 1000, 1025, 1500])
+def test_every_sample_is_equally_frequent_at_every_place_and_after_every_other(length):
+    places, steps = np.zeros((length, length)), np.zeros(length)
+    for number in range(800):
+        found = permuted(key64(number), length)
+        places[np.arange(length), found] += 1
+        steps += np.bincount(np.diff(found) % length, minlength=length)
+    assert abs(deviation(places, (length - 1) ** 2)) < FAR
+    assert abs(deviation(steps[1:], length - 2)) < FAR
+
+
+def test_a_long_order_has_no_visible_structure():
+    length = 300_007
+    one, other = permuted(key64("a"), length), permuted(key64("b"), length)
+    pairs = [(one[:-lag], one[lag:]) for lag in (1, 2, 3, 547, 548, 1024)]
+    for left, right in [*pairs, (one, other), (one, np.arange(length))]:
+        assert abs(np.corrcoef(left, right)[0, 1]) * math.sqrt(length) < FAR
+    assert np.count_nonzero(one == other) < 10  # 1 is expected
+    assert np.count_nonzero(one == np.arange(length)) < 10
+
+
+def test_an_epoch_of_any_length_costs_nothing():
+    order = DataOrder(Shuffled(7, 2**40), 96)
+    tracemalloc.start()
+    for step in (0, 10**6, 2**35):
+        found = order.samples(order.batch(step))
+        assert len(set(found.tolist())) == 96
+        assert found.max() < 2**40
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+# --- Batches over epochs ----------------------------------------------------------------------
+
+
+def test_asking_for_a_few_places_gives_what_asking_for_all_gives():
+    order = Shuffled(3, 5000)
+    whole = order.samples(1, np.arange(5000))
+    for places in ([0], [1023, 1024], [17, 4999], [3000, 3001], [4999, 0]):
+        assert order.samples(1, np.array(places)).tolist() == whole[places].tolist()
+    assert order.samples(2, np.arange(5000)).tolist() != whole.tolist()
+    assert Shuffled(4, 5000).samples(1, np.arange(5000)).tolist() != whole.tolist()
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 4, 6, 12])
+def test_shards_partition_each_batch_and_batches_an_epoch(shards):
+    order = DataOrder(Shuffled(3, 100), 12)
+    assert order.steps_per_epoch == 8
+    seen: list[int] = []
+    for step in range(8):
+        parts = [order.shard(step, shard, shards) for shard in range(shards)]
+        assert np.concatenate(parts).tolist() == order.batch(step).tolist()
+        assert np.concatenate([order.samples(p) for p in parts]).tolist() == batch(order, step)
+        seen += batch(order, step)
+    assert len(set(seen)) == 96  # no sample twice; four are left for other epochs
+    assert batch(order, 8) != batch(order, 0)
+
+
+def test_positions_count_the_samples_of_the_run():
+    order = DataOrder(Shuffled(3, 10), 4, "join")
+    assert [order.batch(step).tolist() for step in (2, 3)] == [[8, 9], [12, 13, 14, 15]]
+
+
+def test_the_order_does_not_depend_on_how_a_step_was_reached():
+    order = DataOrder(Shuffled(3, 50), 10)
+    forward = [batch(order, step) for step in range(12)]
+    backward = [batch(order, step) for step in reversed(range(12))]
+    assert forward == backward[::-1]
+
+
+def test_without_shuffling_every_epoch_is_in_the_datasets_order():
+    order = DataOrder(Sequential(10), 4)
+    found = [batch(order, step) for step in range(3)]
+    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "shards", "words"),
+    [
+        (5, 6, 1, "fewer than global_batch=6"),
+        (50, 0, 1, "global_batch=0 must be at least 1"),
+        (50, 10, 3, "cannot be divided by 3 processes: use a multiple of 3"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(length, size, shards, words):
+    with pytest.raises(ConfigError, match=words):
+        DataOrder(Shuffled(1, length), size).shard(0, 0, shards)
+
+
+def test_steps_per_epoch_takes_a_dataset_or_its_length():
+    assert steps_per_epoch(range(10), 4) == steps_per_epoch(10, 4) == 2
+    assert steps_per_epoch(np.int64(10), 4, "join") == 3
+
+
+# --- Weights --------------------------------------------------------------------------------
+
+
+def test_samples_are_drawn_by_their_weights():
+    weights = [0.0, 1.0, 3.0, 0.0, 4.0, 0.0]
+    order = Weighted(7, weights)
+    assert order.length == 6
+    places = np.arange(60_000)
+    counts = np.bincount(order.samples(0, places), minlength=6)
+    expected = 60_000 * np.array(weights) / 8
+    assert counts[expected == 0].sum() == 0
+    drawn = expected > 0
+    assert ((counts - expected)[drawn] ** 2 / expected[drawn]).sum() < 14  # 2 degrees: p < 0.001
+    assert order.samples(1, places).tolist() != order.samples(0, places).tolist()
+    assert order.samples(0, places[500:510]).tolist() == order.samples(0, places)[500:510].tolist()
+
+
+def test_weights_belong_to_the_orders_name():
+    assert Weighted(7, [1, 2]).name == Weighted(8, [1.0, 2.0]).name != Weighted(7, [2, 1]).name
+
+
+@pytest.mark.parametrize("weights", [[], [0, 0], [1, -1], [1, math.nan], [[1, 2]], [1, math.inf]])
+def test_weights_that_nothing_can_be_drawn_by_are_refused(weights):
+    with pytest.raises(ConfigError, match="weights must be"):
+        Weighted(7, weights)
