@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import signal
@@ -16,8 +17,18 @@ SCRIPT = """
 import torch
 from torch import nn
 import ddpjob_trainer as ddp
+class Curve:
+    def put(self, *row):
+        with open({directory!r} + "/curve", "a") as file:
+            file.write(repr(row) + "\\n")
+    def open(self, run_id, step):
+        self.put("open", run_id, step)
+    def log(self, step, values):
+        self.put("log", step, sorted(values))
+    def close(self):
+        self.put("close")
 run = ddp.start(total_steps=12, global_batch=12, snapshot_dir={directory!r} + "/snapshots",
-                snapshot_every=2, log_every=4)
+                snapshot_every=2, log_every=4, sinks=[Curve()])
 class Data:
     asked = 0
     def __len__(self):
@@ -37,8 +48,12 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 model, optimizer = run.prepare(model, optimizer, bucket_cap_mb=0.001, clip_grad_norm=1.0)
 for step in run.steps(Data()):
     for x, y in step.batches:
-        step.backward(((model(x) - y) ** 2).mean())
+        loss = ((model(x) - y) ** 2).mean()
+        step.backward(loss)
     step.commit()
+    if rank == 0 or step.index % 2:  # not alike on all ranks: nobody waits for anybody
+        run.log({{"half": loss * 0.5}})
+run.log({{"final": 1}})
 print("trained", flush=True)
 while not os.path.exists({directory!r} + "/go"):
     time.sleep(0.05)
@@ -82,6 +97,7 @@ def test_over_rounds(script, tmp_path, wait_until):  # type: ignore[no-untyped-d
         process.communicate(timeout=60)
         assert process.returncode == 0
         check_events(events)
+        check_curve(tmp_path / "curve")
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=30)
@@ -135,3 +151,21 @@ def check_events(path: Path) -> None:
     assert 12 in [event["step"] for event in found if event["event"] == "snapshot"]
     assert found[-1]["event"] == "end"
     assert found[-1]["code"] == 0
+
+
+def check_curve(path: Path) -> None:
+    """Three processes wrote it, as one: what came after the step they resume at comes again."""
+    rows = [ast.literal_eval(line) for line in path.read_text().splitlines()]
+    assert len({row[1] for row in rows if row[0] == "open"}) == 1
+    assert [row[0] for row in rows].count("open") == 3
+    assert [row[0] for row in rows].count("close") == 1
+    curve: list[tuple[int, list[str]]] = []
+    for kind, *row in rows:
+        if kind == "open":
+            curve = [point for point in curve if point[0] <= row[1]]
+        elif kind == "log":
+            curve.append((row[0], row[1]))
+    own = ["grad_norm", "learning_rate", "loss", "samples_per_second"]
+    assert [step for step, names in curve if names == own] == [4, 8, 12]
+    assert [step for step, names in curve if names == ["half"]] == list(range(1, 13))
+    assert [step for step, names in curve if names == ["final"]] == [12]

@@ -1,19 +1,23 @@
-"""What a run publishes as it goes: phases, times, readings, TensorBoard when it is there."""
+"""What a run publishes as it goes: phases, times, readings, and what the script logs."""
 
 from __future__ import annotations
 
 import json
-import sys
-import types
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.liveness.heartbeat import RankState, RankStateWriter, read_state
 from ddpjob_trainer.telemetry import progress as progress_module
 from ddpjob_trainer.telemetry.event_log import EventLog, read_events
 from ddpjob_trainer.telemetry.progress import Progress
-from ddpjob_trainer.telemetry.tensorboard import TensorBoard
+from ddpjob_trainer.telemetry.run_log import Pending, checked
+from ddpjob_trainer.telemetry.sinks import Sinks
 
 
 class Clock:
@@ -112,42 +116,94 @@ def test_each_step_is_told_once_and_the_rate_is_that_since_the_last_line(tmp_pat
     assert capsys.readouterr().out == "step 2/10 loss 0.2500 5 samples/s\n"
 
 
-def test_tensorboard_is_written_when_it_is_installed(tmp_path, clock, monkeypatch, capsys):  # type: ignore[no-untyped-def]
-    calls: list[object] = []
+class Recorded:
+    """A sink that remembers."""
 
-    class SummaryWriter:
-        def __init__(self, directory: str, purge_step: int) -> None:
-            calls.append((directory, purge_step))
+    def __init__(self) -> None:
+        self.calls: list[object] = []
 
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            calls.append((name, value, step))
+    def open(self, run_id: str, step: int) -> None:
+        self.calls.append((run_id, step))
 
-        def close(self) -> None:
-            calls.append("closed")
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.calls.append((step, dict(values)))
 
-    module = types.ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    progress = make(tmp_path, board=TensorBoard("logs"))
+    def close(self) -> None:
+        self.calls.append("closed")
+
+
+def test_sinks_get_the_runs_numbers_every_few_steps(tmp_path, clock, capsys):  # type: ignore[no-untyped-def]
+    sink = Recorded()
+    progress = make(tmp_path, sinks=Sinks({"recorded": sink}))
     rates = {"learning_rate": 0.5}
     progress.built(lambda: dict(rates))
-    progress.resumed(2)
+    progress.resumed(2, {"run_id": "name"})
     clock.now += 2.0
     progress.stepped(3, 9.0)  # no line, no scalars
     progress.stepped(4, 0.75)
     progress.close()
     progress.close()
-    assert calls == [
-        ("logs", 3), ("loss", 0.75, 4), ("samples_per_second", 8.0, 4), ("learning_rate", 0.5, 4),
-        "closed",
+    values = {"loss": 0.75, "samples_per_second": 8.0, "learning_rate": 0.5}
+    assert sink.calls == [("name", 2), (4, values), "closed"]
+
+
+def test_what_the_script_logs_is_told_when_its_step_has_ended(tmp_path, clock, capsys):  # type: ignore[no-untyped-def]
+    sink = Recorded()
+    events = tmp_path / "events"
+    progress = make(tmp_path, sinks=Sinks({"recorded": sink}), events=EventLog(events))
+    progress.log(0, {"parameters": 12.0})
+    progress.built(dict)
+    progress.resumed(0, {"run_id": "name"})
+    progress.log(1, {"accuracy": torch.tensor(0.5), "loss": 7.0})
+    assert not [line for line in read_events(events) if line["event"] == "log"]
+    clock.now += 1.0
+    progress.stepped(1, 1.0)
+    told = [(line["step"], line["values"]) for line in read_events(events) if "values" in line]
+    assert told == [(0, {"parameters": 12.0}), (1, {"accuracy": 0.5, "loss": 7.0})]
+    clock.now += 1.0
+    progress.stepped(2, 2.0)
+    progress.phase("done")
+    progress.log(2, {"final": math.nan})  # after the loop nothing is waited for
+    assert list(read_events(events))[-1]["values"] == {"final": "nan"}
+    progress.close()
+    assert [call[0] for call in sink.calls[1:-1]] == [0, 1, 2, 2]  # type: ignore[index]
+    assert "loss" not in sink.calls[3][1], "the script's own comes first"  # type: ignore[index]
+
+
+def test_a_resumed_run_does_not_repeat_what_it_logged_before_the_loop(tmp_path, clock, capsys):  # type: ignore[no-untyped-def]
+    sink = Recorded()
+    progress = make(tmp_path, sinks=Sinks({"recorded": sink}))
+    progress.log(0, {"parameters": 12.0})
+    progress.log(9, {"ahead": 1.0})
+    progress.resumed(6, {"run_id": "name"})
+    progress.log(7, {"accuracy": 0.5})
+    progress.close()
+    assert sink.calls == [
+        ("name", 6), (9, {"ahead": 1.0}), (7, {"accuracy": 0.5}), "closed",
     ]  # fmt: skip
 
 
-def test_without_tensorboard_one_clear_line(tmp_path, clock, monkeypatch, capsys):  # type: ignore[no-untyped-def]
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    progress = make(tmp_path, board=TensorBoard("logs"))
-    progress.resumed(0)
-    progress.stepped(2, 0.5)
-    progress.close()
-    err = capsys.readouterr().err
-    assert err == "ddpjob: no TensorBoard log: the package is missing; pip install tensorboard\n"
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"x": torch.zeros(2)}, r"'x' is a tensor \[2\] of torch.float32; give one"),
+        ({"x": torch.zeros((), dtype=torch.complex64)}, "of torch.complex64"),
+        ({"x": "0.5"}, "'x' is a str; give a number"),
+        ({3: 0.5}, "names must be strings, not 3"),
+    ],
+)
+def test_what_is_no_number_cannot_be_logged(values, words):  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=words):
+        checked(values)
+
+
+def test_numbers_of_all_kinds_can_be_logged():  # type: ignore[no-untyped-def]
+    total = torch.tensor([1.0])
+    found = checked({"a": 1, "b": np.float32(0.5), "c": total, "d": True, "e": 10**400})
+    total += 1
+    pending = Pending()
+    pending.begin(0)
+    pending.add(1, found)
+    wanted = {"a": 1.0, "b": 0.5, "c": 1.0, "d": 1.0, "e": math.inf}
+    assert list(pending.take()) == [(1, wanted)]
+    assert not list(pending.take())

@@ -26,9 +26,10 @@ TRACE = "DDPJOB_TRAINER_TRACE"
 CHAOS = "DDPJOB_TRAINER_CHAOS"
 #: Columns of the terminal that the launcher writes to; unset: it writes to no terminal.
 TERMINAL = "DDPJOB_TRAINER_TERMINAL"
-#: A user may set these two; arguments of start() come first.
+#: A user may set these three; arguments of start() come first.
 EVENTS = "DDPJOB_TRAINER_EVENTS"
 TENSORBOARD = "DDPJOB_TRAINER_TENSORBOARD"
+SINKS = "DDPJOB_TRAINER_SINKS"  # names with commas between them
 
 _HANG = (contract.HANG_STARTUP_SECONDS, contract.HANG_STEP_SECONDS, contract.HANG_SNAPSHOT_SECONDS)
 DEFAULT_EVERY_STEPS = 50
@@ -86,6 +87,7 @@ class WorkerEnvironment:
     chaos: Path | None
     events: Path | None
     tensorboard_dir: str | None
+    sinks: str
     columns: int  # of the terminal that this process's output ends on, 0: none
     watch: bool  # look for hangs in this process, since no launcher of ours does
 
@@ -261,6 +263,7 @@ def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
         chaos=chaos_directory(env),
         events=_path(env, EVENTS),
         tensorboard_dir=env.get(TENSORBOARD) or None,
+        sinks=env.get(SINKS, ""),
         columns=_integer(env, TERMINAL, 0) if env.get(STATE_DIR) else terminal_columns(),
         # Alone and without a word about deadlines it may well be a person with a debugger.
         watch=not env.get(STATE_DIR) and (world > 1 or any(env.get(name) for name in _HANG)),

@@ -57,6 +57,7 @@ START: dict[str, dict[str, Any]] = {
     "snapshot_every": {"type": int, "help": "steps between two snapshots (default: 50)"},
     "snapshot_keep": {"type": int, "help": "snapshots to keep (default: 3)"},
     "tensorboard_dir": {"metavar": "DIR", "help": "write there for TensorBoard"},
+    "sinks": {"metavar": "NAMES", "help": "curves go to tensorboard,wandb,mlflow (default: none)"},
     "snapshot_staging": {
         "choices": ["auto", "inline", "thread"],
         "help": "copy the state between steps or beside them (default: auto)",

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from ddpjob_trainer.liveness.heartbeat import ACTIVITIES, Activity, Phase, RankStateWriter
 from ddpjob_trainer.telemetry.console import Display, say
 from ddpjob_trainer.telemetry.event_log import EventLog
 from ddpjob_trainer.telemetry.metrics import Metrics
-from ddpjob_trainer.telemetry.tensorboard import TensorBoard
+from ddpjob_trainer.telemetry.run_log import Pending, Values, packed, unpacked
+from ddpjob_trainer.telemetry.sinks import Sinks
 
 Readings = Callable[[], Mapping[str, float]]
 
@@ -34,7 +36,7 @@ class Progress:
         rendezvous_seconds: float = 0.0,
         display: Display | None = None,
         events: EventLog | None = None,
-        board: TensorBoard | None = None,
+        sinks: Sinks | None = None,
     ) -> None:
         self._rank = rank
         self._writer = writer
@@ -45,7 +47,8 @@ class Progress:
         self._log_every = log_every
         self._display = display or Display(total_steps)
         self._events = events
-        self._board = board or TensorBoard(None)
+        self._sinks = sinks or Sinks()
+        self._pending = Pending()
         self._readings: Readings | None = None
         self._mark = (0, 0.0)  # step and time of the last line
         self._last = 0.0  # when the last step ended
@@ -80,6 +83,8 @@ class Progress:
             self.at("snapshot")
         elif phase == "done":
             self.at("end")
+            self._tell_logged()
+            self._pending.at_once = True
             self._publish(force=True)
         elif self._activity == "snapshot":
             self.at("agreement")
@@ -115,15 +120,24 @@ class Progress:
 
     # --- Events --------------------------------------------------------------------------
 
-    def resumed(self, step: int) -> None:
-        """Training goes on after ``step`` finished steps."""
+    def resumed(self, step: int, stored: Mapping[str, Any] | None = None) -> None:
+        """Training goes on after ``step`` finished steps.
+
+        ``stored``: what curves() gave for the snapshot; its run_id at least.
+        """
         self._metrics.stage("load", time.monotonic() - self._since)
         self.at("data")
         self._mark = (step, self._since)
         self._last = self._since
         self._writer.update(step=step)
         self._event("resume", step=step)
-        self._board.begin(step)
+        kept = stored or {}
+        self._sinks.open(str(kept.get("run_id", "")), step, unpacked(kept.get("untold", ())))
+        self._pending.begin(step)
+
+    def curves(self) -> dict[str, Any]:
+        """What a snapshot keeps so that sinks go on without a gap: plain values, for JSON."""
+        return {"untold": packed(self._sinks.untaken())}
 
     def stepped(self, step: int, loss: float) -> None:
         """A step has ended. ``loss``: its mean over all ranks."""
@@ -144,6 +158,7 @@ class Progress:
         if self._first:
             self._first = False
             metrics.stage("first_step", seconds)
+        self._tell_logged()
         if self._rank == 0:
             self._show(step, loss, rate)
         if self._events is not None:
@@ -151,13 +166,19 @@ class Progress:
         self._publish(force=step == self._total)
 
     def _show(self, step: int, loss: float, rate: float | None) -> None:
-        """On the terminal; with a rate in the log and on TensorBoard, too."""
+        """On the terminal; with a rate in the log and on the sinks, too."""
         if rate is None:
             self._display.step(step, loss, self._writer.snapshot_step)
             return
         self._display.line(step, loss, rate, self._writer.snapshot_step)
         values = {"loss": loss, "samples_per_second": rate, **self._read()}
-        self._board.add(step, values)
+        self._sinks.log(step, self._pending.without_users(values))
+
+    def log(self, step: int, values: Values) -> None:
+        """Rank 0: take numbers of the script's own; they are told when the step has ended."""
+        self._pending.add(step, values)
+        if self._pending.at_once:
+            self._tell_logged()
 
     def skipped_update(self) -> None:
         """An update was left out, since the gradients were not finite."""
@@ -185,9 +206,10 @@ class Progress:
 
     def close(self) -> None:
         """Publish what is left. Safe to repeat."""
+        self._tell_logged()
         self._publish(force=True)
         self._display.close()
-        self._board.close()
+        self._sinks.close()
 
     # --- Inside --------------------------------------------------------------------------
 
@@ -214,6 +236,12 @@ class Progress:
 
     def _read(self) -> Mapping[str, float]:
         return self._readings() if self._readings is not None else {}
+
+    def _tell_logged(self) -> None:
+        for step, values in self._pending.take():
+            [[_, plain]] = packed([(step, values)])
+            self._event("log", step=step, values=plain)
+            self._sinks.log(step, values)
 
     def _event(self, event: str, **fields: object) -> None:
         if self._events is not None:

@@ -30,7 +30,7 @@ from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.progress import Progress
 from ddpjob_trainer.training.prepare import Trained
 from ddpjob_trainer.training.recorder import Recorder
-from ddpjob_trainer.training.run_config import OF_ALL, fingerprint
+from ddpjob_trainer.training.run_config import OF_ALL, fingerprint, run_id
 from ddpjob_trainer.training.shutdown import Shutdown
 from ddpjob_trainer.training.step import Step
 from ddpjob_trainer.training.unsaved import Guard
@@ -84,6 +84,7 @@ class Loop:
         )
         self._peers = process.shutdown.peers
         self._step: Step | None = None
+        self.within_step = False  # its body runs
         self._stop = False  # a rank has been told to stop
         self._layout_known = False
 
@@ -95,7 +96,9 @@ class Loop:
                 self._resume()
                 while self.finished_steps < self._options.total_steps:
                     step = self._begin()
+                    self.within_step = True
                     yield step
+                    self.within_step = False
                     if not step.committed:
                         raise NotCommittedError(
                             f"step {step.index} was left without step.commit(): call it at the"
@@ -107,6 +110,7 @@ class Loop:
                 self._progress.phase("done")
                 raise
             finally:
+                self.within_step = False
                 self.guard.stop()
             with self._peers:
                 self._recorder.ended(self._trained.state)
@@ -123,7 +127,8 @@ class Loop:
             self._snapshots.check(state)
             self.finished_steps, stored = self._snapshots.restore(state, config)
         config["buckets"] = stored.get("buckets")
-        self._progress.resumed(self.finished_steps)
+        config["run_id"] = run_id(stored, self._world.identity)
+        self._progress.resumed(self.finished_steps, {**stored, "run_id": config["run_id"]})
         self._recorder.resumed(self.finished_steps)
         self._resumed_after = self.finished_steps
         trace.mark("loaded")
@@ -271,6 +276,7 @@ class Loop:
             if self._divergence.due(done, snapshot=due):
                 self._divergence.check(done, self._trained.state.module)
             if due:
+                self._config |= self._progress.curves()
                 self._snapshots.save(done, self._trained.state, self._config, last=last)
             else:
                 self._snapshots.prepare(self._trained.state)

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping
+from operator import index
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -23,6 +24,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.snapshot.training_state import weights_sha256
 from ddpjob_trainer.state.stateful import Stateful
+from ddpjob_trainer.telemetry.run_log import checked
 from ddpjob_trainer.training import evaluation
 from ddpjob_trainer.training.evaluation import Metric
 from ddpjob_trainer.training.loop import Loop, Process
@@ -193,6 +195,22 @@ class Run:
         """Add up a number over all ranks. Every rank must call it."""
         with self._process.progress.during("agreement"), self._peers:
             return self._world.sum([float(value)])[0]
+
+    def log(self, values: Mapping[str, float | torch.Tensor], *, step: int | None = None) -> None:
+        """Tell numbers of your own to the event log and to the sinks, see start(sinks=...).
+
+        ``values``: by name, numbers or tensors of one element, which are read when the step has
+        ended. ``step``: finished steps; default: those when the present step has ended, so
+        ``step.index + 1`` within the loop. Rank 0's values are told, so it may be called on all
+        ranks or on rank 0 only. Raises ConfigError.
+        """
+        found = checked(values)
+        if self.is_main:
+            self._process.progress.log(self._step_to_log() if step is None else index(step), found)
+
+    def _step_to_log(self) -> int:
+        within = self._loop is not None and self._loop.within_step
+        return self.finished_steps + within
 
     def alive(self) -> None:
         """Tell the hang watchdog that a long piece of the script's own work makes progress."""

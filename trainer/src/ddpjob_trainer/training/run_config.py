@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Mapping
+from hashlib import blake2b
 from typing import Any
 
 import torch
 
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.data.sampler import Epochs
+from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.options import Options
 
 #: What must be equal on all ranks, lest they wait for different things.
@@ -37,3 +41,16 @@ def fingerprint(options: Options, world: World, epochs: Epochs) -> dict[str, Any
         "device": world.device.type,
         "torch": torch.__version__,
     }
+
+
+def run_id(stored: Mapping[str, Any], identity: Identity) -> str:
+    """Name the run's curves: as in the snapshot it goes on from, so that they go on, too.
+
+    A job that is killed before its first snapshot finds the same name again: its uid's.
+    """
+    kept = stored.get("run_id")
+    if isinstance(kept, str):
+        return kept
+    if not identity.unique:
+        return secrets.token_hex(8)
+    return blake2b(identity.uid.encode(), digest_size=8).hexdigest()

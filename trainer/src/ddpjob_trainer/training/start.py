@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
@@ -29,7 +30,8 @@ from ddpjob_trainer.snapshot.staging import MODES
 from ddpjob_trainer.telemetry.console import Display
 from ddpjob_trainer.telemetry.event_log import EventLog
 from ddpjob_trainer.telemetry.progress import Progress
-from ddpjob_trainer.telemetry.tensorboard import TensorBoard
+from ddpjob_trainer.telemetry.sink_choice import choose
+from ddpjob_trainer.telemetry.sinks import Sink, Sinks
 from ddpjob_trainer.training.loop import Process
 from ddpjob_trainer.training.recorder import Recorder
 from ddpjob_trainer.training.run import Run
@@ -46,6 +48,13 @@ class Reporting:
     log_every: int | None
     events: str | os.PathLike[str] | None
     tensorboard_dir: str | os.PathLike[str] | None
+    sinks: str | Sequence[str | Sink] | None
+
+    def chosen_sinks(self, env: WorkerEnvironment) -> dict[str, Sink]:
+        """On every rank, so that all refuse alike. Raises ConfigError."""
+        directory = self.tensorboard_dir
+        board = os.fspath(directory) if directory is not None else env.tensorboard_dir
+        return choose(env.sinks if self.sinks is None else self.sinks, board)
 
 
 def start(
@@ -69,6 +78,7 @@ def start(
     snapshot_staging: str = "auto",
     events: str | os.PathLike[str] | None = None,
     tensorboard_dir: str | os.PathLike[str] | None = None,
+    sinks: str | Sequence[str | Sink] | None = None,
 ) -> Run:
     """Join the other processes and return the Run.
 
@@ -94,6 +104,8 @@ def start(
     ``log_every``: steps between two lines of progress (default: 40 lines in the whole run).
     ``events``: file for one JSON object per step (default: DDPJOB_TRAINER_EVENTS, else none).
     ``tensorboard_dir``: for TensorBoard (default: DDPJOB_TRAINER_TENSORBOARD, else none).
+    ``sinks``: where the run's curves go, on rank 0: "tensorboard", "wandb", "mlflow", and objects
+    of your own, see telemetry.sinks.Sink (default: DDPJOB_TRAINER_SINKS, names with commas).
 
     Alone without any environment, under torchrun and under our launcher it is the same call.
     Raises ConfigError; ends the process with exit code 75 when the others do not come.
@@ -130,6 +142,8 @@ def start(
     )
     options.check(env.world_size)
     determinism.pin_arithmetic(options.level, options.threads)
+    reporting = Reporting(log_every, events, tensorboard_dir, sinks)
+    chosen = reporting.chosen_sinks(env)
     settings = _snapshot_settings(
         env.snapshot, snapshot_dir, snapshot_every, snapshot_keep, snapshot_staging
     )
@@ -156,7 +170,8 @@ def start(
         env,
         writer,
         options,
-        Reporting(log_every, events, tensorboard_dir),
+        reporting,
+        chosen,
         rendezvous_seconds=time.monotonic() - joining,
     )
     snapshots = Snapshots(settings, world, progress)
@@ -202,13 +217,13 @@ def _make_progress(
     writer: RankStateWriter,
     options: Options,
     given: Reporting,
+    sinks: dict[str, Sink],
     *,
     rendezvous_seconds: float,
 ) -> Progress:
     """Rank 0 opens files, the others write none. Raises ConfigError."""
     main = env.rank == 0
     events = Path(given.events) if given.events is not None else env.events
-    board = os.fspath(given.tensorboard_dir) if given.tensorboard_dir is not None else None
     return Progress(
         env.rank,
         writer,
@@ -219,7 +234,7 @@ def _make_progress(
         rendezvous_seconds=rendezvous_seconds,
         display=Display(options.total_steps, columns=max(0, env.columns - _PREFIX) if main else 0),
         events=EventLog(events) if main and events is not None else None,
-        board=TensorBoard((board or env.tensorboard_dir) if main else None),
+        sinks=Sinks(sinks if main else None),
     )
 
 

@@ -1,0 +1,101 @@
+"""Numbers that the script logs itself: run.log({"accuracy": 0.5})."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.telemetry.event_log import exact
+from ddpjob_trainer.telemetry.sinks import Row
+
+Number = float | torch.Tensor
+Values = Mapping[str, Number]
+
+
+def checked(values: Mapping[str, object]) -> dict[str, Number]:
+    """Return what can be kept until it is told, without waiting for a device.
+
+    Raises ConfigError for anything but numbers and tensors of one element.
+    """
+    return {_name(name): _number(name, value) for name, value in values.items()}
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"run.log(): names must be strings, not {name!r}")
+    return name
+
+
+def _number(name: str, value: object) -> Number:
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.is_complex():
+            raise ConfigError(
+                f"run.log(): {name!r} is a tensor {list(value.shape)} of {value.dtype}; give one"
+                " real number, as value.mean()"
+            )
+        value = value.detach()
+        # The script may go on adding to it before it is told.
+        return value.item() if value.device.type == "cpu" else value.clone()
+    if isinstance(value, Real):  # numpy's numbers, too
+        return _as_float(value)
+    raise ConfigError(
+        f"run.log(): {name!r} is a {type(value).__name__}; give a number or a tensor of one element"
+    )
+
+
+def packed(rows: Iterable[Row]) -> list[list[Any]]:
+    """For JSON: steps and values that read back bit for bit."""
+    return [[step, {name: exact(value) for name, value in row.items()}] for step, row in rows]
+
+
+def unpacked(rows: Any) -> list[Row]:
+    """What packed() was given; nothing, if it is of another form."""
+    try:
+        return [(int(step), {n: float(v) for n, v in row.items()}) for step, row in rows]
+    except (TypeError, ValueError, AttributeError):
+        return []
+
+
+class Pending:
+    """What is logged and not told yet, on rank 0."""
+
+    def __init__(self) -> None:
+        self.at_once = False  # outside of steps there is nothing to wait for
+        self._rows: list[tuple[int, Values]] = []
+        self._names: set[str] = set()
+        self._begun = False
+
+    def begin(self, step: int) -> None:
+        """Training goes on after ``step``; what came before the loop is known then already."""
+        self._begun = True
+        if step:
+            self._rows = [row for row in self._rows if row[0] > step]
+
+    def add(self, step: int, values: Values) -> None:
+        """Of equal steps and names the last value holds."""
+        self._names.update(values)
+        self._rows.append((step, values))
+
+    def take(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yield what is to be told now, as numbers: on CUDA this waits for the device."""
+        if not self._begun:
+            return
+        rows, self._rows = self._rows, []
+        for step, values in rows:
+            yield step, {name: _as_float(value) for name, value in values.items()}
+
+    def without_users(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Of the run's own numbers, those whose names the script does not use itself."""
+        return {name: value for name, value in values.items() if name not in self._names}
+
+
+def _as_float(value: Real | Number) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number that no float can hold
+        return math.inf

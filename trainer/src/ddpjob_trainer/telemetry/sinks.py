@@ -1,0 +1,184 @@
+"""Where a run's curves go: any number of sinks, each with a queue and a thread of its own.
+
+Rank 0 only. What a sink does not take is tried again a few times; a sink that fails, or is so slow
+that its queue is full, loses values, which is said once. Neither ends training or makes it wait.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Final, Protocol
+
+from ddpjob_trainer.telemetry.console import say
+
+#: Rows that wait for a sink at most: an hour of a network that is gone, at a row per second.
+MAX_WAITING: Final = 4096
+#: Of them a snapshot keeps the newest.
+MAX_KEPT: Final = 256
+#: So long the end of training waits for sinks to take what is left.
+CLOSE_SECONDS: Final = 10.0
+#: Before what failed is tried again: a row so often, then it is left out; opening, for ever.
+_PAUSES: Final = (1.0, 4.0, 16.0)
+_LONG_PAUSE: Final = 60.0
+
+
+Row = tuple[int, Mapping[str, float]]  # step, values by name
+
+
+class Sink(Protocol):
+    """Takes numbers by step. One thread calls all methods, one at a time.
+
+    What a method raises is said once, and the call is made again later. A run that was killed
+    comes back with the same ``run_id``, and its steps after ``step`` come again, with the same
+    values: together they are one curve.
+    """
+
+    def open(self, run_id: str, step: int) -> None:
+        """Begin after ``step`` finished steps (0: a fresh start). Called first."""
+        ...
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take numbers of a step. A step may come several times, with other names."""
+        ...
+
+    def close(self) -> None:
+        """Pass on what is left. Called once, last; not when the process is killed."""
+        ...
+
+
+class Sinks:
+    """All sinks of a run, by name."""
+
+    def __init__(self, sinks: Mapping[str, Sink] | None = None) -> None:
+        self._feeds = [_Feed(name, sink) for name, sink in (sinks or {}).items()]
+
+    def open(self, run_id: str, step: int, untaken: Iterable[Row] = ()) -> None:
+        """See Sink.open. ``untaken``: of the process before, as far as the snapshot knows."""
+        for feed in self._feeds:
+            feed.start(run_id, step)
+        for row in untaken:
+            self.log(*row)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See Sink.log. Returns at once."""
+        for feed in self._feeds:
+            feed.put((step, values))
+
+    def untaken(self) -> list[Row]:
+        """Return the newest rows that not all sinks have taken yet, a few at most.
+
+        A snapshot keeps them: whoever resumes from it does not tell of these steps again.
+        """
+        waiting = [feed.waiting() for feed in self._feeds]
+        return max(waiting, key=len, default=[])[-MAX_KEPT:]
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Wait until all have taken what is left, ``seconds`` at most. Safe to repeat."""
+        feeds, self._feeds = self._feeds, []
+        deadline = time.monotonic() + seconds
+        for feed in feeds:
+            feed.finish()
+        for feed in feeds:
+            feed.wait(max(0.0, deadline - time.monotonic()))
+
+
+class _Feed:
+    """One sink's queue and thread."""
+
+    def __init__(self, name: str, sink: Sink) -> None:
+        self._name = name
+        self._sink = sink
+        self._rows: deque[Row] = deque()  # the first is the one that the sink is taking
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._finishing = False
+        self._failed = False
+        self._slow = False
+
+    def start(self, run_id: str, step: int) -> None:
+        # A daemon: what hangs in there must not keep the process alive.
+        self._thread = threading.Thread(
+            target=self._work, args=(run_id, step), name=f"sink {self._name}", daemon=True
+        )
+        self._thread.start()
+
+    def put(self, row: Row) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            return
+        with self._changed:
+            if len(self._rows) < MAX_WAITING:
+                self._rows.append(row)
+                self._changed.notify()
+                return
+        if not self._slow:
+            self._slow = True
+            say(0, f"warning: {self._name} is too slow or does not answer: values are left out")
+
+    def waiting(self) -> list[Row]:
+        with self._changed:
+            return list(self._rows)
+
+    def finish(self) -> None:
+        with self._changed:
+            self._finishing = True
+            self._changed.notify()
+
+    def wait(self, seconds: float) -> None:
+        if self._thread is None:
+            return
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            say(0, f"warning: {self._name} has not taken all values: it does not answer")
+
+    def _work(self, run_id: str, step: int) -> None:
+        pauses = itertools.chain(_PAUSES, itertools.repeat(_LONG_PAUSE))
+        if not self._done(partial(self._sink.open, run_id, step), pauses):
+            return
+        while (row := self._next()) is not None:
+            self._done(partial(self._sink.log, *row), _PAUSES)
+            with self._changed:
+                self._rows.popleft()
+        self._done(self._sink.close, ())
+
+    def _next(self) -> Row | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._rows or self._finishing)
+            return self._rows[0] if self._rows else None
+
+    def _done(self, call: Callable[[], None], pauses: Iterable[float]) -> bool:
+        """Whether it has been done, perhaps not at once; at the end nothing is tried again."""
+        pauses = iter(pauses)
+        while True:
+            try:
+                call()
+            except Exception as error:  # whatever the client of a service may raise
+                self._tell(error)
+                pause = next(pauses, None)
+                if isinstance(error, ImportError) or pause is None or self._ends_within(pause):
+                    return False
+            else:
+                return True
+
+    def _ends_within(self, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._finishing, seconds)
+
+    def _tell(self, error: Exception) -> None:
+        if not self._failed:
+            self._failed = True
+            text = str(error).strip().partition("\n")[0] or type(error).__name__
+            say(0, f"warning: {self._name} takes no values: {text}; training goes on")
+
+
+def names_of(sinks: Sequence[Sink]) -> list[str]:
+    """What lines about them call them: the class's name, numbered if it comes again."""
+    found: list[str] = []
+    for sink in sinks:
+        name = type(sink).__name__
+        found.append(name if name not in found else f"{name} {len(found) + 1}")
+    return found
