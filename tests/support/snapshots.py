@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from ddpjob_trainer.snapshot import load
 from ddpjob_trainer.snapshot.keeper.writer import Writer, data_name
 from ddpjob_trainer.snapshot.ondisk import manifest
 from ddpjob_trainer.snapshot.part_reports import Report
+from ddpjob_trainer.snapshot.patience import Patience
 from ddpjob_trainer.snapshot.pipeline import Place
 from ddpjob_trainer.snapshot.staging import Buffer
 from ddpjob_trainer.snapshot.takeover import Loaded, open_store
@@ -75,6 +76,18 @@ class Store:
         return Report(rank, image.bytes, crc, own, captured.structure.fingerprint)
 
 
+@dataclass
+class Clock:
+    """Time that passes only where somebody waits. ``pauses``: how long each time."""
+
+    now: float = 0.0
+    pauses: list[float] = field(default_factory=list)
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.pauses.append(seconds)
+
+
 def open_snapshots(
     root: Path,
     attempt: int = 1,
@@ -84,10 +97,15 @@ def open_snapshots(
     keep: int = 3,
     ranks: int = 3,
     tell: Callable[[str], None] = print,
+    clock: Clock | None = None,
 ) -> tuple[Store, Loaded | None]:
     """Start an incarnation, as rank 0 does."""
     identity = Identity(uid, attempt, 0, unique=True)
-    start, loaded = open_store(root, identity, resume=resume, load=load.load, tell=tell)
+    clock = clock or Clock()
+    patience = Patience(now=lambda: clock.now, wait=clock.wait)
+    start, loaded = open_store(
+        root, identity, resume=resume, load=load.load, tell=tell, patience=patience
+    )
     store = Store(root, start.sequence, keep, ranks)
     store._writer.retain()
     return store, loaded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 from ddpjob_trainer import cli
 from ddpjob_trainer.snapshot import commands
+from ddpjob_trainer.snapshot.ondisk import manifest
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.codec import flatten
 from support.snapshots import open_snapshots
@@ -62,8 +64,8 @@ def test_what_an_attempt_commits_after_it_was_superseded_does_not_count(
     root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
     zombie = root / "00000001"
-    for path in zombie.glob("step-000000000020*"):
-        (zombie / path.name.replace("0020", "0090")).write_bytes(path.read_bytes())
+    late = replace(manifest.read(zombie / manifest.file_name(20)), step=90)
+    (zombie / manifest.file_name(90)).write_bytes(late.encode())
     cli.main(["snapshot", "ls", str(root)])
     assert "superseded" in next(
         line for line in capsys.readouterr().out.splitlines() if line.split()[3] == "90"

@@ -13,20 +13,20 @@ import torch
 
 from ddpjob_trainer.snapshot.ondisk import disk
 from ddpjob_trainer.state.codec import flatten
-from support.snapshots import open_snapshots
+from support.snapshots import Clock, open_snapshots
 
 
 @pytest.fixture
 def unreadable(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
     def make(words: str, code: int) -> None:
-        opened = disk.open_data
+        opened = disk.open_file
 
         def fails(path: Path) -> BinaryIO:
             if words in path.name:
                 raise OSError(code, os.strerror(code))
             return opened(path)
 
-        monkeypatch.setattr(disk, "open_data", fails)
+        monkeypatch.setattr(disk, "open_file", fails)
 
     return make
 
@@ -52,3 +52,47 @@ def test_when_nothing_can_be_read_training_does_not_start_anew(tmp_path, unreada
     unreadable("-00000000000", errno.EIO)
     with pytest.raises(OSError, match="Input/output error"):
         open_snapshots(tmp_path, 2)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+@pytest.mark.parametrize("words", ["-000000000010-", "000000000010.json", "start.json"])
+def test_a_disk_that_fails_for_a_moment_costs_no_step(  # type: ignore[no-untyped-def]
+    tmp_path, monkeypatch, capsys, code, words
+):
+    store, _ = open_snapshots(tmp_path, 1)
+    store.save(5, flatten({"n": 5, "w": torch.ones(3)}), {})
+    store.save(10, flatten({"n": 10, "w": torch.ones(3)}), {})
+    opened, clock = disk.open_file, Clock()
+
+    def fails(path: Path) -> BinaryIO:
+        if words in path.name and path.parent.name == "00000001" and clock.now < 4:
+            raise OSError(code, os.strerror(code))
+        return opened(path)
+
+    monkeypatch.setattr(disk, "open_file", fails)
+    loaded = open_snapshots(tmp_path, 2, clock=clock)[1]
+    assert loaded is not None
+    assert loaded.step == 10
+    assert capsys.readouterr().out.count("trying again for 15 s") == 1
+    assert clock.pauses == [0.25, 0.5, 1.0, 2.0, 4.0]
+
+
+def test_it_is_waited_for_so_long_in_all_and_no_longer(tmp_path, unreadable):  # type: ignore[no-untyped-def]
+    store, _ = open_snapshots(tmp_path, 1)
+    for step in (5, 10, 15):
+        store.save(step, flatten({"n": step, "w": torch.ones(3)}), {})
+    unreadable("-00000000001", errno.EIO)  # 10 and 15
+    clock = Clock()
+    loaded = open_snapshots(tmp_path, 2, clock=clock)[1]
+    assert loaded is not None
+    assert loaded.step == 5
+    assert clock.now == 15
+
+
+def test_a_start_record_that_stays_unreadable_is_no_reason_to_start_anew(tmp_path, unreadable):  # type: ignore[no-untyped-def]
+    store, _ = open_snapshots(tmp_path, 1)
+    store.save(5, flatten({"n": 5, "w": torch.ones(3)}), {})
+    unreadable("start.json", errno.EIO)
+    with pytest.raises(OSError, match="Input/output error"):
+        open_snapshots(tmp_path, 2)
+    assert open_snapshots(tmp_path, 1, uid="new", resume=False)[1] is None  # asked for

@@ -89,7 +89,8 @@ def export(root: Path, out: Path, *, step: int | None, format_: str) -> int:
             save_file(model, temporary, metadata={**about, "config": json.dumps(content.config)})
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        disk.publish(temporary, out)
+        temporary.rename(out)
+        disk.sync_directory(out.parent)
     finally:
         temporary.unlink(missing_ok=True)
     if extra and format_ != "torch":
@@ -105,6 +106,8 @@ def export(root: Path, out: Path, *, step: int | None, format_: str) -> int:
 
 def _state_dict(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """What the model's state_dict() would hold: its tensors, and what get_extra_state() gave."""
+    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
+        raise SnapshotToolError("the snapshot holds no model")
     transient = set(state.get("transient", ()))
     # Each name gets memory of its own: safetensors refuses tensors that share it.
     tensors = {n: t.clone() for n, t in state["model"].items() if n not in transient}
@@ -135,15 +138,19 @@ def _find(root: Path) -> Iterator[Found]:
     if not root.is_dir():
         raise SnapshotToolError(f"{root} is no directory; give <spec.snapshot.path>/<job name>")
     if not lineage.sequences(root):
-        inner = sorted(path.name for path in root.iterdir() if path.is_dir())
+        inner = sorted(name for name in disk.directories(root) if name.isprintable())
         hint = f"; did you mean one of: {', '.join(inner[:5])}" if inner else ""
         raise SnapshotToolError(f"{root} holds no snapshots{hint}")
     starts = lineage.read_starts(root)
     limits = dict(lineage.chain(starts))
     for sequence in lineage.sequences(root):
-        directory = lineage.directory(root, sequence)
-        steps = {manifest.step_of(path): path for path in directory.iterdir()}
-        for step in sorted(s for s in steps if s is not None):
-            limit = limits.get(sequence)
-            counts = sequence in limits and (limit is None or step <= limit)
-            yield Found(steps[step], step, starts.get(sequence), counts)
+        try:
+            paths = manifest.listed(lineage.directory(root, sequence))
+        except OSError as error:  # removed meanwhile, or closed to this user
+            print(f"{sequence:08d} is passed over: {error}", file=sys.stderr)
+            continue
+        for path in paths:
+            step, limit = manifest.step_of(path), limits.get(sequence)
+            if step is not None:
+                counts = sequence in limits and (limit is None or step <= limit)
+                yield Found(path, step, starts.get(sequence), counts)

@@ -11,14 +11,13 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.environment import SnapshotSettings
 from ddpjob_trainer.snapshot import load
-from ddpjob_trainer.snapshot.ondisk import lineage, manifest
+from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.lineage import Start
 from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError, Manifest
 from ddpjob_trainer.snapshot.takeover import Loaded, open_store
@@ -73,7 +72,7 @@ def _follow(
     while True:
         message = world.broadcast_bytes(None)
         if not message.startswith(_MARK):
-            return _start(json.loads(message)), loaded
+            return lineage.parse_start(json.loads(message)), loaded
         name, _, content = message.removeprefix(_MARK).partition(b" ")
         found = manifest.decode(content)
         try:
@@ -84,14 +83,10 @@ def _follow(
             loaded = Loaded(found.step, found.config, flat)
 
 
-def _start(record: dict[str, Any]) -> Start:
-    return Start(**{**record, "predecessors": tuple(record["predecessors"])})
-
-
 def _sees(directory: Path, start: Start) -> bool:
     try:
         return lineage.read_start(directory, start.sequence) == start
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError):
         return False
 
 
@@ -104,7 +99,7 @@ def _agreed(world: World, yes: bool) -> tuple[int, ...]:
 def _load_together(where: Path, found: Manifest, world: World, tell: Callable[[str], None]) -> Flat:
     """Raises InvalidSnapshotError or OSError on all ranks when it happens on one."""
     # The names hold a number that was drawn: a file of that name is the same file.
-    readers = _agreed(world, not found.files or (where / found.files[0].name).exists())
+    readers = _agreed(world, not found.files or disk.exists(where / found.files[0].name))
     owners = [readers[number % len(readers)] for number in range(len(found.files))]
     images: dict[str, torch.Tensor] = {}
     problem: Exception | None = None

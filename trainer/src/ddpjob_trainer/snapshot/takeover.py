@@ -10,20 +10,22 @@ import errno
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.lineage import Start
 from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError, Manifest
+from ddpjob_trainer.snapshot.patience import PASSING, Patience
 from ddpjob_trainer.state.codec import Flat
 
-_QUARANTINE = ".invalid"
 _OPEN_ATTEMPTS = 20
-_UNREADABLE = (errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM)
+_UNREADABLE = (*PASSING, errno.EACCES, errno.EPERM)
 
 Tell = Callable[[str], None]
+Result = TypeVar("Result")
 #: Directory, manifest -> state. Raises InvalidSnapshotError, OSError.
 Load = Callable[[Path, Manifest], Flat]
 
@@ -38,12 +40,19 @@ class Loaded:
 
 
 def open_store(
-    root: Path, identity: Identity, *, resume: bool, load: Load, tell: Tell
+    root: Path,
+    identity: Identity,
+    *,
+    resume: bool,
+    load: Load,
+    tell: Tell,
+    patience: Patience | None = None,
 ) -> tuple[Start, Loaded | None]:
     """Start this incarnation from the newest valid snapshot; return its record as well.
 
-    Raises OSError, PeerLostError.
+    ``patience``: with a disk that fails for a moment. Raises OSError, PeerLostError.
     """
+    reader = _Reader(load, tell, patience or Patience())
     root.mkdir(parents=True, exist_ok=True)
     if not identity.unique:
         # torchrun and a bare python repeat their names, and no zombie can have this one.
@@ -51,28 +60,70 @@ def open_store(
     for attempt in range(_OPEN_ATTEMPTS):
         # A live zombie may remove what we are about to take: then look again.
         try:
-            return _Opening(root, identity, load, tell).run(resume)
+            return _Opening(root, identity, reader).run(resume)
         except FileNotFoundError:
             if attempt == _OPEN_ATTEMPTS - 1:
                 raise
     raise AssertionError("unreachable")
 
 
+class _Reader:
+    """Reads what was found, with one deadline for all that fails for a moment."""
+
+    def __init__(self, load: Load, tell: Tell, patience: Patience) -> None:
+        self.load = load
+        self.tell = tell
+        self._patience = patience
+        self._deadline = patience.deadline()
+
+    def patiently(self, action: Callable[[], Result]) -> Result:
+        """Raises the action's last error."""
+        return self._patience.call(action, self.tell, self._deadline)
+
+    def starts(self, root: Path) -> tuple[dict[int, Start], OSError | None]:
+        """Every readable start record, and why another one could not be read, if so."""
+
+        def read() -> dict[int, Start]:
+            unread.clear()
+            found = lineage.read_starts(root, unread=unread)
+            passing = next((e for e in unread.values() if _passes(e)), None)
+            if passing is not None:
+                raise passing
+            return found
+
+        unread: dict[int, Exception] = {}
+        try:
+            starts = self.patiently(read)
+        except OSError as error:
+            if not _passes(error):
+                raise
+            starts = lineage.read_starts(root, unread=unread)
+        for sequence, why in unread.items():
+            name = f"{sequence:08d}/{lineage.START}"
+            self.tell(f"{name} is not usable, its snapshots are left out: {why}")
+        lost = (e for e in unread.values() if isinstance(e, OSError) and _passes(e))
+        return starts, next(lost, None)
+
+
+def _passes(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in PASSING
+
+
 class _Opening:
     """One try of it."""
 
-    def __init__(self, root: Path, identity: Identity, load: Load, tell: Tell) -> None:
+    def __init__(self, root: Path, identity: Identity, reader: _Reader) -> None:
         self._root = root
         self._identity = identity
-        self._load = load
-        self._tell = tell
+        self._reader = reader
         self._unreadable: OSError | None = None
 
     def run(self, resume: bool) -> tuple[Start, Loaded | None]:
         root, identity = self._root, self._identity
-        lineage.refuse_if_stale(lineage.read_starts(root), identity)
-        sequence = lineage.claim(root)
-        starts = lineage.read_starts(root, self._tell)
+        patiently = self._reader.patiently
+        lineage.refuse_if_stale(patiently(lambda: lineage.read_starts(root)), identity)
+        sequence = patiently(lambda: lineage.claim(root))
+        starts, self._unreadable = self._reader.starts(root)
         lineage.refuse_if_stale(starts, identity)
         loaded: Loaded | None = None
         parent = 0
@@ -84,7 +135,8 @@ class _Opening:
                 loaded = self._adopt(source, lineage.directory(root, sequence), limit)
                 if loaded is not None:
                     break
-        if loaded is None and self._unreadable is not None:
+        first = (identity.attempt, identity.round) <= (1, 0) or not identity.unique
+        if loaded is None and self._unreadable is not None and (resume or not first):
             raise self._unreadable  # rather than start from nothing
         start = Start(
             sequence,
@@ -100,27 +152,25 @@ class _Opening:
 
     def _adopt(self, source: Path, ours: Path, limit: int | None) -> Loaded | None:
         """Bring the newest valid snapshot of another directory into ours, and load it."""
-        for path in reversed(manifest.listed(source)):
+        try:
+            listed = self._reader.patiently(lambda: manifest.listed(source))
+        except disk.NotAFileError:
+            return None  # since it was listed a stranger has put something else there
+        except OSError as error:
+            self._note(error, source.name)
+            return None
+        for path in reversed(listed):
             step = manifest.step_of(path)
             if step is None or (limit is not None and step > limit):
                 continue
             try:
-                found = manifest.read(path)
-                for file in found.files:
-                    if not (source / file.name).is_file() and path.exists():
-                        raise InvalidSnapshotError(f"{file.name} is missing or no regular file")
-                    with contextlib.suppress(FileExistsError):
-                        disk.link_or_copy(source / file.name, ours / file.name)
-                flat = self._load(ours, found)
-            except InvalidSnapshotError as problem:
+                found, flat = self._reader.patiently(partial(self._bring, path, ours))
+            except (InvalidSnapshotError, disk.NotAFileError) as problem:
                 self._quarantine(path, problem)
                 continue
             except OSError as error:
-                if error.errno not in _UNREADABLE:
-                    raise
                 # Not put aside: another node may be able to read it.
-                self._tell(f"snapshot {source.name}/{path.name} cannot be read: {error}")
-                self._unreadable = error
+                self._note(error, f"{source.name}/{path.name}")
                 continue
             temporary = ours / f"{path.name}.tmp"
             disk.write_new(temporary, [found.encode()])
@@ -128,7 +178,28 @@ class _Opening:
             return Loaded(found.step, found.config, flat)
         return None
 
-    def _quarantine(self, path: Path, problem: InvalidSnapshotError) -> None:
-        self._tell(f"snapshot {path.parent.name}/{path.name} is not usable: {problem}")
+    def _bring(self, path: Path, ours: Path) -> tuple[Manifest, Flat]:
+        """Link the files of one into our directory, and load it from there."""
+        found = manifest.read(path)
+        for file in found.files:
+            try:
+                manifest.opened(path.parent, file).close()
+            except InvalidSnapshotError:
+                if disk.exists(path):
+                    raise
+                raise FileNotFoundError(errno.ENOENT, "removed meanwhile", str(path)) from None
+            with contextlib.suppress(FileExistsError):
+                disk.link_or_copy(path.parent / file.name, ours / file.name)
+        return found, self._reader.load(ours, found)
+
+    def _note(self, error: OSError, name: str) -> None:
+        """An older one is taken; if there is none, this is raised."""
+        if error.errno not in _UNREADABLE:
+            raise error
+        self._reader.tell(f"snapshot {name} cannot be read: {error}")
+        self._unreadable = error
+
+    def _quarantine(self, path: Path, problem: Exception) -> None:
+        self._reader.tell(f"snapshot {path.parent.name}/{path.name} is not usable: {problem}")
         with contextlib.suppress(OSError):
-            path.rename(path.with_name(path.name + _QUARANTINE))
+            disk.set_aside(path)

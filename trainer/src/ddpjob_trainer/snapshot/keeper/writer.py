@@ -89,9 +89,12 @@ class Writer:
         They stay if the rename, though perhaps not yet durable, was done.
         """
         with contextlib.suppress(OSError):
-            if not (self.directory / manifest.file_name(step)).exists():
-                for path in self.directory.glob(f"step-{step:012d}-{self.nonce}*"):
-                    disk.remove(path)
+            if disk.exists(self.directory / manifest.file_name(step)):
+                return
+            for name in disk.names(self.directory):
+                if name.startswith(f"step-{step:012d}-{self.nonce}"):
+                    with contextlib.suppress(OSError):
+                        disk.remove(self.directory / name)
 
     def retain(self) -> None:
         """Remove what is no longer needed."""

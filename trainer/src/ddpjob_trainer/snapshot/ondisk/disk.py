@@ -1,7 +1,9 @@
-"""Durable file operations. Every change of the disk that a snapshot makes goes through here.
+"""File operations of a snapshot: every change of the disk and every opening goes through here.
 
-``seam`` is called before and after each of them, so that tests can kill the process, or fail
-the call, at every single point of a save.
+The volume may be shared with strangers. So nothing is opened but regular files in real
+directories: no link is followed below the snapshot directory itself, nothing waits for a pipe and
+no device is touched. ``seam`` is called before and after each change, so that tests can kill the
+process, or fail the call, at every single point of a save.
 """
 
 from __future__ import annotations
@@ -20,6 +22,15 @@ from ddpjob_trainer import failpoints
 
 #: What O_DIRECT asks of lengths, offsets and addresses, at most, on the usual disks.
 _BLOCK = 4096
+_READ = os.O_RDONLY | os.O_CLOEXEC
+
+
+class NotAFileError(OSError):
+    """Something else lies where a regular file, or a directory, should be."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(errno.EINVAL, "not a regular file in a real directory", str(path))
+
 
 Seam = Callable[[str, Path], None]
 seam: Seam | None = None
@@ -44,8 +55,8 @@ def write_new(
     ``past_cache``: where the file system can (O_DIRECT), do not go by way of the page cache.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with _operation("create", path):
-        fd = os.open(path, flags, 0o644)
+    with _operation("create", path), _folder(path) as folder:
+        fd = os.open(path.name, flags, 0o644, dir_fd=folder)
     try:
         if past_cache:
             with contextlib.suppress(OSError):  # EINVAL: this file system cannot
@@ -81,33 +92,95 @@ def _write(fd: int, view: memoryview) -> int:
     return os.write(fd, view)
 
 
-def open_data(path: Path) -> BinaryIO:
-    """Open a data file for reading, unbuffered; a symbolic link is refused. Raises OSError."""
-    # Not blocking, for it may turn out to be a pipe.
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+# --- Reading ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _folder(path: Path) -> Iterator[int]:
+    """The directory that holds a path, as a descriptor; it is no link."""
+    try:
+        fd = os.open(path.parent, _READ | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno in (errno.ENOTDIR, errno.ELOOP):
+            raise NotAFileError(path) from None
+        raise
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file for reading, unbuffered. Raises OSError: NotAFileError for others."""
+    with _folder(path) as folder:
+        # Looked at first, for opening a device may do something already.
+        if not stat.S_ISREG(os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode):
+            raise NotAFileError(path)
+        flags = _READ | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+        try:
+            fd = os.open(path.name, flags, dir_fd=folder)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):  # it has become another thing since
+                raise NotAFileError(path) from None
+            raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
+        raise NotAFileError(path)
     return cast("BinaryIO", os.fdopen(fd, "rb", buffering=0))
 
 
 def read_bounded(path: Path, most: int) -> bytes:
     """Return a file's bytes, of a longer file the first ``most + 1``. Raises OSError."""
-    with path.open("rb") as file:
-        return file.read(most + 1)
+    with open_file(path) as file:
+        left = min(os.fstat(file.fileno()).st_size, most) + 1
+        found = bytearray()
+        while left and (piece := file.read(left)):
+            found += piece
+            left -= len(piece)
+    return bytes(found)
+
+
+def exists(path: Path) -> bool:
+    """Whether something of that name is there, be it a link to nowhere."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def names(directory: Path) -> list[str]:
+    """Names of what a directory holds. Raises OSError."""
+    with _folder(directory / "any") as folder:
+        return os.listdir(folder)  # noqa: PTH208 - relative to a descriptor
+
+
+def directories(root: Path) -> list[str]:
+    """Names of the real directories below root. Raises OSError."""
+    with os.scandir(root) as entries:
+        return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+
+
+# --- Names ------------------------------------------------------------------------------------
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give a durable file its final name, durably: the commit point."""
-    with _operation("rename", final):
-        temporary.rename(final)
-    sync_directory(final.parent)
+    """Give a durable file its final name in the same directory, durably: the commit point."""
+    with _operation("rename", final), _folder(final) as folder:
+        os.rename(temporary.name, final.name, src_dir_fd=folder, dst_dir_fd=folder)
+    with _operation("fsync", final.parent), _folder(final) as folder:
+        os.fsync(folder)
+
+
+def set_aside(path: Path) -> None:
+    """Rename what must not be used, so that nobody takes it again. Raises OSError."""
+    path.rename(path.with_name(path.name + ".invalid"))
 
 
 def sync_directory(path: Path) -> None:
     """Make the names in a directory durable."""
     with _operation("fsync", path):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(path, _READ | os.O_DIRECTORY)
         try:
             os.fsync(fd)
         finally:
@@ -121,26 +194,54 @@ def make_directory(path: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """A second name for a file; a durable copy where the file system has no hard links."""
+    """A second name for a regular file; a durable copy where the file system has no hard links.
+
+    Raises OSError.
+    """
+    with open_file(source) as file, _folder(source) as there, _folder(target) as here:
+        try:
+            with _operation("link", target):
+                os.link(
+                    source.name, target.name,
+                    src_dir_fd=there, dst_dir_fd=here, follow_symlinks=False,
+                )  # fmt: skip
+        except (FileNotFoundError, FileExistsError):
+            raise
+        except OSError:
+            _copy(file, target)
+            return
+        linked = os.stat(target.name, dir_fd=here, follow_symlinks=False)
+        if not os.path.samestat(linked, os.fstat(file.fileno())):  # replaced in between
+            os.unlink(target.name, dir_fd=here)
+            raise NotAFileError(source)
+
+
+def _copy(file: BinaryIO, target: Path) -> None:
     try:
-        with _operation("link", target):
-            os.link(source, target, follow_symlinks=False)
-    except FileNotFoundError:
+        write_new(target, _pieces(file))
+    except FileExistsError:
         raise
     except OSError:
-        write_new(target, _pieces(source))
+        with contextlib.suppress(OSError):
+            remove(target)
+        raise
 
 
-def _pieces(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            yield piece
+def _pieces(file: BinaryIO) -> Iterator[bytes]:
+    left = os.fstat(file.fileno()).st_size  # and no more, should it grow meanwhile
+    while left and (piece := file.read(min(left, 1 << 20))):
+        left -= len(piece)
+        yield piece
 
 
 def remove(path: Path) -> None:
-    """Remove a file that may be gone already."""
-    with _operation("unlink", path):
-        path.unlink(missing_ok=True)
+    """Remove a file that may be gone already. Raises OSError."""
+    with (
+        _operation("unlink", path),
+        contextlib.suppress(FileNotFoundError),
+        _folder(path) as folder,
+    ):
+        os.unlink(path.name, dir_fd=folder)
 
 
 def remove_tree(path: Path) -> None:

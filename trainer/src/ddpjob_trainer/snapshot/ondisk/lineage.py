@@ -8,17 +8,28 @@ zombie of an earlier incarnation commits or removes later is on no chain: no loc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import errno
+import re
+import secrets
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.errors import PeerLostError
 from ddpjob_trainer.snapshot.ondisk import disk
-from ddpjob_trainer.snapshot.ondisk.checked_json import MAX_BYTES, seal, unseal
+from ddpjob_trainer.snapshot.ondisk.checked_json import count, seal, unseal
 
 START = "start.json"
 _MAX_PREDECESSORS = 32
+_MAX_UID = 256
+_MAX_START_BYTES = 64 << 10
+#: Counting does not get there, so a directory of this number is none of ours.
+_HIGHEST = 10**12 - 1
+_NUMBER = re.compile("[0-9]{8,12}")
+_CLAIMS = 1000
+_IN_ORDER = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +57,46 @@ def directory(root: Path, sequence: int) -> Path:
 
 def sequences(root: Path) -> list[int]:
     """All numbers taken, ascending, with or without a start record."""
-    return sorted(int(p.name) for p in root.iterdir() if len(p.name) == 8 and p.name.isdigit())
+    numbers = {int(n): n for n in disk.directories(root) if _NUMBER.fullmatch(n)}
+    return sorted(number for number, name in numbers.items() if name == f"{number:08d}")
 
 
 def read_start(root: Path, sequence: int) -> Start:
-    """Return an incarnation's start record. Raises OSError, ValueError, TypeError, KeyError."""
-    body = unseal(disk.read_bounded(directory(root, sequence) / START, MAX_BYTES))
-    return Start(**{**body, "predecessors": tuple(body["predecessors"])})
+    """Return an incarnation's start record. Raises OSError, ValueError."""
+    data = disk.read_bounded(directory(root, sequence) / START, _MAX_START_BYTES)
+    if len(data) > _MAX_START_BYTES:
+        raise ValueError(f"more than {_MAX_START_BYTES} bytes")
+    return parse_start(unseal(data))
 
 
-def read_starts(root: Path, tell: Callable[[str], None] | None = None) -> dict[int, Start]:
-    """Every readable start record by its number."""
+def parse_start(body: Any) -> Start:
+    """Return what a start record says. Raises ValueError for what none of ours can say."""
+    names = Start.__dataclass_fields__.keys()
+    if not isinstance(body, dict) or body.keys() != names:
+        raise ValueError(f"a start record has the fields {', '.join(names)}")
+    uids = body["predecessors"]
+    if not isinstance(uids, list) or len(uids) > _MAX_PREDECESSORS:
+        raise ValueError("predecessors must be a short list")
+    for uid in (body["uid"], *uids):
+        if not isinstance(uid, str) or len(uid) > _MAX_UID:
+            raise ValueError("a uid must be a short text")
+    for name in ("sequence", "attempt", "round", "parent_sequence"):
+        count(body[name])
+    count(body["parent_step"], least=-1)
+    return Start(**{**body, "predecessors": tuple(uids)})
+
+
+def read_starts(root: Path, unread: dict[int, Exception] | None = None) -> dict[int, Start]:
+    """Every readable start record by its number. ``unread`` gets why another one is not."""
     starts = {}
     for sequence in sequences(root):
         try:
             start = read_start(root, sequence)
         except FileNotFoundError:
             continue  # a claim that never started
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            if tell is not None:
-                tell(f"{sequence:08d}/{START} is not usable, its snapshots are left out: {error}")
+        except (OSError, ValueError) as error:
+            if unread is not None:
+                unread[sequence] = error
             continue
         if start.sequence == sequence:
             starts[sequence] = start
@@ -124,16 +155,24 @@ def refuse_if_stale(starts: dict[int, Start], identity: Identity) -> None:
 
 
 def claim(root: Path) -> int:
-    """Take the next number by creating its directory."""
-    while True:
+    """Take the next number by creating its directory. Raises OSError."""
+    for turn in range(_CLAIMS):
         taken = sequences(root)
         sequence = (taken[-1] if taken else 0) + 1
+        if sequence > _HIGHEST:
+            disk.set_aside(directory(root, taken[-1]))
+            continue
+        if turn > _IN_ORDER:  # something that is no directory has the next names
+            sequence += secrets.randbelow(turn)
         try:
             disk.make_directory(directory(root, sequence))
         except FileExistsError:
             continue
         disk.sync_directory(root)
         return sequence
+    raise FileExistsError(
+        errno.EEXIST, "foreign entries take the names of new directories; remove them", str(root)
+    )
 
 
 def write_start(root: Path, start: Start) -> None:

@@ -7,9 +7,9 @@ imports torch: the keeper uses it too.
 
 from __future__ import annotations
 
-import errno
 import math
 import os
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ddpjob_trainer.snapshot.ondisk import disk
-from ddpjob_trainer.snapshot.ondisk.checked_json import MAX_BYTES, seal, unseal
+from ddpjob_trainer.snapshot.ondisk.checked_json import MAX_BYTES, count, seal, unseal
 
 FORMAT = "ddpjob-snapshot"
 VERSION = 1
@@ -28,10 +28,18 @@ ITEM_BYTES: dict[str, int] = {
 }  # fmt: skip
 _MAX_DIMENSIONS = 64
 _PIECE = 1 << 20
+_MANIFEST = re.compile(r"step-([0-9]{12,15})\.json")
+_DATA_FILE = re.compile(r"step-[0-9]{12,15}-[0-9A-Za-z]{1,64}-[0-9]{1,12}\.safetensors")
+_MAX_MESSAGE = 300
 
 
 class InvalidSnapshotError(Exception):
     """A snapshot that must not be used: damaged, incomplete, or of another format."""
+
+    def __init__(self, text: str) -> None:
+        # It may quote what a stranger wrote: no line breaks, nothing that a terminal obeys.
+        plain = "".join(letter if letter.isprintable() else "?" for letter in text)
+        super().__init__(plain[:_MAX_MESSAGE])
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +100,16 @@ def file_name(step: int) -> str:
 
 def step_of(path: Path) -> int | None:
     """Step in a manifest's name, None for other files."""
-    stem = path.name.removeprefix("step-").removesuffix(".json")
-    return int(stem) if path.name == f"step-{stem}.json" and stem.isdigit() else None
+    found = _MANIFEST.fullmatch(path.name)
+    step = int(found[1]) if found else None
+    return step if step is not None and path.name == file_name(step) else None
 
 
 def listed(directory: Path) -> list[Path]:
     """Manifests by step, oldest first. Raises FileNotFoundError when a zombie removed it."""
-    return sorted(path for path in directory.iterdir() if step_of(path) is not None)
+    paths = [directory / name for name in disk.names(directory)]
+    steps = {step: path for path in paths if (step := step_of(path)) is not None}
+    return [steps[step] for step in sorted(steps)]
 
 
 def read(path: Path) -> Manifest:
@@ -106,9 +117,14 @@ def read(path: Path) -> Manifest:
 
     Raises InvalidSnapshotError, OSError.
     """
-    if path.is_symlink():
-        raise InvalidSnapshotError("the manifest is a symbolic link")
-    return decode(disk.read_bounded(path, MAX_BYTES))
+    try:
+        data = disk.read_bounded(path, MAX_BYTES)
+    except disk.NotAFileError:
+        raise InvalidSnapshotError("the manifest is not a regular file") from None
+    found = decode(data)
+    if found.step != step_of(path):
+        raise InvalidSnapshotError(f"the manifest is that of step {found.step}")
+    return found
 
 
 def decode(data: bytes) -> Manifest:
@@ -117,7 +133,7 @@ def decode(data: bytes) -> Manifest:
         body = unseal(data)
         _check_version(body)
         found = Manifest(
-            step=_count(body["step"]),
+            step=count(body["step"]),
             config=dict(body["config"]),
             files=tuple(DataFile(**file) for file in body["files"]),
             tensors={name: (dtype, tuple(s)) for name, (dtype, s) in body["tensors"].items()},
@@ -126,7 +142,7 @@ def decode(data: bytes) -> Manifest:
             tree=body["tree"],
         )
         _check(found)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidSnapshotError(f"the manifest cannot be read: {error}") from error
     return found
 
@@ -142,46 +158,44 @@ def _check_version(body: Mapping[str, Any]) -> None:
         )
 
 
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{str(value)[:40]} is not a count")
-    return value
-
-
 def _check(found: Manifest) -> None:
     """Every size adds up, so that later code need not wonder. Raises ValueError, KeyError."""
     sizes = {}
     for file in found.files:
-        if not isinstance(file.name, str) or Path(file.name).name != file.name:
-            raise ValueError(f"{file.name!r} is not a plain file name")
-        sizes[file.name] = _count(file.bytes)
-        _count(file.crc32)
+        if not isinstance(file.name, str) or not _DATA_FILE.fullmatch(file.name):
+            raise ValueError(f"{str(file.name)[:99]!r} is no data file's name")
+        sizes[file.name] = count(file.bytes)
+        count(file.crc32)
     if len(sizes) != len(found.files):
         raise ValueError("a data file is named twice")
     counts = {}
     for name, (dtype, shape) in found.tensors.items():
         if dtype not in ITEM_BYTES or len(shape) > _MAX_DIMENSIONS:
             raise ValueError(f"{name} has the type {dtype!r} and {len(shape)} dimensions")
-        counts[name] = math.prod(_count(n) for n in shape)
+        counts[name] = count(math.prod(count(n) for n in shape))
     spans: dict[str, list[tuple[int, int]]] = {name: [] for name in counts}
     for chunk in found.chunks:
-        spans[chunk.tensor].append((_count(chunk.start), _count(chunk.count)))
+        if not isinstance(chunk.key, str):
+            raise ValueError("a chunk's key must be a text")
+        spans[chunk.tensor].append((count(chunk.start), count(chunk.count)))
         sizes[chunk.file] -= chunk.count * ITEM_BYTES[found.tensors[chunk.tensor][0]]
     for name, parts in spans.items():
         _check_spans(name, sorted(parts), counts[name])
     if any(left < 0 for left in sizes.values()):
         raise ValueError("the chunks are larger than their data file")
+    if any(left > MAX_BYTES + 8 for left in sizes.values()):
+        raise ValueError("a data file is larger than what it holds")
     if any(target not in counts for target in found.aliases.values()):
         raise ValueError("an alias names no tensor")
 
 
-def _check_spans(name: str, parts: Sequence[tuple[int, int]], count: int) -> None:
+def _check_spans(name: str, parts: Sequence[tuple[int, int]], total: int) -> None:
     position = 0
     for start, length in parts:
         if start != position:
             raise ValueError(f"{name} is incomplete, or its chunks overlap")
         position += length
-    if position != count:
+    if position != total:
         raise ValueError(f"{name} is incomplete")
 
 
@@ -199,13 +213,11 @@ def verify(directory: Path, manifest: Manifest) -> None:
 def opened(directory: Path, file: DataFile) -> BinaryIO:
     """Open a data file that has its size. Raises InvalidSnapshotError, OSError."""
     try:
-        stream = disk.open_data(directory / file.name)
+        stream = disk.open_file(directory / file.name)
     except FileNotFoundError:
         raise InvalidSnapshotError(f"{file.name} is missing") from None
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EINVAL, errno.ENXIO):
-            raise InvalidSnapshotError(f"{file.name} is not a regular file") from None
-        raise
+    except disk.NotAFileError:
+        raise InvalidSnapshotError(f"{file.name} is not a regular file") from None
     size = os.fstat(stream.fileno()).st_size
     if size != file.bytes:
         stream.close()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError
+
+_STEP = re.compile(r"step-([0-9]{1,15})\b.*", re.DOTALL)
 
 
 def retain(root: Path, sequence: int, keep: int) -> None:
@@ -14,27 +18,50 @@ def retain(root: Path, sequence: int, keep: int) -> None:
 
     What cannot be removed now is left for the next time.
     """
-    with contextlib.suppress(OSError, InvalidSnapshotError):
+    with contextlib.suppress(OSError):
         directory = lineage.directory(root, sequence)
-        ours = manifest.listed(directory)
-        for path in ours[:-keep]:
-            disk.remove(path)
-        if ours:
-            kept = {f.name for path in ours[-keep:] for f in manifest.read(path).files}
-            _remove_leftovers(directory, ours[-1], kept)
+        unread: list[Path] = []
+        ours = _readable(manifest.listed(directory), unread)
+        for path in [*ours][:-keep]:
+            _remove(path)
+            del ours[path]
+        if ours and not unread:
+            _remove_leftovers(directory, [*ours][-1], set().union(*ours.values()))
         for unneeded in _unneeded(root, sequence, keep):
             disk.remove_tree(lineage.directory(root, unneeded))
+
+
+def _readable(paths: Iterable[Path], unread: list[Path]) -> dict[Path, set[str]]:
+    """Of those manifests that say what they consist of: their data files.
+
+    What only has the name of a manifest must not take the place of a snapshot. ``unread`` gets
+    those that the disk does not give: perhaps later.
+    """
+    found = {}
+    for path in paths:
+        try:
+            found[path] = {file.name for file in manifest.read(path).files}
+        except InvalidSnapshotError:
+            continue
+        except OSError:
+            unread.append(path)
+    return found
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        disk.remove(path)
 
 
 def _remove_leftovers(directory: Path, newest: Path, kept: set[str]) -> None:
     """Files of removed, failed and abandoned snapshots, but not of one still being written."""
     step = manifest.step_of(newest)
-    for path in directory.glob("step-*"):
-        if manifest.step_of(path) is not None or path.name in kept:
+    for name in disk.names(directory):
+        number = _STEP.fullmatch(name)
+        if number is None or name in kept or manifest.step_of(directory / name) is not None:
             continue
-        number = path.name.split("-")[1].partition(".")[0]
-        if not number.isdigit() or step is None or int(number) <= step:
-            disk.remove(path)
+        if step is None or int(number[1]) <= step:
+            _remove(directory / name)
 
 
 def _unneeded(root: Path, sequence: int, keep: int) -> list[int]:
@@ -50,7 +77,7 @@ def _unneeded(root: Path, sequence: int, keep: int) -> list[int]:
     steps: set[int] = set()
     for number, limit in lineage.chain(starts):
         needed.add(number)
-        for path in manifest.listed(lineage.directory(root, number)):
+        for path in _readable(manifest.listed(lineage.directory(root, number)), []):
             step = manifest.step_of(path)
             if step is not None and (limit is None or step <= limit):
                 steps.add(step)

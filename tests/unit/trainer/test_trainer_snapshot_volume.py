@@ -1,0 +1,403 @@
+"""A volume shared with strangers: whatever they put there, a start neither waits nor ends by it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddpjob_trainer import cli
+from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
+from ddpjob_trainer.snapshot.ondisk.checked_json import seal
+from ddpjob_trainer.snapshot.ondisk.lineage import Start
+from ddpjob_trainer.snapshot.ondisk.retention import retain
+from ddpjob_trainer.state.codec import flatten
+from support.snapshots import open_snapshots
+
+pytestmark = pytest.mark.timeout(60)
+SECRET = b"a secret of the trainer"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Steps 1 and 2 by attempt 1."""
+    where = tmp_path / "job"
+    store, _ = open_snapshots(where)
+    for step in (1, 2):
+        store.save(step, flatten({"model": {"w": torch.full((64,), float(step))}, "n": step}), {})
+    return where
+
+
+def loaded_step(root: Path, attempt: int = 2) -> int | None:
+    loaded = open_snapshots(root, attempt)[1]
+    return None if loaded is None else loaded.step
+
+
+# --- Things that are no files ---------------------------------------------------------------
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def bound_socket(path: Path) -> None:
+    here = Path.cwd()
+    os.chdir(path.parent)  # a socket's name must be short
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(path.name)
+    os.chdir(here)
+
+
+def device(path: Path) -> None:
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5))  # zeros without end
+    except PermissionError:
+        pytest.skip("making devices needs root")
+
+
+def endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def circle(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def nowhere(path: Path) -> None:
+    path.symlink_to(path.parent / "nowhere")
+
+
+THINGS: dict[str, Callable[[Path], None]] = {
+    "pipe": pipe,
+    "socket": bound_socket,
+    "device": device,
+    "link to a device": endless,
+    "link to itself": circle,
+    "link to nowhere": nowhere,
+    "directory": Path.mkdir,
+    "empty": Path.touch,
+    "huge": lambda path: path.touch() or os.truncate(path, 1 << 42),
+}
+
+
+def put(path: Path, thing: str) -> None:
+    path.unlink(missing_ok=True)
+    THINGS[thing](path)
+
+
+@pytest.mark.parametrize("thing", THINGS)
+def test_in_place_of_a_manifest_or_of_a_data_file(root, thing):  # type: ignore[no-untyped-def]
+    put(root / "00000001" / manifest.file_name(2), thing)
+    assert loaded_step(root) == 1
+    newest = root / "00000002" / manifest.file_name(1)
+    put(newest.parent / manifest.read(newest).files[1].name, thing)
+    assert loaded_step(root, 3) == 1  # that of attempt 1
+
+
+@pytest.mark.parametrize("thing", THINGS)
+def test_in_place_of_a_start_record(root, thing, capsys):  # type: ignore[no-untyped-def]
+    (root / "00000007").mkdir()
+    put(root / "00000007" / lineage.START, thing)
+    assert loaded_step(root) == 2
+    assert "00000007/start.json is not usable" in capsys.readouterr().out
+    put(root / "00000001" / lineage.START, thing)
+    assert loaded_step(root, 3) == 2  # attempt 2 has its own
+
+
+@pytest.mark.parametrize("thing", THINGS)
+def test_in_place_of_an_incarnation(root, thing):  # type: ignore[no-untyped-def]
+    put(root / "00000002", thing)
+    assert loaded_step(root) == 2
+    retain(root, 3, 2)
+
+
+@pytest.mark.parametrize("thing", THINGS)
+def test_the_tool_tells_them(root, thing, capsys, tmp_path):  # type: ignore[no-untyped-def]
+    put(root / "00000001" / manifest.file_name(2), thing)
+    put(root / "00000001" / manifest.file_name(3), thing)
+    put(root / "00000002", thing)
+    assert cli.main(["snapshot", "ls", str(root)]) == 0
+    assert capsys.readouterr().out.count("invalid: ") == 2
+    assert cli.main(["snapshot", "verify", str(root)]) == 1
+    assert capsys.readouterr().out.count("DAMAGED") == 2
+    assert cli.main(["snapshot", "export", str(root), str(tmp_path / "out")]) == 0
+
+
+# --- Links to what others must not see --------------------------------------------------------
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_no_byte_from_outside_comes_into_the_volume(root, tmp_path, monkeypatch, links):  # type: ignore[no-untyped-def]
+    """A link is named like a data file; making hard links may be forbidden."""
+    secret = tmp_path / "secret"
+    newest = root / "00000001" / manifest.file_name(2)
+    file = newest.parent / manifest.read(newest).files[0].name
+    secret.write_bytes(SECRET.ljust(file.stat().st_size))
+    file.unlink()
+    file.symlink_to(secret)
+    if not links:
+        monkeypatch.setattr(os, "link", _forbidden)
+    assert loaded_step(root) == 1
+    held = [path for path in root.glob("*/*") if path.is_file() and not path.is_symlink()]
+    assert not any(SECRET in path.read_bytes() for path in held)
+
+
+def _forbidden(*_: Any, **__: Any) -> None:
+    raise PermissionError(1, "Operation not permitted")
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_link_put_there_after_the_look_is_not_followed(root, tmp_path, monkeypatch, links):  # type: ignore[no-untyped-def]
+    secret, source = tmp_path / "secret", root / "00000001/source"
+    secret.write_bytes(SECRET)
+    source.write_bytes(b"harmless")
+    real = os.link
+
+    def swap(*names: Any, **options: Any) -> None:
+        source.unlink()
+        source.symlink_to(secret)
+        (real if links else _forbidden)(*names, **options)
+
+    monkeypatch.setattr(os, "link", swap)
+    target = root / "00000001/target"
+    if links:
+        with pytest.raises(disk.NotAFileError):
+            disk.link_or_copy(source, target)
+        assert not target.is_symlink()
+    else:
+        disk.link_or_copy(source, target)
+        assert target.read_bytes() == b"harmless"
+
+
+def test_a_copy_that_fails_leaves_nothing(root, monkeypatch):  # type: ignore[no-untyped-def]
+    source, target = root / "00000001/source", root / "00000001/target"
+    source.write_bytes(bytes(100))
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "link", _forbidden)
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        disk.link_or_copy(source, target)
+    assert not target.exists()
+
+
+def test_nothing_outside_is_written_or_removed_through_a_linked_directory(root, tmp_path):  # type: ignore[no-untyped-def]
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    names = ["step-000000000001-aa-0.safetensors", manifest.file_name(1), lineage.START]
+    for name in names:
+        (outside / name).write_bytes(SECRET)
+    mine = root / "00000003"
+    mine.symlink_to(outside)
+    retain(root, 3, 2)
+    for action in (
+        lambda: disk.write_new(mine / "new", [b""]),
+        lambda: lineage.write_start(root, Start(3, "u", 9, 0)),
+        lambda: disk.publish(mine / names[0], mine / "other"),
+        lambda: disk.remove(mine / names[0]),
+        lambda: disk.link_or_copy(root / "00000001" / lineage.START, mine / "linked"),
+        lambda: manifest.listed(mine),
+    ):
+        with pytest.raises(disk.NotAFileError):
+            action()
+    assert sorted(path.name for path in outside.iterdir()) == sorted(names)
+    assert all((outside / name).read_bytes() == SECRET for name in names)
+
+
+# --- Names ------------------------------------------------------------------------------------
+
+ODD = [
+    "0000000²", "٠٠٠٠٠٠٠٩", "00000009\n", "-0000009", "0000000000009", "000000009", "1e000000",
+    "step", "0000009 ", "00000000",
+]  # fmt: skip
+
+
+def test_directories_of_odd_names(root):  # type: ignore[no-untyped-def]
+    for name in ODD:
+        (root / name).mkdir()
+        (root / name / lineage.START).write_bytes(seal(asdict(Start(9, "u", 9, 9))))
+    assert lineage.sequences(root) == [0, 1]
+    assert loaded_step(root) == 2
+
+
+def test_files_of_odd_names(root):  # type: ignore[no-untyped-def]
+    first = root / "00000001"
+    for name in (
+        "step-2.json", "step-00000000002².json", "step-000000000009.json\n", "step-٣.json", "step-",
+        "step-²-n-0.safetensors", "step-9999999999999999.json", "step--1.json", ".json",
+    ):  # fmt: skip
+        (first / name).write_bytes(b"{}")
+    assert [manifest.step_of(path) for path in manifest.listed(first)] == [1, 2]
+    retain(root, 1, 2)
+    assert loaded_step(root) == 2
+
+
+def test_numbers_of_more_digits_go_on_counting(root):  # type: ignore[no-untyped-def]
+    for number in (99_999_999, 100_000_000):
+        lineage.directory(root, number).mkdir()
+    assert lineage.claim(root) == 100_000_001
+    assert lineage.claim(root) == 100_000_002
+    assert loaded_step(root) == 2
+    assert loaded_step(root, 3) == 2
+
+
+def test_the_highest_number_is_put_aside(root):  # type: ignore[no-untyped-def]
+    top = lineage.directory(root, 10**12 - 1)
+    top.mkdir()
+    (top / lineage.START).write_bytes(seal(asdict(Start(10**12 - 1, "u", 0, 0))))
+    assert loaded_step(root) == 2
+    assert not top.exists()
+
+
+def test_many_taken_names_are_stepped_over(root):  # type: ignore[no-untyped-def]
+    for number in range(2, 400):
+        lineage.directory(root, number).touch()
+    assert lineage.claim(root) >= 400
+
+
+# --- Contents ---------------------------------------------------------------------------------
+
+GOOD = asdict(Start(7, "v", 1, 0, 1, 2))
+
+
+def changed(**fields: Any) -> dict[str, Any]:
+    return GOOD | fields
+
+
+RECORDS: dict[str, Any] = {
+    "a list": [],
+    "nothing": {},
+    "a field more": changed(more=1),
+    "text for a number": changed(attempt="1"),
+    "a fraction": changed(attempt=1.5),
+    "a bool": changed(round=True),
+    "none": changed(parent_step=None),
+    "negative": changed(attempt=-1),
+    "huge": changed(attempt=10**30),
+    "no uid": changed(uid=None),
+    "a long uid": changed(uid="x" * 10_000),
+    "a number for a list": changed(predecessors=7),
+    "a text for a list": changed(predecessors="ab"),
+    "numbers": changed(predecessors=[1]),
+    "many": changed(predecessors=["x"] * 1000),
+    "another number": changed(sequence=8),
+    "deep": changed(predecessors=[json.loads("[" * 400 + "]" * 400)]),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_start_record_that_says_something_odd(root, name):  # type: ignore[no-untyped-def]
+    record = RECORDS[name]
+    (root / "00000007").mkdir()
+    text = (
+        json.dumps(record).encode() if not isinstance(record, dict) or not record else seal(record)
+    )
+    (root / "00000007" / lineage.START).write_bytes(text)
+    assert loaded_step(root) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"a":' + b"[" * 30_000 + b"]" * 30_000 + b"}",
+        b'{"sequence":NaN}',
+        b'{"sequence":1e999}',
+        b'{"sequence":' + b"9" * 5000 + b"}",
+        b'{"uid":"\\ud800"}',
+        b"\xff\xfe",
+        b"",
+    ],
+)
+def test_a_start_record_that_is_odd_json(root, text):  # type: ignore[no-untyped-def]
+    import hashlib
+
+    digest = hashlib.sha256(text).hexdigest().encode()
+    (root / "00000007").mkdir()
+    (root / "00000007" / lineage.START).write_bytes(text[:-1] + b',"sha256":"' + digest + b'"}')
+    assert loaded_step(root) == 2
+
+
+def test_parents_in_a_circle(root):  # type: ignore[no-untyped-def]
+    for number, parent in ((7, 7), (8, 9), (9, 8)):
+        lineage.directory(root, number).mkdir()
+        lineage.write_start(root, Start(number, "u", 1, number, parent, 5))
+    loaded_step(root)
+    assert cli.main(["snapshot", "ls", str(root)]) == 0
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "\ud800", "start.json", "step-1.json", "."])
+def test_a_data_file_of_an_odd_name(root, name):  # type: ignore[no-untyped-def]
+    path = root / "00000001" / manifest.file_name(2)
+    found = asdict(manifest.read(path))
+    body = {
+        "format": manifest.FORMAT, "version": manifest.VERSION, **found,
+        "files": [{"name": name, "bytes": 0, "crc32": 0}], "chunks": [], "tensors": {},
+    }  # fmt: skip
+    path.write_bytes(seal(body))
+    assert loaded_step(root) == 1
+
+
+def test_a_manifest_of_another_step(root):  # type: ignore[no-untyped-def]
+    path = root / "00000001" / manifest.file_name(2)
+    path.rename(path.with_name(manifest.file_name(3)))
+    assert loaded_step(root) == 1
+
+
+def test_what_strangers_write_is_printed_on_one_line():  # type: ignore[no-untyped-def]
+    text = str(manifest.InvalidSnapshotError("a\nb\x1b[31m" + "x" * 1000))
+    assert text.isprintable()
+    assert len(text) <= 300
+
+
+# --- Retention ----------------------------------------------------------------------------------
+
+
+def test_names_alone_take_no_snapshots_place(root):  # type: ignore[no-untyped-def]
+    first = root / "00000001"
+    for step in range(10, 20):
+        (first / manifest.file_name(step)).touch()
+    retain(root, 1, 2)
+    assert loaded_step(root) == 2
+
+
+def test_a_manifest_that_cannot_be_read_now_keeps_its_files(root, monkeypatch):  # type: ignore[no-untyped-def]
+    real = disk.open_file
+
+    def fails(path: Path) -> Any:
+        if path.name == manifest.file_name(2):
+            raise OSError(5, "Input/output error")
+        return real(path)
+
+    monkeypatch.setattr(disk, "open_file", fails)
+    retain(root, 1, 2)
+    monkeypatch.undo()
+    assert loaded_step(root) == 2
+
+
+def test_a_directory_that_vanishes_while_it_is_read(root, monkeypatch):  # type: ignore[no-untyped-def]
+    import shutil
+
+    lineage.directory(root, 5).mkdir()
+    lineage.write_start(root, Start(5, "u", 1, 5, 1, 2))
+    real, gone = manifest.listed, threading.Event()
+
+    def listed(directory: Path) -> list[Path]:
+        if directory.name == "00000005" and not gone.is_set():
+            gone.set()
+            shutil.rmtree(directory)
+        return real(directory)
+
+    monkeypatch.setattr(manifest, "listed", listed)
+    assert loaded_step(root) == 2
+    assert gone.is_set()
