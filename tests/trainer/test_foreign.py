@@ -8,22 +8,31 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import signal
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.launching import launched
+from support.launching import free_ports, launched
 from support.rounds import kill
 
 SCRIPTS = Path(__file__).parents[1] / "support/foreign"
 RANKS = range(3)
 STEPS, HELD_AFTER = 30, 10  # see toy.py
 SECONDS = 200  # three cold starts of a large package on a busy machine
-#: The package that a script needs.
-FOREIGN = ("accelerate", "lightning", "transformers")
+_CALLBACK = (
+    "from ddpjob_trainer.adapters.{} import DDPJobCallback; callbacks.append(DDPJobCallback())"
+)
+#: The package that a script needs, and the line that makes its adapter work.
+FOREIGN = {
+    "accelerate": "from ddpjob_trainer.adapters.accelerate import follow; follow(accelerator)",
+    "lightning": _CALLBACK.format("lightning"),
+    "transformers": _CALLBACK.format("transformers"),
+}
 
 
 @pytest.fixture(params=FOREIGN)
@@ -77,3 +86,47 @@ def test_a_killed_rank_of_an_unmodified_script_comes_back_in_place(
         assert (killed / f"begun-{rank}").read_text().split() == ["0", str(HELD_AFTER)]
     # Not bit for bit: no word of ours orders the sums of plain DDP after a restart.
     assert outcome(killed) == pytest.approx(outcome(calm), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_with_its_adapter_a_script_tells_how_far_it_is_and_is_ended_when_it_hangs(
+    script: Path, tmp_path: Path, wait_until: Callable[..., None]
+):
+    """Rank 1 is stopped by SIGSTOP where all wait, the others in a collective or for their data."""
+    adapted = tmp_path / script.name
+    line = FOREIGN[script.stem.removeprefix("with_")]
+    text = script.read_text().replace("# (the adapter)", line)
+    assert line in text
+    adapted.write_text(text)
+    (tmp_path / "toy.py").write_text((SCRIPTS / "toy.py").read_text())
+    (port,) = free_ports(1)
+    report = tmp_path / "report"
+    words = ("--nproc", "3", "--termination-log", str(report), "--metrics-port", str(port))
+    env = {"DDPJOB_HANG_STEP_SECONDS": "5"}
+    with launched(*words, str(adapted), str(tmp_path), env=env) as launcher:
+        places = [tmp_path / f"at-{rank}" for rank in RANKS]
+
+        def there() -> bool:
+            return all(place.exists() for place in places) or launcher.poll() is not None
+
+        wait_until(there, "all ranks at the place where one hangs", SECONDS)
+        state = told(port)
+        os.kill(int(places[1].read_text()), signal.SIGSTOP)
+        (tmp_path / "go").touch()
+        _, err = launcher.communicate(timeout=SECONDS)
+    assert launcher.returncode == 0, err
+    assert (state["phase"], state["snapshotStep"]) == ("step", HELD_AFTER), state
+    assert HELD_AFTER <= state["step"] < STEPS
+    assert state["loss"] > 0
+    found = json.loads(report.read_text())
+    assert found["round"] == 1, err
+    assert (found["rounds"][0]["rank"], found["rounds"][0]["kind"]) == (1, "hang"), err
+    assert found["step"] == STEPS
+    assert found["snapshotStep"] == STEPS
+    outcome(tmp_path)
+
+
+def told(port: int) -> dict[str, Any]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/state", timeout=30) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found

@@ -8,7 +8,7 @@ from accelerate import Accelerator, skip_first_batches
 from torch.utils.data import DataLoader
 
 accelerator = Accelerator(cpu=True)
-# (one line more)
+# (the adapter)
 model = toy.Line()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 loader = DataLoader(toy.Toy(), batch_size=toy.BATCH)

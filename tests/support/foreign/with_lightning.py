@@ -29,7 +29,7 @@ callbacks = [
         dirpath=toy.OUT / "checkpoints", every_n_train_steps=toy.EVERY, save_last=True, save_top_k=0
     )
 ]
-# (one line more)
+# (the adapter)
 trainer = lightning.Trainer(
     accelerator="cpu", strategy="ddp", devices=3, max_steps=toy.STEPS, callbacks=callbacks,
     log_every_n_steps=1, logger=False, enable_progress_bar=False, enable_model_summary=False,

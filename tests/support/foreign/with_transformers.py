@@ -13,7 +13,7 @@ class Begin(TrainerCallback):
 
 
 callbacks = [Begin()]
-# (one line more)
+# (the adapter)
 trainer = Trainer(
     model=toy.Line(),
     args=TrainingArguments(

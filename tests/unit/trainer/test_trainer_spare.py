@@ -65,6 +65,9 @@ def test_what_a_program_imports_at_its_top_level(source, modules):  # type: igno
         ("import ddpjob_trainer as ddp", True),
         ("def main():\n    from ddpjob_trainer.task import x", True),
         ("import torch", False),
+        # It meets the others by itself, on a port that no launcher may hold for it.
+        ("from ddpjob_trainer.adapters.accelerate import follow", False),
+        ("import ddpjob_trainer.adapters.accelerate, ddpjob_trainer.task", True),
         ("from . import ddpjob_trainer", False),
         ("not python", False),
     ],

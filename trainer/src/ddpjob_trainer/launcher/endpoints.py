@@ -46,10 +46,12 @@ def state_body(
     body["phase"] = state.phase if state else "startup"
     if state is not None and state.phase != "startup":
         body["step"] = state.step
-        body["totalSteps"] = state.total_steps
+        if state.total_steps:  # else nobody knows
+            body["totalSteps"] = state.total_steps
     elif known.step >= 0:  # else before the resume nobody knows how far training is
         body["step"] = known.step
-        body["totalSteps"] = known.total_steps
+        if known.total_steps:
+            body["totalSteps"] = known.total_steps
     if state is None:
         return body
     if state.loss is not None and math.isfinite(state.loss):

@@ -301,7 +301,8 @@ def _close(call: Call) -> None:
 def uses_our_library(program: Program) -> bool:
     """Whether the program imports ddpjob_trainer, as far as its source tells.
 
-    Others may set environment before they import torch, which a spare has done already.
+    Others may set environment before they import torch, which a spare has done already, and
+    serve the store themselves. One that uses our adapters only is one of them.
     """
     if program.module:
         if program.name.split(".")[0] == _PACKAGE:
@@ -319,7 +320,8 @@ def uses_our_library(program: Program) -> bool:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and not node.level:
             names = [node.module or ""]
-        if any(name.split(".")[0] == _PACKAGE for name in names):
+        ours = [name.split(".") for name in names if name.split(".")[0] == _PACKAGE]
+        if any(parts[1:2] != ["adapters"] for parts in ours):
             return True
     return False
 

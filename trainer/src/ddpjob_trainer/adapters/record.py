@@ -1,0 +1,99 @@
+"""What an adapter tells the launcher of its rank: the record that our own loop keeps.
+
+Made when training begins, so that a script is watched from there on and not before. Without a
+launcher of ours nobody reads it; under torchrun the watchdog in the process does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import Final, SupportsFloat
+
+from ddpjob_trainer.environment import read_worker
+from ddpjob_trainer.liveness import stacks
+from ddpjob_trainer.liveness.heartbeat import Activity, RankStateWriter
+from ddpjob_trainer.liveness.watchdog import Watchdog
+
+#: Reading a loss makes the host wait for a GPU.
+_LOSS_SECONDS: Final = 1.0
+
+
+class Record:
+    """This rank's. Raises ConfigError where the environment contradicts itself."""
+
+    def __init__(self, *, step: int = 0, total_steps: int = 0) -> None:
+        env = read_worker(os.environ)
+        self._main = env.rank == 0
+        self._pid = os.getpid()
+        self._loss_at = 0.0
+        self._first = True
+        stacks.enable(env.state_dir, env.rank)  # before the record, which says that it is there
+        self._writer = RankStateWriter(env.state_dir, env.rank)
+        self._writer.update(step=step, total_steps=total_steps)
+        if env.watch:
+            Watchdog(self._writer, env.deadlines).start()
+
+    def at(self, activity: Activity) -> None:
+        """Tell what this rank does from now on; it is a sign of life."""
+        if os.getpid() == self._pid:  # a data loader's worker is no rank
+            self._writer.mark(activity)
+
+    def stepped(self, step: int, loss: SupportsFloat | None = None) -> None:
+        """``step`` optimizer steps are done; a loss is read now and then."""
+        self._first = False
+        now = time.monotonic()
+        if loss is not None and now - self._loss_at >= _LOSS_SECONDS:
+            self._loss_at = now
+            self.told(loss)
+        self._writer.update(phase="step", step=step)
+        self.at("data")
+
+    def told(self, loss: SupportsFloat) -> None:
+        """The script says what the loss is."""
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # it is what it wants
+            self._writer.update(loss=float(loss))
+
+    def saving(self) -> None:
+        """A checkpoint is being written: another deadline holds."""
+        self._writer.update(phase="snapshot")
+        self.at("snapshot")
+
+    def saved(self, step: int) -> None:
+        """The checkpoint after ``step`` steps is written; it counts as progress."""
+        self._writer.update(
+            phase="startup" if self._first else "step",
+            snapshot_step=step if self._main else None,  # the others may be done before it is
+        )
+        self.at("data")
+
+    def failed(self, exception: BaseException) -> None:
+        """Training ends with an exception."""
+        self._writer.failed(exception)
+
+    def ended(self) -> None:
+        """Training is over: nothing is watched any more."""
+        self._writer.update(phase="done")
+
+
+_record: Record | None = None
+
+
+def begin(*, step: int = 0, total_steps: int = 0) -> Record:
+    """Start this process's record: training goes on after ``step`` steps. 0: unknown in total."""
+    global _record
+    _record = Record(step=step, total_steps=total_steps)
+    return _record
+
+
+def forward_begins(*_: object) -> None:
+    """A hook for a model's forward. A function of a module, so that models can be pickled."""
+    if _record is not None:
+        _record.at("forward")
+
+
+def forward_ends(*_: object) -> None:
+    """What follows is the backward pass, in which ranks wait for one another."""
+    if _record is not None:
+        _record.at("backward")
