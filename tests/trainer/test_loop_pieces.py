@@ -141,6 +141,12 @@ def test_evaluation_leaves_training_as_it_is(gang, tmp_path):  # type: ignore[no
                 step.commit()
                 if name == "evaluated":
                     run.evaluate(DATA, noisy, batch_size=7, ema=step.index % 2 == 1)
+                    # A batch for two of three ranks, of samples that are collated otherwise.
+                    found = run.evaluate(
+                        list(INPUTS), lambda m, x: {"ones": (x * 0 + 1).mean(), "rows": len(x)},
+                        batch_size=25, collate=torch.stack, reduce="mean",
+                    )  # fmt: skip
+                    assert found == {"ones": 1.0, "rows": 25.0}
                     with run.evaluating():
                         torch.rand(3)
             (tmp_path / f"{name}-{rank}").write_text(f"{run.weights_sha256()} {run.state_sha256()}")

@@ -18,8 +18,10 @@ class TensorBoard:
 
     def open(self, run_id: str, step: int) -> None:
         """Hide what an earlier process wrote of later steps. Raises ImportError, OSError."""
-        from torch.utils.tensorboard import SummaryWriter
-
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError("the package is missing; pip install tensorboard") from error
         self._writer = SummaryWriter(self._directory, purge_step=step + 1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

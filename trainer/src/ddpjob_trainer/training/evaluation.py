@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import json
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.data import fetch
+from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.state import buffers, rng
 
+#: Of a model and a batch: one number, or several by name.
 Metric = Callable[[torch.nn.Module, Any], torch.Tensor | float]
+Metrics = Callable[[torch.nn.Module, Any], Mapping[str, torch.Tensor | float]]
+REDUCTIONS = ("sum", "mean")
+_SOLE = ""  # the name of a metric that is one number
 
 
 @contextlib.contextmanager
@@ -34,21 +42,79 @@ def share_buffers(module: torch.nn.Module, world: World) -> None:
         world.broadcast_tensor(buffer)
 
 
+@dataclass(slots=True)
+class Sums:
+    """Of metrics over batches, by name. ``samples``: how many there were."""
+
+    values: dict[str, float] = field(default_factory=dict)
+    samples: int = 0
+
+    def add(self, found: Mapping[str, Any] | Any, samples: int, weight: float) -> None:
+        """Take in a batch's. Raises ConfigError for what is no number."""
+        named = found if isinstance(found, Mapping) else {_SOLE: found}
+        self.samples += samples
+        for name, value in named.items():
+            if not isinstance(name, str) or (isinstance(found, Mapping) and name == _SOLE):
+                raise ConfigError(f"evaluate(): a metric's name must be a string, not {name!r}")
+            try:
+                number = float(value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise ConfigError(
+                    f"evaluate(): the metric {name or type(value).__name__!r} must be a number or a"
+                    f" tensor of one element ({error})"
+                ) from error
+            self.values[name] = self.values.get(name, 0.0) + number * weight
+
+
+def check(dataset: fetch.Dataset, batch_size: int, reduce: str) -> int:
+    """Return the batch size. Raises ConfigError before any rank waits for another."""
+    fetch.check(dataset)
+    if not len(dataset):
+        raise ConfigError("evaluate(): the dataset is empty")
+    if operator.index(batch_size) < 1:
+        raise ConfigError(f"evaluate(batch_size={batch_size}) must be at least 1")
+    if reduce not in REDUCTIONS:
+        raise ConfigError(f"evaluate(reduce={reduce!r}) must be one of {', '.join(REDUCTIONS)}")
+    return operator.index(batch_size)
+
+
 def share_of_metric(
     module: torch.nn.Module,
     dataset: fetch.Dataset,
-    metric: Metric,
+    metric: Metric | Metrics,
     world: World,
     *,
     batch_size: int,
     collate: fetch.Collate | None,
+    mean: bool,
     alive: Callable[[], None],
-) -> float:
-    """Return the sum of the metric over this rank's batches. ``alive`` is called for each."""
-    total = 0.0
+) -> Sums:
+    """Add the metric up over this rank's batches. ``alive`` is called for each.
+
+    ``mean``: the metric is a batch's mean, and each of its samples counts once.
+    """
+    sums = Sums()
     for start in range(world.rank * batch_size, len(dataset), world.size * batch_size):
         alive()
         indices = fetch.span(start, min(start + batch_size, len(dataset)))
-        batch = fetch.fetch(dataset, indices, collate)
-        total += float(metric(module, fetch.to_device(batch, world.device)))
-    return total
+        batch = fetch.to_device(fetch.fetch(dataset, indices, collate), world.device)
+        sums.add(metric(module, batch), len(indices), float(len(indices)) if mean else 1.0)
+    return sums
+
+
+def total(sums: Sums, world: World, *, mean: bool) -> float | dict[str, float]:
+    """Add up over all ranks, in their order; a rank may have had no batch. Collective."""
+    mine = json.dumps([sums.values, sums.samples]).encode()
+    gathered = [json.loads(blob) for blob in world.gather_bytes(mine)]
+    samples = sum(count for _, count in gathered)
+    found: dict[str, float] = {}
+    for values, _ in gathered:
+        for name, value in values.items():
+            found[name] = found.get(name, 0.0) + value
+    if mean:
+        found = {name: value / samples for name, value in found.items()}
+    if _SOLE not in found:
+        return found
+    if len(found) > 1:
+        raise ConfigError("evaluate(): the metric gave one number for some batches, and a dict")
+    return found[_SOLE]

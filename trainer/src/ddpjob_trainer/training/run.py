@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from operator import index
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, overload
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -26,7 +26,7 @@ from ddpjob_trainer.snapshot.training_state import weights_sha256
 from ddpjob_trainer.state.stateful import Stateful
 from ddpjob_trainer.telemetry.run_log import checked
 from ddpjob_trainer.training import evaluation
-from ddpjob_trainer.training.evaluation import Metric
+from ddpjob_trainer.training.evaluation import Metric, Metrics
 from ddpjob_trainer.training.loop import Loop, Process
 from ddpjob_trainer.training.prepare import Trained, make_trained
 from ddpjob_trainer.training.step import Step
@@ -166,30 +166,52 @@ class Run:
         with self._process.progress.during("evaluation"), guard, evaluation.evaluating(module):
             yield module
 
+    @overload
+    def evaluate(
+        self, dataset: fetch.Dataset, metric: Metric, *, batch_size: int = 256,
+        collate: fetch.Collate | None = None, reduce: str = "sum", ema: bool = False,
+    ) -> float: ...  # fmt: skip
+
+    @overload
+    def evaluate(
+        self, dataset: fetch.Dataset, metric: Metrics, *, batch_size: int = 256,
+        collate: fetch.Collate | None = None, reduce: str = "sum", ema: bool = False,
+    ) -> dict[str, float]: ...  # fmt: skip
+
     def evaluate(
         self,
         dataset: fetch.Dataset,
-        metric: Metric,
+        metric: Metric | Metrics,
         *,
         batch_size: int = 256,
+        collate: fetch.Collate | None = None,
+        reduce: str = "sum",
         ema: bool = False,
-    ) -> float:
+    ) -> float | dict[str, float]:
         """Return the sum of ``metric(model, batch)`` over the dataset, shared among the ranks.
 
-        Every sample is seen exactly once; the ranks' shares may differ by one batch.
+        Every sample is seen exactly once; the ranks' shares may differ by one batch. A metric that
+        is a dict of numbers gives a dict of sums. ``reduce``: "mean" if the metric is a batch's
+        mean; the result is the mean over all samples then. ``collate``: default start()'s.
+        ``ema``: of the moving average, see prepare(ema=...). Every rank must call it.
+
+        Raises ConfigError.
         """
         trained = self._ready("evaluate()")
+        batch_size = evaluation.check(dataset, batch_size, reduce)
+        mean = reduce == "mean"
         with self._peers:
             evaluation.share_buffers(trained.state.module, self._world)
             if ema:
                 evaluation.share_buffers(_evaluated(trained, ema=True), self._world)
         with self.evaluating(ema=ema) as module:
-            total = evaluation.share_of_metric(
+            share = evaluation.share_of_metric(
                 module, dataset, metric, self._world,
-                batch_size=batch_size, collate=self.options.collate,
+                batch_size=batch_size, collate=collate or self.options.collate, mean=mean,
                 alive=lambda: self._process.progress.at("evaluation"),
             )  # fmt: skip
-        return self.sum(total)
+        with self._process.progress.during("agreement"), self._peers:
+            return evaluation.total(share, self._world, mean=mean)
 
     def sum(self, value: float) -> float:
         """Add up a number over all ranks. Every rank must call it."""

@@ -1,0 +1,85 @@
+"""What evaluate() adds up: numbers and dicts of them, over ranks that have batches and some not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from ddpjob_trainer.comm.world import World
+from ddpjob_trainer.environment import Identity
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.training import evaluation
+
+VALUES = torch.arange(50.0)
+DATA = TensorDataset(VALUES)
+MODEL = nn.Identity()
+
+
+def evaluate(metric: Any, *, batch_size: int = 8, mean: bool = False, ranks: int = 3) -> Any:
+    """Each rank's share, then what rank 0 makes of them all."""
+    worlds = [
+        World(rank, ranks, 0, torch.device("cpu"), Identity("u", 1, 0, True), None, None)
+        for rank in range(ranks)
+    ]
+    shares = [
+        evaluation.share_of_metric(
+            MODEL, DATA, metric, world,
+            batch_size=batch_size, collate=None, mean=mean, alive=lambda: None,
+        )
+        for world in worlds
+    ]  # fmt: skip
+    blobs = [json.dumps([share.values, share.samples]).encode() for share in shares]
+    gather = type("Gathered", (), {"gather_bytes": lambda self, mine: blobs})()
+    assert blobs[0] in gather.gather_bytes(b"")
+    return evaluation.total(shares[0], gather, mean=mean)
+
+
+# With 25 the third rank has no batch, and the second a smaller one.
+@pytest.mark.parametrize("batch_size", [1, 8, 20, 25, 64])
+def test_every_sample_counts_once_however_it_is_cut(batch_size):  # type: ignore[no-untyped-def]
+    assert evaluate(lambda m, b: b[0].sum(), batch_size=batch_size) == VALUES.sum()
+    found = evaluate(lambda m, b: {"sum": b[0].sum(), "count": len(b[0])}, batch_size=batch_size)
+    assert found == {"sum": float(VALUES.sum()), "count": 50.0}
+    mean = evaluate(lambda m, b: b[0].mean(), batch_size=batch_size, mean=True)
+    assert mean == pytest.approx(float(VALUES.mean()))
+    named = evaluate(lambda m, b: {"mean": b[0].mean()}, batch_size=batch_size, mean=True)
+    assert named == {"mean": pytest.approx(float(VALUES.mean()))}
+
+
+def test_a_name_that_only_some_batches_have_counts_where_it_is():  # type: ignore[no-untyped-def]
+    found = evaluate(lambda m, b: {"all": 1.0} | ({"late": 2.0} if b[0][0] >= 40 else {}))
+    assert found == {"all": 7.0, "late": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [
+        (lambda m, b: b[0], "must be a number or a tensor of one element"),
+        (lambda m, b: {"acc": "x"}, "the metric 'acc' must be a number"),
+        (lambda m, b: {3: 1.0}, "name must be a string, not 3"),
+        (lambda m, b: {"": 1.0}, "name must be a string, not ''"),
+        (lambda m, b: {"a": 1.0} if b[0][0] >= 40 else 1.0, "one number for some batches"),
+    ],
+)
+def test_what_is_no_metric_is_refused(metric, words):  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=words):
+        evaluate(metric)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "batch_size", "reduce", "words"),
+    [
+        (DATA, 0, "sum", r"batch_size=0\) must be at least 1"),
+        (DATA, 8, "max", r"reduce='max'\) must be one of sum, mean"),
+        ([], 8, "sum", "the dataset is empty"),
+        (iter([1]), 8, "sum", "not a map-style dataset"),
+    ],
+)
+def test_options_are_checked_before_anybody_waits(dataset, batch_size, reduce, words):  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=words):
+        evaluation.check(dataset, batch_size, reduce)
