@@ -77,7 +77,7 @@ class Training:
         if self.keeper:
             client.prelude = KEEPER_SEAM.format(body=self.keeper)
         if self.unreadable and rank == 1:
-            disk.open_data = self._fails_to_open  # type: ignore[assignment]
+            disk.open_file = self._fails_to_open  # type: ignore[assignment]
         torch.manual_seed(3)
         inputs, targets = torch.randn(200, 48), torch.randint(0, 10, (200,))
         run = ddp.start(
@@ -115,11 +115,11 @@ class Training:
         (self.directory / f"result-{rank}").write_text(result)
 
     def _fails_to_open(
-        self, path: Path, open_data: Callable[..., object] = disk.open_data
+        self, path: Path, open_file: Callable[..., object] = disk.open_file
     ) -> object:
         if self.unreadable in path.name:
             raise OSError(5, "Input/output error")
-        return open_data(path)
+        return open_file(path)
 
     def _maybe_die(self, rank: int, step: int, place: str) -> None:
         if self.die == (rank, step, place):
