@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import os
 import re
 import select
+import signal
 import subprocess
-import sys
-import termios
-import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 from support.launching import RUN, SOURCES, free_ports, launch, launched, run
+
+_PTRACE_SEIZE = 0x4206
 
 
 def test_what_cannot_be_started_has_the_shells_exit_codes(tmp_path):  # type: ignore[no-untyped-def]
@@ -84,27 +86,20 @@ def test_with_a_prefix_each_state_of_a_progress_bar_is_a_line(script):  # type: 
     assert re.findall(r"\[rank 1\] (.*)", out.replace("\r", "\n")) == ["1 %", "2 %", "done"]
 
 
-def test_a_slow_reader_of_a_non_blocking_pipe_gets_every_line(script):  # type: ignore[no-untyped-def]
+def test_a_slow_reader_of_a_non_blocking_pipe_gets_every_line(script, wait_until):  # type: ignore[no-untyped-def]
     read, write = os.pipe()
     os.set_blocking(write, False)
     program = script("for n in range(20000): print('line', n)")
     with subprocess.Popen(
         [*RUN, program], env={**os.environ, "PYTHONPATH": str(SOURCES)}, stdout=write
     ) as process:
+        # Nothing is read until the pipe is full.
+        wait_until(lambda: not select.select([], [write], [], 0)[1], "the pipe is full", 30)
         os.close(write)
         with os.fdopen(read, "rb") as stream:
-            # Nothing is read until the pipe is full.
-            size = fcntl.fcntl(stream, fcntl.F_GETPIPE_SZ) - 8192
-            deadline = time.monotonic() + 30
-            while _waiting(stream.fileno()) < size and time.monotonic() < deadline:
-                time.sleep(0.01)
             lines = stream.read().splitlines()
         assert process.wait(30) == 0
     assert len(lines) == 20000
-
-
-def _waiting(fd: int) -> int:
-    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, b"0000"), sys.byteorder)
 
 
 def test_a_newer_file_of_the_program_is_progress(script, tmp_path, wait_until):  # type: ignore[no-untyped-def]
@@ -142,3 +137,84 @@ sys.exit(1)
     # The same without a word about the path.
     run(*words, program)
     assert json.loads(report.read_text())["round"] == 1
+
+
+def test_a_log_that_nobody_reads_stops_no_round_no_health_and_no_sigterm(  # type: ignore[no-untyped-def]
+    script, tmp_path, wait_until
+):
+    """Not read at all, from the start; and all along workers would write more."""
+    program = script(
+        f"""
+import threading
+if os.environ["DDPJOB_ROUND"] == "1":
+    open({str(tmp_path)!r} + f"/second-{{rank}}", "w").close()
+elif rank == 1:
+    print("last words", file=sys.stderr, flush=True)
+    sys.exit(3)
+while True:
+    print("x" * 1000, flush=True)
+"""
+    )
+    report = tmp_path / "report"
+    (port,) = free_ports(1)
+    read, write = os.pipe()
+    try:
+        fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
+        with subprocess.Popen(
+            [*RUN, "--nproc", "3", "--metrics-port", str(port), "--termination-log", str(report),
+             program],
+            env={**os.environ, "PYTHONPATH": str(SOURCES), "DDPJOB_GRACE_SECONDS": "5"},
+            stdout=write, stderr=write,
+        ) as process:  # fmt: skip
+            try:
+                seconds = [tmp_path / f"second-{rank}" for rank in range(3)]
+                wait_until(lambda: all(path.exists() for path in seconds), "round 1", 30)
+                url = f"http://127.0.0.1:{port}/"
+                with urllib.request.urlopen(f"{url}healthz", timeout=10) as reply:
+                    assert reply.read() == b"ok\n"
+                with urllib.request.urlopen(f"{url}state", timeout=10) as reply:
+                    assert json.load(reply)["round"] == 1
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(30) == 143
+            finally:
+                process.kill()
+    finally:
+        os.close(read)
+        os.close(write)
+    content = json.loads(report.read_bytes())
+    assert (content["kind"], content["round"]) == ("sigterm", 1)
+    assert content["rounds"][0]["code"] == 3
+
+
+def test_a_worker_that_not_even_sigkill_ends_is_left_and_named(script, tmp_path, wait_until):  # type: ignore[no-untyped-def]
+    """The dead process of a tracer is not seen by its parent, as one that waits for a dead disk."""
+    report = tmp_path / "report"
+    program = script(
+        f"""
+if rank == 0:
+    open({str(tmp_path)!r} + "/pid", "w").write(str(os.getpid()) + "\\n")
+    time.sleep(600)
+while not os.path.exists({str(tmp_path)!r} + "/traced"):
+    time.sleep(0.01)
+sys.exit(7)
+"""
+    )
+    pid = tmp_path / "pid"
+    with launch("--nproc", "2", "--termination-log", str(report), program) as process:
+        try:
+            wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"), "rank 0", 30)
+            libc = ctypes.CDLL(None, use_errno=True)
+            libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+            assert libc.ptrace(_PTRACE_SEIZE, int(pid.read_text()), None, None) == 0, os.strerror(
+                ctypes.get_errno()
+            )
+            (tmp_path / "traced").touch()
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+            with suppress(ChildProcessError):
+                os.waitpid(int(pid.read_text()), 0)  # lets go of it
+    assert process.returncode == 7, err
+    content = json.loads(report.read_bytes())
+    assert (content["rank"], content["code"]) == (1, 7)
+    assert f"rank 0 (pid {pid.read_text().strip()}) was killed, but has not ended" in str(content)

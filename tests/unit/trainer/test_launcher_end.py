@@ -2,13 +2,101 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from ddpjob_trainer.launcher import supervisor
+from ddpjob_trainer.contract import ExitCode
+from ddpjob_trainer.environment import read_launcher
+from ddpjob_trainer.launcher import termination
+from ddpjob_trainer.launcher.gang import Gang
+from ddpjob_trainer.launcher.hub.messages import End
+from ddpjob_trainer.launcher.log import Log
+from ddpjob_trainer.launcher.output import OutputPump
+from ddpjob_trainer.launcher.plan import make_plan
 from ddpjob_trainer.launcher.processes import children
+from ddpjob_trainer.launcher.processes.fork_server import Program
+
+NEVER = 4194304  # above every pid: nothing is ever reaped
 
 
-def test_who_cannot_be_killed_is_not_waited_for(monkeypatch, capsys):  # type: ignore[no-untyped-def]
+@pytest.fixture
+def sent(monkeypatch):  # type: ignore[no-untyped-def]
+    """Signals that were sent to processes that none of them ends."""
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(children, "send", lambda pid, signum: found.append((pid, signum)))
+    monkeypatch.setattr(children, "reap", list)
+    return found
+
+
+def make_gang(tmp_path: Path) -> tuple[Gang, list[str]]:
+    """Three workers that nothing can end, and what is said of them."""
+    plan = make_plan(read_launcher({}), Program("sh", (), module=False), nproc=3)
+    said: list[str] = []
+    gang = Gang(plan, 0, tmp_path, OutputPump(Log(), prefixed=True), said.append)
+    gang.start(lambda local_rank, out, err: NEVER + local_rank, 0.0)
+    return gang, said
+
+
+def run_until_nobody(gang: Gang, now: float) -> float:
+    """Let the clock run from one due time to the next; return when no worker is left."""
+    while gang.running:
+        due = gang.kill_when_due(now)
+        assert due is None or now < due < 100.0 or not gang.running
+        now = due or now
+    return now
+
+
+def test_a_worker_that_cannot_be_killed_counts_as_gone_after_10_s(tmp_path, sent):  # type: ignore[no-untyped-def]
+    gang, said = make_gang(tmp_path)
+    gang.ended(NEVER + 1, 3, 1.0)
+    gang.stop(1.0, last_words=0)
+    assert run_until_nobody(gang, 1.0) == pytest.approx(11.0, abs=0.1)
+    assert {pid for pid, signum in sent if signum == 9} == {NEVER, NEVER + 2}
+    assert [(exit_.rank, exit_.status, exit_.ours) for exit_ in gang.exits] == [
+        (1, 3, False), (0, -9, True), (2, -9, True),
+    ]  # fmt: skip
+    assert said == list(gang.unkillable.values())
+    assert said[1].startswith(f"rank 2 (pid {NEVER + 2}) was killed, but has not ended for 10 s")
+
+
+def test_a_worker_that_hangs_where_it_cannot_be_killed_is_the_cause(tmp_path, sent):  # type: ignore[no-untyped-def]
+    gang, _ = make_gang(tmp_path)
+    gang.condemn(1, ExitCode.HANG, "Hang: rank 1 stands still", [], 5.0)
+    assert gang.dying
+    due = gang.kill_when_due(5.0)
+    assert due == 15.0
+    gang.kill_when_due(due)
+    assert not gang.dying
+    assert [(e.rank, e.status, e.exception) for e in gang.exits] == [
+        (1, 76, "Hang: rank 1 stands still")
+    ]
+    assert gang.failed
+
+
+@pytest.mark.parametrize("cause", [1, 7])
+def test_the_report_names_who_could_not_be_ended(tmp_path, sent, cause):  # type: ignore[no-untyped-def]
+    """Whether the first failure was here (rank 1) or at another launcher (rank 7)."""
+    gang, said = make_gang(tmp_path)
+    gang.ended(NEVER + 1, 3 if cause == 1 else 75, 1.0)
+    gang.stop(1.0, last_words=0)
+    run_until_nobody(gang, 1.0)
+    report = tmp_path / "report"
+    plan = make_plan(
+        read_launcher({}), Program("sh", (), module=False), nproc=3, termination_log=report
+    )
+    ended = termination.Ended(end=End(cause, "replica 0 did not stop within 5 s", graceful=False))
+    left = list(gang.unkillable.values())
+    pump = OutputPump(Log(), prefixed=True)
+    code = termination.finish(plan, gang, pump, termination.Known(), ended, left, said.append)
+    content = json.loads(report.read_bytes())
+    assert code == content["code"] == (3 if cause == 1 else 75)
+    where = content["log"] if cause == 1 else [content["exception"]]
+    assert any(f"rank 0 (pid {NEVER}) was killed" in line for line in where), content
+
+
+def test_who_cannot_be_killed_is_not_waited_for(monkeypatch, sent):  # type: ignore[no-untyped-def]
     """A process in a read from a disk that does not answer."""
     asked = 0
 
@@ -17,11 +105,10 @@ def test_who_cannot_be_killed_is_not_waited_for(monkeypatch, capsys):  # type: i
         asked += 1
         if asked > 10_000:
             pytest.fail("waits for ever")
-        return [4194303, 4194304]
+        return [NEVER, NEVER + 1]
 
     monkeypatch.setattr(children, "children", living)
-    monkeypatch.setattr(children, "send", lambda pid, signum: None)
-    monkeypatch.setattr(children, "reap", list)
-    monkeypatch.setattr(supervisor, "_UNKILLABLE_SECONDS", 0.05)
-    supervisor.Supervisor._leave_nobody(None)  # type: ignore[arg-type]
-    assert "killed, but not gone, and left behind: 4194303, 4194304" in capsys.readouterr().err
+    nobody = lambda pid, status: None  # noqa: E731
+    assert children.end_all(nobody, 0.05, ()) == [NEVER, NEVER + 1]
+    asked = 9_999  # those of whom it is known are not waited for at all
+    assert children.end_all(nobody, 600.0, (NEVER, NEVER + 1)) == [NEVER, NEVER + 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import TCPServer
 
 from ddpjob_trainer.contract import State
 from ddpjob_trainer.launcher.metrics import LauncherMetrics, launcher_metrics, worker_metrics
@@ -63,26 +65,48 @@ def state_body(
     return body
 
 
-class _DualStackServer(ThreadingHTTPServer):
-    """IPv4 and IPv6 on one socket where the machine has both."""
+class Server(ThreadingHTTPServer):
+    """IPv4 and IPv6 on one socket where the machine has both; ends at once."""
 
     daemon_threads = True
     address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
 
     def server_bind(self) -> None:
+        """Without asking a resolver for this machine's name, which may take seconds."""
         if self.address_family == socket.AF_INET6:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        super().server_bind()
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = "localhost", self.server_address[1]
+
+    def start(self) -> None:
+        """Serve from a thread; serve_forever() would look for its end only twice a second."""
+        self._ended = threading.Event()
+        self.thread = threading.Thread(target=self._serve, name="http", daemon=True)
+        self.thread.start()
+
+    def end(self) -> None:
+        """Serve no more."""
+        self._ended.set()
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+
+    def _serve(self) -> None:
+        while not self._ended.is_set():
+            self.handle_request()
+        self.socket.close()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Whoever asked has gone away, or will ask again."""
 
 
 def serve(
     port: int,
-    metrics_dir: Path,
+    metrics_dir: Callable[[], Path],
     counted: LauncherMetrics,
     state: Callable[[], State],
     healthy: Callable[[], bool],
-) -> ThreadingHTTPServer:
-    """Serve until shutdown(). Port 0 takes a free one. Raises OSError when it is taken."""
+) -> Server:
+    """Serve until end(). Port 0 takes a free one. Raises OSError when it is taken."""
 
     class Handler(BaseHTTPRequestHandler):
         timeout = 5.0
@@ -97,7 +121,7 @@ def serve(
                 self._reply(200 if well else 503, b"ok\n" if well else b"stuck\n", "text/plain")
             elif path == "/metrics":
                 content = "text/plain; version=0.0.4; charset=utf-8"
-                body = worker_metrics(metrics_dir) + launcher_metrics(counted)
+                body = worker_metrics(metrics_dir()) + launcher_metrics(counted)
                 self._reply(200, body, content)
             else:
                 self._reply(404, b"try /state, /healthz or /metrics\n", "text/plain")
@@ -112,7 +136,7 @@ def serve(
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002
             """Scrapes are no news."""
 
-    every_address = "::" if _DualStackServer.address_family == socket.AF_INET6 else ""
-    server = _DualStackServer((every_address, port), Handler)
-    threading.Thread(target=server.serve_forever, name="http", daemon=True).start()
+    every_address = "::" if Server.address_family == socket.AF_INET6 else ""
+    server = Server((every_address, port), Handler)
+    server.start()
     return server

@@ -15,8 +15,8 @@ from ddpjob_trainer.launcher.plan import Plan
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.liveness.heartbeat import RankState, read_state
 
-#: A worker that was killed has written all it will; its output is in the pipe already.
-_DRAIN_SECONDS = 0.2
+#: A killed process that waits for a disk or a device that does not answer ends when that does.
+UNKILLABLE_SECONDS = 10.0
 
 #: Start a worker: (local rank, stdout, stderr) -> pid, or None: it will come. Raises OSError.
 Starter = Callable[[int, int, int], int | None]
@@ -25,20 +25,28 @@ Starter = Callable[[int, int, int], int | None]
 class Gang:
     """``state_dir`` is this round's own, so no record of an earlier one can be taken for new."""
 
-    def __init__(self, plan: Plan, round_: int, state_dir: Path, pump: OutputPump) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        round_: int,
+        state_dir: Path,
+        pump: OutputPump,
+        say: Callable[[str], None],
+    ) -> None:
         self.round = round_
         self.state_dir = state_dir
         self.exits: list[Exit] = []
-        self.problem = ""  # why a worker could not be started
+        self.unkillable: dict[int, str] = {}  # pid -> what became of a worker counted as gone
         self._plan = plan
         self._pump = pump
+        self._say = say
         self._pids: dict[int, int] = {}  # pid -> local rank, of running workers
         self._coming: set[int] = set()  # local ranks whose pid is not known yet
         self._condemned: dict[int, tuple[int, str]] = {}  # local rank -> what counts: code, why
+        self._killed: dict[int, float] = {}  # pid -> when first
         self.stopping = False  # its workers have been told to end
         self.kill_at: float | None = None  # when all that runs is killed
         self._training = False
-        state_dir.mkdir(parents=True)
 
     # --- Start ---------------------------------------------------------------------------
 
@@ -75,8 +83,14 @@ class Gang:
             code = contract.ExitCode.NOT_FOUND
         elif isinstance(error, PermissionError) or error.errno == errno.ENOEXEC:
             code = contract.ExitCode.NOT_EXECUTABLE
-        self.problem = f"cannot start {self._plan.command[0]}: {error.strerror}"
+        self._say(f"cannot start {self._plan.command[0]}: {error.strerror}")
         self.exits.append(Exit(self._plan.rank(local_rank), local_rank, code, now))
+
+    def cannot_begin(self, error: OSError, now: float) -> None:
+        """Count as failed a round that has no place for its workers' records."""
+        self._say(str(error.strerror))
+        rank = self._plan.rank(0)
+        self.exits.append(Exit(rank, 0, 1, now, exception=f"OSError: {error.strerror}"[:400]))
 
     # --- Watch ---------------------------------------------------------------------------
 
@@ -102,13 +116,13 @@ class Gang:
             return
         ours = self.stopping and status in (-signal.SIGKILL, -signal.SIGTERM, 143)
         rank = self._plan.rank(local_rank)
+        self._pump.collect(rank)
         state = self.state(local_rank)
         exception = state.exception if state else ""
         if local_rank in self._condemned:
             ours = False
             status, exception = self._condemned[local_rank]
         if not exception and status > 0 and not ours:
-            self._pump.drain(_DRAIN_SECONDS, rank)
             exception = exception_in(self._pump.tail(rank))
         step = state.step if state and state.phase != "startup" else -1
         self.exits.append(Exit(rank, local_rank, status, now, ours, exception[:400], step))
@@ -141,7 +155,9 @@ class Gang:
         for pid in self._pids:
             children.send(pid, signum)
 
-    def condemn(self, rank: int, code: int, why: str, last_lines: Sequence[str]) -> None:
+    def condemn(
+        self, rank: int, code: int, why: str, last_lines: Sequence[str], now: float
+    ) -> None:
         """Kill a worker that is overdue; ``code`` counts as its exit code.
 
         ``last_lines`` count as the last of its output.
@@ -150,7 +166,7 @@ class Gang:
         for pid, local_rank in self._pids.items():
             if self._plan.rank(local_rank) == rank:
                 self._condemned[local_rank] = (code, why)
-                children.send(pid, signal.SIGKILL)
+                self._kill(pid, now)
 
     def stop(self, now: float, *, last_words: float) -> None:
         """End the workers: at once, or SIGTERM first and ``last_words`` seconds."""
@@ -164,13 +180,40 @@ class Gang:
         self.kill_at = min(self.kill_at or moment, moment)
 
     def kill_when_due(self, now: float) -> float | None:
-        """Kill when it is time; return when to call again."""
-        if self.kill_at is None or not self.running:
-            return None
-        if now < self.kill_at:
-            return self.kill_at
-        self.signal(signal.SIGKILL)
-        return now + 0.05
+        """Kill when it is time, and give up on who does not die; return when to call again."""
+        dues = []
+        if self.kill_at is not None and self.running:
+            dues.append(max(self.kill_at, now + 0.05))
+            if now >= self.kill_at:
+                for pid in self._pids:
+                    self._kill(pid, now)
+        for pid in [pid for pid in self._pids if pid in self._killed]:
+            due = self._killed[pid] + UNKILLABLE_SECONDS
+            if now < due:
+                dues.append(due)
+            else:
+                self._give_up(pid, now)
+        return min(dues, default=None)
+
+    @property
+    def dying(self) -> bool:
+        """Whether one that was condemned has not ended yet."""
+        return not self._condemned.keys().isdisjoint(self._pids.values())
+
+    def _kill(self, pid: int, now: float) -> None:
+        self._killed.setdefault(pid, now)
+        children.send(pid, signal.SIGKILL)
+
+    def _give_up(self, pid: int, now: float) -> None:
+        """Count as gone whom not even SIGKILL has ended: nobody can say when it will."""
+        rank = self._plan.rank(self._pids[pid])
+        words = (
+            f"rank {rank} (pid {pid}) was killed, but has not ended for {UNKILLABLE_SECONDS:g} s:"
+            f" it waits for a disk or device that does not answer ({children.where(pid)})"
+        )
+        self.unkillable[pid] = words
+        self._say(words)
+        self.ended(pid, -signal.SIGKILL, now)
 
     def is_gone(self, spared: Collection[int]) -> bool:
         """Whether no worker and no descendant is left; kills descendants once workers ended.

@@ -11,15 +11,15 @@ for them as well, just before.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from ddpjob_trainer.contract import STATE_MAX_STACKS_BYTES, ExitCode
 from ddpjob_trainer.launcher.gang import Gang
+from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.metrics import LauncherMetrics
 from ddpjob_trainer.liveness import stacks
 from ddpjob_trainer.liveness.hang import Deadlines, Hang, Sign, find
@@ -150,13 +150,11 @@ class HangResponse:
     loop goes on meanwhile.
     """
 
-    def __init__(
-        self, deadlines: Deadlines, counted: LauncherMetrics, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, deadlines: Deadlines, counted: LauncherMetrics, log: Log) -> None:
         self.stacks = ""
         self._deadlines = deadlines
         self._counted = counted
-        self._say = say
+        self._log = log
         self.begin()
 
     def begin(self) -> None:
@@ -171,11 +169,11 @@ class HangResponse:
         if self._request is not None:
             if not self._request.is_done(now):
                 return self._request.due(now)
-            self._answered(gang, self._request)
+            self._answered(gang, self._request, now)
             self._request = None
         elif terminating:
             return self._before_kill(gang, now)
-        elif not gang.stopping:
+        elif not gang.stopping and not gang.dying:
             self._hang = self._watch.look(gang.state_dir, gang.pids, now)
             if self._hang is not None:
                 self._counted.hangs[self._hang.phase] += 1
@@ -185,17 +183,16 @@ class HangResponse:
 
     def _ask(self, gang: Gang, why: str, now: float) -> None:
         self._why_asked = why
-        self._say(f"{why}; stacks of all threads follow")
+        self._log.say(f"{why}; stacks of all threads follow")
         self._request = StackRequest(gang.state_dir, gang.pids, now)
 
-    def _answered(self, gang: Gang, request: StackRequest) -> None:
+    def _answered(self, gang: Gang, request: StackRequest, now: float) -> None:
         hang = self._hang
         self.stacks = request.text(first=hang.rank if hang else None)
-        with contextlib.suppress(OSError):
-            os.write(2, self.stacks.encode())
+        self._log.put(2, self.stacks.encode())
         if hang is not None and not gang.stopping:
             last_lines = request.brief(hang.rank)
-            gang.condemn(hang.rank, ExitCode.HANG, f"Hang: {hang}", last_lines)
+            gang.condemn(hang.rank, ExitCode.HANG, f"Hang: {hang}", last_lines, now)
 
     def _before_kill(self, gang: Gang, now: float) -> float:
         if gang.kill_at is None or self._why_asked or not gang.pids:

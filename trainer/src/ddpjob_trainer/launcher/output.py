@@ -1,13 +1,13 @@
 """Workers' output: passed through, line by line with a prefix where useful, the tail kept.
 
-One thread reads all pipes, so a log reader that stands still never stops the supervisor.
+One thread reads all pipes, and waits while the log has no room.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import select
 import selectors
 import sys
 import threading
@@ -15,14 +15,19 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ddpjob_trainer.launcher.log import Log
+
 TAIL_LINES = 20
 _LINE_END = re.compile(rb"(\r?\n|\r)")
 _EXCEPTION_LINE = re.compile(r"^[A-Za-z_][\w.]*(: .*)?$")
 _MAX_LINE = 64 * 1024  # a longer line is passed on in pieces
+_READ = 64 * 1024
+_PIPE_BYTES = 1024 * 1024  # no pipe holds more, unless root made it so
 
 
 @dataclass(slots=True)
 class _Stream:
+    fd: int  # -1: closed
     target: int
     prefix: bytes
     tail: deque[str]
@@ -32,29 +37,18 @@ class _Stream:
 @dataclass(slots=True)
 class _Worker:
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
-    streams: int = 0
-
-
-def _write(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        try:
-            view = view[os.write(fd, view) :]
-        except BlockingIOError:  # somebody made our output non-blocking, and its reader is slow
-            select.select([], [fd], [])
-        except OSError:
-            return  # nobody reads our output any more; training goes on
+    streams: list[_Stream] = field(default_factory=list)
 
 
 class OutputPump:
     """Owns the reading ends of all workers' pipes."""
 
-    def __init__(self, *, prefixed: bool) -> None:
+    def __init__(self, log: Log, *, prefixed: bool) -> None:
+        self._log = log
         self._prefixed = prefixed
         self._selector = selectors.DefaultSelector()
         self._workers: dict[int, _Worker] = {}
-        self._streams = 0
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # never held while anything blocks
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector.register(self._wake_r, selectors.EVENT_READ, None)
         threading.Thread(target=self._run, name="output", daemon=True).start()
@@ -64,55 +58,69 @@ class OutputPump:
         prefix = f"[rank {rank}] ".encode() if self._prefixed else b""
         worker = _Worker()
         ends = []
-        with self._changed:
+        with self._lock:
             self._workers[rank] = worker
             for target in (1, 2):
                 read, write = os.pipe2(os.O_CLOEXEC)
+                os.set_blocking(read, False)
                 ends.append(write)
-                worker.streams += 1
-                self._streams += 1
-                self._selector.register(
-                    read, selectors.EVENT_READ, (worker, _Stream(target, prefix, worker.tail))
-                )
-        os.write(self._wake_w, b"x")
+                stream = _Stream(read, target, prefix, worker.tail)
+                worker.streams.append(stream)
+                self._selector.register(read, selectors.EVENT_READ, stream)
+        with contextlib.suppress(BlockingIOError):  # it is awake then
+            os.write(self._wake_w, b"x")
         return ends[0], ends[1]
 
     def tail(self, rank: int) -> list[str]:
         """Last lines of a worker, oldest first."""
-        with self._changed:
+        with self._lock:
             worker = self._workers.get(rank)
             return list(worker.tail) if worker else []
 
     def add(self, rank: int, lines: Sequence[str]) -> None:
         """Append to the tail what the launcher says of a worker."""
-        with self._changed:
+        with self._lock:
             if rank in self._workers:
                 self._workers[rank].tail.extend(lines)
 
-    def drain(self, timeout: float, rank: int | None = None) -> bool:
-        """Wait until every pipe, or those of a rank, ended; False when a stray holds one."""
-        with self._changed:
-            worker = self._workers.get(rank) if rank is not None else None
-            return self._changed.wait_for(
-                lambda: (worker.streams if worker else self._streams) == 0, timeout
-            )
+    def collect(self, rank: int) -> None:
+        """Take in what a worker that has ended left in its pipes, without waiting for anybody.
+
+        Whoever still holds a pipe, a stray child, is read on as before.
+        """
+        with self._lock:
+            worker = self._workers.get(rank)
+            for stream in worker.streams if worker else ():
+                for _ in range(_PIPE_BYTES // _READ):
+                    if not self._take(stream):
+                        break
+                self._pass_on(stream, b"")  # also a last line without its end
 
     def _run(self) -> None:
         while True:
             for key, _ in self._selector.select():
-                if key.data is None:
+                stream = key.data
+                if stream is None:
                     os.read(self._wake_r, 4096)
                     continue
-                worker, stream = key.data
-                data = os.read(key.fd, 65536)
-                self._pass_on(stream, data)
-                if not data:
-                    with self._changed:
-                        self._selector.unregister(key.fd)
-                        os.close(key.fd)
-                        worker.streams -= 1
-                        self._streams -= 1
-                        self._changed.notify_all()
+                self._log.wait_for_room(stream.target)
+                with self._lock:
+                    self._take(stream)
+
+    def _take(self, stream: _Stream) -> bool:
+        """Read once; whether there may be more."""
+        if stream.fd < 0:
+            return False
+        try:
+            data = os.read(stream.fd, _READ)
+        except BlockingIOError:
+            return False
+        self._pass_on(stream, data)
+        if not data:
+            self._selector.unregister(stream.fd)
+            os.close(stream.fd)
+            stream.fd = -1
+        return bool(data)
 
     def _pass_on(self, stream: _Stream, data: bytes) -> None:
         # A progress bar ends its lines with a carriage return.
@@ -121,13 +129,12 @@ class OutputPump:
             lines += [stream.rest, b"\n"]
             stream.rest = b""
         pairs = list(zip(lines[::2], lines[1::2], strict=True))
-        with self._changed:
-            stream.tail.extend(
-                line[:1000].decode(errors="replace").rstrip() for line, _ in pairs if line.strip()
-            )
+        stream.tail.extend(
+            line[:1000].decode(errors="replace").rstrip() for line, _ in pairs if line.strip()
+        )
         if stream.prefix:
             data = b"".join(stream.prefix + line + end for line, end in pairs)
-        _write(stream.target, data)
+        self._log.put(stream.target, data)
 
 
 def exception_in(lines: Sequence[str]) -> str:

@@ -23,6 +23,7 @@ from ddpjob_trainer.environment import (
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.processes.spares import uses_our_library
+from ddpjob_trainer.launcher.scratch import Scratch
 from ddpjob_trainer.liveness.hang import Deadlines
 
 DEFAULT_ROUNDS_WITHOUT_PROGRESS = 3
@@ -190,12 +191,9 @@ def make_plan(
     )
 
 
-def common_environment(
-    plan: Plan, directory: Path, base: Mapping[str, str] = os.environ
-) -> dict[str, str]:
+def common_environment(plan: Plan, base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The part of a worker's environment that no rank and no round changes."""
     env = dict(base)
-    env["PROMETHEUS_MULTIPROC_DIR"] = str(directory / "metrics")
     env.setdefault("OMP_NUM_THREADS", "1")
     env.setdefault("PYTHONUNBUFFERED", "1")
     env[TERMINAL] = str(terminal_columns())
@@ -208,7 +206,7 @@ def common_environment(
     return env
 
 
-def rank_environment(plan: Plan, local_rank: int, round_: int, state_dir: Path) -> dict[str, str]:
+def rank_environment(plan: Plan, local_rank: int, round_: int, scratch: Scratch) -> dict[str, str]:
     """Everything torchrun sets, and what our library reads besides."""
     address, port = plan.master
     return dict(
@@ -227,5 +225,6 @@ def rank_environment(plan: Plan, local_rank: int, round_: int, state_dir: Path) 
         TORCHELASTIC_MAX_RESTARTS=str(plan.rounds_without_progress),
         TORCHELASTIC_RUN_ID=plan.run_id if plan.standalone else f"{plan.run_id}-{round_}",
         TORCHELASTIC_USE_AGENT_STORE="False",
-        **{STATE_DIR: str(state_dir), contract.ROUND: str(round_)},
+        PROMETHEUS_MULTIPROC_DIR=str(scratch.metrics),
+        **{STATE_DIR: str(scratch.round_path(round_)), contract.ROUND: str(round_)},
     )

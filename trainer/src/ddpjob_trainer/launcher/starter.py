@@ -9,7 +9,6 @@ import contextlib
 import selectors
 import socket
 from collections.abc import Callable
-from pathlib import Path
 
 from ddpjob_trainer.environment import STORE_FD
 from ddpjob_trainer.launcher import sockets
@@ -17,6 +16,7 @@ from ddpjob_trainer.launcher.gang import Gang
 from ddpjob_trainer.launcher.plan import Plan, common_environment, rank_environment
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.processes.spares import Call, Spares
+from ddpjob_trainer.launcher.scratch import NoRoomError, Scratch
 
 _REFILL_SECONDS = 0.1
 #: A program without our library does not say when it trains; it has started by then.
@@ -24,33 +24,39 @@ _STARTED_SECONDS = 10.0
 
 
 class Starter:
-    """``directory`` holds what workers tell the launcher, a directory per round below it."""
+    """``scratch``: where workers keep what they tell the launcher."""
 
     def __init__(
         self,
         plan: Plan,
-        directory: Path,
+        scratch: Scratch,
         selector: selectors.BaseSelector,
         tell: Callable[[str], None],
     ) -> None:
         self._plan = plan
-        self._directory = directory
-        self._environment = common_environment(plan, directory)
+        self._scratch = scratch
+        self._environment = common_environment(plan)
         self._store: socket.socket | None = None
         self._spares = Spares(
-            plan.program, plan.spares, self._environment, selector, self._came, tell
+            plan.program,
+            plan.spares,
+            {**self._environment, "PROMETHEUS_MULTIPROC_DIR": str(scratch.metrics)},
+            selector,
+            self._came,
+            tell,
         )
 
     def begin(self, gang: Gang, now: float) -> None:
         """Start all workers of a round."""
         self._gang = gang
         self._begun = now
+        try:
+            gang.state_dir = self._scratch.begin(gang.round)
+        except NoRoomError as error:
+            gang.cannot_begin(error, now)
+            return
         self._store = self._store or self._bind_store()
         gang.start(lambda local_rank, out, err: self._start(local_rank, out, err, now), now)
-
-    def state_dir(self, round_: int) -> Path:
-        """Where the workers of a round keep their records."""
-        return self._directory / f"round-{round_}"
 
     def _bind_store(self) -> socket.socket | None:
         """Rank 0 gets this socket in every round, so no rank has to wait for a free port.
@@ -88,7 +94,7 @@ class Starter:
             self._gang.never_came(local_rank, error, now)
 
     def _environment_of(self, local_rank: int, round_: int) -> dict[str, str]:
-        return rank_environment(self._plan, local_rank, round_, self.state_dir(round_))
+        return rank_environment(self._plan, local_rank, round_, self._scratch)
 
     # --- Spares --------------------------------------------------------------------------
 

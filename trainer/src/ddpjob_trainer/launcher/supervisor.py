@@ -11,19 +11,17 @@ import os
 import selectors
 import shutil
 import signal
-import sys
-import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from enum import Enum
-from http.server import ThreadingHTTPServer
-from pathlib import Path
 from types import FrameType
 
 from ddpjob_trainer import trace
 from ddpjob_trainer.contract import State
 from ddpjob_trainer.launcher import endpoints, membership, termination
-from ddpjob_trainer.launcher.gang import Gang
+from ddpjob_trainer.launcher.events import Events
+from ddpjob_trainer.launcher.gang import UNKILLABLE_SECONDS, Gang
 from ddpjob_trainer.launcher.hangs import HangResponse
 from ddpjob_trainer.launcher.hub import root_cause
 from ddpjob_trainer.launcher.hub.messages import (
@@ -37,11 +35,13 @@ from ddpjob_trainer.launcher.hub.messages import (
     Stop,
     Stopped,
 )
+from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.metrics import LauncherMetrics, forget_dead
 from ddpjob_trainer.launcher.output import OutputPump, stdout_is_terminal
 from ddpjob_trainer.launcher.plan import Plan
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.progress_path import ProgressPath
+from ddpjob_trainer.launcher.scratch import NoRoomError, Scratch
 from ddpjob_trainer.launcher.starter import Starter
 from ddpjob_trainer.telemetry.event_log import EventLog
 
@@ -62,10 +62,8 @@ _LAST_WORDS_SECONDS = 1.0
 _ANSWER_SECONDS = 10.0
 #: Workers that have succeeded can be needed again, by a round; not for ever.
 _SUCCESS_SECONDS = 60.0
-_DRAIN_SECONDS = 1.0
 #: For the progress path: a file server that does not answer must not hold us up.
 _LOOK_SECONDS = 0.2
-_UNKILLABLE_SECONDS = 10.0
 
 
 class _Phase(Enum):
@@ -73,24 +71,6 @@ class _Phase(Enum):
     STOPPING = "stopping"  # the hub said Stop
     STOPPED = "stopped"  # nothing of the round is left here, and the hub knows
     SUCCEEDED = "succeeded"  # all ended with 0, and the hub knows
-
-
-def say(text: str) -> None:
-    """One line to the launcher's log."""
-    with contextlib.suppress(OSError):
-        print(f"launcher: {text}", file=sys.stderr, flush=True)
-
-
-def _private_directory() -> Path:
-    """For workers' state: memory where there is some, else any place that may be written."""
-    for parent in ("/dev/shm", None, "."):
-        try:
-            path = Path(tempfile.mkdtemp(prefix="ddpjob-trainer-", dir=parent))
-            (path / "metrics").mkdir()
-        except OSError:
-            continue
-        return path
-    raise OSError("no writable directory among /dev/shm, the temporary directory and the current")
 
 
 class Supervisor:
@@ -110,42 +90,58 @@ class Supervisor:
         self._ended = termination.Ended()
         self._finished = False
         self._counted = LauncherMetrics()
-        self._hangs = HangResponse(plan.deadlines, self._counted, say)
+        self._log = Log()
+        self._hangs = HangResponse(plan.deadlines, self._counted, self._log)
         # Beside rank 0, which is a worker of this launcher.
-        self._events = EventLog(plan.events) if plan.events and plan.replica == 0 else None
+        self._events = Events(EventLog(plan.events) if plan.events and plan.replica == 0 else None)
 
     def run(self) -> int:
         """Return the exit code of the launcher."""
+        try:
+            return self._run()
+        except Exception as error:
+            # Of ours, or of this machine: whoever reads the report must hear of it.
+            if not isinstance(error, NoRoomError):
+                self._log.put(2, traceback.format_exc().encode(errors="replace"))
+            return termination.broke(self._plan, error, self._log.say)
+        finally:
+            self._log.flush(hurry=self._ended.signal != 0)
+
+    def _run(self) -> int:
         plan = self._plan
-        self._directory = _private_directory()
+        self._scratch = Scratch(plan.nproc)
         children.adopt_orphans()
         try:
             with self._signal_handling():
                 self._pump = OutputPump(
-                    prefixed=plan.world_size > 1 and (plan.nproc > 1 or stdout_is_terminal())
+                    self._log,
+                    prefixed=plan.world_size > 1 and (plan.nproc > 1 or stdout_is_terminal()),
                 )
                 self._member = membership.join(
-                    plan, self._selector, say, lambda: self._progress.newest
+                    plan, self._selector, self._log.say, lambda: self._progress.newest
                 )
-                self._starter = Starter(plan, self._directory, self._selector, say)
+                self._starter = Starter(plan, self._scratch, self._selector, self._log.say)
                 self._begin(0, self._tick)
                 http = self._serve()
                 try:
                     self._watch()
                 finally:
-                    self._leave_nobody()
+                    left = self._leave_nobody()
                     if http is not None:
-                        http.shutdown()
-                self._pump.drain(_DRAIN_SECONDS)
+                        http.end()
+                for local_rank in range(plan.nproc):
+                    self._pump.collect(plan.rank(local_rank))
                 self._progress.look(_LOOK_SECONDS)
                 known = self._known.with_modified(self._progress.newest)
-                code = termination.finish(plan, self._gang, self._pump, known, self._ended, say)
+                code = termination.finish(
+                    plan, self._gang, self._pump, known, self._ended, left, self._log.say
+                )
                 self._member.close()
-                if self._events is not None:
-                    self._events.write("end", code=int(code), round=self._gang.round)
+                self._events.write("end", code=int(code), round=self._gang.round)
+                self._events.end()
                 return code
         finally:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._scratch.close()
 
     # --- Start ---------------------------------------------------------------------------
 
@@ -174,20 +170,20 @@ class Supervisor:
             os.close(read)
             os.close(write)
 
-    def _serve(self) -> ThreadingHTTPServer | None:
+    def _serve(self) -> endpoints.Server | None:
         plan = self._plan
         if plan.metrics_port is None:
             return None
         try:
             return endpoints.serve(
                 plan.metrics_port,
-                self._directory / "metrics",
+                lambda: self._scratch.metrics,
                 self._counted,
                 self._state,
                 lambda: time.monotonic() - self._tick < _HEALTHY_SECONDS,
             )
         except OSError as error:
-            say(f"no /state and /metrics: port {plan.metrics_port}: {error.strerror}")
+            self._log.say(f"no /state and /metrics: port {plan.metrics_port}: {error.strerror}")
             return None
 
     def _state(self) -> State:
@@ -206,11 +202,10 @@ class Supervisor:
         self._told = 0
         trace.configure(self._plan.trace, -1, round_)
         self._hangs.begin()
-        self._gang = Gang(self._plan, round_, self._starter.state_dir(round_), self._pump)
+        path = self._scratch.round_path(round_)
+        self._gang = Gang(self._plan, round_, path, self._pump, self._log.say)
         self._starter.begin(self._gang, now)
         trace.mark("started")
-        if self._gang.problem:
-            say(self._gang.problem)
 
     # --- Watch ---------------------------------------------------------------------------
 
@@ -349,17 +344,18 @@ class Supervisor:
     def _next_round(self, go: Go, now: float) -> None:
         last = go.records[-1]
         what = "a process ended" if "rank" not in last else f"rank {last['rank']} ended"
-        say(f"round {go.round}: {what} ({last.get('kind', 'peerLost')}); restarting in place")
+        self._log.say(
+            f"round {go.round}: {what} ({last.get('kind', 'peerLost')}); restarting in place"
+        )
         trace.mark("go")
         self._known = self._known.with_records(go.records)
         self._ended.waiting_since = 0.0
         old = self._gang.state_dir
         self._counted.round = go.round
-        if self._events is not None:
-            self._events.write("failure", **last)
+        self._events.write("failure", **last)
         self._counted.rounds[last.get("kind", "peerLost")] += 1
         self._begin(go.round, now)
-        forget_dead(self._directory / "metrics")
+        forget_dead(self._scratch.metrics)
         shutil.rmtree(old, ignore_errors=True)
 
     # --- End -----------------------------------------------------------------------------
@@ -373,19 +369,18 @@ class Supervisor:
             return bool(self._finished or ended.end or ended.lost or ended.signal or waited)
         return bool(ended.signal or ended.end is not None or ended.lost)
 
-    def _leave_nobody(self) -> None:
-        """Kill and reap every descendant: each one's children come to us when it dies.
-
-        One that waits for a disk that does not answer cannot die; we need not wait with it.
-        """
-        until = time.monotonic() + _UNKILLABLE_SECONDS
-        while left := children.children():
-            if time.monotonic() > until:
-                say(f"killed, but not gone, and left behind: {', '.join(map(str, left))}")
-                return
-            for pid in left:
-                children.send(pid, signal.SIGKILL)
-            now = time.monotonic()
-            for pid, status in children.reap():
-                self._gang.ended(pid, status, now)
-            time.sleep(0.001)
+    def _leave_nobody(self) -> list[str]:
+        """Kill and reap every descendant; say who does not end, and return that."""
+        hopeless = self._gang.unkillable
+        left = children.end_all(
+            lambda pid, status: self._gang.ended(pid, status, time.monotonic()),
+            UNKILLABLE_SECONDS,
+            hopeless,
+        )
+        others = [str(pid) for pid in left if pid not in hopeless]
+        words = (
+            [f"killed, but not gone, and left behind: pid {', '.join(others)}"] if others else []
+        )
+        for text in words:
+            self._log.say(text)
+        return [*hopeless.values(), *words]

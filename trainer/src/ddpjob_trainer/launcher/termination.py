@@ -28,6 +28,7 @@ from ddpjob_trainer.launcher.hub.root_cause import Exit, kind
 from ddpjob_trainer.launcher.output import OutputPump, exception_in
 from ddpjob_trainer.launcher.plan import Plan
 from ddpjob_trainer.launcher.progress_path import NEVER, as_text
+from ddpjob_trainer.launcher.scratch import NoRoomError
 from ddpjob_trainer.liveness.heartbeat import RankState
 
 _MAX_LINE = 200
@@ -82,25 +83,28 @@ def finish(
     pump: OutputPump,
     known: Known,
     ended: Ended,
+    left: Sequence[str],
     say: Callable[[str], None],
 ) -> int:
-    """Write the termination report, say how it ended, return the launcher's exit code."""
+    """Write the termination report, say how it ended, return the launcher's exit code.
+
+    ``left``: about processes that could not be ended.
+    """
     known = known.after(gang)
     failure, elsewhere = _failure(gang, ended)
+    if elsewhere and left:
+        elsewhere = "; ".join((elsewhere, *left))
     local_rank = failure.local_rank if failure else 0
     content = make_report(
         failure,
         gang.state(local_rank),
-        pump.tail(plan.rank(local_rank)) if failure else [],
+        [*pump.tail(plan.rank(local_rank)), *left] if failure else [],
         round_=gang.round,
         terminated=ended.signal != 0,
         known=known,
         elsewhere=elsewhere,
     )
-    path = plan.termination_log
-    problem = write(content, path or Path(contract.TERMINATION_LOG), create=path is not None)
-    if problem:
-        say(f"no termination report: {problem}")
+    _save(plan, content, say)
     if ended.end is not None and plan.rounds_without_progress and not ended.signal:
         say(f"no further round: {ended.end.why}")
     if elsewhere:
@@ -116,6 +120,25 @@ def finish(
     if content["kind"] == "sigterm" and ended.signal == signal.SIGTERM:
         return ExitCode.SIGTERM  # also when our own SIGKILL ended it
     return failure.code
+
+
+def broke(plan: Plan, error: Exception, say: Callable[[str], None]) -> int:
+    """Report what ended the launcher itself; return its exit code."""
+    text = str(error.strerror if isinstance(error, NoRoomError) else f"{error!r}")
+    say(f"ending: {text}")
+    report: TerminationReport = {
+        "version": REPORT_VERSION, "kind": "exception", "round": 0, "code": 1,
+        "exception": f"launcher: {text}"[:_MAX_LINE],
+    }  # fmt: skip
+    _save(plan, report, say)
+    return 1
+
+
+def _save(plan: Plan, report: TerminationReport, say: Callable[[str], None]) -> None:
+    path = plan.termination_log
+    problem = write(report, path or Path(contract.TERMINATION_LOG), create=path is not None)
+    if problem:
+        say(f"no termination report: {problem}")
 
 
 def _failure(gang: Gang, ended: Ended) -> tuple[Exit | None, str]:

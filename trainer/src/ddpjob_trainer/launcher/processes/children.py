@@ -11,7 +11,8 @@ import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -107,6 +108,36 @@ def _children_by_search() -> list[int]:
         if int(stat.rpartition(b")")[2].split()[1]) == me:
             found.append(int(name))
     return found
+
+
+def end_all(
+    reaped: Callable[[int, int], None], seconds: float, hopeless: Collection[int]
+) -> list[int]:
+    """Kill and reap every descendant: each one's children come to us when it dies.
+
+    Return who has not ended after ``seconds``; ``hopeless`` are not waited for at all.
+    """
+    until = time.monotonic() + seconds
+    while left := children():
+        if time.monotonic() > until or set(left) <= set(hopeless):
+            break
+        for pid in left:
+            send(pid, signal.SIGKILL)
+        for pid, status in reap():
+            reaped(pid, status)
+        time.sleep(0.001)
+    return left
+
+
+def where(pid: int) -> str:
+    """Say what a process does in the kernel, for people."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        place = Path(f"/proc/{pid}/wchan").read_text()
+    except OSError:
+        return "unknown"
+    state = stat.rpartition(")")[2].split()[0]
+    return f"state {state} in {place}" if place not in ("", "0") else f"state {state}"
 
 
 def send(pid: int, signum: int) -> None:

@@ -1,0 +1,125 @@
+"""The launcher's log and its workers' output, when nobody reads and when strays hold a pipe."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ddpjob_trainer.launcher import log as log_module
+from ddpjob_trainer.launcher.log import Log
+from ddpjob_trainer.launcher.output import OutputPump
+
+
+@contextmanager
+def unread(*targets: int) -> Iterator[int]:
+    """Put one new pipe, which nobody reads, in the place of descriptors; yield its reading end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    read, write = os.pipe()
+    kept = {target: os.dup(target) for target in targets}
+    for target in targets:
+        os.dup2(write, target)
+    os.close(write)
+    try:
+        yield read
+    finally:
+        for target, old in kept.items():
+            os.dup2(old, target)
+            os.close(old)
+
+
+class Reader:
+    """Reads on until the end of the test."""
+
+    def __init__(self, fd: int) -> None:
+        self.found = b""
+        self._fd = fd
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while data := os.read(self._fd, 65536):
+            self.found += data
+
+    def until(self, words: bytes) -> bytes:
+        deadline = time.monotonic() + 20
+        while words not in self.found:
+            assert time.monotonic() < deadline, self.found[-500:]
+            time.sleep(0.002)
+        return self.found
+
+
+def test_what_nobody_reads_is_kept_up_to_a_bound_then_dropped_and_counted(monkeypatch):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(log_module, "_MAX_BYTES", 200_000)
+    with unread(1, 2) as pipe:
+        log = Log()
+        log.put(2, b"x" * 99_999 + b"\n")
+        while int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, b"0000"), sys.byteorder) < 65_536:
+            time.sleep(0.002)
+        for number in range(10_000):
+            log.say(f"{number:080}")
+        reader = Reader(pipe)
+        log.flush()
+        log.say("after")
+        lines = reader.until(b"launcher: after\n").decode().splitlines()
+    said = [line for line in lines if line.startswith("launcher: 0")]
+    assert 1000 < len(said) < 3000
+    assert said == [f"launcher: {number:080}" for number in range(len(said))]
+    words = f"launcher: {10_000 - len(said)} lines were dropped: nobody read the log"
+    assert lines[-2:] == [words, "launcher: after"]
+
+
+def test_a_reader_that_stands_still_is_not_waited_for_at_the_end(monkeypatch):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(log_module, "_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(log_module, "_FLUSH_SECONDS", 600.0)
+    with unread(1, 2):
+        log = Log()
+        log.put(1, b"x" * 1_000_000)
+        log.flush()
+
+
+def test_who_reads_slowly_gets_everything(monkeypatch):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(log_module, "_PATIENCE_SECONDS", 5.0)
+    with unread(1, 2) as pipe:
+        log = Log()
+        log.put(1, b"x" * 500_000)
+        log.say("last")
+        reader = threading.Thread(target=log.flush)
+        reader.start()
+        found = b""
+        while not found.endswith(b"launcher: last\n"):
+            found += os.read(pipe, 30_000)
+        reader.join(20)
+        assert not reader.is_alive()
+    assert len(found) == 500_000 + len(b"launcher: last\n")
+
+
+def test_stderr_is_written_while_nobody_reads_stdout():  # type: ignore[no-untyped-def]
+    with unread(1), unread(2) as errors:
+        log = Log()
+        log.put(1, b"x" * 1_000_000)
+        log.say("heard")
+        assert os.read(errors, 100) == b"launcher: heard\n"
+
+
+def test_last_words_of_a_worker_are_known_though_nobody_reads_and_a_stray_holds_its_pipe():  # type: ignore[no-untyped-def]
+    with unread(1, 2) as pipe:
+        log = Log()
+        log.put(1, b"x" * 1_000_000)  # no room: the thread that reads pipes waits
+        pump = OutputPump(log, prefixed=True)
+        out, err = pump.pipes(0)
+        os.write(out, b"one\ntwo\n")
+        os.write(err, b"ValueError: three")
+        pump.collect(0)  # both writing ends are open
+        assert pump.tail(0) == ["one", "two", "ValueError: three"]
+        os.write(out, b"of the stray\n")
+        os.close(out)
+        os.close(err)
+        found = Reader(pipe).until(b"[rank 0] of the stray\n")
+    expected = b"[rank 0] one\n[rank 0] two\n[rank 0] ValueError: three\n[rank 0] of the stray\n"
+    assert found.endswith(expected)

@@ -1,0 +1,93 @@
+"""The launcher's directory: where there is room, and nothing of dead launchers is left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from ddpjob_trainer.launcher.scratch import NoRoomError, Scratch
+from support.launching import SOURCES
+
+_HOLD = """
+import sys, time
+from ddpjob_trainer.launcher.scratch import Scratch
+print(Scratch(2, (sys.argv[1],)).path, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def full(monkeypatch):  # type: ignore[no-untyped-def]
+    """Directories that have no room, by prefix; tests add to it."""
+    prefixes: set[str] = set()
+    real = os.statvfs
+    Found = namedtuple("Found", "f_blocks f_bavail f_frsize f_files f_favail")
+
+    def statvfs(path: Path) -> object:
+        if any(str(path).startswith(prefix) for prefix in prefixes):
+            return Found(16, 0, 4096, 100, 100)
+        return real(path)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    return prefixes
+
+
+def test_a_killed_launchers_directory_is_removed_by_the_next_and_a_living_ones_is_not(tmp_path):  # type: ignore[no-untyped-def]
+    foreign = tmp_path / "ddpjob-trainer-of-an-earlier-version"
+    foreign.mkdir()
+    (tmp_path / "ddpjob-launcher-file").touch()
+    command = [sys.executable, "-c", _HOLD, str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    living, dead = (
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    )
+    try:
+        kept, gone = (Path(one.stdout.readline().strip()) for one in (living, dead) if one.stdout)
+        (gone / "round-0").mkdir()
+        (gone / "round-0" / "rank-0.state").write_bytes(b"x")
+        dead.kill()
+        dead.wait()
+        scratch = Scratch(2, (str(tmp_path),))
+        assert (kept.exists(), gone.exists(), foreign.exists()) == (True, False, True)
+        assert scratch.metrics.is_dir()
+        scratch.close()
+        assert not scratch.path.exists()
+    finally:
+        for one in (living, dead):
+            one.kill()
+            one.communicate()
+
+
+def test_a_directory_that_fills_up_is_left_for_another_and_counters_go_on(tmp_path, full):  # type: ignore[no-untyped-def]
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    scratch = Scratch(2, (str(first), str(second)))
+    old = scratch.begin(0)
+    assert old == scratch.path / "round-0"
+    (scratch.metrics / "counter_rank0.db").write_bytes(b"counted")
+    full.add(str(first))
+    new = scratch.begin(1)
+    assert (new.parent.parent, new.is_dir()) == (second, True)
+    assert (scratch.metrics / "counter_rank0.db").read_bytes() == b"counted"
+    assert list(first.iterdir()) == []
+    scratch.close()
+    assert list(second.iterdir()) == []
+
+
+def test_without_room_anywhere_the_error_names_places_and_cure(tmp_path, full):  # type: ignore[no-untyped-def]
+    scratch = Scratch(2, (str(tmp_path), "/nowhere"))
+    full.add(str(tmp_path))
+    words = r"make /dev/shm bigger or free it, or set TMPDIR .* 1024 KiB \(/nowhere: No such file"
+    with pytest.raises(NoRoomError, match=words):
+        scratch.begin(0)
+    with pytest.raises(NoRoomError, match="No space left on device"):
+        Scratch(2, (str(tmp_path),))
+    assert list(tmp_path.iterdir()) == [scratch.path]
+    full.clear()
+    assert scratch.begin(1).is_dir()  # somebody has made room

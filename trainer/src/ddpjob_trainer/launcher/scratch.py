@@ -1,0 +1,131 @@
+"""The launcher's private directory: what workers tell it, a directory per round, and their metrics.
+
+In memory where there is room, else in any place that may be written. The launcher locks it, so
+one whose lock is free was left by a launcher that was killed, and the next one removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+#: Not only a prefix: what earlier versions made, without a lock, is called otherwise.
+_PREFIX: Final = "ddpjob-launcher-"
+#: A rank's record, its stacks and its metrics, which are mapped: without room it gets SIGBUS.
+_RANK_BYTES: Final = 512 * 1024
+
+
+class NoRoomError(OSError):
+    """No directory has room; ``strerror`` tells the cure."""
+
+
+class Scratch:
+    """``nproc``: how many ranks write here. Raises NoRoomError."""
+
+    def __init__(
+        self, nproc: int, parents: tuple[str | None, ...] = ("/dev/shm", None, ".")
+    ) -> None:
+        self._bytes = nproc * _RANK_BYTES
+        self._parents = [Path(parent or tempfile.gettempdir()) for parent in parents]
+        self.path, self._lock = self._make(self._parents)
+
+    @property
+    def metrics(self) -> Path:
+        """The files of prometheus-client's multiprocess mode."""
+        return self.path / "metrics"
+
+    def round_path(self, round_: int) -> Path:
+        """Where the workers of a round keep their records."""
+        return self.path / f"round-{round_}"
+
+    def begin(self, round_: int) -> Path:
+        """Make a round's directory, elsewhere when there is no room. Raises NoRoomError."""
+        try:
+            self._check_room(self.path)
+            self.round_path(round_).mkdir()
+        except OSError:
+            self._move(round_)
+        return self.round_path(round_)
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+    def _move(self, round_: int) -> None:
+        """Go on in another place; counters go on too."""
+        old, lock = self.path, self._lock
+        self.path, self._lock = self._make([p for p in self._parents if p != old.parent])
+        self.round_path(round_).mkdir()
+        with contextlib.suppress(OSError, shutil.Error):
+            shutil.copytree(old / "metrics", self.metrics, dirs_exist_ok=True)
+        shutil.rmtree(old, ignore_errors=True)
+        os.close(lock)
+
+    def _make(self, parents: list[Path]) -> tuple[Path, int]:
+        problems = []
+        for parent in parents:
+            try:
+                _remove_left_behind(parent)
+                self._check_room(parent)
+                return _locked_directory(parent)
+            except OSError as error:
+                problems.append(f"{parent}: {error.strerror}")
+        raise NoRoomError(
+            errno.ENOSPC,
+            "no room for the launcher's files: make /dev/shm bigger or free it, or set TMPDIR to a"
+            f" directory with {self._bytes >> 10} KiB ({'; '.join(problems)})",
+        )
+
+    def _check_room(self, path: Path) -> None:
+        found = os.statvfs(path)
+        # Some file systems count neither.
+        if found.f_blocks and found.f_bavail * found.f_frsize < self._bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if found.f_files and not found.f_favail:
+            raise OSError(errno.ENOSPC, "no inodes left")
+
+
+def _locked_directory(parent: Path) -> tuple[Path, int]:
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                ours = path.exists()
+            except OSError as error:
+                # Where there are no locks nobody can take it for one left behind.
+                ours = not isinstance(error, BlockingIOError)
+            if ours:
+                (path / "metrics").mkdir()
+                return path, fd
+            os.close(fd)  # another launcher, at its start, took it for one left behind
+
+
+def _remove_left_behind(parent: Path) -> None:
+    """Remove directories of this user's launchers that are dead, for their locks are free."""
+    for path in _candidates(parent):
+        # Never in the way of a start, whatever somebody has put there.
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                if os.fstat(fd).st_uid == os.geteuid():
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(fd)
+
+
+def _candidates(parent: Path) -> Iterator[Path]:
+    with os.scandir(parent) as entries:
+        for entry in entries:
+            if entry.name.startswith(_PREFIX):
+                yield Path(entry.path)
