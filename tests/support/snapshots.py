@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ import torch
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.snapshot import load
 from ddpjob_trainer.snapshot.keeper.writer import Writer, data_name
+from ddpjob_trainer.snapshot.load import Source, Span
 from ddpjob_trainer.snapshot.ondisk import manifest
+from ddpjob_trainer.snapshot.ondisk.manifest import Chunk, DataFile, Manifest
 from ddpjob_trainer.snapshot.part_reports import Report
 from ddpjob_trainer.snapshot.patience import Patience
 from ddpjob_trainer.snapshot.pipeline import Place
@@ -104,11 +106,26 @@ def open_snapshots(
     clock = clock or Clock()
     patience = Patience(now=lambda: clock.now, wait=clock.wait)
     start, loaded = open_store(
-        root, identity, resume=resume, load=load.load, tell=tell, patience=patience
+        root, identity, resume=resume, load=load.open_source, tell=tell, patience=patience
     )
     store = Store(root, start.sequence, keep, ranks)
     store._writer.retain()
     return store, loaded
+
+
+def memory_source(flat: Flat) -> Source:
+    """What a snapshot of this state gives back, without a disk."""
+    shapes = {n: (DTYPES[t.dtype], tuple(t.shape)) for n, t in flat.tensors.items()}
+    chunks = tuple(Chunk(n, 0, t.numel(), "all", n) for n, t in flat.tensors.items())
+    found = Manifest(1, {}, (DataFile("all", 0, 0),), shapes, chunks, flat.aliases, flat.tree)
+
+    def fetch(_: DataFile, spans: Sequence[Span], buffer: torch.Tensor) -> None:
+        for span in spans:
+            content = flat.tensors[span.chunk.tensor].contiguous().view(-1)
+            part = content[span.start : span.start + span.count]
+            buffer[span.at : span.at + span.bytes] = part.view(torch.uint8)
+
+    return Source(found, fetch)
 
 
 def save_state(store: Store, step: int, state: Any, config: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from ddpjob_trainer.snapshot import shares as division
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.snapshot.write_plan import Captured, Shares, lay_out, measure
 from ddpjob_trainer.state.codec import Flat
+from support.snapshots import memory_source
 
 Make = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 MAKES: dict[str, Make] = {
@@ -98,7 +99,7 @@ def test_tensors_in_another_order_than_c_train_on_as_if_nothing_had_been(make): 
     states = [TrainingState(model) for model in (first, second)]
     for state, optimizer in zip(states, optimizers, strict=True):
         state.register("optimizer", optimizer)
-    states[1].restore(stored(states[0]), 0)
+    states[1].restore(memory_source(stored(states[0])), 0)
     for model, optimizer in zip((first, second), optimizers, strict=True):
         train(model, optimizer, range(3, 6))
     assert states[0].sha256(0) == states[1].sha256(0)
@@ -115,7 +116,7 @@ def test_a_generator_goes_on_where_it_was():  # type: ignore[no-untyped-def]
         torch.rand(5, generator=generator)
     snapshot = stored(states[0])
     wanted = [torch.rand(4, generator=generator) for generator in generators[0]]
-    states[1].restore(snapshot, 0)
+    states[1].restore(memory_source(snapshot), 0)
     for generator, values in zip(generators[1], wanted, strict=True):
         assert torch.equal(torch.rand(4, generator=generator), values)
 
@@ -126,4 +127,4 @@ def test_a_generator_of_another_kind_is_refused():  # type: ignore[no-untyped-de
     snapshot = stored(state)
     snapshot.tensors["registered/noise/state"] = torch.zeros(16, dtype=torch.uint8)
     with pytest.raises(ConfigError, match=r"torch\.Generator was of another kind"):
-        state.restore(snapshot, 0)
+        state.restore(memory_source(snapshot), 0)

@@ -1,88 +1,241 @@
-"""Read a snapshot's tensors: each data file once, checksummed on the way."""
+"""Read a snapshot's tensors: every data file is checked first, then tensors come one by one.
+
+What is read goes straight to where it belongs, through one small buffer, so that a process which
+resumes needs no second copy of its state.
+"""
 
 from __future__ import annotations
 
-import math
+import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 
 from ddpjob_trainer.snapshot.ondisk import data_file, manifest
-from ddpjob_trainer.snapshot.ondisk.data_file import Piece
-from ddpjob_trainer.snapshot.ondisk.manifest import Chunk, DataFile, InvalidSnapshotError, Manifest
+from ddpjob_trainer.snapshot.ondisk.manifest import (
+    ITEM_BYTES,
+    Chunk,
+    DataFile,
+    InvalidSnapshotError,
+    Manifest,
+)
 from ddpjob_trainer.state.codec import TORCH_DTYPES, Flat, unflatten
 
 _PIECE = 4 << 20
+_WINDOW_BYTES = 16 << 20
+_ALIGN = 8
+
+Offsets = Mapping[str, int]  # key of a piece -> where it begins in its file
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """``count`` elements of a chunk from its element ``start`` on, to lie at ``at`` of a buffer."""
+
+    chunk: Chunk
+    start: int
+    count: int
+    item: int  # bytes of one element
+    at: int
+
+    @property
+    def bytes(self) -> int:
+        """Size."""
+        return self.count * self.item
+
+
+#: Fills a buffer with spans of one data file. Raises OSError.
+Fetch = Callable[[DataFile, Sequence[Span], torch.Tensor], None]
+
+
+# --- Check ------------------------------------------------------------------------------------
+
+
+def verify_file(directory: Path, found: Manifest, file: DataFile) -> Offsets:
+    """Compare a data file with its checksum and with what the manifest says is in it.
+
+    Raises InvalidSnapshotError, OSError.
+    """
+    with manifest.opened(directory, file) as stream:
+        pieces = data_file.read_header(_header(stream, file), file.bytes)
+        if _checksum(stream, file) != file.crc32:
+            raise InvalidSnapshotError(f"{file.name} does not match its checksum")
+    for chunk in found.chunks:
+        if chunk.file == file.name:
+            piece, _ = pieces.get(chunk.key, (None, 0))
+            dtype = found.tensors[chunk.tensor][0]
+            if piece is None or piece.dtype != dtype or piece.count != chunk.count:
+                raise InvalidSnapshotError(
+                    f"{file.name} does not hold {chunk.key} as the manifest says"
+                )
+    return {key: offset for key, (_, offset) in pieces.items()}
+
+
+def _header(stream: BinaryIO, file: DataFile) -> bytes:
+    size = data_file.header_bytes(os.pread(stream.fileno(), 8, 0), file.bytes)
+    return os.pread(stream.fileno(), size, 0)
+
+
+def _checksum(stream: BinaryIO, file: DataFile) -> int:
+    buffer = memoryview(bytearray(min(_PIECE, file.bytes)))
+    crc, left = 0, file.bytes
+    while left:
+        count = stream.readinto(buffer[: min(left, _PIECE)])  # type: ignore[attr-defined]
+        if not count:
+            raise InvalidSnapshotError(f"{file.name} became shorter")
+        crc = zlib.crc32(buffer[:count], crc)
+        left -= count
+    return crc
+
+
+# --- Read -------------------------------------------------------------------------------------
+
+
+class Source:
+    """A valid snapshot. With a ``fetch`` that is collective, so is read()."""
+
+    def __init__(self, found: Manifest, fetch: Fetch) -> None:
+        self.manifest = found
+        self._fetch = fetch
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    @cached_property
+    def outline(self) -> Any:
+        """The state with tensors that have a shape and a type, but no content and no memory.
+
+        Raises InvalidSnapshotError.
+        """
+        found = self.manifest
+        tensors = {name: _placeholder(*shape) for name, shape in found.tensors.items()}
+        try:
+            return unflatten(Flat(found.tree, tensors, dict(found.aliases)))
+        except _WRONG as error:
+            raise InvalidSnapshotError(f"the manifest's tree is wrong: {error}") from error
+
+    def empty(self, names: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+        """New memory for tensors, to be read into."""
+        return {
+            name: torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+            for name, (dtype, shape) in self.manifest.tensors.items()
+            if names(name)
+        }
+
+    def read(self, names: Callable[[str], bool], into: Mapping[str, torch.Tensor]) -> None:
+        """Read the tensors of such names; those in ``into`` are put there.
+
+        Collective: equal ``names`` on all ranks, ``into`` may differ. Raises OSError.
+        """
+        found = self.manifest
+        by_file: dict[str, list[Chunk]] = {file.name: [] for file in found.files}
+        for chunk in found.chunks:
+            if names(chunk.tensor):
+                by_file[chunk.file].append(chunk)
+        targets = {n: _Target.of(t, found.tensors[n][1]) for n, t in into.items() if names(n)}
+        for file in found.files:
+            for window, size in self._windows(by_file[file.name]):
+                if len(self._buffer) < size:  # one for all, lest each leave a hole in memory
+                    self._buffer = torch.empty(_WINDOW_BYTES, dtype=torch.uint8)
+                self._fetch(file, window, self._buffer[:size])
+                for span in window:
+                    if span.chunk.tensor in targets:
+                        targets[span.chunk.tensor].put(span, self._buffer)
+
+    def flat(self) -> Flat:
+        """Everything, in memory. Raises OSError."""
+        tensors = self.empty(lambda name: True)
+        self.read(lambda name: True, tensors)
+        return Flat(self.manifest.tree, tensors, dict(self.manifest.aliases))
+
+    def _windows(self, chunks: Sequence[Chunk]) -> Iterator[tuple[list[Span], int]]:
+        window: list[Span] = []
+        at = 0
+        for chunk in chunks:
+            item = ITEM_BYTES[self.manifest.tensors[chunk.tensor][0]]
+            start = 0
+            while start < chunk.count:
+                count = min(chunk.count - start, (_WINDOW_BYTES - at) // item)
+                if count:
+                    window.append(Span(chunk, start, count, item, at))
+                    start += count
+                    at += -(-count * item // _ALIGN) * _ALIGN
+                if at + item > _WINDOW_BYTES:
+                    yield window, at
+                    window, at = [], 0
+        if window:
+            yield window, at
+
+
+_WRONG = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError)
+
+
+def _placeholder(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    # Pairs may stand for complex numbers, and must lie beside each other to be seen as such.
+    base = torch.zeros(2 if shape[-1:] == (2,) else 1, dtype=TORCH_DTYPES[dtype])
+    return base.expand(shape) if shape else base[0]
+
+
+@dataclass(slots=True)
+class _Target:
+    """A tensor that is being read. ``flat``: what its elements go to, in their order."""
+
+    tensor: torch.Tensor
+    flat: torch.Tensor
+    left: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, shape: tuple[int, ...]) -> _Target:
+        plain = tensor.detach()
+        if tuple(plain.shape) != shape:
+            raise ValueError(f"a tensor of {list(shape)} does not fit into {list(plain.shape)}")
+        if plain.is_contiguous():
+            return cls(plain, plain.view(-1), 0)
+        return cls(plain, torch.empty(plain.numel(), dtype=plain.dtype), plain.numel())
+
+    def put(self, span: Span, buffer: torch.Tensor) -> None:
+        content = buffer[span.at : span.at + span.bytes].view(self.tensor.dtype)
+        first = span.chunk.start + span.start
+        self.flat[first : first + span.count].copy_(content)
+        if self.left:
+            self.left -= span.count
+            if not self.left:
+                self.tensor.copy_(self.flat.view(self.tensor.shape))
+                self.flat = self.flat.new_empty(0)
+
+
+# --- By one process alone ---------------------------------------------------------------------
+
+
+def read_spans(
+    directory: Path, file: DataFile, offsets: Offsets, spans: Sequence[Span], buffer: torch.Tensor
+) -> None:
+    """Put spans of a data file into a buffer. Raises InvalidSnapshotError, OSError."""
+    view = memoryview(buffer.numpy().data)
+    with manifest.opened(directory, file) as stream:
+        for span in spans:
+            position = offsets[span.chunk.key] + span.start * span.item
+            left = view[span.at : span.at + span.bytes]
+            while left:
+                count = os.preadv(stream.fileno(), [left], position)
+                if not count:
+                    raise InvalidSnapshotError(f"{file.name} became shorter")
+                position, left = position + count, left[count:]
+
+
+def open_source(directory: Path, found: Manifest) -> Source:
+    """Check everything; what is read then comes from the files. Raises as verify_file()."""
+    offsets = {file.name: verify_file(directory, found, file) for file in found.files}
+    source = Source(
+        found, lambda file, *rest: read_spans(directory, file, offsets[file.name], *rest)
+    )
+    _ = source.outline
+    return source
 
 
 def load(directory: Path, found: Manifest) -> Flat:
     """Read and check everything. Raises InvalidSnapshotError, OSError."""
-    return assemble(found, {file.name: read_file(directory, file) for file in found.files})
-
-
-def read_file(directory: Path, file: DataFile) -> torch.Tensor:
-    """Return a data file's bytes (uint8). Raises InvalidSnapshotError, OSError."""
-    with manifest.opened(directory, file) as stream:
-        try:
-            image = torch.empty(file.bytes, dtype=torch.uint8)
-        except RuntimeError as error:
-            raise InvalidSnapshotError(f"{file.name}: no memory for {file.bytes} bytes") from error
-        view = memoryview(image.numpy().data)
-        crc, position = 0, 0
-        while position < len(view):
-            count = stream.readinto(view[position : position + _PIECE])  # type: ignore[attr-defined]
-            if not count:
-                raise InvalidSnapshotError(f"{file.name} became shorter")
-            crc = zlib.crc32(view[position : position + count], crc)
-            position += count
-    if crc != file.crc32:
-        raise InvalidSnapshotError(f"{file.name} does not match its checksum")
-    return image
-
-
-def assemble(found: Manifest, images: Mapping[str, torch.Tensor]) -> Flat:
-    """Return the state whose data files these are. Its tensors may share their memory.
-
-    Raises InvalidSnapshotError.
-    """
-    pieces = {
-        name: data_file.read_header(memoryview(image.numpy().data))
-        for name, image in images.items()
-    }
-    by_tensor: dict[str, list[Chunk]] = {}
-    for chunk in found.chunks:
-        by_tensor.setdefault(chunk.tensor, []).append(chunk)
-    tensors = {}
-    for name, (dtype, shape) in found.tensors.items():
-        parts = [
-            _part(images[chunk.file], pieces[chunk.file], chunk, dtype)
-            for chunk in sorted(by_tensor.get(name, ()), key=lambda chunk: chunk.start)
-        ]
-        whole = parts[0] if len(parts) == 1 else _joined(parts, TORCH_DTYPES[dtype])
-        if whole.numel() != math.prod(shape):
-            raise InvalidSnapshotError(f"{name} is incomplete")
-        tensors[name] = whole.view(shape)
-    flat = Flat(found.tree, tensors, dict(found.aliases))
-    try:
-        unflatten(flat)
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
-        raise InvalidSnapshotError(f"the manifest's tree is wrong: {error}") from error
-    return flat
-
-
-def _joined(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
-
-
-def _part(
-    image: torch.Tensor, pieces: Mapping[str, tuple[Piece, int]], chunk: Chunk, dtype: str
-) -> torch.Tensor:
-    piece, offset = pieces.get(chunk.key, (None, 0))
-    if piece is None or piece.dtype != dtype or piece.count != chunk.count:
-        raise InvalidSnapshotError(f"{chunk.file} does not hold {chunk.key} as the manifest says")
-    content = image[offset : offset + piece.bytes]
-    if content.data_ptr() % TORCH_DTYPES[dtype].itemsize:
-        content = content.clone()  # not written by us: ours are aligned
-    return content.view(TORCH_DTYPES[dtype])
+    return open_source(directory, found).flat()

@@ -92,7 +92,7 @@ class Snapshots:
             return 0, {}
         _compare(loaded.config, config, self._world.rank)
         # Level elastic: all ranks' generators are equal, and there may have been fewer of them.
-        state.restore(loaded.flat, 0 if config["level"] == "elastic" else self._world.rank)
+        state.restore(loaded.source, 0 if config["level"] == "elastic" else self._world.rank)
         self._durable(loaded.step)
         if self._world.rank == 0:
             say(0, f"resuming after step {loaded.step}")

@@ -1,14 +1,15 @@
 """All ranks open the snapshot directory together and agree on one snapshot, or none.
 
-Rank 0 looks for candidates. Each rank that sees the directory reads an equal number of a
-candidate's data files and hands them to all others; if one cannot, all take an older snapshot.
+Rank 0 looks for candidates. Each rank that sees the directory checks an equal number of a
+candidate's data files; if one cannot, all take an older snapshot. Later it reads the same files
+and hands what is in them to all others, piece by piece.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,13 +18,13 @@ import torch
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.environment import SnapshotSettings
 from ddpjob_trainer.snapshot import load
+from ddpjob_trainer.snapshot.load import Source, Span
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.lineage import Start
-from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError, Manifest
+from ddpjob_trainer.snapshot.ondisk.manifest import DataFile, InvalidSnapshotError, Manifest
+from ddpjob_trainer.snapshot.patience import Patience
 from ddpjob_trainer.snapshot.takeover import Loaded, open_store
-from ddpjob_trainer.state.codec import Flat
 
-_BROADCAST_BYTES = 64 << 20
 _MARK = b"candidate "
 
 
@@ -43,9 +44,9 @@ def open_together(
     loaded: Loaded | None = None
     if world.rank == 0:
 
-        def propose(where: Path, found: Manifest) -> Flat:
+        def propose(where: Path, found: Manifest) -> Source:
             world.broadcast_bytes(_MARK + where.name.encode() + b" " + found.encode())
-            return _load_together(where, found, world, tell)
+            return _check_together(where, found, world, tell)
 
         start, loaded = open_store(
             directory, world.identity, resume=settings.resume, load=propose, tell=tell
@@ -76,11 +77,11 @@ def _follow(
         name, _, content = message.removeprefix(_MARK).partition(b" ")
         found = manifest.decode(content)
         try:
-            flat = _load_together(directory / name.decode(), found, world, tell)
+            source = _check_together(directory / name.decode(), found, world, tell)
         except (InvalidSnapshotError, OSError):
             loaded = None
         else:
-            loaded = Loaded(found.step, found.config, flat)
+            loaded = Loaded(source)
 
 
 def _sees(directory: Path, start: Start) -> bool:
@@ -96,27 +97,37 @@ def _agreed(world: World, yes: bool) -> tuple[int, ...]:
     return tuple(rank for rank, answer in enumerate(said) if answer == b"1")
 
 
-def _load_together(where: Path, found: Manifest, world: World, tell: Callable[[str], None]) -> Flat:
+def _check_together(
+    where: Path, found: Manifest, world: World, tell: Callable[[str], None]
+) -> Source:
     """Raises InvalidSnapshotError or OSError on all ranks when it happens on one."""
     # The names hold a number that was drawn: a file of that name is the same file.
     readers = _agreed(world, not found.files or disk.exists(where / found.files[0].name))
-    owners = [readers[number % len(readers)] for number in range(len(found.files))]
-    images: dict[str, torch.Tensor] = {}
+    owners = {f.name: readers[n % len(readers)] for n, f in enumerate(found.files)}
+    offsets: dict[str, load.Offsets] = {}
     problem: Exception | None = None
+
+    def fetch(file: DataFile, spans: Sequence[Span], buffer: torch.Tensor) -> None:
+        owner = owners[file.name]
+        if owner == world.rank:
+            patience = Patience()
+            patience.call(
+                lambda: load.read_spans(where, file, offsets[file.name], spans, buffer),
+                tell,
+                patience.deadline(),
+            )
+        world.broadcast_tensor(buffer, owner)
+
+    source = Source(found, fetch)
     try:
-        for file, owner in zip(found.files, owners, strict=True):
-            if owner == world.rank:
-                images[file.name] = load.read_file(where, file)
+        _ = source.outline
+        for file in found.files:
+            if owners[file.name] == world.rank:
+                offsets[file.name] = load.verify_file(where, found, file)
     except (InvalidSnapshotError, OSError) as error:
         problem = error
     _vote(world, where, found, problem, tell)
-    for file, owner in zip(found.files, owners, strict=True):
-        image = images.setdefault(file.name, torch.empty(0, dtype=torch.uint8))
-        if owner != world.rank:
-            image = images[file.name] = torch.empty(file.bytes, dtype=torch.uint8)
-        for start in range(0, file.bytes, _BROADCAST_BYTES):
-            world.broadcast_tensor(image[start : start + _BROADCAST_BYTES], owner)
-    return load.assemble(found, images)
+    return source
 
 
 def _vote(

@@ -15,28 +15,36 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ddpjob_trainer.environment import Identity
+from ddpjob_trainer.snapshot.load import Source
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.lineage import Start
 from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError, Manifest
 from ddpjob_trainer.snapshot.patience import PASSING, Patience
-from ddpjob_trainer.state.codec import Flat
 
 _OPEN_ATTEMPTS = 20
 _UNREADABLE = (*PASSING, errno.EACCES, errno.EPERM)
 
 Tell = Callable[[str], None]
 Result = TypeVar("Result")
-#: Directory, manifest -> state. Raises InvalidSnapshotError, OSError.
-Load = Callable[[Path, Manifest], Flat]
+#: Directory, manifest -> what is valid and can be read. Raises InvalidSnapshotError, OSError.
+Load = Callable[[Path, Manifest], Source]
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A valid snapshot, in memory."""
+    """A valid snapshot, every byte of it checked."""
 
-    step: int
-    config: Mapping[str, Any]
-    flat: Flat
+    source: Source
+
+    @property
+    def step(self) -> int:
+        """After which it was made."""
+        return self.source.manifest.step
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Of the run that wrote it."""
+        return self.source.manifest.config
 
 
 def open_store(
@@ -164,7 +172,7 @@ class _Opening:
             if step is None or (limit is not None and step > limit):
                 continue
             try:
-                found, flat = self._reader.patiently(partial(self._bring, path, ours))
+                brought = self._reader.patiently(partial(self._bring, path, ours))
             except (InvalidSnapshotError, disk.NotAFileError) as problem:
                 self._quarantine(path, problem)
                 continue
@@ -173,13 +181,13 @@ class _Opening:
                 self._note(error, f"{source.name}/{path.name}")
                 continue
             temporary = ours / f"{path.name}.tmp"
-            disk.write_new(temporary, [found.encode()])
+            disk.write_new(temporary, [brought.manifest.encode()])
             disk.publish(temporary, ours / path.name)
-            return Loaded(found.step, found.config, flat)
+            return Loaded(brought)
         return None
 
-    def _bring(self, path: Path, ours: Path) -> tuple[Manifest, Flat]:
-        """Link the files of one into our directory, and load it from there."""
+    def _bring(self, path: Path, ours: Path) -> Source:
+        """Link the files of one into our directory, and check it there."""
         found = manifest.read(path)
         for file in found.files:
             try:
@@ -190,7 +198,7 @@ class _Opening:
                 raise FileNotFoundError(errno.ENOENT, "removed meanwhile", str(path)) from None
             with contextlib.suppress(FileExistsError):
                 disk.link_or_copy(path.parent / file.name, ours / file.name)
-        return found, self._reader.load(ours, found)
+        return self._reader.load(ours, found)
 
     def _note(self, error: OSError, name: str) -> None:
         """An older one is taken; if there is none, this is raised."""

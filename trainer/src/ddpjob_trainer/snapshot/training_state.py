@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -11,6 +10,8 @@ from typing import Any
 import torch
 
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.snapshot.load import Source
+from ddpjob_trainer.snapshot.load_state import Loader, check_tensors, unshared
 from ddpjob_trainer.snapshot.write_plan import Captured
 from ddpjob_trainer.state import rng
 from ddpjob_trainer.state.codec import DTYPES, Flat, flatten, raw, unflatten
@@ -146,78 +147,42 @@ class TrainingState:
         own = {f"own/{n.removeprefix(prefix)}": t for n, t in captured.own.items()}
         return flat_sha256(Flat(captured.flat.tree, {**captured.flat.tensors, **own}))
 
-    def restore(self, flat: Flat, rank: int) -> None:
-        """Put a state back. Raises ConfigError when it belongs to another model."""
-        state = unflatten(flat)
-        model = _Inventory(self.module)
-        _restore_model(model, state["model"], model.transient | set(state.get("transient", ())))
-        extra = state.get("extra", {})
-        for name, part in model.extra.items():
-            if name in extra:
-                part.set_extra_state(_owned(extra[name]))
-        stored = state["registered"]
-        if stored.keys() != self.registered.keys():
+    def restore(self, source: Source, rank: int) -> None:
+        """Put a state back. Every rank calls it at the same point.
+
+        Raises ConfigError when it belongs to another model, before anything is overwritten.
+        """
+        loader, model = Loader(source), _Inventory(self.module)
+        stored = loader.outline
+        caches = model.transient | set(stored.get("transient", ()))
+        names = check_tensors(stored["model"], model.tensors, caches)
+        if stored["registered"].keys() != self.registered.keys():
             raise ConfigError(
-                f"the snapshot holds {sorted(stored)}, this program registers"
+                f"the snapshot holds {sorted(stored['registered'])}, this program registers"
                 f" {sorted(self.registered)}: register the same names"
             )
-        for name, obj in self.registered.items():
-            # load_state_dict may keep the very tensors it is given; these are copies of ours.
-            obj.load_state_dict(_owned(stored[name]))
+        loader.read_model({name: model.tensors[name] for name in names})
+        extra = loader.read_object("extra") if stored.get("extra") else {}
+        for name, part in model.extra.items():
+            if name in extra:
+                part.set_extra_state(extra[name])
+        for name in stored["registered"]:
+            obj = self.registered[name]
+            obj.load_state_dict(loader.read_object("registered", name))
             lay_out_like_parameters(obj)
-        self._restore_own(flat, _own_prefix(rank))
+        prefix = _own_prefix(rank)
+        self._restore_own(loader.read_named("rank/", prefix), prefix)
 
-    def _restore_own(self, flat: Flat, prefix: str) -> None:
-        tree = flat.tensors.get(f"{prefix}tree")
+    def _restore_own(self, found: Mapping[str, torch.Tensor], prefix: str) -> None:
+        tree = found.get(f"{prefix}tree")
         if tree is None:  # there are more ranks now than when it was written
             return
         node, aliases = json.loads(tree.numpy().tobytes())
         inner = f"{prefix}tensor/"
-        tensors = {n.removeprefix(inner): t for n, t in flat.tensors.items() if n.startswith(inner)}
-        own = unflatten(Flat(node, tensors, aliases))
+        tensors = {n.removeprefix(inner): t for n, t in found.items() if n.startswith(inner)}
+        own = unshared(unflatten(Flat(node, tensors, aliases)))
         for name, obj in self.per_rank.items():
             if name in own["objects"]:
-                obj.load_state_dict(_owned(own["objects"][name]))
+                obj.load_state_dict(own["objects"][name])
                 lay_out_like_parameters(obj)
         rng.restore(own["rng"])
-
-
-def _restore_model(
-    model: _Inventory, stored: Mapping[str, torch.Tensor], transient: set[str]
-) -> None:
-    mine = model.tensors
-    odd = sorted((stored.keys() ^ mine.keys()) - transient)
-    if odd:
-        raise ConfigError(
-            f"the snapshot belongs to another model: {odd[0]!r} is in only one of them"
-            f" ({len(odd)} such names). Restore the model's code, or start anew in another"
-            " snapshot directory or with snapshot.resume: Never"
-        )
-    with torch.no_grad():
-        for name, tensor in mine.items():
-            source = stored.get(name, tensor)
-            same = source.shape == tensor.shape and source.dtype == tensor.dtype
-            if name in transient and not same:
-                continue  # a cache that forward makes again as it needs it
-            if not same:
-                raise ConfigError(
-                    f"the snapshot's {name} is {source.dtype} {list(source.shape)}, the"
-                    f" model's is {tensor.dtype} {list(tensor.shape)}"
-                )
-            tensor.copy_(source)
-
-
-def _owned(value: Any) -> Any:
-    """Copy every tensor, so that nothing that loads it shares memory with anything else."""
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        copied = copy.copy(value)  # a Counter stays one
-        for key, part in value.items():
-            copied[key] = _owned(part)
-        return copied
-    if isinstance(value, list):
-        return [_owned(part) for part in value]
-    if isinstance(value, tuple):
-        return tuple(_owned(part) for part in value)
-    return value

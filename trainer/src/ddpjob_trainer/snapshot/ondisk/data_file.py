@@ -56,17 +56,29 @@ def header(pieces: Sequence[Piece]) -> bytes:
     return _LENGTH.pack(len(text)) + text
 
 
-def read_header(image: memoryview) -> Mapping[str, tuple[Piece, int]]:
-    """Return each piece and its offset in the file, given the whole file.
+def header_bytes(beginning: bytes, size: int) -> int:
+    """Return how many bytes of a file of ``size`` bytes come before the first piece.
+
+    ``beginning``: its first 8 bytes. Raises InvalidSnapshotError.
+    """
+    if len(beginning) < _LENGTH.size:
+        raise InvalidSnapshotError("a data file's header is wrong: it is too short")
+    (length,) = _LENGTH.unpack(beginning[: _LENGTH.size])
+    if length > min(checked_json.MAX_BYTES, size - _LENGTH.size):
+        raise InvalidSnapshotError(
+            f"a data file's header is wrong: {length} bytes in a file of {size}"
+        )
+    return _LENGTH.size + int(length)
+
+
+def read_header(header: bytes, size: int) -> Mapping[str, tuple[Piece, int]]:
+    """Return each piece and its offset in the file of ``size`` bytes that begins with ``header``.
 
     Raises InvalidSnapshotError for everything that safetensors does not allow.
     """
+    begin = header_bytes(header, size)
     try:
-        (length,) = _LENGTH.unpack(image[: _LENGTH.size])
-        if length > min(checked_json.MAX_BYTES, len(image) - _LENGTH.size):
-            raise ValueError(f"a header of {length} bytes in a file of {len(image)}")
-        begin = _LENGTH.size + length
-        entries = checked_json.loads(bytes(image[_LENGTH.size : begin]))
+        entries = checked_json.loads(header[_LENGTH.size : begin])
         entries.pop("__metadata__", None)  # AttributeError: not an object
         spans = sorted((tuple(entry["data_offsets"]), key) for key, entry in entries.items())
         found = {}
@@ -80,8 +92,8 @@ def read_header(image: memoryview) -> Mapping[str, tuple[Piece, int]]:
                 raise ValueError("the pieces overlap, leave gaps or have another size")
             found[key] = (piece, begin + start)
             position = end
-        if begin + position != len(image):
+        if begin + position != size:
             raise ValueError("the pieces do not fill the file")
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidSnapshotError(f"a data file's header is wrong: {error}") from error
     return found

@@ -1,0 +1,170 @@
+"""A state on its way back: in place, piece by piece, nothing shared, all or nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.snapshot import load
+from ddpjob_trainer.snapshot.ondisk import manifest
+from ddpjob_trainer.snapshot.training_state import TrainingState
+from ddpjob_trainer.state.codec import Flat
+from support.snapshots import memory_source, open_snapshots
+
+
+class Tied(nn.Module):
+    """Tied weights, another order in memory, complex numbers, an extra state, a scalar buffer."""
+
+    def __init__(self, seed: int, *, tie: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(33, 7)
+        self.head = nn.Linear(7, 33, bias=False)
+        if tie:
+            self.head.weight = self.embed.weight
+        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.wave = nn.Parameter(torch.randn(9, dtype=torch.complex64))
+        self.register_buffer("calls", torch.tensor(seed))
+
+    def get_extra_state(self) -> Any:
+        return {"seen": torch.arange(3), "name": "x"}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+class Keeps:
+    """Holds on to what it is given, a view of the model among it."""
+
+    def __init__(self, model: Tied) -> None:
+        self.state = {"a": torch.arange(5.0), "weights": model.embed.weight}
+        self.state["b"] = self.state["a"]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def training(
+    seed: int, *, tie: bool = True, keeps: bool = False
+) -> tuple[TrainingState, Tied, torch.optim.Optimizer]:
+    model = Tied(seed, tie=tie)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = TrainingState(model)
+    state.register("optimizer", optimizer)
+    if keeps:
+        state.register("keeps", Keeps(model))
+        state.register("own", Keeps(model), per_rank=True)
+    return state, model, optimizer
+
+
+def train(model: Tied, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    out = model.head(model.embed(torch.arange(33))).pow(2).mean()
+    out = out + model.conv(torch.ones(1, 3, 4, 4)).pow(2).mean() + model.wave.abs().pow(2).sum()
+    out.backward()
+    optimizer.step()
+
+
+def stored(state: TrainingState) -> Flat:
+    captured = state.capture(0)
+    tensors = {**captured.flat.tensors, **captured.own}
+    copies = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    return Flat(captured.flat.tree, copies, captured.flat.aliases)
+
+
+@pytest.mark.parametrize("window", [64, 200, 1 << 20])
+def test_all_comes_back_and_trains_on_equally(monkeypatch, window):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(load, "_WINDOW_BYTES", window)
+    (first, *one), (second, *two) = training(1), training(2)
+    train(*one)
+    places = [parameter.data_ptr() for parameter in two[0].parameters()]
+    second.restore(memory_source(stored(first)), 0)
+    for pair in (one, two):
+        train(*pair)
+        train(*pair)
+    assert first.sha256(0) == second.sha256(0)
+    assert places == [parameter.data_ptr() for parameter in two[0].parameters()]
+    assert second.module.head.weight is second.module.embed.weight
+
+
+def test_nothing_that_comes_back_shares_memory():  # type: ignore[no-untyped-def]
+    (first, *_), (second, model, _) = training(1, keeps=True), training(2, keeps=True)
+    source = memory_source(stored(first))
+    second.restore(source, 0)
+    live: list[torch.Tensor] = list(model.parameters())
+    for objects in (second.registered, second.per_rank):
+        for keeps in objects.values():
+            if isinstance(keeps, Keeps):
+                live += keeps.state.values()
+    places = [tensor.untyped_storage().data_ptr() for tensor in live]
+    assert len(set(places)) == len(places) == 4 + 2 * 3
+    assert torch.equal(live[-1], torch.arange(5.0))
+    assert torch.equal(second.registered["keeps"].state["weights"], first.module.embed.weight)  # type: ignore[attr-defined]
+
+
+def test_tied_in_the_snapshot_only_or_in_the_model_only():  # type: ignore[no-untyped-def]
+    (tied, *_), (apart, *_) = training(1), training(2, tie=False)
+    with torch.no_grad():
+        apart.module.head.weight.copy_(apart.module.embed.weight)
+    flat, other = stored(tied), stored(apart)
+    for holder in (
+        apart.registered,
+        tied.registered,
+        *(p.tree["registered"] for p in (flat, other)),
+    ):
+        del holder["optimizer"]
+    apart.restore(memory_source(flat), 0)
+    assert torch.equal(apart.module.head.weight, tied.module.embed.weight)
+    assert torch.equal(apart.module.embed.weight, tied.module.embed.weight)
+    tied.restore(memory_source(other), 0)
+    assert torch.equal(tied.module.embed.weight, other.tensors["model/embed.weight"])
+
+
+@pytest.mark.parametrize("change", ["a name", "a shape", "a type", "an object", "no model"])
+def test_what_does_not_fit_overwrites_nothing(change):  # type: ignore[no-untyped-def]
+    (first, *_), (second, *_) = training(1), training(2)
+    flat, before = stored(first), second.sha256(0)
+    match change:
+        case "a name":
+            flat.tree["model"]["other"] = flat.tree["model"].pop("conv.bias")
+        case "a shape":
+            flat.tensors["model/conv.bias"] = torch.zeros(6)
+        case "a type":
+            flat.tensors["model/conv.bias"] = torch.zeros(5, dtype=torch.float64)
+        case "an object":
+            flat.tree["registered"]["more"] = {}
+        case "no model":
+            flat.tree["model"] = []
+    with pytest.raises(ConfigError):
+        second.restore(memory_source(flat), 0)
+    assert second.sha256(0) == before
+
+
+def test_no_second_copy_is_held(tmp_path: Path):  # type: ignore[no-untyped-def]
+    """What is read at a time is bounded, whatever the size of the state."""
+    store, _ = open_snapshots(tmp_path)
+    flat = Flat({"$tensor": "w"}, {"w": torch.arange(20.0 * (1 << 20))})  # 80 MiB
+    store.save(1, flat, {})
+    path = manifest.listed(store.directory)[0]
+    source = load.open_source(path.parent, manifest.read(path))
+    sizes = []
+    fetch = source._fetch
+
+    def seen(file: Any, spans: Any, buffer: torch.Tensor) -> None:
+        sizes.append(len(buffer))
+        fetch(file, spans, buffer)
+
+    source._fetch = seen
+    target = torch.empty(20 << 20)
+    source.read(lambda name: name == "w", {"w": target})
+    assert torch.equal(target, flat.tensors["w"])
+    assert max(sizes) <= 16 << 20
+    assert len(source._buffer) <= 16 << 20

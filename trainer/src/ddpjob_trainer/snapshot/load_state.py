@@ -1,0 +1,164 @@
+"""Put a snapshot back into live objects, one after the other, without a second copy of the whole.
+
+All is compared before anything is overwritten. The model's tensors are read in place; an object
+gets new tensors, its own from then on, since load_state_dict() may keep those that it is given.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.snapshot.load import Source
+from ddpjob_trainer.state.codec import Flat, unflatten
+
+ANEW = "start anew in another snapshot directory or with snapshot.resume: Never"
+
+
+class Loader:
+    """One snapshot on its way into memory. Every rank makes the same calls in the same order."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        aliases = source.manifest.aliases
+        # Read once, and needed again where another group's name stands for the same tensor.
+        self._kept: dict[str, torch.Tensor | None] = {
+            target: None for name, target in aliases.items() if _group(name) != _group(target)
+        }
+
+    @property
+    def outline(self) -> dict[str, Any]:
+        """The stored state; its tensors have shapes and types only. Raises ConfigError."""
+        state = self._source.outline
+        if not isinstance(state, dict) or not all(
+            isinstance(state.get(name), dict) for name in ("model", "registered")
+        ):
+            raise ConfigError(f"the snapshot holds no training state; {ANEW}")
+        return state
+
+    def read_model(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite tensors of the model; they have the stored shapes. Raises ConfigError."""
+        nodes = _member(self._source.manifest.tree, "model")
+        into: dict[str, torch.Tensor] = {}
+        tied = []
+        for name, tensor in targets.items():
+            target = tensor.detach()
+            stored = self._stored(_member(nodes, name))
+            if target.is_complex():
+                target = torch.view_as_real(target)
+            if stored in into:
+                tied.append((target, stored))
+            into.setdefault(stored, target)
+        self._read(lambda name: name.startswith("model/"), into)
+        for target, stored in tied:
+            target.copy_(into[stored])
+
+    def _stored(self, node: Any) -> str:
+        """Under which name a tensor of the model is stored."""
+        name = next(iter(node.values()))
+        name = self._source.manifest.aliases.get(name, name)
+        if not name.startswith("model/"):
+            raise ConfigError(f"the snapshot keeps a tensor of the model as {name!r}; {ANEW}")
+        return str(name)
+
+    def read_object(self, *path: str) -> Any:
+        """Return the part of the state below a path, in memory that nobody else has."""
+        prefix = "/".join(path) + "/"
+        manifest = self._source.manifest
+        tensors = self._source.empty(lambda name: name.startswith(prefix))
+        self._read(lambda name: name.startswith(prefix), tensors)
+        node = manifest.tree
+        for name in path:
+            node = _member(node, name)
+        kept = {name: tensor for name, tensor in self._kept.items() if tensor is not None}
+        value = unflatten(Flat(node, {**kept, **tensors}, dict(manifest.aliases)))
+        return unshared(value, {_place(tensor) for tensor in kept.values()})
+
+    def read_named(self, prefix: str, wanted: str) -> dict[str, torch.Tensor]:
+        """Read all below a prefix; return what is below ``wanted``, the others' is passed over."""
+        tensors = self._source.empty(lambda name: name.startswith(wanted))
+        self._read(lambda name: name.startswith(prefix), tensors)
+        return tensors
+
+    def _read(self, names: Callable[[str], bool], into: dict[str, torch.Tensor]) -> None:
+        kept = self._source.empty(lambda name: name in self._kept and names(name))
+        self._source.read(names, {**into, **kept})
+        for name, tensor in kept.items():
+            self._kept[name] = tensor
+            if name in into:
+                into[name].detach().copy_(tensor)
+
+
+def _group(name: str) -> tuple[str, ...]:
+    """What is read together: the model, or one registered object."""
+    first, *rest = name.split("/")
+    return (first, *rest[:1]) if first == "registered" else (first,)
+
+
+def _member(node: Any, name: str) -> Any:
+    """One value of an encoded mapping."""
+    if "$dict" in node:
+        return dict(map(tuple, node["$dict"]))[name]
+    return node[name]
+
+
+def check_tensors(
+    stored: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tensor], transient: Iterable[str]
+) -> list[str]:
+    """Compare names, shapes and types; return those to read. Raises ConfigError.
+
+    ``transient``: caches that forward makes again as it needs them; they may differ.
+    """
+    caches = set(transient)
+    odd = sorted((stored.keys() ^ mine.keys()) - caches)
+    if odd:
+        raise ConfigError(
+            f"the snapshot belongs to another model: {odd[0]!r} is in only one of them"
+            f" ({len(odd)} such names). Restore the model's code, or {ANEW}"
+        )
+    found = []
+    for name, tensor in mine.items():
+        source = stored.get(name)
+        if source is not None and source.shape == tensor.shape and source.dtype == tensor.dtype:
+            found.append(name)
+        elif name not in caches and source is not None:
+            raise ConfigError(
+                f"the snapshot's {name} is {source.dtype} {list(source.shape)}, the"
+                f" model's is {tensor.dtype} {list(tensor.shape)}"
+            )
+    return found
+
+
+def _place(value: torch.Tensor | np.ndarray[Any, Any]) -> int:
+    return value.data_ptr() if isinstance(value, torch.Tensor) else int(value.ctypes.data)
+
+
+def unshared(value: Any, known: Iterable[int] = ()) -> Any:
+    """Copy every tensor that came before, so that no two places share memory.
+
+    ``known``: where memory begins that others hold already.
+    """
+    return _unshared(value, set(known))
+
+
+def _unshared(value: Any, seen: set[int]) -> Any:
+    if isinstance(value, torch.Tensor | np.ndarray):
+        if _place(value) not in seen:
+            seen.add(_place(value))
+            return value
+        return value.clone() if isinstance(value, torch.Tensor) else value.copy()
+    if isinstance(value, dict):
+        copied = copy.copy(value)  # a Counter stays one
+        for key, part in value.items():
+            copied[key] = _unshared(part, seen)
+        return copied
+    if isinstance(value, list):
+        return [_unshared(part, seen) for part in value]
+    if isinstance(value, tuple):
+        return tuple(_unshared(part, seen) for part in value)
+    return value
