@@ -28,7 +28,7 @@ if kind == "zero":
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
 else:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-hook = {"comm_hook": kind} if kind in ("powersgd", "bf16") else {}
+hook = {"comm_hook": kind} if kind == "bf16" else {}
 model, optimizer = run.prepare(model, optimizer, **hook)
 for step in run.steps(torch.randn(8, 4)):
     for batch in step.batches:
@@ -45,7 +45,7 @@ sys.exit(f"still there: {gloo_threads()}" if gloo_threads() else 0)
 """
 
 
-@pytest.mark.parametrize("kind", ["plain", "elastic", "zero", "powersgd", "bf16"])
+@pytest.mark.parametrize("kind", ["plain", "elastic", "zero", "bf16"])
 def test_no_thread_of_the_process_group_outlives_the_run(kind: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, kind],

@@ -148,12 +148,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "bf16 hook": {"prepare": {"comm_hook": "bf16"}},
     "fp16 hook": {"prepare": {"comm_hook": "fp16"}, "start": {"micro_batches": 2}},
-    "powersgd": {
-        "prepare": {
-            "comm_hook": "powersgd",
-            "comm_hook_options": {"start_powerSGD_iter": 2, "min_compression_rate": 1},
-        }
-    },
     "zero": {"optimizer": zero, "prepare": {"clip_grad_norm": 0.5}},
     "tail pad": {"start": {"tail": "pad"}},
     "tail join": {"start": {"tail": "join", "micro_batches": 2}},

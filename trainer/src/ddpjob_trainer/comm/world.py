@@ -89,14 +89,6 @@ class World:
             if self.rank != source:
                 tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
 
-    def gather_tensor(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Give every rank the tensor of each rank, on the CPU; all have one shape and dtype."""
-        mine = tensor.detach().cpu().contiguous()
-        parts = [torch.empty_like(mine) for _ in range(self.size)]
-        with peer_loss():
-            dist.all_gather(parts, mine, group=self.control)
-        return parts
-
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Give every rank the bytes of each rank."""
         if self.size == 1:

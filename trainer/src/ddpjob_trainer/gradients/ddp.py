@@ -19,9 +19,8 @@ from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.data.permutation import Indices
 from ddpjob_trainer.data.sampler import DataOrder, share
 from ddpjob_trainer.gradients import determinism
-from ddpjob_trainer.gradients.comm_hooks import Compression, compress, memory_of
+from ddpjob_trainer.gradients.comm_hooks import compress
 from ddpjob_trainer.options import ModelOptions, Options
-from ddpjob_trainer.state.stateful import Stateful
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +81,6 @@ class Averaging(Protocol):
         """Hash of what else decides the order of additions; None: nothing, or not yet known."""
         ...
 
-    def memory(self) -> Stateful | None:
-        """What it remembers from step to step and a snapshot must hold. Asked after wrap()."""
-        ...
-
-
 def ddp_arguments(options: ModelOptions) -> dict[str, Any]:
     """The options that are DistributedDataParallel's own."""
     names = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters")
@@ -120,7 +114,6 @@ class DdpAveraging:
         self._model: DistributedDataParallel | None = None
         self._parts: list[Part] = []
         self.outside = world.rank
-        self._compression: Compression | None = None
         self._warm = False
 
     @property
@@ -132,9 +125,8 @@ class DdpAveraging:
         """Return the module in DistributedDataParallel, with rank 0's parameters and buffers."""
         self._model = DistributedDataParallel(module, **ddp_arguments(options))
         holds_ddp(self._model)
-        self._compression = compress(self._model, self._world, options)
-        # Without a warm-up a hook would remember things of buckets that are then regrouped.
-        self._warm = self._options.level == "off" and self.memory() is None
+        compress(self._model, options)
+        self._warm = self._options.level == "off"
         return self._model
 
     def parts(self, order: DataOrder, step: int) -> Sequence[Part]:
@@ -163,16 +155,9 @@ class DdpAveraging:
             loss = loss * factor
         with contextlib.nullcontext() if part.samples else _without_effect(self._wrapped.module):
             if not self._warm and number == len(self._parts) - 1:
-                self._warm_up(loss)
+                self._warm = True
+                determinism.warm_up(self._wrapped, loss)
             loss.backward()  # type: ignore[no-untyped-call]
-
-    def _warm_up(self, loss: torch.Tensor) -> None:
-        self._warm = True
-        if self._compression is not None:
-            self._compression.passive = True
-        determinism.warm_up(self._wrapped, loss)
-        if self._compression is not None:
-            self._compression.passive = False
 
     def finish(self) -> None:
         """Nothing is left to do: the last backward has waited for all buckets."""
@@ -195,7 +180,3 @@ class DdpAveraging:
         if self._options.level == "off" or not self._warm:
             return None
         return determinism.bucket_layout(self._wrapped)
-
-    def memory(self) -> Stateful | None:
-        """What the communication hook remembers."""
-        return memory_of(self._compression)

@@ -142,9 +142,6 @@ class ElasticAveraging:
         """Nothing but the number of shards decides the order of additions."""
         return None
 
-    def memory(self) -> None:
-        """Nothing: every step begins anew."""
-
 
 def _refuse(module: torch.nn.Module) -> None:
     for name, part in module.named_modules():

@@ -72,7 +72,7 @@ PREPARE: dict[str, dict[str, Any]] = {
     "gradient_as_bucket_view": {"action": "store_true", "help": "DDP's option"},
     "static_graph": {"action": "store_true", "help": "DDP's option"},
     "find_unused_parameters": {"action": "store_true", "help": "DDP's option"},
-    "comm_hook": {"choices": ("bf16", "fp16", "powersgd"), "help": "how gradients travel"},
+    "comm_hook": {"choices": ("bf16", "fp16"), "help": "how gradients travel"},
 }
 _OWN: dict[str, dict[str, Any]] = {
     "lr": {"type": float, "default": 1e-3, "help": "of the default optimizer (default: 0.001)"},

@@ -82,20 +82,6 @@ REFUSALS = (
         "Use sync_batchnorm=False and BatchNorm, or GroupNorm",
     ),
     Refusal(
-        "comm_hook='powersgd'",
-        "precision='fp16'",
-        lambda f: f.model.comm_hook == "powersgd" and f.options.precision == "fp16",
-        "an overflow, which fp16 skips, would stay in PowerSGD's memory of errors for ever",
-        "Use precision='bf16', or comm_hook='fp16'",
-    ),
-    Refusal(
-        "comm_hook='powersgd'",
-        "nan_policy='skip'",
-        lambda f: f.model.comm_hook == "powersgd" and f.options.nan_policy == "skip",
-        "a NaN, whose update is skipped, would stay in PowerSGD's memory of errors for ever",
-        "Use nan_policy='stop', or comm_hook='bf16'",
-    ),
-    Refusal(
         "compile",
         "bucket_cap_mb below 1",
         lambda f: bool(f.model.compile) and (f.model.bucket_cap_mb or 1) < 1 and not _elastic(f),

@@ -62,7 +62,6 @@ def make_trained(
         ("scheduler", scheduler),
         ("scaler", scaler),
         ("ema", ema),
-        ("comm_hook", averaging.memory()),
     ):
         if obj is not None:
             state.register(name, obj)

@@ -101,8 +101,8 @@ class Run:
         ``ema``: decay of an exponential moving average of the parameters, as 0.999; see
         evaluate(ema=True). ``compile``: True, or a torch.compile backend's name.
         ``sync_batchnorm``: BatchNorm over all processes (CUDA only). ``comm_hook``: gradients
-        travel as "bf16", "fp16", or by "powersgd" with ``comm_hook_options`` for its
-        PowerSGDState. The others are DistributedDataParallel's own.
+        travel as "bf16" or "fp16"; none of the two has ``comm_hook_options``. The others are
+        DistributedDataParallel's own.
 
         Raises ConfigError, also for options that do not go together.
         """
