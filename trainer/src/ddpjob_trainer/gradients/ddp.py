@@ -81,6 +81,7 @@ class Averaging(Protocol):
         """Hash of what else decides the order of additions; None: nothing, or not yet known."""
         ...
 
+
 def ddp_arguments(options: ModelOptions) -> dict[str, Any]:
     """The options that are DistributedDataParallel's own."""
     names = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters")
