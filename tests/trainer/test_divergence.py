@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -130,3 +131,55 @@ def test_without_checks_nobody_notices(gang, tmp_path):  # type: ignore[no-untyp
 def test_a_negative_interval_is_refused(gang, tmp_path):  # type: ignore[no-untyped-def]
     assert gang.run(Training(tmp_path, rank=0, check_every=-1), world=1) == {0: 64}
     assert "check_every=-1 must not be negative" in gang.log(0)
+
+
+@pytest.mark.parametrize("case", ["second model", "average", "teacher", "object", "per rank"])
+def test_all_that_is_kept_once_for_all_is_compared(gang, case):  # type: ignore[no-untyped-def]
+    def program(rank: int) -> None:
+        run = ddp.start(total_steps=3, global_batch=12, check_every=1)
+        nets = [nn.Linear(4, 2) for _ in range(2)]
+        wrapped, _ = run.prepare(
+            nets, torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.1), ema=0.9
+        )
+        teacher = nn.Linear(4, 2).requires_grad_(False)
+        queue = Queue()
+        run.register("teacher", teacher)
+        run.register("queue", queue, per_rank=case == "per rank")
+        for step in run.steps(TensorDataset(torch.randn(48, 4))):
+            for (x,) in step.batches:
+                step.backward(sum(net(x).pow(2).mean() for net in wrapped))
+            step.commit()
+            if (rank, step.index) == (1, 1):
+                average = run._trained.models[0].ema
+                assert average is not None
+                found = {
+                    "second model": nets[1].bias, "average": average.module.bias,
+                    "teacher": teacher.bias,
+                }.get(case, queue.rows)  # fmt: skip
+                with torch.no_grad():
+                    found.view(-1)[1] += 1
+        run.finish()
+
+    codes = gang.run(program)
+    if case == "per rank":
+        assert codes == {0: 0, 1: 0, 2: 0}, gang.log(0)
+        return
+    assert codes == ALL_70, gang.log(0)
+    name = {
+        "second model": "model2.bias", "average": "ema.bias", "teacher": "teacher.bias",
+        "object": "queue.kept.0",
+    }[case]  # fmt: skip
+    assert f"after step 2: rank 1 differs from rank 0, first in '{name}'" in gang.log(2)
+
+
+class Queue:
+    """A script's own state, as MoCo's keys."""
+
+    def __init__(self) -> None:
+        self.rows = torch.zeros(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": [self.rows], "note": "text"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        (self.rows,) = state["kept"]

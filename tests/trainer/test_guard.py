@@ -36,21 +36,32 @@ def guarded(case: str):  # type: ignore[no-untyped-def]
         other: nn.Module = nn.Linear(4, 4)
         if case == "batch norm":
             other = nn.BatchNorm1d(4, affine=False)
-        elif case == "frozen":
+        elif case in ("frozen", "teacher", "registered teacher"):
             other = copy.deepcopy(other).requires_grad_(False)
-        elif case == "registered":
-            run.register("other", other)
         elif case == "held":
             run.register("held", Holder(other))
+        if "registered" in case and "optimizer" not in case:
+            run.register("other", other)
         loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0]))  # a constant buffer
-        used = case not in ("evaluation", "optimizer")
+        used = case not in ("evaluation", "per rank") and "optimizer" not in case
         second = torch.optim.SGD(model.parameters(), lr=0.1)
+        if case == "registered optimizer":
+            run.register("second", second)
+        elif case == "per rank":
+            run.register("second", second, per_rank=True)
         for step in run.steps(DATA):
             for x, y in step.batches:
-                step.backward(loss(wrapped(other(x) if used else x), y))
-            if case == "optimizer":
+                with torch.set_grad_enabled(case != "registered, no gradients"):
+                    seen = other(x) if used else x
+                step.backward(loss(wrapped(seen), y))
+            if case in ("per rank", "optimizer", "registered optimizer") or (
+                case == "late optimizer" and step.index == 3
+            ):
                 second.step()
             step.commit()
+            if "teacher" in case:
+                with torch.no_grad():
+                    other.weight.mul_(0.9).add_(model.weight[:1], alpha=0.1)
             with run.evaluating(ema=True) as average:
                 average(other(DATA.tensors[0]))
         run.finish()
@@ -61,9 +72,25 @@ def guarded(case: str):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("module", "Linear is used in the loop, but no snapshot would hold its parameters"),
+        ("module", "Linear is used in the loop, but prepare() does not know it"),
+        ("registered", "'other', which run.register() keeps, gets gradients"),
+        ("held", "'held', which run.register() keeps, gets gradients"),
+        ("optimizer", "SGD is used in the loop, but prepare() does not know it"),
+        ("late optimizer", "SGD is used in the loop, but prepare() does not know it"),
+        ("registered optimizer", "SGD is used in the loop, but prepare() does not know it"),
+    ],
+)
+def test_what_nobody_would_average_is_an_error(gang, case, words):  # type: ignore[no-untyped-def]
+    assert gang.run(guarded(case), world=1) == {0: 64}
+    assert words in gang.log(0)
+    assert "run.prepare([model, other], [optimizer, other_optimizer])" in gang.log(0)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
         ("batch norm", "BatchNorm1d changes its buffers in the loop"),
-        ("optimizer", "SGD is used in the loop, but no snapshot would hold its state"),
+        ("teacher", "Linear changes its parameters in the loop"),
     ],
 )
 def test_what_would_be_lost_is_an_error(gang, case, words):  # type: ignore[no-untyped-def]
@@ -72,6 +99,8 @@ def test_what_would_be_lost_is_an_error(gang, case, words):  # type: ignore[no-u
     assert "run.register(name, " in gang.log(0)
 
 
-@pytest.mark.parametrize("case", ["frozen", "registered", "held", "evaluation"])
+@pytest.mark.parametrize(
+    "case", ["frozen", "registered teacher", "registered, no gradients", "per rank", "evaluation"]
+)
 def test_what_is_kept_or_constant_is_none(gang, case):  # type: ignore[no-untyped-def]
     assert gang.run(guarded(case), world=1) == {0: 0}, gang.log(0)

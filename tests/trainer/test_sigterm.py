@@ -152,3 +152,31 @@ def test_when_a_peer_is_dead_nothing_is_waited_for(gang, tmp_path):  # type: ign
 
     codes = gang.run(program)
     assert codes == {0: 75, 1: -9, 2: 75}
+
+
+@pytest.mark.parametrize("how", ["last step", "break", "error"])
+def test_when_no_step_comes_any_more_to_agree_on(gang, how):  # type: ignore[no-untyped-def]
+    """After the last exchange, and before the loop is left early; an error tells more than it."""
+
+    def program(rank: int) -> None:
+        run = ddp.start(total_steps=3, global_batch=6)
+        model = nn.Linear(8, 1)
+        wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4))
+        for step in run.steps(Data(lambda fetched: None)):
+            for x, _ in step.batches:
+                step.backward(wrapped(x).mean())
+            step.commit()
+            if step.index == (2 if how == "last step" else 1):
+                if rank == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    if how == "error":
+                        raise ValueError("more than the signal says")
+                if how == "break":
+                    break
+        if rank == 1:
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline:  # what a script may have to do, unheard
+                pass
+        run.finish()
+
+    assert gang.run(program) == {0: 75, 1: 1 if how == "error" else 143, 2: 75}, gang.log(1)

@@ -44,6 +44,13 @@ TABLE: list[tuple[str, str, Facts, Facts]] = [  # both names, what is refused, a
      facts({}, {"compile": True, "bucket_cap_mb": 1.0}, "cpu")),
     ("grad_scaler", "precision", facts({}, {"grad_scaler": torch.amp.GradScaler("cpu")}, "cpu"),
      facts({"precision": "fp16"}, {"grad_scaler": torch.amp.GradScaler("cpu")}, "cpu")),
+    ("several models", "level='elastic'", facts(ELASTIC, {}, "cpu", several_models=True),
+     facts({}, {}, "cpu", several_models=True)),
+    ("several models", "comm_hook", facts({}, {"comm_hook": "bf16"}, "cpu", several_models=True),
+     facts({}, {"comm_hook": "bf16"}, "cpu")),
+    ("several models", "static_graph=True",
+     facts({}, {"static_graph": True}, "cpu", several_models=True),
+     facts({}, {"static_graph": True}, "cpu")),
     ("overlap_with_ddp=True", "step.commit()", facts({}, {}, "cpu", overlapped_zero=True),
      facts({}, {}, "cpu")),
 ]  # fmt: skip

@@ -1,12 +1,13 @@
 """How the gradients become equal on all ranks.
 
-run.py knows only the protocol: which samples this rank computes and in which order, a backward
+The loop knows only the protocol: which samples this rank computes and in which order, backwards
 for each, and finish(), after which every ``.grad`` holds the mean over the global batch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,7 +19,9 @@ from ddpjob_trainer.comm.teardown import holds_ddp
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.data.permutation import Indices
 from ddpjob_trainer.data.sampler import DataOrder, share
+from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gradients import determinism
+from ddpjob_trainer.gradients.buckets import CAP_MB, Buckets
 from ddpjob_trainer.gradients.comm_hooks import compress
 from ddpjob_trainer.options import ModelOptions, Options
 
@@ -50,23 +53,26 @@ class Averaging(Protocol):
     outside: int
 
     def wrap(self, module: torch.nn.Module, options: ModelOptions) -> DistributedDataParallel:
-        """Return the module that the loop calls. Called once, before the loop."""
+        """Return the module that the loop calls. Before the loop, once for each model."""
         ...
 
     def parts(self, order: DataOrder, step: int) -> Sequence[Part]:
         """Begin a step: return what this rank computes in it, at least one part."""
         ...
 
-    def before_forward(self, number: int) -> None:
-        """The forward of part ``number`` of this step begins."""
+    def before_forward(self, model: DistributedDataParallel, number: int) -> None:
+        """A forward of part ``number`` of this step begins, through one of the models."""
         ...
 
-    def backward(self, loss: torch.Tensor, number: int) -> None:
-        """Compute the gradients of part ``number`` from its mean loss."""
+    def backward(self, loss: torch.Tensor, number: int, *, retain_graph: bool = False) -> None:
+        """Compute the gradients of part ``number`` from a mean loss, and add them up."""
         ...
 
-    def finish(self) -> None:
-        """After the last backward: every ``.grad`` now holds the mean, equal on all ranks."""
+    def finish(self, groups: Sequence[Sequence[torch.nn.Parameter]]) -> None:
+        """After the last backward before an update: make the gradients of these the mean.
+
+        ``groups``: one for each optimizer, the same objects each time.
+        """
         ...
 
     def losses(self, values: Sequence[float]) -> list[float]:
@@ -89,12 +95,12 @@ def ddp_arguments(options: ModelOptions) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _without_effect(module: torch.nn.Module) -> Iterator[None]:
+def _without_effect(models: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Within, a backward gives gradients of zero: 0 times what is no number would be none either.
 
     It still runs: DDP waits for every parameter that the graph holds.
     """
-    parameters = [p for p in module.parameters() if p.requires_grad]
+    parameters = [p for model in models for p in model.parameters() if p.requires_grad]
     hooks = [p.register_hook(torch.zeros_like) for p in parameters]  # type: ignore[no-untyped-call]
     try:
         yield
@@ -104,37 +110,49 @@ def _without_effect(module: torch.nn.Module) -> Iterator[None]:
 
 
 class DdpAveraging:
-    """DistributedDataParallel as it is: levels off and resume.
+    """Levels off and resume: DistributedDataParallel as it is, as long as it can follow.
 
-    Gradients of all parts but the last stay on this rank (no_sync) and travel with the last.
+    Gradients of all parts but the last stay on this rank (no_sync) and travel with the last. What
+    is added after that, and all gradients of several models, travels in finish(), see buckets.py.
     """
 
     def __init__(self, options: Options, world: World) -> None:
         self._options = options
         self._world = world
-        self._model: DistributedDataParallel | None = None
+        self._models: list[DistributedDataParallel] = []
+        self._parameters: list[torch.nn.Parameter] = []  # that the reducer knows
+        self._frozen: list[torch.nn.Parameter] = []  # that it does not
         self._parts: list[Part] = []
         self.outside = world.rank
         self._warm = False
+        self._awake = False  # the reducer waits for a backward
+        self._local = False  # this rank has gradients that have not travelled
+        self._cap_mb: float | None = None
+        self._buckets: dict[int, Buckets] = {}
+        self._shared: set[int] = set()  # models whose buffers rank 0 has given to all in this step
 
     @property
-    def _wrapped(self) -> DistributedDataParallel:
-        assert self._model is not None, "wrap() comes first"
-        return self._model
+    def _several(self) -> bool:
+        return len(self._models) > 1
 
     def wrap(self, module: torch.nn.Module, options: ModelOptions) -> DistributedDataParallel:
         """Return the module in DistributedDataParallel, with rank 0's parameters and buffers."""
-        self._model = DistributedDataParallel(module, **ddp_arguments(options))
-        holds_ddp(self._model)
-        compress(self._model, options)
+        model = DistributedDataParallel(module, **ddp_arguments(options))
+        holds_ddp(model)
+        self._models.append(model)
+        self._cap_mb = options.bucket_cap_mb or self._cap_mb
+        for parameter in module.parameters():
+            (self._parameters if parameter.requires_grad else self._frozen).append(parameter)
+        compress(model, options)
         self._warm = self._options.level == "off"
-        return self._model
+        return model
 
     def parts(self, order: DataOrder, step: int) -> Sequence[Part]:
         """Cut this rank's contiguous share into parts that differ by at most one sample."""
         rank, count = self._world.rank, self._options.micro_batches
         batch = order.batch(step)
         mine = share(batch, rank, self._world.size)
+        self._shared.clear()
         self._parts = []
         for number in range(count):
             part = share(mine, number, count)
@@ -142,26 +160,55 @@ class DdpAveraging:
             self._parts.append(Part(positions, len(part), len(batch), rank))
         return self._parts
 
-    def before_forward(self, number: int) -> None:
-        """Synchronise in the last backward only; DDP decides that in the forward."""
-        last = number >= len(self._parts) - 1
-        if self._wrapped.require_backward_grad_sync != last:  # assigning to a module is slow
-            self._wrapped.require_backward_grad_sync = last
+    def before_forward(self, model: DistributedDataParallel, number: int) -> None:
+        """Synchronise in the last part's backward only; DDP decides that in the forward."""
+        last = number >= len(self._parts) - 1 and not self._several
+        if model.require_backward_grad_sync != last:  # assigning to a module is slow
+            model.require_backward_grad_sync = last
+        self._awake |= last
+        if self._several and id(model) not in self._shared:
+            # DDP then shares the buffers in this forward. Not in each: a graph that waits for its
+            # backward would find what it has saved changed.
+            self._shared.add(id(model))
+            model.require_forward_param_sync = True
 
-    def backward(self, loss: torch.Tensor, number: int) -> None:
+    def backward(self, loss: torch.Tensor, number: int, *, retain_graph: bool = False) -> None:
         """DDP divides by the number of processes: the rest of the weight is ours."""
         part = self._parts[number]
         factor = part.samples * self._world.size / part.of
         if factor != 1.0:
             loss = loss * factor
-        with contextlib.nullcontext() if part.samples else _without_effect(self._wrapped.module):
-            if not self._warm and number == len(self._parts) - 1:
+        awake, self._awake = self._awake, False
+        with contextlib.nullcontext() if part.samples else _without_effect(self._models):
+            if awake and not self._warm:
                 self._warm = True
-                determinism.warm_up(self._wrapped, loss)
-            loss.backward()  # type: ignore[no-untyped-call]
+                determinism.warm_up(self._models[0], loss)
+            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        self._local = not awake  # else what earlier ones have left has travelled, too
 
-    def finish(self) -> None:
-        """Nothing is left to do: the last backward has waited for all buckets."""
+    def finish(self, groups: Sequence[Sequence[torch.nn.Parameter]]) -> None:
+        """Average what the reducer has not. Usually nothing is left to do."""
+        if not self._several:
+            self._check_frozen()
+        if not self._local:
+            return
+        self._local = False
+        for group in groups:
+            if id(group) not in self._buckets:
+                self._buckets[id(group)] = Buckets(
+                    group, ranks=self._world.size, cap_mb=self._cap_mb
+                )
+            self._buckets[id(group)].average()
+
+    def _check_frozen(self) -> None:
+        """The reducer waits for what is frozen after it was made, and forgets what is thawed."""
+        frozen = not all(map(_REQUIRES_GRAD, self._parameters))
+        if frozen or any(parameter.grad is not None for parameter in self._frozen):
+            raise ConfigError(
+                "requires_grad of a parameter was changed after prepare(): DDP cannot follow that"
+                " within one model. Freeze before prepare(), or give it the parts as models of"
+                " their own: run.prepare([first, second], [its_optimizer, other_optimizer])"
+            )
 
     def losses(self, values: Sequence[float]) -> list[float]:
         """One number per rank: adding zeros to it is exact, wherever it stands in a message."""
@@ -178,6 +225,11 @@ class DdpAveraging:
 
     def layout(self) -> str | None:
         """Which gradients travel together: known once the first backward has shown their order."""
-        if self._options.level == "off" or not self._warm:
+        if self._options.level == "off":
             return None
-        return determinism.bucket_layout(self._wrapped)
+        if self._several:
+            return f"{self._cap_mb or CAP_MB:g} MB in the order of the parameters"
+        return determinism.bucket_layout(self._models[0]) if self._warm else None
+
+
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")

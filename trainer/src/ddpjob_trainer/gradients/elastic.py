@@ -37,6 +37,7 @@ class ElasticAveraging:
         #: Random numbers outside of the shards depend on this: equal on all ranks.
         self.outside = self._count
         self._partial: Partial[Gradients] = Partial(self._count, add_gradients)
+        self._shard: int | None = None  # whose gradients the parameters hold at this moment
         self._parameters: list[torch.nn.Parameter] = []
         self._reductions: list[tuple[list[int], Reduction]] = []
         self._parts: list[Part] = []
@@ -87,17 +88,27 @@ class ElasticAveraging:
                 )
         return self._parts
 
-    def before_forward(self, number: int) -> None:
+    def before_forward(self, model: DistributedDataParallel, number: int) -> None:
         """Remember the buffers, which this forward must leave as they are."""
         self._buffers.remember(number)
 
-    def backward(self, loss: torch.Tensor, number: int) -> None:
-        """Compute a part's gradients; with its last part, put a shard's in the tree."""
-        micro = self._options.micro_batches
-        (loss if micro == 1 else loss / micro).backward()  # type: ignore[no-untyped-call]
+    def backward(self, loss: torch.Tensor, number: int, *, retain_graph: bool = False) -> None:
+        """Compute a part's gradients; with the next shard's first part, put a shard's in the tree.
+
+        A part may have several losses.
+        """
+        micro, shard = self._options.micro_batches, self._parts[number].shard
+        if shard != self._shard:
+            self._end_shard()
+            self._shard = shard
+        scaled = loss if micro == 1 else loss / micro
+        scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         self._buffers.check()
-        if (number + 1) % micro == 0:
-            self._partial.push(self._parts[number].shard, self._take())
+
+    def _end_shard(self) -> None:
+        if self._shard is not None:
+            self._partial.push(self._shard, self._take())
+            self._shard = None
 
     def _take(self) -> Gradients:
         """Return the gradients and leave none behind: the next shard begins from nothing."""
@@ -113,8 +124,9 @@ class ElasticAveraging:
             parameter.grad = None
         return gradients
 
-    def finish(self) -> None:
-        """Average over all shards."""
+    def finish(self, groups: Sequence[Sequence[torch.nn.Parameter]]) -> None:
+        """Average over all shards, whatever the groups."""
+        self._end_shard()
         sums = self._partial.take()
         for indices, reduction in self._reductions:
             chosen = [(node, [gradients[i] for i in indices]) for node, gradients in sums]

@@ -1,4 +1,4 @@
-"""Do all ranks still hold the same parameters? A cheap hash, compared now and then.
+"""Do all ranks still hold the same? A cheap hash of what a snapshot holds once, now and then.
 
 DDP never looks: a flipped bit, a rank that took another branch, or a script that changes
 gradients on its own makes ranks drift apart, and the run ends in whatever rank 0 happens to hold.
@@ -8,16 +8,19 @@ all_reduce compares it (MIN = MAX).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch.optim.swa_utils import AveragedModel
 
 from ddpjob_trainer.comm.world import World, peer_loss
 from ddpjob_trainer.errors import DivergedError
 from ddpjob_trainer.state import buffers
+from ddpjob_trainer.state.stateful import Stateful
 
 _Hashes = npt.NDArray[np.int64]
 _ROW = 1 << 16  # 8-byte words that are mixed at once: half a megabyte, which a CPU's cache holds
@@ -32,6 +35,8 @@ def hash_tensors(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     2**-60, apart from one kind: an even number of flipped top bits, _ROW words from one another.
     """
     hashes = [_hash(tensor) for tensor in tensors]
+    if len({tensor.device for tensor in hashes}) > 1:  # a model that its user has split
+        hashes = [tensor.to(hashes[0].device) for tensor in hashes]
     return torch.stack(hashes) if hashes else torch.zeros(0, dtype=torch.int64)
 
 
@@ -104,11 +109,16 @@ class DivergenceCheck:
         """Whether to compare after this step. A snapshot of what diverged is worth nothing."""
         return self._every > 0 and (snapshot or step % self._every == 0)
 
-    def check(self, step: int, module: torch.nn.Module) -> None:
-        """Raise DivergedError on every rank when they differ."""
+    def check(self, step: int, module: torch.nn.Module, registered: Mapping[str, Stateful]) -> None:
+        """Raise DivergedError on every rank when they differ.
+
+        ``module`` holds the models, ``registered`` what is kept beside them for all ranks.
+        """
         tensors: dict[str, torch.Tensor] = dict(module.named_parameters())
         if self._buffers:
             tensors |= buffers.persistent(module)
+        for name, obj in registered.items():
+            tensors |= _tensors_of(name, obj)
         hashes = hash_tensors(tensors.values())
         mine = int(_hash(hashes))
         both = torch.tensor([mine, ~mine])  # the least of ~x is the greatest of x
@@ -131,5 +141,33 @@ class DivergenceCheck:
         raise DivergedError(
             f"the ranks no longer hold the same parameters after step {step}: {ranks} from rank"
             f" 0, first in {first!r}. No snapshot was made of it. Look for code that depends on"
-            " run.rank or changes parameters or gradients on its own, and for faulty hardware"
+            " run.rank or changes parameters or gradients on its own, and for faulty hardware;"
+            " what each rank has for itself is kept by run.register(name, obj, per_rank=True)"
         )
+
+
+def _tensors_of(name: str, obj: Stateful) -> dict[str, torch.Tensor]:
+    """What must be equal on all ranks of something registered.
+
+    An optimizer's state is left out: what is wrong with it is in the parameters a step later, and
+    asking ZeRO's or a hook's for it would gather it. So are an average's buffers, which are those
+    of its model.
+    """
+    if isinstance(obj, AveragedModel):
+        return {f"{name}.{key}": p for key, p in obj.module.named_parameters()}
+    if isinstance(obj, torch.nn.Module):
+        found: dict[str, torch.Tensor] = dict(obj.named_parameters())
+        return {f"{name}.{key}": t for key, t in (found | dict(buffers.persistent(obj))).items()}
+    return dict(_walk(name, obj.state_dict()))
+
+
+def _walk(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided:
+            yield name, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _walk(f"{name}.{key}", part)
+    elif isinstance(value, list | tuple):
+        for index, part in enumerate(value):
+            yield from _walk(f"{name}.{index}", part)

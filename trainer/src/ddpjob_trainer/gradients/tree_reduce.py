@@ -66,7 +66,7 @@ class Reduction:
         ends = accumulate(-(-parameter.numel() // align) * align for parameter in self._parameters)
         *self._starts, self._end = [0, *ends]
         self._slice = -(-(self._end + len(self._parameters)) // ranks)
-        self._sent: list[_Vector] = []
+        self._sent: list[Vector] = []
         self._received: list[torch.Tensor] = []
 
     def mean(self, sums: Sequence[tuple[Node, Gradients]]) -> Gradients:
@@ -100,7 +100,7 @@ class Reduction:
     def _allocate(self) -> None:
         whole = self._slice * self._ranks
         self._sent = [
-            _Vector(self._parameters[0].new_zeros(whole), self._parameters, self._starts, self._end)
+            Vector(self._parameters[0].new_zeros(whole), self._parameters, self._starts, self._end)
             for _ in self._mine
         ]
         turns = range(max(map(len, self._nodes)))
@@ -129,7 +129,7 @@ class Reduction:
         )
 
 
-class _Vector:
+class Vector:
     """All gradients in one piece of memory, to be sent or received."""
 
     def __init__(
@@ -147,6 +147,7 @@ class _Vector:
         self.marks = whole[end : end + len(parameters)]
 
     def fill(self, gradients: Gradients) -> None:
+        """Copy the gradients in; zeros and a mark of zero for one that is missing."""
         pairs = [(v, g) for v, g in zip(self.views, gradients, strict=True) if g is not None]
         self.marks.fill_(1)
         if len(pairs) < len(gradients):

@@ -2,7 +2,8 @@
 
 All ranks must decide alike, before the update, and without asking one another. Averaged gradients
 are equal on all ranks, so each may look at its own; a loss that is not finite on one rank only is
-made to show in the gradients.
+made to show in the gradients. Each says what it decided in the step's exchange, so ranks that
+disagree, and hence hold different gradients, end there.
 """
 
 from __future__ import annotations
@@ -37,16 +38,18 @@ class NanPolicy:
             return loss if math.isfinite(loss.item()) else loss * math.nan
         return loss * (loss.detach() * 0 + 1)  # decided on the device: nothing waits for it
 
-    def report(self, losses: Sequence[float]) -> list[float]:
-        """Two numbers to add up over all ranks, which tell where losses were not finite."""
+    def report(self, losses: Sequence[float], *, refused: bool) -> list[float]:
+        """Numbers to add up over all ranks: who found losses or gradients that are not finite."""
         bad = not all(map(math.isfinite, losses))
-        return [float(bad), (self._world.rank + 1.0) * bad]
+        number = self._world.rank + 1.0
+        return [float(bad), number * bad, float(refused), number * refused]
 
-    def allows(self, optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor | None) -> bool:
-        """Whether the averaged gradients may be applied. ``grad_norm``: of all, if it is known."""
+    def allows(
+        self, parameters: Sequence[torch.nn.Parameter], grad_norm: torch.Tensor | None
+    ) -> bool:
+        """Whether averaged gradients may be applied. ``grad_norm``: of all of them, if known."""
         if self._policy == "ignore":
             return True
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [_values(p.grad) for p in parameters if p.grad is not None]
         if grad_norm is not None and math.isfinite(grad_norm.item()):
             return True  # it need not be otherwise: squares may overflow where their roots do not
@@ -72,10 +75,11 @@ class NanPolicy:
         step: int,
         module: torch.nn.Module,
         losses: Sequence[float],
-        reported: Sequence[float],
+        reported: Sequence[float] | None,
     ) -> None:
-        """Account for an update that allows() has forbidden. ``reported``: the sums of report().
+        """Account for an update that allows() has forbidden.
 
+        ``reported``: the sums of report(); None in the midst of a step, when nobody has reported.
         Raises DivergedError unless it may be skipped.
         """
         parameters = dict(module.named_parameters())
@@ -83,6 +87,8 @@ class NanPolicy:
         bad = next((name for name, gradient in with_gradient if not _finite(_values(gradient))), "")
         first = f", first that of {bad!r}" if bad else ""
         text = f"step {step}: gradients are not finite{first}; {self._losses(losses, reported)}"
+        if reported is not None:
+            self._check_agreement(step, reported, first)
         broken = next((n for n, p in parameters.items() if not _finite(p.detach())), None)
         if broken is not None:
             raise DivergedError(
@@ -99,19 +105,37 @@ class NanPolicy:
     def after(
         self, step: int, loss: float, losses: Sequence[torch.Tensor], reported: Sequence[float]
     ) -> None:
-        """Look at the step's mean loss. Raises DivergedError where gradients did not show it."""
+        """Look at what all reported, and at the step's mean loss.
+
+        Raises DivergedError where ranks disagree, or where gradients did not show the loss.
+        """
+        self._check_agreement(step, reported)
         if self._policy == "stop" and not math.isfinite(loss):
             values = [float(value) for value in losses]
             raise DivergedError(f"step {step}: {self._losses(values, reported)}")
 
-    def _losses(self, mine: Sequence[float], reported: Sequence[float]) -> str:
-        count, total = reported
+    def _check_agreement(self, step: int, reported: Sequence[float], first: str = "") -> None:
+        count, total = reported[2:]
+        if 0 < count < self._world.size:
+            where = f"rank {total - 1:.0f}" if count == 1 else f"{count:.0f} ranks"
+            raise DivergedError(
+                f"step {step}: averaged gradients, which are equal on all ranks, are not finite on"
+                f" {where} of {self._world.size}{first}. Look for code that changes gradients on"
+                " its own, and for faulty hardware"
+            )
+
+    def _losses(self, mine: Sequence[float], reported: Sequence[float] | None) -> str:
+        value = next((x for x in mine if not math.isfinite(x)), None)
+        if reported is None:
+            return (
+                f"of this rank's losses {'each is finite' if value is None else f'one is {value}'}"
+            )
+        count, total = reported[:2]
         if not count:
             return "every loss is finite"
         if count > 1:
             return f"the losses of {count:.0f} of {self._world.size} ranks are not finite"
         rank = int(total) - 1
-        value = next((x for x in mine if not math.isfinite(x)), None)
         return f"the loss of rank {rank} is {'not finite' if value is None else value}"
 
 

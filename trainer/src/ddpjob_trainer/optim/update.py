@@ -1,7 +1,13 @@
-"""The update at the end of a step: unscale, clip, optimizer, scaler, scheduler, EMA."""
+"""The update of a step: unscale, clip, optimizers, scaler, schedulers, EMA.
+
+A run may have several optimizers, and a step may update with some of them only; who does not take
+part in an update does not advance.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,77 +15,154 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ddpjob_trainer.errors import ConfigError
 
+Parameters = list[torch.nn.Parameter]
+
+
+@dataclass(slots=True, eq=False)
+class Clip:
+    """What one prepare() trains: the gradients that one update applies of it have one norm."""
+
+    bound: float | None
+    parameters: Parameters  # in the order of the models
+    norm: torch.Tensor | None = None  # of the last update, before clipping
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """One optimizer with its scheduler."""
+
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    clip: Clip
+    parameters: Parameters = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parameters = list(held_by([self.optimizer]))
+
+    def has_gradients(self) -> bool:
+        """Whether a backward has reached one of its parameters."""
+        return any(parameter.grad is not None for parameter in self.parameters)
+
 
 class Updater:
-    """Owns what changes the parameters. The same call on every rank, on equal gradients."""
+    """Owns what changes the parameters. The same calls on every rank, on equal gradients."""
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Any,
-        *,
-        clip: float | None,
-        scaler: torch.amp.GradScaler | None,
-        ema: AveragedModel | None,
-    ) -> None:
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.scaler = scaler
-        self.ema = ema
-        self.grad_norm: torch.Tensor | None = None  # of the last step, before clipping
-        self._module = module
-        self._clip = clip
-        self._parameters = [p for p in module.parameters() if p.requires_grad]
+    def __init__(self) -> None:
+        self.units: list[Unit] = []
+        self.scaler: torch.amp.GradScaler | None = None
+        self.emas: list[tuple[torch.nn.Module, AveragedModel]] = []
+        self._parameters: Parameters = []
+        self._unheld: dict[str, torch.nn.Parameter] = {}
+
+    def trains(self, named: Mapping[str, torch.nn.Parameter]) -> None:
+        """Say which parameters the models have, under their full names."""
+        held = held_by(unit.optimizer for unit in self.units)
+        self._parameters = list(named.values())
+        self._unheld = {name: p for name, p in named.items() if p not in held}
 
     def readings(self) -> dict[str, float]:
         """Gauges for the metrics, asked for now and then: on CUDA a float() waits for the GPU."""
-        found = {"learning_rate": float(self.optimizer.param_groups[0]["lr"])}
-        if self.grad_norm is not None:
-            found["grad_norm"] = float(self.grad_norm)
+        found = {"learning_rate": float(self.units[0].optimizer.param_groups[0]["lr"])}
+        norms = [unit.clip.norm for unit in self.units if unit.clip.norm is not None]
+        if norms:
+            found["grad_norm"] = float(norms[0])
         return found
+
+    def find(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[Unit]:
+        """Return the units of these optimizers. Raises ConfigError for one of another run."""
+        known = {id(unit.optimizer): unit for unit in self.units}
+        for optimizer in optimizers:
+            if id(optimizer) not in known:
+                raise ConfigError(
+                    f"step.update() was given an optimizer, {type(optimizer).__name__}, that"
+                    " prepare() was not: give it those that prepare() returned"
+                )
+        return [known[id(optimizer)] for optimizer in dict.fromkeys(optimizers)]
+
+    def check_gradients(self) -> None:
+        """Raise ConfigError where a parameter has a gradient that no optimizer will apply."""
+        for name, parameter in self._unheld.items():
+            if parameter.grad is not None:
+                raise ConfigError(
+                    f"{name!r} was frozen when prepare() was called, and now it has a gradient that"
+                    " no optimizer applies: leave it frozen, or give prepare() an optimizer that"
+                    " holds it"
+                )
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss to go backward from."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def measure(self) -> None:
-        """Take the norm of all gradients together, if they are to be clipped."""
-        if self._clip is not None:
-            if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
-            gradients = [p.grad for p in self._parameters if p.grad is not None]
-            self.grad_norm = torch.nn.utils.get_total_norm(gradients)
+    def measure(self, units: Sequence[Unit]) -> list[tuple[Parameters, torch.Tensor | None]]:
+        """Take the norms of what is to be clipped.
 
-    def update(self) -> bool:
-        """Apply the gradients and forget them. Return whether the parameters were updated.
-
-        An overflow of fp16 leaves the update out; so the scheduler and the EMA stay, too.
+        Return the parameters to update, in groups with the norm of their gradients if it is known.
         """
-        if self._clip is not None and self.grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip, self.grad_norm)
-        applied = self._step()
-        if applied and self.scheduler is not None:
-            self.scheduler.step()
-        if applied and self.ema is not None:
-            self.ema.update_parameters(self._module)
+        found = []
+        for clip, parameters in self._clips(units):
+            if clip.bound is not None:
+                for unit in units:
+                    if self.scaler is not None and unit.clip is clip:
+                        self.scaler.unscale_(unit.optimizer)
+                gradients = [p.grad for p in parameters if p.grad is not None]
+                clip.norm = torch.nn.utils.get_total_norm(gradients)
+            found.append((parameters, clip.norm))
+        return found
+
+    def update(self, units: Sequence[Unit]) -> bool:
+        """Apply the gradients and forget all there are. Return whether parameters were updated.
+
+        An overflow of fp16 leaves an optimizer out; so its scheduler and the EMA stay, too.
+        """
+        for clip, parameters in self._clips(units):
+            if clip.bound is not None and clip.norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(parameters, clip.bound, clip.norm)
+        applied = [unit for unit in units if self._step(unit)]
+        if self.scaler is not None:
+            self.scaler.update()
+        for unit in applied:
+            if unit.scheduler is not None:
+                unit.scheduler.step()
+        if self.emas and applied:
+            changed = held_by(unit.optimizer for unit in applied)
+            for module, ema in self.emas:
+                if any(parameter in changed for parameter in module.parameters()):
+                    ema.update_parameters(module)
         self.forget()
-        return applied
+        return bool(applied)
 
     def forget(self) -> None:
-        """Drop the gradients, also those of parameters that the optimizer does not hold."""
+        """Drop all gradients, also those that a loss left in models that it is not to change."""
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _step(self) -> bool:
+    def _step(self, unit: Unit) -> bool:
         """Return whether the parameters were updated."""
         if self.scaler is None:
-            self.optimizer.step()
+            unit.optimizer.step()
             return True
-        before = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        return self.scaler.get_scale() >= before  # it is lowered after an overflow only
+        self.scaler.step(unit.optimizer)
+        # The scale would tell as much, but not of which optimizer.
+        found = self.scaler._found_inf_per_device(unit.optimizer)
+        return not any(float(value) for value in found.values())
+
+    def _clips(self, units: Sequence[Unit]) -> list[tuple[Clip, Parameters]]:
+        """The parameters of these units by what is clipped together, in the models' order."""
+        found = []
+        for clip in dict.fromkeys(unit.clip for unit in units):
+            if all(unit in units for unit in self.units if unit.clip is clip):
+                found.append((clip, clip.parameters))
+                continue
+            held = held_by(unit.optimizer for unit in units if unit.clip is clip)
+            found.append((clip, [p for p in clip.parameters if p in held]))
+        return found
+
+
+def held_by(optimizers: Iterable[torch.optim.Optimizer]) -> dict[torch.nn.Parameter, None]:
+    """The parameters that optimizers hold, in their order."""
+    return {
+        p: None for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]
+    }
 
 
 def make_ema(module: torch.nn.Module, decay: float | None) -> AveragedModel | None:
@@ -91,12 +174,52 @@ def make_ema(module: torch.nn.Module, decay: float | None) -> AveragedModel | No
     return ema
 
 
-def check_optimizer(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer of another model would train nothing, silently."""
-    known = set(module.parameters())
-    for group in optimizer.param_groups:
-        if any(parameter not in known for parameter in group["params"]):
-            raise ConfigError("the optimizer holds parameters that are not the model's")
+def check_parameters(
+    named: Mapping[str, torch.nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Each optimizer must train the models, and each parameter have one. Raises ConfigError."""
+    known = set(named.values())
+    for optimizer in optimizers:
+        if any(parameter not in known for parameter in held_by([optimizer])):
+            raise ConfigError(
+                "the optimizer holds parameters that are not the model's: give prepare() all models"
+                " that it trains, as in run.prepare([model, other], optimizer)"
+            )
+    held = held_by(optimizers)
+    for name, parameter in named.items():
+        if parameter.requires_grad and parameter not in held:
+            raise ConfigError(
+                f"no optimizer given to prepare() holds the parameter {name!r}, so nothing would"
+                " train it: give it to one, or to a second in run.prepare(model, [first, second]),"
+                " or freeze it with requires_grad_(False)"
+            )
+
+
+def match_schedulers(
+    optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any]
+) -> list[Any]:
+    """Return each optimizer's scheduler or None. Raises ConfigError.
+
+    A scheduler says itself to whom it belongs; one that does not must stand in the same place.
+    """
+    found: list[Any] = [None] * len(optimizers)
+    for place, scheduler in enumerate(schedulers):
+        if scheduler is None:
+            continue
+        owner = getattr(scheduler, "optimizer", None)
+        places = [i for i, optimizer in enumerate(optimizers) if optimizer is owner]
+        if owner is None and len(schedulers) == len(optimizers):
+            places = [place]
+        if not places:
+            raise ConfigError("the scheduler belongs to another optimizer than prepare() was given")
+        check_scheduler(optimizers[places[0]], scheduler)
+        if found[places[0]] is not None:
+            raise ConfigError(
+                "prepare() was given two schedulers for one optimizer: chain them with torch's"
+                " ChainedScheduler or SequentialLR"
+            )
+        found[places[0]] = scheduler
+    return found
 
 
 def check_scheduler(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:

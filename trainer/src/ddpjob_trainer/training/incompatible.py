@@ -18,6 +18,7 @@ class Facts:
     device: str  # cpu, cuda
     has_sync_batchnorm: bool = False
     overlapped_zero: bool = False
+    several_models: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,27 @@ REFUSALS = (
         lambda f: bool(f.model.compile) and (f.model.bucket_cap_mb or 1) < 1 and not _elastic(f),
         "PyTorch cuts the compiled graph by DDP's buckets, and the first, of 1 MB, is its smallest",
         "Use bucket_cap_mb=1 or more",
+    ),
+    Refusal(
+        "several models",
+        "level='elastic'",
+        lambda f: _elastic(f) and f.several_models,
+        "their losses run through one another, past the order in which shards are added up",
+        "Use level='resume', or one model",
+    ),
+    Refusal(
+        "several models",
+        "comm_hook",
+        lambda f: f.several_models and f.model.comm_hook is not None,
+        "their gradients are averaged after backward, past DDP's buckets and their hooks",
+        "Use comm_hook=None, or one model",
+    ),
+    Refusal(
+        "several models",
+        "static_graph=True",
+        lambda f: f.several_models and f.model.static_graph,
+        "they are never synchronised by DDP, which would never see the graph it is to keep",
+        "Use static_graph=False, or one model",
     ),
     Refusal(
         "grad_scaler",

@@ -1,7 +1,8 @@
 """The training loop of one process: from the newest snapshot to the last step.
 
 A step is: hand out its batches, a backward for each, finish averaging, exchange a few numbers
-beside the update, and after the loop's body the snapshot and the question whether to stop.
+beside the update, and after the loop's body the snapshot and the question whether to stop. A step
+may update several times, with some of the optimizers each.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ddpjob_trainer.errors import ConfigError, NotCommittedError
 from ddpjob_trainer.gradients.ddp import Averaging, Part
 from ddpjob_trainer.gradients.replica_check import DivergenceCheck
 from ddpjob_trainer.optim.nan_policy import NanPolicy
+from ddpjob_trainer.optim.update import Unit
 from ddpjob_trainer.options import Options
 from ddpjob_trainer.snapshot.manager import Snapshots
 from ddpjob_trainer.state import rng
@@ -58,8 +60,9 @@ class Loop:
         self.finished_steps = 0
         self.guard = Guard(
             trained.state,
-            [trained.model, trained.updater.optimizer, trained.updater.ema],
-            modules=not trained.options.compile,  # such hooks would break compiled graphs
+            trained.known(),
+            # Such hooks would break compiled graphs.
+            modules=not any(model.options.compile for model in trained.models),
         )
         self._options = options
         self._world = process.world
@@ -78,7 +81,7 @@ class Loop:
         trace.mark("built")
         self._exchange = Exchange(process.world)
         self._nan = NanPolicy(options.nan_policy, process.world)
-        self._backup = Backup(trained.state.module) if options.nan_policy == "skip" else None
+        self._backup = Backup(trained.module) if options.nan_policy == "skip" else None
         self._divergence = DivergenceCheck(
             process.world, every=options.check_every, buffers=options.level == "elastic"
         )
@@ -90,7 +93,8 @@ class Loop:
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps that are still to do, after the newest snapshot if there is one."""
-        self._watch_forwards(self._trained.model)
+        for model in self._trained.models:
+            self._watch_forwards(model.wrapped)
         with self._shutdown.in_loop():
             try:
                 self._resume()
@@ -152,6 +156,8 @@ class Loop:
             batch = fetch.fetch(self._dataset, samples, self._options.collate)
             batch = fetch.to_device(batch, self._world.device)
             self._progress.at("forward")
+            if self._step is not None:
+                self._step.handed += 1
             yield batch
 
     def _watch_forwards(self, model: DistributedDataParallel) -> None:
@@ -161,7 +167,7 @@ class Loop:
         def watched(*args: Any, **kwargs: Any) -> Any:
             if self._step is not None and torch.is_grad_enabled():
                 self._trained.forwards += 1
-                self._averaging.before_forward(len(self._step.losses))
+                self._averaging.before_forward(model, self._step.part())
                 if self._backup is not None:
                     self._backup.take(self._step.index)
             return forward(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -169,9 +175,9 @@ class Loop:
         # Not a hook: a module without hooks is called on a shorter path.
         setattr(model, "forward", watched)  # noqa: B010
 
-    def backward(self, step: Step, loss: torch.Tensor) -> None:
+    def backward(self, step: Step, loss: torch.Tensor, *, retain_graph: bool) -> None:
         """See Step.backward."""
-        trained, number = self._trained, len(step.losses)
+        trained, number = self._trained, step.part()
         if loss.numel() != 1 or not loss.requires_grad:
             raise ConfigError(
                 f"step.backward() needs a scalar loss with a gradient, not {list(loss.shape)}"
@@ -180,51 +186,96 @@ class Loop:
         if not trained.forwards:
             raise ConfigError(
                 "the loss was not computed through the model that prepare() returned since the"
-                " last step.backward(): the ranks would drift apart. Call that model, and"
-                " step.backward() after each forward"
+                " last update: the ranks would drift apart. Call that model, not the one that"
+                " prepare() was given"
             )
-        if number == len(step.parts):
-            raise ConfigError(
-                f"step.backward() was called more than {number} times in step {step.index}: call"
-                " it once for each batch of step.batches; start(micro_batches=...) says how many"
-                " there are"
-            )
-        trained.forwards = 0
+        step.add(number, loss.detach())
         self._progress.at("backward")
         marked = self._nan.mark(loss) if step.parts[number].samples else loss
         with self._peers:
-            self._averaging.backward(trained.updater.scale(marked), number)
-        step.losses.append(loss.detach())
+            scaled = trained.updater.scale(marked)
+            self._averaging.backward(scaled, number, retain_graph=retain_graph)
+        self._progress.at("body")
+
+    def update(self, step: Step, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """See Step.update."""
+        if self._options.level == "elastic":
+            raise ConfigError(
+                "level='elastic' adds the shards' gradients up once per step: update with"
+                " step.commit() only, or use level='resume'"
+            )
+        step.check_update("update()")
+        updater = self._trained.updater
+        units = updater.find(optimizers) or updater.units
+        with self._peers:
+            allowed = self._average(units)
+            for unit in units:
+                if not unit.has_gradients():
+                    raise ConfigError(
+                        f"step {step.index}: no gradient has reached the parameters of the"
+                        f" {type(unit.optimizer).__name__} that step.update() was given: call"
+                        " step.backward() on a loss of them since the last update()"
+                    )
+            self._apply(step, units, allowed=allowed)
+        step.updated()
         self._progress.at("body")
 
     def commit(self, step: Step) -> None:
         """See Step.commit."""
-        _check_commit(step)
-        self._progress.at("backward")
+        step.check_commit()
         with self._peers:
-            self._averaging.finish()
-            losses = [float(loss) for loss in step.losses]
-            self._tell(step, losses)
-            if not self._layout_known:
-                self._compare_layout()
-            self._progress.at("update")
-            self._snapshots.before_update()
-            if not self._update(step.index, losses):
-                self._progress.skipped_update()
-                if self._backup is not None:
-                    self._backup.put_back()
+            if step.updates:
+                self._tell(step, allowed=True)
+            else:
+                units = self._trained.updater.units
+                allowed = self._average(units)
+                if len(units) > 1:
+                    units = [unit for unit in units if unit.has_gradients()]
+                self._tell(step, allowed=allowed)
+                self._apply(step, units, allowed=allowed, told=True)
         self._progress.at("body")
         failpoints.reach("step")
         step.committed = True
 
-    def _tell(self, step: Step, losses: Sequence[float]) -> None:
+    def _average(self, units: Sequence[Unit]) -> bool:
+        """Make the gradients of these equal on all ranks. Return whether they may be applied."""
+        updater = self._trained.updater
+        self._progress.at("backward")
+        updater.check_gradients()
+        self._averaging.finish([unit.parameters for unit in units])
+        if not self._layout_known:
+            self._compare_layout()
+        self._progress.at("update")
+        self._trained.forwards = 0
+        measured = updater.measure(units)
+        # A scaler decides itself: overflows are its daily bread.
+        return updater.scaler is not None or all(self._nan.allows(*one) for one in measured)
+
+    def _apply(
+        self, step: Step, units: Sequence[Unit], *, allowed: bool, told: bool = False
+    ) -> None:
+        """Update, or leave the update out. ``told``: the step's exchange is under way."""
+        self._snapshots.before_update()
+        if allowed and self._trained.updater.update(units):
+            return
+        if not allowed:
+            losses = [float(loss) for loss in step.losses]
+            reported = self._exchange.wait()["not finite"] if told else None
+            self._nan.refuse(step.index, self._trained.module, losses, reported)
+            self._trained.updater.forget()
+        self._progress.skipped_update()
+        if self._backup is not None:
+            self._backup.put_back()
+
+    def _tell(self, step: Step, *, allowed: bool) -> None:
         """Start the step's exchange with the other ranks."""
+        losses = [float(loss) for loss in step.losses]
         counted = [loss for loss, part in zip(losses, step.parts, strict=True) if part.samples]
         self._exchange.start(
             {
                 "stop": [float(self._shutdown.signal > 0)],
                 "snapshots": self._snapshots.report(),
-                "not finite": self._nan.report(counted),
+                "not finite": self._nan.report(counted, refused=not allowed),
                 "losses": self._averaging.losses(losses),
             }
         )
@@ -237,17 +288,6 @@ class Loop:
         loss = self._averaging.mean_loss(heard["losses"])
         self._nan.after(step.index, loss, step.losses, heard["not finite"])
         return loss
-
-    def _update(self, index: int, losses: list[float]) -> bool:
-        updater = self._trained.updater
-        updater.measure()
-        # A scaler decides itself: overflows are its daily bread.
-        if updater.scaler is None and not self._nan.allows(updater.optimizer, updater.grad_norm):
-            reported = self._exchange.wait()["not finite"]
-            self._nan.refuse(index, self._trained.state.module, losses, reported)
-            updater.forget()
-            return False
-        return updater.update()
 
     def _compare_layout(self) -> None:
         self._layout_known = True
@@ -274,7 +314,7 @@ class Loop:
             last = self._stop or done == self._options.total_steps
             due = self._snapshots.due(done, last=last)
             if self._divergence.due(done, snapshot=due):
-                self._divergence.check(done, self._trained.state.module)
+                self._divergence.check(done, self._trained.module, self._trained.compared())
             if due:
                 self._config |= self._progress.curves()
                 self._snapshots.save(done, self._trained.state, self._config, last=last)
@@ -286,17 +326,3 @@ class Loop:
         if self._stop and done < self._options.total_steps:
             self._progress.close()
             self._shutdown.stop(done)
-
-
-def _check_commit(step: Step) -> None:
-    done, wanted = len(step.losses), len(step.parts)
-    if step.committed or not done:
-        raise NotCommittedError(
-            f"step {step.index}: commit() was called "
-            + ("twice" if step.committed else "before step.backward(loss)")
-        )
-    if done < wanted:
-        raise NotCommittedError(
-            f"step {step.index}: commit() was called after {done} of {wanted} batches: go"
-            " through all of step.batches and call step.backward(loss) for each"
-        )

@@ -1,12 +1,15 @@
-"""What prepare() makes of a model and an optimizer, and the checks on them."""
+"""What prepare() makes of models and optimizers, and the checks on them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import count
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from ddpjob_trainer.comm.teardown import holds_group
 from ddpjob_trainer.comm.world import World
@@ -14,89 +17,271 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gradients.ddp import Averaging
 from ddpjob_trainer.optim import zero
 from ddpjob_trainer.optim.amp import autocast_forward, make_scaler
-from ddpjob_trainer.optim.update import Updater, check_optimizer, check_scheduler, make_ema
+from ddpjob_trainer.optim.update import (
+    Clip,
+    Unit,
+    Updater,
+    check_parameters,
+    make_ema,
+    match_schedulers,
+)
 from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.snapshot.training_state import TrainingState
+from ddpjob_trainer.state.stateful import Stateful
 from ddpjob_trainer.training import incompatible
 
+T = TypeVar("T")
 
-@dataclass(slots=True)
-class Trained:
-    """What the loop trains, and with what."""
 
-    model: DistributedDataParallel
-    updater: Updater
-    state: TrainingState
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One prepared model. ``name`` begins its parameters' names where there are several."""
+
+    name: str
+    module: torch.nn.Module
+    wrapped: DistributedDataParallel
     options: ModelOptions
-    forwards: int = 0  # through the wrapper, with gradients, since the last backward
+    ema: AveragedModel | None
 
 
-def make_trained(
-    module: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scheduler: Any,
-    *,
-    options: Options,
-    model_options: ModelOptions,
-    averaging: Averaging,
-    world: World,
-) -> Trained:
-    """Check, move, wrap, register. Raises ConfigError."""
-    _check(module, optimizer, scheduler, options, model_options, world)
-    module.to(world.device)
-    if model_options.sync_batchnorm:
-        torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
-    ema = make_ema(module, model_options.ema)
-    for part in (module, ema.module if ema is not None else None):
-        if part is not None:
-            autocast_forward(part, options.precision, world.device)
-    _compile(module, options, model_options)
-    scaler = make_scaler(options.precision, model_options.grad_scaler, world.device)
-    model = averaging.wrap(module, model_options)
-    state = TrainingState(module)
-    is_zero = zero.is_zero(optimizer)
-    if is_zero:
-        holds_group(optimizer, "process_group")
-    state.register("optimizer", zero.ZeroState(optimizer, world) if is_zero else optimizer)
-    for name, obj in (
-        ("scheduler", scheduler),
-        ("scaler", scaler),
-        ("ema", ema),
-    ):
-        if obj is not None:
-            state.register(name, obj)
-    updater = Updater(
-        module, optimizer, scheduler, clip=model_options.clip_grad_norm, scaler=scaler, ema=ema
+class Trained:
+    """What the loop trains, and with what: all that prepare() was given, in one call or several."""
+
+    def __init__(self, options: Options, averaging: Averaging, world: World) -> None:
+        self._options = options
+        self._averaging = averaging
+        self._world = world
+        self._own: set[str] = set()  # names of what prepare() has registered
+        self.models: list[Model] = []
+        self.updater = Updater()
+        self.state = TrainingState(torch.nn.Module())
+        self.forwards = 0  # through a wrapper, with gradients, since the last update
+
+    def add(
+        self,
+        models: Mapping[str, torch.nn.Module],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        schedulers: Sequence[Any],
+        options: ModelOptions,
+    ) -> list[DistributedDataParallel]:
+        """Check, move, wrap, register. Raises ConfigError."""
+        found = match_schedulers(list(optimizers.values()), schedulers)
+        self._check(models, optimizers, options)
+        wrapped = [self._add_model(name, module, options) for name, module in models.items()]
+        parameters = dict.fromkeys(p for module in models.values() for p in module.parameters())
+        clip = Clip(options.clip_grad_norm, [p for p in parameters if p.requires_grad])
+        for (name, optimizer), scheduler in zip(optimizers.items(), found, strict=True):
+            self._add_optimizer(name, optimizer, scheduler, clip)
+        self._add_scaler(options.grad_scaler)
+        self._join()
+        return wrapped
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model, or all of them as parts of one module."""
+        return self.state.module
+
+    def model_of(self, given: torch.nn.Module | None) -> Model:
+        """Return the model that a caller means, wrapped or not. Raises ConfigError."""
+        if given is None and len(self.models) > 1:
+            raise ConfigError("there are several models: say which one, model=...")
+        for model in self.models:
+            if given is None or given is model.module or given is model.wrapped:
+                return model
+        raise ConfigError("model=... is none that prepare() was given")
+
+    def known(self) -> list[object]:
+        """What the loop may use without a word."""
+        found: list[object] = [unit.optimizer for unit in self.updater.units]
+        for model in self.models:
+            found += [model.wrapped, model.ema]
+        return found
+
+    def compared(self) -> dict[str, Stateful]:
+        """What is registered, and equal on all ranks: the averages, and the script's own."""
+        registered = self.state.registered
+        return {
+            name: obj
+            for name, obj in registered.items()
+            if name not in self._own or isinstance(obj, AveragedModel)
+        }
+
+    # --- One by one ------------------------------------------------------------------------
+
+    def _add_model(
+        self, name: str, module: torch.nn.Module, options: ModelOptions
+    ) -> DistributedDataParallel:
+        place(module, self._world.device)
+        module.zero_grad(set_to_none=True)  # what is left of before is not to be added to
+        if options.sync_batchnorm:
+            torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
+        ema = make_ema(module, options.ema)
+        for part in (module, ema.module if ema is not None else None):
+            if part is not None:
+                autocast_forward(part, self._options.precision, self._world.device)
+        _compile(module, self._options, options)
+        wrapped = self._averaging.wrap(module, options)
+        self.models.append(Model(name, module, wrapped, options, ema))
+        if ema is not None:
+            self.updater.emas.append((module, ema))
+            self._register(_name("ema", name, "model"), ema)
+        return wrapped
+
+    def _add_optimizer(
+        self, name: str, optimizer: torch.optim.Optimizer, scheduler: Any, clip: Clip
+    ) -> None:
+        is_zero = zero.is_zero(optimizer)
+        if is_zero:
+            holds_group(optimizer, "process_group")
+        state = zero.ZeroState(optimizer, self._world) if is_zero else optimizer
+        self._register(_name("optimizer", name, "optimizer"), state)
+        if scheduler is not None:
+            self._register(_name("scheduler", name, "optimizer"), scheduler)
+        self.updater.units.append(Unit(optimizer, scheduler, clip))
+
+    def _add_scaler(self, given: torch.amp.GradScaler | None) -> None:
+        """One for the whole run: its scale is that of all losses."""
+        updater = self.updater
+        if updater.scaler is None:
+            updater.scaler = make_scaler(self._options.precision, given, self._world.device)
+            if updater.scaler is not None:
+                self._register("scaler", updater.scaler)
+        elif given not in (None, updater.scaler):
+            raise ConfigError("a run has one grad_scaler: give it to the first prepare() only")
+
+    def _register(self, name: str, obj: Stateful) -> None:
+        if name not in self._own:
+            self.state.register(name, obj)
+            self._own.add(name)
+
+    def _join(self) -> None:
+        """Parameters of a single model keep their names; those of several begin with its own."""
+        if len(self.models) == 1:
+            self.state.module = self.models[0].module
+        else:
+            self.state.module = torch.nn.Module()
+            for model in self.models:
+                # Not add_module(), to which a name like "train" is taken.
+                self.state.module._modules[model.name] = model.module
+        self.updater.trains(dict(self.state.module.named_parameters()))
+
+    # --- Checks ----------------------------------------------------------------------------
+
+    def _check(
+        self,
+        models: Mapping[str, torch.nn.Module],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        options: ModelOptions,
+    ) -> None:
+        options.check()
+        known = [*self.models, *models]
+        for name, module in models.items():
+            self._check_model(name, module)
+        for name, optimizer in optimizers.items():
+            if any(optimizer is unit.optimizer for unit in self.updater.units):
+                raise ConfigError("prepare() was given the same optimizer twice")
+            if _name("optimizer", name, "optimizer") in self._own:
+                raise ConfigError(f"prepare() was given two optimizers of the name {name!r}")
+        named = {
+            (f"{prefix}.{name}" if len(known) > 1 else name): parameter
+            for prefix, module in models.items()
+            for name, parameter in module.named_parameters()
+        }
+        check_parameters(named, list(optimizers.values()))
+        for model in (*(model.options for model in self.models), options):
+            incompatible.refuse(
+                incompatible.Facts(
+                    self._options,
+                    model,
+                    self._world.device.type,
+                    has_sync_batchnorm=any(map(_has_sync_batchnorm, models.values())),
+                    overlapped_zero=any(map(zero.is_overlapped, optimizers.values())),
+                    several_models=len(known) > 1,
+                )
+            )
+
+    def _check_model(self, name: str, module: torch.nn.Module) -> None:
+        if isinstance(module, DistributedDataParallel):
+            raise ConfigError("give prepare() the plain model; it wraps it in DDP itself")
+        if any(model.module is module for model in self.models):
+            raise ConfigError(
+                "prepare() was given the same model twice: give all its optimizers at once, as in"
+                " run.prepare(model, [first, second])"
+            )
+        if any(model.name == name for model in self.models):
+            raise ConfigError(f"prepare() was given two models of the name {name!r}")
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise ConfigError(
+                "the model has no parameter that requires a gradient: one that is not trained is"
+                " not given to prepare(); if it changes, keep it with run.register(name, model)"
+            )
+
+
+def named(value: Any, kind: type[T], base: str, taken: int) -> dict[str, T]:
+    """Give each of one, several in a sequence, or several by name its name. Raises ConfigError.
+
+    ``taken``: how many there are already.
+    """
+    if isinstance(value, kind):
+        value = [value]
+    if isinstance(value, Mapping):
+        found = dict(value)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        names = (f"{base}{number if number > 1 else ''}" for number in count(taken + 1))
+        found = dict(zip(names, value, strict=False))
+    else:
+        found = {}
+    for name, one in found.items():
+        if not isinstance(one, kind):
+            raise ConfigError(f"prepare() got a {type(one).__name__} where it needs {_kinds(kind)}")
+        if not isinstance(name, str) or not name or "." in name or "/" in name:
+            raise ConfigError(f"prepare(): {name!r} is no name: use letters, such as 'generator'")
+    if not found:
+        raise ConfigError(f"prepare() needs {_kinds(kind)}, not {type(value).__name__}")
+    if len({id(one) for one in found.values()}) < len(found):
+        raise ConfigError(f"prepare() was given the same {base} twice")
+    return found
+
+
+def shaped_like(given: Any, values: Sequence[T]) -> Any:
+    """Return the values as prepare() was given theirs: one, by name, or in a sequence."""
+    if isinstance(given, Mapping):
+        return dict(zip(given, values, strict=True))
+    if isinstance(given, Sequence) and not isinstance(given, torch.nn.Module):
+        return list(values)
+    return values[0]
+
+
+def place(module: torch.nn.Module, device: torch.device) -> None:
+    """Move a model to this process's device, unless its user has put it somewhere else already.
+
+    One that lies on several devices would be folded into one.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) <= 1 and all(found.type == "cpu" for found in devices):
+        module.to(device)
+
+
+def _kinds(kind: type) -> str:
+    return f"a {kind.__module__.partition('.')[0]} {kind.__name__}, or several in a list or dict"
+
+
+def _name(what: str, name: str, base: str) -> str:
+    """What a snapshot calls something that belongs to a model or an optimizer of this name.
+
+    ``base``, ``base2``, ... are the names of those that got none.
+    """
+    number = name.removeprefix(base)
+    return (
+        what + number
+        if name.startswith(base) and (not number or number.isdigit())
+        else (f"{what}.{name}")
     )
-    return Trained(model, updater, state, model_options)
 
 
-def _check(
-    module: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scheduler: Any,
-    options: Options,
-    model_options: ModelOptions,
-    world: World,
-) -> None:
-    if isinstance(module, DistributedDataParallel):
-        raise ConfigError("give prepare() the plain model; it wraps it in DDP itself")
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise ConfigError("the model has no parameter that requires a gradient")
-    model_options.check()
-    check_optimizer(module, optimizer)
-    check_scheduler(optimizer, scheduler)
-    incompatible.refuse(
-        incompatible.Facts(
-            options,
-            model_options,
-            world.device.type,
-            has_sync_batchnorm=any(
-                isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()
-            ),
-            overlapped_zero=zero.is_overlapped(optimizer),
-        )
-    )
+def _has_sync_batchnorm(module: torch.nn.Module) -> bool:
+    return any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules())
 
 
 def _compile(module: torch.nn.Module, options: Options, model_options: ModelOptions) -> None:

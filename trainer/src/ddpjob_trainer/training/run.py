@@ -9,13 +9,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from operator import index
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob_trainer import failpoints
 from ddpjob_trainer.comm.teardown import leave_group
@@ -28,10 +27,16 @@ from ddpjob_trainer.telemetry.run_log import checked
 from ddpjob_trainer.training import evaluation
 from ddpjob_trainer.training.evaluation import Metric, Metrics
 from ddpjob_trainer.training.loop import Loop, Process
-from ddpjob_trainer.training.prepare import Trained, make_trained
+from ddpjob_trainer.training.prepare import Model, Trained, named, shaped_like
 from ddpjob_trainer.training.step import Step
 
-Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+Models = torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Module]
+Optimizers = TypeVar(
+    "Optimizers",
+    bound=torch.optim.Optimizer
+    | Sequence[torch.optim.Optimizer]
+    | Mapping[str, torch.optim.Optimizer],
+)
 
 
 class Run:
@@ -40,9 +45,7 @@ class Run:
     def __init__(self, process: Process, options: Options) -> None:
         self.options = options
         self._process = process
-        self._world = process.world
-        self._peers = process.shutdown.peers
-        self._trained: Trained | None = None
+        self._trained = Trained(options, process.averaging, process.world)
         self._loop: Loop | None = None
         self._closed = False
         atexit.register(self._close)
@@ -52,22 +55,22 @@ class Run:
     @property
     def rank(self) -> int:
         """Number of this process, 0 to world_size - 1."""
-        return self._world.rank
+        return self._process.world.rank
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self._world.size
+        return self._process.world.size
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0, which prints and writes."""
-        return self._world.rank == 0
+        return self._process.world.rank == 0
 
     @property
     def device(self) -> torch.device:
         """Where this process computes."""
-        return self._world.device
+        return self._process.world.device
 
     @property
     def finished_steps(self) -> int:
@@ -78,8 +81,8 @@ class Run:
 
     def prepare(
         self,
-        model: torch.nn.Module,
-        optimizer: Optimizer,
+        model: Models,
+        optimizer: Optimizers,
         *,
         scheduler: Any = None,
         clip_grad_norm: float | None = None,
@@ -93,11 +96,16 @@ class Run:
         find_unused_parameters: bool = False,
         comm_hook: str | None = None,
         comm_hook_options: Mapping[str, Any] | None = None,
-    ) -> tuple[DistributedDataParallel, Optimizer]:
+    ) -> tuple[Any, Optimizers]:
         """Wrap the model in DistributedDataParallel and take charge of what it trains with.
 
-        ``scheduler`` advances at every commit that updates the parameters. ``clip_grad_norm``
-        bounds the norm of all gradients together. ``grad_scaler`` replaces fp16's default one.
+        Several models and several optimizers come in lists or, with names of yours, in dicts; so
+        they are returned. It may be called again for more. Every parameter that requires a
+        gradient must have an optimizer.
+
+        ``scheduler``: one, or several in a list; each advances with its optimizer's updates.
+        ``clip_grad_norm`` bounds the norm of all gradients that an update applies, together.
+        ``grad_scaler`` replaces fp16's default one.
         ``ema``: decay of an exponential moving average of the parameters, as 0.999; see
         evaluate(ema=True). ``compile``: True, or a torch.compile backend's name.
         ``sync_batchnorm``: BatchNorm over all processes (CUDA only). ``comm_hook``: gradients
@@ -106,8 +114,8 @@ class Run:
 
         Raises ConfigError, also for options that do not go together.
         """
-        if self._trained is not None:
-            raise ConfigError("prepare() was called twice; one model per run")
+        if self._loop is not None:
+            raise ConfigError("prepare() was called after steps(): prepare all models before it")
         model_options = ModelOptions(
             clip_grad_norm=clip_grad_norm,
             grad_scaler=grad_scaler,
@@ -121,16 +129,15 @@ class Run:
             comm_hook=comm_hook,
             comm_hook_options=comm_hook_options or {},
         )
-        self._trained = make_trained(
-            model,
-            optimizer,
-            scheduler,
-            options=self.options,
-            model_options=model_options,
-            averaging=self._process.averaging,
-            world=self._world,
+        trained = self._trained
+        schedulers = list(scheduler) if isinstance(scheduler, list | tuple) else [scheduler]
+        wrapped = trained.add(
+            named(model, torch.nn.Module, "model", len(trained.models)),
+            named(optimizer, torch.optim.Optimizer, "optimizer", len(trained.updater.units)),
+            schedulers,
+            model_options,
         )
-        return self._trained.model, optimizer
+        return shaped_like(model, wrapped), optimizer
 
     def register(
         self, name: str, obj: Stateful | torch.Generator, *, per_rank: bool = False
@@ -155,14 +162,16 @@ class Run:
     # --- After the loop, or within ----------------------------------------------------------
 
     @contextlib.contextmanager
-    def evaluating(self, *, ema: bool = False) -> Iterator[torch.nn.Module]:
+    def evaluating(
+        self, *, ema: bool = False, model: torch.nn.Module | None = None
+    ) -> Iterator[torch.nn.Module]:
         """Yield the bare model in eval mode, without gradients; training notices nothing.
 
-        ``ema``: the moving average instead, see prepare(ema=...).
+        ``ema``: the moving average instead, see prepare(ema=...). ``model``: which, of several.
         """
         trained = self._ready("evaluating()")
         guard = self._loop.guard.asleep() if self._loop is not None else contextlib.nullcontext()
-        module = _evaluated(trained, ema=ema)
+        module = _evaluated(trained.model_of(model), ema=ema)
         with self._process.progress.during("evaluation"), guard, evaluation.evaluating(module):
             yield module
 
@@ -170,12 +179,14 @@ class Run:
     def evaluate(
         self, dataset: fetch.Dataset, metric: Metric, *, batch_size: int = 256,
         collate: fetch.Collate | None = None, reduce: str = "sum", ema: bool = False,
+        model: torch.nn.Module | None = None,
     ) -> float: ...  # fmt: skip
 
     @overload
     def evaluate(
         self, dataset: fetch.Dataset, metric: Metrics, *, batch_size: int = 256,
         collate: fetch.Collate | None = None, reduce: str = "sum", ema: bool = False,
+        model: torch.nn.Module | None = None,
     ) -> dict[str, float]: ...  # fmt: skip
 
     def evaluate(
@@ -187,36 +198,40 @@ class Run:
         collate: fetch.Collate | None = None,
         reduce: str = "sum",
         ema: bool = False,
+        model: torch.nn.Module | None = None,
     ) -> float | dict[str, float]:
         """Return the sum of ``metric(model, batch)`` over the dataset, shared among the ranks.
 
         Every sample is seen exactly once; the ranks' shares may differ by one batch. A metric that
         is a dict of numbers gives a dict of sums. ``reduce``: "mean" if the metric is a batch's
         mean; the result is the mean over all samples then. ``collate``: default start()'s.
-        ``ema``: of the moving average, see prepare(ema=...). Every rank must call it.
+        ``ema``: of the moving average, see prepare(ema=...). ``model``: which, of several. Every
+        rank must call it.
 
         Raises ConfigError.
         """
         trained = self._ready("evaluate()")
         batch_size = evaluation.check(dataset, batch_size, reduce)
         mean = reduce == "mean"
-        with self._peers:
-            evaluation.share_buffers(trained.state.module, self._world)
+        world = self._process.world
+        with self._process.shutdown.peers:
+            evaluation.share_buffers(trained.module, world)
             if ema:
-                evaluation.share_buffers(_evaluated(trained, ema=True), self._world)
-        with self.evaluating(ema=ema) as module:
+                average = _evaluated(trained.model_of(model), ema=True)
+                evaluation.share_buffers(average, world)
+        with self.evaluating(ema=ema, model=model) as module:
             share = evaluation.share_of_metric(
-                module, dataset, metric, self._world,
+                module, dataset, metric, world,
                 batch_size=batch_size, collate=collate or self.options.collate, mean=mean,
                 alive=lambda: self._process.progress.at("evaluation"),
             )  # fmt: skip
-        with self._process.progress.during("agreement"), self._peers:
-            return evaluation.total(share, self._world, mean=mean)
+        with self._process.progress.during("agreement"), self._process.shutdown.peers:
+            return evaluation.total(share, world, mean=mean)
 
     def sum(self, value: float) -> float:
         """Add up a number over all ranks. Every rank must call it."""
-        with self._process.progress.during("agreement"), self._peers:
-            return self._world.sum([float(value)])[0]
+        with self._process.progress.during("agreement"), self._process.shutdown.peers:
+            return self._process.world.sum([float(value)])[0]
 
     def log(self, values: Mapping[str, float | torch.Tensor], *, step: int | None = None) -> None:
         """Tell numbers of your own to the event log and to the sinks, see start(sinks=...).
@@ -240,14 +255,14 @@ class Run:
 
     def weights_sha256(self) -> str:
         """Hash all parameters and buffers, names and types included."""
-        return weights_sha256(self._ready("weights_sha256()").state.module)
+        return weights_sha256(self._ready("weights_sha256()").module)
 
     def state_sha256(self) -> str:
         """Hash all else that a snapshot holds: optimizer, scheduler, this rank's generators.
 
         Every rank must call it: a ZeroRedundancyOptimizer's state lies on all of them.
         """
-        with self._peers:
+        with self._process.shutdown.peers:
             return self._ready("state_sha256()").state.sha256(self.rank)
 
     def finish(self) -> None:
@@ -255,14 +270,14 @@ class Run:
         # In a `finally` after an exception the others still wait for our gradients.
         if not self._closed and sys.exc_info()[0] is None:
             progress = self._process.progress
-            with self._peers:
+            with self._process.shutdown.peers:
                 failpoints.reach("barrier")
                 # The loop may have been left before its last step.
                 if self._loop is not None:
                     self._loop.left()
                 self._process.snapshots.settle()
                 with progress.during("agreement"):
-                    self._world.barrier()
+                    self._process.world.barrier()
             progress.phase("done")
         self._close()
 
@@ -288,15 +303,15 @@ class Run:
             leave_group()
 
     def _ready(self, caller: str) -> Trained:
-        if self._trained is None:
+        if not self._trained.models:
             raise ConfigError(f"call run.prepare(model, optimizer) before {caller}")
         return self._trained
 
 
-def _evaluated(trained: Trained, *, ema: bool) -> torch.nn.Module:
+def _evaluated(model: Model, *, ema: bool) -> torch.nn.Module:
     if not ema:
-        return trained.state.module
-    if trained.updater.ema is None:
+        return model.module
+    if model.ema is None:
         raise ConfigError("there is no moving average to evaluate: use prepare(ema=0.999)")
-    module: torch.nn.Module = trained.updater.ema.module
-    return module
+    average: torch.nn.Module = model.ema.module
+    return average

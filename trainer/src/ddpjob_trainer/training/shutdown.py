@@ -1,7 +1,8 @@
 """How a training process ends early: SIGTERM, an exception, a lost peer.
 
 A signal handler only sets a flag while the loop runs; the ranks agree on a step at which all of
-them stop. Outside the loop there is nothing to save, and the process ends at once.
+them stop. Outside the loop there is nothing to save, and the process ends at once; so it does when
+the loop is over before they could agree, but for a moment in which finish() may come first.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from ddpjob_trainer.contract import ExitCode
 from ddpjob_trainer.errors import ConfigError, DivergedError, PeerLostError
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter
 from ddpjob_trainer.telemetry.console import say
+
+#: Between the end of the loop and that of a process that was told to stop in its last step.
+_MOMENT_SECONDS = 1.0
 
 
 class _Peers:
@@ -101,6 +105,22 @@ class Shutdown:
             yield
         finally:
             self._in_loop = False
+            if self.signal:
+                self._remind_later()
+
+    def _remind_later(self) -> None:
+        """The loop is over, or left early, and no step comes on which the ranks could agree.
+
+        All may be done within a moment, and an error that left the loop tells more than the signal.
+        """
+
+        def remind() -> None:
+            if not self.failing:
+                os.kill(os.getpid(), self.signal)
+
+        timer = threading.Timer(_MOMENT_SECONDS, remind)
+        timer.daemon = True
+        timer.start()
 
     def stop(self, step: int) -> NoReturn:
         """End after an agreed stop. A rank that got no signal itself is collateral: 75."""
@@ -137,10 +157,10 @@ class Shutdown:
         self._state.failed(error)
         if self._state.state.phase == "done":  # so it looked as the error left the loop
             self._state.update(phase="step")  # a hang on the way out is one
+        self.failing = True
         self._hook(kind, error, trace)
         if issubclass(kind, KeyboardInterrupt):
             leave(128 + signal.SIGINT)
-        self.failing = True
         atexit._run_exitfuncs()
         leave(exit_code_of(error))
 

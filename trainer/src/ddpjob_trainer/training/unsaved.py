@@ -1,7 +1,8 @@
-"""Finds what the loop trains with but no snapshot would hold.
+"""Finds what the loop trains with but prepare() does not know: nobody would average or keep it.
 
-Global hooks see every module and optimizer that is used. They slow every call down a little, so
-they stay for the first steps of each process only: a loop uses the same objects at every step.
+Global hooks see every module and optimizer that is used. That on modules slows every call down a
+little, so it stays for the first steps of each process only: a loop uses the same ones at every
+step.
 """
 
 from __future__ import annotations
@@ -19,38 +20,46 @@ from ddpjob_trainer.snapshot.training_state import TrainingState
 
 _STEPS = 2
 
-_Marks = dict[str, tuple[int, int]]  # of a module's own buffers: identity and version
+_Marks = dict[str, tuple[int, int]]  # of a module's own tensors: identity and version
 
 
 class Guard:
     """Watches one loop. Raises ConfigError from the use of an unknown object."""
 
     def __init__(self, state: TrainingState, known: list[object], *, modules: bool) -> None:
-        self._known = {id(part) for obj in known for part in _parts(obj)}
+        self._prepared = {id(part) for obj in known for part in _parts(obj)}
+        self._known = set(self._prepared)
+        self._trained = {id(parameter) for parameter in state.module.parameters()}
         self._state = state
         self._registered = 0
         self._asleep = False
-        self._buffers: dict[torch.nn.Module, _Marks] = {}
+        self._frozen: dict[torch.nn.Module, _Marks] = {}
         self._left = _STEPS
-        self._handles: list[Any] = [register_optimizer_step_pre_hook(self._optimizer_steps)]
+        self._optimizers: Any = register_optimizer_step_pre_hook(self._optimizer_steps)
+        self._modules: Any = None
         if modules:
-            self._handles.append(register_module_forward_pre_hook(self._module_called))
+            self._modules = register_module_forward_pre_hook(self._module_called)
 
     def step_ended(self) -> None:
-        """One step less to watch."""
-        if not self._handles:
+        """One step less to watch modules in."""
+        if not self._left:
             return
-        self._check_buffers()
+        self._check_frozen()
+        self._check_registered()
         self._left -= 1
         if not self._left:
-            self.stop()
+            self._stop_modules()
 
     def stop(self) -> None:
         """Watch no longer."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._buffers.clear()
+        self._left = 0
+        self._optimizers.remove()
+        self._stop_modules()
+
+    def _stop_modules(self) -> None:
+        if self._modules is not None:
+            self._modules.remove()
+        self._frozen.clear()
 
     @contextlib.contextmanager
     def asleep(self) -> Iterator[None]:
@@ -74,34 +83,64 @@ class Guard:
             return
         if any(p is not None and p.requires_grad for p in module._parameters.values()):
             raise ConfigError(
-                f"{type(module).__name__} is used in the loop, but no snapshot would hold its"
-                " parameters: make it a part of the model that prepare() gets, keep it with"
-                " run.register(name, module), or freeze it with module.requires_grad_(False)"
+                f"{type(module).__name__} is used in the loop, but prepare() does not know it: its"
+                " gradients would not be averaged, and no snapshot would hold its parameters. Make"
+                " it a part of the model, train it with"
+                " run.prepare([model, other], [optimizer, other_optimizer]), or freeze it with"
+                " other.requires_grad_(False); one that learns without gradients, as an average"
+                " does, is frozen and kept with run.register(name, other)"
             )
-        if module not in self._buffers:
-            self._buffers[module] = _marks(module)
+        if module not in self._frozen:
+            self._frozen[module] = _marks(module)
 
-    def _check_buffers(self) -> None:
+    def _check_frozen(self) -> None:
         """A constant, as CrossEntropyLoss(weight=...) has one, needs no snapshot."""
-        for module, marks in self._buffers.items():
-            if _marks(module) != marks:
+        for module, marks in self._frozen.items():
+            now = _marks(module)
+            changed = next((name for name in now if now[name] != marks.get(name)), None)
+            if changed is not None:
+                what = "buffers" if changed in module._buffers else "parameters"
                 raise ConfigError(
-                    f"{type(module).__name__} changes its buffers in the loop, but no snapshot"
-                    " would hold them: keep it with run.register(name, module), or freeze it"
-                    " with module.eval()"
+                    f"{type(module).__name__} changes its {what} in the loop, but no snapshot"
+                    " would hold them: keep it with run.register(name, module), or leave it as it"
+                    " is, with module.eval()"
                 )
 
+    def _check_registered(self) -> None:
+        """What is only registered is kept, but nobody averages its gradients."""
+        for name, value in self._state.registered.items():
+            if isinstance(value, torch.optim.Optimizer):
+                continue
+            for part in _parts(value):
+                if isinstance(part, torch.nn.Module) and any(
+                    p is not None and p.grad is not None and id(p) not in self._trained
+                    for p in part._parameters.values()
+                ):
+                    raise ConfigError(
+                        f"{name!r}, which run.register() keeps, gets gradients, and nobody averages"
+                        " them over the ranks: train it with"
+                        " run.prepare([model, other], [optimizer, other_optimizer]), or freeze it"
+                        " with requires_grad_(False)"
+                    )
+
     def _optimizer_steps(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._asleep or self._is_known(optimizer):
+        # What is registered for each rank is each rank's own affair.
+        own = any(optimizer is value for value in self._state.per_rank.values())
+        if self._asleep or own or id(optimizer) in self._prepared:
             return
         raise ConfigError(
-            f"{type(optimizer).__name__} is used in the loop, but no snapshot would hold its"
-            " state: give it to prepare(), or keep it with run.register(name, optimizer)"
+            f"{type(optimizer).__name__} is used in the loop, but prepare() does not know it: the"
+            " gradients that it applies are not averaged over the ranks, and no snapshot would hold"
+            " its state. Train with several as in run.prepare(model, [first, second]) or"
+            " run.prepare([model, other], [optimizer, other_optimizer])"
         )
 
 
 def _marks(module: torch.nn.Module) -> _Marks:
-    return {n: (id(b), b._version) for n, b in module._buffers.items() if b is not None}
+    own = {**module._parameters, **module._buffers}
+    return {
+        name: (id(tensor), tensor._version) for name, tensor in own.items() if tensor is not None
+    }
 
 
 def _parts(obj: object, deep: bool = True) -> Iterator[object]:

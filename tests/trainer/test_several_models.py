@@ -1,0 +1,320 @@
+"""Several models, several optimizers, several losses: the mean over all ranks, and exact resume."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import ddpjob_trainer as ddp
+from ddpjob_trainer.gradients import determinism
+from ddpjob_trainer.gradients.buckets import Buckets
+from support.snapshots import await_snapshot
+
+STEPS = 8
+EVERY = 3
+ALL_0 = {0: 0, 1: 0, 2: 0}
+bce = nn.functional.binary_cross_entropy_with_logits
+
+#: One step, from a batch on: what a script writes within its loop.
+Body = Callable[[ddp.Step], None]
+
+
+def small(*sizes: int, norm: bool = False) -> nn.Module:
+    layers: list[nn.Module] = []
+    for number, (into, out) in enumerate(pairwise(sizes)):
+        layers += [nn.BatchNorm1d(into)] if norm and number else []
+        layers += [nn.Linear(into, out), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=1e-2, betas=(0.5, 0.9))
+
+
+def buckets_of(parameters: list[nn.Parameter]) -> int:
+    return len(Buckets(parameters, ranks=3, cap_mb=0.01))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Gradients that are too large by a factor show, as they do not with Adam."""
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def gan(
+    run: ddp.Run,
+    *,
+    norm: bool = True,
+    make: Callable[[nn.Module], torch.optim.Optimizer] = adam,
+    **options: Any,
+) -> tuple[Body, list[nn.Module]]:
+    """The usual one: D by turns with G, which is updated at every second step only."""
+    g, d = small(8, 96, 96, 16, norm=norm), small(16, 96, 96, 1, norm=norm)
+    both = [make(g), make(d)]
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.9) for o in reversed(both)]
+    (wg, wd), (og, od) = run.prepare(
+        [g, d], both, scheduler=schedulers, bucket_cap_mb=0.01, ema=0.9, **options
+    )
+    assert min(buckets_of(list(net.parameters())) for net in (g, d)) > 1
+
+    def body(step: ddp.Step) -> None:
+        batches = list(step.batches)
+        d.requires_grad_(True)
+        for (x,) in batches:
+            fake = wg(x[:, :8]).detach()
+            real = bce(wd(x), torch.ones(len(x), 1))
+            step.backward((real + bce(wd(fake), torch.zeros(len(x), 1))) / 2)
+        assert all(p.grad is None for p in g.parameters())
+        step.update(od)
+        if step.index % 2 == 0:
+            d.requires_grad_(False)  # as many scripts do, to save time
+            for (x,) in batches:
+                step.backward(bce(wd(wg(x[:, :8])), torch.ones(len(x), 1)))
+            step.update(og)
+        assert all(p.grad is None for net in (g, d) for p in net.parameters())
+
+    assert [s.last_epoch for s in schedulers] == [0, 0]
+    return body, [g, d]
+
+
+def gan_by_itself(run: ddp.Run) -> tuple[Body, list[nn.Module]]:
+    """D keeps its gradients open while G's loss runs through it: they are dropped, not added."""
+    g, d = small(8, 40, 16), small(16, 40, 1)
+    models, optimizers = run.prepare({"g": g, "d": d}, {"g": adam(g), "d": adam(d)})
+    assert models.keys() == optimizers.keys() == {"g", "d"}
+
+    def body(step: ddp.Step) -> None:
+        for (x,) in step.batches:
+            fake = models["g"](x[:, :8])
+            step.backward(bce(models["d"](fake), torch.ones(len(x), 1)))
+            step.update(optimizers["g"])
+            real = bce(models["d"](x), torch.ones(len(x), 1))
+            fakes = models["d"](fake.detach())
+            step.backward(real + bce(fakes, torch.zeros(len(x), 1)))
+            step.update(optimizers["d"])
+
+    return body, [g, d]
+
+
+def muon(run: ddp.Run) -> tuple[Body, list[nn.Module]]:
+    net = small(16, 96, 96, 4)
+    matrices = [p for p in net.parameters() if p.ndim == 2]
+    rest = [p for p in net.parameters() if p.ndim != 2]
+    optimizers = [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)]
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 3, 0.5) for o in optimizers]
+    model, _ = run.prepare(
+        net, optimizers, scheduler=schedulers, bucket_cap_mb=0.01, clip_grad_norm=0.5, ema=0.9
+    )
+
+    def body(step: ddp.Step) -> None:
+        for (x,) in step.batches:
+            step.backward(model(x).pow(2).mean())
+        if run.options.level == "resume" and run.world_size > 1:
+            assert len(determinism.buckets(model)) > 1, "DDP averages it, beside backward"
+
+    return body, [net]
+
+
+def one_by_one(run: ddp.Run) -> tuple[Body, list[nn.Module]]:
+    """Two models that never meet, prepared in two calls, updated together by commit()."""
+    first, second = small(16, 96, 4), small(16, 96, 4)
+    a, _ = run.prepare(first, adam(first), ema=0.9, bucket_cap_mb=0.01)
+    b, _ = run.prepare(second, adam(second), clip_grad_norm=0.1)
+
+    def body(step: ddp.Step) -> None:
+        for (x,) in step.batches:
+            step.backward(a(x).pow(2).mean())
+            if step.index % 2:  # else nothing reaches the second: it does not advance
+                step.backward(b(x).pow(2).mean())
+
+    return body, [first, second]
+
+
+def losses(kind: str) -> Callable[[ddp.Run], tuple[Body, list[nn.Module]]]:
+    def two(run: ddp.Run) -> tuple[Body, list[nn.Module]]:
+        net = small(16, 96, 96, 4)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), 0.1), bucket_cap_mb=0.01)
+
+        def parts(x: torch.Tensor) -> Iterator[torch.Tensor]:
+            out = model(x)
+            yield out.pow(2).mean()
+            if kind == "two forwards by turns":
+                out = model(x)
+            yield (out - x[:, :4]).pow(2).mean()
+
+        def body(step: ddp.Step) -> None:
+            for (x,) in step.batches:
+                if kind == "sum":
+                    step.backward(sum(parts(x)))  # type: ignore[arg-type]
+                elif kind == "two forwards":
+                    step.backward(model(x).pow(2).mean() + 0 * model(x).sum())
+                    step.backward((model(x) - x[:, :4]).pow(2).mean())
+                else:
+                    for number, loss in enumerate(parts(x)):
+                        step.backward(loss, retain_graph=not number)
+
+        return body, [net]
+
+    return two
+
+
+@dataclass
+class Training:
+    directory: Path
+    make: Callable[[ddp.Run], tuple[Body, list[nn.Module]]]
+    start: dict[str, Any] = field(default_factory=dict)
+    die: tuple[int, int] | None = None  # rank, index of the step
+
+    def __call__(self, rank: int) -> None:
+        torch.manual_seed(3)
+        data = TensorDataset(torch.randn(110, 16))
+        run = ddp.start(
+            total_steps=STEPS, global_batch=36, seed=5, snapshot_every=EVERY,
+            check_every=1,  # the ranks hold the same parameters after each step
+            snapshot_dir=self.directory / "snapshots", **self.start,
+        )  # fmt: skip
+        body, models = self.make(run)
+        for step in run.steps(data):
+            if (rank, step.index) == self.die:
+                await_snapshot(max((self.directory / "snapshots").glob("0*")), EVERY)
+                os.kill(os.getpid(), signal.SIGKILL)
+            body(step)
+            step.commit()
+        hashes = f"{run.weights_sha256()} {run.state_sha256()}"
+        (self.directory / f"result-{rank}").write_text(hashes)
+        torch.save([net.state_dict() for net in models], self.directory / f"weights-{rank}")
+        run.finish()
+
+    def outcome(self) -> list[str]:
+        return [(self.directory / f"result-{rank}").read_text() for rank in range(3)]
+
+    def weights(self) -> list[dict[str, torch.Tensor]]:
+        return torch.load(self.directory / "weights-0")  # type: ignore[no-any-return]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "gan": {"make": gan},
+    "gan, fp16, accumulated": {
+        "make": lambda run: gan(run, norm=False, clip_grad_norm=0.5),
+        "start": {"precision": "fp16", "micro_batches": 2},
+    },
+    "gan by itself": {"make": gan_by_itself},
+    "muon": {"make": muon},
+    "muon, elastic": {"make": muon, "start": {"level": "elastic", "shards": 6}},
+    "one by one": {"make": one_by_one},
+    "two losses": {"make": losses("two backwards")},
+    "two losses, elastic": {
+        "make": losses("two backwards"), "start": {"level": "elastic", "shards": 6},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_killed_and_resumed_is_undisturbed_bit_for_bit(gang, tmp_path, case):  # type: ignore[no-untyped-def]
+    undisturbed, disturbed = (Training(tmp_path / name, **CASES[case]) for name in "ab")
+    undisturbed.directory.mkdir()
+    assert gang.run(undisturbed) == ALL_0, gang.log(0)
+    disturbed.directory.mkdir()
+    disturbed.die = (1, 5)
+    assert gang.run(disturbed) == {0: 75, 1: -9, 2: 75}, gang.log(0)
+    disturbed.die = None
+    assert gang.run(disturbed) == ALL_0, gang.log(0)
+    assert f"resuming after step {EVERY}" in gang.log(0)
+    assert disturbed.outcome() == undisturbed.outcome()
+
+
+@pytest.mark.parametrize(
+    ("make", "same"),
+    [
+        (lambda run: gan(run, norm=False, make=sgd), None),
+        (losses("two backwards"), losses("sum")),
+        (losses("two forwards"), losses("sum")),
+        (losses("two forwards by turns"), losses("sum")),
+    ],
+)
+@pytest.mark.parametrize("micro", [1, 2])
+def test_it_is_the_mean_over_all_samples(gang, tmp_path, make, same, micro):  # type: ignore[no-untyped-def]
+    """Three ranks and one hold the same weights, but for rounding. ``same``: said otherwise."""
+    found = []
+    for world, made in ((3, make), (1, same or make)):
+        training = Training(tmp_path / str(world), made, {"micro_batches": micro})
+        training.directory.mkdir()
+        assert gang.run(training, world=world) == dict.fromkeys(range(world), 0), gang.log(0)
+        found.append(training.weights())
+    for three, one in zip(*found, strict=True):
+        for name, tensor in three.items():
+            torch.testing.assert_close(tensor, one[name], rtol=1e-3, atol=1e-4)
+
+
+def test_what_would_train_nothing_or_apart_is_refused_with_the_cure(gang):  # type: ignore[no-untyped-def]
+    def refuse(rank: int) -> None:
+        run = ddp.start(total_steps=9, global_batch=6)
+        g, d, frozen = small(16, 4), small(4, 1), small(16, 4).requires_grad_(False)
+        with refused(r"parameter 'model2\.0\.weight'.*run\.prepare\(model, \[first, second\]\)"):
+            run.prepare([g, d], adam(g))
+        with refused("not the model's: give prepare\\(\\) all models"):
+            run.prepare(g, [adam(g), adam(d)])
+        with refused("no parameter that requires a gradient"):
+            run.prepare(frozen, adam(g))
+        with refused("several models and comm_hook"):
+            run.prepare([g, d], [adam(g), adam(d)], comm_hook="bf16")
+        wg, og = run.prepare(g, adam(g))
+        with refused("the same model twice"):
+            run.prepare(g, adam(g))
+        wd, od = run.prepare(d, adam(d))
+        run.register("late", nn.Linear(1, 1))
+        with refused("several models: say which one"), run.evaluating():
+            pass
+        with run.evaluating(model=wd) as module:
+            assert module is d
+        steps = iter(run.steps(TensorDataset(torch.randn(24, 16))))
+        with refused("prepare all models before it"):
+            step = next(steps)
+            run.prepare(small(1, 1), adam(frozen))
+        with pytest.raises(ddp.NotCommittedError, match=r"update\(\) was called before"):
+            step.update(og)
+        step.backward(wg(next(step.batches)[0]).mean())
+        with refused("was given an optimizer, Adam, that prepare"):
+            step.update(adam(g))
+        with refused("no gradient has reached the parameters of the Adam"):
+            step.update(od)
+        step.backward(wg(torch.ones(2, 16)).mean())
+        step.update(og, og)
+        step.backward(wd(torch.ones(2, 4)).mean())
+        with refused("whose gradients nothing would apply: call step\\.update"):
+            step.commit()
+        step.update()  # with all; G has none now
+        step.commit()
+
+    assert gang.run(refuse, world=1) == {0: 0}, gang.log(0)
+
+
+def refused(words: str) -> Any:
+    return pytest.raises(ddp.ConfigError, match=words)
+
+
+@pytest.mark.parametrize("change", ["freeze", "thaw"])
+def test_requires_grad_may_not_change_within_one_model(gang, change):  # type: ignore[no-untyped-def]
+    def program(rank: int) -> None:
+        run = ddp.start(total_steps=9, global_batch=6)
+        net = small(16, 8, 4)
+        net[2].requires_grad_(change == "freeze")
+        model, _ = run.prepare(net, adam(net))
+        for step in run.steps(TensorDataset(torch.randn(24, 16))):
+            if step.index == 2:
+                net[2].requires_grad_(change != "freeze")
+            for (x,) in step.batches:
+                step.backward(model(x).pow(2).mean())
+            step.commit()
+
+    assert gang.run(program, world=2) == {0: 64, 1: 64}, gang.log(0)
+    assert "requires_grad of a parameter was changed after prepare()" in gang.log(0)

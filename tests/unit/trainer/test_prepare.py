@@ -1,0 +1,113 @@
+"""What prepare() takes: one or several, by which names, on which device, whose scheduler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.optim.update import check_parameters, match_schedulers
+from ddpjob_trainer.training.prepare import _name, named, place, shaped_like
+
+CPU, META = torch.device("cpu"), torch.device("meta")  # meta stands for an accelerator
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), 0.1)
+
+
+def test_a_model_that_lies_on_several_devices_stays_there():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device=META))
+    place(model, torch.device("meta"))
+    assert [layer.weight.device for layer in model] == [CPU, META]
+    place(model, CPU)
+    assert [layer.weight.device for layer in model] == [CPU, META]
+
+
+def test_a_model_on_another_device_of_its_users_choice_stays_there():
+    model = nn.Linear(2, 2, device=META)
+    place(model, CPU)
+    assert model.weight.device == META
+
+
+def test_a_buffer_elsewhere_counts():
+    model = nn.BatchNorm1d(2)
+    model.running_mean = torch.zeros(2, device=META)
+    place(model, META)
+    assert model.weight.device == CPU
+
+
+def test_a_model_on_the_cpu_is_moved():
+    model = nn.BatchNorm1d(2)
+    place(model, META)
+    assert {t.device for t in (*model.parameters(), *model.buffers())} == {META}
+
+
+def test_names_go_on_over_several_calls():
+    one, two = nn.Linear(1, 1), nn.Linear(1, 1)
+    assert list(named(one, nn.Module, "model", 0)) == ["model"]
+    assert list(named([one, two], nn.Module, "model", 0)) == ["model", "model2"]
+    assert list(named((one, two), nn.Module, "model", 2)) == ["model3", "model4"]
+    assert named({"g": one}, nn.Module, "model", 5) == {"g": one}
+    assert list(named(nn.ModuleList([one]), nn.Module, "model", 0)) == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ([], "needs a torch Module"), (None, "not NoneType"), ("net", "not str"),
+        ([nn.Linear(1, 1), 3], "got a int"), ({"a.b": nn.Linear(1, 1)}, "'a.b' is no name"),
+        ({1: nn.Linear(1, 1)}, "1 is no name"), ([nn.Identity()] * 2, "the same model twice"),
+    ],
+)  # fmt: skip
+def test_what_is_none_is_refused(value, words):  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=words):
+        named(value, nn.Module, "model", 0)
+
+
+def test_results_come_back_in_the_shape_that_was_given():
+    given: Any = nn.Linear(1, 1)
+    assert shaped_like(given, [7]) == 7
+    assert shaped_like([given], [7]) == [7]
+    assert shaped_like((given, given), [7, 8]) == [7, 8]
+    assert shaped_like({"a": given, "b": given}, [7, 8]) == {"a": 7, "b": 8}
+
+
+def test_snapshots_of_one_optimizer_keep_their_name():
+    assert _name("optimizer", "optimizer", "optimizer") == "optimizer"
+    assert _name("scheduler", "optimizer2", "optimizer") == "scheduler2"
+    assert _name("ema", "g", "model") == "ema.g"
+    assert _name("ema", "models", "model") == "ema.models"
+
+
+def test_a_scheduler_belongs_to_its_optimizer_wherever_it_stands():
+    optimizers = [sgd(nn.Linear(1, 1)) for _ in range(3)]
+    last, first = StepLR(optimizers[2], 1), StepLR(optimizers[0], 1)
+    assert match_schedulers(optimizers, [last, first]) == [first, None, last]
+    assert match_schedulers(optimizers, [None]) == [None] * 3
+    own = object()  # says nothing of an optimizer
+    assert match_schedulers(optimizers, [None, own, last]) == [None, own, last]
+    for wrong, words in (
+        ([StepLR(sgd(nn.Linear(1, 1)), 1)], "another optimizer"),
+        ([own], "another optimizer"),
+        ([first, StepLR(optimizers[0], 1)], "two schedulers for one optimizer"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            match_schedulers(optimizers, wrong)
+
+
+def test_every_parameter_has_an_optimizer_and_every_optimizer_a_model():
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    parts = [sgd(part) for part in model]
+    check_parameters(dict(model.named_parameters()), parts)
+    with pytest.raises(ConfigError, match=r"no optimizer .* holds the parameter '1\.weight'"):
+        check_parameters(dict(model.named_parameters()), parts[:1])
+    model[1].requires_grad_(False)
+    check_parameters(dict(model.named_parameters()), parts[:1])
+    with pytest.raises(ConfigError, match="not the model's"):
+        check_parameters(dict(model[0].named_parameters()), parts)

@@ -1,0 +1,81 @@
+"""Which batch a backward belongs to, and when a step may update and end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ddpjob_trainer.errors import ConfigError, NotCommittedError
+from ddpjob_trainer.gradients.ddp import Part
+from ddpjob_trainer.training.step import Step
+
+LOSS = torch.tensor(1.0)
+
+
+def step(*samples: int) -> Step:
+    parts = [Part(np.arange(n), n, sum(samples), 0) for n in samples]
+    nothing: Any = None
+    return Step(nothing, 4, parts, iter(()))
+
+
+def backward(found: Step) -> int:
+    number = found.part()
+    found.add(number, LOSS)
+    return number
+
+
+def test_batch_by_batch_each_with_as_many_losses_as_it_has():
+    found = step(2, 3)
+    assert backward(found) == 0, "a script may have batches of its own"
+    found = step(2, 3)
+    found.handed = 1
+    assert [backward(found), backward(found)] == [0, 0]
+    with pytest.raises(NotCommittedError, match=r"commit\(\) was called after 1 of 2 batches"):
+        found.check_commit()
+    found.handed = 2
+    assert [backward(found), backward(found)] == [1, 1]
+    found.check_commit()
+    assert [float(loss) for loss in found.losses] == [2.0, 2.0]
+
+
+def test_collected_batches_have_one_loss_each_between_two_updates():
+    found = step(2, 3)
+    found.handed = 2
+    assert [backward(found), backward(found)] == [0, 1]
+    found.check_update("update()")
+    found.updated()
+    with pytest.raises(NotCommittedError, match=r"update\(\) was called before"):
+        found.check_update("update()")
+    assert backward(found) == 0
+    with pytest.raises(ConfigError, match="whose gradients nothing would apply"):
+        found.check_commit()
+    assert backward(found) == 1
+    with pytest.raises(ConfigError, match="may have one loss each"):
+        backward(found)
+    found.updated()
+    found.check_commit()
+
+
+def test_one_that_looks_a_batch_ahead_has_one_loss_each_too():
+    found = step(3, 3, 3)
+    found.handed = 2
+    assert backward(found) == 0
+    found.handed = 3
+    assert [backward(found), backward(found)] == [1, 2]
+    with pytest.raises(ConfigError, match="add several losses of a batch up"):
+        backward(found)
+
+
+def test_commit_needs_a_backward_and_comes_once():
+    found = step(2)
+    with pytest.raises(NotCommittedError, match=r"commit\(\) was called before step\.backward"):
+        found.check_commit()
+    backward(found)
+    found.committed = True
+    with pytest.raises(NotCommittedError, match="called twice"):
+        found.check_commit()
+    with pytest.raises(NotCommittedError, match=r"update\(\) was called after step\.commit"):
+        found.check_update("update()")
