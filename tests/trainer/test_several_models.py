@@ -280,7 +280,7 @@ def test_what_would_train_nothing_or_apart_is_refused_with_the_cure(gang):  # ty
         with refused("prepare all models before it"):
             step = next(steps)
             run.prepare(small(1, 1), adam(frozen))
-        with pytest.raises(ddp.NotCommittedError, match=r"update\(\) was called before"):
+        with pytest.raises(RuntimeError, match=r"update\(\) was called before"):
             step.update(og)
         step.backward(wg(next(step.batches)[0]).mean())
         with refused("was given an optimizer, Adam, that prepare"):

@@ -150,7 +150,7 @@ def _tensors_of(name: str, obj: Stateful) -> dict[str, torch.Tensor]:
     """What must be equal on all ranks of something registered.
 
     An optimizer's state is left out: what is wrong with it is in the parameters a step later, and
-    asking ZeRO's or a hook's for it would gather it. So are an average's buffers, which are those
+    asking ZeRO's for it would gather it. So are an average's buffers, which are those
     of its model.
     """
     if isinstance(obj, AveragedModel):

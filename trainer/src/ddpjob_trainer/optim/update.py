@@ -118,7 +118,7 @@ class Updater:
             if clip.bound is not None and clip.norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(parameters, clip.bound, clip.norm)
         applied = [unit for unit in units if self._step(unit)]
-        if self.scaler is not None:
+        if self.scaler is not None and units:
             self.scaler.update()
         for unit in applied:
             if unit.scheduler is not None:

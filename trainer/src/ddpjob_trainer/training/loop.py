@@ -205,11 +205,10 @@ class Loop:
                 " step.commit() only, or use level='resume'"
             )
         step.check_update("update()")
-        updater = self._trained.updater
-        units = updater.find(optimizers) or updater.units
+        given = self._trained.updater.find(optimizers)
         with self._peers:
-            allowed = self._average(units)
-            for unit in units:
+            units, allowed = self._average(given or self._trained.updater.units)
+            for unit in given:
                 if not unit.has_gradients():
                     raise ConfigError(
                         f"step {step.index}: no gradient has reached the parameters of the"
@@ -227,18 +226,18 @@ class Loop:
             if step.updates:
                 self._tell(step, allowed=True)
             else:
-                units = self._trained.updater.units
-                allowed = self._average(units)
-                if len(units) > 1:
-                    units = [unit for unit in units if unit.has_gradients()]
+                units, allowed = self._average(self._trained.updater.units)
                 self._tell(step, allowed=allowed)
                 self._apply(step, units, allowed=allowed, told=True)
         self._progress.at("body")
         failpoints.reach("step")
         step.committed = True
 
-    def _average(self, units: Sequence[Unit]) -> bool:
-        """Make the gradients of these equal on all ranks. Return whether they may be applied."""
+    def _average(self, units: Sequence[Unit]) -> tuple[list[Unit], bool]:
+        """Make the gradients of these optimizers' parameters equal on all ranks.
+
+        Return those of several that a gradient has reached, and whether they may be applied.
+        """
         updater = self._trained.updater
         self._progress.at("backward")
         updater.check_gradients()
@@ -247,9 +246,11 @@ class Loop:
             self._compare_layout()
         self._progress.at("update")
         self._trained.forwards = 0
-        measured = updater.measure(units)
+        reached = [unit for unit in units if len(units) == 1 or unit.has_gradients()]
+        measured = updater.measure(reached)
         # A scaler decides itself: overflows are its daily bread.
-        return updater.scaler is not None or all(self._nan.allows(*one) for one in measured)
+        finite = updater.scaler is not None or all(self._nan.allows(*one) for one in measured)
+        return reached, finite
 
     def _apply(
         self, step: Step, units: Sequence[Unit], *, allowed: bool, told: bool = False
