@@ -38,6 +38,28 @@ _LOST = (
     "NCCL communicator was aborted",
     "remote process exited",
 )
+#: A backend's words for what is wrong here, with which every new process would meet the same.
+_MISCONFIGURED = (
+    "ncclInvalidUsage",  # "Duplicate GPU detected", messages of unequal size
+    "Mismatched NCCL version",
+    "NCCL version mismatch",
+    "Unable to find address for",  # GLOO_SOCKET_IFNAME
+    "Unable to find interface for",
+    "no GPUs found",
+)
+#: And for what this process or its GPU lacks or did wrong; a new one may do better.
+_OWN = (
+    "ncclInvalidArgument",
+    "ncclUnhandledCudaError",
+    "out of memory",
+    "Cannot allocate memory",
+    "shared memory segment",
+    "No space left on device",
+    "Too many open files",
+    "nvmlDevice",
+    "doesn't match expected size",
+    "op.preamble.length",
+)
 _LOST_TYPES = (PeerLostError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
 #: torch's and this whole package's code: an error raised in there may be the transport's.
 _TRANSPORT_CODE = tuple(
@@ -129,13 +151,23 @@ def agree(world: World, facts: Mapping[str, Any]) -> None:
 
 def is_peer_loss(error: BaseException) -> bool:
     """Tell a transport's complaint about a peer from a mistake in this process."""
-    if isinstance(error, _LOST_TYPES):
+    if isinstance(error, PeerLostError):
         return True
     text = str(error)
+    if any(words in text for words in (*_MISCONFIGURED, *_OWN)) and "ncclRemoteError" not in text:
+        return False
+    if isinstance(error, _LOST_TYPES):
+        return True
     if not isinstance(error, RuntimeError) or not any(words in text for words in _LOST):
         return False
     # The user's own "Connection refused", of a database say, is no peer.
     return re.search("gloo|nccl", text, re.IGNORECASE) is not None or _raised_by_torch(error)
+
+
+def is_misconfiguration(error: BaseException) -> bool:
+    """Whether a backend complains about what no new process would find better."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(words in text for words in _MISCONFIGURED)
 
 
 def _raised_by_torch(error: BaseException) -> bool:
@@ -146,10 +178,15 @@ def _raised_by_torch(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def peer_loss() -> Iterator[None]:
-    """Turn a transport's errors into PeerLostError."""
+    """Turn a transport's errors into PeerLostError, or ConfigError."""
     try:
         yield
     except RuntimeError as error:
+        if is_misconfiguration(error):
+            raise ConfigError(
+                f"{brief(error)}: give each process a GPU of its own (LOCAL_RANK), each machine the"
+                " same NCCL, and NCCL_ and GLOO_SOCKET_IFNAME an interface that this machine has"
+            ) from error
         if is_peer_loss(error):
             raise PeerLostError(brief(error)) from error
         raise
@@ -160,6 +197,8 @@ def brief(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else type(error).__name__
     text = re.sub(r"^\[[^\]]*\.(cc|cpp|h):\d+\] ", "", text)
+    if last := re.search(r"^Last error: *\n?(.+)", str(error), re.MULTILINE):
+        text = f"NCCL: {last[1].strip()}"  # its first line names a place in torch's source
     return text.partition(". This is typically")[0][:300]
 
 

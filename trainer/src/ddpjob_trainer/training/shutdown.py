@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-from ddpjob_trainer.comm.world import brief, is_peer_loss, leave
+from ddpjob_trainer.comm.world import brief, is_misconfiguration, is_peer_loss, leave
 from ddpjob_trainer.contract import ExitCode
 from ddpjob_trainer.errors import ConfigError, DivergedError, PeerLostError
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter
@@ -169,7 +169,7 @@ def exit_code_of(error: BaseException) -> int:
     """Exit code of the contract for an error that ends the process."""
     if is_peer_loss(error):
         return ExitCode.PEER_LOST
-    if isinstance(error, ConfigError):
+    if isinstance(error, ConfigError) or is_misconfiguration(error):
         return ExitCode.BAD_CONFIG
     if isinstance(error, DivergedError):
         return ExitCode.DIVERGED

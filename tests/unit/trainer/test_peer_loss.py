@@ -1,0 +1,128 @@
+"""What a backend's error means: a lost peer, a mistake that no restart cures, or one of this rank.
+
+The texts are those of gloo in torch 2.13, and of torch's and NCCL's libraries.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpjob_trainer.comm.world import brief, peer_loss
+from ddpjob_trainer.contract import ExitCode
+from ddpjob_trainer.errors import ConfigError, PeerLostError
+from ddpjob_trainer.training.shutdown import exit_code_of
+
+LOST, CONFIG, OWN = ExitCode.PEER_LOST, ExitCode.BAD_CONFIG, 1
+GLOO = "/pytorch/third_party/gloo/gloo/transport/tcp"
+
+
+def nccl(what: str, name: str, last: str) -> dist.DistBackendError:
+    place = "/pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93"
+    text = f"NCCL error in: {place}, {what}, NCCL version 2.28.9\n{name}\nLast error:\n{last}"
+    return dist.DistBackendError(text)
+
+
+USAGE = (
+    "invalid usage (run with NCCL_DEBUG=WARN for details)",
+    "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.",
+)
+CUDA = (
+    "unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
+    "ncclUnhandledCudaError: Call to CUDA function failed.",
+)
+SYSTEM = (
+    "unhandled system error (run with NCCL_DEBUG=INFO for details)",
+    (
+        "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or"
+        " device error. "
+    ),
+)
+INTERNAL = ("internal error", "ncclInternalError: Internal check failed.")
+REMOTE = (
+    "remote process exited or there was a network error",
+    (
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process"
+        " exiting prematurely."
+    ),
+)
+ARGUMENT = ("invalid argument", "ncclInvalidArgument: Invalid value for an argument.")
+
+CASES: list[tuple[BaseException, int]] = [
+    (nccl(*USAGE, "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device ac000"), CONFIG),
+    (
+        nccl(
+            *USAGE, "Mismatched NCCL version detected : rank 0 version 22809 rank 1 version 22705"
+        ),
+        CONFIG,
+    ),
+    (nccl(*ARGUMENT, "Invalid rank requested : 2/2"), OWN),
+    (nccl(*CUDA, "Cuda failure 2 'out of memory'"), OWN),
+    (nccl(*CUDA, "Failed to CUDA calloc async 4 bytes"), OWN),
+    (
+        nccl(
+            *SYSTEM,
+            "Error while creating shared memory segment /dev/shm/nccl-x (size 9637888),"
+            " error: No space left on device (28)",
+        ),
+        OWN,
+    ),
+    (nccl(*SYSTEM, "nvmlDeviceGetHandleByPciBusId() failed: Not Found"), OWN),
+    (
+        nccl(*SYSTEM, "socketStartConnect: Connect to 10.0.0.1<41> failed : Connection refused"),
+        LOST,
+    ),
+    (nccl(*INTERNAL, "Net : Connection closed by remote peer host<50260>"), LOST),
+    (
+        nccl(
+            *REMOTE,
+            "socketProgressOpt: Call to recv from 10.0.0.1<33759> failed : Connection reset"
+            " by peer",
+        ),
+        LOST,
+    ),
+    (nccl(*REMOTE, "Cuda failure 2 'out of memory'"), LOST),  # said of an earlier call
+    (dist.DistBackendError("NCCL communicator was aborted on rank 1."), LOST),
+    (dist.DistNetworkError("failed to recv, got 0 bytes"), LOST),
+    (
+        RuntimeError(f"[{GLOO}/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer."),
+        LOST,
+    ),
+    (RuntimeError(f"[{GLOO}/unbound_buffer.cc:78] Timed out waiting 10000ms for recv"), LOST),
+    (
+        RuntimeError(
+            f"[enforce fail at {GLOO}/device.cc:84] ifa != nullptr. Unable to find address"
+            " for: nosuch0"
+        ),
+        CONFIG,
+    ),
+    (
+        RuntimeError(
+            f"[enforce fail at {GLOO}/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4. "
+            "Received data size doesn't match expected size."
+        ),
+        OWN,
+    ),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), OWN),
+    (RuntimeError("mysql: Connection refused"), OWN),
+    (ValueError("ProcessGroupNCCL is only supported with GPUs, no GPUs found!"), OWN),
+    (ValueError("ncclInvalidUsage in a text of the user's"), OWN),
+]
+
+
+@pytest.mark.parametrize(("error", "code"), CASES)
+def test_the_exit_code_is_that_of_the_fault(error, code):  # type: ignore[no-untyped-def]
+    assert exit_code_of(error) == code
+    expected = {LOST: PeerLostError, CONFIG: ConfigError}.get(code, type(error))
+    with pytest.raises(expected), peer_loss():
+        raise error
+
+
+def test_a_misconfiguration_names_what_nccl_found_and_the_cure():  # type: ignore[no-untyped-def]
+    error = nccl(*USAGE, "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device ac000")
+    with pytest.raises(ConfigError, match=r"NCCL: Duplicate GPU .* a GPU of its own"), peer_loss():
+        raise error
+    assert brief(nccl(*CUDA, "Cuda failure 2 'out of memory'")) == (
+        "NCCL: Cuda failure 2 'out of memory'"
+    )
