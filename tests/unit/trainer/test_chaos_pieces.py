@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 
 from ddpjob_trainer import cli, failpoints
 from ddpjob_trainer.chaos import compare
-from ddpjob_trainer.chaos.disturbance import Disturbance, Made, Pace
+from ddpjob_trainer.chaos.disturbance import ChaosError, Disturbance, Made, Pace
 from ddpjob_trainer.chaos.job import environment_of_job
 from ddpjob_trainer.chaos.kills import LAUNCHER, SIGNALS, STARTING, Kill, plan_kills
 from ddpjob_trainer.chaos.records import Records
@@ -249,3 +250,53 @@ def test_no_gang_that_was_told_to_stop_waits_at_the_gate(tmp_path, sent, room, r
     gate = int.from_bytes((tmp_path / GATE).read_bytes(), "little")
     assert gate >= watch.step + room
     assert gate <= watch.step + room + 4
+
+
+def at_the_end(directory: Path, say: Callable[[str], None] = print) -> Disturbance:
+    """A gang of two whose ranks have made all 10 steps."""
+    for rank in range(2):
+        lines = [{"event": "start", "at": 1.0, "attempt": 1, "round": 0, "pid": 100 + rank}]
+        lines += [{"event": "step", "at": 2.0, "step": n, "losses": []} for n in range(1, 11)]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (directory / f"rank-{rank}.jsonl").write_text(text)
+    pace = Pace(total_steps=10, every=5, step_seconds=0.01, start_seconds=1.0)
+    ended = SimpleNamespace(
+        launch=lambda: None, running=lambda: False, exit_code=0, attempt=1, pid=0
+    )
+    records = Records(directory, 2)
+    records.look()
+    return Disturbance(ended, records, directory, pace, 5.0, say)  # type: ignore[arg-type]
+
+
+def test_kills_that_come_after_the_end_are_told_and_no_error(tmp_path: Path) -> None:
+    """A restart whose snapshot holds the last step ends without passing the gate."""
+    told: list[str] = []
+    driver = at_the_end(tmp_path, told.append)
+    kill = replace(planned()[0], number=1, step=9, victim=0, signal=signal.SIGKILL, point="")
+    driver.made.append(Made(kill, 0.0, 1, (1, 0), [1, 1], 100))
+    driver.run([kill, replace(kill, number=2, step=10, victim=1)])
+    assert [made.how for made in driver.made] == ["finished"]
+    assert "finished" in told[0]
+    assert told[1].startswith("kill     2/2")
+    assert told[1].endswith("not made: training had ended")
+
+
+def test_without_a_single_kill_it_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ChaosError, match="training ended before"):
+        at_the_end(tmp_path).run([planned()[0]])
+
+
+def test_a_gang_told_to_stop_at_its_last_step_has_survived(tmp_path: Path) -> None:
+    driver = at_the_end(tmp_path)
+    kill = replace(planned()[0], step=9, victim=0, signal=signal.SIGTERM, point="", resumes=False)
+    made = Made(kill, 0.0, 1, (1, 0), [10, 10], 100)
+    driver.made.append(made)
+    assert driver._how(made) == "went on"
+    assert driver._how(replace(made, kill=replace(kill, signal=signal.SIGKILL))) == ""
+    assert driver._how(replace(made, kill=replace(kill, point="barrier"))) == ""
+
+
+def test_the_gate_holds_the_last_step_until_the_barrier_is_armed(tmp_path: Path) -> None:
+    driver = at_the_end(tmp_path)
+    driver._limit(replace(planned()[0], step=10, point="barrier"))
+    assert int.from_bytes((tmp_path / GATE).read_bytes(), "little") == 10

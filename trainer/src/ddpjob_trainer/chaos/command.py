@@ -200,6 +200,7 @@ def _as_json(settings: Settings, result: Result) -> dict[str, Any]:
         "identical": not result.differences,
         "nproc": settings.nproc,
         "seed": settings.seed,
+        "planned": result.planned,
         "kills": kills,
         "launches": result.launches,
         "undisturbed_sha256": result.calm,

@@ -37,6 +37,10 @@ class ChaosError(Exception):
     """The run did not come to its end; the message says how far it came."""
 
 
+class _TooLateError(ChaosError):
+    """Training ended before a kill could be made."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pace:
     """How fast the undisturbed run was, in seconds, and how many steps it made."""
@@ -80,10 +84,28 @@ class Disturbance:
     _room: int = 0  # steps that a gang may need to come to an end
 
     def run(self, kills: list[Kill]) -> None:
-        """Make all kills, then let training end. Raises ChaosError."""
+        """Make all kills, then let training end. Raises ChaosError.
+
+        Only where training ended first, ``made`` has fewer: a restart after the last step goes
+        through no gate.
+        """
         self._limit(kills[0])
         self.job.launch()
         self._until(self.records.together, "all ranks made a first step")
+        try:
+            self._disturb(kills)
+        except _TooLateError:
+            if not self.made:
+                raise
+            self.made[-1].how = self.made[-1].how or "finished"
+            self._tell(len(kills))
+            for kill in kills[len(self.made) :]:
+                number = f"{kill.number}/{len(kills)}"
+                self.say(f"kill {number:>7}  {kill!s:<58} not made: training had ended")
+        open_gate(self.directory / GATE, OPEN)
+        self._until(lambda: self._finished, "training ended")
+
+    def _disturb(self, kills: list[Kill]) -> None:
         for index, kill in enumerate(kills):
             following = kills[index + 1] if index + 1 < len(kills) else None
             self._limit(kill)
@@ -93,8 +115,6 @@ class Disturbance:
             if following is None or not following.restarting:
                 self._return(made)
                 self._tell(len(kills))
-        open_gate(self.directory / GATE, OPEN)
-        self._until(lambda: self._finished, "training ended")
 
     # --- Seeing --------------------------------------------------------------------------
 
@@ -128,7 +148,7 @@ class Disturbance:
             elif time.monotonic() - since > self.patience:
                 raise ChaosError(f"no sign of life for {self.patience:g} s, still not: {what}")
             if self._finished and not condition():
-                raise ChaosError(f"training ended before: {what}")
+                raise _TooLateError(f"training ended before: {what}")
             time.sleep(_LOOK_SECONDS)
 
     def _pause(self, seconds: float) -> None:
@@ -143,16 +163,15 @@ class Disturbance:
         But one that was told to stop may first end the step after the next.
         """
         if kill.point == "barrier":
-            limit = OPEN
+            limit = self.pace.total_steps  # until the point is armed
         elif kill.point == "snapshot":
             limit = kill.step + 2 * self.pace.every
         elif kill.restarting:
             limit = max(kill.step, self.records.step) + 3
         else:
             limit = kill.step + 2
-        if limit != OPEN:
-            limit = min(max(limit, self.records.step + self._room), self.pace.total_steps)
-        open_gate(self.directory / GATE, limit)
+        limit = max(limit, self.records.step + self._room)
+        open_gate(self.directory / GATE, min(limit, self.pace.total_steps))
 
     # --- Killing -------------------------------------------------------------------------
 
@@ -234,6 +253,8 @@ class Disturbance:
         temporary = armed.with_suffix(".tmp")
         temporary.write_text(json.dumps(order))
         temporary.rename(armed)
+        if kill.point == "barrier":
+            open_gate(self.directory / GATE, OPEN)
         find = functools.partial(failpoints.fired, self.directory, kill.number)
         self._until(
             lambda: find() is not None or self._went_by(before), f"{kill.point} was reached"
@@ -280,6 +301,8 @@ class Disturbance:
         if newest > made.incarnation and self.records.together():
             return restarted
         stories = self.records.stories
+        if self._stops_no_more(made) and newest == made.incarnation:
+            return "went on"
         unhurt = made.kill.resumes or made.pid not in [story.pid for story in stories]
         moved = all(
             story.events >= events + 2 or story.ended
@@ -288,6 +311,11 @@ class Disturbance:
         if not (unhurt and moved and newest == made.incarnation):
             return ""
         return "went on" if newest == first.incarnation else restarted
+
+    def _stops_no_more(self, made: Made) -> bool:
+        """Whether it was told to stop too late: all ranks stand at the gate after the last step."""
+        done = all(story.step >= self.pace.total_steps for story in self.records.stories)
+        return done and made.kill.signal == signal.SIGTERM and made.kill.point != "barrier"
 
     def _tell(self, count: int) -> None:
         """One line for each kill since the last that came back."""

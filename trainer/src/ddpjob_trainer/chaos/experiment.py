@@ -43,8 +43,12 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How it went. ``differences`` empty: the two runs are equal bit for bit."""
+    """How it went. ``differences`` empty: the two runs are equal bit for bit.
 
+    ``made`` has fewer kills than were ``planned`` where training ended before the others.
+    """
+
+    planned: int
     made: list[Made]
     launches: int
     calm: str
@@ -78,6 +82,7 @@ def run(settings: Settings, say: Callable[[str], None]) -> Result:
     finally:
         job.end()
     result = Result(
+        planned=len(kills),
         made=disturbance.made,
         launches=job.attempt,
         calm=compare.sha256(calm.stories),
@@ -97,7 +102,9 @@ def _summary(result: Result) -> str:
             texts.append(f"{len(made)} {how}" + (f" (median {median:.2f} s)" if median else ""))
     again = len(result.made) - sum(1 for one in result.made if one.how)
     texts += [f"{again} killed again before it was back"] * bool(again)
-    return f"{len(result.made)} kills: {', '.join(texts)}"
+    left = result.planned - len(result.made)
+    count = f"{len(result.made)} of {result.planned}" if left else f"{len(result.made)}"
+    return f"{count} kills: {', '.join(texts)}"
 
 
 def _prepare(settings: Settings, name: str) -> tuple[Path, Records]:
