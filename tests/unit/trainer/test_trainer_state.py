@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.optim.update import begin_ema, make_ema
 from ddpjob_trainer.snapshot import shares as division
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.snapshot.write_plan import Captured, Shares, lay_out, measure
@@ -128,3 +129,27 @@ def test_a_generator_of_another_kind_is_refused():  # type: ignore[no-untyped-de
     snapshot.tensors["registered/noise/state"] = torch.zeros(16, dtype=torch.uint8)
     with pytest.raises(ConfigError, match=r"torch\.Generator was of another kind"):
         state.restore(memory_source(snapshot), 0)
+
+
+def test_an_average_may_come_and_go_if_asked_for():  # type: ignore[no-untyped-def]
+    model = nn.Linear(2, 2)
+    plain, averaged = TrainingState(model), TrainingState(nn.Linear(2, 2))
+    ema = make_ema(averaged.module, 0.9)
+    assert ema is not None
+    averaged.register("ema", ema)
+    with pytest.raises(ConfigError, match=r"same names, or start\(allow_changes='ema'\)"):
+        averaged.restore(memory_source(stored(plain)), 0)
+    averaged.restore(memory_source(stored(plain)), 0, ema_may_differ=True)
+    begin_ema(averaged.module, ema)
+    assert torch.equal(ema.module.weight, model.weight)
+    ema.update_parameters(averaged.module)
+    averaged.module.weight.data.zero_()
+    begin_ema(averaged.module, ema)
+    assert torch.equal(ema.module.weight, model.weight), "it has begun already"
+    with pytest.raises(ConfigError, match="register the same names"):
+        plain.restore(memory_source(stored(averaged)), 0)
+    plain.restore(memory_source(stored(averaged)), 0, ema_may_differ=True)
+    assert not model.weight.any()
+    plain.register("other", torch.Generator())
+    with pytest.raises(ConfigError, match=r"register the same names$"):
+        plain.restore(memory_source(stored(averaged)), 0, ema_may_differ=True)

@@ -65,6 +65,7 @@ class SnapshotSettings:
     keep: int
     resume: bool
     staging: str = "auto"  # see snapshot.staging.MODES
+    allow_changes: frozenset[str] = frozenset()  # see snapshot.manager.CHANGES
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class Options:
     precision: str = "fp32"
     nan_policy: str = "stop"
     check_every: int = 100  # steps between comparisons of the ranks' parameters, 0: never
+    resume: Path | None = None  # a file of weights to begin with, where there is no snapshot
 
     def check(self, world_size: int) -> None:
         """Raise ConfigError for a value that no run can have."""

@@ -174,6 +174,12 @@ def make_ema(module: torch.nn.Module, decay: float | None) -> AveragedModel | No
     return ema
 
 
+def begin_ema(module: torch.nn.Module, ema: AveragedModel) -> None:
+    """Let an average of which nothing is known yet begin with the weights as they are now."""
+    if not int(ema.n_averaged):
+        ema.module.load_state_dict(module.state_dict())
+
+
 def check_parameters(
     named: Mapping[str, torch.nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.progress import Progress
 
 Config = Mapping[str, Any]
+#: What start(allow_changes=...) may name: a run that goes on with other data is another run.
+CHANGES = ("global_batch", "data", "ema")
 _FAILING_SECONDS = 0.5
 _SLACK_BYTES = 64 << 10  # numbers in a header get longer
 
@@ -90,9 +92,11 @@ class Snapshots:
         loaded = opened.loaded
         if loaded is None:
             return 0, {}
-        _compare(loaded.config, config, self._world.rank)
+        allowed = self._settings.allow_changes
+        _compare(loaded.config, config, self._world.rank, allowed)
         # Level elastic: all ranks' generators are equal, and there may have been fewer of them.
-        state.restore(loaded.source, 0 if config["level"] == "elastic" else self._world.rank)
+        rank = 0 if config["level"] == "elastic" else self._world.rank
+        state.restore(loaded.source, rank, ema_may_differ="ema" in allowed)
         self._durable(loaded.step)
         if self._world.rank == 0:
             say(0, f"resuming after step {loaded.step}")
@@ -341,26 +345,33 @@ class Snapshots:
             self._hook = None
 
 
-def _compare(stored: Config, mine: Config, rank: int) -> None:
+def _compare(stored: Config, mine: Config, rank: int, allowed: Collection[str]) -> None:
     """Refuse to continue another run; warn where only bitwise equality is lost."""
-    for name, cure in (
-        ("seed", "the data order would change"),
-        ("global_batch", "the data order would change"),
-        ("samples", "the dataset is another one"),
-        ("tail", "the data order would change"),
-        ("order", "the data order would change"),
+    for name, change in (
+        ("seed", ""),
+        ("global_batch", "global_batch"),
+        ("samples", "data"),
+        ("tail", ""),
+        ("order", "data"),
     ):
+        if stored.get(name) == mine[name]:
+            continue
+        if change in allowed:
+            if rank == 0:
+                say(0, f"{name} was {stored.get(name)} and is {mine[name]}, as allow_changes says")
+            continue
         if name == "order" and name not in stored:
             raise ConfigError(
                 "the snapshot was made by an older version of ddpjob-trainer, which shuffled the"
                 " data in another order: finish the run with that version, or start anew with"
                 " snapshot.resume: Never"
             )
-        if stored.get(name) != mine[name]:
-            raise ConfigError(
-                f"the snapshot was made with {name}={stored.get(name)}, now it is {mine[name]}:"
-                f" {cure}. Use the old value, or start anew with snapshot.resume: Never"
-            )
+        what = "the dataset is another one" if name == "samples" else "the data order would change"
+        cure = f", go on with start(allow_changes={change!r})" if change else ""
+        raise ConfigError(
+            f"the snapshot was made with {name}={stored.get(name)}, now it is {mine[name]}: {what}."
+            f" Use the old value{cure}, or start anew with snapshot.resume: Never"
+        )
     elastic = mine["level"] == "elastic"
     if elastic and stored.get("shards") not in (None, mine["shards"]):
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -147,19 +148,23 @@ class TrainingState:
         own = {f"own/{n.removeprefix(prefix)}": t for n, t in captured.own.items()}
         return flat_sha256(Flat(captured.flat.tree, {**captured.flat.tensors, **own}))
 
-    def restore(self, source: Source, rank: int) -> None:
+    def restore(self, source: Source, rank: int, *, ema_may_differ: bool = False) -> None:
         """Put a state back. Every rank calls it at the same point.
 
-        Raises ConfigError when it belongs to another model, before anything is overwritten.
+        ``ema_may_differ``: moving averages that it has not stay as they are, those that nobody
+        has any more are left out. Raises ConfigError when it belongs to another model, before
+        anything is overwritten.
         """
         loader, model = Loader(source), _Inventory(self.module)
         stored = loader.outline
         caches = model.transient | set(stored.get("transient", ()))
         names = check_tensors(stored["model"], model.tensors, caches)
-        if stored["registered"].keys() != self.registered.keys():
+        odd = stored["registered"].keys() ^ self.registered.keys()
+        if odd and not (ema_may_differ and all(map(_is_ema, odd))):
+            cure = ", or start(allow_changes='ema')" if all(map(_is_ema, odd)) else ""
             raise ConfigError(
                 f"the snapshot holds {sorted(stored['registered'])}, this program registers"
-                f" {sorted(self.registered)}: register the same names"
+                f" {sorted(self.registered)}: register the same names{cure}"
             )
         loader.read_model({name: model.tensors[name] for name in names})
         extra = loader.read_object("extra") if stored.get("extra") else {}
@@ -167,6 +172,8 @@ class TrainingState:
             if name in extra:
                 part.set_extra_state(extra[name])
         for name in stored["registered"]:
+            if name not in self.registered:
+                continue
             obj = self.registered[name]
             obj.load_state_dict(loader.read_object("registered", name))
             lay_out_like_parameters(obj)
@@ -186,3 +193,8 @@ class TrainingState:
                 obj.load_state_dict(own["objects"][name])
                 lay_out_like_parameters(obj)
         rng.restore(own["rng"])
+
+
+def _is_ema(name: str) -> bool:
+    """Whether prepare(ema=...) has registered it: each model has one of its own."""
+    return re.fullmatch(r"ema(\d+|\..+)?", name) is not None

@@ -56,6 +56,8 @@ START: dict[str, dict[str, Any]] = {
     "snapshot_dir": {"metavar": "DIR", "help": "default: what the DDPJob says, else none"},
     "snapshot_every": {"type": int, "help": "steps between two snapshots (default: 50)"},
     "snapshot_keep": {"type": int, "help": "snapshots to keep (default: 3)"},
+    "resume": {"metavar": "FILE", "help": "weights to begin with, if there is no snapshot yet"},
+    "allow_changes": {"metavar": "NAMES", "help": "of global_batch,data,ema: may be changed"},
     "tensorboard_dir": {"metavar": "DIR", "help": "write there for TensorBoard"},
     "sinks": {"metavar": "NAMES", "help": "curves go to tensorboard,wandb,mlflow (default: none)"},
     "snapshot_staging": {

@@ -23,19 +23,22 @@ from ddpjob_trainer.errors import ConfigError, NotCommittedError
 from ddpjob_trainer.gradients.ddp import Averaging, Part
 from ddpjob_trainer.gradients.replica_check import DivergenceCheck
 from ddpjob_trainer.optim.nan_policy import NanPolicy
-from ddpjob_trainer.optim.update import Unit
+from ddpjob_trainer.optim.update import Unit, begin_ema
 from ddpjob_trainer.options import Options
 from ddpjob_trainer.snapshot.manager import Snapshots
 from ddpjob_trainer.state import rng
 from ddpjob_trainer.state.buffers import Backup
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.progress import Progress
+from ddpjob_trainer.training import best
+from ddpjob_trainer.training.best import Best
 from ddpjob_trainer.training.prepare import Trained
 from ddpjob_trainer.training.recorder import Recorder
 from ddpjob_trainer.training.run_config import OF_ALL, fingerprint, run_id
 from ddpjob_trainer.training.shutdown import Shutdown
 from ddpjob_trainer.training.step import Step
 from ddpjob_trainer.training.unsaved import Guard
+from ddpjob_trainer.training.warm_start import begin_with
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class Loop:
     ) -> None:
         fetch.check(dataset)
         self.finished_steps = 0
+        self.best: dict[str, Best] = {}  # by file, see run.keep_best()
         self.guard = Guard(
             trained.state,
             trained.known(),
@@ -130,6 +134,11 @@ class Loop:
             agree(self._world, {name: config[name] for name in OF_ALL} | self._snapshots.facts())
             self._snapshots.check(state)
             self.finished_steps, stored = self._snapshots.restore(state, config)
+            if not stored and self._options.resume is not None:
+                begin_with(self._options.resume, state.module, self._world)
+        for module, ema in self._trained.updater.emas:
+            begin_ema(module, ema)
+        self.best = best.unpacked(stored.get("best", {}))
         config["buckets"] = stored.get("buckets")
         config["run_id"] = run_id(stored, self._world.identity)
         self._progress.resumed(self.finished_steps, {**stored, "run_id": config["run_id"]})
@@ -317,7 +326,7 @@ class Loop:
             if self._divergence.due(done, snapshot=due):
                 self._divergence.check(done, self._trained.module, self._trained.compared())
             if due:
-                self._config |= self._progress.curves()
+                self._config |= {**self._progress.curves(), "best": best.packed(self.best)}
                 self._snapshots.save(done, self._trained.state, self._config, last=last)
             else:
                 self._snapshots.prepare(self._trained.state)

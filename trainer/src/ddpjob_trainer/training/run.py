@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from operator import index
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
@@ -21,10 +23,13 @@ from ddpjob_trainer.comm.teardown import leave_group
 from ddpjob_trainer.data import fetch
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.options import ModelOptions, Options
+from ddpjob_trainer.snapshot import weights
 from ddpjob_trainer.snapshot.training_state import weights_sha256
 from ddpjob_trainer.state.stateful import Stateful
+from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.run_log import checked
 from ddpjob_trainer.training import evaluation
+from ddpjob_trainer.training.best import Best, is_better
 from ddpjob_trainer.training.evaluation import Metric, Metrics
 from ddpjob_trainer.training.loop import Loop, Process
 from ddpjob_trainer.training.prepare import Model, Trained, named, shaped_like
@@ -248,6 +253,54 @@ class Run:
     def _step_to_log(self) -> int:
         within = self._loop is not None and self._loop.within_step
         return self.finished_steps + within
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        ema: bool = False,
+        model: torch.nn.Module | None = None,
+    ) -> None:
+        """Write the weights to a safetensors file, atomically; rank 0 does, at any time.
+
+        It holds the model's state_dict() (``ema``: the moving average's), with rank 0's buffers,
+        and can be given to start(resume=...). ``model``: which, of several; default: all, each
+        under its name. Other ranks may call it or not. Raises OSError.
+        """
+        trained = self._ready("save()")
+        if self.is_main:
+            module = trained.module
+            if ema or model is not None:
+                module = _evaluated(trained.model_of(model), ema=ema)
+            with self._process.progress.under("snapshot"):
+                about = {"step": str(self._step_to_log()), "ema": str(ema).lower()}
+                left_out = weights.save(Path(path), module, about)
+            if left_out:
+                say(0, f"warning: {', '.join(left_out)} is not in {path}: only tensors can be")
+
+    def keep_best(
+        self,
+        value: float | torch.Tensor,
+        path: str | os.PathLike[str],
+        *,
+        mode: str = "min",
+        ema: bool = False,
+        model: torch.nn.Module | None = None,
+    ) -> bool:
+        """Save the weights if this value is the best so far; return whether it is.
+
+        ``value``: as evaluate() returns it, equal on all ranks, within the loop or after it.
+        ``mode``: "min" or "max". What is best so far is kept in the snapshots. See save(). Raises
+        ConfigError, OSError.
+        """
+        if self._loop is None:
+            raise ConfigError("call keep_best() in the loop, or after it")
+        number, name = float(value), os.fspath(path)
+        better = is_better(number, mode, self._loop.best.get(name))
+        if better:
+            self.save(path, ema=ema, model=model)
+            self._loop.best[name] = Best(number, self._step_to_log(), mode)
+        return better
 
     def alive(self) -> None:
         """Tell the hang watchdog that a long piece of the script's own work makes progress."""

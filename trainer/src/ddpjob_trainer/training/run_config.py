@@ -17,7 +17,7 @@ from ddpjob_trainer.options import Options
 #: What must be equal on all ranks, lest they wait for different things.
 OF_ALL = (
     "seed", "global_batch", "micro_batches", "tail", "precision", "samples", "order",
-    "total_steps", "level", "shards", "nan_policy", "check_every",
+    "total_steps", "level", "shards", "nan_policy", "check_every", "resume",
 )  # fmt: skip
 
 
@@ -36,6 +36,7 @@ def fingerprint(options: Options, world: World, epochs: Epochs) -> dict[str, Any
         "shards": options.shards if options.level == "elastic" else None,
         "nan_policy": options.nan_policy,
         "check_every": options.check_every,
+        "resume": None if options.resume is None else str(options.resume),
         "threads": options.threads,
         "world_size": world.size,
         "device": world.device.type,

@@ -25,7 +25,7 @@ from ddpjob_trainer.liveness import stacks
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter
 from ddpjob_trainer.liveness.watchdog import Watchdog
 from ddpjob_trainer.options import Options
-from ddpjob_trainer.snapshot.manager import Snapshots
+from ddpjob_trainer.snapshot.manager import CHANGES, Snapshots
 from ddpjob_trainer.snapshot.staging import MODES
 from ddpjob_trainer.telemetry.console import Display
 from ddpjob_trainer.telemetry.event_log import EventLog
@@ -76,6 +76,8 @@ def start(
     snapshot_every: int | None = None,
     snapshot_keep: int | None = None,
     snapshot_staging: str = "auto",
+    resume: str | os.PathLike[str] | None = None,
+    allow_changes: str | Sequence[str] = (),
     events: str | os.PathLike[str] | None = None,
     tensorboard_dir: str | os.PathLike[str] | None = None,
     sinks: str | Sequence[str | Sink] | None = None,
@@ -101,6 +103,11 @@ def start(
     ``snapshot_*``: by default what the operator says in DDPJOB_SNAPSHOT_*; without a directory
     there are no snapshots. ``snapshot_staging``: whether the state is copied between two steps
     (``inline``) or beside the next one (``thread``); ``auto`` is inline on the CPU only.
+    ``resume``: a file of weights to begin with: a safetensors file, as `ddpjob-trainer snapshot
+    export` and run.save() write it, or a state_dict saved by torch. It counts where there is no
+    snapshot of this run yet; afterwards its own snapshots do.
+    ``allow_changes``: what may differ from the newest snapshot, which is else refused:
+    "global_batch", "data" (another dataset or order), "ema" (added or taken away).
     ``log_every``: steps between two lines of progress (default: 40 lines in the whole run).
     ``events``: file for one JSON object per step (default: DDPJOB_TRAINER_EVENTS, else none).
     ``tensorboard_dir``: for TensorBoard (default: DDPJOB_TRAINER_TENSORBOARD, else none).
@@ -139,6 +146,7 @@ def start(
         precision=precision,
         nan_policy=nan_policy,
         check_every=index(check_every),
+        resume=None if resume is None else Path(resume),
     )
     options.check(env.world_size)
     determinism.pin_arithmetic(options.level, options.threads)
@@ -147,6 +155,7 @@ def start(
     settings = _snapshot_settings(
         env.snapshot, snapshot_dir, snapshot_every, snapshot_keep, snapshot_staging
     )
+    settings = replace(settings, allow_changes=_changes(allow_changes))
     recorder = Recorder(env.chaos, env.rank)
     recorder.started(
         env.identity,
@@ -210,6 +219,14 @@ def _snapshot_settings(
         keep=keep or given.keep,
         staging=staging,
     )
+
+
+def _changes(given: str | Sequence[str]) -> frozenset[str]:
+    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else given
+    odd = next((name for name in names if name and name not in CHANGES), None)
+    if odd is not None:
+        raise ConfigError(f"allow_changes: {odd!r} must be one of {', '.join(CHANGES)}")
+    return frozenset(name for name in names if name)
 
 
 def _make_progress(

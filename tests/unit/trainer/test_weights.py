@@ -1,0 +1,178 @@
+"""Files of weights: what save() writes, what read() takes, what is refused; the best so far."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.snapshot import weights
+from ddpjob_trainer.snapshot.manager import _compare
+from ddpjob_trainer.training.best import Best, is_better, packed, unpacked
+from ddpjob_trainer.training.start import _changes
+
+
+class Tied(nn.Module):
+    """Weights under two names, a view, another order in memory, a buffer, a cache."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.image = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.register_buffer("row", torch.rand(3, 4)[1])
+        self.register_buffer("cache", torch.rand(2), persistent=False)
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> object:
+        return {"words": ["a"]}
+
+    def set_extra_state(self, state: object) -> None:
+        self.words = state
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+
+
+def test_what_is_saved_can_be_loaded(tmp_path):  # type: ignore[no-untyped-def]
+    path = tmp_path / "new" / "weights.safetensors"
+    model, other = Tied(0), Tied(1)
+    assert weights.save(path, model, {"step": "7"}) == []
+    assert load_file(path).keys() == model.state_dict().keys()
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "pt", "step": "7"}
+    weights.load(path, other)
+    assert equal(model, other)
+    weights.save(path, Tied(2), {})
+    weights.load(path, other)
+    assert equal(Tied(2), other)
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("kind", ["weights.pt", "weights.safetensors"])
+def test_plain_state_dicts_are_read_with_the_prefixes_of_wrappers(tmp_path, prefix, kind):  # type: ignore[no-untyped-def]
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    state = {f"{prefix}{name}": value for name, value in model.state_dict().items()}
+    path = tmp_path / kind
+    torch.save(state, path) if kind.endswith("pt") else save_file(state, path)
+    weights.load(path, other)
+    assert equal(model, other)
+
+
+def test_a_file_that_is_being_written_leaves_the_old_one(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    path = tmp_path / "weights"
+    weights.save(path, Tied(0), {})
+    (tmp_path / "weights.0badcafe.tmp").write_text("of a process that was killed")
+    monkeypatch.setattr(weights.os, "fsync", lambda fd: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        weights.save(path, Tied(1), {})
+    other = Tied(2)
+    weights.load(path, other)
+    assert equal(Tied(0), other)
+    assert [file.name for file in tmp_path.iterdir()] == ["weights"]
+
+
+def test_what_is_no_tensor_is_named_and_read_from_torchs_files(tmp_path):  # type: ignore[no-untyped-def]
+    assert weights.save(tmp_path / "weights", Extra(2, 2), {}) == ["_extra_state"]
+    torch.save(Extra(2, 2).state_dict(), tmp_path / "weights.pt")
+    model = Extra(2, 2)
+    weights.load(tmp_path / "weights.pt", model)
+    assert model.words == {"words": ["a"]}
+
+
+class Unsafe:
+    """What weights_only refuses to make."""
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read: No such file"),
+        ("directory", "is a directory: give a file of weights; `ddpjob-trainer snapshot export`"),
+        (b"not weights", "is neither a safetensors file nor a state_dict"),
+        (b"", "is neither a safetensors file nor a state_dict"),
+        ({"model": {}, "optimizer": {}}, "holds a dict of 'model', 'optimizer': give a plain"),
+        ([1], "holds list: give a plain state_dict"),
+        ({"weight": Unsafe()}, "with weights_only=True"),
+        ({"weight": torch.zeros(2, 3)}, 'Missing key.*"bias".*load them yourself before'),
+        ({"weight": torch.zeros(3, 3), "bias": torch.zeros(2)}, "size mismatch for weight"),
+        ({"weight": torch.zeros(2, 3), "bias": torch.zeros(2), "odd": torch.zeros(1)},
+         'Unexpected key.*"odd"'),
+    ],
+)  # fmt: skip
+def test_a_file_that_does_not_fit_is_refused_with_its_name(content, words, tmp_path):  # type: ignore[no-untyped-def]
+    path = tmp_path / "weights"
+    if content == "directory":
+        path.mkdir()
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    with pytest.raises(ConfigError, match=words) as error:
+        weights.load(path, nn.Linear(3, 2))
+    assert str(path) in str(error.value)
+
+
+# --- Keep the best ----------------------------------------------------------------------------
+
+
+def test_the_best_is_strictly_better_and_finite():  # type: ignore[no-untyped-def]
+    before = Best(1.0, 3, "min")
+    assert [is_better(v, "min", before) for v in (0.5, 1.0, 2.0, math.nan)] == [
+        True, False, False, False,
+    ]  # fmt: skip
+    assert is_better(2.0, "max", Best(1.0, 3, "max"))
+    assert is_better(2.0, "min", None)
+    assert not is_better(math.inf, "max", None)
+    with pytest.raises(ConfigError, match="must be one of min, max"):
+        is_better(2.0, "least", None)
+    with pytest.raises(ConfigError, match="it was 'min' before; give another file"):
+        is_better(2.0, "max", before)
+
+
+def test_the_best_so_far_survives_a_snapshot():  # type: ignore[no-untyped-def]
+    best = {"a": Best(0.1, 3, "min"), "b/c": Best(-2.5, 900, "max")}
+    assert unpacked(json.loads(json.dumps(packed(best)))) == best
+    assert unpacked({"a": 3}) == unpacked(None) == {}
+
+
+# --- Changes that are asked for ---------------------------------------------------------------
+
+RUN = {
+    "seed": 1, "global_batch": 8, "samples": 100, "tail": "drop", "order": "shuffled",
+    "level": "off", "shards": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "asked"),
+    [({"global_batch": 16}, "global_batch"), ({"samples": 90}, "data"), ({"order": "x"}, "data")],
+)
+def test_another_batch_or_other_data_only_if_asked_for(changed, asked, capsys):  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=rf"go on with start\(allow_changes='{asked}'\)"):
+        _compare(RUN, {**RUN, **changed}, 0, _changes("ema"))
+    _compare(RUN, {**RUN, **changed}, 0, _changes(f"ema,{asked}"))
+    assert "as allow_changes says" in capsys.readouterr().err
+    _compare(RUN, RUN, 0, _changes([asked]))
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["seed", "tail"])
+def test_what_cannot_change_is_refused_all_the_same(name):  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=f"with {name}=") as error:
+        _compare(RUN, {**RUN, name: "x"}, 0, _changes(["global_batch", "data", "ema"]))
+    assert "allow_changes" not in str(error.value)
+    with pytest.raises(ConfigError, match="allow_changes: 'seed' must be one of global_batch,"):
+        _changes("seed")

@@ -1,0 +1,123 @@
+"""Files of weights: a safetensors file that needs nothing of ours, and reading what others wrote.
+
+No pickle is read but by torch's weights_only loader.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.snapshot.ondisk import disk
+
+#: What DistributedDataParallel and torch.compile put before every name of a state_dict.
+_PREFIXES = ("module.", "_orig_mod.")
+_TOLD = 2000  # characters of an error that lists names
+
+
+def save(path: Path, module: torch.nn.Module, about: Mapping[str, str]) -> list[str]:
+    """Write a module's state_dict to a safetensors file, atomically and durably.
+
+    Return the names of what is no tensor, which is not in the file. ``about`` becomes its
+    metadata. A file that is there is replaced. Raises OSError.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    left_out = []
+    places: set[int] = set()
+    for name, value in module.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            left_out.append(name)
+            continue
+        tensor = value.detach().cpu().contiguous()
+        # safetensors refuses tensors that share memory, as tied weights do.
+        if tensor.untyped_storage().data_ptr() in places:
+            tensor = tensor.clone()
+        places.add(tensor.untyped_storage().data_ptr())
+        tensors[name] = tensor
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for old in path.parent.glob(f"{path.name}.*.tmp"):
+        old.unlink(missing_ok=True)  # of a process that was killed in here
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        save_file(tensors, temporary, metadata={"format": "pt", **about})
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        disk.sync_directory(path.parent)
+    except SafetensorError as error:  # how it tells of a full disk
+        raise OSError(f"{path} cannot be written: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return left_out
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return a state_dict from a safetensors file or from what torch.save() wrote.
+
+    Names lose the prefixes of DistributedDataParallel and torch.compile. Raises ConfigError.
+    """
+    if path.is_dir():
+        raise ConfigError(
+            f"resume={path} is a directory: give a file of weights; `ddpjob-trainer snapshot"
+            " export` makes one of a snapshot"
+        )
+    try:
+        state: Any = load_file(path) if _is_safetensors(path) else _unpickled(path)
+    except OSError as error:
+        raise ConfigError(f"resume={path} cannot be read: {error.strerror or error}") from error
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise ConfigError(
+            f"resume={path} is neither a safetensors file nor a state_dict that torch.load() reads"
+            f" with weights_only=True: {str(error).partition(chr(10))[0][:300]}"
+        ) from error
+    if not isinstance(state, Mapping) or not any(
+        isinstance(value, torch.Tensor) for value in state.values()
+    ):
+        holds = f"a dict of {_some(state)}" if isinstance(state, Mapping) else type(state).__name__
+        raise ConfigError(
+            f"resume={path} holds {holds}: give a plain state_dict, as"
+            " torch.save(model.state_dict(), path) writes it"
+        )
+    found = {str(name): value for name, value in state.items()}
+    while prefix := next((p for p in _PREFIXES if all(n.startswith(p) for n in found)), ""):
+        found = {name.removeprefix(prefix): value for name, value in found.items()}
+    return found
+
+
+def load(path: Path, module: torch.nn.Module) -> None:
+    """Put the weights of a file into a module, all of them. Raises ConfigError with the names."""
+    try:
+        module.load_state_dict(read(path), strict=True)
+    except RuntimeError as error:
+        text = " ".join(str(error).split())
+        text = text if len(text) < _TOLD else f"{text[:_TOLD]}..."
+        raise ConfigError(
+            f"resume={path} does not hold this model's weights: {text} If only some are wanted,"
+            " load them yourself before prepare(), with strict=False"
+        ) from error
+
+
+def _is_safetensors(path: Path) -> bool:
+    with path.open("rb") as file:
+        head = file.read(9)
+        size = os.fstat(file.fileno()).st_size
+    return len(head) == 9 and head[8:] == b"{" and struct.unpack("<Q", head[:8])[0] <= size - 8
+
+
+def _unpickled(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _some(state: Mapping[Any, Any]) -> str:
+    names = ", ".join(repr(name) for name in list(state)[:5])
+    return f"{names or 'nothing'}{', ...' if len(state) > 5 else ''}"
