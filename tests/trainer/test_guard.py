@@ -32,7 +32,7 @@ def guarded(case: str):  # type: ignore[no-untyped-def]
     def program(rank: int) -> None:
         run = ddp.start(total_steps=4, global_batch=6)
         model = nn.Linear(4, 2)
-        wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), ema=0.9)
+        wrapped, first = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), ema=0.9)
         other: nn.Module = nn.Linear(4, 4)
         if case == "batch norm":
             other = nn.BatchNorm1d(4, affine=False)
@@ -43,21 +43,21 @@ def guarded(case: str):  # type: ignore[no-untyped-def]
         if "registered" in case and "optimizer" not in case:
             run.register("other", other)
         loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0]))  # a constant buffer
-        used = case not in ("evaluation", "per rank") and "optimizer" not in case
+        used = case not in ("evaluation", "per rank", "by itself") and "optimizer" not in case
         second = torch.optim.SGD(model.parameters(), lr=0.1)
         if case == "registered optimizer":
             run.register("second", second)
         elif case == "per rank":
             run.register("second", second, per_rank=True)
+        by_hand = {"by itself": first, "per rank": second, "optimizer": second}
+        stepped = by_hand.get(case.removeprefix("late ").removeprefix("registered "))
         for step in run.steps(DATA):
             for x, y in step.batches:
                 with torch.set_grad_enabled(case != "registered, no gradients"):
                     seen = other(x) if used else x
                 step.backward(loss(wrapped(seen), y))
-            if case in ("per rank", "optimizer", "registered optimizer") or (
-                case == "late optimizer" and step.index == 3
-            ):
-                second.step()
+            if stepped is not None and (step.index == 3 or "late" not in case):
+                stepped.step()
             step.commit()
             if "teacher" in case:
                 with torch.no_grad():
@@ -97,6 +97,11 @@ def test_what_would_be_lost_is_an_error(gang, case, words):  # type: ignore[no-u
     assert gang.run(guarded(case), world=1) == {0: 64}
     assert words in gang.log(0)
     assert "run.register(name, " in gang.log(0)
+
+
+def test_the_loop_may_not_step_by_itself(gang):  # type: ignore[no-untyped-def]
+    assert gang.run(guarded("by itself"), world=1) == {0: 64}
+    assert "SGD.step() is called in the loop, on gradients that are not averaged" in gang.log(0)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ class NanPolicy:
         self._policy = policy
         self._world = world
         self.skipped = 0  # updates, in this process
+        self._refused = 0  # of the step last reported
+        self._refused_before = 0  # in the midst of this step
         self._flags: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}  # see _all_finite
 
     def mark(self, loss: torch.Tensor) -> torch.Tensor:
@@ -38,11 +40,16 @@ class NanPolicy:
             return loss if math.isfinite(loss.item()) else loss * math.nan
         return loss * (loss.detach() * 0 + 1)  # decided on the device: nothing waits for it
 
-    def report(self, losses: Sequence[float], *, refused: bool) -> list[float]:
-        """Numbers to add up over all ranks: who found losses or gradients that are not finite."""
+    def report(self, losses: Sequence[float], *, allowed: bool) -> list[float]:
+        """Numbers to add up over all ranks: who found losses or gradients that are not finite.
+
+        ``allowed``: whether an update that follows is.
+        """
         bad = not all(map(math.isfinite, losses))
         number = self._world.rank + 1.0
-        return [float(bad), number * bad, float(refused), number * refused]
+        self._refused = self._refused_before + (not allowed)
+        self._refused_before = 0
+        return [float(bad), number * bad, float(self._refused), number * (self._refused > 0)]
 
     def allows(
         self, parameters: Sequence[torch.nn.Parameter], grad_norm: torch.Tensor | None
@@ -87,7 +94,9 @@ class NanPolicy:
         bad = next((name for name, gradient in with_gradient if not _finite(_values(gradient))), "")
         first = f", first that of {bad!r}" if bad else ""
         text = f"step {step}: gradients are not finite{first}; {self._losses(losses, reported)}"
-        if reported is not None:
+        if reported is None:
+            self._refused_before += 1
+        else:
             self._check_agreement(step, reported, first)
         broken = next((n for n, p in parameters.items() if not _finite(p.detach())), None)
         if broken is not None:
@@ -116,12 +125,12 @@ class NanPolicy:
 
     def _check_agreement(self, step: int, reported: Sequence[float], first: str = "") -> None:
         count, total = reported[2:]
-        if 0 < count < self._world.size:
-            where = f"rank {total - 1:.0f}" if count == 1 else f"{count:.0f} ranks"
+        if count != self._refused * self._world.size:
+            where = f"rank {total - 1:.0f}" if count == 1 else "some ranks only"
             raise DivergedError(
                 f"step {step}: averaged gradients, which are equal on all ranks, are not finite on"
-                f" {where} of {self._world.size}{first}. Look for code that changes gradients on"
-                " its own, and for faulty hardware"
+                f" {where}{first}. Look for code that changes gradients on its own, and for faulty"
+                " hardware"
             )
 
     def _losses(self, mine: Sequence[float], reported: Sequence[float] | None) -> str:

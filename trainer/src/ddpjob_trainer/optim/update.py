@@ -51,6 +51,7 @@ class Updater:
         self.units: list[Unit] = []
         self.scaler: torch.amp.GradScaler | None = None
         self.emas: list[tuple[torch.nn.Module, AveragedModel]] = []
+        self.applying = False  # the optimizers step now, as they should
         self._parameters: Parameters = []
         self._unheld: dict[str, torch.nn.Parameter] = {}
 
@@ -117,7 +118,11 @@ class Updater:
         for clip, parameters in self._clips(units):
             if clip.bound is not None and clip.norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(parameters, clip.bound, clip.norm)
-        applied = [unit for unit in units if self._step(unit)]
+        self.applying = True
+        try:
+            applied = [unit for unit in units if self._step(unit)]
+        finally:
+            self.applying = False
         if self.scaler is not None and units:
             self.scaler.update()
         for unit in applied:

@@ -64,7 +64,8 @@ class Loop:
         self.best: dict[str, Best] = {}  # by file, see run.keep_best()
         self.guard = Guard(
             trained.state,
-            trained.known(),
+            trained.updater,
+            [obj for model in trained.models for obj in (model.wrapped, model.ema)],
             # Such hooks would break compiled graphs.
             modules=not any(model.options.compile for model in trained.models),
         )
@@ -285,7 +286,7 @@ class Loop:
             {
                 "stop": [float(self._shutdown.signal > 0)],
                 "snapshots": self._snapshots.report(),
-                "not finite": self._nan.report(counted, refused=not allowed),
+                "not finite": self._nan.report(counted, allowed=allowed),
                 "losses": self._averaging.losses(losses),
             }
         )

@@ -90,13 +90,6 @@ class Trained:
                 return model
         raise ConfigError("model=... is none that prepare() was given")
 
-    def known(self) -> list[object]:
-        """What the loop may use without a word."""
-        found: list[object] = [unit.optimizer for unit in self.updater.units]
-        for model in self.models:
-            found += [model.wrapped, model.ema]
-        return found
-
     def compared(self) -> dict[str, Stateful]:
         """What is registered, and equal on all ranks: the averages, and the script's own."""
         registered = self.state.registered

@@ -135,11 +135,13 @@ class Run:
             comm_hook_options=comm_hook_options or {},
         )
         trained = self._trained
-        schedulers = list(scheduler) if isinstance(scheduler, list | tuple) else [scheduler]
+        schedulers = scheduler.values() if isinstance(scheduler, Mapping) else scheduler
+        if not isinstance(scheduler, Mapping | list | tuple):
+            schedulers = [scheduler]
         wrapped = trained.add(
             named(model, torch.nn.Module, "model", len(trained.models)),
             named(optimizer, torch.optim.Optimizer, "optimizer", len(trained.updater.units)),
-            schedulers,
+            list(schedulers),
             model_options,
         )
         return shaped_like(model, wrapped), optimizer

@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.optim.update import Updater
 from ddpjob_trainer.snapshot.training_state import TrainingState
 
 _STEPS = 2
@@ -26,9 +27,13 @@ _Marks = dict[str, tuple[int, int]]  # of a module's own tensors: identity and v
 class Guard:
     """Watches one loop. Raises ConfigError from the use of an unknown object."""
 
-    def __init__(self, state: TrainingState, known: list[object], *, modules: bool) -> None:
-        self._prepared = {id(part) for obj in known for part in _parts(obj)}
-        self._known = set(self._prepared)
+    def __init__(
+        self, state: TrainingState, updater: Updater, known: list[object], *, modules: bool
+    ) -> None:
+        optimizers = [unit.optimizer for unit in updater.units]
+        self._prepared = {id(part) for optimizer in optimizers for part in _parts(optimizer)}
+        self._known = self._prepared | {id(part) for obj in known for part in _parts(obj)}
+        self._updater = updater
         self._trained = {id(parameter) for parameter in state.module.parameters()}
         self._state = state
         self._registered = 0
@@ -126,12 +131,19 @@ class Guard:
     def _optimizer_steps(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         # What is registered for each rank is each rank's own affair.
         own = any(optimizer is value for value in self._state.per_rank.values())
-        if self._asleep or own or id(optimizer) in self._prepared:
+        if self._asleep or own or self._updater.applying:
             return
+        name = type(optimizer).__name__
+        if id(optimizer) in self._prepared:
+            raise ConfigError(
+                f"{name}.step() is called in the loop, on gradients that are not averaged over the"
+                " ranks: call step.backward(loss) and step.update(optimizer), or step.commit()"
+                " alone, which update with it"
+            )
         raise ConfigError(
-            f"{type(optimizer).__name__} is used in the loop, but prepare() does not know it: the"
-            " gradients that it applies are not averaged over the ranks, and no snapshot would hold"
-            " its state. Train with several as in run.prepare(model, [first, second]) or"
+            f"{name} is used in the loop, but prepare() does not know it: the gradients that it"
+            " applies are not averaged over the ranks, and no snapshot would hold its state. Train"
+            " with several as in run.prepare(model, [first, second]) or"
             " run.prepare([model, other], [optimizer, other_optimizer])"
         )
 
