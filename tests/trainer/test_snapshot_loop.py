@@ -59,8 +59,8 @@ def test_an_error_that_leaves_the_loop_is_watched_to_its_end(gang, tmp_path):  #
 
     def program(rank: int) -> None:
         run, wrapped = begin(tmp_path)
-        ending = run._process.ending
-        ending._hook = lambda *_: print(f"phase {ending._state.state.phase}")
+        shutdown = run._process.shutdown
+        shutdown._hook = lambda *_: print(f"phase {shutdown._state.state.phase}")
 
         def fails(step: int) -> None:
             assert step < 3

@@ -26,7 +26,8 @@ TRACE = "DDPJOB_TRAINER_TRACE"
 CHAOS = "DDPJOB_TRAINER_CHAOS"
 #: Columns of the terminal that the launcher writes to; unset: it writes to no terminal.
 TERMINAL = "DDPJOB_TRAINER_TERMINAL"
-#: A user may set these three; arguments of start() come first.
+#: A user may set these four; arguments of start() come first.
+SNAPSHOT_UPLOAD = "DDPJOB_TRAINER_SNAPSHOT_UPLOAD"
 EVENTS = "DDPJOB_TRAINER_EVENTS"
 TENSORBOARD = "DDPJOB_TRAINER_TENSORBOARD"
 SINKS = "DDPJOB_TRAINER_SINKS"  # names with commas between them
@@ -66,6 +67,7 @@ class SnapshotSettings:
     resume: bool
     staging: str = "auto"  # see snapshot.staging.MODES
     allow_changes: frozenset[str] = frozenset()  # see snapshot.manager.CHANGES
+    upload: str = ""  # URL to copy finished snapshots to
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,8 @@ def _snapshot(env: Mapping[str, str]) -> SnapshotSettings:
     directory = env.get(contract.SNAPSHOT_DIR, "")
     if "://" in directory:
         raise ConfigError(
-            f"{contract.SNAPSHOT_DIR}={directory}: URLs are not supported yet; give a directory"
+            f"{contract.SNAPSHOT_DIR}={directory} must be a directory; finished snapshots are"
+            f" copied to a URL when {SNAPSHOT_UPLOAD} names one"
         )
     resume = env.get(contract.SNAPSHOT_RESUME, "") or "Auto"
     if resume not in ("Auto", "Never"):
@@ -188,6 +191,7 @@ def _snapshot(env: Mapping[str, str]) -> SnapshotSettings:
         _integer(env, contract.SNAPSHOT_EVERY_STEPS, DEFAULT_EVERY_STEPS, least=1),
         max(MIN_KEEP, _integer(env, contract.SNAPSHOT_KEEP, DEFAULT_KEEP, least=1)),
         resume == "Auto",
+        upload=env.get(SNAPSHOT_UPLOAD, ""),
     )
 
 

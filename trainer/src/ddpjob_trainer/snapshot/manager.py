@@ -24,6 +24,7 @@ from ddpjob_trainer.snapshot.keeper.client import END_SECONDS
 from ddpjob_trainer.snapshot.keeper.writer import data_name
 from ddpjob_trainer.snapshot.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.pipeline import Part, Place, Tracker
+from ddpjob_trainer.snapshot.remote.client import Uploads, fetch_if_newer
 from ddpjob_trainer.snapshot.restore import Opened, open_together
 from ddpjob_trainer.snapshot.staging import Buffer, Copy, mark
 from ddpjob_trainer.snapshot.training_state import TrainingState
@@ -36,6 +37,9 @@ Config = Mapping[str, Any]
 #: What start(allow_changes=...) may name: a run that goes on with other data is another run.
 CHANGES = ("global_batch", "data", "ema")
 _FAILING_SECONDS = 0.5
+#: After the last step, which may be that of a SIGTERM with its grace period; and on the way out.
+_LAST_UPLOAD_SECONDS = 15.0
+_UPLOAD_SECONDS = 300.0
 _SLACK_BYTES = 64 << 10  # numbers in a header get longer
 
 
@@ -60,6 +64,7 @@ class Snapshots:
         self._divided = True  # every rank writes its share; else rank 0 writes everything
         self._main_bytes = 0
         self.newest = -1  # step of the newest snapshot
+        self._uploads: Uploads | None = None  # on rank 0, where snapshots are uploaded
 
     def facts(self) -> dict[str, Any]:
         """What must be equal on all ranks."""
@@ -81,6 +86,15 @@ class Snapshots:
         """Load the newest snapshot; return its step and configuration, or 0 and {}."""
         if self._settings.directory is None:
             return 0, {}
+        if self._settings.upload and self._world.rank == 0:
+            fetch_if_newer(
+                self._settings.upload,
+                self._settings.directory,
+                self._world.identity,
+                resume=self._settings.resume,
+                tell=lambda text: say(0, text),
+                alive=self._progress.alive,
+            )
         opened = open_together(
             self._settings.directory,
             self._settings,
@@ -112,6 +126,15 @@ class Snapshots:
             self._settings.keep,
             opened.writers,
         )
+        if self._settings.upload and self._world.rank == 0:
+            self._uploads = Uploads(
+                self._settings.upload,
+                self._settings.directory,
+                opened.start.sequence,
+                self._settings.keep,
+                tell=lambda text: say(0, text),
+                count=self._progress.uploaded,
+            )
         if self._world.rank in opened.writers:
             self._writer = opened.writers.index(self._world.rank)
 
@@ -182,6 +205,9 @@ class Snapshots:
         failpoints.reach("snapshot")
         if last:
             self.settle()
+            if self._settings.upload:
+                self._upload_rest(_LAST_UPLOAD_SECONDS)
+                self._world.barrier()
         self._progress.phase("step")
 
     def _capture(self, state: TrainingState) -> Captured | str:
@@ -309,8 +335,16 @@ class Snapshots:
                 self._tracker.wait_settled()
         self._agree()
 
+    def _upload_rest(self, seconds: float) -> None:
+        """Rank 0: wait so long for the upload of the newest snapshot."""
+        if self._uploads is not None:
+            with self._progress.under("snapshot"):
+                self._uploads.wait(seconds, lambda: self._progress.at("snapshot"))
+
     def _hear(self) -> None:
         """Rank 0: what became of the snapshots begun."""
+        if self._uploads is not None:
+            self._uploads.hear()
         if self._tracker is None:
             return
         for outcome in self._tracker.outcomes():
@@ -318,6 +352,8 @@ class Snapshots:
                 self.newest = outcome.step
                 self._progress.saved(outcome.step)
                 self._progress.save_took(outcome.seconds)
+                if self._uploads is not None:
+                    self._uploads.committed(outcome.step)
             else:
                 self._failed(outcome.step, outcome.text)
 
@@ -340,6 +376,11 @@ class Snapshots:
         if self._tracker is not None:
             self._tracker.close(_FAILING_SECONDS if failing else END_SECONDS)
             self._tracker = None
+        if self._uploads is not None:
+            if not failing:
+                self._upload_rest(_UPLOAD_SECONDS)
+            self._uploads.close()
+            self._uploads = None
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

@@ -58,6 +58,7 @@ START: dict[str, dict[str, Any]] = {
     "snapshot_keep": {"type": int, "help": "snapshots to keep (default: 3)"},
     "resume": {"metavar": "FILE", "help": "weights to begin with, if there is no snapshot yet"},
     "allow_changes": {"metavar": "NAMES", "help": "of global_batch,data,ema: may be changed"},
+    "snapshot_upload": {"metavar": "URL", "help": "copy finished ones there, as s3://bucket/job"},
     "tensorboard_dir": {"metavar": "DIR", "help": "write there for TensorBoard"},
     "sinks": {"metavar": "NAMES", "help": "curves go to tensorboard,wandb,mlflow (default: none)"},
     "snapshot_staging": {

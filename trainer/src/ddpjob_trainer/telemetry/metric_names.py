@@ -69,6 +69,8 @@ WORKER: Final = (
         buckets=_SNAPSHOTS,
     ),
     Spec("snapshot_failures", "counter", "Rank 0: snapshots that could not be made or written."),
+    Spec("snapshot_uploaded_step", "gauge", "Rank 0: step of the newest uploaded snapshot."),
+    Spec("snapshot_upload_failures", "counter", "Rank 0: uploads that failed; tried again."),
     Spec("snapshots_skipped", "counter", "Snapshots left out: the one before was not done."),
     Spec(
         "recovery_seconds",

@@ -200,6 +200,13 @@ class Progress:
         """A snapshot could not be written."""
         self._metrics.add("snapshot_failures")
 
+    def uploaded(self, step: int | None) -> None:
+        """Rank 0: a snapshot is in the object store; None: it could not be copied there."""
+        if step is None:
+            self._metrics.add("snapshot_upload_failures")
+        else:
+            self._metrics.set("snapshot_uploaded_step", step)
+
     def save_skipped(self) -> None:
         """A snapshot was left out, since the one before was not done."""
         self._metrics.add("snapshots_skipped")

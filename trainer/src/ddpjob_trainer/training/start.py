@@ -26,6 +26,7 @@ from ddpjob_trainer.liveness.heartbeat import RankStateWriter
 from ddpjob_trainer.liveness.watchdog import Watchdog
 from ddpjob_trainer.options import Options
 from ddpjob_trainer.snapshot.manager import CHANGES, Snapshots
+from ddpjob_trainer.snapshot.remote.client import check_upload
 from ddpjob_trainer.snapshot.staging import MODES
 from ddpjob_trainer.telemetry.console import Display
 from ddpjob_trainer.telemetry.event_log import EventLog
@@ -78,6 +79,7 @@ def start(
     snapshot_staging: str = "auto",
     resume: str | os.PathLike[str] | None = None,
     allow_changes: str | Sequence[str] = (),
+    snapshot_upload: str | None = None,
     events: str | os.PathLike[str] | None = None,
     tensorboard_dir: str | os.PathLike[str] | None = None,
     sinks: str | Sequence[str | Sink] | None = None,
@@ -108,6 +110,8 @@ def start(
     snapshot of this run yet; afterwards its own snapshots do.
     ``allow_changes``: what may differ from the newest snapshot, which is else refused:
     "global_batch", "data" (another dataset or order), "ema" (added or taken away).
+    ``snapshot_upload``: a URL, as s3://bucket/job, to which finished snapshots are copied and from
+    which a fresh disk is filled (default: DDPJOB_TRAINER_SNAPSHOT_UPLOAD, else none).
     ``log_every``: steps between two lines of progress (default: 40 lines in the whole run).
     ``events``: file for one JSON object per step (default: DDPJOB_TRAINER_EVENTS, else none).
     ``tensorboard_dir``: for TensorBoard (default: DDPJOB_TRAINER_TENSORBOARD, else none).
@@ -153,7 +157,12 @@ def start(
     reporting = Reporting(log_every, events, tensorboard_dir, sinks)
     chosen = reporting.chosen_sinks(env)
     settings = _snapshot_settings(
-        env.snapshot, snapshot_dir, snapshot_every, snapshot_keep, snapshot_staging
+        env.snapshot,
+        snapshot_dir,
+        snapshot_every,
+        snapshot_keep,
+        snapshot_staging,
+        snapshot_upload,
     )
     settings = replace(settings, allow_changes=_changes(allow_changes))
     recorder = Recorder(env.chaos, env.rank)
@@ -204,6 +213,7 @@ def _snapshot_settings(
     every: int | None,
     keep: int | None,
     staging: str,
+    upload: str | None,
 ) -> SnapshotSettings:
     """Arguments of start() before the environment."""
     if staging not in MODES:
@@ -212,12 +222,16 @@ def _snapshot_settings(
         raise ConfigError(f"snapshot_every={every} must be at least 1")
     if keep is not None and keep < MIN_KEEP:
         raise ConfigError(f"snapshot_keep={keep} must be at least {MIN_KEEP}")
+    url = given.upload if upload is None else upload
+    if url:
+        check_upload(url, directory if directory is not None else given.directory)
     return replace(
         given,
         directory=Path(directory) if directory is not None else given.directory,
         every_steps=every or given.every_steps,
         keep=keep or given.keep,
         staging=staging,
+        upload=url,
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ddpjob_trainer.snapshot.ondisk.checked_json import count, seal, unseal
 START = "start.json"
 _MAX_PREDECESSORS = 32
 _MAX_UID = 256
-_MAX_START_BYTES = 64 << 10
+MAX_START_BYTES = 64 << 10
 #: Counting does not get there, so a directory of this number is none of ours.
 _HIGHEST = 10**12 - 1
 _NUMBER = re.compile("[0-9]{8,12}")
@@ -63,9 +63,9 @@ def sequences(root: Path) -> list[int]:
 
 def read_start(root: Path, sequence: int) -> Start:
     """Return an incarnation's start record. Raises OSError, ValueError."""
-    data = disk.read_bounded(directory(root, sequence) / START, _MAX_START_BYTES)
-    if len(data) > _MAX_START_BYTES:
-        raise ValueError(f"more than {_MAX_START_BYTES} bytes")
+    data = disk.read_bounded(directory(root, sequence) / START, MAX_START_BYTES)
+    if len(data) > MAX_START_BYTES:
+        raise ValueError(f"more than {MAX_START_BYTES} bytes")
     return parse_start(unseal(data))
 
 
@@ -131,10 +131,14 @@ def chain(starts: dict[int, Start]) -> Iterator[tuple[int, int | None]]:
 
 def predecessors(starts: dict[int, Start], uid: str) -> tuple[str, ...]:
     """Uids of earlier jobs, oldest first: carried on, for their records will be removed."""
-    ordered: dict[str, None] = {}
-    for sequence in sorted(starts):
-        ordered.update(dict.fromkeys((*starts[sequence].predecessors, starts[sequence].uid)))
-    ordered.pop(uid, None)
+    known = (starts[sequence] for sequence in sorted(starts))
+    return newest_uids([name for s in known for name in (*s.predecessors, s.uid)], uid)
+
+
+def newest_uids(uids: Iterable[str], but: str) -> tuple[str, ...]:
+    """As many as a start record holds, each once, oldest first, without that of the job itself."""
+    ordered = dict.fromkeys(uids)
+    ordered.pop(but, None)
     return tuple(ordered)[-_MAX_PREDECESSORS:]
 
 

@@ -1,0 +1,357 @@
+"""Snapshots in an object store: copied, fenced, kept few, fetched to a fresh disk.
+
+The cases of S3 run where s3fs and moto can be imported; the environment's other pins leave no room
+for them: pip install --target DIR s3fs "moto[server]", then PYTHONPATH=DIR before the pytest.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from ddpjob_trainer.environment import Identity
+from ddpjob_trainer.errors import ConfigError, PeerLostError
+from ddpjob_trainer.snapshot.ondisk import lineage, manifest
+from ddpjob_trainer.snapshot.ondisk.checked_json import seal, unseal
+from ddpjob_trainer.snapshot.remote import client, incarnations
+from ddpjob_trainer.snapshot.remote.client import Uploads, check_upload, fetch_if_newer
+from ddpjob_trainer.snapshot.remote.fetch import fetch
+from ddpjob_trainer.snapshot.remote.process import Uploads as Retries
+from ddpjob_trainer.snapshot.remote.store import Store
+from ddpjob_trainer.snapshot.remote.upload import Uploader
+from ddpjob_trainer.state.codec import flatten, unflatten
+from support.snapshots import Clock, open_snapshots
+from support.snapshots import Store as Disk
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """Of an S3 server in this process."""
+    pytest.importorskip("s3fs", reason="s3fs is not installed, see above")
+    server_of = pytest.importorskip(
+        "moto.server", reason="moto is not installed, see above"
+    ).ThreadedMotoServer
+    server = moto.ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (
+            ("AWS_ENDPOINT_URL", f"http://{host}:{port}"), ("AWS_ACCESS_KEY_ID", "test"),
+            ("AWS_SECRET_ACCESS_KEY", "test"), ("AWS_DEFAULT_REGION", "us-east-1"),
+        ):  # fmt: skip
+            patch.setenv(name, value)
+        fsspec.filesystem("s3").mkdir("bucket")
+        yield "s3://bucket"
+    server.stop()
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "s3":
+        return f"{request.getfixturevalue('bucket')}/{uuid.uuid4().hex}"
+    name = uuid.uuid4().hex
+    return f"memory://{name}" if request.param == "memory" else f"file://{tmp_path}/store"
+
+
+@pytest.fixture
+def store(url: str) -> Store:
+    return Store(url)
+
+
+def save(disk: Disk, *steps: int) -> None:
+    for step in steps:
+        disk.save(step, flatten({"w": torch.full((64,), float(step)), "n": step}), {"seed": 1})
+
+
+def begin(root: Path, store: Store, attempt: int = 1, **options: Any) -> tuple[Disk, Uploader]:
+    disk, _ = open_snapshots(root, attempt, keep=2, **options)
+    return disk, Uploader(store, root, disk.sequence, 2)
+
+
+def bring(store: Store, root: Path, attempt: int, *, uid: str = "u", resume: bool = True) -> Any:
+    identity = Identity(uid, attempt, 0, unique=True)
+    return fetch(store, root, identity, resume=resume, tell=print)
+
+
+def loaded_step(root: Path, attempt: int, uid: str = "u") -> int | None:
+    loaded = open_snapshots(root, attempt, uid=uid)[1]
+    if loaded is None:
+        return None
+    found = unflatten(loaded.source.flat())
+    assert torch.equal(found["w"], torch.full((64,), float(found["n"])))
+    return int(found["n"])
+
+
+def test_a_fresh_disk_goes_on_where_the_store_is(store, tmp_path):  # type: ignore[no-untyped-def]
+    disk, uploader = begin(tmp_path / "a", store)
+    save(disk, 1, 2)
+    uploader.upload(2)
+    assert bring(store, tmp_path / "b", 2) == 2
+    assert loaded_step(tmp_path / "b", 2) == 2
+    assert bring(store, tmp_path / "b", 3) is None  # the disk is newer now
+    assert bring(store, tmp_path / "a", 2) is None  # and so it was there
+    assert loaded_step(tmp_path / "a", 2) == 2
+
+
+def test_an_empty_store_is_no_error(store, tmp_path):  # type: ignore[no-untyped-def]
+    assert bring(store, tmp_path / "a", 1) is None
+
+
+def test_a_disk_of_an_earlier_attempt_takes_the_later_one_from_the_store(store, tmp_path):  # type: ignore[no-untyped-def]
+    disk, uploader = begin(tmp_path / "a", store)
+    save(disk, 1)
+    uploader.upload(1)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    later, second = begin(tmp_path / "a", store, 2)
+    save(later, 5)
+    second.upload(5)
+    assert bring(store, tmp_path / "b", 3) == 5
+    assert loaded_step(tmp_path / "b", 3) == 5
+
+
+def test_what_a_zombie_uploads_counts_for_nobody(store, tmp_path):  # type: ignore[no-untyped-def]
+    disk, zombie = begin(tmp_path / "a", store)
+    save(disk, 10)
+    zombie.upload(10)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    live, uploader = begin(tmp_path / "b", store, 2)
+    save(live, 15)
+    uploader.upload(15)
+    for step in (20, 30, 40):
+        save(disk, step)
+        with pytest.raises(PeerLostError, match="a later incarnation uploads"):
+            zombie.upload(step)
+    assert bring(store, tmp_path / "c", 3) == 15
+    # Nor can its retention take away what its successor began with.
+    (number,) = (
+        n for n in incarnations.starts(store) if incarnations.starts(store)[n].attempt == 2
+    )
+    assert incarnations.steps(store, number) == [10, 15]
+    with pytest.raises(PeerLostError, match="attempt 2 round 0 of this job has already started"):
+        bring(store, tmp_path / "d", 1)
+
+
+def test_a_zombie_that_begins_late_does_not_begin(store, tmp_path):  # type: ignore[no-untyped-def]
+    disk, zombie = begin(tmp_path / "a", store)
+    save(disk, 10)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    live, uploader = begin(tmp_path / "b", store, 2)
+    save(live, 15)
+    uploader.upload(15)
+    with pytest.raises(PeerLostError, match="already started"):
+        zombie.upload(10)
+    assert len(incarnations.numbers(store)) == 1
+
+
+def test_two_that_begin_at_once_have_two_numbers():  # type: ignore[no-untyped-def]
+    drawn = {incarnations.draw([1_500_000]) for _ in range(20)}
+    assert len(drawn) == 20
+    assert all(number > 1_500_000 for number in drawn)
+
+
+def test_few_stay_however_many_attempts(store, tmp_path):  # type: ignore[no-untyped-def]
+    step = 0
+    for attempt in range(1, 6):
+        disk, uploader = begin(tmp_path / "a", store, attempt)
+        for _ in range(3):
+            step += 1
+            save(disk, step)
+            uploader.upload(step)
+    assert len(incarnations.numbers(store)) == 1
+    (number,) = incarnations.numbers(store)
+    assert incarnations.steps(store, number) == [step - 1, step]
+    names = store.names(incarnations.folder(number))
+    assert sum(name.endswith(".safetensors") for name in names) == 2 * 3
+    assert bring(store, tmp_path / "b", 9) == step
+
+
+def test_a_parent_whose_disk_has_gone_on_is_in_the_store_first(store, tmp_path):  # type: ignore[no-untyped-def]
+    """The upload begins late: the parent's manifest is no longer on disk."""
+    disk, _ = begin(tmp_path / "a", store)
+    save(disk, 1)
+    later, uploader = begin(tmp_path / "a", store, 2)
+    save(later, 2, 3, 4)
+    uploader.upload(4)
+    assert bring(store, tmp_path / "b", 3) == 4
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone", "manifest"])
+def test_a_damaged_one_gives_way_to_the_older(store, tmp_path, damage):  # type: ignore[no-untyped-def]
+    disk, uploader = begin(tmp_path / "a", store)
+    for step in (1, 2):
+        save(disk, step)
+        uploader.upload(step)
+    (number,) = incarnations.numbers(store)
+    folder = incarnations.folder(number)
+    found = incarnations.read(store, number, 2)
+    name = manifest.file_name(2) if damage == "manifest" else found.files[1].name
+    content = store.read(folder, name, 1 << 20)
+    store.remove(folder, name)
+    if damage != "gone":
+        flipped = content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]
+        store.write(folder, name, content[:-1] if damage == "cut" else flipped)
+    assert bring(store, tmp_path / "b", 2) == 1
+    assert loaded_step(tmp_path / "b", 2) == 1
+    assert len(lineage.sequences(tmp_path / "b")) == 2  # nothing half fetched stays
+
+
+def test_what_strangers_put_into_the_store_is_passed_over(store, tmp_path):  # type: ignore[no-untyped-def]
+    disk, uploader = begin(tmp_path / "a", store)
+    save(disk, 1)
+    uploader.upload(1)
+    (number,) = incarnations.numbers(store)
+    store.write("x", "y", b"")
+    store.write(incarnations.folder(number + 5), lineage.START, b'{"a":1}')
+    store.write(incarnations.folder(number), "step-2.json", b"")
+    body = unseal(store.read(incarnations.folder(number), manifest.file_name(1), 1 << 20))
+    body |= {"step": 2, "files": [{"name": "../../../out", "bytes": 1, "crc32": 0}]}
+    body |= {"chunks": [], "tensors": {}, "aliases": {}}
+    store.write(incarnations.folder(number), manifest.file_name(2), seal(body))
+    assert bring(store, tmp_path / "b", 2) == 1
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "store") == ["a", "b"]
+
+
+def test_another_job_goes_on_unless_told_not_to(store, tmp_path):  # type: ignore[no-untyped-def]
+    disk, uploader = begin(tmp_path / "a", store)
+    save(disk, 7)
+    uploader.upload(7)
+    assert bring(store, tmp_path / "b", 1, uid="new", resume=False) is None
+    assert bring(store, tmp_path / "b", 1, uid="new") == 7
+    new, second = begin(tmp_path / "b", store, 1, uid="new")
+    save(new, 8)
+    second.upload(8)
+    assert bring(store, tmp_path / "c", 2, uid="new", resume=False) == 8  # its own
+    with pytest.raises(PeerLostError, match="another job has taken over"):
+        bring(store, tmp_path / "d", 2)
+
+
+def test_what_is_being_uploaded_is_not_taken_away(store, tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    disk, uploader = begin(tmp_path / "a", store)
+    save(disk, 1)
+    put = store.put
+
+    def slow(source: Path, folder: str, name: str) -> None:
+        if not source.exists():
+            raise AssertionError("gone")
+        if name.endswith("-0.safetensors"):
+            save(disk, 2, 3, 4)  # and retention removes step 1
+        put(source, folder, name)
+
+    monkeypatch.setattr(store, "put", slow)
+    uploader.upload(1)
+    monkeypatch.undo()
+    assert not list((disk.directory / "uploading").iterdir())
+    assert bring(store, tmp_path / "b", 2) == 1
+
+
+# --- When it is tried again -------------------------------------------------------------------
+
+
+class Fails:
+    """An uploader that fails so often."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+        self.done: list[int] = []
+
+    def upload(self, step: int) -> None:
+        self.left -= 1
+        if self.left >= 0:
+            raise RuntimeError("the store's own\nexception")
+        self.done.append(step)
+
+
+def test_it_waits_longer_each_time_and_takes_the_newest_then():  # type: ignore[no-untyped-def]
+    clock, fails = Clock(), Fails(4)
+    retries = Retries(lambda: fails, lambda: clock.now)  # type: ignore[arg-type,return-value]
+    assert retries.wait_seconds() is None
+    retries.want(5)
+    waited = []
+    for step in range(6, 10):
+        told = retries.attempt()
+        assert told is not None
+        assert told["text"] == "RuntimeError: the store's own"
+        assert retries.attempt() is None  # not yet
+        waited.append(retries.wait_seconds())
+        retries.want(step)
+        clock.wait(waited[-1] or 0)
+    assert waited == [1, 2, 4, 8]
+    assert retries.attempt() == {"uploaded": 9}
+    assert fails.done == [9]
+
+
+# --- The process ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("url", ["file", "s3"], indirect=True)
+def test_beside_a_rank_and_for_its_successor(url, tmp_path):  # type: ignore[no-untyped-def]
+    told, counted = [], []
+    disk, _ = open_snapshots(tmp_path / "a")
+    uploads = Uploads(url, tmp_path / "a", disk.sequence, 2, tell=told.append, count=counted.append)
+    for step in (1, 2, 3):
+        save(disk, step)
+        uploads.committed(step)
+    uploads.wait(60, lambda: None)
+    uploads.close()
+    assert counted[-1] == 3
+    assert told == []
+    identity = Identity("u", 2, 0, unique=True)
+    fetch_if_newer(url, tmp_path / "b", identity, resume=True, tell=told.append)
+    assert told == [f"fetched the snapshot of step 3 from {url}"]
+    assert loaded_step(tmp_path / "b", 2) == 3
+    with pytest.raises(PeerLostError, match="has already started"):
+        fetch_if_newer(
+            url, tmp_path / "c", Identity("u", 0, 0, unique=True), resume=True, tell=told.append
+        )
+
+
+def test_a_store_that_cannot_be_reached_is_told_and_counted(tmp_path):  # type: ignore[no-untyped-def]
+    (tmp_path / "store").touch()  # a file, so no folder can be made in it
+    told, counted = [], []
+    disk, _ = open_snapshots(tmp_path / "a")
+    uploads = Uploads(
+        f"file://{tmp_path}/store", tmp_path / "a", disk.sequence, 2,
+        tell=told.append, count=counted.append,
+    )  # fmt: skip
+    save(disk, 1)
+    uploads.committed(1)
+    while not counted:
+        uploads.hear(5)
+    (tmp_path / "store").unlink()
+    uploads.wait(60, lambda: None)
+    uploads.close()
+    assert counted[0] is None
+    assert counted[-1] == 1
+    assert len(told) == 1
+    assert "the snapshot of step 1 was not uploaded: " in told[0]
+
+
+def test_a_restart_in_place_does_not_ask_the_store(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    open_snapshots(tmp_path / "a")
+    monkeypatch.setattr(client, "RemoteProcess", None)
+    identity = Identity("u", 1, 1, unique=True)
+    fetch_if_newer("s3://nowhere", tmp_path / "a", identity, resume=True, tell=print)
+
+
+@pytest.mark.parametrize(
+    ("url", "directory", "words"),
+    [("/srv/store", "/d", "must be a URL"), ("s3://b/job", None, "needs snapshot_dir")],
+)
+def test_what_cannot_be_is_refused_at_once(url, directory, words):  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=words):
+        check_upload(url, directory)
+
+
+def test_a_protocol_that_is_not_installed_is_named():  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match="'nothing://x' cannot be used"):
+        Store("nothing://x")
+    assert fsspec.__version__

@@ -1,0 +1,225 @@
+"""The process that talks to the object store, as its rank sees it: told, asked, never waited for.
+
+Only at the start, when a snapshot may have to be fetched, and at the end, when the last one must
+not be lost with the disk, the rank waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ddpjob_trainer.environment import Identity
+from ddpjob_trainer.errors import ConfigError, PeerLostError
+from ddpjob_trainer.snapshot.ondisk import lineage
+
+_MODULE = "ddpjob_trainer.snapshot.remote.process"
+_LOOK_SECONDS = 0.2
+
+Tell = Callable[[str], None]
+
+
+def check_upload(url: str, directory: object) -> None:
+    """Raise ConfigError for what cannot work; the store itself is asked by the process only."""
+    if "://" not in url:
+        raise ConfigError(f"snapshot_upload={url!r} must be a URL such as s3://bucket/job")
+    if directory is None:
+        raise ConfigError(
+            "snapshot_upload needs snapshot_dir as well: snapshots are written to disk first"
+        )
+    if importlib.util.find_spec("fsspec") is None:
+        raise ConfigError("snapshot_upload needs fsspec: pip install 'ddpjob-trainer[upload]'")
+
+
+class RemoteProcess:
+    """One of them, and the lines that it says. Raises OSError where it cannot be started."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        package_root = str(Path(__file__).parents[3])
+        paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", _MODULE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+        assert self._process.stdout is not None
+        self._out = self._process.stdout.fileno()
+        os.set_blocking(self._out, False)
+        self._text = b""
+        self.ended = False
+        self.tell(order)
+
+    def tell(self, request: dict[str, Any]) -> None:
+        """Say something. That it is gone shows in answers()."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def answers(self, seconds: float = 0.0) -> list[dict[str, Any]]:
+        """What it has said since the last call, waiting so long for the first."""
+        poll = select.poll()
+        poll.register(self._out, select.POLLIN)
+        if not self.ended and poll.poll(seconds * 1000):
+            with contextlib.suppress(BlockingIOError):
+                while data := os.read(self._out, 1 << 16):
+                    self._text += data
+                self.ended = True
+        *lines, self._text = self._text.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        """End it now, whatever it is doing."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.kill()
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait()
+
+
+def fetch_if_newer(
+    url: str,
+    root: Path,
+    identity: Identity,
+    *,
+    resume: bool,
+    tell: Tell,
+    alive: Callable[[], None] = lambda: None,
+) -> None:
+    """Bring to disk what only the store has. Raises OSError, PeerLostError, ConfigError."""
+    mine = (identity.uid, identity.attempt)
+    if root.is_dir() and any(
+        (start.uid, start.attempt) == mine for start in lineage.read_starts(root).values()
+    ):
+        return  # a restart in place: the disk is that of the round before
+    _fetch_newest(url, root, identity, resume=resume, tell=tell, alive=alive)
+
+
+def _fetch_newest(
+    url: str,
+    root: Path,
+    identity: Identity,
+    *,
+    resume: bool,
+    tell: Tell,
+    alive: Callable[[], None],
+) -> None:
+    order = {
+        "do": "fetch", "url": url, "root": str(root.absolute()), "identity": asdict(identity),
+        "resume": resume,
+    }  # fmt: skip
+    process = RemoteProcess(order)
+    try:
+        while True:
+            for said in process.answers(_LOOK_SECONDS):
+                if "say" in said:
+                    tell(said["say"])
+                elif "step" in said:
+                    if said["step"] is not None:
+                        tell(f"fetched the snapshot of step {said['step']} from {url}")
+                    return
+                elif "kind" in said:
+                    kinds = {"PeerLostError": PeerLostError, "ConfigError": ConfigError}
+                    raise kinds.get(said["kind"], OSError)(said["text"])
+            alive()
+            if process.ended:
+                raise OSError(f"{url}: the process that reads it ended")
+    finally:
+        process.close()
+
+
+class Uploads:
+    """Rank 0's uploads. Nothing of it raises, and nothing but wait() waits."""
+
+    def __init__(
+        self,
+        url: str,
+        root: Path,
+        sequence: int,
+        keep: int,
+        *,
+        tell: Tell,
+        count: Callable[[int | None], None],
+    ) -> None:
+        self._order = {
+            "do": "upload", "url": url, "root": str(root.absolute()), "sequence": sequence,
+            "keep": keep,
+        }  # fmt: skip
+        self._tell = tell
+        self._count = count
+        self._process: RemoteProcess | None = None
+        self._over = False
+        self._told = False
+        self._pending = -1
+
+    def committed(self, step: int) -> None:
+        """A snapshot is durable on disk."""
+        if self._over:
+            return
+        try:
+            if self._process is None or self._process.ended:
+                self.close()
+                self._process = RemoteProcess(self._order)
+        except OSError as error:
+            self._failed(step, f"no process for it: {error}")
+            return
+        self._pending = step
+        self._process.tell({"step": step})
+
+    def hear(self, seconds: float = 0.0) -> bool:
+        """Take in what became of them; return whether it has ended."""
+        if self._process is None:
+            return True
+        for said in self._process.answers(seconds):
+            if "uploaded" in said:
+                self._count(said["uploaded"])
+                self._told = False
+                if said["uploaded"] >= self._pending:
+                    self._pending = -1
+            elif "failed" in said:
+                self._over = said.get("over", False)
+                self._failed(said["failed"], said["text"])
+        if self._process.ended and self._pending >= 0 and not self._over:
+            self._failed(self._pending, "its process ended")
+            self._pending = -1
+        return self._process.ended
+
+    def _failed(self, step: int, text: str) -> None:
+        self._count(None)
+        if not self._told:  # once for a series of failures
+            again = "no more are uploaded" if self._over else "it is tried again"
+            self._tell(f"the snapshot of step {step} was not uploaded: {text}; {again}")
+        self._told = True
+
+    def wait(self, seconds: float, alive: Callable[[], None]) -> None:
+        """Wait so long until the newest is uploaded: the disk may be gone after this."""
+        self.hear()
+        if self._process is None or self._pending < 0:
+            return
+        self._process.tell({"now": True})
+        deadline = time.monotonic() + seconds
+        while self._pending >= 0 and not self._over and time.monotonic() < deadline:
+            self.hear(_LOOK_SECONDS)
+            alive()
+        if self._pending >= 0:
+            self._tell(f"the snapshot of step {self._pending} is on disk only so far")
+
+    def close(self) -> None:
+        """End the process; what is half uploaded counts for nobody."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None

@@ -1,0 +1,168 @@
+"""The process beside rank 0 that talks to the object store: it fetches once, or uploads.
+
+It never imports torch, has a low priority, and ends with its rank. Requests and answers are JSON,
+one per line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ddpjob_trainer.environment import Identity
+from ddpjob_trainer.errors import ConfigError, PeerLostError
+from ddpjob_trainer.snapshot.remote.fetch import fetch
+from ddpjob_trainer.snapshot.remote.store import Store
+from ddpjob_trainer.snapshot.remote.upload import Uploader
+
+_NICE = 10
+_FIRST_SECONDS = 1.0
+_MOST_SECONDS = 300.0
+_FETCH_ATTEMPTS = 5
+_ALIVE_SECONDS = 1.0
+
+
+def answer(**about: Any) -> None:
+    """Tell the rank."""
+    print(json.dumps(about), flush=True)
+
+
+def why(error: BaseException) -> str:
+    """One line of any library's error."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:300]
+
+
+def listen(requests: queue.SimpleQueue[dict[str, Any]]) -> None:
+    """Take in what the rank says; end this process when it is gone."""
+    parent = os.getppid()
+    poll = select.poll()
+    poll.register(0, select.POLLIN | select.POLLHUP)
+    text = b""
+    while os.getppid() == parent:
+        if not poll.poll(1000):
+            continue
+        data = os.read(0, 1 << 16)
+        if not data:
+            break
+        *lines, text = (text + data).split(b"\n")
+        for line in lines:
+            requests.put(json.loads(line))
+    os._exit(0)
+
+
+def run_fetch(order: dict[str, Any]) -> None:
+    """Answer {step}, or {text, kind} when it cannot be done."""
+    told = time.monotonic()
+
+    def alive() -> None:
+        nonlocal told
+        if time.monotonic() - told > _ALIVE_SECONDS:
+            told = time.monotonic()
+            answer(alive=True)
+
+    def attempt() -> int | None:
+        return fetch(
+            Store(order["url"]), Path(order["root"]), Identity(**order["identity"]),
+            resume=order["resume"], tell=lambda text: answer(say=text), alive=alive,
+        )  # fmt: skip
+
+    pause = _FIRST_SECONDS
+    for left in reversed(range(_FETCH_ATTEMPTS)):
+        try:
+            answer(step=attempt())
+        except (PeerLostError, ConfigError) as error:
+            answer(kind=type(error).__name__, text=str(error))
+        except Exception as error:  # libraries have exceptions of their own
+            if left:
+                answer(say=f"{order['url']}: {why(error)}; trying again in {pause:.0f} s")
+                time.sleep(pause)
+                pause *= 2
+                continue
+            answer(kind="OSError", text=f"{order['url']} cannot be read: {why(error)}")
+        return
+
+
+class Uploads:
+    """What is to be uploaded, and when it is tried again. ``now``: a monotonic clock."""
+
+    def __init__(self, make: Callable[[], Uploader], now: Callable[[], float]) -> None:
+        self._make = make
+        self._now = now
+        self._uploader: Uploader | None = None
+        self._wanted = -1
+        self._failures = 0
+        self._next = 0.0
+
+    def wait_seconds(self) -> float | None:
+        """How long there is nothing to do; None: until told."""
+        if self._wanted < 0:
+            return None
+        return max(0.0, self._next - self._now())
+
+    def want(self, step: int) -> None:
+        """A newer snapshot is on disk; the older ones need not be uploaded any more."""
+        self._wanted = max(self._wanted, step)
+
+    def attempt(self, *, at_once: bool = False) -> dict[str, Any] | None:
+        """Upload what is wanted, if it is time; return what there is to tell."""
+        if self._wanted < 0 or not (at_once or self._now() >= self._next):
+            return None
+        step = self._wanted
+        try:
+            if self._uploader is None:
+                self._uploader = self._make()
+            self._uploader.upload(step)
+        except PeerLostError as error:
+            self._wanted = -1
+            return {"failed": step, "text": str(error), "over": True}
+        except Exception as error:  # libraries have exceptions of their own
+            self._failures += 1
+            pause = min(_MOST_SECONDS, _FIRST_SECONDS * 2 ** (self._failures - 1))
+            self._next = self._now() + pause
+            return {"failed": step, "text": why(error), "pause": pause}
+        self._failures, self._wanted = 0, -1
+        return {"uploaded": step}
+
+
+def run_uploads(order: dict[str, Any], requests: queue.SimpleQueue[dict[str, Any]]) -> NoReturn:
+    """Answer {uploaded} or {failed, text}; asked for it {now}, do not wait after a failure."""
+    root, sequence, keep = Path(order["root"]), order["sequence"], order["keep"]
+    uploads = Uploads(lambda: Uploader(Store(order["url"]), root, sequence, keep), time.monotonic)
+    while True:
+        request: dict[str, Any] = {}
+        with contextlib.suppress(queue.Empty):
+            request = requests.get(timeout=uploads.wait_seconds())
+        if "step" in request:
+            uploads.want(request["step"])
+        told = uploads.attempt(at_once="now" in request)
+        if told is not None:
+            answer(**told)
+
+
+def main() -> None:
+    """Do what the first line says."""
+    # A Ctrl-C or a SIGTERM to the whole group is the rank's business.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    os.nice(_NICE)
+    requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=listen, args=(requests,), daemon=True).start()
+    order = requests.get()
+    if order["do"] == "fetch":
+        run_fetch(order)
+        os._exit(0)
+    run_uploads(order, requests)
+
+
+if __name__ == "__main__":
+    main()
