@@ -14,6 +14,7 @@ from ddpjob_trainer import contract
 from ddpjob_trainer.chaos import command as chaos
 from ddpjob_trainer.environment import EVENTS, read_launcher
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.launcher import torchrun
 from ddpjob_trainer.task import command as task
 
 _RUN_DESCRIPTION = """\
@@ -125,6 +126,7 @@ def _add_launcher(parser: argparse.ArgumentParser) -> None:
         help="processes kept ready for the next round, which have imported torch already; 0: none"
         " (default: auto, one per process of a program that imports ddpjob_trainer)",
     )
+    torchrun.add(parser)
 
 
 def _add_snapshot(commands: Any) -> None:
@@ -177,13 +179,13 @@ def _run(
     from ddpjob_trainer.launcher.supervisor import Supervisor
 
     try:
+        env = read_launcher(os.environ)
         plan = make_plan(
-            read_launcher(os.environ),
+            env,
             Program(program, tuple(arguments), module),
-            nproc=options.nproc,
+            **torchrun.translate(vars(options), env, program, module=module),
             metrics_port=options.metrics_port,
             termination_log=options.termination_log,
-            rounds_without_progress=options.max_rounds_without_progress,
             heal_after=options.heal_after,
             progress_path=options.progress_path,
             events=options.events,

@@ -26,6 +26,8 @@ TRACE = "DDPJOB_TRAINER_TRACE"
 CHAOS = "DDPJOB_TRAINER_CHAOS"
 #: Columns of the terminal that the launcher writes to; unset: it writes to no terminal.
 TERMINAL = "DDPJOB_TRAINER_TERMINAL"
+#: Set by a user: a refusal shows its whole traceback, on every rank.
+TRACEBACK = "DDPJOB_TRAINER_TRACEBACK"
 #: A user may set these four; arguments of start() come first.
 SNAPSHOT_UPLOAD = "DDPJOB_TRAINER_SNAPSHOT_UPLOAD"
 EVENTS = "DDPJOB_TRAINER_EVENTS"
@@ -237,6 +239,16 @@ def chaos_directory(env: Mapping[str, str]) -> Path | None:
     """Where the chaos driver waits for records, None outside a chaos run."""
     directory = env.get(CHAOS, "")
     return Path(directory) if directory else None
+
+
+def state_directory(env: Mapping[str, str]) -> Path | None:
+    """Where this rank's launcher wants its record, None without one of ours."""
+    return _path(env, STATE_DIR)
+
+
+def wants_traceback(env: Mapping[str, str]) -> bool:
+    """Whether a refusal is to show where in our code it was found."""
+    return env.get(TRACEBACK, "") not in ("", "0")
 
 
 def _path(env: Mapping[str, str], name: str) -> Path | None:

@@ -38,15 +38,17 @@ _LOST = (
     "NCCL communicator was aborted",
     "remote process exited",
 )
-#: A backend's words for what is wrong here, with which every new process would meet the same.
-_MISCONFIGURED = (
-    "ncclInvalidUsage",  # "Duplicate GPU detected", messages of unequal size
-    "Mismatched NCCL version",
-    "NCCL version mismatch",
-    "Unable to find address for",  # GLOO_SOCKET_IFNAME
-    "Unable to find interface for",
-    "no GPUs found",
-)
+_NO_INTERFACE = "GLOO_SOCKET_IFNAME must name an interface that this machine has"
+_OTHER_NCCL = "use the same image on every machine"
+#: A backend's words for what every new process would meet again, and the cure.
+_MISCONFIGURED = {
+    "Duplicate GPU detected": "give each process a GPU of its own, that of LOCAL_RANK",
+    "Mismatched NCCL version": _OTHER_NCCL,
+    "NCCL version mismatch": _OTHER_NCCL,
+    "ncclInvalidUsage": "NCCL_DEBUG=WARN tells more",
+    "Unable to find address for": _NO_INTERFACE,
+    "Unable to find interface for": _NO_INTERFACE,
+}
 #: And for what this process or its GPU lacks or did wrong; a new one may do better.
 _OWN = (
     "ncclInvalidArgument",
@@ -183,10 +185,8 @@ def peer_loss() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if is_misconfiguration(error):
-            raise ConfigError(
-                f"{brief(error)}: give each process a GPU of its own (LOCAL_RANK), each machine the"
-                " same NCCL, and NCCL_ and GLOO_SOCKET_IFNAME an interface that this machine has"
-            ) from error
+            cure = next(cure for words, cure in _MISCONFIGURED.items() if words in str(error))
+            raise ConfigError(f"{brief(error)}: {cure}") from error
         if is_peer_loss(error):
             raise PeerLostError(brief(error)) from error
         raise
@@ -197,6 +197,7 @@ def brief(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else type(error).__name__
     text = re.sub(r"^\[[^\]]*\.(cc|cpp|h):\d+\] ", "", text)
+    text = re.sub(r"^ifa != nullptr\. ", "", text)
     if last := re.search(r"^Last error: *\n?(.+)", str(error), re.MULTILINE):
         text = f"NCCL: {last[1].strip()}"  # its first line names a place in torch's source
     return text.partition(". This is typically")[0][:300]

@@ -146,6 +146,7 @@ def make_plan(
     progress_path: Path | None = None,
     events: Path | None = None,
     spares: str = "auto",
+    master_port: int | None = None,
 ) -> Plan:
     """Join the environment and the command line; the operator's number of processes wins.
 
@@ -170,7 +171,7 @@ def make_plan(
         nproc=nproc,
         replica=env.replica or 0,
         replicas=env.replicas,
-        master=env.master or ("127.0.0.1", _free_port()),
+        master=env.master or ("127.0.0.1", master_port or _free_port()),
         run_id=run_id,
         uid=run_id if standalone else env.identity.uid,
         attempt=env.identity.attempt,

@@ -22,6 +22,7 @@ from ddpjob_trainer.contract import ExitCode
 from ddpjob_trainer.errors import ConfigError, DivergedError, PeerLostError
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter
 from ddpjob_trainer.telemetry.console import say
+from ddpjob_trainer.training import refusal
 
 #: Between the end of the loop and that of a process that was told to stop in its last step.
 _MOMENT_SECONDS = 1.0
@@ -158,7 +159,8 @@ class Shutdown:
         if self._state.state.phase == "done":  # so it looked as the error left the loop
             self._state.update(phase="step")  # a hang on the way out is one
         self.failing = True
-        self._hook(kind, error, trace)
+        if not refusal.tell(self._rank, error, trace):
+            self._hook(kind, error, trace)
         if issubclass(kind, KeyboardInterrupt):
             leave(128 + signal.SIGINT)
         atexit._run_exitfuncs()

@@ -1,0 +1,63 @@
+"""A refusal ends with its message, said once, and with the line of the script."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpjob_trainer import environment
+from ddpjob_trainer.errors import ConfigError, PeerLostError
+from ddpjob_trainer.options import Options
+from ddpjob_trainer.training import refusal
+
+
+def refused(**options: object) -> BaseException:
+    """What our code raises when a script, this file, asks for it."""
+    given = {
+        "total_steps": 0, "global_batch": 6, "seed": 0, "level": "resume", "threads": 1,
+        "collate": None, "micro_batches": 1, "shards": 8, "tail": "drop", "precision": "fp32",
+        "nan_policy": "stop", "check_every": 0, **options,
+    }  # fmt: skip
+    with pytest.raises(ConfigError) as found:
+        Options(**given).check(3)  # type: ignore[arg-type]
+    return found.value
+
+
+@pytest.fixture
+def errors(tmp_path, monkeypatch, capfd):  # type: ignore[no-untyped-def]
+    """Lines of standard error since the last call, under a launcher."""
+    monkeypatch.setenv(environment.STATE_DIR, str(tmp_path))
+
+    def read() -> list[str]:
+        return capfd.readouterr().err.splitlines()  # type: ignore[no-any-return]
+
+    return read
+
+
+def test_one_rank_says_it_for_all_that_have_the_same_to_say(errors):  # type: ignore[no-untyped-def]
+    same = refused()
+    other = refused(total_steps=10, global_batch=7)
+    for rank, error in ((1, same), (0, same), (2, other)):
+        assert refusal.tell(rank, error, error.__traceback__)
+    first, second = errors()
+    assert first.startswith("ddpjob: rank 1: ConfigError: total_steps=0 must be at least 1 [")
+    assert f"{__file__}, line " in first
+    assert "(DDPJOB_TRAINER_TRACEBACK=1 shows the traceback)" in first
+    assert second.startswith("ddpjob: rank 2: ConfigError: ")
+
+
+def test_without_a_launcher_and_where_nothing_can_be_written_every_rank_says_it(  # type: ignore[no-untyped-def]
+    errors, monkeypatch, tmp_path
+):
+    error = refused()
+    for directory in ("", str(tmp_path / "missing")):
+        monkeypatch.setenv(environment.STATE_DIR, directory)
+        assert [refusal.tell(rank, error, None) for rank in range(2)] == [True, True]
+        assert len(errors()) == 2
+
+
+def test_the_traceback_stays_for_who_wants_it_and_for_every_other_error(errors, monkeypatch):  # type: ignore[no-untyped-def]
+    assert not refusal.tell(0, PeerLostError("gone"), None)
+    assert not refusal.tell(0, ValueError("a bug"), None)
+    monkeypatch.setenv(environment.TRACEBACK, "1")
+    assert not refusal.tell(0, refused(), None)
+    assert errors() == []

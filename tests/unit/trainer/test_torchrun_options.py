@@ -1,0 +1,116 @@
+"""torchrun's spellings: every one is known, and taken or refused with a cure."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from ddpjob_trainer import contract
+from ddpjob_trainer.environment import read_launcher
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.launcher import torchrun
+
+POD = {
+    contract.REPLICA: "1", contract.REPLICAS: "2", contract.UID: "uid", contract.ATTEMPT: "1",
+    "MASTER_ADDR": "job-0.job.ns.svc", "MASTER_PORT": "29500",
+}  # fmt: skip
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser()
+    found.add_argument("--nproc", type=int)
+    found.add_argument("--max-rounds-without-progress", type=int)
+    found.add_argument("-m", "--module", action="store_true")
+    torchrun.add(found)
+    return found
+
+
+def translate(words: str, env: dict[str, str], program: str = "train.py") -> dict[str, Any]:
+    options = parser().parse_args(words.split())
+    return torchrun.translate(vars(options), read_launcher(env), program, module=options.module)
+
+
+def test_no_option_of_torchruns_is_unknown():  # type: ignore[no-untyped-def]
+    known = {name for action in parser()._actions for name in action.option_strings}
+    theirs = {name for action in get_args_parser()._actions for name in action.option_strings}
+    assert theirs - known == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "nproc", "rounds", "port"),
+    [
+        ("", {}, None, None, None),
+        ("--nproc 3", {}, 3, None, None),
+        ("--standalone --nproc-per-node=3", {}, 3, None, None),
+        ("--nproc_per_node 2 --max_restarts 5 --nnodes 1:1 --node_rank 0", {}, 2, 5, None),
+        ("--master-addr localhost --master-port 29500", {}, None, None, 29500),
+        ("--rdzv-backend=c10d --rdzv-endpoint=localhost:0 --rdzv-id=7", {}, None, None, None),
+        ("--rdzv_endpoint 127.0.0.1:3000 --monitor-interval 5", {}, None, None, 3000),
+        ("--nnodes 2 --node-rank 1 --master-addr job-0.job.ns.svc --master-port 29500", POD,
+         None, None, 29500),
+        ("--rdzv-endpoint job-0.job.ns.svc:29500 --max-restarts 0", POD, None, 0, 29500),
+    ],
+)  # fmt: skip
+def test_what_is_taken(words, env, nproc, rounds, port):  # type: ignore[no-untyped-def]
+    assert translate(words, env) == {
+        "nproc": nproc, "rounds_without_progress": rounds, "master_port": port,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "message"),
+    [
+        ("--nproc 2 --nproc-per-node 2", {}, "give one of them"),
+        ("--max-restarts 2 --max-rounds-without-progress 2", {}, "give one of them"),
+        ("--nproc-per-node many", {}, "a number, gpu, cpu or auto"),
+        ("--nnodes 2", {}, "create a DDPJob for several machines"),
+        ("--nnodes 3", POD, "one of 2: leave it out"),
+        ("--nnodes 1:4", {}, "the number of machines is fixed"),
+        ("--node-rank 1", {}, "create a DDPJob"),
+        ("--node-rank 0", POD, "this is replica 1: leave it out"),
+        ("--standalone", POD, "contradicts the 2 replicas"),
+        ("--master-addr 10.0.0.1", {}, "several machines need a DDPJob"),
+        ("--master-addr localhost", POD, "leave it out"),
+        ("--master-port 29501", POD, "not 29500 of the DDPJob"),
+        ("--master-port 70000", {}, "is no port"),
+        ("--rdzv-backend etcd", {}, "none is needed"),
+        ("--no-python", {}, "contradicts train.py"),
+        ("--no-python -m", {}, "contradicts -m"),
+        ("--tee 3", {}, "redirect the launcher's output"),
+        ("-r 3", {}, "redirect the launcher's output"),
+        ("--shutdown_timeout 5", {}, "DDPJOB_GRACE_SECONDS"),
+        ("--virtual-local-rank", {}, "LOCAL_RANK"),
+    ],
+)
+def test_what_is_refused_says_what_to_do(words, env, message):  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=message):
+        translate(words, env)
+
+
+@pytest.mark.parametrize(
+    ("visible", "nodes", "gpus"),
+    [
+        (None, ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"], 2),
+        (None, [], 0),
+        ("", ["nvidia0"], 0),
+        ("1,3", ["nvidia0"], 2),
+        ("0,-1,1", ["nvidia0"], 1),
+    ],
+)
+def test_gpus_are_counted_without_cuda(tmp_path, monkeypatch, visible, nodes, gpus):  # type: ignore[no-untyped-def]
+    for name in nodes:
+        (tmp_path / name).touch()
+    env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert torchrun._gpus(env, tmp_path) == gpus
+
+
+def test_auto_falls_back_to_processors(monkeypatch):  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert translate("--nproc-per-node auto", {})["nproc"] >= 1
+    with pytest.raises(ConfigError, match="this machine shows none"):
+        translate("--nproc-per-node gpu", {})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    assert translate("--nproc-per-node gpu", {})["nproc"] == 3

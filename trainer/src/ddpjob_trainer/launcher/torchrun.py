@@ -1,0 +1,173 @@
+"""torchrun's options in its own spellings: what they mean here, or why not and what to do instead.
+
+Never imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from ddpjob_trainer.environment import LauncherEnvironment
+from ddpjob_trainer.errors import ConfigError
+
+_HERE: Final = ("localhost", "127.0.0.1", "::1")
+#: Options without a value, and with one, that mean nothing here; and what to do instead.
+_REFUSED_FLAGS: Final = {
+    "run-path": "leave it out: each process is an interpreter of its own",
+    "virtual-local-rank": "leave it out, and use the GPU of LOCAL_RANK",
+}
+_REFUSED: Final = {
+    "rdzv-conf": "leave it out; DDPJOB_HANG_STARTUP_SECONDS is how long ranks wait for one another",
+    "role": "leave it out: ROLE_NAME is always default",
+    "log-dir": "redirect the launcher's output: each line begins with the rank",
+    "redirects": "redirect the launcher's output: each line begins with the rank",
+    "tee": "redirect the launcher's output: each line begins with the rank",
+    "local-ranks-filter": "filter the launcher's output: each line begins with the rank",
+    "duplicate-stdout-filters": "filter the launcher's output with grep",
+    "duplicate-stderr-filters": "filter the launcher's output with grep",
+    "logs-specs": "redirect the launcher's output: each line begins with the rank",
+    "local-addr": "set GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME to the interface",
+    "numa-binding": "start the program by numactl",
+    "signals-to-handle": "leave it out; docs/launcher.md lists the signals that are passed on",
+    "shutdown-timeout": "set DDPJOB_GRACE_SECONDS",
+}
+#: They change nothing here: failures are seen at once, and there is one kind of rendezvous.
+_WITHOUT_MEANING: Final = ("rdzv-id", "monitor-interval", "start-method", "event-log-handler")
+
+
+_SHORT: Final = {"redirects": ("-r",), "tee": ("-t",)}
+
+
+def _names(name: str) -> tuple[str, ...]:
+    """Every spelling that torchrun knows."""
+    both = (f"--{name}", f"--{name.replace('-', '_')}") if "-" in name else (f"--{name}",)
+    return (*_SHORT.get(name, ()), *both)
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Take torchrun's options; translate() says what they mean."""
+    group = parser.add_argument_group("torchrun's spellings")
+
+    def option(name: str, text: str = argparse.SUPPRESS, **more: Any) -> None:
+        group.add_argument(*_names(name), dest=f"torchrun_{name}", help=text, **more)
+
+    option("nproc-per-node", "as --nproc; also gpu, cpu or auto", metavar="N")
+    option("max-restarts", "as --max-rounds-without-progress", type=int, metavar="N")
+    option("standalone", "what the launcher does outside a DDPJob anyway", action="store_true")
+    option("nnodes", "1, or the replicas of the DDPJob", metavar="N")
+    option("node-rank", "0, or the index of this replica", type=int, metavar="N")
+    option("master-addr", "this machine, or the DDPJob's", metavar="HOST")
+    option("master-port", "of the store; in a DDPJob its own", type=int, metavar="PORT")
+    option("rdzv-backend", "static or c10d: here the same", metavar="NAME")
+    option("rdzv-endpoint", "as --master-addr and --master-port", metavar="HOST[:PORT]")
+    option("no-python", "executables are started as they are anyway", action="store_true")
+    for name in (*_WITHOUT_MEANING, *_REFUSED):
+        option(name)
+    for name in _REFUSED_FLAGS:
+        option(name, action="store_true")
+
+
+def translate(
+    given: Mapping[str, Any], env: LauncherEnvironment, program: str, *, module: bool
+) -> dict[str, Any]:
+    """Return arguments of make_plan. ``given``: what was parsed. Raises ConfigError."""
+    said = {
+        name.removeprefix("torchrun_"): value
+        for name, value in given.items()
+        if name.startswith("torchrun_") and value is not None and value is not False
+    }
+    for name, cure in {**_REFUSED, **_REFUSED_FLAGS}.items():
+        if name in said:
+            raise ConfigError(f"--{name} of torchrun has no counterpart here: {cure}")
+    found: dict[str, Any] = {"nproc": given["nproc"]}
+    if "nproc-per-node" in said:
+        _once(given["nproc"], "--nproc-per-node", "--nproc")
+        found["nproc"] = _processes(said["nproc-per-node"])
+    rounds = found["rounds_without_progress"] = given["max_rounds_without_progress"]
+    if "max-restarts" in said:
+        _once(rounds, "--max-restarts", "--max-rounds-without-progress")
+        found["rounds_without_progress"] = said["max-restarts"]
+    if "no-python" in said and (module or program.endswith(".py")):
+        what = "-m" if module else f"{program}, which is started by python"
+        raise ConfigError(f"--no-python contradicts {what}: leave one of the two out")
+    _check_place(said, env)
+    found["master_port"] = _port(said, env)
+    return found
+
+
+def _once(other: object, name: str, same: str) -> None:
+    if other is not None:
+        raise ConfigError(f"{name} and {same} mean the same: give one of them")
+
+
+def _processes(text: str) -> int:
+    if text.isdigit():
+        return int(text)
+    if text not in ("gpu", "cpu", "auto"):
+        raise ConfigError(f"--nproc-per-node {text} must be a number, gpu, cpu or auto")
+    gpus = _gpus(os.environ) if text != "cpu" else 0
+    if text == "gpu" and not gpus:
+        raise ConfigError("--nproc-per-node gpu: this machine shows none; give a number, or cpu")
+    return gpus or len(os.sched_getaffinity(0))
+
+
+def _gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> int:
+    """Of NVIDIA, as CUDA would show them to a process here."""
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        names = [name for name in visible.split(",") if name.strip()]
+        return len(names[: names.index("-1")] if "-1" in names else names)
+    return sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in devices.glob("nvidia*"))
+
+
+def _check_place(said: Mapping[str, Any], env: LauncherEnvironment) -> None:
+    """Refuse what would be another place than the one that this launcher has."""
+    alone = env.replica is None
+    if "standalone" in said and env.replicas > 1:
+        raise ConfigError(
+            f"--standalone contradicts the {env.replicas} replicas of the DDPJob: leave it out"
+        )
+    nodes = str(said.get("nnodes", env.replicas))
+    least, _, most = nodes.partition(":")
+    if not least.isdigit() or (most or least) != least:
+        raise ConfigError(
+            f"--nnodes {nodes}: the number of machines is fixed here; elastic jobs change it with"
+            " spec.replicas of the DDPJob"
+        )
+    if int(least) != env.replicas:
+        cure = "create a DDPJob for several machines" if alone else "leave it out"
+        raise ConfigError(f"--nnodes {least}, but this launcher is one of {env.replicas}: {cure}")
+    rank = said.get("node-rank", env.replica or 0)
+    if rank != (env.replica or 0):
+        cure = "create a DDPJob for several machines" if alone else "leave it out"
+        raise ConfigError(f"--node-rank {rank}, but this is replica {env.replica or 0}: {cure}")
+    backend = said.get("rdzv-backend", "static")
+    if backend not in ("static", "c10d"):
+        raise ConfigError(f"--rdzv-backend {backend}: leave it out, none is needed here")
+
+
+def _port(said: Mapping[str, Any], env: LauncherEnvironment) -> int | None:
+    """The port that was asked for, None: any. A DDPJob's cannot be changed."""
+    host, _, port = str(said.get("rdzv-endpoint", "")).rpartition(":")
+    if not host:
+        host, port = port, ""
+    host = host.strip("[]")  # of IPv6
+    for name, value in (("rdzv-endpoint", host), ("master-addr", said.get("master-addr", ""))):
+        if value and value not in (env.master[:1] if env.master else _HERE):
+            cure = "leave it out" if env.master else "several machines need a DDPJob"
+            raise ConfigError(f"--{name} {value} is not the address of rank 0 here: {cure}")
+    if port and not port.isdigit():
+        raise ConfigError(f"--rdzv-endpoint {said['rdzv-endpoint']} must be HOST or HOST:PORT")
+    wanted = int(said.get("master-port", 0)) or int(port or 0) or None
+    if wanted is not None and env.master is not None and wanted != env.master[1]:
+        raise ConfigError(
+            f"--master-port {wanted} is not {env.master[1]} of the DDPJob: leave it out"
+        )
+    if wanted is not None and not 0 < wanted < 65536:
+        raise ConfigError(f"--master-port {wanted} is no port")
+    return wanted

@@ -1,0 +1,57 @@
+"""A ConfigError as a person wants to see it: its message, once, and where the script asked for it.
+
+All ranks of a launcher meet the same one, so the first says it for all that have the same to say.
+A traceback through our code helps nobody who has mistyped an option; DDPJOB_TRAINER_TRACEBACK=1
+brings it back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from ddpjob_trainer.environment import TRACEBACK, state_directory, wants_traceback
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.telemetry.console import say
+
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+
+
+def tell(rank: int, error: BaseException, trace: TracebackType | None) -> bool:
+    """Say a ConfigError in one line; False: nothing was said, the traceback is wanted."""
+    if not isinstance(error, ConfigError) or wants_traceback(os.environ):
+        return False
+    text = f"{type(error).__name__}: {error}"
+    if _is_first(text):
+        say(rank, f"{text}{_place(trace)} ({TRACEBACK}=1 shows the traceback)")
+    return True
+
+
+def _is_first(text: str) -> bool:
+    """Whether no other rank of this launcher has said it in this round."""
+    directory = state_directory(os.environ)
+    if directory is None:
+        return True
+    name = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
+    try:
+        (directory / f"refusal-{name}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        pass  # said twice is better than not at all
+    return True
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The line of the script from which our code was called."""
+    found = ""
+    for frame in traceback.extract_tb(trace):
+        if frame.filename.startswith(_OURS):
+            if found:
+                break
+        elif not frame.filename.startswith("<"):
+            found = f" [{frame.filename}, line {frame.lineno}]"
+    return found
