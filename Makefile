@@ -100,8 +100,9 @@ bench: setup ## measure; each benchmark prints a table and writes JSON
 	@for script in bench/*.py; do [ -e "$$script" ] || continue; $(BIN)/python $$script $(ARGS); done
 
 .PHONY: manifests
-manifests: setup ## render manifests/ and docs/api.md from the chart
+manifests: setup ## render manifests/ and docs/api.md from the chart, draw docs/architecture.md
 	@$(BIN)/python charts/render.py
+	@$(BIN)/python docs/architecture.py
 
 .PHONY: lock
 lock: ## pin requirements/*.in again (ARGS=--upgrade: at the newest allowed versions)
