@@ -2,7 +2,8 @@
 
 Every repeat runs each side once, in an order that turns, so that a slow minute of the machine hits
 all of them. The ratio is taken within a repeat. Nothing is saved on either side. The clock starts
-when both sides run evenly: our launcher's spares import torch meanwhile, once.
+when both sides run evenly: our launcher's spares import torch meanwhile, once. Workload "slow"
+needs 5 ms per sample, read by four workers per rank on both sides: torch's DataLoader, and ours.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from harness import programs, report
 
 PLAIN = "plain DDP"
 LEVELS = ("off", "resume", "elastic")
-STEPS = {"cnn": 600, "mlp": 200, "gpt": 120}
-WARM_UP = {"cnn": 500, "mlp": 120, "gpt": 60}
+STEPS = {"cnn": 600, "mlp": 200, "gpt": 120, "slow": 150}
+WARM_UP = {"cnn": 500, "mlp": 120, "gpt": 60, "slow": 200}
 
 
 def steps_per_second(side: str, workload: str, nproc: int, steps: int) -> float:
@@ -73,7 +74,7 @@ def rows(results: list[dict]) -> list[list[str]]:
 def main() -> None:
     parser = report.options(__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--workloads", default="cnn,mlp,gpt")
+    parser.add_argument("--workloads", default="cnn,mlp,gpt,slow")
     parser.add_argument("--ranks", default="2,3")
     parser.add_argument("--levels", default=",".join(LEVELS))
     args = parser.parse_args()
@@ -93,14 +94,18 @@ def main() -> None:
     ]
     header = ("model", "ranks", "loop", "steps/s: median (range)", "of plain DDP: median (range)")
     print("\n" + report.table(header, rows(results)))
-    medians = [
-        statistics.median(values)
-        for result in results
-        for level, values in result["ratio"].items()
-        if level in ("off", "resume")
-    ]
-    if medians:
-        print(f"\nlowest median ratio of levels off and resume: {min(medians):.3f} (goal 0.99)")
+    for names, goal in ((("cnn", "mlp", "gpt"), 0.99), (("slow",), 0.98)):
+        medians = [
+            statistics.median(values)
+            for result in results
+            for level, values in result["ratio"].items()
+            if level in ("off", "resume") and result["workload"] in names
+        ]
+        if medians:
+            print(
+                f"\n{', '.join(names)}: lowest median ratio of levels off and resume:"
+                f" {min(medians):.3f} (goal {goal})"
+            )
     report.finish("loop", facts, {"results": results}, args.json)
 
 

@@ -22,7 +22,7 @@ model, _ = run.prepare(
     net, torch.optim.AdamW(net.parameters(), lr=1e-3), bucket_cap_mb=load.bucket_cap_mb
 )
 marks = {}
-for step in run.steps(data):
+for step in run.steps(data, workers=load.workers):
     if step.index in (args.warmup, args.warmup + args.steps):
         marks[step.index] = time.perf_counter()
     for inputs, targets in step.batches:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 SEED = 7
 
@@ -21,6 +22,22 @@ class Workload:
     classes: int
     per_rank: int  # samples per rank and step
     bucket_cap_mb: float
+    sample_seconds: float = 0.0  # what reading one takes, as from a disk
+    workers: int = 0
+
+
+class Slow(Dataset):
+    """Each sample takes a while."""
+
+    def __init__(self, data: TensorDataset, seconds: float) -> None:
+        self.data, self.seconds = data, seconds
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        time.sleep(self.seconds)
+        return self.data[index]
 
 
 class Gpt(nn.Module):
@@ -56,16 +73,21 @@ def _mlp() -> nn.Module:
 WORKLOADS = {
     "cnn": Workload(_cnn, lambda: torch.randn(2048, 1, 16, 16), 10, 32, 0.05),
     "mlp": Workload(_mlp, lambda: torch.randn(2048, 256), 10, 64, 2.0),
+    "slow": Workload(
+        _cnn, lambda: torch.randn(2048, 1, 16, 16), 10, 24, 0.05, sample_seconds=0.005, workers=4
+    ),
     "gpt": Workload(Gpt, lambda: torch.randint(0, 256, (2048, 32)), 10, 8, 1.0),
 }
 
 
-def make(name: str) -> tuple[Workload, nn.Module, TensorDataset]:
+def make(name: str) -> tuple[Workload, nn.Module, Dataset]:
     """The same model and data in every process and in every program."""
     workload = WORKLOADS[name]
     torch.manual_seed(SEED)
     inputs = workload.inputs()
-    data = TensorDataset(inputs, torch.randint(0, workload.classes, (len(inputs),)))
+    data: Dataset = TensorDataset(inputs, torch.randint(0, workload.classes, (len(inputs),)))
+    if workload.sample_seconds:
+        data = Slow(data, workload.sample_seconds)
     return workload, workload.model(), data
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ddpjob_trainer.data.sampler import steps_per_epoch
     from ddpjob_trainer.errors import ConfigError
     from ddpjob_trainer.training.run import Run
     from ddpjob_trainer.training.start import start
     from ddpjob_trainer.training.step import Step
 
 __version__ = "0.1.0"
-__all__ = ["ConfigError", "Run", "Step", "start"]
+__all__ = ["ConfigError", "Run", "Step", "start", "steps_per_epoch"]
 
 
 def __getattr__(name: str) -> object:
@@ -31,6 +32,10 @@ def __getattr__(name: str) -> object:
         from ddpjob_trainer.training.start import start
 
         return start
+    if name == "steps_per_epoch":
+        from ddpjob_trainer.data.sampler import steps_per_epoch
+
+        return steps_per_epoch
     if name == "ConfigError":
         from ddpjob_trainer.errors import ConfigError
 

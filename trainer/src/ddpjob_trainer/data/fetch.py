@@ -1,16 +1,18 @@
-"""From sample numbers to a batch on the right device."""
+"""From positions in the run to a batch, and a batch to the right device."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, MutableMapping, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
-from ddpjob_trainer.data.permutation import Indices
+from ddpjob_trainer.data.permutation import Indices, key64, words
+from ddpjob_trainer.data.seeding import seed_generators
 from ddpjob_trainer.errors import ConfigError
 
 Collate = Callable[[Sequence[Any]], Any]
@@ -28,14 +30,87 @@ def check(dataset: object) -> None:
     """Raise ConfigError for a dataset that cannot be indexed."""
     if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
         raise ConfigError(
-            f"{type(dataset).__name__} is not a map-style dataset: it needs __len__ and"
-            " __getitem__ (streams are not supported)"
+            f"{type(dataset).__name__} is not a map-style dataset: it needs __len__ and __getitem__"
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A batch to make: its samples, and their positions in the run."""
+
+    samples: Indices
+    positions: Indices
+
+
+class Batches:
+    """A map-style dataset, batch by batch. ``draws``: random numbers may be used to make one."""
+
+    def __init__(self, dataset: Any, collate: Collate | None, seed: int) -> None:
+        check(dataset)
+        self.dataset = dataset
+        self._collate = collate
+        self._keys = key64("sample", seed), key64("collate", seed)
+        self._base, self._subset = _without_subsets(dataset)
+        self._at_once = collate is None and _is_plain(self._base, TensorDataset)
+        self.draws = collate is not None or not _is_quiet(self._base)
+
+    def make(self, work: Work) -> Any:
+        """Return the collated batch. Its random numbers depend on the positions only."""
+        wanted = work.samples if self._subset is None else self._subset[work.samples]
+        if self._at_once:
+            return self._base[torch.from_numpy(np.ascontiguousarray(wanted))]
+        samples = self._samples(wanted.tolist(), work.positions)
+        if self._collate is None:
+            return default_collate(samples)
+        seed_generators(int(words(self._keys[1], work.positions[:1])[0]))
+        return self._collate(samples)
+
+    def _samples(self, wanted: list[int], positions: Indices) -> list[Any]:
+        many = getattr(self._base, "__getitems__", None)
+        if not self.draws:
+            return many(wanted) if many is not None else [self._base[index] for index in wanted]
+        keys = words(self._keys[0], positions).tolist()
+        if many is not None:
+            seed_generators(keys[0])
+            found: list[Any] = many(wanted)
+            return found
+        samples = []
+        for index, key in zip(wanted, keys, strict=True):
+            seed_generators(key)
+            samples.append(self._base[index])
+        return samples
+
+
+def _without_subsets(dataset: Any) -> tuple[Any, Indices | None]:
+    """What Subsets are of, and which of its samples they leave; None: all."""
+    chosen: Indices | None = None
+    while type(dataset) is Subset:
+        inner = np.asarray(dataset.indices, dtype=np.int64)
+        chosen = inner if chosen is None else inner[chosen]
+        dataset = dataset.dataset
+    return dataset, chosen
+
+
+def _is_plain(dataset: object, kind: type) -> bool:
+    """Whether it is of this kind and indexed by the kind's own code."""
+    return isinstance(dataset, kind) and all(
+        getattr(type(dataset), name, None) is getattr(kind, name, None)
+        for name in ("__getitem__", "__getitems__")
+    )
+
+
+def _is_quiet(dataset: object) -> bool:
+    """Whether indexing runs no code that might draw random numbers."""
+    if _is_plain(dataset, ConcatDataset):
+        return all(map(_is_quiet, dataset.datasets))  # type: ignore[attr-defined]
+    if type(dataset) is Subset:
+        return _is_quiet(dataset.dataset)
+    return any(_is_plain(dataset, kind) for kind in (TensorDataset, list, tuple, range))
+
+
 def fetch(dataset: Any, indices: Indices, collate: Collate | None) -> Any:
-    """Return the collated samples. A TensorDataset is indexed in one go."""
-    if isinstance(dataset, TensorDataset) and collate is None:
+    """Return the collated samples, with the generators as they are: for an evaluation."""
+    if collate is None and _is_plain(dataset, TensorDataset):
         return dataset[torch.from_numpy(np.ascontiguousarray(indices))]
     wanted = indices.tolist()
     many = getattr(dataset, "__getitems__", None)

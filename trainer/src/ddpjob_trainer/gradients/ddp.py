@@ -56,8 +56,12 @@ class Averaging(Protocol):
         """Return the module that the loop calls. Before the loop, once for each model."""
         ...
 
+    def plan(self, order: DataOrder, step: int) -> Sequence[Part]:
+        """What this rank computes in a step, at least one part. Also asked ahead of time."""
+        ...
+
     def parts(self, order: DataOrder, step: int) -> Sequence[Part]:
-        """Begin a step: return what this rank computes in it, at least one part."""
+        """Begin a step: return its plan."""
         ...
 
     def before_forward(self, model: DistributedDataParallel, number: int) -> None:
@@ -122,7 +126,7 @@ class DdpAveraging:
         self._models: list[DistributedDataParallel] = []
         self._parameters: list[torch.nn.Parameter] = []  # that the reducer knows
         self._frozen: list[torch.nn.Parameter] = []  # that it does not
-        self._parts: list[Part] = []
+        self._parts: Sequence[Part] = []
         self.outside = world.rank
         self._warm = False
         self._awake = False  # the reducer waits for a backward
@@ -147,17 +151,22 @@ class DdpAveraging:
         self._warm = self._options.level == "off"
         return model
 
-    def parts(self, order: DataOrder, step: int) -> Sequence[Part]:
+    def plan(self, order: DataOrder, step: int) -> Sequence[Part]:
         """Cut this rank's contiguous share into parts that differ by at most one sample."""
         rank, count = self._world.rank, self._options.micro_batches
         batch = order.batch(step)
         mine = share(batch, rank, self._world.size)
-        self._shared.clear()
-        self._parts = []
+        parts = []
         for number in range(count):
             part = share(mine, number, count)
             positions = part if len(part) else batch[:1]
-            self._parts.append(Part(positions, len(part), len(batch), rank))
+            parts.append(Part(positions, len(part), len(batch), rank))
+        return parts
+
+    def parts(self, order: DataOrder, step: int) -> Sequence[Part]:
+        """Begin a step."""
+        self._shared.clear()
+        self._parts = self.plan(order, step)
         return self._parts
 
     def before_forward(self, model: DistributedDataParallel, number: int) -> None:

@@ -40,7 +40,7 @@ class ElasticAveraging:
         self._shard: int | None = None  # whose gradients the parameters hold at this moment
         self._parameters: list[torch.nn.Parameter] = []
         self._reductions: list[tuple[list[int], Reduction]] = []
-        self._parts: list[Part] = []
+        self._parts: Sequence[Part] = []
         self._step = 0
 
     def wrap(self, module: torch.nn.Module, options: ModelOptions) -> DistributedDataParallel:
@@ -69,23 +69,28 @@ class ElasticAveraging:
         ranks, rank = self._world.size, self._world.rank
         return Reduction(parameters, count=self._count, ranks=ranks, rank=rank)
 
-    def parts(self, order: DataOrder, step: int) -> Sequence[Part]:
-        """Return this rank's shards, each cut into micro-batches."""
-        self._step = step
-        self._parts = []
+    def plan(self, order: DataOrder, step: int) -> Sequence[Part]:
+        """This rank's shards, each cut into micro-batches."""
+        parts: list[Part] = []
         for shard in shard_tree.owned(self._count, self._world.size, self._world.rank):
             share = order.shard(step, shard, self._count)
             size = len(share) // self._options.micro_batches
-            for start in range(0, len(share), size):
-                self._parts.append(
-                    Part(
-                        share[start : start + size],
-                        size,
-                        self._options.global_batch,
-                        shard,
-                        reseed=start == 0,
-                    )
+            parts += [
+                Part(
+                    share[start : start + size],
+                    size,
+                    self._options.global_batch,
+                    shard,
+                    reseed=start == 0,
                 )
+                for start in range(0, len(share), size)
+            ]
+        return parts
+
+    def parts(self, order: DataOrder, step: int) -> Sequence[Part]:
+        """Begin a step."""
+        self._step = step
+        self._parts = self.plan(order, step)
         return self._parts
 
     def before_forward(self, model: DistributedDataParallel, number: int) -> None:

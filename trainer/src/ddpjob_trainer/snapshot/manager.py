@@ -386,14 +386,22 @@ class Snapshots:
             self._hook = None
 
 
+_CHANGED = {
+    "samples": "the dataset is another one",
+    "world_size": "each has a stream of its own",
+}
+
+
 def _compare(stored: Config, mine: Config, rank: int, allowed: Collection[str]) -> None:
     """Refuse to continue another run; warn where only bitwise equality is lost."""
     for name, change in (
+        ("order", "data"),
         ("seed", ""),
         ("global_batch", "global_batch"),
         ("samples", "data"),
         ("tail", ""),
-        ("order", "data"),
+        # Each process has a stream of its own.
+        *([("world_size", "")] if mine["order"] == "stream" else []),
     ):
         if stored.get(name) == mine[name]:
             continue
@@ -407,7 +415,7 @@ def _compare(stored: Config, mine: Config, rank: int, allowed: Collection[str]) 
                 " data in another order: finish the run with that version, or start anew with"
                 " snapshot.resume: Never"
             )
-        what = "the dataset is another one" if name == "samples" else "the data order would change"
+        what = _CHANGED.get(name, "the data order would change")
         cure = f", go on with start(allow_changes={change!r})" if change else ""
         raise ConfigError(
             f"the snapshot was made with {name}={stored.get(name)}, now it is {mine[name]}: {what}."

@@ -18,7 +18,8 @@ from ddpjob_trainer import failpoints, trace
 from ddpjob_trainer.comm.exchange import Exchange
 from ddpjob_trainer.comm.world import World, agree
 from ddpjob_trainer.data import fetch
-from ddpjob_trainer.data.sampler import DataOrder, Shuffled
+from ddpjob_trainer.data.inputs import InputOptions, Place, open_input
+from ddpjob_trainer.data.permutation import Indices
 from ddpjob_trainer.errors import ConfigError, NotCommittedError
 from ddpjob_trainer.gradients.ddp import Averaging, Part
 from ddpjob_trainer.gradients.replica_check import DivergenceCheck
@@ -57,9 +58,13 @@ class Loop:
     """The loop over one dataset. ``finished_steps`` counts those of earlier incarnations too."""
 
     def __init__(
-        self, process: Process, options: Options, trained: Trained, dataset: fetch.Dataset
+        self,
+        process: Process,
+        options: Options,
+        trained: Trained,
+        dataset: Any,
+        given: InputOptions,
     ) -> None:
-        fetch.check(dataset)
         self.finished_steps = 0
         self.best: dict[str, Best] = {}  # by file, see run.keep_best()
         self.guard = Guard(
@@ -77,11 +82,12 @@ class Loop:
         self._averaging = process.averaging
         self._recorder = process.recorder
         self._trained = trained
-        self._dataset = dataset
-        epochs = Shuffled(options.seed, len(dataset))
-        self._order = DataOrder(epochs, options.global_batch, options.tail)
-        self._averaging.parts(self._order, 0)  # says now if it cannot be divided
-        self._config = fingerprint(options, process.world, epochs)
+        self._input = open_input(dataset, given, self._place())
+        self._order = self._input.order
+        if self._input.stream is not None:
+            trained.state.register("data stream", self._input.stream, per_rank=True)
+        self._averaging.plan(self._order, 0)  # says now if it cannot be divided
+        self._config = fingerprint(options, process.world, self._order.epochs)
         self._progress.built(trained.updater.readings)
         trace.mark("built")
         self._exchange = Exchange(process.world)
@@ -102,6 +108,7 @@ class Loop:
             self._watch_forwards(model.wrapped)
         with self._shutdown.in_loop():
             try:
+                self._input.start()
                 self._resume()
                 while self.finished_steps < self._options.total_steps:
                     step = self._begin()
@@ -120,6 +127,7 @@ class Loop:
                 raise
             finally:
                 self.within_step = False
+                self._input.close()
                 self.guard.stop()
             with self._peers:
                 self._recorder.ended(self._trained.state)
@@ -137,6 +145,9 @@ class Loop:
             self.finished_steps, stored = self._snapshots.restore(state, config)
             if not stored and self._options.resume is not None:
                 begin_with(self._options.resume, state.module, self._world)
+        left = range(self.finished_steps, self._options.total_steps)
+        other = stored.get("order") != config["order"]  # allowed, or there is no snapshot
+        self._input.begin(left, self._positions, fresh=other)
         for module, ema in self._trained.updater.emas:
             begin_ema(module, ema)
         self.best = best.unpacked(stored.get("best", {}))
@@ -147,6 +158,26 @@ class Loop:
         self._resumed_after = self.finished_steps
         trace.mark("loaded")
 
+    def _place(self) -> Place:
+        options, world = self._options, self._world
+        shares = options.shards if options.level == "elastic" else world.size
+        return Place(
+            seed=options.seed,
+            rank=world.rank,
+            ranks=world.size,
+            global_batch=options.global_batch,
+            parts=shares * options.micro_batches,
+            level=options.level,
+            tail=options.tail,
+            collate=options.collate,
+            device=world.device,
+            say=lambda text: say(0, text) if world.rank == 0 else None,
+            alive=self._progress.alive,
+        )
+
+    def _positions(self, step: int) -> list[Indices]:
+        return [part.positions for part in self._averaging.plan(self._order, step)]
+
     # --- A step, in the order of its calls ------------------------------------------------
 
     def _begin(self) -> Step:
@@ -154,17 +185,19 @@ class Loop:
         index = self.finished_steps
         parts = self._averaging.parts(self._order, index)
         rng.reseed(self._options.seed, index, self._averaging.outside)
-        self._step = Step(self, index, parts, self._batches(index, parts))
+        epoch = self._input.epoch(index)
+        self._step = Step(self, index, parts, self._batches(index, parts), epoch)
         return self._step
 
     def _batches(self, index: int, parts: Sequence[Part]) -> Iterator[Any]:
-        for part in parts:
-            if part.reseed:
-                rng.reseed(self._options.seed, index, part.shard)
+        for number, part in enumerate(parts):
             self._progress.at("data")
-            samples = self._order.samples(part.positions)
-            batch = fetch.fetch(self._dataset, samples, self._options.collate)
+            batch = self._input.next(index, number, part.positions)
             batch = fetch.to_device(batch, self._world.device)
+            if self._input.draws:  # whoever made it: what is drawn from here on is the same
+                rng.reseed(self._options.seed, index, part.shard, int(part.positions[0]))
+            elif part.reseed:
+                rng.reseed(self._options.seed, index, part.shard)
             self._progress.at("forward")
             if self._step is not None:
                 self._step.handed += 1

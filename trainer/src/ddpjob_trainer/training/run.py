@@ -21,6 +21,7 @@ import torch
 from ddpjob_trainer import failpoints
 from ddpjob_trainer.comm.teardown import leave_group
 from ddpjob_trainer.data import fetch
+from ddpjob_trainer.data.inputs import InputOptions
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.snapshot import weights
@@ -158,12 +159,37 @@ class Run:
 
     # --- The loop ------------------------------------------------------------------------
 
-    def steps(self, dataset: fetch.Dataset) -> Iterator[Step]:
-        """Yield the steps that are still to do, after the newest snapshot if there is one."""
+    def steps(
+        self,
+        dataset: Any,
+        *,
+        workers: int | None = None,
+        prefetch: int | None = None,
+        pin_memory: bool | None = None,
+        shuffle: bool | None = None,
+        sampler: Any = None,
+        weights: Any = None,
+        batched: bool | None = None,
+    ) -> Iterator[Step]:
+        """Yield the steps that are still to do, after the newest snapshot if there is one.
+
+        ``dataset``: map-style, or a DataLoader over one; else a stream: an IterableDataset, or a
+        DataLoader over one, of which each process reads its own.
+        ``workers``: processes per rank that make batches ahead, each ``prefetch`` (default 2) of
+        them; by default none. The result does not depend on them. ``pin_memory``: in page-locked
+        memory; by default on CUDA with workers.
+        ``shuffle``: anew in each epoch, the default; False: the dataset's own order.
+        ``sampler``: another order, as a torch Sampler, a sequence of indices, or a function from
+        the epoch to one. ``weights``: one per sample; an epoch draws as many samples as there are,
+        with replacement. ``batched``: whether a stream of unknown type yields batches, not samples.
+
+        Raises ConfigError for what cannot be read in this way.
+        """
         trained = self._ready("steps()")
         if self._loop is not None:
             raise ConfigError("steps() was called twice; it counts all epochs itself")
-        self._loop = Loop(self._process, self.options, trained, dataset)
+        given = InputOptions(workers, prefetch, pin_memory, shuffle, sampler, weights, batched)
+        self._loop = Loop(self._process, self.options, trained, dataset, given)
         yield from self._loop.steps()
 
     # --- After the loop, or within ----------------------------------------------------------

@@ -22,12 +22,16 @@ class _Loop(Protocol):
 
 @dataclass(slots=True)
 class Step:
-    """``index`` counts from 0; ``batches`` yields this process's batches of the step."""
+    """``index`` counts from 0; ``batches`` yields this process's batches of the step.
+
+    ``epoch`` counts from 0 too. Of a stream it is this process's own.
+    """
 
     loop: _Loop
     index: int
     parts: Sequence[Part]
     batches: Iterator[Any]
+    epoch: int = 0
     losses: list[torch.Tensor] = field(default_factory=list)  # of each batch, added up
     committed: bool = False
     handed: int = 0  # batches that the body has got

@@ -1,0 +1,202 @@
+"""Input pipelines in real ranks: kills, worker processes, streams. More than one bucket."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import ddpjob_trainer as ddp
+from ddpjob_trainer.gradients import determinism
+from support.snapshots import await_snapshot
+
+STEPS = 9
+EVERY = 3
+SAMPLES = 77
+
+
+class Augmented(Dataset[dict[str, Any]]):
+    """Rows as Hugging Face's datasets give them, with noise from every generator there is."""
+
+    def __init__(self, pids: Path | None = None) -> None:
+        self.pids = pids
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.pids is not None:
+            (self.pids / f"worker-{os.getpid()}").touch()
+        x = torch.arange(48.0) * index / 500 + torch.randn(48)
+        x[: len(x) // 2] *= random.random() + float(np.random.rand())
+        return {"x": x, "label": index % 10}
+
+
+class Streaming(IterableDataset[dict[str, Any]]):
+    """Every world-th row; with torch's protocol of a state."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world, self.at = rank, world, 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while self.at < SAMPLES:
+            self.at += 1
+            if (self.at - 1) % self.world == self.rank:
+                yield Augmented()[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+@dataclass
+class Training:
+    directory: Path
+    data: Callable[[ddp.Run, Path], Any]
+    steps: dict[str, Any] = field(default_factory=dict)
+    start: dict[str, Any] = field(default_factory=dict)
+    die: tuple[int, int] | None = None  # rank, step
+
+    def __call__(self, rank: int) -> None:
+        self.directory.mkdir(exist_ok=True)
+        run = ddp.start(
+            total_steps=STEPS, global_batch=24, seed=5, snapshot_every=EVERY,
+            snapshot_dir=self.directory / "snapshots", **self.start,
+        )  # fmt: skip
+        torch.manual_seed(3)
+        net = nn.Sequential(
+            nn.Linear(48, 128), nn.ReLU(), nn.Dropout(0.3), nn.Linear(128, 128), nn.ReLU(),
+            nn.Linear(128, 10),
+        )  # fmt: skip
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        model, _ = run.prepare(net, optimizer, bucket_cap_mb=0.02)
+        for step in run.steps(self.data(run, self.directory), **self.steps):
+            for batch in step.batches:
+                loss = nn.functional.cross_entropy(model(batch["x"]), batch["label"])
+                step.backward(loss * (1 + torch.rand(()) + random.random()))
+            if run.options.level == "resume":
+                assert len(determinism.buckets(model)) > 1
+            if self.die == (rank, step.index):
+                await_snapshot(max((self.directory / "snapshots").glob("0*")), EVERY)
+                os.kill(os.getpid(), signal.SIGKILL)
+            step.commit()
+        hashes = f"{run.weights_sha256()} {run.state_sha256()} {step.epoch}"
+        (self.directory / f"result-{rank}").write_text(hashes)
+        run.finish()
+
+    def outcome(self, world: int = 3) -> list[str]:
+        return [(self.directory / f"result-{rank}").read_text() for rank in range(world)]
+
+
+def augmented(run: ddp.Run, directory: Path) -> Any:
+    return Augmented(directory)
+
+
+def loader(run: ddp.Run, directory: Path) -> Any:
+    return DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=1)
+
+
+def streaming(run: ddp.Run, directory: Path) -> Any:
+    return Streaming(run.rank, run.world_size)
+
+
+def killed_and_resumed(gang: Any, directory: Path, first: Training, then: Training) -> list[str]:
+    first.directory = then.directory = directory
+    first.die = (1, 4)
+    codes = gang.run(first)
+    assert codes[1] == -signal.SIGKILL
+    assert gang.run(then) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    assert "resuming after step 3" in gang.log(0)
+    return then.outcome()
+
+
+def processes_of(directory: Path) -> list[int]:
+    return [int(path.name.split("-")[1]) for path in directory.glob("worker-*")]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_workers_change_no_bit_and_die_with_their_rank(gang, tmp_path, wait_until):
+    micro = {"micro_batches": 2}
+    plain = Training(tmp_path / "plain", augmented, start=micro)
+    assert gang.run(plain) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    assert len(processes_of(plain.directory)) == 3  # the ranks themselves
+    for counts in ((4, 2), (0, 4)):
+        directory = tmp_path / f"{counts}"
+        first, then = (
+            Training(directory, augmented, {"workers": count, "prefetch": 3}, micro)
+            for count in counts
+        )
+        assert killed_and_resumed(gang, directory, first, then) == plain.outcome()
+        workers = processes_of(directory)
+        assert len(workers) == sum(3 * (count or 1) for count in counts)
+        wait_until(lambda found=workers: not any(map(is_alive, found)), "all workers are gone")
+    directory = tmp_path / "loader"
+    first, then = Training(directory, loader, start=micro), Training(directory, loader, start=micro)
+    assert killed_and_resumed(gang, directory, first, then) == plain.outcome()
+
+
+def test_at_level_elastic_neither_workers_nor_the_world_size_change_a_bit(gang, tmp_path):
+    elastic = {"level": "elastic", "shards": 4}
+    three = Training(tmp_path / "three", augmented, {"workers": 1}, elastic)
+    assert gang.run(three) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    two = Training(tmp_path / "two", augmented, {}, elastic)
+    assert gang.run(two, world=2) == {0: 0, 1: 0}, gang.log(0)
+    assert set(three.outcome()) == set(two.outcome(2))
+
+
+def test_a_stream_with_state_goes_on_where_training_was(gang, tmp_path):
+    whole = Training(tmp_path / "whole", streaming)
+    assert gang.run(whole) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    directory = tmp_path / "killed"
+    first, then = Training(directory, streaming), Training(directory, streaming)
+    assert killed_and_resumed(gang, directory, first, then) == whole.outcome()
+    other = Training(directory, streaming)
+    assert set(gang.run(other, world=2).values()) == {64}
+    assert "made with world_size=3, now it is 2: each has a stream of its own" in gang.log(0)
+    shuffled = Training(directory, augmented)
+    assert set(gang.run(shuffled).values()) == {64}
+    assert "made with order=stream, now it is shuffled" in gang.log(0)
+
+
+def test_a_dead_worker_is_an_error_that_says_so(gang, tmp_path):
+    class Deadly(Augmented):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            if torch.utils.data.get_worker_info().id == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__getitem__(index)
+
+    program = Training(tmp_path / "dead", lambda run, directory: Deadly(), {"workers": 2})
+    assert gang.run(program, world=1) == {0: 1}
+    assert "is killed by signal: Killed" in gang.log(0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_the_dataset_keeps_its_type_and_traceback(gang, tmp_path, workers):
+    class Broken(Augmented):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            raise KeyError("no such image")
+
+    program = Training(tmp_path / "b", lambda run, directory: Broken(), {"workers": workers})
+    assert gang.run(program, world=1) == {0: 1}
+    assert "KeyError" in gang.log(0)
+    assert "no such image" in gang.log(0)
+    assert "in __getitem__" in gang.log(0)

@@ -1,0 +1,427 @@
+"""What run.steps() takes, and that a batch depends on its position only."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from ddpjob_trainer.data.fetch import Batches, Work
+from ddpjob_trainer.data.given import Sampled
+from ddpjob_trainer.data.inputs import Indexed, InputOptions, Place, Streamed, open_input
+from ddpjob_trainer.data.sampler import Sequential, Shuffled, Weighted
+from ddpjob_trainer.data.workers import dying_with_parent
+from ddpjob_trainer.errors import ConfigError
+
+SAMPLES = 20
+
+
+def place(**changed: Any) -> Place:
+    """Two ranks, four samples each."""
+    usual: dict[str, Any] = {
+        "seed": 5, "rank": 0, "ranks": 2, "global_batch": 8, "parts": 2, "level": "resume",
+        "tail": "drop", "collate": None, "device": torch.device("cpu"),
+        "say": lambda text: None, "alive": lambda: None,
+    }  # fmt: skip
+    return Place(**{**usual, **changed})
+
+
+def opened(source: Any, at: Place | None = None, **options: Any) -> Any:
+    return open_input(source, InputOptions(**options), at or place())
+
+
+class Noisy(Dataset[dict[str, Any]]):
+    """Draws from all three generators for each sample."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"index": index, "drawn": [torch.rand(()).item(), np.random.rand(), random.random()]}
+
+
+def batches(source: Any, *parts: tuple[list[int], list[int]], seed: int = 5) -> list[Any]:
+    made = Batches(source, list, seed)
+    return [made.make(Work(np.array(samples), np.array(at))) for samples, at in parts]
+
+
+# --- Random numbers -------------------------------------------------------------------------
+
+
+def test_what_a_sample_draws_depends_on_the_seed_and_its_position_only():
+    whole, left, right = batches(
+        Noisy(), ([3, 4, 3], [10, 11, 12]), ([3], [10]), ([4, 3], [11, 12])
+    )
+    assert whole == left + right
+    drawn = [tuple(sample["drawn"]) for sample in whole]
+    assert len(set(drawn)) == 3  # also for sample 3 when it comes again
+    other = batches(Noisy(), ([3, 4, 3], [10, 11, 12]), seed=6)[0]
+    again = {number for sample in other for number in sample["drawn"]}
+    assert not any(again & set(sample) for sample in drawn)
+
+
+def test_a_collate_function_draws_by_position_too():
+    made = Batches(list(range(SAMPLES)), lambda batch: (batch, torch.rand(()).item()), 5)
+    first = made.make(Work(np.arange(3), np.arange(3)))
+    torch.rand(5)
+    assert made.make(Work(np.arange(3), np.arange(3))) == first
+    assert made.make(Work(np.arange(3), np.arange(3, 6)))[1] != first[1]
+
+
+@pytest.mark.parametrize(
+    ("source", "draws"),
+    [
+        (TensorDataset(torch.zeros(4)), False),
+        (Subset(TensorDataset(torch.zeros(4)), [1, 2]), False),
+        (ConcatDataset([TensorDataset(torch.zeros(4)), [1]]), False),
+        ([1, 2, 3], False),
+        (Noisy(), True),
+        (ConcatDataset([[1], Noisy()]), True),
+        (Subset(Noisy(), [1]), True),
+    ],
+)
+def test_only_what_may_draw_is_seeded(monkeypatch, source, draws):
+    seeded: list[int] = []
+    monkeypatch.setattr("ddpjob_trainer.data.fetch.seed_generators", seeded.append)
+    made = Batches(source, None, 5)
+    made.make(Work(np.array([0]), np.array([0])))
+    assert (made.draws, bool(seeded)) == (draws, draws)
+
+
+def test_a_tensor_dataset_with_an_item_of_its_own_is_asked_for_each_sample():
+    class Flipped(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            assert isinstance(index, int)
+            return -super().__getitem__(index)[0]
+
+    made = Batches(Flipped(torch.arange(4)), None, 5)
+    assert made.make(Work(np.array([1, 3]), np.array([0, 1]))).tolist() == [-1, -3]
+
+
+def test_subsets_and_getitems_give_the_samples_they_name():
+    class Many(Noisy):
+        def __getitems__(self, wanted: list[int]) -> list[int]:
+            return wanted
+
+    for source in (Many(), Subset(Many(), range(5, 20)), Subset(Subset(Many(), range(20)), [9, 4])):
+        found = Batches(source, list, 5).make(Work(np.array([1, 0]), np.array([0, 1])))
+        subset = {20: [1, 0], 15: [6, 5], 2: [4, 9]}
+        assert found == subset[len(source)]
+
+
+# --- Orders of others -----------------------------------------------------------------------
+
+
+def order_of(sampler: Any, epoch: int = 0, samples: int = SAMPLES) -> list[int]:
+    order = Sampled(5, sampler, samples)
+    return order.samples(epoch, np.arange(order.length)).tolist()
+
+
+def test_a_sampler_is_a_function_of_seed_and_epoch():
+    sampler = RandomSampler(range(SAMPLES))
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first, second = order_of(sampler), order_of(sampler, 1)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert (order_of(sampler), order_of(sampler, 1)) == (first, second)
+    assert sorted(first) == sorted(second) == list(range(SAMPLES))
+    assert first != second
+    own = RandomSampler(range(SAMPLES), generator=torch.Generator().manual_seed(9))
+    assert order_of(own) == order_of(own)
+
+
+def test_an_order_may_be_a_list_an_array_or_a_function_of_the_epoch():
+    assert order_of([3, 1, 1]) == order_of(np.array([3, 1, 1])) == order_of(torch.tensor([3, 1, 1]))
+    assert order_of(lambda epoch: [epoch, 7], 4) == [4, 7]
+    assert Sampled(5, [1, 2], 3).name != Sampled(5, [2, 1], 3).name
+
+
+class Epochs:
+    """As many samplers of users are."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield self.epoch
+
+
+def test_a_sampler_is_told_the_epoch_and_read_as_far_as_it_is_long():
+    assert order_of(Epochs(), 3) == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "words"),
+    [
+        ([0, SAMPLES], "indices from 0 to 20 for epoch 0, but the dataset has 0 to 19"),
+        ([-1, 2], "indices from -1"),
+        (BatchSampler(range(SAMPLES), 4, False), "a batch sampler has no place here"),
+        ([0.5, 1.5], "must give the index of one sample after another"),
+        (iter([1, 2]), "list_iterator has no length"),
+        (DistributedSampler(list(range(SAMPLES)), 2, 0), "give a sampler of the whole dataset"),
+        ([], "the dataset is empty"),
+    ],
+)
+def test_orders_that_cannot_be_are_refused(sampler, words):
+    with pytest.raises(ConfigError, match=words):
+        opened(Noisy(), sampler=sampler)
+
+
+def test_epochs_have_one_length():
+    with pytest.raises(ConfigError, match="gave 3 indices for epoch 2 and 1 for epoch 0"):
+        order_of(lambda epoch: [0] * (epoch + 1), 2)
+
+
+# --- What it is made of ---------------------------------------------------------------------
+
+
+def loader(**options: Any) -> Any:
+    return DataLoader(Noisy(), batch_size=4, **options)
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        (loader(shuffle=True), Shuffled),
+        (loader(), Sequential),
+        (loader(sampler=DistributedSampler(Noisy(), 2, 1)), Shuffled),
+        (loader(sampler=DistributedSampler(Noisy(), 2, 1, shuffle=False)), Sequential),
+        (loader(sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)), Weighted),
+        (loader(sampler=WeightedRandomSampler([1.0] * SAMPLES, 8)), Sampled),
+        (loader(sampler=RandomSampler(Noisy(), replacement=True)), Sampled),
+        (loader(sampler=Epochs()), Sampled),
+    ],
+)
+def test_a_dataloader_is_taken_apart_into_its_order(source, kind):
+    found = opened(source, place(tail="pad"))
+    assert isinstance(found, Indexed)
+    assert isinstance(found.order.epochs, kind)
+
+
+def test_a_dataloader_says_how_it_is_read():
+    def start(number: int) -> None: ...
+
+    source = loader(num_workers=2, prefetch_factor=5, worker_init_fn=start, collate_fn=list)
+    found = opened(source)
+    assert (found._options.count, found._options.prefetch) == (2, 5)
+    assert found._options.worker_init_fn is start
+    made = found.next(0, 0, np.arange(4))
+    assert [sample["index"] for sample in made] == [0, 1, 2, 3]
+    assert made == batches(Noisy(), ([0, 1, 2, 3], [0, 1, 2, 3]))[0]
+
+
+class Counting(IterableDataset[int]):
+    """Yields what it draws beside the number; ``start`` is where it goes on."""
+
+    def __init__(self, length: int = 10) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(self.length):
+            yield torch.tensor([number, random.random()], dtype=torch.float64)
+
+
+class Kept(Counting):
+    """With torch's protocol of a state."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < self.length:
+            self.at += 1
+            yield torch.tensor([self.at - 1, random.random()], dtype=torch.float64)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class Anything:
+    def __iter__(self) -> Iterator[Any]:
+        return iter(Counting())
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "at", "words"),
+    [
+        (loader(), {"workers": 2}, {}, "workers is the DataLoader's own"),
+        (loader(), {"shuffle": True}, {}, "shuffle is the DataLoader's own"),
+        (DataLoader(Noisy(), batch_size=3), {}, {}, "batch_size=3 must be 4: global_batch=8 in 2"),
+        (DataLoader(Counting(), batch_size=3), {}, {}, "batch_size=3 must be 4"),
+        (Noisy(), {"workers": -1}, {}, "workers=-1 must be at least 0"),
+        (Noisy(), {"prefetch": 0}, {}, "prefetch=0 must be at least 1"),
+        (Noisy(), {"shuffle": False, "weights": [1]}, {}, "shuffle and weights each decide"),
+        (Noisy(), {"weights": [1, 2]}, {}, "there are 2 weights for 20 samples"),
+        (Noisy(), {"batched": True}, {}, "batched=True is for streams"),
+        (Counting(), {"workers": 2}, {}, "workers is for map-style datasets"),
+        (Counting(), {"shuffle": True}, {}, "shuffle is for map-style datasets"),
+        (Counting(), {}, {"level": "elastic"}, "level='elastic' cannot share out Counting"),
+        (Counting(), {}, {"tail": "pad"}, "tail='pad' needs to know"),
+        (Anything(), {}, {}, "say batched=True if batches, batched=False if samples"),
+        (7, {}, {}, "int is not a map-style dataset"),
+        (
+            DataLoader(Counting(), batch_size=4, num_workers=1, persistent_workers=True),
+            {}, {}, "use persistent_workers=False",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused_with_the_cure(source, options, at, words):
+    with pytest.raises(ConfigError, match=words):
+        opened(source, place(**at), **options)
+
+
+# --- Streams --------------------------------------------------------------------------------
+
+
+def taken(found: Streamed, count: int, *, first: int = 0) -> list[Any]:
+    steps = range(first, first + count)
+    return [found.next(step, 0, np.arange(4)).tolist() for step in steps]
+
+
+STREAMS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "samples": (Counting, {}),
+    "samples with state": (Kept, {}),
+    "a loader": (lambda: DataLoader(Counting(), batch_size=4, drop_last=True), {}),
+    "a loader of what has state": (lambda: DataLoader(Kept(), batch_size=4, drop_last=True), {}),
+    "anything": (Anything, {"batched": False}),
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.parametrize("stop", [1, 2, 3, 5])
+def test_a_stream_goes_on_from_its_state_as_if_nothing_had_been(kind, stop):
+    make, options = STREAMS[kind]
+    whole = taken(opened(make(), **options), 7)
+    assert [round(batch[0][0]) for batch in whole] == [0, 4, 0, 4, 0, 4, 0]  # 8 and 9 are dropped
+    before = opened(make(), **options)
+    assert taken(before, stop) == whole[:stop]
+    state = before.stream.state_dict()
+    told: list[str] = []
+    after = opened(make(), place(say=told.append), **options)
+    after.stream.load_state_dict(state)
+    after.begin(range(stop, 7), lambda step: [])
+    assert taken(after, 7 - stop, first=stop) == whole[stop:]
+    assert after.epoch(7) == 3
+    again = "state" not in kind
+    assert bool(told) == again
+    if again:
+        assert "batches of epoch" in told[0]
+
+
+def test_each_rank_draws_differently_from_its_stream():
+    one, other = (taken(opened(Counting(), place(rank=rank)), 1) for rank in (0, 1))
+    assert one != other
+
+
+def test_a_stream_that_yields_nothing_is_refused():
+    for source in (Counting(0), Counting(3)):
+        with pytest.raises(ConfigError, match="has no whole batch for this process in epoch 0"):
+            opened(source).next(0, 0, np.arange(4))
+    once = opened(iter(Counting(4)), batched=False)
+    once.next(0, 0, np.arange(4))
+    with pytest.raises(ConfigError, match="can be read only once"):
+        once.next(1, 0, np.arange(4))
+
+
+def test_a_stream_of_another_place_or_kind_is_refused():
+    before = opened(Kept())
+    taken(before, 2)
+    after = opened(Kept())
+    after.stream.load_state_dict(before.stream.state_dict())
+    with pytest.raises(ConfigError, match="should have given 3 batches"):
+        after.begin(range(3, 7), lambda step: [])
+    with pytest.raises(ConfigError, match="Counting has no state_dict"):
+        opened(Counting()).stream.load_state_dict(before.stream.state_dict())
+
+
+def test_batches_that_the_loop_did_not_ask_for_are_passed_over():
+    found = opened(Counting(40))
+    whole = taken(opened(Counting(40)), 5)
+    assert taken(found, 1) + taken(found, 1, first=3) == [whole[0], whole[3]]
+
+
+# --- Worker processes -----------------------------------------------------------------------
+
+
+def test_workers_give_what_this_process_would_and_pass_over_what_is_not_asked_for():
+    here, there = opened(Noisy()), opened(Noisy(), workers=2)
+
+    def plan(step: int) -> list[np.ndarray]:
+        return [np.arange(4) + 8 * step]
+
+    before = torch.get_rng_state(), random.getstate()
+    there.start()
+    there.begin(range(1, 6), plan)
+    found = [there.next(step, 0, plan(step)[0]) for step in (1, 2, 5)]
+    assert (torch.equal(torch.get_rng_state(), before[0]), random.getstate()) == (True, before[1])
+    there.close()
+    for batch, step in zip(found, (1, 2, 5), strict=True):
+        wanted = here.next(step, 0, plan(step)[0])
+        assert batch["index"].tolist() == wanted["index"].tolist()
+        assert [drawn.tolist() for drawn in batch["drawn"]] == [d.tolist() for d in wanted["drawn"]]
+
+
+def test_a_worker_dies_with_its_rank():
+    read, write = os.pipe()
+    rank = os.fork()
+    if rank == 0:
+        signal.alarm(100)  # nothing is left behind, whatever fails
+        begin = dying_with_parent(lambda number: os.write(write, b"%d\n" % os.getpid()))  # type: ignore[arg-type]
+        if os.fork() == 0:
+            signal.alarm(100)
+            begin(0)
+        signal.pause()
+        os._exit(1)
+    worker = int(os.read(read, 64))
+    os.kill(rank, signal.SIGKILL)
+    os.waitpid(rank, 0)
+    deadline = time.monotonic() + 60
+    while (stat := Path(f"/proc/{worker}/stat")).exists() and ") Z " not in stat.read_text():
+        assert time.monotonic() < deadline, "the worker outlives its rank"
+        time.sleep(0.01)
+
+
+def test_the_users_code_in_a_worker_finds_its_own_dataset():
+    class Named(Noisy):
+        def __getitem__(self, index: int) -> Any:
+            info = get_worker_info()
+            assert info is not None
+            return type(info.dataset).__name__
+
+    there = opened(Named(), place(collate=list), workers=1)
+    there.start()
+    there.begin(range(1), lambda step: [np.arange(4)])
+    assert there.next(0, 0, np.arange(4)) == ["Named"] * 4
+    there.close()

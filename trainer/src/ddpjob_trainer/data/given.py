@@ -1,0 +1,159 @@
+"""Orders and loaders that are not ours: samplers, and DataLoaders over map-style datasets.
+
+Both are made functions of (seed, epoch): a sampler is read once per epoch with generators seeded
+for it, a DataLoader is taken apart and only what it is made of is used.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from ddpjob_trainer.data.fetch import Collate
+from ddpjob_trainer.data.permutation import Indices, key64
+from ddpjob_trainer.data.sampler import digest
+from ddpjob_trainer.data.seeding import kept, seed_generators
+from ddpjob_trainer.data.workers import WorkerOptions
+from ddpjob_trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ddpjob_trainer.data.inputs import InputOptions, Place
+
+
+class Sampled:
+    """The order of a sampler: torch's kind, a sequence of indices, or a function of the epoch."""
+
+    def __init__(self, seed: int, sampler: Any, samples: int) -> None:
+        if isinstance(sampler, DistributedSampler):
+            raise ConfigError(
+                "sampler is a DistributedSampler, but run.steps() shares each global batch among"
+                " the processes itself: give a sampler of the whole dataset, or only shuffle"
+            )
+        if not callable(sampler) and not hasattr(sampler, "__len__"):
+            raise ConfigError(f"sampler={type(sampler).__name__} has no length: add __len__()")
+        self._seed = seed
+        self._sampler = sampler
+        self._samples = samples
+        self._epoch = 0
+        self._order = self._read(0)
+        self.length = len(self._order)
+        self.name = f"sampler:{digest(self._order)}"
+
+    def samples(self, epoch: int, places: Indices) -> Indices:
+        """Return the samples at these places."""
+        if epoch != self._epoch:
+            order = self._read(epoch)
+            if len(order) != self.length:
+                raise ConfigError(
+                    f"sampler gave {len(order)} indices for epoch {epoch} and {self.length} for"
+                    " epoch 0: steps are counted by epochs of one length"
+                )
+            self._epoch, self._order = epoch, order
+        return np.take(self._order, places)
+
+    def _read(self, epoch: int) -> Indices:
+        sampler = self._sampler
+        with kept():
+            key = key64("sampler", self._seed, epoch)
+            seed_generators(key)
+            if isinstance(getattr(sampler, "generator", None), torch.Generator):
+                sampler.generator.manual_seed(key)
+            if not hasattr(sampler, "__iter__"):
+                sampler = sampler(epoch)
+            elif callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(epoch)
+            most = len(sampler) if hasattr(sampler, "__len__") else None
+            found = sampler
+            if not isinstance(found, np.ndarray | torch.Tensor):
+                found = list(itertools.islice(iter(sampler), most))
+            return self._checked(np.asarray(found), epoch)
+
+    def _checked(self, found: np.ndarray[Any, Any], epoch: int) -> Indices:
+        if found.ndim != 1 or (len(found) and not np.issubdtype(found.dtype, np.integer)):
+            raise ConfigError(
+                f"sampler must give the index of one sample after another, not {found.dtype}"
+                f" {list(found.shape)}: a batch sampler has no place here, global_batch decides"
+            )
+        if len(found) and not (found.min() >= 0 and found.max() < self._samples):
+            raise ConfigError(
+                f"sampler gave indices from {found.min()} to {found.max()} for epoch {epoch}, but"
+                f" the dataset has 0 to {self._samples - 1}"
+            )
+        return found.astype(np.int64)
+
+
+def is_indexed_loader(source: Any) -> bool:
+    """Whether it is a DataLoader that makes usual batches of a map-style dataset.
+
+    Those with batch samplers of their own, or none, are streams of batches.
+    """
+    return (
+        isinstance(source, DataLoader)
+        and not isinstance(source.dataset, IterableDataset)
+        and _is(source.batch_sampler, BatchSampler)
+        and hasattr(source.sampler, "__len__")
+    )
+
+
+def take_apart(
+    loader: DataLoader[Any], options: InputOptions, place: Place
+) -> tuple[Any, InputOptions, WorkerOptions, Collate | None]:
+    """Return the dataset, its order, and how to read it. Raises ConfigError."""
+    size = place.global_batch // place.parts
+    if loader.batch_size != size:
+        raise other_batch_size(loader.batch_size, size, place)
+    collate: Any = loader.collate_fn
+    if collate is default_collate:
+        collate = place.collate
+    workers = WorkerOptions(
+        loader.num_workers,
+        loader.prefetch_factor or 2,
+        pin_memory=bool(loader.pin_memory) and place.device.type == "cuda",
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        timeout=loader.timeout,
+    )
+    return loader.dataset, replace(options, **_order_of(loader.sampler)), workers, collate
+
+
+def _order_of(sampler: Any) -> dict[str, Any]:
+    if isinstance(sampler, DistributedSampler):
+        return {"shuffle": bool(sampler.shuffle)}
+    if _is(sampler, SequentialSampler):
+        return {"shuffle": False}
+    if _is(sampler, RandomSampler):
+        whole = not sampler.replacement and len(sampler) == len(sampler.data_source)
+        return {"shuffle": True} if whole else {"sampler": sampler}
+    if _is(sampler, WeightedRandomSampler):
+        usual = sampler.replacement and len(sampler) == len(sampler.weights)
+        return {"weights": sampler.weights} if usual else {"sampler": sampler}
+    return {"sampler": sampler}
+
+
+def _is(obj: object, kind: type) -> bool:
+    """Whether it is torch's own class, or that of torchdata with the same name and meaning."""
+    found = type(obj)
+    package = found.__module__.partition(".")[0]
+    return found.__name__ == kind.__name__ and package in ("torch", "torchdata")
+
+
+def other_batch_size(found: object, size: int, place: Place) -> ConfigError:
+    """The error for a loader whose batches are not the run's."""
+    return ConfigError(
+        f"the DataLoader's batch_size={found} must be {size}: global_batch={place.global_batch} in"
+        f" {place.parts} batches per step"
+    )

@@ -1,0 +1,209 @@
+"""What can only be read forwards: an IterableDataset, or a DataLoader of the user's.
+
+Each rank reads its own. A snapshot holds how far training has come in it, not how far it was read
+ahead: its state_dict(), or else how often to read, which a resume then does again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from ddpjob_trainer.data.fetch import Collate
+from ddpjob_trainer.data.permutation import Indices, key64, words
+from ddpjob_trainer.data.seeding import kept, seed_generators
+from ddpjob_trainer.data.workers import dying_with_parent
+from ddpjob_trainer.errors import ConfigError
+
+Say = Callable[[str], None]
+
+
+class Endless:
+    """The order of a stream, which nobody knows: places are only counted."""
+
+    length = 1 << 62
+    name = "stream"
+
+    def samples(self, epoch: int, places: Indices) -> Indices:
+        """Return the places themselves."""
+        return places
+
+
+def yields_batches(source: Any) -> bool:
+    """Whether a stream's items are batches, not samples. Raises ConfigError for one unknown."""
+    if isinstance(source, DataLoader):
+        return True
+    if isinstance(source, IterableDataset) or type(source).__module__.startswith("datasets."):
+        return False
+    if hasattr(source, "batch_size"):
+        return source.batch_size is not None
+    raise ConfigError(
+        f"run.steps() cannot tell what {type(source).__name__} yields: say batched=True if batches,"
+        " batched=False if samples"
+    )
+
+
+def keeps_state(source: object) -> bool:
+    """Whether it has torch's protocol for a position that can be saved."""
+    return all(callable(getattr(source, n, None)) for n in ("state_dict", "load_state_dict"))
+
+
+class Stream:
+    """One rank's stream, epoch after epoch. Has a state_dict() of its own, for the snapshot.
+
+    ``batch``: samples per batch, None when the stream yields batches. ``say`` is told of reading
+    again; ``alive`` is called while that goes on.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        batch: int | None,
+        collate: Collate | None,
+        seed: int,
+        rank: int,
+        say: Say,
+        alive: Callable[[], None],
+    ) -> None:
+        self.epoch = 0
+        self.total = 0  # batches that training has taken in the whole run
+        self._source = source
+        self._batch = batch
+        self._collate = collate or default_collate
+        self._key = key64("stream", seed, rank)
+        self._say = say
+        self._alive = alive
+        self._taken = 0  # of this epoch
+        self._iterator: Iterator[Any] | None = None
+        self._keeper = _keeper(source)
+        if isinstance(source, DataLoader):
+            _check_loader(source, stateful=self._keeper is not None)
+            source.worker_init_fn = dying_with_parent(
+                source.worker_init_fn, source.multiprocessing_context
+            )
+
+    # --- Training ------------------------------------------------------------------------
+
+    def next(self) -> Any:
+        """Return the next batch, from the next epoch if this one is at its end."""
+        fresh = False
+        while True:
+            if self._iterator is None:
+                self._iterator = self._open()
+                fresh = not self._taken
+            seed_generators(int(words(self._key, np.array([self.total]))[0]))
+            batch = self._read(self._iterator)
+            if batch is not None:
+                self.total += 1
+                self._taken += 1
+                return batch[0]
+            if fresh:
+                raise ConfigError(
+                    f"{type(self._source).__name__} has no whole batch for this process in epoch"
+                    f" {self.epoch}: it yields nothing, or too few samples, or can be read only"
+                    " once (a generator)"
+                )
+            self._iterator = None
+            self.epoch += 1
+            self._taken = 0
+
+    def _read(self, iterator: Iterator[Any]) -> tuple[Any] | None:
+        """A batch, or None at the end; an incomplete last batch is dropped."""
+        if self._batch is None:
+            for item in iterator:
+                return (item,)
+            return None
+        samples = list(itertools.islice(iterator, self._batch))
+        return (self._collate(samples),) if len(samples) == self._batch else None
+
+    def _open(self) -> Iterator[Any]:
+        source = self._source
+        key = key64(self._key, self.epoch)
+        for holder in _generator_holders(source):
+            holder.generator.manual_seed(key)
+        seed_generators(key)  # workers' seeds are drawn from torch's
+        if callable(set_epoch := getattr(source, "set_epoch", None)):
+            set_epoch(self.epoch)
+        return iter(source)
+
+    # --- Snapshots -----------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training is in it. Asking an unread one would start its workers: None."""
+        read = self._keeper is not None and self.total
+        state = self._keeper.state_dict() if read else None
+        return {"epoch": self.epoch, "taken": self._taken, "total": self.total, "state": state}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Go back there, by the stream's own state or by reading again."""
+        self.epoch, self._taken, self.total = state["epoch"], state["taken"], state["total"]
+        self._iterator = None
+        if not self.total:
+            return
+        if (state["state"] is None) != (self._keeper is None):
+            raise ConfigError(
+                f"{type(self._source).__name__} has"
+                f" {'no' if self._keeper is None else 'a'} state_dict(), but the stream that made"
+                " the snapshot had it otherwise: use the same, or start anew with"
+                " snapshot.resume: Never"
+            )
+        if self._keeper is not None:
+            if callable(set_epoch := getattr(self._source, "set_epoch", None)):
+                set_epoch(self.epoch)
+            self._keeper.load_state_dict(state["state"])
+        else:
+            with kept():
+                self._read_again()
+
+    def _read_again(self) -> None:
+        name, count, begun = type(self._source).__name__, self._taken, time.monotonic()
+        if not count:
+            return
+        self._say(
+            f"{name} has no state_dict() and load_state_dict(): {count} batches of epoch"
+            f" {self.epoch} are read again to come to where the snapshot was made"
+        )
+        self._iterator = self._open()
+        for number in range(self.total - count, self.total):
+            self._alive()
+            seed_generators(int(words(self._key, np.array([number]))[0]))
+            if self._read(self._iterator) is None:
+                raise ConfigError(f"{name} has become shorter than when the snapshot was made")
+        self._say(f"reading {count} batches again took {time.monotonic() - begun:.1f} s")
+
+    def close(self) -> None:
+        """Let go of the iterator, which may have worker processes."""
+        self._iterator = None
+
+
+def _keeper(source: Any) -> Any:
+    """What keeps the position: the source, or what a DataLoader without workers reads."""
+    if keeps_state(source):
+        return source
+    if isinstance(source, DataLoader) and not source.num_workers and keeps_state(source.dataset):
+        return source.dataset
+    return None
+
+
+def _generator_holders(source: Any) -> Iterator[Any]:
+    """A DataLoader and its samplers, where they have a generator of their own."""
+    if isinstance(source, DataLoader):
+        batches = source.batch_sampler
+        for holder in (source, source.sampler, batches, getattr(batches, "sampler", None)):
+            if isinstance(getattr(holder, "generator", None), torch.Generator):
+                yield holder
+
+
+def _check_loader(loader: DataLoader[Any], *, stateful: bool) -> None:
+    if loader.persistent_workers and not stateful:
+        raise ConfigError(
+            "a DataLoader with persistent_workers=True goes on drawing random numbers from epoch"
+            " to epoch, so that no resume can repeat them: use persistent_workers=False"
+        )
