@@ -240,14 +240,16 @@ def test_a_dataloader_says_how_it_is_read():
 
 
 class Counting(IterableDataset[int]):
-    """Yields what it draws beside the number; ``start`` is where it goes on."""
+    """Yields numbers, and what it has drawn so far: as a shuffle buffer, it remembers."""
 
     def __init__(self, length: int = 10) -> None:
         self.length = length
 
     def __iter__(self) -> Iterator[Any]:
+        drawn = 0.0
         for number in range(self.length):
-            yield torch.tensor([number, random.random()], dtype=torch.float64)
+            drawn += random.random()
+            yield torch.tensor([number, drawn], dtype=torch.float64)
 
 
 class Kept(Counting):
