@@ -52,7 +52,7 @@ def test_the_operators_environment():  # type: ignore[no-untyped-def]
             {"DDPJOB_REPLICA": "0", "PET_NNODES": "1", "PET_NPROC_PER_NODE": "2"},
             "start the script with `ddpjob-trainer run script.py`",
         ),
-        ({"DDPJOB_SNAPSHOT_DIR": "s3://x/y"}, "URLs are not supported yet"),
+        ({"DDPJOB_SNAPSHOT_DIR": "s3://x/y"}, "must be a directory"),
         ({"DDPJOB_SNAPSHOT_RESUME": "auto"}, "must be Auto or Never"),
         ({"DDPJOB_SNAPSHOT_EVERY_STEPS": "0"}, "DDPJOB_SNAPSHOT_EVERY_STEPS=0 is too small"),
         ({"DDPJOB_HANG_STEP_SECONDS": "-1"}, "must be a positive number of seconds"),

@@ -37,9 +37,7 @@ pytestmark = pytest.mark.timeout(120)
 def bucket() -> Iterator[str]:
     """Of an S3 server in this process."""
     pytest.importorskip("s3fs", reason="s3fs is not installed, see above")
-    server_of = pytest.importorskip(
-        "moto.server", reason="moto is not installed, see above"
-    ).ThreadedMotoServer
+    moto = pytest.importorskip("moto.server", reason="moto is not installed, see above")
     server = moto.ThreadedMotoServer(port=0)
     server.start()
     host, port = server.get_host_and_port()

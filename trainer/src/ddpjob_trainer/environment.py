@@ -68,7 +68,7 @@ class SnapshotSettings:
     keep: int
     resume: bool
     staging: str = "auto"  # see snapshot.staging.MODES
-    allow_changes: frozenset[str] = frozenset()  # see snapshot.manager.CHANGES
+    allow_changes: frozenset[str] = frozenset()  # see snapshot.compatible.CHANGES
     upload: str = ""  # URL to copy finished snapshots to
 
 

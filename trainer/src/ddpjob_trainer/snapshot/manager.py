@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ddpjob_trainer import failpoints
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.environment import SnapshotSettings
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.snapshot.compatible import Config, compare
 from ddpjob_trainer.snapshot.keeper.client import END_SECONDS
 from ddpjob_trainer.snapshot.keeper.writer import data_name
 from ddpjob_trainer.snapshot.part_reports import PartReports, Report
@@ -33,9 +34,6 @@ from ddpjob_trainer.state.codec import UnstorableError
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.progress import Progress
 
-Config = Mapping[str, Any]
-#: What start(allow_changes=...) may name: a run that goes on with other data is another run.
-CHANGES = ("global_batch", "data", "ema")
 _FAILING_SECONDS = 0.5
 #: After the last step, which may be that of a SIGTERM with its grace period; and on the way out.
 _LAST_UPLOAD_SECONDS = 15.0
@@ -107,7 +105,7 @@ class Snapshots:
         if loaded is None:
             return 0, {}
         allowed = self._settings.allow_changes
-        _compare(loaded.config, config, self._world.rank, allowed)
+        compare(loaded.config, config, self._world.rank, allowed)
         # Level elastic: all ranks' generators are equal, and there may have been fewer of them.
         rank = 0 if config["level"] == "elastic" else self._world.rank
         state.restore(loaded.source, rank, ema_may_differ="ema" in allowed)
@@ -384,57 +382,3 @@ class Snapshots:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-
-
-_CHANGED = {
-    "samples": "the dataset is another one",
-    "world_size": "each has a stream of its own",
-}
-
-
-def _compare(stored: Config, mine: Config, rank: int, allowed: Collection[str]) -> None:
-    """Refuse to continue another run; warn where only bitwise equality is lost."""
-    for name, change in (
-        ("order", "data"),
-        ("seed", ""),
-        ("global_batch", "global_batch"),
-        ("samples", "data"),
-        ("tail", ""),
-        # Each process has a stream of its own.
-        *([("world_size", "")] if mine["order"] == "stream" else []),
-    ):
-        if stored.get(name) == mine[name]:
-            continue
-        if change in allowed:
-            if rank == 0:
-                say(0, f"{name} was {stored.get(name)} and is {mine[name]}, as allow_changes says")
-            continue
-        if name == "order" and name not in stored:
-            raise ConfigError(
-                "the snapshot was made by an older version of ddpjob-trainer, which shuffled the"
-                " data in another order: finish the run with that version, or start anew with"
-                " snapshot.resume: Never"
-            )
-        what = _CHANGED.get(name, "the data order would change")
-        cure = f", go on with start(allow_changes={change!r})" if change else ""
-        raise ConfigError(
-            f"the snapshot was made with {name}={stored.get(name)}, now it is {mine[name]}: {what}."
-            f" Use the old value{cure}, or start anew with snapshot.resume: Never"
-        )
-    elastic = mine["level"] == "elastic"
-    if elastic and stored.get("shards") not in (None, mine["shards"]):
-        raise ConfigError(
-            f"the snapshot was made with shards={stored['shards']}, now it is {mine['shards']}: the"
-            " result would be another one. Use the old value, or start anew with snapshot.resume:"
-            " Never"
-        )
-    if rank != 0 or mine["level"] == "off":
-        return
-    exact = ("micro_batches", "precision", "level", "threads", "torch", "device")
-    for name in exact if elastic else ("world_size", *exact):
-        if stored.get(name) != mine[name]:
-            say(
-                0,
-                f"warning: {name} was {stored.get(name)} and is {mine[name]}: the result will"
-                " not equal an undisturbed run's bit for bit",
-            )

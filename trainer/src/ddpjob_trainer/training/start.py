@@ -25,7 +25,8 @@ from ddpjob_trainer.liveness import stacks
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter
 from ddpjob_trainer.liveness.watchdog import Watchdog
 from ddpjob_trainer.options import Options
-from ddpjob_trainer.snapshot.manager import CHANGES, Snapshots
+from ddpjob_trainer.snapshot.compatible import CHANGES
+from ddpjob_trainer.snapshot.manager import Snapshots
 from ddpjob_trainer.snapshot.remote.client import check_upload
 from ddpjob_trainer.snapshot.staging import MODES
 from ddpjob_trainer.telemetry.console import Display
