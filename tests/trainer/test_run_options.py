@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,13 @@ def zero(model: nn.Module) -> torch.optim.Optimizer:
     return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
 
 
+def noise(named: Mapping[str, nn.Parameter]) -> None:
+    """Drawn anew in each step, equal on all ranks."""
+    for parameter in named.values():
+        assert parameter.grad is not None
+        parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.01)
+
+
 def scaler() -> torch.amp.GradScaler:
     """Overflows at once, and grows again soon."""
     return torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=2, backoff_factor=2**-9)
@@ -70,6 +77,7 @@ class Training:
     net: Callable[[], nn.Module] = linears
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
     bucket_cap_mb: float = 0.05
+    weights: bool = False
     die: tuple[int, int, int] | None = None  # rank, step, micro-batch
 
     def __call__(self, rank: int) -> None:
@@ -97,7 +105,7 @@ class Training:
                 if self.die == (rank, step.index, len(values)):
                     await_snapshot(max((self.directory / "snapshots").glob("0*")), EVERY)
                     os.kill(os.getpid(), signal.SIGKILL)
-                step.backward(loss)
+                step.backward(loss, weight=y.sum() if self.weights else None)
                 values.append(loss.item().hex())
             if run.options.level == "resume":
                 assert len(determinism.buckets(wrapped)) > 1
@@ -131,8 +139,16 @@ class Training:
 
 CASES: dict[str, dict[str, Any]] = {
     "micro_batches": {"start": {"micro_batches": 3}, "prepare": {"clip_grad_norm": 0.5}},
-    "micro_batches, bucket view": {
-        "start": {"micro_batches": 2}, "prepare": {"gradient_as_bucket_view": True},
+    "micro_batches, bucket view, before_update": {
+        "start": {"micro_batches": 2},
+        "prepare": {"gradient_as_bucket_view": True, "before_update": noise},
+    },
+    "weights, micro_batches": {
+        "start": {"micro_batches": 2}, "prepare": {"clip_grad_norm": 0.5}, "weights": True,
+    },
+    "weights, elastic": {
+        "start": {"level": "elastic", "shards": 6}, "weights": True,
+        "prepare": {"before_update": noise},
     },
     "static_graph, bucket view": {
         "prepare": {"static_graph": True, "gradient_as_bucket_view": True}

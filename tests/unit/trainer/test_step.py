@@ -23,7 +23,7 @@ def step(*samples: int) -> Step:
 
 def backward(found: Step) -> int:
     number = found.part()
-    found.add(number, LOSS)
+    found.add(number, LOSS, None)
     return number
 
 
@@ -79,3 +79,27 @@ def test_commit_needs_a_backward_and_comes_once():
         found.check_commit()
     with pytest.raises(NotCommittedError, match=r"update\(\) was called after step\.commit"):
         found.check_update("update()")
+
+
+def test_weights_are_those_of_all_batches_or_of_none():
+    found = step(2, 3)
+    found.handed = 1
+    found.add(0, LOSS, 7.0)
+    found.add(0, LOSS, 7.0)
+    with pytest.raises(ConfigError, match=r"an earlier loss of the same batch had 7\.0"):
+        found.add(0, LOSS, 8.0)
+    found.handed = 2
+    with pytest.raises(ConfigError, match="for every batch of a step, or for none"):
+        found.add(1, LOSS, None)
+    found.add(1, LOSS, 0.0)
+    assert found.weights == [7.0, 0.0]
+    with pytest.raises(ConfigError, match=r"step\.update\(\) does not go with"):
+        found.check_weightless()
+    found = step(2, 3)
+    found.add(0, LOSS, None)
+    found.handed = 2
+    with pytest.raises(ConfigError, match="for every batch of a step, or for none"):
+        found.add(1, LOSS, 1.0)
+    for weight in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="must be 0 or more, and finite"):
+            step(2).add(0, LOSS, weight)

@@ -7,8 +7,9 @@ for each, and finish(), after which every ``.grad`` holds the mean over the glob
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,8 +69,14 @@ class Averaging(Protocol):
         """A forward of part ``number`` of this step begins, through one of the models."""
         ...
 
-    def backward(self, loss: torch.Tensor, number: int, *, retain_graph: bool = False) -> None:
-        """Compute the gradients of part ``number`` from a mean loss, and add them up."""
+    def backward(
+        self, loss: torch.Tensor, number: int, *, weight: float | None, retain_graph: bool = False
+    ) -> None:
+        """Compute the gradients of part ``number`` from a mean loss, and add them up.
+
+        With a ``weight``, which all parts of a step have or none, they lack a factor after
+        finish(): see factor().
+        """
         ...
 
     def finish(self, groups: Sequence[Sequence[torch.nn.Parameter]]) -> None:
@@ -79,12 +86,26 @@ class Averaging(Protocol):
         """
         ...
 
-    def losses(self, values: Sequence[float]) -> list[float]:
-        """Numbers to add up over all ranks, from the parts' losses on this one."""
+    def losses(self, values: Sequence[float], weights: Sequence[float]) -> list[float]:
+        """Numbers to add up over all ranks, from the parts' losses on this one.
+
+        ``weights``: none at all where samples weigh equally.
+        """
         ...
 
-    def mean_loss(self, summed: Sequence[float]) -> float:
+    def weights(self, weights: Sequence[float]) -> list[float]:
+        """Numbers to add up over all ranks, as many whether there are weights or none."""
+        ...
+
+    def mean_loss(self, losses: Sequence[float], weights: Sequence[float] | None = None) -> float:
         """The step's loss, from those sums; equal on all ranks."""
+        ...
+
+    def factor(self, weights: Sequence[float]) -> float:
+        """What gradients of weighted losses are to be multiplied by, from the sums of weights().
+
+        Not finite if these add up to nothing.
+        """
         ...
 
     def layout(self) -> str | None:
@@ -99,13 +120,13 @@ def ddp_arguments(options: ModelOptions) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _without_effect(models: Sequence[torch.nn.Module]) -> Iterator[None]:
+def without_effect(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
     """Within, a backward gives gradients of zero: 0 times what is no number would be none either.
 
     It still runs: DDP waits for every parameter that the graph holds.
     """
-    parameters = [p for model in models for p in model.parameters() if p.requires_grad]
-    hooks = [p.register_hook(torch.zeros_like) for p in parameters]  # type: ignore[no-untyped-call]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    hooks = [p.register_hook(torch.zeros_like) for p in trained]  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
@@ -181,14 +202,18 @@ class DdpAveraging:
             self._shared.add(id(model))
             model.require_forward_param_sync = True
 
-    def backward(self, loss: torch.Tensor, number: int, *, retain_graph: bool = False) -> None:
+    def backward(
+        self, loss: torch.Tensor, number: int, *, weight: float | None, retain_graph: bool = False
+    ) -> None:
         """DDP divides by the number of processes: the rest of the weight is ours."""
         part = self._parts[number]
-        factor = part.samples * self._world.size / part.of
+        factor = part.samples * self._world.size / part.of if weight is None else weight
         if factor != 1.0:
             loss = loss * factor
         awake, self._awake = self._awake, False
-        with contextlib.nullcontext() if part.samples else _without_effect(self._models):
+        counts = part.samples and weight != 0
+        everything = (p for model in self._models for p in model.parameters())
+        with contextlib.nullcontext() if counts else without_effect(everything):
             if awake and not self._warm:
                 self._warm = True
                 determinism.warm_up(self._models[0], loss)
@@ -219,18 +244,32 @@ class DdpAveraging:
                 " their own: run.prepare([first, second], [its_optimizer, other_optimizer])"
             )
 
-    def losses(self, values: Sequence[float]) -> list[float]:
+    def losses(self, values: Sequence[float], weights: Sequence[float]) -> list[float]:
         """One number per rank: adding zeros to it is exact, wherever it stands in a message."""
-        pairs = zip(self._parts, values, strict=True)
         slots = [0.0] * self._world.size
-        # Without a sample its loss may be anything, also what times 0 is no number.
-        total = sum(part.samples * value for part, value in pairs if part.samples)
-        slots[self._world.rank] = total / self._parts[0].of
+        each = self._counted(weights) if weights else [part.samples for part in self._parts]
+        # What counts for nothing may be anything, also what times 0 is no number.
+        total = sum(n * value for n, value in zip(each, values, strict=True) if n)
+        slots[self._world.rank] = total if weights else total / self._parts[0].of
         return slots
 
-    def mean_loss(self, summed: Sequence[float]) -> float:
+    def weights(self, weights: Sequence[float]) -> list[float]:
+        """One number per rank."""
+        slots = [0.0] * self._world.size
+        slots[self._world.rank] = float(sum(self._counted(weights))) if weights else 0.0
+        return slots
+
+    def _counted(self, weights: Sequence[float]) -> list[float]:
+        """Of a part without a sample no weight counts."""
+        return [w if p.samples else 0.0 for p, w in zip(self._parts, weights, strict=True)]
+
+    def mean_loss(self, losses: Sequence[float], weights: Sequence[float] | None = None) -> float:
         """Add up in the order of the ranks."""
-        return sum(summed)
+        return sum(losses) / (sum(weights) or math.nan if weights is not None else 1.0)
+
+    def factor(self, weights: Sequence[float]) -> float:
+        """DDP has divided by the number of processes."""
+        return self._world.size / (sum(weights) or math.nan)
 
     def layout(self) -> str | None:
         """Which gradients travel together: known once the first backward has shown their order."""

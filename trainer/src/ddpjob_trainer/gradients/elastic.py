@@ -8,6 +8,8 @@ are added up in one tree (shard_tree.py, tree_reduce.py), which does not know of
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +22,7 @@ from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.data.sampler import DataOrder
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gradients import shard_tree
-from ddpjob_trainer.gradients.ddp import Part
+from ddpjob_trainer.gradients.ddp import Part, without_effect
 from ddpjob_trainer.gradients.shard_tree import Partial
 from ddpjob_trainer.gradients.tree_reduce import Gradients, Reduction, add_gradients
 from ddpjob_trainer.options import ModelOptions, Options
@@ -97,7 +99,9 @@ class ElasticAveraging:
         """Remember the buffers, which this forward must leave as they are."""
         self._buffers.remember(number)
 
-    def backward(self, loss: torch.Tensor, number: int, *, retain_graph: bool = False) -> None:
+    def backward(
+        self, loss: torch.Tensor, number: int, *, weight: float | None, retain_graph: bool = False
+    ) -> None:
         """Compute a part's gradients; with the next shard's first part, put a shard's in the tree.
 
         A part may have several losses.
@@ -107,7 +111,10 @@ class ElasticAveraging:
             self._end_shard()
             self._shard = shard
         scaled = loss if micro == 1 else loss / micro
-        scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        if weight is not None:
+            scaled = loss * weight
+        with without_effect(self._parameters) if weight == 0 else contextlib.nullcontext():
+            scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         self._buffers.check()
 
     def _end_shard(self) -> None:
@@ -143,17 +150,32 @@ class ElasticAveraging:
         # What is drawn from here on must not depend on which shard this rank computed last.
         rng.reseed(self._options.seed, self._step, self._count + 1)
 
-    def losses(self, values: Sequence[float]) -> list[float]:
+    def losses(self, values: Sequence[float], weights: Sequence[float]) -> list[float]:
         """One number per shard: adding zeros to it is exact in any order."""
-        micro = self._options.micro_batches
+        if weights:
+            pairs = zip(values, weights, strict=True)
+            return self._by_shard([w * value if w else 0.0 for value, w in pairs])
+        return [total / self._options.micro_batches for total in self._by_shard(values)]
+
+    def weights(self, weights: Sequence[float]) -> list[float]:
+        """One number per shard."""
+        return self._by_shard(weights)
+
+    def _by_shard(self, values: Sequence[float]) -> list[float]:
         slots = [0.0] * self._count
-        for number in range(0, len(values), micro):
-            slots[self._parts[number].shard] = sum(values[number : number + micro]) / micro
+        for part, value in zip(self._parts, values, strict=False):  # there may be none
+            slots[part.shard] += value
         return slots
 
-    def mean_loss(self, summed: Sequence[float]) -> float:
+    def mean_loss(self, losses: Sequence[float], weights: Sequence[float] | None = None) -> float:
         """Add up in the order of the tree."""
-        return shard_tree.total(summed) / self._count
+        if weights is None:
+            return shard_tree.total(losses) / self._count
+        return shard_tree.total(losses) / (shard_tree.total(weights) or math.nan)
+
+    def factor(self, weights: Sequence[float]) -> float:
+        """The mean over the shards has been taken already."""
+        return self._count / (shard_tree.total(weights) or math.nan)
 
     def layout(self) -> str | None:
         """Nothing but the number of shards decides the order of additions."""

@@ -6,7 +6,7 @@ part in an update does not advance.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from ddpjob_trainer.errors import ConfigError
 
 Parameters = list[torch.nn.Parameter]
+#: Gets the parameters that an update is about to change, by their full names.
+Hook = Callable[[Mapping[str, torch.nn.Parameter]], object]
 
 
 @dataclass(slots=True, eq=False)
@@ -52,13 +54,17 @@ class Updater:
         self.scaler: torch.amp.GradScaler | None = None
         self.emas: list[tuple[torch.nn.Module, AveragedModel]] = []
         self.applying = False  # the optimizers step now, as they should
+        #: Of each prepare() that has one, and what that trains.
+        self.hooks: list[tuple[Hook, set[torch.nn.Parameter]]] = []
         self._parameters: Parameters = []
+        self._named: Mapping[str, torch.nn.Parameter] = {}
         self._unheld: dict[str, torch.nn.Parameter] = {}
 
     def trains(self, named: Mapping[str, torch.nn.Parameter]) -> None:
         """Say which parameters the models have, under their full names."""
         held = held_by(unit.optimizer for unit in self.units)
         self._parameters = list(named.values())
+        self._named = named
         self._unheld = {name: p for name, p in named.items() if p not in held}
 
     def readings(self) -> dict[str, float]:
@@ -99,16 +105,52 @@ class Updater:
 
         Return the parameters to update, in groups with the norm of their gradients if it is known.
         """
+        if self.scaler is not None:
+            for unit in units:
+                if unit.clip.bound is not None:
+                    self.scaler.unscale_(unit.optimizer)
+        return self._norms(units)
+
+    def _norms(self, units: Sequence[Unit]) -> list[tuple[Parameters, torch.Tensor | None]]:
         found = []
         for clip, parameters in self._clips(units):
             if clip.bound is not None:
-                for unit in units:
-                    if self.scaler is not None and unit.clip is clip:
-                        self.scaler.unscale_(unit.optimizer)
                 gradients = [p.grad for p in parameters if p.grad is not None]
                 clip.norm = torch.nn.utils.get_total_norm(gradients)
             found.append((parameters, clip.norm))
         return found
+
+    def multiply(self, units: Sequence[Unit], factor: float) -> None:
+        """Multiply the gradients of these, and the norms that were taken of them."""
+        for clip, parameters in self._clips(units):
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+            if clip.norm is not None:
+                clip.norm = clip.norm * factor
+
+    def before_update(self, units: Sequence[Unit]) -> list[tuple[Parameters, torch.Tensor | None]]:
+        """Let the hooks of prepare() see, and change, the gradients that are to be applied.
+
+        Return what measure() would, of the gradients as they are then.
+        """
+        if self.scaler is not None:
+            for unit in units:
+                if unit.clip.bound is None:  # else measure() has done it
+                    self.scaler.unscale_(unit.optimizer)
+            if any(self._overflowed(unit) for unit in units):
+                return []  # it will be left out
+        held = held_by(unit.optimizer for unit in units)
+        for hook, parameters in self.hooks:
+            chosen = {
+                name: parameter
+                for name, parameter in self._named.items()
+                if parameter in parameters and parameter in held and parameter.grad is not None
+            }
+            if chosen:
+                with torch.no_grad():
+                    hook(chosen)
+        return self._norms(units)
 
     def update(self, units: Sequence[Unit]) -> bool:
         """Apply the gradients and forget all there are. Return whether parameters were updated.
@@ -147,9 +189,13 @@ class Updater:
             unit.optimizer.step()
             return True
         self.scaler.step(unit.optimizer)
-        # The scale would tell as much, but not of which optimizer.
+        return not self._overflowed(unit)
+
+    def _overflowed(self, unit: Unit) -> bool:
+        """The scale would tell as much, but later, and not of which optimizer."""
+        assert self.scaler is not None
         found = self.scaler._found_inf_per_device(unit.optimizer)
-        return not any(float(value) for value in found.values())
+        return any(float(value) for value in found.values())
 
     def _clips(self, units: Sequence[Unit]) -> list[tuple[Clip, Parameters]]:
         """The parameters of these units by what is clipped together, in the models' order."""

@@ -7,7 +7,8 @@ may update several times, with some of the optimizers each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -218,7 +219,9 @@ class Loop:
         # Not a hook: a module without hooks is called on a shorter path.
         setattr(model, "forward", watched)  # noqa: B010
 
-    def backward(self, step: Step, loss: torch.Tensor, *, retain_graph: bool) -> None:
+    def backward(
+        self, step: Step, loss: torch.Tensor, *, weight: float | None, retain_graph: bool
+    ) -> None:
         """See Step.backward."""
         trained, number = self._trained, step.part()
         if loss.numel() != 1 or not loss.requires_grad:
@@ -232,12 +235,13 @@ class Loop:
                 " last update: the ranks would drift apart. Call that model, not the one that"
                 " prepare() was given"
             )
-        step.add(number, loss.detach())
+        step.add(number, loss.detach(), weight)
         self._progress.at("backward")
-        marked = self._nan.mark(loss) if step.parts[number].samples else loss
+        counts = step.parts[number].samples and weight != 0
+        marked = self._nan.mark(loss) if counts else loss
         with self._peers:
             scaled = trained.updater.scale(marked)
-            self._averaging.backward(scaled, number, retain_graph=retain_graph)
+            self._averaging.backward(scaled, number, weight=weight, retain_graph=retain_graph)
         self._progress.at("body")
 
     def update(self, step: Step, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -248,6 +252,7 @@ class Loop:
                 " step.commit() only, or use level='resume'"
             )
         step.check_update("update()")
+        step.check_weightless()
         given = self._trained.updater.find(optimizers)
         with self._peers:
             units, allowed = self._average(given or self._trained.updater.units)
@@ -271,6 +276,8 @@ class Loop:
             else:
                 units, allowed = self._average(self._trained.updater.units)
                 self._tell(step, allowed=allowed)
+                if step.weights and allowed:
+                    self._weigh(step, units)
                 self._apply(step, units, allowed=allowed, told=True)
         self._progress.at("body")
         failpoints.reach("step")
@@ -300,6 +307,8 @@ class Loop:
     ) -> None:
         """Update, or leave the update out. ``told``: the step's exchange is under way."""
         self._snapshots.before_update()
+        if allowed and self._trained.updater.hooks:
+            allowed = self._before_update(step, units)
         if allowed and self._trained.updater.update(units):
             return
         if not allowed:
@@ -311,25 +320,75 @@ class Loop:
         if self._backup is not None:
             self._backup.put_back()
 
+    def _before_update(self, step: Step, units: Sequence[Unit]) -> bool:
+        """Call the hooks; return whether the gradients may be applied all the same.
+
+        They draw numbers that are equal on all ranks, as their gradients are, and that nothing else
+        depends on.
+        """
+        updater = self._trained.updater
+        with rng.preserved():
+            rng.reseed(self._options.seed, step.index, -1 - step.updates)
+            measured = updater.before_update(units)
+        return updater.scaler is not None or all(self._nan.allows(*one) for one in measured)
+
     def _tell(self, step: Step, *, allowed: bool) -> None:
         """Start the step's exchange with the other ranks."""
         losses = [float(loss) for loss in step.losses]
-        counted = [loss for loss, part in zip(losses, step.parts, strict=True) if part.samples]
+        weights = step.weights or [1.0] * len(losses)
+        counted = [
+            loss
+            for loss, part, weight in zip(losses, step.parts, weights, strict=True)
+            if part.samples and weight
+        ]
         self._exchange.start(
             {
                 "stop": [float(self._shutdown.signal > 0)],
                 "snapshots": self._snapshots.report(),
                 "not finite": self._nan.report(counted, allowed=allowed),
-                "losses": self._averaging.losses(losses),
+                "losses": self._averaging.losses(losses, step.weights),
+                "weights": self._averaging.weights(step.weights),
+                "weighted": [float(bool(step.weights))],
             }
         )
+
+    def _weigh(self, step: Step, units: Sequence[Unit]) -> None:
+        """Let each batch count by its weight, now that those of all ranks are known."""
+        heard = self._exchange.wait()
+        self._check_weighted(step, heard)
+        factor = self._averaging.factor(heard["weights"])
+        if not math.isfinite(factor):
+            raise ConfigError(
+                f"step {step.index}: the weights given to step.backward() add up to 0 over all"
+                " batches and ranks: nothing is left to train on"
+            )
+        self._trained.updater.multiply(units, factor)
+
+    def _check_weighted(self, step: Step, heard: Mapping[str, Sequence[float]]) -> None:
+        if 0 < (count := heard["weighted"][0]) < self._world.size:
+            raise ConfigError(
+                f"step {step.index}: {count:.0f} of {self._world.size} ranks have given"
+                " step.backward(weight=...): give it on every rank, or on none"
+            )
+
+    def mean_loss(self, step: Step) -> float:
+        """See Step.loss."""
+        if not step.committed:
+            raise NotCommittedError(f"step {step.index}: its loss is known after step.commit()")
+        if step.mean is None:
+            with self._peers:
+                heard = self._exchange.wait()
+            weights = heard["weights"] if step.weights else None
+            step.mean = self._averaging.mean_loss(heard["losses"], weights)
+        return step.mean
 
     def _hear(self, step: Step) -> float:
         """Finish the exchange. Return the step's mean loss."""
         heard = self._exchange.wait()
         self._stop = heard["stop"][0] > 0
         self._snapshots.learn(heard["snapshots"])
-        loss = self._averaging.mean_loss(heard["losses"])
+        self._check_weighted(step, heard)
+        loss = self.mean_loss(step)
         self._nan.after(step.index, loss, step.losses, heard["not finite"])
         return loss
 

@@ -19,6 +19,7 @@ from ddpjob_trainer.optim import zero
 from ddpjob_trainer.optim.amp import autocast_forward, make_scaler
 from ddpjob_trainer.optim.update import (
     Clip,
+    Hook,
     Unit,
     Updater,
     check_parameters,
@@ -63,8 +64,11 @@ class Trained:
         optimizers: Mapping[str, torch.optim.Optimizer],
         schedulers: Sequence[Any],
         options: ModelOptions,
+        before_update: Hook | None,
     ) -> list[DistributedDataParallel]:
         """Check, move, wrap, register. Raises ConfigError."""
+        if before_update is not None and not callable(before_update):
+            raise ConfigError(f"before_update={before_update!r} must be a function")
         found = match_schedulers(list(optimizers.values()), schedulers)
         self._check(models, optimizers, options)
         wrapped = [self._add_model(name, module, options) for name, module in models.items()]
@@ -73,6 +77,8 @@ class Trained:
         for (name, optimizer), scheduler in zip(optimizers.items(), found, strict=True):
             self._add_optimizer(name, optimizer, scheduler, clip)
         self._add_scaler(options.grad_scaler)
+        if before_update is not None:
+            self.updater.hooks.append((before_update, set(parameters)))
         self._join()
         return wrapped
 

@@ -23,6 +23,7 @@ from ddpjob_trainer.comm.teardown import leave_group
 from ddpjob_trainer.data import fetch
 from ddpjob_trainer.data.inputs import InputOptions
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.optim.update import Hook
 from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.snapshot import weights
 from ddpjob_trainer.snapshot.training_state import weights_sha256
@@ -102,6 +103,7 @@ class Run:
         find_unused_parameters: bool = False,
         comm_hook: str | None = None,
         comm_hook_options: Mapping[str, Any] | None = None,
+        before_update: Hook | None = None,
     ) -> tuple[Any, Optimizers]:
         """Wrap the model in DistributedDataParallel and take charge of what it trains with.
 
@@ -117,6 +119,9 @@ class Run:
         ``sync_batchnorm``: BatchNorm over all processes (CUDA only). ``comm_hook``: gradients
         travel as "bf16" or "fp16"; none of the two has ``comm_hook_options``. The others are
         DistributedDataParallel's own.
+        ``before_update``: called with {name: parameter} of what an update is about to change, when
+        each ``.grad`` holds the mean over the global batch, unscaled and not yet clipped; it may
+        change them in place, on every rank alike. Random numbers that it draws are equal on all.
 
         Raises ConfigError, also for options that do not go together.
         """
@@ -144,6 +149,7 @@ class Run:
             named(optimizer, torch.optim.Optimizer, "optimizer", len(trained.updater.units)),
             list(schedulers),
             model_options,
+            before_update,
         )
         return shaped_like(model, wrapped), optimizer
 

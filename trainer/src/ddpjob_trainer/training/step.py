@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,11 +14,15 @@ from ddpjob_trainer.gradients.ddp import Part
 
 
 class _Loop(Protocol):
-    def backward(self, step: Step, loss: torch.Tensor, *, retain_graph: bool) -> None: ...
+    def backward(
+        self, step: Step, loss: torch.Tensor, *, weight: float | None, retain_graph: bool
+    ) -> None: ...
 
     def update(self, step: Step, optimizers: Sequence[torch.optim.Optimizer]) -> None: ...
 
     def commit(self, step: Step) -> None: ...
+
+    def mean_loss(self, step: Step) -> float: ...
 
 
 @dataclass(slots=True)
@@ -33,20 +38,31 @@ class Step:
     batches: Iterator[Any]
     epoch: int = 0
     losses: list[torch.Tensor] = field(default_factory=list)  # of each batch, added up
+    weights: list[float] = field(default_factory=list)  # of each batch, or none at all
     committed: bool = False
     handed: int = 0  # batches that the body has got
+    mean: float | None = None  # its loss over all ranks, once it is known
     covered: int = 0  # batches with a backward since the last update
     updates: int = 0
     _ahead: bool = False  # a backward came when a later batch had been got already
     _again: bool = False  # a batch has had a second backward
 
-    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        weight: float | torch.Tensor | None = None,
+        retain_graph: bool = False,
+    ) -> None:
         """Add the gradients of a batch's mean loss to those that are there.
 
         Each batch needs one backward at least before an update; several losses of a batch count
-        as their sum. ``retain_graph``: another backward goes through the same graph.
+        as their sum. ``weight``: how much this batch counts in the step's mean, as the number of
+        tokens in it, 0 or more; default: by its samples. Every batch of a step, on every rank, has
+        one, or none has. ``retain_graph``: another backward goes through the same graph.
         """
-        self.loop.backward(self, loss, retain_graph=retain_graph)
+        number = None if weight is None else float(weight)
+        self.loop.backward(self, loss, weight=number, retain_graph=retain_graph)
 
     def update(self, *optimizers: torch.optim.Optimizer) -> None:
         """Update with some optimizers in the midst of a step, as a GAN does; then commit() ends it.
@@ -66,6 +82,14 @@ class Step:
         """
         self.loop.commit(self)
 
+    @property
+    def loss(self) -> float:
+        """Mean loss of the step over all ranks, weighted as its gradients are; after commit().
+
+        It waits for the other ranks' numbers, which are on their way. Raises NotCommittedError.
+        """
+        return self.loop.mean_loss(self)
+
     # --- For the loop ----------------------------------------------------------------------
 
     def part(self) -> int:
@@ -76,8 +100,9 @@ class Step:
         newest = max(self.handed, 1) - 1
         return min(self.covered, newest)
 
-    def add(self, number: int, loss: torch.Tensor) -> None:
+    def add(self, number: int, loss: torch.Tensor, weight: float | None) -> None:
         """Account for a backward. Raises ConfigError when it is not clear which batch it is of."""
+        self._check_weight(number, weight)
         self._ahead |= number < self.handed - 1
         self._again |= number < self.covered
         if self._ahead and self._again:
@@ -91,6 +116,21 @@ class Step:
             self.losses[number] = self.losses[number] + loss
         else:
             self.losses.append(loss)
+            if weight is not None:
+                self.weights.append(weight)
+
+    def _check_weight(self, number: int, weight: float | None) -> None:
+        if weight is not None and not 0 <= weight < math.inf:
+            raise ConfigError(f"step.backward(weight={weight}) must be 0 or more, and finite")
+        if self.losses and bool(self.weights) != (weight is not None):
+            raise ConfigError(
+                "step.backward(weight=...): give it for every batch of a step, or for none"
+            )
+        if number < len(self.weights) and weight != self.weights[number]:
+            raise ConfigError(
+                f"step.backward(weight={weight}): an earlier loss of the same batch had"
+                f" {self.weights[number]}; all losses of a batch have one weight"
+            )
 
     def updated(self) -> None:
         """Account for an update(): each batch needs another backward now."""
@@ -109,6 +149,15 @@ class Step:
                 f"step {self.index}: after its last step.update() came a step.backward() whose"
                 " gradients nothing would apply: call step.update(optimizer) after it, or leave"
                 " all update()s of the step out"
+            )
+
+    def check_weightless(self) -> None:
+        """Raise ConfigError where update() is asked for and the batches have weights."""
+        if self.weights:
+            raise ConfigError(
+                "step.update() does not go with step.backward(weight=...): the weights of all"
+                " ranks are added up once per step. Update with step.commit() only, or multiply"
+                " the losses yourself"
             )
 
     def check_update(self, call: str) -> None:
