@@ -67,10 +67,19 @@ def gan(
     assert min(buckets_of(list(net.parameters())) for net in (g, d)) > 1
 
     def body(step: ddp.Step) -> None:
+        # Who is not updated does not advance.
+        of_d, of_g = (scheduler.last_epoch for scheduler in schedulers)
+        assert (of_d, of_g) == (
+            step.index,
+            (step.index + 1) // 2,
+        ) or run.options.precision != "fp32"
         batches = list(step.batches)
         d.requires_grad_(True)
         for (x,) in batches:
-            fake = wg(x[:, :8]).detach()
+            wg.train(not norm)  # BatchNorm's statistics, which rank 0 gives to all, then count
+            with torch.no_grad():
+                fake = wg(x[:, :8])
+            wg.train()
             real = bce(wd(x), torch.ones(len(x), 1))
             step.backward((real + bce(wd(fake), torch.zeros(len(x), 1))) / 2)
         assert all(p.grad is None for p in g.parameters())
@@ -128,9 +137,12 @@ def one_by_one(run: ddp.Run) -> tuple[Body, list[nn.Module]]:
     """Two models that never meet, prepared in two calls, updated together by commit()."""
     first, second = small(16, 96, 4), small(16, 96, 4)
     a, _ = run.prepare(first, adam(first), ema=0.9, bucket_cap_mb=0.01)
-    b, _ = run.prepare(second, adam(second), clip_grad_norm=0.1)
+    other = adam(second)
+    scheduler = torch.optim.lr_scheduler.StepLR(other, 1, 0.9)
+    b, _ = run.prepare(second, other, scheduler=scheduler, clip_grad_norm=0.1)
 
     def body(step: ddp.Step) -> None:
+        assert scheduler.last_epoch == step.index // 2
         for (x,) in step.batches:
             step.backward(a(x).pow(2).mean())
             if step.index % 2:  # else nothing reaches the second: it does not advance

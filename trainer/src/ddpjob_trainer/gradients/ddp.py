@@ -65,8 +65,11 @@ class Averaging(Protocol):
         """Begin a step: return its plan."""
         ...
 
-    def before_forward(self, model: DistributedDataParallel, number: int) -> None:
-        """A forward of part ``number`` of this step begins, through one of the models."""
+    def before_forward(self, model: DistributedDataParallel, number: int, *, graph: bool) -> None:
+        """A forward of part ``number`` of this step begins, through one of the models.
+
+        ``graph``: a backward may follow.
+        """
         ...
 
     def backward(
@@ -190,17 +193,19 @@ class DdpAveraging:
         self._parts = self.plan(order, step)
         return self._parts
 
-    def before_forward(self, model: DistributedDataParallel, number: int) -> None:
+    def before_forward(self, model: DistributedDataParallel, number: int, *, graph: bool) -> None:
         """Synchronise in the last part's backward only; DDP decides that in the forward."""
-        last = number >= len(self._parts) - 1 and not self._several
-        if model.require_backward_grad_sync != last:  # assigning to a module is slow
-            model.require_backward_grad_sync = last
-        self._awake |= last
         if self._several and id(model) not in self._shared:
             # DDP then shares the buffers in this forward. Not in each: a graph that waits for its
             # backward would find what it has saved changed.
             self._shared.add(id(model))
             model.require_forward_param_sync = True
+        if not graph:
+            return
+        last = number >= len(self._parts) - 1 and not self._several
+        if model.require_backward_grad_sync != last:  # assigning to a module is slow
+            model.require_backward_grad_sync = last
+        self._awake |= last
 
     def backward(
         self, loss: torch.Tensor, number: int, *, weight: float | None, retain_graph: bool = False

@@ -95,9 +95,10 @@ class ElasticAveraging:
         self._parts = self.plan(order, step)
         return self._parts
 
-    def before_forward(self, model: DistributedDataParallel, number: int) -> None:
+    def before_forward(self, model: DistributedDataParallel, number: int, *, graph: bool) -> None:
         """Remember the buffers, which this forward must leave as they are."""
-        self._buffers.remember(number)
+        if graph:
+            self._buffers.remember(number)
 
     def backward(
         self, loss: torch.Tensor, number: int, *, weight: float | None, retain_graph: bool = False

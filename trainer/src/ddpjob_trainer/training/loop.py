@@ -209,11 +209,13 @@ class Loop:
         forward = model.forward
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if self._step is not None and torch.is_grad_enabled():
-                self._trained.forwards += 1
-                self._averaging.before_forward(model, self._step.part())
-                if self._backup is not None:
-                    self._backup.take(self._step.index)
+            if self._step is not None:
+                graph = torch.is_grad_enabled()
+                self._averaging.before_forward(model, self._step.part(), graph=graph)
+                if graph:
+                    self._trained.forwards += 1
+                    if self._backup is not None:
+                        self._backup.take(self._step.index)
             return forward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
         # Not a hook: a module without hooks is called on a shorter path.
