@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ddpjob_trainer.data.sampler import steps_per_epoch
     from ddpjob_trainer.errors import ConfigError
+    from ddpjob_trainer.snapshot.reader import read_snapshot
     from ddpjob_trainer.training.run import Run
     from ddpjob_trainer.training.start import start
     from ddpjob_trainer.training.step import Step
 
 __version__ = "0.1.0"
-__all__ = ["ConfigError", "Run", "Step", "start", "steps_per_epoch"]
+__all__ = ["ConfigError", "Run", "Step", "read_snapshot", "start", "steps_per_epoch"]
 
 
 def __getattr__(name: str) -> object:
@@ -36,6 +37,10 @@ def __getattr__(name: str) -> object:
         from ddpjob_trainer.data.sampler import steps_per_epoch
 
         return steps_per_epoch
+    if name == "read_snapshot":
+        from ddpjob_trainer.snapshot.reader import read_snapshot
+
+        return read_snapshot
     if name == "ConfigError":
         from ddpjob_trainer.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""`ddpjob-trainer snapshot ls|verify|export`: look at snapshots, check them, take them along.
+"""`ddpjob-trainer snapshot ls|verify|export|import`: look at them, check them, take them along.
 
 Reads only, but for what export writes to the path it is given; safe beside a running job.
 """
@@ -8,38 +8,23 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from ddpjob_trainer.snapshot import load
-from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
-from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError, Manifest
-from ddpjob_trainer.state.codec import unflatten
-
-
-class SnapshotToolError(Exception):
-    """What the user asked for cannot be had; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A manifest on disk. ``counts``: on the newest chain, so a resume may take it."""
-
-    path: Path
-    step: int
-    start: lineage.Start | None
-    counts: bool
+from ddpjob_trainer.snapshot import dcp
+from ddpjob_trainer.snapshot.find import SnapshotToolError, find
+from ddpjob_trainer.snapshot.ondisk import disk, manifest
+from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError
+from ddpjob_trainer.snapshot.reader import Snapshot, read_snapshot
 
 
 def ls(root: Path) -> int:
     """Print one line per snapshot, newest last; return 0."""
     print(f"{'DIRECTORY':<10} {'ATTEMPT':>7} {'ROUND':>5} {'STEP':>10} {'MIB':>9}  STATE")
-    for found in _find(root):
+    for found in find(root):
         attempt, round_ = (found.start.attempt, found.start.round) if found.start else ("-", "-")
         try:
             size = sum(file.bytes for file in manifest.read(found.path).files) / 2**20
@@ -54,7 +39,7 @@ def ls(root: Path) -> int:
 def verify(root: Path) -> int:
     """Check every byte of every snapshot; return 1 if any is damaged."""
     damaged = 0
-    for found in _find(root):
+    for found in find(root):
         name = f"{found.path.parent.name}/{found.path.name}"
         try:
             manifest.verify(found.path.parent, manifest.read(found.path))
@@ -67,26 +52,31 @@ def verify(root: Path) -> int:
 
 
 def export(root: Path, out: Path, *, step: int | None, format_: str) -> int:
-    """Write the model of a snapshot to one file that needs nothing of ours; return 0.
+    """Write a snapshot to something that needs nothing of ours; return 0.
 
-    ``step`` None takes the newest that is valid, as a resume would. Tied weights appear under
-    each of their names. Raises SnapshotToolError, OSError.
+    ``step`` None takes the newest that is valid, as a resume would. ``format_`` safetensors or
+    torch: a file of the model's state_dict, tied weights under each of their names; dcp: a
+    directory with the model and every registered object. Raises SnapshotToolError, OSError.
     """
     if out.exists():
         raise SnapshotToolError(f"{out} exists; choose another file or remove it")
-    path, content = _choose(root, step)
-    try:
-        state = unflatten(load.load(path.parent, content))
-    except InvalidSnapshotError as error:
-        raise SnapshotToolError(f"{path}: {error}") from error
-    model, extra = _state_dict(state)
+    found = read_snapshot(root, step)
+    model = {name: found.model[name] for name in found.model if name not in found.caches}
+    extra = _extra_state(found)
+    if format_ == "dcp":
+        state = {name: found.state(name) for name in found.registered}
+        dcp.save(out, {**state, "model": {**model, **extra}})
+        print(f"{out}: step {found.step}, model, {', '.join(state)}", file=sys.stderr)
+        return 0
     temporary = out.with_name(out.name + ".tmp")
     try:
         if format_ == "torch":
             torch.save({**model, **extra}, temporary)
         else:
-            about = {"format": "pt", "step": str(content.step)}
-            save_file(model, temporary, metadata={**about, "config": json.dumps(content.config)})
+            about = {"format": "pt", "step": str(found.step)}
+            save_file(
+                model, temporary, metadata={**about, "config": json.dumps(dict(found.config))}
+            )
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.rename(out)
@@ -100,57 +90,11 @@ def export(root: Path, out: Path, *, step: int | None, format_: str) -> int:
             file=sys.stderr,
         )
     size = out.stat().st_size / 2**20
-    print(f"{out}: {len(model)} tensors of step {content.step}, {size:.1f} MiB", file=sys.stderr)
+    print(f"{out}: {len(model)} tensors of step {found.step}, {size:.1f} MiB", file=sys.stderr)
     return 0
 
 
-def _state_dict(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What the model's state_dict() would hold: its tensors, and what get_extra_state() gave."""
-    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
-        raise SnapshotToolError("the snapshot holds no model")
-    transient = set(state.get("transient", ()))
-    # Each name gets memory of its own: safetensors refuses tensors that share it.
-    tensors = {n: t.clone() for n, t in state["model"].items() if n not in transient}
+def _extra_state(found: Snapshot) -> dict[str, Any]:
+    """What get_extra_state() gave, under the names that state_dict() has for it."""
     key = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
-    extra = {f"{n}.{key}" if n else key: value for n, value in state.get("extra", {}).items()}
-    return tensors, extra
-
-
-def _choose(root: Path, step: int | None) -> tuple[Path, Manifest]:
-    """The newest valid snapshot, of that step if one is named."""
-    candidates = [found for found in _find(root) if found.counts or step is not None]
-    wanted = [found for found in candidates if step in (None, found.step)]
-    for found in reversed(wanted):
-        try:
-            content = manifest.read(found.path)
-            manifest.verify(found.path.parent, content)
-        except (InvalidSnapshotError, OSError) as error:
-            print(f"{found.path.name} is passed over: {error}", file=sys.stderr)
-        else:
-            return found.path, content
-    known = ", ".join(str(s) for s in sorted({found.step for found in candidates}))
-    which = "no valid snapshot" if step is None else f"no valid snapshot of step {step}"
-    raise SnapshotToolError(f"{root} holds {which}; steps there: {known or 'none'}")
-
-
-def _find(root: Path) -> Iterator[Found]:
-    """Every manifest below root, by directory and step. Raises SnapshotToolError."""
-    if not root.is_dir():
-        raise SnapshotToolError(f"{root} is no directory; give <spec.snapshot.path>/<job name>")
-    if not lineage.sequences(root):
-        inner = sorted(name for name in disk.directories(root) if name.isprintable())
-        hint = f"; did you mean one of: {', '.join(inner[:5])}" if inner else ""
-        raise SnapshotToolError(f"{root} holds no snapshots{hint}")
-    starts = lineage.read_starts(root)
-    limits = dict(lineage.chain(starts))
-    for sequence in lineage.sequences(root):
-        try:
-            paths = manifest.listed(lineage.directory(root, sequence))
-        except OSError as error:  # removed meanwhile, or closed to this user
-            print(f"{sequence:08d} is passed over: {error}", file=sys.stderr)
-            continue
-        for path in paths:
-            step, limit = manifest.step_of(path), limits.get(sequence)
-            if step is not None:
-                counts = sequence in limits and (limit is None or step <= limit)
-                yield Found(path, step, starts.get(sequence), counts)
+    return {f"{n}.{key}" if n else key: value for n, value in found.extra_state().items()}

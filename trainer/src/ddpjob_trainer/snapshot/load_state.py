@@ -15,7 +15,7 @@ import torch
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot.load import Source
-from ddpjob_trainer.state.codec import Flat, unflatten
+from ddpjob_trainer.state.codec import Flat, member, unflatten
 
 ANEW = "start anew in another snapshot directory or with snapshot.resume: Never"
 
@@ -43,12 +43,12 @@ class Loader:
 
     def read_model(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Overwrite tensors of the model; they have the stored shapes. Raises ConfigError."""
-        nodes = _member(self._source.manifest.tree, "model")
+        nodes = member(self._source.manifest.tree, "model")
         into: dict[str, torch.Tensor] = {}
         tied = []
         for name, tensor in targets.items():
             target = tensor.detach()
-            stored = self._stored(_member(nodes, name))
+            stored = self._stored(member(nodes, name))
             if target.is_complex():
                 target = torch.view_as_real(target)
             if stored in into:
@@ -74,7 +74,7 @@ class Loader:
         self._read(lambda name: name.startswith(prefix), tensors)
         node = manifest.tree
         for name in path:
-            node = _member(node, name)
+            node = member(node, name)
         kept = {name: tensor for name, tensor in self._kept.items() if tensor is not None}
         value = unflatten(Flat(node, {**kept, **tensors}, dict(manifest.aliases)))
         return unshared(value, {_place(tensor) for tensor in kept.values()})
@@ -98,13 +98,6 @@ def _group(name: str) -> tuple[str, ...]:
     """What is read together: the model, or one registered object."""
     first, *rest = name.split("/")
     return (first, *rest[:1]) if first == "registered" else (first,)
-
-
-def _member(node: Any, name: str) -> Any:
-    """One value of an encoded mapping."""
-    if "$dict" in node:
-        return dict(map(tuple, node["$dict"]))[name]
-    return node[name]
 
 
 def check_tensors(

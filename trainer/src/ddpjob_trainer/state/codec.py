@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ DTYPES: dict[torch.dtype, str] = {
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 _MARK = "$"
+_TENSORS = ("$tensor", "$complex", "$numpy")
 #: Deep enough for any state, and far from where reading it would end in a RecursionError.
 _MAX_DEPTH = 100
 #: Mappings besides dict that state_dict() of torch and of users may hold.
@@ -168,6 +169,28 @@ def _from_numpy(value: np.ndarray[Any, Any]) -> torch.Tensor:
 def unflatten(flat: Flat) -> Any:
     """Join what flatten() split. Aliases share one tensor. Raises ValueError."""
     return _decode(flat.tree, flat)
+
+
+def member(node: Any, name: str) -> Any:
+    """Return one value of an encoded mapping, still encoded. Raises KeyError."""
+    if "$mapping" in node:
+        node = node["$mapping"][1]
+    if "$dict" in node:
+        return dict(map(tuple, node["$dict"]))[name]
+    return node[name]
+
+
+def tensor_names(node: Any) -> Iterator[str]:
+    """Yield the names of all tensors below a node, aliases as they are."""
+    if isinstance(node, list):
+        for part in node:
+            yield from tensor_names(part)
+    elif isinstance(node, dict):
+        for key, part in node.items():
+            if key in _TENSORS and isinstance(part, str):
+                yield part
+            else:
+                yield from tensor_names(part)
 
 
 def _decode(node: Any, flat: Flat) -> Any:

@@ -1,0 +1,88 @@
+"""Read a snapshot from Python, tensor by tensor: for evaluation, surgery, conversion. No pickle."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddpjob_trainer.snapshot.find import SnapshotToolError, choose
+from ddpjob_trainer.snapshot.load import Source
+from ddpjob_trainer.state.codec import Flat, member, tensor_names, unflatten
+
+
+class Snapshot:
+    """A valid snapshot. Values are read when they are asked for, each time into new memory.
+
+    ``step``: after which it was made. ``config``: of the run that wrote it. ``model``: the names
+    of model.state_dict(), its caches (non-persistent buffers) included, to CPU tensors; tied
+    weights are there under each name. ``registered``: what state() can give.
+    """
+
+    def __init__(self, path: Path, source: Source) -> None:
+        self.path = path
+        self.step = source.manifest.step
+        self.config = source.manifest.config
+        self._source = source
+        state = source.outline
+        if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
+            raise SnapshotToolError(f"{path} holds no model")
+        self.model: Mapping[str, torch.Tensor] = _Tensors(self, tuple(state["model"]))
+        self.caches = frozenset(state.get("transient", ()))
+        self.registered = tuple(state.get("registered", {}))
+
+    def state(self, name: str) -> Any:
+        """Return what the state_dict() of a registered object gave: "optimizer" for one.
+
+        Raises KeyError, OSError.
+        """
+        return self.read("registered", name)
+
+    def extra_state(self) -> dict[str, Any]:
+        """Return what get_extra_state() of the model's modules gave, by the modules' names."""
+        found: dict[str, Any] = self.read("extra") if "extra" in self._source.outline else {}
+        return found
+
+    def read(self, *path: str) -> Any:
+        """Return one part of the state. Raises KeyError, OSError."""
+        manifest = self._source.manifest
+        node = manifest.tree
+        for name in path:
+            node = member(node, name)
+        names = {manifest.aliases.get(name, name) for name in tensor_names(node)}
+        tensors = self._source.empty(names.__contains__)
+        self._source.read(names.__contains__, tensors)
+        return unflatten(Flat(node, tensors, dict(manifest.aliases)))
+
+
+class _Tensors(Mapping[str, torch.Tensor]):
+    """The model's tensors by name."""
+
+    def __init__(self, snapshot: Snapshot, names: tuple[str, ...]) -> None:
+        self._snapshot = snapshot
+        self._names = names
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._snapshot.read("model", name)
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def read_snapshot(directory: str | os.PathLike[str], step: int | None = None) -> Snapshot:
+    """Open the newest valid snapshot of a run, or the one of a step; every byte is checked.
+
+    ``directory``: <spec.snapshot.path>/<job name>. Safe beside a running job, as long as its
+    retention leaves the snapshot. Raises SnapshotToolError where there is none, OSError.
+    """
+    return Snapshot(*choose(Path(directory), step))
