@@ -14,6 +14,7 @@ import torch
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.liveness.heartbeat import RankState, RankStateWriter, read_state
 from ddpjob_trainer.telemetry import progress as progress_module
+from ddpjob_trainer.telemetry import sinks as sinks_module
 from ddpjob_trainer.telemetry.event_log import EventLog, read_events
 from ddpjob_trainer.telemetry.progress import Progress
 from ddpjob_trainer.telemetry.run_log import Pending, checked
@@ -207,3 +208,13 @@ def test_numbers_of_all_kinds_can_be_logged():  # type: ignore[no-untyped-def]
     wanted = {"a": 1.0, "b": 0.5, "c": 1.0, "d": 1.0, "e": math.inf}
     assert list(pending.take()) == [(1, wanted)]
     assert not list(pending.take())
+
+
+def test_who_must_end_soon_waits_for_no_sink(tmp_path, clock, monkeypatch, capsys):  # type: ignore[no-untyped-def]
+    waited: list[float] = []
+    sinks = Sinks()
+    monkeypatch.setattr(sinks, "close", waited.append)
+    progress = make(tmp_path, sinks=sinks)
+    progress.close(hurry=True)
+    progress.close()
+    assert waited == [sinks_module.HURRY_SECONDS, sinks_module.CLOSE_SECONDS]

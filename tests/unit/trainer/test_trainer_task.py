@@ -10,7 +10,7 @@ from ddpjob_trainer.task.command import PREPARE, START, parse_worker, split, wor
 
 #: What a file of functions gives, or a command line cannot.
 _NOT_OPTIONS = {"collate", "self", "model", "optimizer", "scheduler", "grad_scaler",
-                "comm_hook_options", "events"}  # fmt: skip
+                "comm_hook_options", "events", "before_update"}  # fmt: skip
 
 
 def test_the_options_are_the_arguments_of_start_and_prepare():  # type: ignore[no-untyped-def]

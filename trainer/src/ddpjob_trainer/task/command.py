@@ -21,6 +21,7 @@ Train what a file describes, without a loop of your own. TASK.py defines
   loss(model, batch)                         required: the mean loss of a batch
   build_optimizer(model)                     default: AdamW with --lr
   build_scheduler(optimizer, total_steps)    default: none
+  before_update(named_parameters)            see prepare(before_update=...)
   collate(samples)                           default: torch's default_collate
   build_eval_dataset(), evaluate(model, batch)   both or none; evaluate returns a sum over the
                                              batch, printed as the mean over the dataset

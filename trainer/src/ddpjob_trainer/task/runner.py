@@ -47,7 +47,10 @@ def train(task: Any, options: argparse.Namespace) -> None:
     scheduler = None
     if hasattr(task, "build_scheduler"):
         scheduler = task.build_scheduler(optimizer, options.total_steps)
-    wrapped, _ = run.prepare(model, optimizer, scheduler=scheduler, **_given(options, PREPARE))
+    hook = getattr(task, "before_update", None)
+    wrapped, _ = run.prepare(
+        model, optimizer, scheduler=scheduler, before_update=hook, **_given(options, PREPARE)
+    )
     eval_set = task.build_eval_dataset() if hasattr(task, "evaluate") else None
     for step in run.steps(task.build_dataset()):
         for batch in step.batches:

@@ -16,7 +16,7 @@ from ddpjob_trainer.telemetry.console import Display, say
 from ddpjob_trainer.telemetry.event_log import EventLog
 from ddpjob_trainer.telemetry.metrics import Metrics
 from ddpjob_trainer.telemetry.run_log import Pending, Values, packed, unpacked
-from ddpjob_trainer.telemetry.sinks import Sinks
+from ddpjob_trainer.telemetry.sinks import CLOSE_SECONDS, HURRY_SECONDS, Sinks
 
 Readings = Callable[[], Mapping[str, float]]
 
@@ -211,12 +211,15 @@ class Progress:
         """A snapshot was left out, since the one before was not done."""
         self._metrics.add("snapshots_skipped")
 
-    def close(self) -> None:
-        """Publish what is left. Safe to repeat."""
+    def close(self, *, hurry: bool = False) -> None:
+        """Publish what is left. Safe to repeat.
+
+        ``hurry``: the process has been told to stop, or fails: sinks that do not answer are left.
+        """
         self._tell_logged()
         self._publish(force=True)
         self._display.close()
-        self._sinks.close()
+        self._sinks.close(HURRY_SECONDS if hurry else CLOSE_SECONDS)
 
     # --- Inside --------------------------------------------------------------------------
 

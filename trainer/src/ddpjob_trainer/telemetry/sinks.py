@@ -22,6 +22,8 @@ MAX_WAITING: Final = 4096
 MAX_KEPT: Final = 256
 #: So long the end of training waits for sinks to take what is left.
 CLOSE_SECONDS: Final = 10.0
+#: And so long if the process is to end soon: a snapshot keeps what they have not taken.
+HURRY_SECONDS: Final = 1.0
 #: Before what failed is tried again: a row so often, then it is left out; opening, for ever.
 _PAUSES: Final = (1.0, 4.0, 16.0)
 _LONG_PAUSE: Final = 60.0
@@ -77,7 +79,7 @@ class Sinks:
         waiting = [feed.waiting() for feed in self._feeds]
         return max(waiting, key=len, default=[])[-MAX_KEPT:]
 
-    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+    def close(self, seconds: float) -> None:
         """Wait until all have taken what is left, ``seconds`` at most. Safe to repeat."""
         feeds, self._feeds = self._feeds, []
         deadline = time.monotonic() + seconds

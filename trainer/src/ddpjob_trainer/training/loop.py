@@ -429,5 +429,5 @@ class Loop:
             trace.mark("step")
         self._recorder.wait(done)
         if self._stop and done < self._options.total_steps:
-            self._progress.close()
+            self._progress.close(hurry=True)
             self._shutdown.stop(done)

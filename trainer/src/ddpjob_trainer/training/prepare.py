@@ -44,6 +44,15 @@ class Model:
     options: ModelOptions
     ema: AveragedModel | None
 
+    def weights(self, *, ema: bool) -> torch.nn.Module:
+        """The bare model, or its moving average. Raises ConfigError if there is none."""
+        if not ema:
+            return self.module
+        if self.ema is None:
+            raise ConfigError("there is no moving average: use prepare(ema=0.999)")
+        average: torch.nn.Module = self.ema.module
+        return average
+
 
 class Trained:
     """What the loop trains, and with what: all that prepare() was given, in one call or several."""

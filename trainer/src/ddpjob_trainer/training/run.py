@@ -34,7 +34,7 @@ from ddpjob_trainer.training import evaluation
 from ddpjob_trainer.training.best import Best, is_better
 from ddpjob_trainer.training.evaluation import Metric, Metrics
 from ddpjob_trainer.training.loop import Loop, Process
-from ddpjob_trainer.training.prepare import Model, Trained, named, shaped_like
+from ddpjob_trainer.training.prepare import Trained, named, shaped_like
 from ddpjob_trainer.training.step import Step
 
 Models = torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Module]
@@ -210,7 +210,7 @@ class Run:
         """
         trained = self._ready("evaluating()")
         guard = self._loop.guard.asleep() if self._loop is not None else contextlib.nullcontext()
-        module = _evaluated(trained.model_of(model), ema=ema)
+        module = trained.model_of(model).weights(ema=ema)
         with self._process.progress.during("evaluation"), guard, evaluation.evaluating(module):
             yield module
 
@@ -256,8 +256,7 @@ class Run:
         with self._process.shutdown.peers:
             evaluation.share_buffers(trained.module, world)
             if ema:
-                average = _evaluated(trained.model_of(model), ema=True)
-                evaluation.share_buffers(average, world)
+                evaluation.share_buffers(trained.model_of(model).weights(ema=True), world)
         with self.evaluating(ema=ema, model=model) as module:
             share = evaluation.share_of_metric(
                 module, dataset, metric, world,
@@ -305,7 +304,7 @@ class Run:
         if self.is_main:
             module = trained.module
             if ema or model is not None:
-                module = _evaluated(trained.model_of(model), ema=ema)
+                module = trained.model_of(model).weights(ema=ema)
             with self._process.progress.under("snapshot"):
                 about = {"step": str(self._step_to_log()), "ema": str(ema).lower()}
                 left_out = weights.save(Path(path), module, about)
@@ -386,19 +385,10 @@ class Run:
         if not self._closed:
             self._closed = True
             self._process.snapshots.close(failing=self._process.shutdown.failing)
-            self._process.progress.close()
+            self._process.progress.close(hurry=self._process.shutdown.failing)
             leave_group()
 
     def _ready(self, caller: str) -> Trained:
         if not self._trained.models:
             raise ConfigError(f"call run.prepare(model, optimizer) before {caller}")
         return self._trained
-
-
-def _evaluated(model: Model, *, ema: bool) -> torch.nn.Module:
-    if not ema:
-        return model.module
-    if model.ema is None:
-        raise ConfigError("there is no moving average to evaluate: use prepare(ema=0.999)")
-    average: torch.nn.Module = model.ema.module
-    return average
