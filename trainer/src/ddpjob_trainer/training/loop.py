@@ -7,8 +7,7 @@ may update several times, with some of the optimizers each.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob_trainer import failpoints, trace
-from ddpjob_trainer.comm.exchange import Exchange
 from ddpjob_trainer.comm.world import World, agree
 from ddpjob_trainer.data import fetch
 from ddpjob_trainer.data.inputs import InputOptions, Place, open_input
@@ -33,6 +31,7 @@ from ddpjob_trainer.state.buffers import Backup
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.progress import Progress
 from ddpjob_trainer.training import best
+from ddpjob_trainer.training.agreement import Agreement
 from ddpjob_trainer.training.best import Best
 from ddpjob_trainer.training.prepare import Trained
 from ddpjob_trainer.training.recorder import Recorder
@@ -91,8 +90,10 @@ class Loop:
         self._config = fingerprint(options, process.world, self._order.epochs)
         self._progress.built(trained.updater.readings)
         trace.mark("built")
-        self._exchange = Exchange(process.world)
         self._nan = NanPolicy(options.nan_policy, process.world)
+        self._agreement = Agreement(
+            process.world, process.shutdown, process.snapshots, process.averaging, self._nan
+        )
         self._backup = Backup(trained.module) if options.nan_policy == "skip" else None
         self._divergence = DivergenceCheck(
             process.world, every=options.check_every, buffers=options.level == "elastic"
@@ -100,7 +101,6 @@ class Loop:
         self._peers = process.shutdown.peers
         self._step: Step | None = None
         self.within_step = False  # its body runs
-        self._stop = False  # a rank has been told to stop
         self._layout_known = False
 
     def steps(self) -> Iterator[Step]:
@@ -136,7 +136,7 @@ class Loop:
 
     def left(self) -> None:
         """All ranks have left the loop, perhaps within a step: leave no exchange under way."""
-        self._exchange.wait()
+        self._agreement.wait()
 
     def _resume(self) -> None:
         state, config = self._trained.state, self._config
@@ -274,12 +274,12 @@ class Loop:
         step.check_commit()
         with self._peers:
             if step.updates:
-                self._tell(step, allowed=True)
+                self._agreement.start(step, allowed=True)
             else:
                 units, allowed = self._average(self._trained.updater.units)
-                self._tell(step, allowed=allowed)
+                self._agreement.start(step, allowed=allowed)
                 if step.weights and allowed:
-                    self._weigh(step, units)
+                    self._trained.updater.multiply(units, self._agreement.factor(step))
                 self._apply(step, units, allowed=allowed, told=True)
         self._progress.at("body")
         failpoints.reach("step")
@@ -315,7 +315,7 @@ class Loop:
             return
         if not allowed:
             losses = [float(loss) for loss in step.losses]
-            reported = self._exchange.wait()["not finite"] if told else None
+            reported = self._agreement.not_finite() if told else None
             self._nan.refuse(step.index, self._trained.module, losses, reported)
             self._trained.updater.forget()
         self._progress.skipped_update()
@@ -334,65 +334,9 @@ class Loop:
             measured = updater.before_update(units)
         return updater.scaler is not None or all(self._nan.allows(*one) for one in measured)
 
-    def _tell(self, step: Step, *, allowed: bool) -> None:
-        """Start the step's exchange with the other ranks."""
-        losses = [float(loss) for loss in step.losses]
-        weights = step.weights or [1.0] * len(losses)
-        counted = [
-            loss
-            for loss, part, weight in zip(losses, step.parts, weights, strict=True)
-            if part.samples and weight
-        ]
-        self._exchange.start(
-            {
-                "stop": [float(self._shutdown.signal > 0)],
-                "snapshots": self._snapshots.report(),
-                "not finite": self._nan.report(counted, allowed=allowed),
-                "losses": self._averaging.losses(losses, step.weights),
-                "weights": self._averaging.weights(step.weights),
-                "weighted": [float(bool(step.weights))],
-            }
-        )
-
-    def _weigh(self, step: Step, units: Sequence[Unit]) -> None:
-        """Let each batch count by its weight, now that those of all ranks are known."""
-        heard = self._exchange.wait()
-        self._check_weighted(step, heard)
-        factor = self._averaging.factor(heard["weights"])
-        if not math.isfinite(factor):
-            raise ConfigError(
-                f"step {step.index}: the weights given to step.backward() add up to 0 over all"
-                " batches and ranks: nothing is left to train on"
-            )
-        self._trained.updater.multiply(units, factor)
-
-    def _check_weighted(self, step: Step, heard: Mapping[str, Sequence[float]]) -> None:
-        if 0 < (count := heard["weighted"][0]) < self._world.size:
-            raise ConfigError(
-                f"step {step.index}: {count:.0f} of {self._world.size} ranks have given"
-                " step.backward(weight=...): give it on every rank, or on none"
-            )
-
     def mean_loss(self, step: Step) -> float:
         """See Step.loss."""
-        if not step.committed:
-            raise NotCommittedError(f"step {step.index}: its loss is known after step.commit()")
-        if step.mean is None:
-            with self._peers:
-                heard = self._exchange.wait()
-            weights = heard["weights"] if step.weights else None
-            step.mean = self._averaging.mean_loss(heard["losses"], weights)
-        return step.mean
-
-    def _hear(self, step: Step) -> float:
-        """Finish the exchange. Return the step's mean loss."""
-        heard = self._exchange.wait()
-        self._stop = heard["stop"][0] > 0
-        self._snapshots.learn(heard["snapshots"])
-        self._check_weighted(step, heard)
-        loss = self.mean_loss(step)
-        self._nan.after(step.index, loss, step.losses, heard["not finite"])
-        return loss
+        return self._agreement.mean_loss(step)
 
     def _compare_layout(self) -> None:
         self._layout_known = True
@@ -412,11 +356,11 @@ class Loop:
         done = self.finished_steps = step.index + 1
         self._progress.at("agreement")
         with self._peers:
-            loss = self._hear(step)
+            loss = self._agreement.finish(step)
             # Before a snapshot can hold this step: whoever resumes after it does not tell of it.
             self._recorder.stepped(done, step.losses)
             self._progress.stepped(done, loss)
-            last = self._stop or done == self._options.total_steps
+            last = self._agreement.stop or done == self._options.total_steps
             due = self._snapshots.due(done, last=last)
             if self._divergence.due(done, snapshot=due):
                 self._divergence.check(done, self._trained.module, self._trained.compared())
@@ -428,6 +372,6 @@ class Loop:
         if done == self._resumed_after + 1:
             trace.mark("step")
         self._recorder.wait(done)
-        if self._stop and done < self._options.total_steps:
+        if self._agreement.stop and done < self._options.total_steps:
             self._progress.close(hurry=True)
             self._shutdown.stop(done)

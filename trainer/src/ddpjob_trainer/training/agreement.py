@@ -1,0 +1,110 @@
+"""What the ranks tell one another at the end of each step, and what all of them conclude from it.
+
+One exchange per step, which runs beside the update: this rank's losses and their weights, whether
+it was told to stop, what it thinks of the gradients, facts of its snapshots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ddpjob_trainer.comm.exchange import Exchange
+from ddpjob_trainer.comm.world import World
+from ddpjob_trainer.errors import ConfigError, NotCommittedError
+from ddpjob_trainer.gradients.ddp import Averaging
+from ddpjob_trainer.optim.nan_policy import NanPolicy
+from ddpjob_trainer.snapshot.manager import Snapshots
+from ddpjob_trainer.training.shutdown import Shutdown
+from ddpjob_trainer.training.step import Step
+
+
+class Agreement:
+    """One process's side. Every rank makes the same calls, start() once per step."""
+
+    def __init__(
+        self,
+        world: World,
+        shutdown: Shutdown,
+        snapshots: Snapshots,
+        averaging: Averaging,
+        nan: NanPolicy,
+    ) -> None:
+        self._world = world
+        self._shutdown = shutdown
+        self._snapshots = snapshots
+        self._averaging = averaging
+        self._nan = nan
+        self._exchange = Exchange(world)
+        self.stop = False  # a rank has been told to stop
+
+    def start(self, step: Step, *, allowed: bool) -> None:
+        """Tell the others of a step. ``allowed``: whether its gradients may be applied."""
+        losses = [float(loss) for loss in step.losses]
+        weights = step.weights or [1.0] * len(losses)
+        counted = [
+            loss
+            for loss, part, weight in zip(losses, step.parts, weights, strict=True)
+            if part.samples and weight
+        ]
+        self._exchange.start(
+            {
+                "stop": [float(self._shutdown.signal > 0)],
+                "snapshots": self._snapshots.report(),
+                "not finite": self._nan.report(counted, allowed=allowed),
+                "losses": self._averaging.losses(losses, step.weights),
+                "weights": self._averaging.weights(step.weights),
+                "weighted": [float(bool(step.weights))],
+            }
+        )
+
+    def finish(self, step: Step) -> float:
+        """Hear the others, after the loop's body. Return the step's mean loss.
+
+        Raises DivergedError and ConfigError where the ranks do not agree, PeerLostError.
+        """
+        heard = self._exchange.wait()
+        self.stop = heard["stop"][0] > 0
+        self._snapshots.learn(heard["snapshots"])
+        self._check_weighted(step, heard["weighted"][0])
+        loss = self.mean_loss(step)
+        self._nan.after(step.index, loss, step.losses, heard["not finite"])
+        return loss
+
+    def wait(self) -> None:
+        """Leave no exchange under way."""
+        self._exchange.wait()
+
+    def not_finite(self) -> Sequence[float]:
+        """Wait for the others; return the sums of NanPolicy.report()."""
+        return self._exchange.wait()["not finite"]
+
+    def factor(self, step: Step) -> float:
+        """Wait for the others; return what gradients of weighted losses are to be multiplied by."""
+        heard = self._exchange.wait()
+        self._check_weighted(step, heard["weighted"][0])
+        factor = self._averaging.factor(heard["weights"])
+        if not math.isfinite(factor):
+            raise ConfigError(
+                f"step {step.index}: the weights given to step.backward() add up to 0 over all"
+                " batches and ranks: nothing is left to train on"
+            )
+        return factor
+
+    def mean_loss(self, step: Step) -> float:
+        """See Step.loss."""
+        if not step.committed:
+            raise NotCommittedError(f"step {step.index}: its loss is known after step.commit()")
+        if step.mean is None:
+            with self._shutdown.peers:
+                heard = self._exchange.wait()
+            weights = heard["weights"] if step.weights else None
+            step.mean = self._averaging.mean_loss(heard["losses"], weights)
+        return step.mean
+
+    def _check_weighted(self, step: Step, count: float) -> None:
+        if 0 < count < self._world.size:
+            raise ConfigError(
+                f"step {step.index}: {count:.0f} of {self._world.size} ranks have given"
+                " step.backward(weight=...): give it on every rank, or on none"
+            )
