@@ -113,6 +113,18 @@ def streaming(run: ddp.Run, directory: Path) -> Any:
     return Streaming(run.rank, run.world_size)
 
 
+class Same(Streaming):
+    """Draws nothing, and knows of no ranks."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for index in range(SAMPLES):
+            yield {"x": torch.full((48,), index / SAMPLES), "label": index % 10}
+
+
+def unshared(run: ddp.Run, directory: Path) -> Any:
+    return Same(0, 1)
+
+
 def killed_and_resumed(gang: Any, directory: Path, first: Training, then: Training) -> list[str]:
     first.directory = then.directory = directory
     first.die = (1, 4)
@@ -175,6 +187,9 @@ def test_a_stream_with_state_goes_on_where_training_was(gang, tmp_path):
     shuffled = Training(directory, augmented)
     assert set(gang.run(shuffled).values()) == {64}
     assert "made with order=stream, now it is shuffled" in gang.log(0)
+    assert "must read a share of its own" not in gang.log(0)
+    assert gang.run(Training(tmp_path / "shared", unshared)) == {0: 0, 1: 0, 2: 0}
+    assert "all 3 processes read the same batch from their streams" in gang.log(0)
 
 
 def test_a_dead_worker_is_an_error_that_says_so(gang, tmp_path):

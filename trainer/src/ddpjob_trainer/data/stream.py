@@ -6,6 +6,7 @@ ahead: its state_dict(), or else how often to read, which a resume then does aga
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from ddpjob_trainer.data.fetch import Collate
+from ddpjob_trainer.data.fetch import Collate, map_tensors
 from ddpjob_trainer.data.permutation import Indices, key64, words
 from ddpjob_trainer.data.seeding import kept, seed_generators
 from ddpjob_trainer.data.workers import dying_with_parent
@@ -82,6 +83,7 @@ class Stream:
         self._alive = alive
         self._taken = 0  # of this epoch
         self._iterator: Iterator[Any] | None = None
+        self.first = b""  # hash of the first batch that this process has read
         self._keeper = _keeper(source)
         if isinstance(source, DataLoader):
             _check_loader(source, stateful=self._keeper is not None)
@@ -101,6 +103,7 @@ class Stream:
             seed_generators(int(words(self._key, np.array([self.total]))[0]))
             batch = self._read(self._iterator)
             if batch is not None:
+                self.first = self.first or _hash(batch[0])
                 self.total += 1
                 self._taken += 1
                 return batch[0]
@@ -181,6 +184,18 @@ class Stream:
     def close(self) -> None:
         """Let go of the iterator, which may have worker processes."""
         self._iterator = None
+
+
+def _hash(batch: Any) -> bytes:
+    """Hash the tensors of a batch."""
+    found = hashlib.blake2b(digest_size=8)
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return tensor
+
+    map_tensors(batch, add)
+    return found.digest()
 
 
 def _keeper(source: Any) -> Any:

@@ -350,6 +350,15 @@ class Loop:
                 " result will not equal an undisturbed run's bit for bit",
             )
 
+    def _compare_streams(self, first: bytes) -> None:
+        firsts = self._world.gather_bytes(first)
+        if len(firsts) > 1 and len(set(firsts)) == 1 and self._world.rank == 0:
+            say(
+                0,
+                f"warning: all {len(firsts)} processes read the same batch from their streams: each"
+                " must read a share of its own, by run.rank and run.world_size",
+            )
+
     def _end(self, step: Step) -> None:
         """After the loop's body, so that what it does after commit() is in the snapshot too."""
         self.guard.step_ended()
@@ -357,6 +366,8 @@ class Loop:
         self._progress.at("agreement")
         with self._peers:
             loss = self._agreement.finish(step)
+            if self._input.stream is not None and done == self._resumed_after + 1:
+                self._compare_streams(self._input.stream.first)
             # Before a snapshot can hold this step: whoever resumes after it does not tell of it.
             self._recorder.stepped(done, step.losses)
             self._progress.stepped(done, loss)
