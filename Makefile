@@ -19,6 +19,10 @@ BIN := .venv/bin
 FOREIGN := .venv-foreign/bin
 DEVCLUSTER = $(PYTHON) devcluster/devcluster
 PYTEST := $(BIN)/python -m pytest
+# The oldest that the trainer takes, and the newest: trainer/pyproject.toml says the same.
+TORCH_VERSIONS := 2.9.0 2.15.0
+TORCH_TESTS := tests/unit/trainer $(addprefix tests/trainer/test_,bitwise_resume.py run_options.py \
+	elastic.py parting.py nan_policy.py)
 # More arguments for a level's pytest, a demo or a benchmark: make unit ARGS='-k restart -x'
 ARGS ?=
 # In the order in which a failure is cheapest to learn of.
@@ -68,6 +72,12 @@ trainer: setup ## training processes on this machine
 foreign: setup ## scripts of Lightning, accelerate and transformers, in an environment with these
 	@$(PYTHON) -m devcluster.venv --requirements requirements --also foreign --link .venv-foreign
 	@$(FOREIGN)/python -m pytest tests/trainer/test_foreign.py $(ARGS)
+
+.PHONY: torch-versions
+torch-versions: ## what depends on torch, with the oldest and the newest (5 GB each, not in make test)
+	@for version in $(TORCH_VERSIONS); do \
+		$(PYTHON) -m devcluster.venv --torch $$version --link .venv-torch-$$version; \
+		.venv-torch-$$version/bin/python -m pytest $(TORCH_TESTS) $(ARGS); done
 
 .PHONY: cluster
 cluster: setup programs images ## all of it on a real cluster with kubelets and containers

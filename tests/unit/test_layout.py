@@ -20,6 +20,15 @@ MAX_LINES = 400
 ALLOWED_LONG: frozenset[str] = frozenset()
 
 
+def test_the_bounds_of_torch_are_tried_out() -> None:
+    about = tomllib.loads((ROOT / "trainer/pyproject.toml").read_text())["project"]
+    [bounds] = [name for name in about["dependencies"] if name.startswith("torch")]
+    found = re.search(r"^TORCH_VERSIONS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert found is not None
+    oldest, newest = (version.split(".") for version in found[1].split())
+    assert bounds == f"torch>={'.'.join(oldest[:2])},<{newest[0]}.{int(newest[1]) + 1}"
+
+
 def test_folder_operator_does_not_shadow_the_standard_library() -> None:
     standard = Path(sysconfig.get_path("stdlib")).resolve()
     assert operator.__file__ is not None

@@ -4,7 +4,8 @@
 into the cache and points a symlink at it. Nothing of the checkout itself is installed;
 sources are found through PYTHONPATH, so that two checkouts may share one environment.
 `--also foreign` makes another environment, with requirements/foreign.txt on top.
-`--lock` writes the lock files from the *.in files instead.
+`--lock` writes the lock files from the *.in files instead; `--torch VERSION` takes another torch
+than the pinned one, for `make torch-versions`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from devcluster.failure import Failure
 
 _FORMAT = "1"
 _NEEDED_GIBIBYTES = 8
+_COME_WITH_TORCH = ("torch==", "triton==", "nvidia-", "cuda-", "sympy==", "setuptools==")
 #: dev comes first: it holds all the others, which then keep to its versions.
 _LOCKS = ("dev", "uv", "build", "operator", "torch", "trainer", "foreign")
 
@@ -69,6 +71,37 @@ def ensure_environment(requirements: Path, log: Log, also: Sequence[str] = ()) -
             _run([*create, "--python", sys.executable, str(aside)], variables)
             locks = [f"--requirement={lock}" for lock in _lock_files(requirements, also)]
             _run([*install, *locks], variables)
+
+    ensure_dir(home, make, log)
+    return home
+
+
+def ensure_other_torch(requirements: Path, version: str, log: Log) -> Path:
+    """Make an environment as dev.txt pins it, but for torch and what that brings along.
+
+    uv's cache shares the files of what several versions need alike.
+    """
+    lock = (requirements / "dev.txt").read_text()
+    key = digest(_FORMAT, lock.encode(), version, sys.version, sys.base_prefix, platform.machine())
+    home = cache_root() / f"venv-torch-{version}-{key}"
+    if home.is_dir():
+        return home
+    uv = ensure_uv(requirements, log)
+    variables = _uv_variables(uv)
+    host.require_space(home.parent, _NEEDED_GIBIBYTES, f"torch {version}", "DDPJOB_CACHE")
+    pins = [line.rstrip(" \\") for line in lock.splitlines() if "==" in line and line[0] != " "]
+    kept = [pin for pin in pins if not pin.startswith(_COME_WITH_TORCH)]
+
+    def make(aside: Path) -> None:
+        with timed(f"making an environment with torch {version} (about 5 GB)", log):
+            create = [str(uv / "bin/uv"), "venv", "--quiet", "--clear", "--relocatable"]
+            _run([*create, "--python", sys.executable, str(aside)], variables)
+            (aside / "constraints.txt").write_text("\n".join(kept))
+            (aside / "override.txt").write_text(f"torch=={version}")
+            install = [str(uv / "bin/uv"), "pip", "install", "--python", str(aside / "bin/python")]
+            install += ["--constraint", str(aside / "constraints.txt")]
+            install += ["--override", str(aside / "override.txt")]
+            _run([*install, "--requirement", str(requirements / "dev.in")], variables)
 
     ensure_dir(home, make, log)
     return home
@@ -140,6 +173,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--requirements", type=Path, default=Path("requirements"))
     parser.add_argument("--link", type=Path, help="symlink to point at the environment")
     parser.add_argument("--also", action="append", default=[], help="a lock file beside dev.txt")
+    parser.add_argument("--torch", metavar="VERSION", help="take this torch instead of the pinned")
     parser.add_argument("--lock", action="store_true", help="write the lock files instead")
     arguments, options = parser.parse_known_args(words)
     if options and not arguments.lock:
@@ -152,7 +186,11 @@ def main(words: Sequence[str] | None = None) -> int:
         if arguments.lock:
             write_locks(arguments.requirements, options, say)
             return 0
-        home = ensure_environment(arguments.requirements.resolve(), say, arguments.also)
+        requirements = arguments.requirements.resolve()
+        if arguments.torch is not None:
+            home = ensure_other_torch(requirements, arguments.torch, say)
+        else:
+            home = ensure_environment(requirements, say, arguments.also)
         if arguments.link is not None:
             point(arguments.link, home)
     except Failure as failure:
