@@ -358,6 +358,10 @@ GOOD = {
         [{"containerPort": 29500}, {"containerPort": 9400}],
     ),
     "PYTHONUNBUFFERED": (f"{TRAINER}.env", [{"name": "PYTHONUNBUFFERED", "value": "0"}]),
+    "what the trainer asks the user for": (
+        f"{TRAINER}.env",
+        [{"name": name, "value": "x"} for name in contract.USER_ENV],
+    ),
     "variable from a secret": (
         f"{TRAINER}.env",
         [{"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}],

@@ -58,6 +58,8 @@ def test_reserved_variables_are_those_of_the_contract(root: Schema) -> None:
         (rule,) = item["x-kubernetes-validations"]
         names = re.findall(r"'([A-Z][A-Z0-9_]*)'", rule["rule"])
         prefix, *reserved = names
+        users, reserved = reserved[: len(contract.USER_ENV)], reserved[len(contract.USER_ENV) :]
+        assert tuple(users) == contract.USER_ENV
         assert f"startsWith('{prefix}')" in rule["rule"]
         assert prefix == contract.OWN_PREFIX
         assert sorted(reserved) == sorted(contract.RESERVED_ENV)

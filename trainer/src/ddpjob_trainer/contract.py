@@ -58,8 +58,16 @@ HANG_STARTUP_SECONDS: Final = "DDPJOB_HANG_STARTUP_SECONDS"
 HANG_STEP_SECONDS: Final = "DDPJOB_HANG_STEP_SECONDS"
 HANG_SNAPSHOT_SECONDS: Final = "DDPJOB_HANG_SNAPSHOT_SECONDS"
 
-#: A template may set none of these, nor anything that starts with OWN_PREFIX.
+#: A template may set none of these, nor anything that starts with OWN_PREFIX but for USER_ENV.
 RESERVED_ENV: Final = RENDEZVOUS_ENV + PROCESS_ENV
+
+#: Where the trainer takes a run's results: the user's to say, in a template or in a shell.
+USER_ENV: Final = (
+    "DDPJOB_TRAINER_SNAPSHOT_UPLOAD",
+    "DDPJOB_TRAINER_EVENTS",
+    "DDPJOB_TRAINER_TENSORBOARD",
+    "DDPJOB_TRAINER_SINKS",
+)
 
 # --- Exit codes of the trainer container --------------------------------------------------
 

@@ -28,11 +28,8 @@ CHAOS = "DDPJOB_TRAINER_CHAOS"
 TERMINAL = "DDPJOB_TRAINER_TERMINAL"
 #: Set by a user: a refusal shows its whole traceback, on every rank.
 TRACEBACK = "DDPJOB_TRAINER_TRACEBACK"
-#: A user may set these four; arguments of start() come first.
-SNAPSHOT_UPLOAD = "DDPJOB_TRAINER_SNAPSHOT_UPLOAD"
-EVENTS = "DDPJOB_TRAINER_EVENTS"
-TENSORBOARD = "DDPJOB_TRAINER_TENSORBOARD"
-SINKS = "DDPJOB_TRAINER_SINKS"  # names with commas between them
+#: A user may set these four; arguments of start() come first. SINKS: names with commas between.
+SNAPSHOT_UPLOAD, EVENTS, TENSORBOARD, SINKS = contract.USER_ENV
 
 _HANG = (contract.HANG_STARTUP_SECONDS, contract.HANG_STEP_SECONDS, contract.HANG_SNAPSHOT_SECONDS)
 DEFAULT_EVERY_STEPS = 50
