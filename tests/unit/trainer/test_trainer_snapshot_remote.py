@@ -156,6 +156,14 @@ def test_two_that_begin_at_once_have_two_numbers():  # type: ignore[no-untyped-d
     assert all(number > 1_500_000 for number in drawn)
 
 
+def test_a_strangers_highest_number_leaves_numbers_for_us(tmp_path):  # type: ignore[no-untyped-def]
+    store = Store(f"memory://{uuid.uuid4().hex}")
+    store.write("999999999999999", "any", b"")
+    save((begun := begin(tmp_path / "a", store))[0], 3)
+    begun[1].upload(3)
+    assert bring(store, tmp_path / "b", 2) == 3
+
+
 def test_few_stay_however_many_attempts(store, tmp_path):  # type: ignore[no-untyped-def]
     step = 0
     for attempt in range(1, 6):

@@ -6,12 +6,13 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 import torch
 
-from ddpjob_trainer.snapshot.ondisk import disk
+from ddpjob_trainer.snapshot import restore
+from ddpjob_trainer.snapshot.ondisk import disk, manifest
 from ddpjob_trainer.state.codec import flatten
 from support.snapshots import Clock, open_snapshots
 
@@ -96,3 +97,33 @@ def test_a_start_record_that_stays_unreadable_is_no_reason_to_start_anew(tmp_pat
     with pytest.raises(OSError, match="Input/output error"):
         open_snapshots(tmp_path, 2)
     assert open_snapshots(tmp_path, 1, uid="new", resume=False)[1] is None  # asked for
+
+
+class Second:
+    """The world as rank 1 of 2 sees it, where rank 0 does what is asked of it."""
+
+    rank, size = 1, 2
+
+    def __init__(self) -> None:
+        self.said: list[bytes] = []
+
+    def gather_bytes(self, answer: bytes) -> list[bytes]:
+        self.said.append(answer)
+        return [b"1", answer]
+
+    def sum(self, numbers: list[float]) -> list[float]:
+        return numbers
+
+
+def test_a_rank_that_may_not_look_leaves_the_reading_to_others(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    store, _ = open_snapshots(tmp_path)
+    store.save(1, flatten({"n": 1}), {})
+    found = manifest.read(store.directory / manifest.file_name(1))
+    monkeypatch.setattr(disk, "exists", _closed)
+    world: Any = Second()
+    restore._check_together(store.directory, found, world, print)
+    assert world.said == [b"0"]
+
+
+def _closed(path: Path) -> bool:
+    raise PermissionError(errno.EACCES, "Permission denied", str(path))

@@ -215,6 +215,34 @@ def test_nothing_outside_is_written_or_removed_through_a_linked_directory(root, 
     assert all((outside / name).read_bytes() == SECRET for name in names)
 
 
+def test_nothing_outside_is_put_aside_through_a_linked_directory(root, tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    """The directory becomes a link after its names were read."""
+    outside = tmp_path / "another"
+    outside.mkdir()
+    (outside / manifest.file_name(2)).write_bytes(SECRET)
+    real = manifest.listed
+
+    def swap(directory: Path) -> list[Path]:
+        found = real(directory)
+        if directory.name == "00000001" and not directory.is_symlink():
+            directory.rename(tmp_path / "away")
+            directory.symlink_to(outside)
+        return found
+
+    monkeypatch.setattr(manifest, "listed", swap)
+    assert loaded_step(root) is None
+    assert [path.name for path in outside.iterdir()] == [manifest.file_name(2)]
+
+
+def test_an_export_does_not_write_through_a_link(root, tmp_path, capsys):  # type: ignore[no-untyped-def]
+    precious = tmp_path / "precious"
+    precious.write_bytes(SECRET)
+    (tmp_path / "out.tmp").symlink_to(precious)
+    assert cli.main(["snapshot", "export", str(root), str(tmp_path / "out")]) == 0
+    assert precious.read_bytes() == SECRET
+    assert (tmp_path / "out.tmp").is_symlink()
+
+
 # --- Names ------------------------------------------------------------------------------------
 
 ODD = [
@@ -252,12 +280,17 @@ def test_numbers_of_more_digits_go_on_counting(root):  # type: ignore[no-untyped
     assert loaded_step(root, 3) == 2
 
 
-def test_the_highest_number_is_put_aside(root):  # type: ignore[no-untyped-def]
-    top = lineage.directory(root, 10**12 - 1)
+@pytest.mark.parametrize("number", [10**12 - 1, 10**12 - 2, 10**10])
+def test_counting_does_not_follow_a_number_far_away(root, number):  # type: ignore[no-untyped-def]
+    """Beyond it there may be no number left for us."""
+    top = lineage.directory(root, number)
     top.mkdir()
-    (top / lineage.START).write_bytes(seal(asdict(Start(10**12 - 1, "u", 0, 0))))
-    assert loaded_step(root) == 2
-    assert not top.exists()
+    (top / lineage.START).write_bytes(seal(asdict(Start(number, "u", 0, 0))))
+    (root / f"{top.name}.invalid/held").mkdir(parents=True)
+    for attempt in (2, 3):
+        assert loaded_step(root, attempt) == 2
+    assert lineage.sequences(root) == [1, 2, 3]
+    assert top.exists()
 
 
 def test_many_taken_names_are_stepped_over(root):  # type: ignore[no-untyped-def]
@@ -360,6 +393,14 @@ def test_what_strangers_write_is_printed_on_one_line():  # type: ignore[no-untyp
     assert len(text) <= 300
 
 
+def test_the_longest_uids_can_be_read_again(root):  # type: ignore[no-untyped-def]
+    uids = tuple(f"{number:02d}" + "\U0001f600" * 254 for number in range(33))
+    start = Start(7, uids[32], 1, 0, 0, -1, uids[:32])
+    lineage.directory(root, 7).mkdir()
+    lineage.write_start(root, start)
+    assert lineage.read_start(root, 7) == start
+
+
 # --- Retention ----------------------------------------------------------------------------------
 
 
@@ -401,3 +442,37 @@ def test_a_directory_that_vanishes_while_it_is_read(root, monkeypatch):  # type:
     monkeypatch.setattr(manifest, "listed", listed)
     assert loaded_step(root) == 2
     assert gone.is_set()
+
+
+def test_what_a_user_named_by_a_date_is_not_removed(tmp_path):  # type: ignore[no-untyped-def]
+    root = tmp_path / "runs"
+    notes = root / "20260101/notes.txt"
+    notes.parent.mkdir(parents=True)
+    notes.write_text("precious")
+    (root / "20260102").mkdir()  # as a claim that never started leaves it
+    store, _ = open_snapshots(root, keep=1)
+    for step in (1, 2):
+        store.save(step, flatten({"n": step}), {})
+    assert notes.read_text() == "precious"
+    assert not (root / "20260102").exists()
+
+
+def test_a_root_that_vanishes_while_it_is_cleaned(root, monkeypatch):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(lineage, "sequences", lambda _: [])
+    retain(root, 1, 2)
+
+
+def test_a_data_file_that_grows_while_it_is_checked(root, monkeypatch):  # type: ignore[no-untyped-def]
+    """Whoever appends faster than we read would keep us for ever."""
+    first = root / "00000001"
+    found = manifest.read(first / manifest.file_name(2))
+    real = manifest.opened
+
+    def grows(directory: Path, file: Any) -> Any:
+        stream = real(directory, file)
+        with (directory / file.name).open("ab") as end:
+            end.write(bytes(1 << 20))
+        return stream
+
+    monkeypatch.setattr(manifest, "opened", grows)
+    manifest.verify(first, found)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,8 @@ def export(root: Path, out: Path, *, step: int | None, format_: str) -> int:
         dcp.save(out, {**state, "model": {**model, **extra}})
         print(f"{out}: step {found.step}, model, {', '.join(state)}", file=sys.stderr)
         return 0
-    temporary = out.with_name(out.name + ".tmp")
+    # Of a name that nobody can have put there: a link would be followed.
+    temporary = out.with_name(f"{out.name}.{secrets.token_hex(4)}.tmp")
     try:
         if format_ == "torch":
             torch.save({**model, **extra}, temporary)

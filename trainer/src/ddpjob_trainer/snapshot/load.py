@@ -111,8 +111,8 @@ class Source:
         Raises InvalidSnapshotError.
         """
         found = self.manifest
-        tensors = {name: _placeholder(*shape) for name, shape in found.tensors.items()}
         try:
+            tensors = {name: _placeholder(*shape) for name, shape in found.tensors.items()}
             return unflatten(Flat(found.tree, tensors, dict(found.aliases)))
         except _WRONG as error:
             raise InvalidSnapshotError(f"the manifest's tree is wrong: {error}") from error
@@ -170,7 +170,7 @@ class Source:
             yield window, at
 
 
-_WRONG = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError)
+_WRONG = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 
 
 def _placeholder(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

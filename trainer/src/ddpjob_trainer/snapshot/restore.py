@@ -91,6 +91,13 @@ def _sees(directory: Path, start: Start) -> bool:
         return False
 
 
+def _holds(path: Path) -> bool:
+    try:
+        return disk.exists(path)
+    except OSError:  # the others read, and wait for this answer
+        return False
+
+
 def _agreed(world: World, yes: bool) -> tuple[int, ...]:
     """Ranks that say yes; rank 0 always does."""
     said = world.gather_bytes(b"1" if yes or world.rank == 0 else b"0")
@@ -102,7 +109,7 @@ def _check_together(
 ) -> Source:
     """Raises InvalidSnapshotError or OSError on all ranks when it happens on one."""
     # The names hold a number that was drawn: a file of that name is the same file.
-    readers = _agreed(world, not found.files or disk.exists(where / found.files[0].name))
+    readers = _agreed(world, not found.files or _holds(where / found.files[0].name))
     owners = {f.name: readers[n % len(readers)] for n, f in enumerate(found.files)}
     offsets: dict[str, load.Offsets] = {}
     problem: Exception | None = None

@@ -173,8 +173,9 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Rename what must not be used, so that nobody takes it again. Raises OSError."""
-    path.rename(path.with_name(path.name + ".invalid"))
+    """Rename a file that must not be used, so that nobody takes it again. Raises OSError."""
+    with _folder(path) as folder:
+        os.rename(path.name, f"{path.name}.invalid", src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def sync_directory(path: Path) -> None:

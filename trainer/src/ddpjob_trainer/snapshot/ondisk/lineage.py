@@ -24,9 +24,10 @@ from ddpjob_trainer.snapshot.ondisk.checked_json import count, seal, unseal
 START = "start.json"
 _MAX_PREDECESSORS = 32
 _MAX_UID = 256
-MAX_START_BYTES = 64 << 10
-#: Counting does not get there, so a directory of this number is none of ours.
+MAX_START_BYTES = 128 << 10  # the longest uids in JSON take 99 KiB
 _HIGHEST = 10**12 - 1
+#: Counting does not leap so far: who is beyond such a gap is none of ours, and we do not go there.
+_GAP = 10**9
 _NUMBER = re.compile("[0-9]{8,12}")
 _CLAIMS = 1000
 _IN_ORDER = 100
@@ -58,7 +59,17 @@ def directory(root: Path, sequence: int) -> Path:
 def sequences(root: Path) -> list[int]:
     """All numbers taken, ascending, with or without a start record."""
     numbers = {int(n): n for n in disk.directories(root) if _NUMBER.fullmatch(n)}
-    return sorted(number for number, name in numbers.items() if name == f"{number:08d}")
+    return before_gap([n for n, name in numbers.items() if name == f"{n:08d}"], _GAP)
+
+
+def before_gap(numbers: Iterable[int], gap: int) -> list[int]:
+    """Those, ascending, that counting has reached without a greater leap."""
+    found: list[int] = []
+    for number in sorted(numbers):
+        if number - (found[-1] if found else 0) > gap:
+            break
+        found.append(number)
+    return found
 
 
 def read_start(root: Path, sequence: int) -> Start:
@@ -163,11 +174,10 @@ def claim(root: Path) -> int:
     for turn in range(_CLAIMS):
         taken = sequences(root)
         sequence = (taken[-1] if taken else 0) + 1
-        if sequence > _HIGHEST:
-            disk.set_aside(directory(root, taken[-1]))
-            continue
         if turn > _IN_ORDER:  # something that is no directory has the next names
             sequence += secrets.randbelow(turn)
+        if sequence > _HIGHEST:
+            break
         try:
             disk.make_directory(directory(root, sequence))
         except FileExistsError:

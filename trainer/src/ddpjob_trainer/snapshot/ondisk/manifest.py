@@ -172,7 +172,8 @@ def _check(found: Manifest) -> None:
     for name, (dtype, shape) in found.tensors.items():
         if dtype not in ITEM_BYTES or len(shape) > _MAX_DIMENSIONS:
             raise ValueError(f"{name} has the type {dtype!r} and {len(shape)} dimensions")
-        counts[name] = count(math.prod(count(n) for n in shape))
+        count(math.prod(max(count(n), 1) for n in shape))  # strides, also of what is empty
+        counts[name] = math.prod(shape)
     spans: dict[str, list[tuple[int, int]]] = {name: [] for name in counts}
     for chunk in found.chunks:
         if not isinstance(chunk.key, str):
@@ -203,9 +204,10 @@ def verify(directory: Path, manifest: Manifest) -> None:
     """Compare every data file's size and checksum. Raises InvalidSnapshotError, OSError."""
     for file in manifest.files:
         with opened(directory, file) as stream:
-            crc = 0
-            while piece := stream.read(_PIECE):
+            crc, left = 0, file.bytes
+            while left and (piece := stream.read(min(left, _PIECE))):
                 crc = zlib.crc32(piece, crc)
+                left -= len(piece)
         if crc != file.crc32:
             raise InvalidSnapshotError(f"{file.name} does not match its checksum")
 

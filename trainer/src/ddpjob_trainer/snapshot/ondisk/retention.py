@@ -11,6 +11,7 @@ from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError
 
 _STEP = re.compile(r"step-([0-9]{1,15})\b.*", re.DOTALL)
+_OURS = re.compile(r"start\.json|step-[0-9]")
 
 
 def retain(root: Path, sequence: int, keep: int) -> None:
@@ -28,7 +29,7 @@ def retain(root: Path, sequence: int, keep: int) -> None:
         if ours and not unread:
             _remove_leftovers(directory, [*ours][-1], set().union(*ours.values()))
         for unneeded in _unneeded(root, sequence, keep):
-            disk.remove_tree(lineage.directory(root, unneeded))
+            _remove_ours(lineage.directory(root, unneeded))
 
 
 def _readable(paths: Iterable[Path], unread: list[Path]) -> dict[Path, set[str]]:
@@ -46,6 +47,14 @@ def _readable(paths: Iterable[Path], unread: list[Path]) -> dict[Path, set[str]]
         except OSError:
             unread.append(path)
     return found
+
+
+def _remove_ours(directory: Path) -> None:
+    """Not what a user has named by a date: a directory of ours has a record, or our files only."""
+    with contextlib.suppress(OSError):
+        names = disk.names(directory)
+        if lineage.START in names or all(map(_OURS.match, names)):
+            disk.remove_tree(directory)
 
 
 def _remove(path: Path) -> None:
@@ -67,7 +76,7 @@ def _remove_leftovers(directory: Path, newest: Path, kept: set[str]) -> None:
 def _unneeded(root: Path, sequence: int, keep: int) -> list[int]:
     """Directories older than those that hold the newest ``keep`` steps of our chain."""
     taken = lineage.sequences(root)
-    if taken[0] == sequence:
+    if not taken or taken[0] == sequence:
         return []
     starts = lineage.read_starts(root)
     mine = starts.get(sequence)

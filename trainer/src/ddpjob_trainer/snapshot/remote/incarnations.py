@@ -21,6 +21,7 @@ from ddpjob_trainer.snapshot.remote.store import Store
 
 _FOLDER = re.compile("[0-9]{15}")
 _DRAWN = 10**6
+_GAP = 10**12  # who is beyond is a stranger, and has no number above
 _MANIFEST = re.compile(r"step-[0-9]{12,15}\.json")
 
 
@@ -31,7 +32,8 @@ def folder(number: int) -> str:
 
 def numbers(store: Store) -> list[int]:
     """All that are taken, ascending."""
-    return sorted(int(name) for name in store.names() if _FOLDER.fullmatch(name))
+    found = [int(name) for name in store.names() if _FOLDER.fullmatch(name)]
+    return lineage.before_gap(found, _GAP)
 
 
 def draw(taken: list[int]) -> int:
