@@ -191,7 +191,9 @@ def _hash(batch: Any) -> bytes:
     found = hashlib.blake2b(digest_size=8)
 
     def add(tensor: torch.Tensor) -> torch.Tensor:
-        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        found.update(
+            tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
         return tensor
 
     map_tensors(batch, add)
