@@ -255,10 +255,13 @@ def test_killed_and_resumed_is_undisturbed_bit_for_bit(gang, tmp_path, case):  #
 )
 @pytest.mark.parametrize("micro", [1, 2])
 def test_it_is_the_mean_over_all_samples(gang, tmp_path, make, same, micro):  # type: ignore[no-untyped-def]
-    """Three ranks and one hold the same weights, but for rounding. ``same``: said otherwise."""
+    """Three ranks, accumulating, and one rank at once hold the same weights, but for rounding.
+
+    ``same``: the same losses said otherwise.
+    """
     found = []
-    for world, made in ((3, make), (1, same or make)):
-        training = Training(tmp_path / str(world), made, {"micro_batches": micro})
+    for world, made, count in ((3, make, micro), (1, same or make, 1)):
+        training = Training(tmp_path / str(world), made, {"micro_batches": count})
         training.directory.mkdir()
         assert gang.run(training, world=world) == dict.fromkeys(range(world), 0), gang.log(0)
         found.append(training.weights())
