@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -30,6 +31,7 @@ from torch.utils.data import (
 from ddpjob_trainer.data.fetch import Batches, Work
 from ddpjob_trainer.data.given import Sampled
 from ddpjob_trainer.data.inputs import Indexed, InputOptions, Place, Streamed, open_input
+from ddpjob_trainer.data.reseeded import reseed_workers
 from ddpjob_trainer.data.sampler import Sequential, Shuffled, Weighted
 from ddpjob_trainer.data.workers import dying_with_parent
 from ddpjob_trainer.errors import ConfigError
@@ -427,3 +429,32 @@ def test_the_users_code_in_a_worker_finds_its_own_dataset():
     there.begin(range(1), lambda step: [np.arange(4)])
     assert there.next(0, 0, np.arange(4)) == ["Named"] * 4
     there.close()
+
+
+def test_what_a_loaders_workers_draw_belongs_to_its_state():
+    """torchdata's StatefulDataLoader: it keeps the stream's state, but not the generators'."""
+
+    def wrapped() -> Any:
+        source = DataLoader(Kept(), batch_size=4, num_workers=1)
+        reseed_workers(source)
+        reseed_workers(source)
+        return source.dataset
+
+    whole = [sample.tolist() for sample in wrapped()]
+    stream = wrapped()
+    first = [sample.tolist() for sample in itertools.islice(stream, 3)]
+    state = stream.state_dict()
+    random.seed(1)
+    after = wrapped()
+    after.load_state_dict(state)
+    assert first + [sample.tolist() for sample in after] == whole
+    assert after.state_dict() == {"samples": 0, "stream": {"at": 0}}
+    assert after.length == 10  # as the user's code finds it
+    own = Kept()
+    for untouched in (DataLoader(own, batch_size=4), DataLoader(Noisy(), num_workers=1)):
+        dataset = untouched.dataset
+        reseed_workers(untouched)
+        assert untouched.dataset is dataset
+    stateless = DataLoader(Counting(), num_workers=1)
+    reseed_workers(stateless)
+    assert not hasattr(stateless.dataset, "state_dict")

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from ddpjob_trainer.data.fetch import Collate, map_tensors
 from ddpjob_trainer.data.permutation import Indices, key64, words
+from ddpjob_trainer.data.reseeded import reseed_workers
 from ddpjob_trainer.data.seeding import kept, seed_generators
 from ddpjob_trainer.data.workers import dying_with_parent
 from ddpjob_trainer.errors import ConfigError
@@ -87,6 +88,8 @@ class Stream:
         self._keeper = _keeper(source)
         if isinstance(source, DataLoader):
             _check_loader(source, stateful=self._keeper is not None)
+            if self._keeper is source:
+                reseed_workers(source)
             source.worker_init_fn = dying_with_parent(
                 source.worker_init_fn, source.multiprocessing_context
             )
