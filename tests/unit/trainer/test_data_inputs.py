@@ -317,8 +317,8 @@ def taken(found: Streamed, count: int, *, first: int = 0) -> list[Any]:
 STREAMS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "samples": (Counting, {}),
     "samples with state": (Kept, {}),
-    "a loader": (lambda: DataLoader(Counting(), batch_size=4, drop_last=True), {}),
-    "a loader of what has state": (lambda: DataLoader(Kept(), batch_size=4, drop_last=True), {}),
+    "a loader": (lambda: DataLoader(Counting(), batch_size=4), {}),
+    "a loader of what has state": (lambda: DataLoader(Kept(), batch_size=4), {}),
     "anything": (Anything, {"batched": False}),
 }
 
@@ -368,6 +368,22 @@ def test_a_stream_of_another_place_or_kind_is_refused():
         after.begin(range(3, 7), lambda step: [])
     with pytest.raises(ConfigError, match="Counting has no state_dict"):
         opened(Counting()).stream.load_state_dict(before.stream.state_dict())
+
+
+def test_with_other_data_allowed_a_stream_begins_anew():
+    after = opened(Counting())
+    after.begin(range(3, 7), lambda step: [], fresh=True)
+    assert [round(batch[0][0]) for batch in taken(after, 3, first=3)] == [0, 4, 0]
+    assert after.stream.state_dict()["total"] == 6
+
+
+def test_time_may_come_before_the_batch():
+    rows = torch.zeros(7, 4, 3)
+    found = opened(DataLoader([rows, rows[:, :3]], batch_size=None), batched=True)
+    assert not isinstance(found, Indexed)
+    found.stream._rows = 4
+    assert found.next(0, 0, np.arange(4)).shape == (7, 4, 3)
+    assert found.next(1, 0, np.arange(4)).shape == (7, 4, 3)  # the rest of three is passed over
 
 
 def test_batches_that_the_loop_did_not_ask_for_are_passed_over():

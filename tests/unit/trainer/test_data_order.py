@@ -6,9 +6,11 @@ import collections
 import itertools
 import math
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
+from torch.utils.data import DataLoader
 
 from ddpjob_trainer.data.permutation import Permutation, key64
 from ddpjob_trainer.data.sampler import (
@@ -19,6 +21,7 @@ from ddpjob_trainer.data.sampler import (
     steps_per_epoch,
 )
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.snapshot.compatible import compare
 
 #: In standard deviations. The numbers are fixed, so this never fails by chance.
 FAR = 4.0
@@ -161,6 +164,18 @@ def test_sizes_that_do_not_fit_are_refused(length, size, shards, words):
 def test_steps_per_epoch_takes_a_dataset_or_its_length():
     assert steps_per_epoch(range(10), 4) == steps_per_epoch(10, 4) == 2
     assert steps_per_epoch(np.int64(10), 4, "join") == 3
+    with pytest.raises(ConfigError, match="give it the DataLoader's dataset"):
+        steps_per_epoch(DataLoader(list(range(10)), batch_size=4), 4)  # its length is of batches
+
+
+def test_a_snapshot_of_another_order_is_refused():
+    made: dict[str, Any] = dict.fromkeys(("seed", "global_batch", "samples", "tail", "level"), 1)
+    mine = {**made, "order": Shuffled(7, 10).name}
+    with pytest.raises(ConfigError, match=r"older version.*finish the run with that version"):
+        compare(made, mine, 1, ())
+    with pytest.raises(ConfigError, match=r"order=sequential, now it is shuffled/2.*data order"):
+        compare({**made, "order": "sequential"}, mine, 1, ())
+    compare(mine, mine, 1, ())
 
 
 # --- Weights --------------------------------------------------------------------------------

@@ -219,6 +219,7 @@ class Streamed:
         self.stream = Stream(
             source,
             batch=None if batched else size,
+            rows=known if isinstance(known, int) else None,
             collate=place.collate,
             seed=place.seed,
             rank=place.rank,

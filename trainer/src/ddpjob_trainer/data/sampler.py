@@ -183,6 +183,8 @@ def steps_per_epoch(samples: int | Sized, global_batch: int, tail: str = "drop")
 
     Raises ConfigError for sizes that no run can have.
     """
+    if hasattr(samples, "batch_sampler"):
+        raise ConfigError("steps_per_epoch() counts samples: give it the DataLoader's dataset")
     length = len(samples) if isinstance(samples, Sized) else index(samples)
     if global_batch < 1:
         raise ConfigError(f"global_batch={global_batch} must be at least 1")

@@ -59,8 +59,9 @@ def keeps_state(source: object) -> bool:
 class Stream:
     """One rank's stream, epoch after epoch. Has a state_dict() of its own, for the snapshot.
 
-    ``batch``: samples per batch, None when the stream yields batches. ``say`` is told of reading
-    again; ``alive`` is called while that goes on.
+    ``batch``: samples per batch, None when the stream yields batches. Of those, ones that hold
+    fewer than ``rows`` samples, as at the end of a DataLoader's worker, are dropped. ``say`` is
+    told of reading again; ``alive`` is called while that goes on.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Stream:
         source: Any,
         *,
         batch: int | None,
+        rows: int | None,
         collate: Collate | None,
         seed: int,
         rank: int,
@@ -78,6 +80,7 @@ class Stream:
         self.total = 0  # batches that training has taken in the whole run
         self._source = source
         self._batch = batch
+        self._rows = rows
         self._collate = collate or default_collate
         self._key = key64("stream", seed, rank)
         self._say = say
@@ -123,9 +126,7 @@ class Stream:
     def _read(self, iterator: Iterator[Any]) -> tuple[Any] | None:
         """A batch, or None at the end; an incomplete last batch is dropped."""
         if self._batch is None:
-            for item in iterator:
-                return (item,)
-            return None
+            return next(((item,) for item in iterator if _is_whole(item, self._rows)), None)
         samples = list(itertools.islice(iterator, self._batch))
         return (self._collate(samples),) if len(samples) == self._batch else None
 
@@ -187,6 +188,18 @@ class Stream:
     def close(self) -> None:
         """Let go of the iterator, which may have worker processes."""
         self._iterator = None
+
+
+def _is_whole(batch: Any, rows: int | None) -> bool:
+    """Whether a tensor has this many rows, or none tells; time may come before the batch."""
+    shapes: list[torch.Size] = []
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        shapes.append(tensor.shape)
+        return tensor
+
+    map_tensors(batch, add)
+    return rows is None or not any(shapes) or any(rows in shape[:2] for shape in shapes)
 
 
 def _hash(batch: Any) -> bytes:
