@@ -70,9 +70,11 @@ def save(disk: Disk, *steps: int) -> None:
         disk.save(step, flatten({"w": torch.full((64,), float(step)), "n": step}), {"seed": 1})
 
 
-def begin(root: Path, store: Store, attempt: int = 1, **options: Any) -> tuple[Disk, Uploader]:
-    disk, _ = open_snapshots(root, attempt, keep=2, **options)
-    return disk, Uploader(store, root, disk.sequence, 2)
+def begin(
+    root: Path, store: Store, attempt: int = 1, *, keep: int = 2, **options: Any
+) -> tuple[Disk, Uploader]:
+    disk, _ = open_snapshots(root, attempt, keep=keep, **options)
+    return disk, Uploader(store, root, disk.sequence, keep)
 
 
 def bring(store: Store, root: Path, attempt: int, *, uid: str = "u", resume: bool = True) -> Any:
@@ -116,12 +118,14 @@ def test_a_disk_of_an_earlier_attempt_takes_the_later_one_from_the_store(store, 
     assert loaded_step(tmp_path / "b", 3) == 5
 
 
-def test_what_a_zombie_uploads_counts_for_nobody(store, tmp_path):  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("keep", [2, 9])
+def test_what_a_zombie_uploads_counts_for_nobody(store, tmp_path, keep):  # type: ignore[no-untyped-def]
+    """With 9 its folder stays, as its successor has not yet so many of its own."""
     disk, zombie = begin(tmp_path / "a", store)
     save(disk, 10)
     zombie.upload(10)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    live, uploader = begin(tmp_path / "b", store, 2)
+    live, uploader = begin(tmp_path / "b", store, 2, keep=keep)
     save(live, 15)
     uploader.upload(15)
     for step in (20, 30, 40):
@@ -361,3 +365,30 @@ def test_a_protocol_that_is_not_installed_is_named():  # type: ignore[no-untyped
     with pytest.raises(ConfigError, match="'nothing://x' cannot be used"):
         Store("nothing://x")
     assert fsspec.__version__
+
+
+def test_a_fetch_that_stands_still_is_a_hang(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    """The watchdog hears of bytes that come, not of a process that is merely there."""
+
+    class Silent:
+        ended = False
+        said = iter([[], [], [{"alive": True}], [], [{"say": "x"}, {"step": 3}]])
+
+        def __init__(self, order: dict[str, Any]) -> None:
+            assert order["do"] == "fetch"
+
+        def answers(self, seconds: float) -> list[dict[str, Any]]:
+            return next(self.said)
+
+        def close(self) -> None:
+            told.append("closed")
+
+    told: list[str] = []
+    alive: list[int] = []
+    monkeypatch.setattr(client, "RemoteProcess", Silent)
+    fetch_if_newer(
+        "s3://b/job", tmp_path, Identity("u", 1, 0, unique=True),
+        resume=True, tell=told.append, alive=lambda: alive.append(1),
+    )  # fmt: skip
+    assert len(alive) == 3
+    assert told == ["x", "fetched the snapshot of step 3 from s3://b/job", "closed"]

@@ -412,17 +412,20 @@ def test_names_alone_take_no_snapshots_place(root):  # type: ignore[no-untyped-d
     assert loaded_step(root) == 2
 
 
-def test_a_manifest_that_cannot_be_read_now_keeps_its_files(root, monkeypatch):  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_manifest_that_cannot_be_read_now_keeps_its_files(root, monkeypatch, step):  # type: ignore[no-untyped-def]
     real = disk.open_file
 
     def fails(path: Path) -> Any:
-        if path.name == manifest.file_name(2):
+        if path.name == manifest.file_name(step):
             raise OSError(5, "Input/output error")
         return real(path)
 
     monkeypatch.setattr(disk, "open_file", fails)
     retain(root, 1, 2)
     monkeypatch.undo()
+    for path in manifest.listed(root / "00000001"):
+        manifest.verify(path.parent, manifest.read(path))
     assert loaded_step(root) == 2
 
 

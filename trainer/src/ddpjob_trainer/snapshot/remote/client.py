@@ -126,6 +126,7 @@ def _fetch_newest(
     try:
         while True:
             for said in process.answers(_LOOK_SECONDS):
+                alive()  # it says something while bytes come; else the watchdog is to find it
                 if "say" in said:
                     tell(said["say"])
                 elif "step" in said:
@@ -135,7 +136,6 @@ def _fetch_newest(
                 elif "kind" in said:
                     kinds = {"PeerLostError": PeerLostError, "ConfigError": ConfigError}
                     raise kinds.get(said["kind"], OSError)(said["text"])
-            alive()
             if process.ended:
                 raise OSError(f"{url}: the process that reads it ended")
     finally:
