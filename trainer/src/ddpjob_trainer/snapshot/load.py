@@ -6,6 +6,7 @@ resumes needs no second copy of its state.
 
 from __future__ import annotations
 
+import functools
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,8 +57,18 @@ Fetch = Callable[[DataFile, Sequence[Span], torch.Tensor], None]
 # --- Check ------------------------------------------------------------------------------------
 
 
-def verify_file(directory: Path, found: Manifest, file: DataFile) -> Offsets:
-    """Compare a data file with its checksum and with what the manifest says is in it.
+def by_file(found: Manifest) -> dict[str, list[Chunk]]:
+    """What each data file holds."""
+    chunks: dict[str, list[Chunk]] = {file.name: [] for file in found.files}
+    for chunk in found.chunks:
+        chunks[chunk.file].append(chunk)
+    return chunks
+
+
+def verify_file(
+    directory: Path, found: Manifest, file: DataFile, chunks: Sequence[Chunk]
+) -> Offsets:
+    """Compare a data file with its checksum and with what the manifest says is in it: ``chunks``.
 
     Raises InvalidSnapshotError, OSError.
     """
@@ -65,14 +76,13 @@ def verify_file(directory: Path, found: Manifest, file: DataFile) -> Offsets:
         pieces = data_file.read_header(_header(stream, file), file.bytes)
         if _checksum(stream, file) != file.crc32:
             raise InvalidSnapshotError(f"{file.name} does not match its checksum")
-    for chunk in found.chunks:
-        if chunk.file == file.name:
-            piece, _ = pieces.get(chunk.key, (None, 0))
-            dtype = found.tensors[chunk.tensor][0]
-            if piece is None or piece.dtype != dtype or piece.count != chunk.count:
-                raise InvalidSnapshotError(
-                    f"{file.name} does not hold {chunk.key} as the manifest says"
-                )
+    for chunk in chunks:
+        piece, _ = pieces.get(chunk.key, (None, 0))
+        dtype = found.tensors[chunk.tensor][0]
+        if piece is None or piece.dtype != dtype or piece.count != chunk.count:
+            raise InvalidSnapshotError(
+                f"{file.name} does not hold {chunk.key} as the manifest says"
+            )
     return {key: offset for key, (_, offset) in pieces.items()}
 
 
@@ -102,6 +112,7 @@ class Source:
     def __init__(self, found: Manifest, fetch: Fetch) -> None:
         self.manifest = found
         self._fetch = fetch
+        self._chunks = by_file(found)
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     @cached_property
@@ -131,19 +142,19 @@ class Source:
         Collective: equal ``names`` on all ranks, ``into`` may differ. Raises OSError.
         """
         found = self.manifest
-        by_file: dict[str, list[Chunk]] = {file.name: [] for file in found.files}
-        for chunk in found.chunks:
-            if names(chunk.tensor):
-                by_file[chunk.file].append(chunk)
-        targets = {n: _Target.of(t, found.tensors[n][1]) for n, t in into.items() if names(n)}
+        wanted = {name for name in found.tensors if names(name)}
+        targets = _Targets(into)
+        odd = [n for n in wanted & into.keys() if tuple(into[n].shape) != found.tensors[n][1]]
+        if odd:
+            raise ValueError(f"what {odd[0]!r} is read into has another shape")
         for file in found.files:
-            for window, size in self._windows(by_file[file.name]):
+            chunks = [chunk for chunk in self._chunks[file.name] if chunk.tensor in wanted]
+            for window, size in self._windows(chunks):
                 if len(self._buffer) < size:  # one for all, lest each leave a hole in memory
                     self._buffer = torch.empty(_WINDOW_BYTES, dtype=torch.uint8)
                 self._fetch(file, window, self._buffer[:size])
                 for span in window:
-                    if span.chunk.tensor in targets:
-                        targets[span.chunk.tensor].put(span, self._buffer)
+                    targets.put(span, self._buffer)
 
     def flat(self) -> Flat:
         """Everything, in memory. Raises OSError."""
@@ -173,38 +184,45 @@ class Source:
 _WRONG = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 
 
+@functools.cache
+def _base(dtype: str, count: int) -> torch.Tensor:
+    return torch.zeros(count, dtype=TORCH_DTYPES[dtype])
+
+
 def _placeholder(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     # Pairs may stand for complex numbers, and must lie beside each other to be seen as such.
-    base = torch.zeros(2 if shape[-1:] == (2,) else 1, dtype=TORCH_DTYPES[dtype])
+    base = _base(dtype, 2 if shape[-1:] == (2,) else 1)
     return base.expand(shape) if shape else base[0]
 
 
-@dataclass(slots=True)
-class _Target:
-    """A tensor that is being read. ``flat``: what its elements go to, in their order."""
+class _Targets:
+    """Tensors that are being read."""
 
-    tensor: torch.Tensor
-    flat: torch.Tensor
-    left: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, shape: tuple[int, ...]) -> _Target:
-        plain = tensor.detach()
-        if tuple(plain.shape) != shape:
-            raise ValueError(f"a tensor of {list(shape)} does not fit into {list(plain.shape)}")
-        if plain.is_contiguous():
-            return cls(plain, plain.view(-1), 0)
-        return cls(plain, torch.empty(plain.numel(), dtype=plain.dtype), plain.numel())
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._gathered: dict[str, tuple[torch.Tensor, list[int]]] = {}  # not in order in memory
 
     def put(self, span: Span, buffer: torch.Tensor) -> None:
-        content = buffer[span.at : span.at + span.bytes].view(self.tensor.dtype)
+        tensor = self._tensors.get(span.chunk.tensor)
+        if tensor is None:
+            return
+        tensor = tensor.detach()
+        content = buffer[span.at : span.at + span.bytes].view(tensor.dtype)
         first = span.chunk.start + span.start
-        self.flat[first : first + span.count].copy_(content)
-        if self.left:
-            self.left -= span.count
-            if not self.left:
-                self.tensor.copy_(self.flat.view(self.tensor.shape))
-                self.flat = self.flat.new_empty(0)
+        if tensor.is_contiguous():
+            tensor.view(-1)[first : first + span.count].copy_(content)
+        else:
+            self._gather(span.chunk.tensor, tensor, first, content)
+
+    def _gather(self, name: str, tensor: torch.Tensor, first: int, content: torch.Tensor) -> None:
+        if name not in self._gathered:
+            self._gathered[name] = torch.empty(tensor.numel(), dtype=tensor.dtype), [tensor.numel()]
+        flat, left = self._gathered[name]
+        flat[first : first + len(content)].copy_(content)
+        left[0] -= len(content)
+        if not left[0]:
+            tensor.copy_(flat.view(tensor.shape))
+            del self._gathered[name]
 
 
 # --- By one process alone ---------------------------------------------------------------------
@@ -228,7 +246,8 @@ def read_spans(
 
 def open_source(directory: Path, found: Manifest) -> Source:
     """Check everything; what is read then comes from the files. Raises as verify_file()."""
-    offsets = {file.name: verify_file(directory, found, file) for file in found.files}
+    chunks = by_file(found)
+    offsets = {f.name: verify_file(directory, found, f, chunks[f.name]) for f in found.files}
     source = Source(
         found, lambda file, *rest: read_spans(directory, file, offsets[file.name], *rest)
     )

@@ -125,12 +125,12 @@ def _check_together(
             )
         world.broadcast_tensor(buffer, owner)
 
-    source = Source(found, fetch)
+    source, chunks = Source(found, fetch), load.by_file(found)
     try:
         _ = source.outline
         for file in found.files:
             if owners[file.name] == world.rank:
-                offsets[file.name] = load.verify_file(where, found, file)
+                offsets[file.name] = load.verify_file(where, found, file, chunks[file.name])
     except (InvalidSnapshotError, OSError) as error:
         problem = error
     _vote(world, where, found, problem, tell)
