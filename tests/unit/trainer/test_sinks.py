@@ -115,17 +115,21 @@ def test_what_a_sink_has_not_taken_a_snapshot_keeps(monkeypatch, capsys):  # typ
     sinks.open("id", 0)
     for step, value in ((1, 0.1), (2, math.nan), (3, 0.3)):
         sinks.log(step, {"loss": value})
+    while "fast" in sinks.untaken():
+        threading.Event().wait(0.001)
     kept = json.loads(json.dumps(packed(sinks.untaken()), allow_nan=False))
-    assert [step for step, _ in kept] == [2, 3]
+    assert list(kept) == ["slow"]
+    assert [step for step, _ in kept["slow"]] == [2, 3]
     sink.go.set()
     sinks.close(30)
-    later = Sinks({"fast": fast})
+    later = Sinks({"fast": fast, "slow": sink})
     later.open("id", 3, unpacked(kept))
     later.log(4, {"loss": 0.4})
     later.close(30)
-    assert fast.rows == [1, 2, 3, -1, 2, 3, 4, -1]
-    assert later.untaken() == []
-    assert unpacked([["x"]]) == unpacked(3) == []
+    assert sink.rows == [1, 2, 3, -1, 2, 3, 4, -1]
+    assert fast.rows == [1, 2, 3, -1, 4, -1]
+    assert later.untaken() == {}
+    assert unpacked({"slow": [["x"]]}) == unpacked(None) == unpacked([3]) == {}
 
 
 def test_a_sink_without_its_package_says_so_once(monkeypatch, capsys):  # type: ignore[no-untyped-def]

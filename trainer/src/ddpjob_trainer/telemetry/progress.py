@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpjob_trainer.liveness.heartbeat import ACTIVITIES, Activity, Phase, RankStateWriter
 from ddpjob_trainer.telemetry.console import Display, say
-from ddpjob_trainer.telemetry.event_log import EventLog
+from ddpjob_trainer.telemetry.event_log import EventLog, exact
 from ddpjob_trainer.telemetry.metrics import Metrics
 from ddpjob_trainer.telemetry.run_log import Pending, Values, packed, unpacked
 from ddpjob_trainer.telemetry.sinks import CLOSE_SECONDS, HURRY_SECONDS, Sinks
@@ -132,7 +132,7 @@ class Progress:
         self._writer.update(step=step)
         self._event("resume", step=step)
         kept = stored or {}
-        self._sinks.open(str(kept.get("run_id", "")), step, unpacked(kept.get("untold", ())))
+        self._sinks.open(str(kept.get("run_id", "")), step, unpacked(kept.get("untold")))
         self._pending.begin(step)
 
     def curves(self) -> dict[str, Any]:
@@ -249,8 +249,7 @@ class Progress:
 
     def _tell_logged(self) -> None:
         for step, values in self._pending.take():
-            [[_, plain]] = packed([(step, values)])
-            self._event("log", step=step, values=plain)
+            self._event("log", step=step, values={n: exact(v) for n, v in values.items()})
             self._sinks.log(step, values)
 
     def _event(self, event: str, **fields: object) -> None:

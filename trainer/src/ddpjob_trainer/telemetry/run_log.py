@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -48,17 +48,23 @@ def _number(name: str, value: object) -> Number:
     )
 
 
-def packed(rows: Iterable[Row]) -> list[list[Any]]:
-    """For JSON: steps and values that read back bit for bit."""
-    return [[step, {name: exact(value) for name, value in row.items()}] for step, row in rows]
+def packed(rows: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
+    """Rows by sink for JSON; their values read back bit for bit."""
+    return {
+        sink: [[step, {name: exact(value) for name, value in row.items()}] for step, row in one]
+        for sink, one in rows.items()
+    }
 
 
-def unpacked(rows: Any) -> list[Row]:
+def unpacked(stored: Any) -> dict[str, list[Row]]:
     """What packed() was given; nothing, if it is of another form."""
     try:
-        return [(int(step), {n: float(v) for n, v in row.items()}) for step, row in rows]
+        return {
+            sink: [(int(step), {n: float(v) for n, v in row.items()}) for step, row in rows]
+            for sink, rows in stored.items()
+        }
     except (TypeError, ValueError, AttributeError):
-        return []
+        return {}
 
 
 class Pending:

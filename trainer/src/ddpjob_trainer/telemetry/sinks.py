@@ -20,8 +20,8 @@ from ddpjob_trainer.telemetry.console import say
 MAX_WAITING: Final = 4096
 #: Of them a snapshot keeps the newest.
 MAX_KEPT: Final = 256
-#: So long the end of training waits for sinks to take what is left.
-CLOSE_SECONDS: Final = 10.0
+#: So long the end of a run waits for sinks: a short one may end before a client is imported.
+CLOSE_SECONDS: Final = 60.0
 #: And so long if the process is to end soon: a snapshot keeps what they have not taken.
 HURRY_SECONDS: Final = 1.0
 #: Before what failed is tried again: a row so often, then it is left out; opening, for ever.
@@ -59,25 +59,27 @@ class Sinks:
     def __init__(self, sinks: Mapping[str, Sink] | None = None) -> None:
         self._feeds = [_Feed(name, sink) for name, sink in (sinks or {}).items()]
 
-    def open(self, run_id: str, step: int, untaken: Iterable[Row] = ()) -> None:
+    def open(
+        self, run_id: str, step: int, untaken: Mapping[str, Sequence[Row]] | None = None
+    ) -> None:
         """See Sink.open. ``untaken``: of the process before, as far as the snapshot knows."""
         for feed in self._feeds:
             feed.start(run_id, step)
-        for row in untaken:
-            self.log(*row)
+            for row in (untaken or {}).get(feed.name, ()):
+                feed.put(row)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """See Sink.log. Returns at once."""
         for feed in self._feeds:
             feed.put((step, values))
 
-    def untaken(self) -> list[Row]:
-        """Return the newest rows that not all sinks have taken yet, a few at most.
+    def untaken(self) -> dict[str, list[Row]]:
+        """Return the newest rows that sinks have not taken yet, a few at most, by their names.
 
         A snapshot keeps them: whoever resumes from it does not tell of these steps again.
         """
-        waiting = [feed.waiting() for feed in self._feeds]
-        return max(waiting, key=len, default=[])[-MAX_KEPT:]
+        waiting = {feed.name: feed.waiting()[-MAX_KEPT:] for feed in self._feeds}
+        return {name: rows for name, rows in waiting.items() if rows}
 
     def close(self, seconds: float) -> None:
         """Wait until all have taken what is left, ``seconds`` at most. Safe to repeat."""
@@ -93,7 +95,7 @@ class _Feed:
     """One sink's queue and thread."""
 
     def __init__(self, name: str, sink: Sink) -> None:
-        self._name = name
+        self.name = name
         self._sink = sink
         self._rows: deque[Row] = deque()  # the first is the one that the sink is taking
         self._changed = threading.Condition()
@@ -105,7 +107,7 @@ class _Feed:
     def start(self, run_id: str, step: int) -> None:
         # A daemon: what hangs in there must not keep the process alive.
         self._thread = threading.Thread(
-            target=self._work, args=(run_id, step), name=f"sink {self._name}", daemon=True
+            target=self._work, args=(run_id, step), name=f"sink {self.name}", daemon=True
         )
         self._thread.start()
 
@@ -119,7 +121,7 @@ class _Feed:
                 return
         if not self._slow:
             self._slow = True
-            say(0, f"warning: {self._name} is too slow or does not answer: values are left out")
+            say(0, f"warning: {self.name} is too slow or does not answer: values are left out")
 
     def waiting(self) -> list[Row]:
         with self._changed:
@@ -135,7 +137,7 @@ class _Feed:
             return
         self._thread.join(seconds)
         if self._thread.is_alive():
-            say(0, f"warning: {self._name} has not taken all values: it does not answer")
+            say(0, f"warning: {self.name} has not taken all values: it does not answer")
 
     def _work(self, run_id: str, step: int) -> None:
         pauses = itertools.chain(_PAUSES, itertools.repeat(_LONG_PAUSE))
@@ -174,7 +176,7 @@ class _Feed:
         if not self._failed:
             self._failed = True
             text = str(error).strip().partition("\n")[0] or type(error).__name__
-            say(0, f"warning: {self._name} takes no values: {text}; training goes on")
+            say(0, f"warning: {self.name} takes no values: {text}; training goes on")
 
 
 def names_of(sinks: Sequence[Sink]) -> list[str]:
