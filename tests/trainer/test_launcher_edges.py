@@ -8,6 +8,7 @@ import json
 import os
 import re
 import select
+import shlex
 import signal
 import subprocess
 import urllib.request
@@ -27,6 +28,16 @@ def test_what_cannot_be_started_has_the_shells_exit_codes(tmp_path):  # type: ig
     assert (code, "Exec format error" in err) == (126, True)
     code, _, err = run("true", env=_seam(tmp_path, "subprocess.Popen", "raise BlockingIOError(11)"))
     assert (code, "cannot start" in err) == (1, True)
+
+
+def test_closed_standard_files_do_not_become_other_files(tmp_path):  # type: ignore[no-untyped-def]
+    events = tmp_path / "events"
+    command = [*RUN, "--events", str(events), "sh", "-c", "echo secret; echo secret >&2"]
+    closed = f"exec {shlex.join(command)} <&- >&- 2>&-"
+    env = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    done = subprocess.run(["sh", "-c", closed], env=env, timeout=60, check=False)
+    assert done.returncode == 0
+    assert [json.loads(line)["event"] for line in events.read_text().splitlines()] == ["end"]
 
 
 def test_sigterm_while_the_launcher_imports_ends_it_even_as_pid_1(tmp_path):  # type: ignore[no-untyped-def]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -112,3 +114,24 @@ def test_who_cannot_be_killed_is_not_waited_for(monkeypatch, sent):  # type: ign
     assert children.end_all(nobody, 0.05, ()) == [NEVER, NEVER + 1]
     asked = 9_999  # those of whom it is known are not waited for at all
     assert children.end_all(nobody, 600.0, (NEVER, NEVER + 1)) == [NEVER, NEVER + 1]
+
+
+def test_without_descriptors_a_worker_cannot_start_and_none_leaks(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    """A failure like any other: the next round may have some."""
+    plan = make_plan(read_launcher({}), Program("sh", (), module=False), nproc=1)
+    said: list[str] = []
+    gang = Gang(plan, 0, tmp_path, OutputPump(Log(), prefixed=True), said.append)
+    real, made = os.pipe2, list[tuple[int, int]]()
+
+    def second_fails(flags: int) -> tuple[int, int]:
+        if made:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        made.append(real(flags))
+        return made[0]
+
+    monkeypatch.setattr(os, "pipe2", second_fails)
+    gang.start(lambda *_: pytest.fail("it cannot"), 0.0)
+    assert gang.failed
+    assert said == ["cannot start " + plan.command[0] + ": Too many open files"]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(made[0][1])

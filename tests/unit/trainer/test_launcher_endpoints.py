@@ -28,3 +28,20 @@ def test_it_serves_without_a_resolver_and_frees_its_port_at_the_end(tmp_path, mo
     assert not server.thread.is_alive()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=10)
+
+
+def test_strangers_who_connect_and_say_nothing_make_room_for_others(tmp_path):  # type: ignore[no-untyped-def]
+    """Else they hold the descriptors that the next round needs."""
+    server = endpoints.serve(
+        0, lambda: tmp_path, LauncherMetrics(), lambda: {"version": 1}, lambda: True
+    )
+    address = ("127.0.0.1", server.socket.getsockname()[1])
+    silent = [socket.create_connection(address, timeout=10) for _ in range(40)]
+    url = f"http://127.0.0.1:{address[1]}/healthz"
+    with urllib.request.urlopen(url, timeout=10) as reply:
+        assert reply.read() == b"ok\n"
+    assert silent[0].recv(1) == b""
+    assert len(server._connections) <= endpoints._MAX_CONNECTIONS
+    for one in silent:
+        one.close()
+    server.end()

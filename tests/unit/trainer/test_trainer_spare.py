@@ -101,3 +101,20 @@ def test_a_spare_and_its_fork_server_may_die_in_the_same_moment():
         for key in sorted(ready, key=lambda key: key.data == spares._server_spoke):
             key.data(0.0)
     assert told == ["no warm spares: a spare died 3 times in a row"]
+
+
+def test_without_descriptors_there_is_no_spare_and_no_harm(monkeypatch):
+    def none_left(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    selector = selectors.DefaultSelector()
+    spares = Spares(Program("x.py", (), False), 1, os.environ, selector, lambda *_: None, print)
+    spares._server, theirs = socket.socketpair()
+    spares._warm = True
+    monkeypatch.setattr(socket, "socketpair", none_left)
+    spares.refill(lambda _: {})
+    assert not spares.full
+    monkeypatch.undo()
+    spares.refill(lambda _: {})
+    assert spares.full
+    theirs.close()

@@ -190,6 +190,13 @@ def _snapshot(options: argparse.Namespace) -> int:
         return 1
 
 
+def _hold_standard_files() -> None:
+    """Of 0 to 2 those that are closed would become other files of ours, and the log go there."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+
+
 def _run(
     options: argparse.Namespace, program: str, arguments: Sequence[str], *, module: bool
 ) -> int:
@@ -197,6 +204,7 @@ def _run(
     from ddpjob_trainer.launcher.processes.fork_server import Program
     from ddpjob_trainer.launcher.supervisor import Supervisor
 
+    _hold_standard_files()
     try:
         env = read_launcher(os.environ)
         plan = make_plan(

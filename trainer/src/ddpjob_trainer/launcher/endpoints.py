@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import TCPServer
+from typing import Any
 
 from ddpjob_trainer.contract import State
 from ddpjob_trainer.launcher.metrics import LauncherMetrics, launcher_metrics, worker_metrics
@@ -20,6 +21,8 @@ from ddpjob_trainer.launcher.termination import Known
 from ddpjob_trainer.liveness.heartbeat import RankState
 
 STATE_VERSION = 1
+#: Whoever connects and says nothing holds a thread and a descriptor, which rounds need as well.
+_MAX_CONNECTIONS = 32
 
 
 def state_body(
@@ -80,6 +83,8 @@ class Server(ThreadingHTTPServer):
 
     def start(self) -> None:
         """Serve from a thread; serve_forever() would look for its end only twice a second."""
+        self._lock = threading.Lock()
+        self._connections: dict[Any, None] = {}  # oldest first
         self._ended = threading.Event()
         self.thread = threading.Thread(target=self._serve, name="http", daemon=True)
         self.thread.start()
@@ -94,6 +99,24 @@ class Server(ThreadingHTTPServer):
         while not self._ended.is_set():
             self.handle_request()
         self.socket.close()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """When there are too many, the oldest goes: an honest one has its answer by now."""
+        with self._lock:
+            self._connections[request] = None
+            too_many = len(self._connections) > _MAX_CONNECTIONS
+            oldest = next(iter(self._connections)) if too_many else None
+            self._connections.pop(oldest, None)
+            if oldest is not None:
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread sees the end
+        super().process_request(request, client_address)
+
+    def close_request(self, request: Any) -> None:
+        """Forget it first: its descriptor may be another's at once."""
+        with self._lock:
+            self._connections.pop(request, None)
+        super().close_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Whoever asked has gone away, or will ask again."""

@@ -53,15 +53,16 @@ class Gang:
     def start(self, start: Starter, now: float) -> None:
         """Start all workers. One that cannot be started counts as one that failed."""
         for local_rank in range(self._plan.nproc):
-            out, err = self._pump.pipes(self._plan.rank(local_rank))
             try:
-                pid = start(local_rank, out, err)
+                out, err = self._pump.pipes(self._plan.rank(local_rank))
+                try:
+                    pid = start(local_rank, out, err)
+                finally:
+                    os.close(out)
+                    os.close(err)
             except OSError as error:
                 self._cannot_start(local_rank, error, now)
                 return
-            finally:
-                os.close(out)
-                os.close(err)
             if pid is None:
                 self._coming.add(local_rank)
             else:

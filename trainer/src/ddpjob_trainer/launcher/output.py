@@ -9,7 +9,6 @@ import contextlib
 import os
 import re
 import selectors
-import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -54,14 +53,22 @@ class OutputPump:
         threading.Thread(target=self._run, name="output", daemon=True).start()
 
     def pipes(self, rank: int) -> tuple[int, int]:
-        """Return writing ends for a new worker's stdout and stderr; its tail begins anew."""
+        """Return writing ends for a new worker's stdout and stderr; its tail begins anew.
+
+        Raises OSError.
+        """
         prefix = f"[rank {rank}] ".encode() if self._prefixed else b""
         worker = _Worker()
         ends = []
         with self._lock:
             self._workers[rank] = worker
             for target in (1, 2):
-                read, write = os.pipe2(os.O_CLOEXEC)
+                try:
+                    read, write = os.pipe2(os.O_CLOEXEC)
+                except OSError:
+                    for end in ends:
+                        os.close(end)
+                    raise
                 os.set_blocking(read, False)
                 ends.append(write)
                 stream = _Stream(read, target, prefix, worker.tail)
@@ -151,4 +158,4 @@ def exception_in(lines: Sequence[str]) -> str:
 
 def stdout_is_terminal() -> bool:
     """Whether a person watches."""
-    return sys.stdout.isatty()
+    return os.isatty(1)  # sys.stdout is None where it was closed

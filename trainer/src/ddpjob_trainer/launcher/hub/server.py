@@ -11,6 +11,8 @@ from ddpjob_trainer.launcher.hub.messages import Hello, Message, Refused
 from ddpjob_trainer.launcher.hub.wire import Wire
 
 _HELLO_SECONDS = 5.0
+#: A launcher speaks at once. Who does not has to make room for others.
+_SPEECHLESS_SECONDS = 0.5
 _MAX_STRANGERS = 64
 
 
@@ -50,12 +52,21 @@ class HubServer:
 
     def _accept(self, now: float) -> None:
         with contextlib.suppress(OSError):
-            while True:
+            for _ in range(_MAX_STRANGERS):  # then the others are heard
                 connection, _ = self._listener.accept()
-                if len(self._strangers) >= _MAX_STRANGERS:
+                if len(self._strangers) >= _MAX_STRANGERS and not self._drop_silent(now):
                     connection.close()
                     continue
                 self._meet(connection, now)
+
+    def _drop_silent(self, now: float) -> bool:
+        """Drop who has come first, unless a launcher might still be about to speak."""
+        wire, until = min(self._strangers.items(), key=lambda item: item[1])
+        if until - now > _HELLO_SECONDS - _SPEECHLESS_SECONDS:
+            return False
+        del self._strangers[wire]
+        wire.close()
+        return True
 
     def _meet(self, connection: socket.socket, now: float) -> None:
         replica: int | None = None

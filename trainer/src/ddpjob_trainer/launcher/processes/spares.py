@@ -212,7 +212,10 @@ class Spares:
 
     def _fork(self, local_rank: int, env: Mapping[str, str]) -> bool:
         assert self._server is not None
-        mine, theirs = socket.socketpair()
+        try:
+            mine, theirs = socket.socketpair()
+        except OSError:  # no descriptors left: a round does not need it
+            return False
         try:
             fork_server.send(self._server, {"env": dict(env)}, [theirs.fileno()])
         except OSError:
