@@ -1,7 +1,8 @@
 """Warm spares: what they have imported, and that a script cannot tell that it runs in one.
 
-Round 0 of each script runs in a fresh interpreter, as `python script.py` does, and ends when spares
-are there; round 1 runs in a spare. What both saw of the world must be equal.
+Round 0 of most scripts runs in a fresh interpreter, as `python script.py` does, since they set
+environment between imports, and ends when spares are there; round 1 runs in a spare. What both
+saw of the world must be equal.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import pytest
 from support.launching import SOURCES, launched
 from support.rounds import DEADLINE, children, kill, patched
 
+#: Has round 0 run in fresh interpreters.
+FRESH = "import os\nos.environ['ROUND_0'] = 'fresh'\nimport sys\n"
 #: Without torch a launcher's fork server is there at once; for what has nothing to do with torch.
 BARE = """
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter
@@ -36,9 +39,12 @@ def bare(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
     """Run a script whose fork server finds no torch."""
     (tmp_path / "torch.py").write_text("raise ImportError('not in this test')")
 
-    def run(text: str, *options: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
+    def run(
+        text: str, *options: str, env: dict[str, str] | None = None, fresh: bool = True
+    ) -> tuple[int, str, str]:
         path = tmp_path / "script.py"
-        path.write_text("import os, sys, time, signal\nrank = int(os.environ['RANK'])\n" + text)
+        begin = "import os, sys, time, signal\nrank = int(os.environ['RANK'])\n"
+        path.write_text(begin + (FRESH if fresh else "") + text)
         more = {"PYTHONPATH": f"{tmp_path}:{SOURCES}", **(env or {})}
         more["DDPJOB_TRAINER_TRACE"] = str(tmp_path / "trace")
         with launched(*options, str(path), "--lr", "1", env=more) as launcher:
@@ -254,7 +260,7 @@ facts["late"] = sorted(set(sys.modules) - before)
 
 def test_what_torch_is_like_in_a_spare(tmp_path):  # type: ignore[no-untyped-def]
     script = tmp_path / "script.py"
-    script.write_text(TRAINING)
+    script.write_text(FRESH + TRAINING)
     env = {"DDPJOB_TRAINER_TRACE": str(tmp_path / "trace")}
     with launched("--nproc", "2", str(script), env=env) as launcher:
         _, err = launcher.communicate(timeout=DEADLINE)
@@ -270,3 +276,31 @@ def test_what_torch_is_like_in_a_spare(tmp_path):  # type: ignore[no-untyped-def
     for rank in (0, 1):
         assert len(late[f"facts-1-{rank}"]) < 10, late[f"facts-1-{rank}"]
         assert found[f"facts-1-{rank}"] == found[f"facts-0-{rank}"]
+
+
+def test_the_first_round_comes_from_the_fork_server_too(bare, tmp_path):  # type: ignore[no-untyped-def]
+    """So a kill right after the start finds it warm; what imports print is seen as ever."""
+    (tmp_path / "noisy.py").write_text("import os; print('imported for', os.environ['RANK'])")
+    text = (
+        BARE
+        + """
+import noisy
+how = open("/proc/self/cmdline").read()
+print("spare" if "fork_server" in how else how, flush=True)
+if round_ == "0" and rank == 1:
+    sys.exit(3)
+"""
+    )
+    code, out, err = bare(text, "--nproc", "3", fresh=False)
+    assert code == 0, err
+    first = [f"[rank {rank}] imported for {rank}" for rank in range(3)]
+    assert set(first) <= set(out.splitlines())
+    assert out.count("spare\n") >= 4, out  # the others of round 0 may have been stopped before
+
+
+def test_a_fork_server_that_dies_as_it_imports_is_replaced_by_fresh_interpreters(bare, tmp_path):  # type: ignore[no-untyped-def]
+    (tmp_path / "torch.py").write_text("import os; os.kill(os.getpid(), 9)")
+    text = BARE.replace("def until", "print(open('/proc/self/cmdline').read())\ndef until")
+    code, out, err = bare(text, "--nproc", "2", fresh=False)
+    assert code == 0, err
+    assert out.count("script.py\0--lr") == 2

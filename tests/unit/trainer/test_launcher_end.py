@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,12 +33,14 @@ def sent(monkeypatch):  # type: ignore[no-untyped-def]
     return found
 
 
-def make_gang(tmp_path: Path) -> tuple[Gang, list[str]]:
+def make_gang(
+    tmp_path: Path, start: Callable[[int], int | None] = lambda local_rank: NEVER + local_rank
+) -> tuple[Gang, list[str]]:
     """Three workers that nothing can end, and what is said of them."""
     plan = make_plan(read_launcher({}), Program("sh", (), module=False), nproc=3)
     said: list[str] = []
     gang = Gang(plan, 0, tmp_path, OutputPump(Log(), prefixed=True), said.append)
-    gang.start(lambda local_rank, out, err: NEVER + local_rank, 0.0)
+    gang.start(lambda local_rank, out, err: start(local_rank), 0.0)
     return gang, said
 
 
@@ -135,3 +138,26 @@ def test_without_descriptors_a_worker_cannot_start_and_none_leaks(tmp_path, monk
     assert said == ["cannot start " + plan.command[0] + ": Too many open files"]
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(made[0][1])
+
+
+@pytest.mark.parametrize("how", ["signal", "stop", "grace"])
+def test_who_has_not_come_yet_is_not_waited_for(tmp_path, sent, how):  # type: ignore[no-untyped-def]
+    """The fork server may import for seconds: a SIGTERM, or another rank's failure, comes first."""
+    gang, _ = make_gang(tmp_path, start=lambda local_rank: None if local_rank else NEVER)
+    gang.recall = lambda: [1, 2]
+    if how == "signal":
+        gang.signal(15, 1.0)
+    elif how == "grace":
+        gang.ended(NEVER, 3, 1.0)
+        gang.kill_by(2.0)
+        assert (gang.kill_when_due(1.0), gang.running) == (2.0, 2)
+        gang.kill_when_due(2.0)
+    else:
+        gang.ended(NEVER, 3, 1.0)
+        gang.stop(1.0, last_words=0)
+    found = [(exit_.rank, exit_.status, exit_.ours) for exit_ in gang.exits]
+    if how == "signal":
+        assert (found, sent, gang.running) == ([(1, -15, False), (2, -15, False)], [(NEVER, 15)], 1)
+    else:
+        ours = how == "stop"
+        assert (found, gang.running) == ([(0, 3, False), (1, -9, ours), (2, -9, ours)], 0)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import selectors
 import socket
+import sys
 
 import pytest
 
 from ddpjob_trainer.launcher.processes import fork_server
 from ddpjob_trainer.launcher.processes.fork_server import Program
-from ddpjob_trainer.launcher.processes.spares import Spares, uses_our_library
+from ddpjob_trainer.launcher.processes.source import sets_environment_first, uses_our_library
+from ddpjob_trainer.launcher.processes.spares import Call, Spares
 
 
 def test_a_spare_that_hears_and_closes_at_once_has_heard(monkeypatch):  # type: ignore[no-untyped-def]
@@ -89,7 +91,7 @@ def test_a_spare_and_its_fork_server_may_die_in_the_same_moment():
     spares._server, spares._warm = mine, True
     selector.register(spares._server, selectors.EVENT_READ, spares._server_spoke)
     for death in (1, 2, 3):
-        spares.refill(lambda _: {})
+        spares.refill(lambda _: {}, 0.0)
         spares._spares[0].pid = 2**22 + 1  # known, but it was never ready
         request = fork_server.receive(theirs)
         assert request is not None
@@ -112,9 +114,81 @@ def test_without_descriptors_there_is_no_spare_and_no_harm(monkeypatch):
     spares._server, theirs = socket.socketpair()
     spares._warm = True
     monkeypatch.setattr(socket, "socketpair", none_left)
-    spares.refill(lambda _: {})
+    spares.refill(lambda _: {}, 0.0)
     assert not spares.full
     monkeypatch.undo()
-    spares.refill(lambda _: {})
+    spares.refill(lambda _: {}, 0.0)
     assert spares.full
     theirs.close()
+
+
+def test_calls_wait_for_a_fork_server_that_imports_and_can_be_taken_back():
+    """They are answered by fresh interpreters when it dies, and by nobody once taken back."""
+    came: list[tuple[int, int]] = []
+    selector = selectors.DefaultSelector()
+    spares = Spares(
+        Program("x.py", (), False), 3, {}, selector,
+        lambda local_rank, pid, call, now: came.append((local_rank, pid)), pytest.fail,
+    )  # fmt: skip
+    call = Call({"RANK": "0"}, 1, 2, {})
+    with pytest.raises(LookupError):
+        spares.call(0, call, 0.0)
+    mine, theirs = socket.socketpair()
+    spares._server = mine
+    selector.register(mine, selectors.EVENT_READ, spares._server_spoke)
+    assert [spares.call(local_rank, call, 0.0) for local_rank in range(3)] == [None] * 3
+    assert spares.tick(60.0) == 120.0
+    body, (fd,) = fork_server.receive(theirs) or ({}, [])
+    assert (body, came) == ({"env": {"RANK": "0"}, "called": True}, [])
+    fork_server.send(theirs, {"warm": True}, [])
+    spares._server_spoke(100.0)
+    assert spares.tick(100.0) == 110.0  # from now on it answers at once
+    with socket.socket(fileno=fd) as line:
+        fork_server.send(line, {"pid": os.getpid()}, [])
+        spares._spare_spoke(0, spares._spares[0].line, 101.0)
+        heard = fork_server.receive(line)
+        assert heard is not None
+        assert heard[0]["env"] == {"RANK": "0"}
+        for given in heard[1]:
+            os.close(given)
+    assert came == [(0, os.getpid())]
+    assert spares.recall() == [1, 2]
+    theirs.close()
+    for key, _ in selector.select(0):
+        key.data(102.0)
+    assert came == [(0, os.getpid())]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import os\nimport torch", False),
+        ("import os\nos.environ['A'] = 'b'\nimport torch", True),
+        ("import os\nif True:\n    os.environ.setdefault('A', 'b')\nfrom torch import nn", True),
+        ("from os import environ\nenviron.update(A='b')\nimport torch", True),
+        ("from dotenv import load_dotenv\nload_dotenv()\nimport torch", True),
+        ("import os\ndel os.environ['A']\nimport torch", True),
+        ("import os\nrank = os.environ['RANK']\nimport torch", False),
+        ("import os\nimport torch\nos.environ['A'] = 'b'", False),
+        ("import os\ndef f():\n    os.environ['A'] = 'b'\nimport torch", False),
+    ],
+)
+def test_environment_that_is_set_between_imports_is_seen(tmp_path, source, expected):  # type: ignore[no-untyped-def]
+    path = tmp_path / "train.py"
+    path.write_text(source)
+    assert sets_environment_first(Program(str(path), (), False)) is expected
+
+
+def test_a_spare_for_a_task_has_imported_what_the_task_file_does(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    (tmp_path / "only_of_this_task.py").touch()
+    task = tmp_path / "task.py"
+    task.write_text("import only_of_this_task\ndef build_model(): ...\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = list(sys.path)
+    program = Program("ddpjob_trainer.task", (str(task), "--total-steps=3"), True)
+    try:
+        assert fork_server._prepare(program) is None
+        assert "only_of_this_task" in sys.modules
+    finally:
+        sys.modules.pop("only_of_this_task", None)
+    assert sys.path == before

@@ -15,6 +15,7 @@ from ddpjob_trainer.launcher.plan import Plan
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.liveness.heartbeat import RankState, read_state
 
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 #: A killed process that waits for a disk or a device that does not answer ends when that does.
 UNKILLABLE_SECONDS = 10.0
 
@@ -42,6 +43,8 @@ class Gang:
         self._say = say
         self._pids: dict[int, int] = {}  # pid -> local rank, of running workers
         self._coming: set[int] = set()  # local ranks whose pid is not known yet
+        #: Takes back what was asked for and has not come; returns local ranks.
+        self.recall: Callable[[], Collection[int]] = tuple
         self._condemned: dict[int, tuple[int, str]] = {}  # local rank -> what counts: code, why
         self._killed: dict[int, float] = {}  # pid -> when first
         self.stopping = False  # its workers have been told to end
@@ -151,10 +154,18 @@ class Gang:
 
     # --- Stop ----------------------------------------------------------------------------
 
-    def signal(self, signum: int) -> None:
-        """Forward a signal to all workers."""
+    def signal(self, signum: int, now: float) -> None:
+        """Forward a signal to all workers. Who has not come yet ends with it."""
         for pid in self._pids:
             children.send(pid, signum)
+        if signum in _ENDING:
+            self._recall(signum, now)
+
+    def _recall(self, signum: int, now: float) -> None:
+        for local_rank in self.recall():
+            self._coming.discard(local_rank)
+            rank = self._plan.rank(local_rank)
+            self.exits.append(Exit(rank, local_rank, -signum, now, ours=self.stopping))
 
     def condemn(
         self, rank: int, code: int, why: str, last_lines: Sequence[str], now: float
@@ -173,7 +184,8 @@ class Gang:
         """End the workers: at once, or SIGTERM first and ``last_words`` seconds."""
         self.stopping = True
         if last_words > 0:
-            self.signal(signal.SIGTERM)
+            self.signal(signal.SIGTERM, now)
+        self._recall(signal.SIGKILL, now)
         self.kill_by(now + last_words)
 
     def kill_by(self, moment: float) -> None:
@@ -188,6 +200,7 @@ class Gang:
             if now >= self.kill_at:
                 for pid in self._pids:
                     self._kill(pid, now)
+                self._recall(signal.SIGKILL, now)
         for pid in [pid for pid in self._pids if pid in self._killed]:
             due = self._killed[pid] + UNKILLABLE_SECONDS
             if now < due:

@@ -22,7 +22,7 @@ from ddpjob_trainer.environment import (
 )
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.launcher.processes.fork_server import Program
-from ddpjob_trainer.launcher.processes.spares import uses_our_library
+from ddpjob_trainer.launcher.processes.source import sets_environment_first, uses_our_library
 from ddpjob_trainer.launcher.scratch import Scratch
 from ddpjob_trainer.liveness.hang import Deadlines
 
@@ -62,6 +62,7 @@ class Plan:
     final_exit_codes: frozenset[int]  # besides those that no restart can cure
     hub_port: int | None  # None: alone, or no rounds
     spares: int
+    first_round_from_spares: bool  # else it starts fresh interpreters
     uses_our_library: bool  # then rank 0 takes the store's port from us
     trace: Path | None
     deadlines: Deadlines
@@ -165,6 +166,7 @@ def make_plan(
     rounds = _rounds(env, rounds_without_progress, standalone=standalone)
     nproc = nproc or env.nproc or 1
     ours = uses_our_library(program)
+    warm = _spares(spares, program, nproc, rounds, ours=ours)
     return Plan(
         program=program,
         command=command,
@@ -183,7 +185,8 @@ def make_plan(
         heal_after=_heal_after(env, heal_after, standalone=standalone),
         progress_path=progress_path or env.progress_path,
         final_exit_codes=env.final_exit_codes,
-        spares=_spares(spares, program, nproc, rounds, ours=ours),
+        spares=warm,
+        first_round_from_spares=warm == nproc and ours and not sets_environment_first(program),
         uses_our_library=ours,
         hub_port=env.hub_port if rounds and not standalone and env.replicas > 1 else None,
         trace=env.trace,

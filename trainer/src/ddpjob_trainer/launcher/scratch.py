@@ -33,8 +33,8 @@ class Scratch:
         self, nproc: int, parents: tuple[str | None, ...] = ("/dev/shm", None, ".")
     ) -> None:
         self._bytes = nproc * _RANK_BYTES
-        self._parents = [Path(parent or tempfile.gettempdir()) for parent in parents]
-        self.path, self._lock = self._make(self._parents)
+        self._parents = list(dict.fromkeys(Path(p or tempfile.gettempdir()) for p in parents))
+        self.path, self._lock = self._make()
 
     @property
     def metrics(self) -> Path:
@@ -62,16 +62,16 @@ class Scratch:
     def _move(self, round_: int) -> None:
         """Go on in another place; counters go on too."""
         old, lock = self.path, self._lock
-        self.path, self._lock = self._make([p for p in self._parents if p != old.parent])
+        self.path, self._lock = self._make()
         self.round_path(round_).mkdir()
         with contextlib.suppress(OSError, shutil.Error):
             shutil.copytree(old / "metrics", self.metrics, dirs_exist_ok=True)
         shutil.rmtree(old, ignore_errors=True)
         os.close(lock)
 
-    def _make(self, parents: list[Path]) -> tuple[Path, int]:
+    def _make(self) -> tuple[Path, int]:
         problems = []
-        for parent in parents:
+        for parent in self._parents:
             try:
                 _remove_left_behind(parent)
                 self._check_room(parent)

@@ -56,6 +56,9 @@ class Starter:
             gang.cannot_begin(error, now)
             return
         self._store = self._store or self._bind_store()
+        gang.recall = self._spares.recall
+        if gang.round == 0 and self._plan.first_round_from_spares:
+            self._spares.start(now)
         gang.start(lambda local_rank, out, err: self._start(local_rank, out, err, now), now)
 
     def _bind_store(self) -> socket.socket | None:
@@ -75,7 +78,7 @@ class Starter:
         if self._store is not None and local_rank == 0:
             fds[STORE_FD] = self._store.fileno()
         call = Call(self._environment_of(local_rank, self._gang.round), out, err, fds)
-        if self._gang.round > 0:
+        if self._gang.round > 0 or self._plan.first_round_from_spares:
             with contextlib.suppress(LookupError):
                 return self._spares.call(local_rank, call, now)
         return self._spawn(call)
@@ -106,7 +109,7 @@ class Starter:
         silent = not self._plan.uses_our_library
         if self._gang.is_training() or (silent and now > self._begun + _STARTED_SECONDS):
             following = self._gang.round + 1
-            self._spares.refill(lambda local_rank: self._environment_of(local_rank, following))
+            self._spares.refill(lambda local_rank: self._environment_of(local_rank, following), now)
         return min(due or now + _REFILL_SECONDS, now + _REFILL_SECONDS)
 
     def spared(self) -> set[int]:

@@ -248,7 +248,7 @@ class Supervisor:
     def _forward(self, now: float) -> None:
         while self._signals:
             signum = self._signals.pop(0)
-            self._gang.signal(signum)
+            self._gang.signal(signum, now)
             if signum not in _ENDING:
                 continue
             if not self._ended.signal:

@@ -40,6 +40,7 @@ MODULES = (
     "prometheus_client.multiprocess",
     "ddpjob_trainer.training.start",
 )
+_TASK = "ddpjob_trainer.task"  # its first argument is a file that it loads
 MAX_REQUEST = 1024 * 1024
 _PR_SET_PDEATHSIG = 1
 _ADOPTION_SECONDS = 5.0
@@ -91,8 +92,11 @@ def receive(source: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 # --- The fork server --------------------------------------------------------------------------
 
 
-def _serve(control: socket.socket, launcher: int) -> socket.socket:
-    """Fork a spare for every request. Returns in the spare, with the socket it is called by."""
+def _serve(control: socket.socket, launcher: int) -> tuple[socket.socket, bool]:
+    """Fork a spare for every request.
+
+    Returns in the spare: the socket it is called by, and whether the call is on its way.
+    """
     while True:
         request = receive(control)
         if request is None:
@@ -107,7 +111,7 @@ def _serve(control: socket.socket, launcher: int) -> socket.socket:
             line = socket.socket(fileno=fds[0])
             _settle(launcher)
             os.environ.update(body["env"])
-            return line
+            return line, bool(body["called"])
         for fd in fds:
             os.close(fd)
         os.waitpid(pid, 0)
@@ -135,13 +139,17 @@ def _import(name: str) -> None:
 # --- The spare --------------------------------------------------------------------------------
 
 
-def _wait(line: socket.socket, program: Program) -> _Script | None:
-    """Get ready, wait for the call, become the worker."""
+def _wait(line: socket.socket, program: Program, *, called: bool) -> _Script | None:
+    """Get ready, wait for the call, become the worker.
+
+    Who is called at once imports in the script: what that prints is seen.
+    """
     send(line, {"pid": os.getpid()}, [])
     _set_path(program)
     script = None
-    with contextlib.suppress(BaseException):
-        script = _prepare(program)
+    if not called:
+        with contextlib.suppress(BaseException):
+            script = _prepare(program)
     send(line, {"ready": True}, [])
     request = receive(line)
     if request is None:
@@ -165,6 +173,7 @@ def _set_path(program: Program) -> None:
     if not sys.flags.safe_path:
         first = os.getcwd() if program.module else os.path.dirname(os.path.realpath(program.name))  # noqa: PTH109, PTH120
         sys.path.insert(0, first)
+    sys.argv[:] = [program.name, *program.arguments]  # modules may look at it
 
 
 def _prepare(program: Program) -> _Script | None:
@@ -177,11 +186,24 @@ def _prepare(program: Program) -> _Script | None:
             package = spec.parent or ""
             for name in imports_of(Path(spec.origin).read_bytes(), package):
                 _import(name)
+        if program.name == _TASK and program.arguments:
+            _prepare_task(Path(program.arguments[0]))
         return None
     source = Path(program.name).read_bytes()
     for name in imports_of(source, ""):
         _import(name)
     return _Script(source, compile(source, program.name, "exec", dont_inherit=True))
+
+
+def _prepare_task(path: Path) -> None:
+    """Import what a task file does, from where the task runner will."""
+    directory = str(path.resolve().parent)
+    sys.path.insert(0, directory)
+    try:
+        for name in imports_of(path.read_bytes(), ""):
+            _import(name)
+    finally:
+        sys.path.remove(directory)
 
 
 def imports_of(source: bytes, package: str) -> Iterator[str]:
@@ -246,9 +268,9 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # the collector of a spare would only copy pages
     send(control, {"warm": True}, [])
-    line = _serve(control, os.getppid())
+    line, called = _serve(control, os.getppid())
     _reseed()
-    script = _wait(line, program)
+    script = _wait(line, program, called=called)
     try:
         _run(program, script)
     except (SystemExit, KeyboardInterrupt):

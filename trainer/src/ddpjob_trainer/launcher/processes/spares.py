@@ -6,7 +6,6 @@ with one, a fresh interpreter takes its place: rounds never depend on spares.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import json
 import os
@@ -16,7 +15,6 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from ddpjob_trainer import trace
 from ddpjob_trainer.launcher.processes import children, fork_server
@@ -24,9 +22,10 @@ from ddpjob_trainer.launcher.processes.fork_server import Program
 
 #: A spare that does not answer a call is not waited for longer.
 _ANSWER_SECONDS = 10.0
+#: Nor is the fork server, with the first round's workers, while it imports.
+_IMPORT_SECONDS = 120.0
 #: So often in a row a spare, or the fork server, may die while it imports.
 _MAX_DEATHS = 3
-_PACKAGE = "ddpjob_trainer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,27 +70,36 @@ class Spares:
         self._tell = tell
         self._server: socket.socket | None = None
         self._server_pid = 0
+        self._server_started = 0.0
         self._warm = False
         self._deaths = 0
         self._spares: dict[int, _Spare] = {}  # by local rank
 
     def pids(self) -> set[int]:
         """Processes of ours that are no workers."""
-        return {self._server_pid, *(one.pid for one in self._spares.values() if not one.called_at)}
+        return {
+            self._server_pid,
+            *(one.pid for one in self._spares.values() if one.called_at is None),
+        }
 
-    def refill(self, env: Callable[[int], Mapping[str, str]]) -> None:
+    def start(self, now: float) -> None:
+        """Start the fork server, unless it runs."""
+        if self._count and self._server is None:
+            try:
+                self._start_server(now)
+            except OSError as error:
+                self._off(f"cannot start the fork server: {error.strerror}")
+
+    def refill(self, env: Callable[[int], Mapping[str, str]], now: float) -> None:
         """Start the fork server, or ask it for the spares that are missing."""
         if not self._count:
             return
         if self._server is None:
-            try:
-                self._start_server()
-            except OSError as error:
-                self._off(f"cannot start the fork server: {error.strerror}")
+            self.start(now)
         elif self._warm:
             for local_rank in range(self._count):
                 if local_rank not in self._spares:
-                    self._fork(local_rank, env(local_rank))
+                    self._fork(local_rank, env(local_rank), called=False)
 
     @property
     def full(self) -> bool:
@@ -101,11 +109,12 @@ class Spares:
     def call(self, local_rank: int, call: Call, now: float) -> int | None:
         """Turn a spare into a worker and return its pid; None: ``came`` will be told.
 
-        Raises LookupError when there is no spare and none can be forked.
+        A fork server that still imports hears of it when it has done so. Raises LookupError when
+        there is no spare and none can be forked.
         """
         one = self._spares.get(local_rank)
         if one is None:
-            if not self._warm or not self._fork(local_rank, call.env):
+            if self._server is None or not self._fork(local_rank, call.env, called=True):
                 raise LookupError(local_rank)
             one = self._spares[local_rank]
         if one.pid and self._send(one, call):
@@ -117,6 +126,19 @@ class Spares:
         one.called_at = now
         one.call = Call(call.env, os.dup(call.out), os.dup(call.err), call.fds)
         return None
+
+    def recall(self) -> list[int]:
+        """Take back every call that no spare has heard; return their local ranks.
+
+        ``came`` will not be told of them.
+        """
+        found = []
+        for local_rank, one in self._spares.items():
+            if one.call is not None:
+                _close(one.call)
+                one.call = one.called_at = None
+                found.append(local_rank)
+        return found
 
     def ended(self, pid: int, now: float) -> None:
         """A child of the launcher was reaped; it may be one of these."""
@@ -134,6 +156,8 @@ class Spares:
             if one.called_at is None or (one.pid and not one.ready):
                 continue
             due = one.called_at + _ANSWER_SECONDS
+            if not self._warm and not one.pid:
+                due = self._server_started + _IMPORT_SECONDS
             if now < due:
                 dues.append(due)
             elif one.pid:
@@ -145,7 +169,7 @@ class Spares:
 
     # --- The fork server -----------------------------------------------------------------
 
-    def _start_server(self) -> None:
+    def _start_server(self, now: float) -> None:
         given = json.dumps(asdict(self._program))
         mine, theirs = socket.socketpair()
         null = -1
@@ -168,6 +192,7 @@ class Spares:
             if null >= 0:
                 os.close(null)
         self._server = mine
+        self._server_started = now
         self._selector.register(mine, selectors.EVENT_READ, self._server_spoke)
 
     def _server_spoke(self, now: float) -> None:
@@ -181,6 +206,8 @@ class Spares:
         else:
             self._warm = True
             self._deaths = 0
+            for one in self._spares.values():  # they are forked from now on
+                one.called_at = None if one.called_at is None else now
 
     def _off(self, why: str) -> None:
         """Without spares a round starts fresh interpreters."""
@@ -210,14 +237,15 @@ class Spares:
 
     # --- Spares --------------------------------------------------------------------------
 
-    def _fork(self, local_rank: int, env: Mapping[str, str]) -> bool:
+    def _fork(self, local_rank: int, env: Mapping[str, str], *, called: bool) -> bool:
         assert self._server is not None
         try:
             mine, theirs = socket.socketpair()
         except OSError:  # no descriptors left: a round does not need it
             return False
         try:
-            fork_server.send(self._server, {"env": dict(env)}, [theirs.fileno()])
+            body = {"env": dict(env), "called": called}
+            fork_server.send(self._server, body, [theirs.fileno()])
         except OSError:
             mine.close()
             self._forget_server()
@@ -299,42 +327,3 @@ def _heard(line: socket.socket) -> dict[str, object] | None:
 def _close(call: Call) -> None:
     os.close(call.out)
     os.close(call.err)
-
-
-def uses_our_library(program: Program) -> bool:
-    """Whether the program imports ddpjob_trainer, as far as its source tells.
-
-    Others may set environment before they import torch, which a spare has done already, and
-    serve the store themselves. One that uses our adapters only is one of them.
-    """
-    if program.module:
-        if program.name.split(".")[0] == _PACKAGE:
-            return True
-        path = _module_path(program.name)
-    else:
-        path = Path(program.name)
-    if path is None or path.suffix != ".py":
-        return False
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return False
-    for node in ast.walk(tree):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and not node.level:
-            names = [node.module or ""]
-        ours = [name.split(".") for name in names if name.split(".")[0] == _PACKAGE]
-        if any(parts[1:2] != ["adapters"] for parts in ours):
-            return True
-    return False
-
-
-def _module_path(name: str) -> Path | None:
-    """Find a module's file without importing its packages."""
-    parts = Path(*name.split("."))
-    for entry in (os.getcwd(), *sys.path):  # noqa: PTH109
-        base = Path(entry) / parts
-        for path in (base.with_suffix(".py"), base / "__main__.py"):
-            if path.is_file():
-                return path
-    return None

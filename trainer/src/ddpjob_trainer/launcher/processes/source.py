@@ -1,0 +1,83 @@
+"""What the source of a program tells about it, without running it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from pathlib import Path
+
+from ddpjob_trainer.launcher.processes.fork_server import Program
+
+_PACKAGE = "ddpjob_trainer"
+_CHANGES = ("setdefault", "update", "pop", "clear")
+
+
+def uses_our_library(program: Program) -> bool:
+    """Whether the program imports ddpjob_trainer, as far as its source tells.
+
+    Others may set environment before they import torch, which a spare has done already, and
+    serve the store themselves. One that uses our adapters only is one of them.
+    """
+    if program.module and program.name.split(".")[0] == _PACKAGE:
+        return True
+    tree = _tree(program)
+    for node in ast.walk(tree) if tree is not None else ():
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        ours = [name.split(".") for name in names if name.split(".")[0] == _PACKAGE]
+        if any(parts[1:2] != ["adapters"] for parts in ours):
+            return True
+    return False
+
+
+def sets_environment_first(program: Program) -> bool:
+    """Whether it changes os.environ between its imports, which may be meant for the later ones."""
+    tree = _tree(program)
+    changed = False
+    for statement in tree.body if tree is not None else ():
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            if changed:
+                return True
+        elif not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            changed = changed or any(map(_changes_environment, ast.walk(statement)))
+    return False
+
+
+def _changes_environment(node: ast.AST) -> bool:
+    if isinstance(node, ast.Subscript):
+        return _is_environ(node.value) and not isinstance(node.ctx, ast.Load)
+    if not isinstance(node, ast.Call):
+        return False
+    called = node.func
+    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+    if name in ("putenv", "unsetenv", "load_dotenv"):
+        return True
+    return isinstance(called, ast.Attribute) and name in _CHANGES and _is_environ(called.value)
+
+
+def _is_environ(node: ast.AST) -> bool:
+    return getattr(node, "attr", getattr(node, "id", "")) == "environ"
+
+
+def _tree(program: Program) -> ast.Module | None:
+    """None: it is no Python source that could be read."""
+    path = _module_path(program.name) if program.module else Path(program.name)
+    if path is None or path.suffix != ".py":
+        return None
+    try:
+        return ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+
+
+def _module_path(name: str) -> Path | None:
+    """Find a module's file without importing its packages."""
+    parts = Path(*name.split("."))
+    for entry in (os.getcwd(), *sys.path):  # noqa: PTH109
+        base = Path(entry) / parts
+        for path in (base.with_suffix(".py"), base / "__main__.py"):
+            if path.is_file():
+                return path
+    return None
