@@ -24,7 +24,7 @@ def test_silent_strangers_make_room_for_a_launcher():  # type: ignore[no-untyped
     listener = sockets.bind(0, host="127.0.0.1")
     port = listener.getsockname()[1]
     post: list[Callable[..., None]] = []
-    hub = Hub(GANG, Limits(3), lambda replica, message: post[0](replica, message))
+    hub = Hub(GANG, Limits(3), lambda *said: post[0](*said))  # noqa: PLW0108  post is filled later
     server = HubServer(listener, selector, hub)
     post.append(server.post)
 

@@ -59,7 +59,7 @@ class OutputPump:
         """
         prefix = f"[rank {rank}] ".encode() if self._prefixed else b""
         worker = _Worker()
-        ends = []
+        ends: list[int] = []
         with self._lock:
             self._workers[rank] = worker
             for target in (1, 2):
