@@ -292,7 +292,8 @@ class Tracker:
             if answer["do"] == "commit":
                 self._settle(step, text)
                 if not text:
-                    self._keeper.tell({"do": "retain"})
+                    with contextlib.suppress(ConnectionError):  # died since: the next look sees it
+                        self._keeper.tell({"do": "retain"})
             elif text:
                 self._written(self._told[step], Report(self._rank, text=text))
             else:
