@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -315,6 +316,35 @@ def test_what_would_train_nothing_or_apart_is_refused_with_the_cure(gang):  # ty
 
 def refused(words: str) -> Any:
     return pytest.raises(ddp.ConfigError, match=words)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.a, self.b = nn.Linear(16, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen = self.trunk(x)
+        return self.a(seen), self.b(seen)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_loss_that_reaches_only_a_part_of_a_model_is_refused_at_once(gang, late):  # type: ignore[no-untyped-def]
+    """DDP would apply what has not travelled, and tell of it one step later, or never."""
+
+    def program(rank: int) -> None:
+        run = ddp.start(total_steps=late + 1, global_batch=6)
+        net = TwoHeads()
+        model, _ = run.prepare(net, adam(net))
+        for step in run.steps(TensorDataset(torch.randn(24, 16))):
+            for (x,) in step.batches:
+                one, other = (out.pow(2).mean() for out in model(x))
+                step.backward(one if step.index == late else one + other, retain_graph=True)
+            step.commit()
+
+    assert gang.run(program, world=2) == {0: 64, 1: 64}, gang.log(0)
+    words = r"parameters, not b\.weight, b\.bias, and.*step\.backward\(first \+ second\)"
+    assert re.search(words + r".*find_unused_parameters=True", gang.log(0)), gang.log(0)
 
 
 @pytest.mark.parametrize("change", ["freeze", "thaw"])

@@ -195,11 +195,14 @@ class DdpAveraging:
 
     def before_forward(self, model: DistributedDataParallel, number: int, *, graph: bool) -> None:
         """Synchronise in the last part's backward only; DDP decides that in the forward."""
-        if self._several and id(model) not in self._shared:
-            # DDP then shares the buffers in this forward. Not in each: a graph that waits for its
-            # backward would find what it has saved changed.
-            self._shared.add(id(model))
-            model.require_forward_param_sync = True
+        # DDP then shares the buffers in this forward, after one without a graph, too, when it would
+        # not. In each step, or they would be others after a resume. Not in each forward: a graph
+        # that waits for its backward would find what it has saved changed, and rank 0 may look at
+        # its model alone.
+        first = id(model) not in self._shared
+        self._shared.add(id(model))
+        if model.require_forward_param_sync != first:
+            model.require_forward_param_sync = first
         if not graph:
             return
         last = number >= len(self._parts) - 1 and not self._several
@@ -223,6 +226,9 @@ class DdpAveraging:
                 self._warm = True
                 determinism.warm_up(self._models[0], loss)
             loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        if awake and not determinism.is_reduced(self._models[0]):
+            self._check_frozen()
+            raise determinism.unreached(self._models[0])
         self._local = not awake  # else what earlier ones have left has travelled, too
 
     def finish(self, groups: Sequence[Sequence[torch.nn.Parameter]]) -> None:

@@ -64,6 +64,8 @@ def warm_up(model: DistributedDataParallel, loss: torch.Tensor) -> None:
             parameter.grad = None  # what has been accumulated is not to be added to
         with rng.preserved():
             loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        if not is_reduced(model):
+            raise unreached(model)
         for buffer, before in buffers:
             buffer.data.copy_(before)  # .data: the graph checks the version of what it has saved
         # What DistributedDataParallel does between two steps, without the forward in between.
@@ -74,6 +76,32 @@ def warm_up(model: DistributedDataParallel, loss: torch.Tensor) -> None:
     failpoints.reach("warm-up")
     for parameter, gradient in gradients:
         parameter.grad = gradient
+
+
+def is_reduced(model: DistributedDataParallel) -> bool:
+    """Whether all gradients of a backward have travelled.
+
+    DDP would say so in the next forward only, when an update has applied what did not.
+    """
+    reducer: Any = model.reducer
+    try:
+        reducer._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
+
+
+def unreached(model: DistributedDataParallel) -> ConfigError:
+    """What to say of a backward that the reducer still waits for gradients of."""
+    names = [n for n, p in model.module.named_parameters() if p.requires_grad and p.grad is None]
+    which = f", not {', '.join(names[:3])}{', ...' if names[3:] else ''}" if names else ""
+    return ConfigError(
+        f"step.backward(): the loss reaches only some of the model's parameters{which}, and DDP"
+        " waits for all. Several losses that reach different ones are added up:"
+        " step.backward(first + second). If no loss of the step reaches them, use"
+        " run.prepare(..., find_unused_parameters=True), or make the parts models of their own:"
+        " run.prepare([first, second], [its_optimizer, other_optimizer])"
+    )
 
 
 def buckets(model: DistributedDataParallel) -> list[list[str]]:
