@@ -111,3 +111,23 @@ def test_every_parameter_has_an_optimizer_and_every_optimizer_a_model():
     check_parameters(dict(model.named_parameters()), parts[:1])
     with pytest.raises(ConfigError, match="not the model's"):
         check_parameters(dict(model[0].named_parameters()), parts)
+
+
+def test_what_models_share_has_the_optimizer_of_an_earlier_call():
+    shared = nn.Linear(2, 2)
+    first, second = nn.Sequential(shared), nn.Sequential(nn.Linear(2, 2), shared)
+    held = [sgd(first)]
+    own = [sgd(second[0])]
+    with pytest.raises(ConfigError, match=r"holds the parameter '1\.weight'"):
+        check_parameters(dict(second.named_parameters()), own)
+    check_parameters(dict(second.named_parameters()), own, held)
+
+
+def test_an_optimizer_that_asks_for_the_loss_again_is_refused():
+    model = nn.Linear(2, 2)
+    optimizer, usual = torch.optim.LBFGS(model.parameters()), sgd(model)
+    for one in (optimizer, usual):
+        StepLR(one, 1)  # puts another step() before it
+    check_parameters(dict(model.named_parameters()), [usual])
+    with pytest.raises(ConfigError, match=r"LBFGS\.step\(\) needs a closure.*AdamW"):
+        check_parameters(dict(model.named_parameters()), [optimizer])

@@ -103,3 +103,11 @@ def test_weights_are_those_of_all_batches_or_of_none():
     for weight in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="must be 0 or more, and finite"):
             step(2).add(0, LOSS, weight)
+
+
+def test_a_second_update_without_a_backward_names_the_cure():
+    found = step(2)
+    backward(found)
+    found.updated()
+    with pytest.raises(NotCommittedError, match=r"update\(first, second\).*list\(step\.batches\)"):
+        found.check_update("update()")

@@ -6,6 +6,7 @@ part in an update does not advance.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -232,17 +233,28 @@ def begin_ema(module: torch.nn.Module, ema: AveragedModel) -> None:
 
 
 def check_parameters(
-    named: Mapping[str, torch.nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]
+    named: Mapping[str, torch.nn.Parameter],
+    optimizers: Sequence[torch.optim.Optimizer],
+    earlier: Iterable[torch.optim.Optimizer] = (),
 ) -> None:
-    """Each optimizer must train the models, and each parameter have one. Raises ConfigError."""
+    """Each optimizer must train the models, and each parameter have one. Raises ConfigError.
+
+    ``earlier``: those of former calls, which may hold what these models share with former ones.
+    """
     known = set(named.values())
     for optimizer in optimizers:
+        if _needs_closure(optimizer):
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step() needs a closure that computes the loss again"
+                " and again within one update, which commit() does not have: use an optimizer that"
+                " takes one gradient per update, such as AdamW or SGD"
+            )
         if any(parameter not in known for parameter in held_by([optimizer])):
             raise ConfigError(
                 "the optimizer holds parameters that are not the model's: give prepare() all models"
                 " that it trains, as in run.prepare([model, other], optimizer)"
             )
-    held = held_by(optimizers)
+    held = held_by([*optimizers, *earlier])
     for name, parameter in named.items():
         if parameter.requires_grad and parameter not in held:
             raise ConfigError(
@@ -250,6 +262,20 @@ def check_parameters(
                 " train it: give it to one, or to a second in run.prepare(model, [first, second]),"
                 " or freeze it with requires_grad_(False)"
             )
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether step() cannot be called without arguments, as LBFGS's.
+
+    The class is asked: a scheduler hides the object's own step() behind another.
+    """
+    try:
+        inspect.signature(type(optimizer).step).bind(optimizer)
+    except TypeError:
+        return True
+    except ValueError:  # it has no signature that Python knows
+        pass
+    return False
 
 
 def match_schedulers(

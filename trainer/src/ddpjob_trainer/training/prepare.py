@@ -23,6 +23,7 @@ from ddpjob_trainer.optim.update import (
     Unit,
     Updater,
     check_parameters,
+    held_by,
     make_ema,
     match_schedulers,
 )
@@ -82,7 +83,9 @@ class Trained:
         self._check(models, optimizers, options)
         wrapped = [self._add_model(name, module, options) for name, module in models.items()]
         parameters = dict.fromkeys(p for module in models.values() for p in module.parameters())
-        clip = Clip(options.clip_grad_norm, [p for p in parameters if p.requires_grad])
+        held = held_by(optimizers.values())  # another's share is clipped with that
+        trained = [p for p in parameters if p.requires_grad and p in held]
+        clip = Clip(options.clip_grad_norm, trained)
         for (name, optimizer), scheduler in zip(optimizers.items(), found, strict=True):
             self._add_optimizer(name, optimizer, scheduler, clip)
         self._add_scaler(options.grad_scaler)
@@ -195,7 +198,8 @@ class Trained:
             for prefix, module in models.items()
             for name, parameter in module.named_parameters()
         }
-        check_parameters(named, list(optimizers.values()))
+        earlier = [unit.optimizer for unit in self.updater.units]
+        check_parameters(named, list(optimizers.values()), earlier)
         for model in (*(model.options for model in self.models), options):
             incompatible.refuse(
                 incompatible.Facts(

@@ -165,7 +165,15 @@ class Step:
         done, wanted = self.covered, len(self.parts)
         if self.committed or not done:
             when = "after step.commit()" if self.committed else "before step.backward(loss)"
-            raise NotCommittedError(f"step {self.index}: {call} was called {when}")
+            cure = (
+                ". The update() before has dropped all gradients: give optimizers whose gradients"
+                " are to be applied together to one update(first, second), or call step.backward()"
+                " again after it; to go through the batches again, collect them first, with"
+                " batches = list(step.batches)"
+            )
+            raise NotCommittedError(
+                f"step {self.index}: {call} was called {when}{cure if self.updates else ''}"
+            )
         if done < wanted:
             raise NotCommittedError(
                 f"step {self.index}: {call} was called after {done} of {wanted} batches: go through"
