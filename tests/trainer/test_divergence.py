@@ -74,10 +74,16 @@ def test_one_flipped_bit_stops_all_before_the_snapshot(gang, tmp_path, level):  
     assert training.steps() == ["2"]
 
 
-def test_rank_0_as_the_odd_one(gang, tmp_path):  # type: ignore[no-untyped-def]
-    training = Training(tmp_path, rank=0, poke="0.weight", check_every=3, at=1, snapshots=False)
+@pytest.mark.parametrize(("every", "found"), [(3, 3), (100, 6)])
+def test_rank_0_as_the_odd_one(gang, tmp_path, every, found):  # type: ignore[no-untyped-def]
+    """The last step is looked at in any case."""
+    training = Training(
+        tmp_path, rank=0, poke="0.weight", check_every=every, bit=20, at=1, snapshots=False
+    )
     assert gang.run(training) == ALL_70
-    assert "after step 3: ranks [1, 2] differ from rank 0, first in '0.weight'" in gang.log(1)
+    assert f"after step {found}: ranks [1, 2] differ from rank 0, first in '0.weight'" in gang.log(
+        1
+    )
 
 
 def test_buffers_count_where_they_must_be_equal(gang, tmp_path):  # type: ignore[no-untyped-def]

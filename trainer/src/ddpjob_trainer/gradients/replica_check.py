@@ -105,9 +105,12 @@ class DivergenceCheck:
         self._every = every if world.size > 1 else 0
         self._buffers = buffers
 
-    def due(self, step: int, *, snapshot: bool) -> bool:
-        """Whether to compare after this step. A snapshot of what diverged is worth nothing."""
-        return self._every > 0 and (snapshot or step % self._every == 0)
+    def due(self, step: int, *, needed: bool) -> bool:
+        """Whether to compare after this step. ``needed``: it is the last, or a snapshot follows.
+
+        What has diverged is worth neither a snapshot nor an end without a word.
+        """
+        return self._every > 0 and (needed or step % self._every == 0)
 
     def check(self, step: int, module: torch.nn.Module, registered: Mapping[str, Stateful]) -> None:
         """Raise DivergedError on every rank when they differ.

@@ -101,7 +101,8 @@ def start(
     ``nan_policy``: what a loss or gradient that is NaN or infinite does: ``stop`` the run with
     exit code 70, ``skip`` the update on all ranks, or ``ignore``.
     ``check_every``: steps between two checks that all ranks hold the same parameters (one comes
-    before each snapshot, too); if not, the run stops with exit code 70. 0: never.
+    before each snapshot and after the last step, too); if not, the run stops with exit code 70.
+    0: never.
     ``threads``: torch's threads per process (default: OMP_NUM_THREADS, else 1).
     ``snapshot_*``: by default what the operator says in DDPJOB_SNAPSHOT_*; without a directory
     there are no snapshots. ``snapshot_staging``: whether the state is copied between two steps
