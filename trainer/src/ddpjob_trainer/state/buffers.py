@@ -77,7 +77,8 @@ class Backup:
         for place, buffer in zip(self._places, self._buffers, strict=True):
             place.put(buffer)
         if self._copies:
-            torch._foreach_copy_(_there(self._buffers), self._copies)
+            # .data: a graph that waits for its backward checks the version of what it has saved.
+            torch._foreach_copy_([buffer.data for buffer in _there(self._buffers)], self._copies)
 
 
 def _there(buffers: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
