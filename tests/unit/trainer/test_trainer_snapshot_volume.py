@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import stat
+import subprocess
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
@@ -479,3 +480,23 @@ def test_a_data_file_that_grows_while_it_is_checked(root, monkeypatch):  # type:
 
     monkeypatch.setattr(manifest, "opened", grows)
     manifest.verify(first, found)
+
+
+@pytest.fixture
+def deep(root):  # type: ignore[no-untyped-def]
+    """Too many directories in one another, in an attempt's own. Not even pytest removes them."""
+    below = os.open(root / "00000001", os.O_RDONLY)
+    for _ in range(1100):
+        os.mkdir("d", dir_fd=below)
+        above, below = below, os.open("d", os.O_RDONLY, dir_fd=below)
+        os.close(above)
+    os.close(below)
+    yield root
+    subprocess.run(["rm", "-r", root], check=True)
+
+
+def test_directories_too_deep_to_be_removed(deep):  # type: ignore[no-untyped-def]
+    store, _ = open_snapshots(deep, 2)
+    for step in (3, 4):
+        store.save(step, flatten({"n": step}), {})
+    assert loaded_step(deep, 3) == 4
