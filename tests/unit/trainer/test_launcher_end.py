@@ -101,6 +101,24 @@ def test_the_report_names_who_could_not_be_ended(tmp_path, sent, cause):  # type
     assert any(f"rank 0 (pid {NEVER}) was killed" in line for line in where), content
 
 
+@pytest.mark.parametrize(("signum", "kind"), [(15, "sigterm"), (2, "signal")])
+def test_a_signal_between_two_rounds_is_no_success(tmp_path, sent, signum, kind):  # type: ignore[no-untyped-def]
+    """The workers of the one have been stopped, those of the next are not there yet."""
+    gang, said = make_gang(tmp_path)
+    gang.ended(NEVER + 1, 3, 1.0)
+    gang.stop(1.0, last_words=0)
+    run_until_nobody(gang, 1.0)
+    report = tmp_path / "report"
+    plan = make_plan(
+        read_launcher({}), Program("sh", (), module=False), nproc=3, termination_log=report
+    )
+    ended = termination.Ended(signal=signum, between_rounds=True)
+    pump = OutputPump(Log(), prefixed=True)
+    code = termination.finish(plan, gang, pump, termination.Known(), ended, [], said.append)
+    content = json.loads(report.read_bytes())
+    assert (content["kind"], content["code"], code) == (kind, 128 + signum, 128 + signum)
+
+
 def test_who_cannot_be_killed_is_not_waited_for(monkeypatch, sent):  # type: ignore[no-untyped-def]
     """A process in a read from a disk that does not answer."""
     asked = 0

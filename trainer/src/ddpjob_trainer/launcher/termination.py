@@ -104,6 +104,10 @@ def finish(
         known=known,
         elsewhere=elsewhere,
     )
+    if ended.between_rounds:  # there was no worker to say so
+        content["kind"] = "sigterm" if ended.signal == signal.SIGTERM else "signal"
+        content["code"] = 128 + ended.signal
+        content["signal"] = ended.signal
     _save(plan, content, say)
     if ended.end is not None and plan.rounds_without_progress and not ended.signal:
         say(f"no further round: {ended.end.why}")
