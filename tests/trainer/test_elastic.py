@@ -6,7 +6,7 @@ import os
 import random
 import re
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,13 +96,13 @@ class Training:
     def _record_losses(self, rank: int) -> None:
         """The step's loss as the run itself gives it out."""
         file = (self.directory / f"losses-{rank}").open("a", buffering=1)
-        original = Progress.losses
+        original = Progress.stepped
 
-        def losses(self: Progress, means: Mapping[int, float]) -> None:
-            file.writelines(f"{step} {loss.hex()}\n" for step, loss in means.items())
-            original(self, means)
+        def stepped(self: Progress, step: int, loss: float) -> None:
+            file.write(f"{step} {loss.hex()}\n")
+            original(self, step, loss)
 
-        Progress.losses = losses  # type: ignore[method-assign]
+        Progress.stepped = stepped  # type: ignore[method-assign]
 
 
 def fresh(path: Path, **options: object) -> Training:
