@@ -168,10 +168,9 @@ def run_disturbed(tools: Tools) -> None:
 
 
 def kill_process(tools: Tools, pod: str, step: int) -> None:
-    """SIGKILL what PID 1 of the container, the launcher, has started first; others are spares."""
+    """SIGKILL the one that keeps a rank's record; the launcher's other children are spares."""
     tools.say(f"--- killing the training process in pod {pod} at step {step}: kill -9 ---")
-    children = r"grep -l '^PPid:[[:space:]]*1$' /proc/[0-9]*/status | cut -d/ -f3"
-    script = f"kill -9 $({children} | sort -n | head -n 1)"
+    script = "kill -9 $(grep -l '/rank-[0-9]*[.]state' /proc/[0-9]*/maps | cut -d/ -f3 | head -n 1)"
     tools.kubectl("exec", pod, "-c", "trainer", "--", "sh", "-c", script, check=False)
 
 

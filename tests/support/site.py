@@ -33,7 +33,7 @@ for i in $(seq 400); do
   spares=
   for child in $children; do
     grep -q '/rank-[0-9]*[.]state' /proc/$child/maps 2>/dev/null && kill -SIGNAL $child && exit 0
-    grep -q 'ddpjob_trainer[.]spare' /proc/$child/cmdline 2>/dev/null && spares=yes
+    grep -q '[.]fork_server' /proc/$child/cmdline 2>/dev/null && spares=yes
   done
   oldest=$(echo "$children" | head -n 1)
   [ -z "$spares" ] && [ -n "$oldest" ] && kill -SIGNAL $oldest && exit 0

@@ -144,6 +144,11 @@ class Snapshots:
             return False
         return last or step % self._settings.every_steps == 0
 
+    @property
+    def has_room(self) -> bool:
+        """Whether save() will not skip the snapshot: the same on every rank."""
+        return self._free
+
     def report(self) -> list[float]:
         """Numbers to add up over all ranks, before each save() at least.
 

@@ -373,7 +373,8 @@ class Loop:
             self._progress.stepped(done, loss)
             last = self._agreement.stop or done == self._options.total_steps
             due = self._snapshots.due(done, last=last)
-            if self._divergence.due(done, needed=due or last):
+            # One that will be skipped need not be compared.
+            if self._divergence.due(done, needed=last or (due and self._snapshots.has_room)):
                 self._divergence.check(done, self._trained.module, self._trained.compared())
             if due:
                 self._config |= {**self._progress.curves(), "best": best.packed(self.best)}

@@ -28,6 +28,8 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
+from ddpjob_trainer.launcher.processes.appearance import look_started
+
 #: What training imports sooner or later, some of it as late as in the first step. Found by
 #: comparing sys.modules (tests/trainer/test_spares.py); one that is missing costs only time.
 MODULES = (
@@ -233,6 +235,8 @@ def _run(program: Program, script: _Script | None) -> None:
     sys.argv[:] = [program.name, *program.arguments]
     how = ["-m"] if program.module else []
     sys.orig_argv[:] = [sys.executable, "-u", *how, *sys.argv]
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        look_started(sys.orig_argv, os.environ, "RANK", "LOCAL_RANK", "DDPJOB_ROUND")
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=__builtins__, __annotations__={})
     sys.modules["__main__"] = main
