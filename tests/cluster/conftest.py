@@ -9,7 +9,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from devcluster import host
 from support import site as support
+
+
+@pytest.fixture(scope="session", autouse=True)
+def packages() -> None:
+    """What a cluster's nodes need: some tests look at the machine before they make a cluster."""
+    host.ensure_packages({**host.PACKAGES, **host.NODE_PACKAGES}, print)
 
 
 @pytest.fixture(scope="session")

@@ -70,8 +70,10 @@ def check_counts(status: dict[str, Any], losses: int, how: str) -> None:
     restarts = status["restarts"]
     assert status["attempt"] == losses + 1, status["failures"]
     assert restarts["total"] == losses, status
-    # A newer snapshot came between the losses: the budget has healed.
-    assert restarts["charged"] == (1 if how == "process" else 0), status["failures"]
+    classes = {failure["class"] for failure in status["failures"]}
+    assert ("User" in classes) == (how == "process"), status["failures"]
+    # A newer snapshot came between the losses, and may have come since: then the budget has healed.
+    assert restarts["charged"] in ((0, 1) if how == "process" else (0,)), status["failures"]
     assert restarts["inPlace"] == 0, status
 
 
