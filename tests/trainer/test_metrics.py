@@ -160,11 +160,15 @@ def check_curve(path: Path) -> None:
     assert [row[0] for row in rows].count("open") == 3
     assert [row[0] for row in rows].count("close") == 1
     curve: list[tuple[int, list[str]]] = []
+    before: list[tuple[int, list[str]]] = []
     for kind, *row in rows:
         if kind == "open":
-            curve = [point for point in curve if point[0] <= row[1]]
-        # What a sink has taken just before a kill may come again: the same point of the curve.
-        elif kind == "log" and (row[0], row[1]) not in curve:
+            before = [point for point in curve if point[0] <= row[1]]
+            curve = list(before)
+        # What a sink had taken just before a kill may come once more after it; never within a life.
+        elif kind == "log" and (row[0], row[1]) in before:
+            before.remove((row[0], row[1]))
+        elif kind == "log":
             curve.append((row[0], row[1]))
     own = ["grad_norm", "learning_rate", "loss", "samples_per_second"]
     assert [step for step, names in curve if names == own] == [4, 8, 12]
