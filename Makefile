@@ -87,6 +87,10 @@ cluster: setup programs images ## all of it on a real cluster with kubelets and 
 test: setup lint programs images ## lint, then every level in one pytest run
 	@$(PYTEST) $(LEVELS) $(ARGS)
 
+.PHONY: busy
+busy: setup lint programs images ## make test beside two endless loops, as on any shared machine
+	@$(PYTEST) $(LEVELS) --busy $(ARGS)
+
 # Of itself, as compiling takes longer than a test may, and pytest would not show its progress.
 .PHONY: programs
 programs: setup ## build Kubernetes and its tools (once, kept in the cache)

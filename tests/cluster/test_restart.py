@@ -59,10 +59,28 @@ def test_any_replica_lost_in_any_way(site: Site, undisturbed: Undisturbed, how: 
         if how == "process":
             assert failure["signal"] == 9
             assert failure["node"].startswith("node")
-    check_counts(site.wait_phase(name, "Succeeded"), 3, how)
+    done = site.wait_phase(name, "Succeeded")
+    check_counts(done, 3, how)
+    counted = (3, 0) if how == "process" else (0, 3)
+    wait_for(
+        lambda: True if charged_in_all(site, name, done["restarts"]) == counted else None,
+        f"{name}: charges that stand and charges given back to be {counted}",
+    )
     assert resumed_from(site, name) >= newest
     assert site.result(name) == undisturbed(STEPS)
     site.delete(name)
+
+
+def charged_in_all(site: Site, name: str, restarts: dict[str, Any]) -> tuple[int, int]:
+    """Restarts charged and disruptions: those that stand, and those that healing gave back."""
+    charged, disruptions = restarts.get("charged", 0), restarts.get("disruptions", 0)
+    for event in site.get("events")["items"]:
+        if event["reason"] == "BudgetHealed" and event["involvedObject"]["name"] == name:
+            found = re.search(r"charged: (\d+), disruptions: (\d+)", event["message"])
+            assert found, event["message"]
+            charged += int(found.group(1)) * event.get("count", 1)
+            disruptions += int(found.group(2)) * event.get("count", 1)
+    return charged, disruptions
 
 
 def check_counts(status: dict[str, Any], losses: int, how: str) -> None:
@@ -72,7 +90,8 @@ def check_counts(status: dict[str, Any], losses: int, how: str) -> None:
     assert restarts["total"] == losses, status
     classes = {failure["class"] for failure in status["failures"]}
     assert ("User" in classes) == (how == "process"), status["failures"]
-    # A newer snapshot came between the losses, and may have come since: then the budget has healed.
+    # A newer snapshot came between the losses, and may have come since: then the budget has healed,
+    # and an Event says what it gave back (charged_in_all).
     assert restarts["charged"] in ((0, 1) if how == "process" else (0,)), status["failures"]
     assert restarts["inPlace"] == 0, status
 
