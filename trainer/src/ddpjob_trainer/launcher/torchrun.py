@@ -30,10 +30,12 @@ _REFUSED: Final = {
     "local-ranks-filter": "filter the launcher's output: each line begins with the rank",
     "duplicate-stdout-filters": "filter the launcher's output with grep",
     "duplicate-stderr-filters": "filter the launcher's output with grep",
+    "log-line-prefix-template": "leave it out: each line begins with the rank",
     "logs-specs": "redirect the launcher's output: each line begins with the rank",
     "local-addr": "set GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME to the interface",
     "numa-binding": "start the program by numactl",
     "signals-to-handle": "leave it out; docs/launcher.md lists the signals that are passed on",
+    "print-completion": "ddpjob-trainer run --help lists the options",
     "shutdown-timeout": "set DDPJOB_GRACE_SECONDS",
 }
 #: They change nothing here: failures are seen at once, and there is one kind of rendezvous.
