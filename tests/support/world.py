@@ -115,8 +115,19 @@ class World:
                 self._delete(action)
             case act.ConfirmGone():
                 older = [p for p in self.pods.values() if self._attempt(p) < action.attempt]
-                if not older:
-                    self.outcomes = replace(self.outcomes, confirmed_attempt=action.attempt)
+                shown = (observe.pod(p) for p in self.pods.values())
+                found = act.Confirmation(
+                    action.attempt,
+                    self.now,
+                    alone=not older,
+                    running=self.phase == "Running",
+                    replicas=frozenset(
+                        p.replica
+                        for p in shown
+                        if p.attempt == action.attempt and p.replica is not None
+                    ),
+                )
+                self.outcomes = replace(self.outcomes, confirmed=found)
             case act.EnsureNetwork():
                 refusal = self.refuse_network(action)
                 attempt = self.outcomes.network_attempt if refusal else action.attempt

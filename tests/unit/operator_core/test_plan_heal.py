@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ddpjob_operator.core import contract, observe, render, spec, status
+from ddpjob_operator.core.actions import Confirmation
 from support.world import START, World, job_object
 
 HOUR = 3600
@@ -96,7 +97,9 @@ def test_the_budget_is_exact_again_after_it_has_healed():
 
 def test_another_operator_heals_by_the_stored_time():
     world = restarted().wait(HOUR - 1).restart_operator()
-    world.outcomes = replace(world.outcomes, confirmed_attempt=3, network_attempt=3)
+    world.outcomes = replace(
+        world.outcomes, confirmed=Confirmation(3, world.now), network_attempt=3
+    )
     assert world.plan().requeue_after == 1
     assert spent(world.wait(1)) == (0, 0)
 

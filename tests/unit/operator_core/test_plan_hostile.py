@@ -101,6 +101,25 @@ def test_a_new_leader_with_a_stale_pod_cache_asks_before_it_calls_a_member_vanis
     assert world.settle().status["attempt"] == 1
 
 
+def test_a_watch_alone_never_makes_a_member_vanish():
+    """The word of a stale API server, after its list has once been confirmed."""
+    world = started().run()
+    for _ in range(2):
+        world.wait(30)
+        pods = dict(world.pods)
+        del world.pods["job-1"]
+        counts = world.plan().actions[0]
+        assert isinstance(counts, act.WriteStatus)
+        assert counts.status["phase"] == "Running"
+        world.carry_out(counts)
+        (read,) = world.plan().actions
+        world.pods = pods
+        world.carry_out(read)
+        assert world.settle().status["attempt"] == 1
+    assert world.vanish(1).status["attempt"] == 2
+    assert world.status["lastFailure"]["reason"] == "PodDeleted"
+
+
 def test_a_stale_view_of_the_job_deletes_no_newer_pod():
     world = started().run()
     old = {**world.job, "status": dict(world.status)}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
+from datetime import timedelta
+from typing import Any
 
 import pytest
 
@@ -28,6 +31,38 @@ def test_success_needs_every_replica_of_one_attempt():
     assert world.phase == "Succeeded"
     assert world.condition("Complete")["status"] == "True"
     assert world.status["succeededReplicas"] == "0-2"
+
+
+@pytest.mark.parametrize("spec", [{"suspend": True}, {"activeDeadlineSeconds": 1}])
+def test_a_gang_that_has_succeeded_has_whatever_is_asked_for_at_that_moment(spec: dict[str, Any]):
+    world = started().run()
+    for replica in range(3):
+        world.end(replica, 0, settle=False)
+    world.now += timedelta(seconds=10)
+    assert world.patch(**spec).phase == "Succeeded"
+
+
+@pytest.mark.parametrize("spec", [{"activeDeadlineSeconds": 60}, {"startupDeadlineSeconds": 60}])
+def test_no_deadline_is_decided_on_a_stale_cache(spec: dict[str, Any]):
+    world = started(**spec)
+    stale = copy.deepcopy(world.pods)
+    for replica in range(3):
+        if "activeDeadlineSeconds" in spec:
+            world.end(replica, 0, settle=False)
+        else:
+            world._state(replica, "Running", {"running": {}})
+    real, world.pods = world.pods, stale  # the watch is behind
+    world.now += timedelta(seconds=60)
+    (report,) = world.plan().actions  # of the counts
+    assert isinstance(report, act.WriteStatus)
+    assert report.status["phase"] == "Starting"
+    world.carry_out(report)
+    (read,) = world.plan().actions
+    assert read == act.ConfirmGone(1)
+    world.pods = real
+    world.carry_out(read)
+    assert world.settle().phase in ("Running", "Succeeded")
+    assert world.status["restarts"]["total"] == 0
 
 
 def test_a_finished_pod_that_is_drained_is_not_a_lost_one():

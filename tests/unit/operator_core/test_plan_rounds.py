@@ -73,7 +73,9 @@ def test_a_round_is_counted_once_however_often_and_by_whom_it_is_heard():
     world = poll(running(), 1, killed(0))
     poll(world, 1, killed(0))
     world.restart_operator()
-    world.outcomes = replace(world.outcomes, confirmed_attempt=1, network_attempt=1)
+    world.outcomes = replace(
+        world.outcomes, confirmed=act.Confirmation(1, world.now), network_attempt=1
+    )
     poll(world, 2, killed(0), killed(1, 2))
     assert in_place(world) == (2, 2)
     assert [f["round"] for f in world.status["failures"]] == [0, 1]

@@ -11,6 +11,7 @@ import pytest
 
 from ddpjob_operator.core.actions import (
     Action,
+    Confirmation,
     ConfirmGone,
     CreatePod,
     DeletePod,
@@ -183,6 +184,17 @@ async def test_a_conflict_reads_the_job_again_and_drops_the_rest(stage: Stage) -
     assert stage.outcomes.status_written_at is None
 
 
+async def test_after_a_status_write_and_a_read_that_both_failed_nothing_is_confirmed(
+    stage: Stage,
+) -> None:
+    stage.store.set_outcomes("u1", Outcomes(confirmed=Confirmation(2, NOW)))
+    lost = errors.Unavailable(504, "", "lost")
+    stage.api.script["replace ddpjobs"], stage.api.script["get ddpjobs"] = [lost], [lost]
+    with pytest.raises(errors.Unavailable):
+        await stage.do(WRITE)
+    assert stage.outcomes.confirmed is None
+
+
 @pytest.mark.parametrize("code", [0, 500, 504])
 async def test_a_status_write_of_unknown_fate_reads_the_job_again(stage: Stage, code: int) -> None:
     stage.api.script["replace ddpjobs"] = [errors.Unavailable(code, "", "lost")]
@@ -280,14 +292,17 @@ async def test_a_pod_of_ours_that_no_watch_shows_is_in_the_way(stage: Stage) -> 
     assert (existing.uid, existing.owner_uid, existing.attempt) == ("p0-2", "u1", 2)
 
 
-@pytest.mark.parametrize(("code", "confirmed"), [(403, 2), (422, 2), (500, 0), (0, 0)])
+@pytest.mark.parametrize(
+    ("code", "confirmed"), [(403, True), (422, True), (500, False), (0, False)]
+)
 async def test_after_a_creation_of_unknown_fate_a_list_comes_first(
-    stage: Stage, code: int, confirmed: int
+    stage: Stage, code: int, confirmed: bool
 ) -> None:
-    stage.store.set_outcomes("u1", Outcomes(confirmed_attempt=2))
+    read = Confirmation(2, NOW)
+    stage.store.set_outcomes("u1", Outcomes(confirmed=read))
     stage.api.script["create pods"] = [errors.from_status(code, {"reason": "R", "message": "m"})]
     await stage.do(create())
-    assert stage.outcomes.confirmed_attempt == confirmed
+    assert stage.outcomes.confirmed == (read if confirmed else None)
     refusal = stage.outcomes.refusals[0]
     assert (refusal.code, refusal.reason, refusal.message) == (code, "R", "m")
 
@@ -319,12 +334,13 @@ async def test_the_barrier_shows_an_older_pod_or_confirms(stage: Stage) -> None:
         Listing([pod(0, attempt=1, version=7)], "20"),
         Listing([pod(1, attempt=2, version=21)], "30"),
     ]
+    stage.api.script["get ddpjobs"] = [job_object(6, attempt=2, phase="Running")] * 2
     await stage.do(ConfirmGone(2), create())
-    assert stage.outcomes.confirmed_attempt == 0
+    assert stage.outcomes.confirmed == Confirmation(2, NOW, alone=False, running=True)
     assert stage.pods == ["p0-1"]
-    assert stage.api.calls == ["list pods"], "the rest of the plan is dropped"
+    assert stage.api.calls == ["list pods", "get ddpjobs"], "the rest of the plan is dropped"
     await stage.do(ConfirmGone(2))
-    assert stage.outcomes.confirmed_attempt == 2
+    assert stage.outcomes.confirmed == Confirmation(2, NOW, True, True, frozenset({1}))
     assert stage.pods == ["p1-2"], "what the list does not show is gone"
 
 
@@ -332,9 +348,24 @@ async def test_the_barrier_brings_back_a_pod_that_was_thought_gone(stage: Stage)
     stage.store.put_pod(pod())
     stage.store.remove_pod("p0-2")
     stage.api.script["list pods"] = [Listing([pod(version=10)], "20")]
+    stage.api.script["get ddpjobs"] = [job_object(6, attempt=3)]
     await stage.do(ConfirmGone(3))
     assert stage.pods == ["p0-2"]
-    assert stage.outcomes.confirmed_attempt == 0
+    assert stage.outcomes.confirmed == Confirmation(3, NOW, alone=False)
+
+
+async def test_nothing_is_confirmed_for_a_job_that_has_gone_on_meanwhile(stage: Stage) -> None:
+    """A leader that was deposed without knowing it still has the old status in its cache."""
+    stage.api.script["list pods"] = [Listing([], "20")] * 2
+    stage.api.script["get ddpjobs"] = [job_object(6, attempt=3), errors.NotFound(404, "", "")]
+    await stage.do(ConfirmGone(2), create())
+    assert stage.api.calls == ["list pods", "get ddpjobs"]
+    assert stage.outcomes.confirmed is None
+    snapshot = stage.store.snapshot(("ns", "job"))
+    assert snapshot is not None
+    assert snapshot.job.status == {"attempt": 3}
+    with pytest.raises(JobGoneError):
+        await stage.do(ConfirmGone(3))
 
 
 def with_pod(stage: Stage) -> DeletePod:

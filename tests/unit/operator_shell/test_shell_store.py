@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
-from ddpjob_operator.core.actions import Outcomes
+from ddpjob_operator.core.actions import Confirmation, Outcomes
 from ddpjob_operator.core.observe import LABEL_ATTEMPT, LABEL_REPLICA
 from ddpjob_operator.shell.store import Store
 
@@ -64,7 +65,7 @@ def test_versions_that_are_no_numbers_are_taken_as_they_come() -> None:
 
 def test_a_job_made_again_under_the_same_name_starts_from_nothing() -> None:
     store = stored()
-    store.set_outcomes("u1", Outcomes(confirmed_attempt=3))
+    store.set_outcomes("u1", Outcomes(network_attempt=3))
     store.put_pod(pod(6))
     assert store.put_job(job(9, uid="u2"))
     snapshot = store.snapshot(KEY)
@@ -104,7 +105,7 @@ def test_a_list_drops_jobs_that_vanished_but_none_younger_than_itself() -> None:
 
 def test_outcomes_of_an_unknown_job_are_not_kept() -> None:
     store = stored()
-    store.set_outcomes("u9", Outcomes(confirmed_attempt=1))
+    store.set_outcomes("u9", Outcomes(network_attempt=1))
     assert store.outcomes("u9") == Outcomes()
 
 
@@ -224,3 +225,11 @@ def test_phases_are_counted_from_what_is_stored() -> None:
     counts = store.count_phases()
     assert (counts["Pending"], counts["Running"], counts["Failed"]) == (1, 2, 0)
     assert "Nonsense" not in counts
+
+
+def test_after_a_pause_in_leading_nothing_is_confirmed() -> None:
+    store = stored()
+    read = Confirmation(3, datetime(2026, 1, 1, tzinfo=UTC))
+    store.set_outcomes("u1", Outcomes(confirmed=read, network_attempt=3))
+    store.doubt_all()
+    assert store.outcomes("u1") == Outcomes(network_attempt=3)

@@ -66,9 +66,10 @@ class DeletePod:
 
 @dataclass(frozen=True, slots=True)
 class ConfirmGone:
-    """The barrier: one quorum LIST of the job's pods; what it shows replaces the cache.
+    """One quorum LIST of the job's pods, then a GET of the job; both replace the cache.
 
-    If it shows no pod of an attempt before ``attempt``, Outcomes.confirmed_attempt becomes it.
+    If the job is still at ``attempt``, Outcomes.confirmed says what was seen. The barrier before
+    creations, and the look before any decision that cannot be taken back.
     """
 
     attempt: int
@@ -142,10 +143,32 @@ class Existing:
 
 
 @dataclass(frozen=True, slots=True)
+class Confirmation:
+    """What one quorum read of the job's pods, and then of the job, has shown.
+
+    It promises: begun at ``at`` by a process that led, the read found the job at ``attempt``, of
+    that attempt's pods just those of ``replicas`` and, if ``alone``, no object of an older one.
+
+    It is good for creating pods until one of these takes it back: a new attempt, a creation or a
+    status write of which nobody knows whether it happened, a pause in leading. It is not renewed
+    by anything that a watch says. For an absence it is good only if it was read while the gang was
+    stored as Running (``running``: all had been there) and did not show the replica; for a
+    deadline only if it was read after the deadline. A POST that a deposed leader had under way
+    can still arrive after it: such a pod is of an older attempt, and is removed like any other.
+    """
+
+    attempt: int
+    at: datetime
+    alone: bool = True
+    running: bool = False
+    replicas: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Outcomes:
     """What the API's answers taught about one job since this operator process started."""
 
-    confirmed_attempt: int = 0
+    confirmed: Confirmation | None = None
     network_attempt: int = 0
     network_refusal: Refusal | None = None
     refusals: Mapping[int, Refusal] = field(default_factory=dict)  # by replica

@@ -81,7 +81,9 @@ def _decide(view: View) -> Change:
         # Either our view of the job is old, and this write is refused, or etcd was restored.
         return restart.new_attempt(view, change, "Restarting", 0)
     change = rounds.count(view, change)
-    if finish.past_active_deadline(view):
+    if len(view.succeeded) == view.spec.replicas:
+        return finish.succeed(view, change)  # whatever deadline or suspend says by now
+    if finish.past_active_deadline(view) and _read_after(view, finish.active_deadline(view)):
         what = f"activeDeadlineSeconds {view.spec.active_deadline:g} has passed"
         return finish.fail(view, change, "DeadlineExceeded", what)
     if view.spec.suspend:
@@ -99,8 +101,6 @@ def _decide(view: View) -> Change:
     change = heal.budgets(view, change)
     if loss is not None:
         return restart.after(view, change, loss)
-    if len(view.succeeded) == view.spec.replicas:
-        return finish.succeed(view, change)
     if status.phase == "Starting":
         change = startup.advance(view, change)
     elif status.phase in ("Pending", "Restarting") and _barrier_passed(view):
@@ -146,11 +146,9 @@ def _loss(view: View) -> Failure | None:
     members = {r: pod for r, pod in view.members.items() if r not in view.status.succeeded}
     found = [classify.failure(pod, nproc, now) for pod in members.values()]
     losses = [loss for loss in found if loss is not None]
-    if view.status.phase == "Running" and _confirmed(view):
-        losses += [
-            classify.vanished(replica, view.status.attempt, view.job.name, now)
-            for replica in view.missing
-        ]
+    losses += [
+        classify.vanished(replica, view.status.attempt, view.job.name, now) for replica in view.gone
+    ]
     finished = {r: pod.trainer.finished_at for r, pod in view.members.items()}
     first = classify.cause(losses, finished)
     if first is None or first.cls not in ("Collateral", "User"):
@@ -192,8 +190,21 @@ def _barrier_passed(view: View) -> bool:
 
 
 def _confirmed(view: View) -> bool:
-    """This process has read this attempt's pods from the API server itself, not a stale cache."""
-    return view.outcomes.confirmed_attempt == view.status.attempt
+    """A quorum read has shown no older pod; actions.Confirmation says how long that holds."""
+    return view.confirmed is not None and view.confirmed.alone
+
+
+def _read_after(view: View, due: datetime | None) -> bool:
+    return due is not None and view.read_since(due)
+
+
+def _in_doubt(view: View) -> bool:
+    """Something final is due that must not rest on the cache alone: a quorum read comes first."""
+    if view.status.phase == "Running" and len(view.gone) < len(view.missing):
+        return True
+    if finish.past_active_deadline(view) and not _read_after(view, finish.active_deadline(view)):
+        return True
+    return startup.late(view) and not view.read_since(startup.deadline(view))
 
 
 def _refuse(job: Job, status: Status, message: str, now: datetime) -> Plan:
@@ -236,6 +247,8 @@ def _act(view: View) -> Plan:
     leaving = _deletions(view)
     if leaving:
         return Plan(leaving, wake)
+    if _in_doubt(view):
+        return Plan((ConfirmGone(view.status.attempt),), wake)
     if view.status.phase not in _WANTED or view.others:
         return Plan((), wake)
     return Plan(_creations(view), wake)
@@ -263,10 +276,12 @@ def _creations(view: View) -> tuple[Action, ...]:
     waiting = view.status.phase in ("Pending", "Restarting")
     if _template_changed(view):
         return ()
+    if view.status.phase == "Running":
+        return ()
     if not _confirmed(view) and (waiting or view.missing):
         due = view.status.timings.next_restart_at
         return () if due and view.now < due else (ConfirmGone(attempt),)
-    if waiting or not view.missing or view.status.phase == "Running":
+    if waiting or not view.missing:
         return ()
     if outcomes.network_attempt != attempt:
         if _resting(view, outcomes.network_refusal):

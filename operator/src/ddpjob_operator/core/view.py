@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ddpjob_operator.core import classify
 from ddpjob_operator.core import status as st
-from ddpjob_operator.core.actions import Event, Measurement, Outcomes, Refusal
+from ddpjob_operator.core.actions import Confirmation, Event, Measurement, Outcomes, Refusal
 from ddpjob_operator.core.observe import Job, Pod
 from ddpjob_operator.core.spec import Spec
 from ddpjob_operator.core.status import Status
@@ -57,6 +57,24 @@ class View:
         """The API's refusal of this attempt's Service or NetworkPolicy."""
         found = self.outcomes.network_refusal
         return found if found and found.attempt == self.status.attempt else None
+
+    @property
+    def confirmed(self) -> Confirmation | None:
+        """The newest quorum read of this attempt, made by this process."""
+        found = self.outcomes.confirmed
+        return found if found and found.attempt == self.status.attempt else None
+
+    def read_since(self, at: datetime) -> bool:
+        """Whether what is seen here was read from the API server itself after that time."""
+        return self.confirmed is not None and self.confirmed.at >= at
+
+    @property
+    def gone(self) -> list[int]:
+        """Missing replicas of a running gang that a quorum read has shown to be gone."""
+        read = self.confirmed
+        if self.status.phase != "Running" or read is None or not read.running:
+            return []
+        return [r for r in self.missing if r not in read.replicas]
 
     @property
     def next_attempt(self) -> int:

@@ -175,6 +175,7 @@ class App:
     def _on_leadership(self, leading: bool) -> None:
         self._metrics.leader.set(1 if leading else 0)
         if leading:
+            self._store.doubt_all()
             for key in self._store.all_keys():
                 self._queue.add(key)
 

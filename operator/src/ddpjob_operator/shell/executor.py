@@ -18,6 +18,7 @@ from ddpjob_operator.core import observe
 from ddpjob_operator.core.actions import (
     Action,
     Body,
+    Confirmation,
     ConfirmGone,
     CreatePod,
     DeleteJob,
@@ -161,6 +162,8 @@ class Executor:
             raise
         except errors.ApiError as error:
             if error.maybe_done:
+                # Should the read fail too, nothing is created on what was known before.
+                self._learn(job.uid, lambda known: replace(known, confirmed=None))
                 await self.refresh(job)
             raise
         self._store.put_own_write(written)
@@ -201,14 +204,25 @@ class Executor:
             self._store.remove_pod(action.uid)
 
     async def _confirm_gone(self, job: observe.Job, action: ConfirmGone) -> bool:
-        selector = f"{observe.LABEL_JOB_UID}={job.uid}"
+        at, selector = self._now(), f"{observe.LABEL_JOB_UID}={job.uid}"
         listing = await self._api.list_all(PODS, job.namespace, selector)
         self._store.replace_pods(job.uid, listing.items, listing.resource_version)
-        pods = self._store.pods_of(job.uid)
-        if any(pod.attempt is None or pod.attempt < action.attempt for pod in pods):
+        # After the pods: a leader that began a newer attempt since then shows here.
+        await self.refresh(job)
+        now = self._store.snapshot(job.key)
+        if now is None or now.job.uid != job.uid or now.job.status.get("attempt") != action.attempt:
             return False
-        self._learn(job.uid, lambda known: replace(known, confirmed_attempt=action.attempt))
-        return True
+        found = Confirmation(
+            action.attempt,
+            at,
+            alone=all(p.attempt is not None and p.attempt >= action.attempt for p in now.pods),
+            running=now.job.status.get("phase") == "Running",
+            replicas=frozenset(
+                p.replica for p in now.pods if p.attempt == action.attempt and p.replica is not None
+            ),
+        )
+        self._learn(job.uid, lambda known: replace(known, confirmed=found))
+        return found.alone
 
     async def _create_pod(self, job: observe.Job, action: CreatePod) -> int | None:
         """None if the pod is there now and ours, else the code of the refusal."""
@@ -304,7 +318,7 @@ def _refuse(known: Outcomes, replica: int, refusal: Refusal) -> Outcomes:
     return replace(
         known,
         refusals={**kept, replica: refusal},
-        confirmed_attempt=0 if unknown else known.confirmed_attempt,
+        confirmed=None if unknown else known.confirmed,
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ddpjob_operator.core import observe, status
@@ -140,6 +140,11 @@ class Store:
         """Remember them, unless the job is gone."""
         if uid in self._keys:
             self._outcomes[uid] = outcomes
+
+    def doubt_all(self) -> None:
+        """Somebody else may have led meanwhile: what was confirmed must be read again."""
+        for uid, known in self._outcomes.items():
+            self._outcomes[uid] = replace(known, confirmed=None)
 
     # --- pods ---
 

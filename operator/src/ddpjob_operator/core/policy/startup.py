@@ -28,6 +28,12 @@ def deadline(view: View) -> datetime:
     return since + timedelta(seconds=view.spec.startup_deadline)
 
 
+def late(view: View) -> bool:
+    """Whether the deadline has passed for a gang that does not run whole."""
+    starting = view.status.phase == "Starting" and view.now >= deadline(view)
+    return starting and not all_running(view)
+
+
 def advance(view: View, change: Change) -> Change:
     """While Starting: to Running, to Failed (the API will never take it), or release."""
     network = view.network_refusal
@@ -42,7 +48,7 @@ def advance(view: View, change: Change) -> Change:
         return _release(view, change, "QuotaExceeded", quota.message)
     if all_running(view):
         return _run(view, change)
-    if view.now < deadline(view):
+    if not late(view) or not view.read_since(deadline(view)):
         return change
     waiting = [pod for pod in view.members.values() if pod.unschedulable]
     if waiting:
