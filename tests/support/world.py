@@ -42,16 +42,15 @@ def job_object(**spec: Any) -> dict[str, Any]:
 
 
 @cache
-def _status_schema() -> dict[str, Any]:
+def crd_schema() -> dict[str, Any]:
     definition = yaml.safe_load((ROOT / "manifests" / "crd.yaml").read_text())
-    schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    found: dict[str, Any] = schema["properties"]["status"]
-    return found
+    schema: dict[str, Any] = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    return schema
 
 
 def check_status(status: object) -> None:
     """Fail on what the API server would refuse or, without a word, drop."""
-    schema = _status_schema()
+    schema = crd_schema()["properties"]["status"]
     jsonschema.Draft202012Validator(schema).validate(status)
     _check_fields(status, schema, "status")
 

@@ -201,15 +201,6 @@ def test_a_resume_does_not_cut_short_what_still_saves_a_snapshot():
     assert world.pods["job-0"]["metadata"]["deletionGracePeriodSeconds"] == 30
 
 
-def test_a_changed_template_can_be_accepted_by_suspend_and_resume():
-    world = started().run()
-    world.patch(template={"spec": {"containers": [{"name": "trainer", "image": "other"}]}})
-    assert "suspend" in world.condition("Invalid")["message"]
-    world.patch(suspend=True).patch(suspend=False).run()
-    assert world.phase == "Running"
-    assert world.condition("Invalid")["status"] == "False"
-
-
 def test_a_pod_that_outlives_its_grace_on_a_dead_node_is_told_while_running():
     world = started().run().terminate(1)
     world.pods["job-1"]["metadata"]["deletionTimestamp"] = world.now.isoformat()

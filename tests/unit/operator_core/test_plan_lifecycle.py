@@ -299,38 +299,12 @@ def test_trouble_that_passes_is_cleared_while_still_starting():
     assert world.condition("Stalled")["status"] == "False"
 
 
-def test_a_changed_template_is_refused_until_it_is_changed_back():
-    world = started().run()
-    original = world.job["spec"]["template"]
-    other = {"spec": {"containers": [{"name": "trainer", "image": "other"}]}}
-    world.patch(template=other)
-    assert world.condition("Invalid")["reason"] == "TemplateChanged"
-    assert world.end(0, 1).status["attempt"] == 1
-    world.patch(template=original)
-    assert world.status["attempt"] == 2
-    assert world.condition("Invalid")["status"] == "False"
-
-
-def test_a_changed_template_creates_nothing_while_starting():
-    world = World()
-    world.carry_out(world.plan().actions[0])
-    world.job["spec"]["template"] = {"spec": {"containers": [{"name": "a", "image": "b"}]}}
-    assert world.settle().pods == {}
-
-
 def test_the_template_may_change_while_suspended():
     world = started().run().patch(suspend=True)
     other = {"spec": {"containers": [{"name": "trainer", "image": "other"}]}}
     world.patch(template=other).patch(suspend=False).run()
     assert world.phase == "Running"
     assert world.pods["job-0"]["spec"]["containers"][0]["image"] == "other"
-
-
-def test_a_spec_that_no_schema_caught_fails_with_the_field():
-    world = started(nprocPerNode="many")
-    assert world.phase == "Failed"
-    assert "spec.nprocPerNode" in world.condition("Invalid")["message"]
-    assert world.plan() == act.Plan()
 
 
 def test_what_does_not_work_yet_is_told():

@@ -28,7 +28,7 @@ from ddpjob_operator.core.actions import (
     WriteStatus,
 )
 from ddpjob_operator.core.observe import Job, Pod
-from ddpjob_operator.core.policy import finish, heal, report, restart, rounds, startup
+from ddpjob_operator.core.policy import finish, heal, hold, report, restart, rounds, startup
 from ddpjob_operator.core.status import Failure, Status
 from ddpjob_operator.core.view import Change, View, look
 
@@ -58,10 +58,7 @@ def plan(job: Job, pods: Sequence[Pod], outcomes: Outcomes, now: datetime) -> Pl
     if job.deleting:
         return Plan()  # the garbage collector removes what it owns
     status = st.from_dict(job.status)
-    try:
-        spec = spec_module.parse(job.spec)
-    except spec_module.SpecError as error:
-        return _refuse(job, status, str(error), now)
+    spec = spec_module.read(job.spec)
     view = look(job, spec, status, pods, outcomes, now)
     if status.terminal:
         return finish.clean_up(view)
@@ -86,24 +83,20 @@ def _decide(view: View) -> Change:
     if finish.past_active_deadline(view) and _read_after(view, finish.active_deadline(view)):
         what = f"activeDeadlineSeconds {view.spec.active_deadline:g} has passed"
         return finish.fail(view, change, "DeadlineExceeded", what)
+    change = hold.tell(view, change)
     if view.spec.suspend:
         return change if status.phase == "Suspended" else _suspend(view, change)
-    if status.phase in (None, "Suspended"):
+    if status.phase in (None, "Suspended") or status.attempt == 0:
+        if hold.why(view):
+            return change.with_status(phase=status.phase or "Pending")
         return _start(view, change)
-    if _template_changed(view):
-        what = (
-            "spec.template changed while the job was not suspended: change it back, or set "
-            "spec.suspend to true and to false again to go on with it"
-        )
-        return change.condition("Invalid", True, "TemplateChanged", what, view.now)
-    change = change.condition("Invalid", False, "Valid", "", view.now)
     loss = _loss(view)
     change = heal.budgets(view, change)
     if loss is not None:
         return restart.after(view, change, loss)
     if status.phase == "Starting":
         change = startup.advance(view, change)
-    elif status.phase in ("Pending", "Restarting") and _barrier_passed(view):
+    elif _barrier_passed(view):
         change = startup.begin(view, change)
     if change.status.phase == status.phase:
         change = report.stall(view, change)
@@ -134,10 +127,6 @@ def _suspend(view: View, change: Change) -> Change:
     change = change.condition("Running", False, "Suspended", message, view.now)
     change = change.condition("Suspended", True, "Suspended", message, view.now)
     return change.tell("Normal", "Suspended", message)
-
-
-def _template_changed(view: View) -> bool:
-    return view.status.template_hash not in ("", view.spec.template_hash)
 
 
 def _loss(view: View) -> Failure | None:
@@ -185,6 +174,8 @@ def _ended(view: View, pod: Pod) -> bool:
 
 def _barrier_passed(view: View) -> bool:
     """No object of an older attempt exists, says a quorum LIST, and the backoff is over."""
+    if view.status.phase not in ("Pending", "Restarting"):
+        return False
     due = view.status.timings.next_restart_at
     return _confirmed(view) and not view.others and (due is None or view.now >= due)
 
@@ -205,17 +196,6 @@ def _in_doubt(view: View) -> bool:
     if finish.past_active_deadline(view) and not _read_after(view, finish.active_deadline(view)):
         return True
     return startup.late(view) and not view.read_since(startup.deadline(view))
-
-
-def _refuse(job: Job, status: Status, message: str, now: datetime) -> Plan:
-    """A spec that CEL could not refuse; the job stays until it is deleted."""
-    if status.terminal:
-        return Plan()
-    change = Change(replace(status, phase="Failed", observed_generation=job.generation))
-    change = change.condition("Invalid", True, "SpecInvalid", message, now)
-    change = change.condition("Failed", True, "Invalid", message, now)
-    change = change.tell("Warning", "Invalid", message)
-    return Plan((WriteStatus(st.to_dict(change.status), change.events),))
 
 
 def _write(view: View, change: Change) -> Plan | None:
@@ -274,9 +254,7 @@ def _creations(view: View) -> tuple[Action, ...]:
     """Barrier, then network objects, then pods: one stage a round."""
     attempt, outcomes = view.status.attempt, view.outcomes
     waiting = view.status.phase in ("Pending", "Restarting")
-    if _template_changed(view):
-        return ()
-    if view.status.phase == "Running":
+    if view.status.phase == "Running" or hold.why(view):
         return ()
     if not _confirmed(view) and (waiting or view.missing):
         due = view.status.timings.next_restart_at

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ddpjob_operator.core import observe
@@ -89,11 +89,23 @@ class Spec:
     clean_pod_policy: str  # Running | All
     metrics_port: int
     network_policy: bool
+    flaw: str = ""  # why no pod can be made of it
 
     @property
     def world_size(self) -> int:
         """Number of training processes."""
         return self.replicas * self.nproc_per_node
+
+
+def read(raw: Mapping[str, Any]) -> Spec:
+    """A raw .spec -> Spec; what cannot work is in ``flaw``, and the rest still holds."""
+    try:
+        return parse(raw)
+    except SpecError as error:
+        # What runs was made of a better spec: these parts are not needed to look after it.
+        rest = {key: raw[key] for key in raw if key not in ("template", "nprocPerNode", "nodeLost")}
+        rest["template"] = {"spec": {"containers": [{"name": observe.TRAINER_CONTAINER}]}}
+        return replace(parse(rest), flaw=str(error))
 
 
 def parse(raw: Mapping[str, Any]) -> Spec:

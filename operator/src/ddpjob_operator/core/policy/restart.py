@@ -11,7 +11,7 @@ from datetime import timedelta
 
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Measurement
-from ddpjob_operator.core.policy import finish
+from ddpjob_operator.core.policy import finish, hold
 from ddpjob_operator.core.spec import Spec
 from ddpjob_operator.core.status import MAX_FAILURES, Failure, Restarts, Timings
 from ddpjob_operator.core.view import Change, View
@@ -61,7 +61,7 @@ def new_attempt(view: View, change: Change, phase: str, delay: float) -> Change:
         phase=phase,
         attempt=attempt,
         members_since=attempt,
-        template_hash=view.spec.template_hash,
+        template_hash=(view.status if hold.why(view) else view.spec).template_hash,
         succeeded=frozenset(),
         restarts=replace(change.status.restarts, round=0),
         replicas=replace(view.status.replicas, active=0, ready=0, succeeded=0, failed=0),

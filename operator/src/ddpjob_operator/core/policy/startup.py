@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Measurement, Refusal
-from ddpjob_operator.core.policy import finish, restart
+from ddpjob_operator.core.policy import finish, hold, restart
 from ddpjob_operator.core.status import Failure
 from ddpjob_operator.core.view import Change, View
 
@@ -36,6 +36,8 @@ def late(view: View) -> bool:
 
 def advance(view: View, change: Change) -> Change:
     """While Starting: to Running, to Failed (the API will never take it), or release."""
+    if hold.why(view) and view.missing:
+        return restart.new_attempt(view, change, "Pending", 0)  # it cannot become whole
     network = view.network_refusal
     refusals = [*view.refusals.values(), *([network] if network else [])]
     never = next((r for r in refusals if r.code in (400, 422)), None)
