@@ -31,7 +31,7 @@ TYPED := operator/src trainer/src devcluster/src
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: setup
 setup: ## make the virtual environment (once per set of pins, kept in the cache)
@@ -90,6 +90,10 @@ test: setup lint programs images ## lint, then every level in one pytest run
 .PHONY: busy
 busy: setup lint programs images ## make test beside two endless loops, as on any shared machine
 	@$(PYTEST) $(LEVELS) --busy $(ARGS)
+
+.PHONY: fault-matrix
+fault-matrix: setup programs images ## run the tests of faults and write docs/fault-matrix.md
+	@$(PYTEST) $(LEVELS) -m fault --fault-matrix $(ARGS)
 
 # Of itself, as compiling takes longer than a test may, and pytest would not show its progress.
 .PHONY: programs

@@ -48,6 +48,7 @@ def about(name: str, call: Call) -> bool:
 
 @pytest.mark.parametrize("write", range(WRITES))
 @pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.fault("O1")
 def test_killed_at_a_write(stage: Arena, harm: Harm, write: int) -> None:
     name = f"crash-{secrets.token_hex(2)}"
     operator, proxy = stage.operators[0], stage.proxy

@@ -25,6 +25,7 @@ def holder(stage: Arena) -> str:
     return str(lease["spec"].get("holderIdentity"))
 
 
+@pytest.mark.fault("O5")
 def test_the_second_stands_by_and_takes_over(stage: Arena) -> None:
     first = stage.start_operator()
     second = stage.operator(name="op-b").start()
@@ -43,6 +44,7 @@ def test_the_second_stands_by_and_takes_over(stage: Arena) -> None:
     assert "ddpjob_leader 1.0" in second.probe("/metrics")[1]
 
 
+@pytest.mark.fault("O5")
 def test_sigterm_ends_in_order_and_frees_the_lease(stage: Arena) -> None:
     operator = stage.start_operator()
     gang = f"gang-{secrets.token_hex(2)}"
@@ -55,6 +57,7 @@ def test_sigterm_ends_in_order_and_frees_the_lease(stage: Arena) -> None:
     second.wait_leading(seconds=20)
 
 
+@pytest.mark.fault("O5")
 def test_who_cannot_renew_stops_and_the_process_ends(stage: Arena) -> None:
     operator = stage.start_operator()
     stage.proxy.faults = [
@@ -81,6 +84,7 @@ def test_a_standby_becomes_ready_but_writes_nothing(stage: Arena) -> None:
     assert "ddpjob_leader 0.0" in operator.probe("/metrics")[1]
 
 
+@pytest.mark.fault("O4")
 def test_two_that_both_act_harm_nothing(stage: Arena) -> None:
     """As after a pause of the one that held the lease: preconditions guard, not the lease."""
     stage.start_operator()

@@ -75,6 +75,7 @@ def test_a_gang_is_created_runs_and_succeeds(stage: Arena, gang: str) -> None:
     assert stage.operators[0].probe("/healthz")[0] == 200
 
 
+@pytest.mark.fault("N10")
 def test_a_restart_keeps_the_order_of_writes(stage: Arena, gang: str) -> None:
     stage.apply(gang)
     stage.wait_phase(gang, "Running")
@@ -118,6 +119,7 @@ def uid_guarded(call: Call) -> bool:
 
 
 @pytest.mark.parametrize("grace", [None, 0], ids=["delete", "force"])
+@pytest.mark.fault("N3")
 def test_a_deleted_member_restarts_the_gang_once(
     stage: Arena, gang: str, grace: int | None
 ) -> None:
@@ -130,6 +132,7 @@ def test_a_deleted_member_restarts_the_gang_once(
     stage.succeed(gang)
 
 
+@pytest.mark.fault("N2")
 def test_two_members_lost_at_once_are_one_restart(stage: Arena, gang: str) -> None:
     stage.apply(gang)
     stage.wait_phase(gang, "Running")

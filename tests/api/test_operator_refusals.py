@@ -26,6 +26,7 @@ def gang(stage: Arena) -> Iterator[str]:
     stage.remove(name)
 
 
+@pytest.mark.fault("A3", "N9")
 def test_quota_releases_all_and_the_gang_comes_up_when_it_is_lifted(
     stage: Arena, gang: str
 ) -> None:
@@ -56,6 +57,7 @@ def test_quota_releases_all_and_the_gang_comes_up_when_it_is_lifted(
 
 
 @pytest.mark.parametrize("kind", ["Service", "Pod"])
+@pytest.mark.fault("A2")
 def test_a_foreign_object_of_that_name_is_not_touched(stage: Arena, gang: str, kind: str) -> None:
     plural, name = ("services", gang) if kind == "Service" else ("pods", f"{gang}-1")
     spec: Object = (
@@ -80,6 +82,7 @@ def test_a_foreign_object_of_that_name_is_not_touched(stage: Arena, gang: str, k
     stage.wait_phase(gang, "Running")
 
 
+@pytest.mark.fault("A5")
 def test_a_misspelt_field_of_the_template_ends_in_invalid_with_the_apis_words(
     stage: Arena, gang: str
 ) -> None:
@@ -93,6 +96,7 @@ def test_a_misspelt_field_of_the_template_ends_in_invalid_with_the_apis_words(
     assert stage.quiet_resyncs() == []
 
 
+@pytest.mark.fault("A5")
 def test_a_value_that_the_api_refuses_ends_in_invalid_too(stage: Arena, gang: str) -> None:
     container = {"name": "trainer", "image": "example/train:1", "imagePullPolicy": "Sometimes"}
     stage.apply(gang, template={"spec": {"schedulerName": "hand", "containers": [container]}})

@@ -22,6 +22,7 @@ def stage(control_plane: Cluster, tmp_path: Path) -> Iterator[Arena]:
         yield found
 
 
+@pytest.mark.fault("A8")
 def test_it_waits_for_the_api_server_and_says_so(stage: Arena) -> None:
     stage.proxy.faults = [Fault("lose-call", lambda call: True, times=10_000)]
     operator = stage.operator().start()
@@ -33,6 +34,7 @@ def test_it_waits_for_the_api_server_and_says_so(stage: Arena) -> None:
     operator.wait_leading()
 
 
+@pytest.mark.fault("A8")
 def test_it_waits_for_the_crd_and_says_what_to_do(stage: Arena) -> None:
     absent = Fault("answer", lambda call: "ddpjob.dev" in call.path, times=10_000, code=404)
     stage.proxy.faults = [absent]

@@ -66,6 +66,7 @@ def fault_at(harm: Harm, code: int, name: str, write: int) -> Fault:
     ],
     ids=["409", "403", "429", "500", "504", "lost-call", "lost-reply"],
 )
+@pytest.mark.fault("A1", "A4")
 def test_trouble_at_each_write(stage: Arena, harm: Harm, code: int) -> None:
     names = [f"w{write}-{secrets.token_hex(2)}" for write in range(WRITES)]
     for name in names:
@@ -91,6 +92,7 @@ def test_trouble_at_each_write(stage: Arena, harm: Harm, code: int) -> None:
 
 
 @pytest.mark.parametrize("code", [403, 429, 502, 503])
+@pytest.mark.fault("A4")
 def test_a_refusal_in_plain_text_is_told_and_survived(stage: Arena, gang: str, code: int) -> None:
     """As by a proxy in front, or by the API server's own limiter: no Status, only words."""
 
@@ -114,6 +116,7 @@ def test_a_refusal_in_plain_text_is_told_and_survived(stage: Arena, gang: str, c
     assert stage.status(gang)["restarts"]["total"] == 0
 
 
+@pytest.mark.fault("O3")
 def test_a_job_whose_deletion_no_watch_told_is_forgotten(stage: Arena, gang: str) -> None:
     stage.apply(gang)
     ready(stage, gang)
@@ -132,6 +135,7 @@ def test_a_job_whose_deletion_no_watch_told_is_forgotten(stage: Arena, gang: str
     assert gang not in [call.target for call in stage.proxy.writes()]
 
 
+@pytest.mark.fault("O3")
 def test_a_pod_event_that_is_lost_with_its_watch_is_found_by_the_list(
     stage: Arena, gang: str
 ) -> None:
@@ -158,6 +162,7 @@ def test_a_pod_event_that_is_lost_with_its_watch_is_found_by_the_list(
     assert "the watch is too old, listing again" in stage.operators[0].log()
 
 
+@pytest.mark.fault("O3")
 def test_broken_watches_are_taken_up_again(stage: Arena, gang: str) -> None:
     stage.apply(gang)
     ready(stage, gang)
@@ -168,6 +173,7 @@ def test_broken_watches_are_taken_up_again(stage: Arena, gang: str) -> None:
 
 
 @pytest.mark.parametrize("code", [404, 500])
+@pytest.mark.fault("O3")
 def test_kopf_is_started_again_when_its_watch_ends_it(stage: Arena, gang: str, code: int) -> None:
     """What ends kopf: an ERROR event that is not 410, or 404 on the list."""
     operator = stage.operators[0]

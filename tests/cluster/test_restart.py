@@ -13,6 +13,7 @@ import pytest
 from support.cluster import wait_for
 from support.site import Site, digits
 
+Record = Callable[[str, float], None]  # pytest's record_property
 Undisturbed = Callable[[int], dict[str, str]]
 STEPS = 150  # as other tests have, so that one undisturbed run serves all
 WITHOUT_ROUNDS = {"inPlace": {"enabled": False}}
@@ -38,7 +39,10 @@ def resumed_from(site: Site, name: str) -> int:
 
 
 @pytest.mark.parametrize("how", ["process", "deleted", "forced"])
-def test_any_replica_lost_in_any_way(site: Site, undisturbed: Undisturbed, how: str) -> None:
+@pytest.mark.fault("N1", "N3")
+def test_any_replica_lost_in_any_way(
+    site: Site, undisturbed: Undisturbed, how: str, record_property: Record
+) -> None:
     """One after the other: each loss is one restart, from the newest snapshot."""
     name = f"lose-{how}"
     # Without restarts in place a killed process ends the attempt; a lost pod does so anyway.
@@ -54,6 +58,7 @@ def test_any_replica_lost_in_any_way(site: Site, undisturbed: Undisturbed, how: 
         lose(site, f"{name}-{replica}", how)
         after = site.wait_running(name, attempt + 1)
         check_counts(after, attempt, how)
+        record_property("recovery_seconds", after["timings"]["lastRecoverySeconds"])
         failure = after["lastFailure"]
         assert failure["replica"] == replica, failure
         if how == "process":
@@ -96,17 +101,22 @@ def check_counts(status: dict[str, Any], losses: int, how: str) -> None:
     assert restarts["inPlace"] == 0, status
 
 
-def test_two_replicas_killed_at_once_are_one_restart(site: Site, undisturbed: Undisturbed) -> None:
+@pytest.mark.fault("N2")
+def test_two_replicas_killed_at_once_are_one_restart(
+    site: Site, undisturbed: Undisturbed, record_property: Record
+) -> None:
     name = "lose-two"
     site.apply(digits(name, steps=STEPS, restart=WITHOUT_ROUNDS))
     site.wait_running(name, 1, step=25)
     site.kill_training(f"{name}-0", f"{name}-2")
     after = site.wait_phase(name, "Succeeded")
     assert (after["attempt"], after["restarts"]["total"]) == (2, 1)
+    record_property("recovery_seconds", after["timings"]["lastRecoverySeconds"])
     assert site.result(name) == undisturbed(STEPS)
     site.delete(name)
 
 
+@pytest.mark.fault("O6")
 def test_an_operator_killed_while_a_job_runs_changes_nothing(site: Site) -> None:
     name = "operator-killed"
     site.apply(digits(name, steps=1000, step_seconds=0.1))
@@ -127,6 +137,7 @@ def test_an_operator_killed_while_a_job_runs_changes_nothing(site: Site) -> None
     site.delete(name)
 
 
+@pytest.mark.fault("O1")
 def test_operator_killed_at_random_moments_of_twenty_restarts(
     site: Site, undisturbed: Undisturbed
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from support.cluster import wait_for
 from support.site import Site, digits
 
@@ -29,6 +31,7 @@ def wait_rounds(site: Site, name: str, rounds: int) -> dict[str, Any]:
         raise AssertionError(f"{error}\n{site.explain(name)}") from None
 
 
+@pytest.mark.fault("N1")
 def test_a_killed_process_comes_back_in_its_pod(site: Site, undisturbed: Undisturbed) -> None:
     """One after the other: the process of rank 0, of another rank, and two at once."""
     name = "round-kill"
@@ -61,6 +64,7 @@ def test_a_killed_process_comes_back_in_its_pod(site: Site, undisturbed: Undistu
     site.delete(name)
 
 
+@pytest.mark.fault("T3")
 def test_a_process_that_hangs_is_ended_and_comes_back(site: Site, undisturbed: Undisturbed) -> None:
     name = "round-hang"
     site.apply(digits(name, steps=STEPS, hang={"stepSeconds": 10}))

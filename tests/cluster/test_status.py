@@ -31,6 +31,7 @@ def wait_condition(site: Site, name: str, type_: str, reason: str) -> str:
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2])
+@pytest.mark.fault("N1")
 def test_max_restarts_is_exact_and_the_cause_is_told(site: Site, limit: int) -> None:
     name = f"max-restarts-{limit}"
     script = 'echo "the data set is gone"; [ $DDPJOB_REPLICA = 1 ] && exit 3; sleep 300'
@@ -59,6 +60,7 @@ def test_a_signal_is_told_with_the_last_lines_of_the_log(site: Site) -> None:
     site.delete(name)
 
 
+@pytest.mark.fault("N8")
 def test_a_wrong_image_is_told(site: Site) -> None:
     obj = job("wrong-image", ["true"])
     trainer(obj)["image"] = "ddpjob/no-such-image:1"
@@ -68,6 +70,7 @@ def test_a_wrong_image_is_told(site: Site) -> None:
     site.delete("wrong-image")
 
 
+@pytest.mark.fault("N8")
 def test_a_missing_claim_is_told(site: Site) -> None:
     claim = {"persistentVolumeClaim": {"claimName": "no-such-claim"}}
     site.apply(job("no-claim", ["true"], snapshot={"path": "/snapshots", "volume": claim}))
@@ -75,6 +78,7 @@ def test_a_missing_claim_is_told(site: Site) -> None:
     site.delete("no-claim")
 
 
+@pytest.mark.fault("N8")
 def test_a_volume_that_cannot_be_mounted_is_told(site: Site) -> None:
     obj = job("no-config", ["true"])
     obj["spec"]["template"]["spec"]["volumes"] = [{"name": "c", "configMap": {"name": "absent"}}]
@@ -85,6 +89,7 @@ def test_a_volume_that_cannot_be_mounted_is_told(site: Site) -> None:
     site.delete("no-config")
 
 
+@pytest.mark.fault("A5")
 def test_a_misspelt_field_of_the_template_fails_in_the_words_of_the_api(site: Site) -> None:
     obj = job("misspelt", ["true"])
     trainer(obj)["imagePolicy"] = "Always"

@@ -158,6 +158,7 @@ disk.seam = seam
 """
 
 
+@pytest.mark.fault("T1")
 def test_killed_at_every_rank_and_place_equals_undisturbed(gang, tmp_path):  # type: ignore[no-untyped-def]
     undisturbed = fresh(tmp_path / "undisturbed")
     assert gang.run(undisturbed) == {0: 0, 1: 0, 2: 0}
@@ -196,6 +197,7 @@ def test_without_the_warm_up_the_same_test_sees_a_difference(gang, tmp_path):  #
     assert weights[0] != weights[1]
 
 
+@pytest.mark.fault("T4")
 def test_sigterm_to_one_rank_stops_all_at_one_step_with_a_snapshot(gang, tmp_path):  # type: ignore[no-untyped-def]
     undisturbed = fresh(tmp_path / "undisturbed")
     gang.run(undisturbed)
@@ -217,6 +219,7 @@ def test_sigterm_to_one_rank_stops_all_at_one_step_with_a_snapshot(gang, tmp_pat
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "manifest", "missing"])
+@pytest.mark.fault("S3")
 def test_a_damaged_newest_snapshot_gives_way_to_the_older(gang, tmp_path, damage):  # type: ignore[no-untyped-def]
     undisturbed = fresh(tmp_path / "undisturbed")
     gang.run(undisturbed)
@@ -252,6 +255,7 @@ def test_copied_by_a_thread_beside_the_next_step_equals_undisturbed(gang, tmp_pa
     assert disturbed.outcome() == undisturbed.outcome()
 
 
+@pytest.mark.fault("S4")
 def test_what_one_rank_cannot_read_is_taken_by_none(gang, tmp_path):  # type: ignore[no-untyped-def]
     undisturbed = fresh(tmp_path / "undisturbed")
     gang.run(undisturbed)
@@ -265,6 +269,7 @@ def test_what_one_rank_cannot_read_is_taken_by_none(gang, tmp_path):  # type: ig
     assert disturbed.outcome() == undisturbed.outcome()
 
 
+@pytest.mark.fault("S2")
 def test_a_full_disk_does_not_stop_training(gang, tmp_path):  # type: ignore[no-untyped-def]
     full = (
         'if operation == "before write" and step in ("8", "12"):'

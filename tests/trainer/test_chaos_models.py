@@ -26,6 +26,7 @@ KILLS = 3
 
 @pytest.mark.parametrize("nproc", [3, 4])
 @pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.fault("T1", "T4")
 def test_an_example_survives_kills_bit_for_bit(tmp_path: Path, script: str, nproc: int) -> None:
     report = tmp_path / "report.json"
     program = (str(EXAMPLES / script), "--total-steps", "20")

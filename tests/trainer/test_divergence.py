@@ -66,6 +66,7 @@ class Training:
 
 
 @pytest.mark.parametrize("level", ["resume", "elastic"])
+@pytest.mark.fault("T7")
 def test_one_flipped_bit_stops_all_before_the_snapshot(gang, tmp_path, level):  # type: ignore[no-untyped-def]
     training = Training(tmp_path / "s", rank=2, level=level)
     assert gang.run(training) == ALL_70
@@ -75,6 +76,7 @@ def test_one_flipped_bit_stops_all_before_the_snapshot(gang, tmp_path, level):  
 
 
 @pytest.mark.parametrize(("every", "found"), [(3, 3), (100, 6)])
+@pytest.mark.fault("T7")
 def test_rank_0_as_the_odd_one(gang, tmp_path, every, found):  # type: ignore[no-untyped-def]
     """The last step is looked at in any case."""
     training = Training(

@@ -58,6 +58,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.fault("T3")
 def test_the_culprit_is_named_and_counts_as_76(script, tmp_path, name):  # type: ignore[no-untyped-def]
     phase, activity, what, shows = CASES[name]
     report = tmp_path / "report"
@@ -130,6 +131,7 @@ does_not_care()
     assert "--- rank 1" not in err
 
 
+@pytest.mark.fault("T3")
 def test_across_pods_the_launcher_of_the_culprit_finds_it(script, tmp_path):  # type: ignore[no-untyped-def]
     """Two launchers, a rank each; the other one only waits and must not be blamed."""
     program = script(

@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -50,6 +51,7 @@ def train(rank: int) -> None:
         step.commit()
 
 
+@pytest.mark.fault("T3")
 def test_the_rank_that_hangs_ends_with_76_and_its_stacks(gang):  # type: ignore[no-untyped-def]
     codes = gang.run(train, env=HANG)
     assert codes == {0: 75, 1: 76, 2: 75}, gang.log(1)

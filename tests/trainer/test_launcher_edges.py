@@ -15,6 +15,8 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from support.launching import RUN, SOURCES, free_ports, launch, launched, run
 
 _PTRACE_SEIZE = 0x4206
@@ -150,6 +152,7 @@ sys.exit(1)
     assert json.loads(report.read_text())["round"] == 1
 
 
+@pytest.mark.fault("T10")
 def test_a_log_that_nobody_reads_stops_no_round_no_health_and_no_sigterm(  # type: ignore[no-untyped-def]
     script, tmp_path, wait_until
 ):
@@ -197,6 +200,7 @@ while True:
     assert content["rounds"][0]["code"] == 3
 
 
+@pytest.mark.fault("T10")
 def test_a_worker_that_not_even_sigkill_ends_is_left_and_named(script, tmp_path, wait_until):  # type: ignore[no-untyped-def]
     """The dead process of a tracer is not seen by its parent, as one that waits for a dead disk."""
     report = tmp_path / "report"

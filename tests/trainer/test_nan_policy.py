@@ -94,6 +94,7 @@ class Training:
         ("parameter", "Parameter '3.weight' was not finite already before this update"),
     ],
 )
+@pytest.mark.fault("T8")
 def test_stop_ends_all_ranks_before_the_update(gang, tmp_path, level, how, words):  # type: ignore[no-untyped-def]
     clip = 1.0 if how == "gradient" else None
     training = Training(tmp_path, level=level, how=how, clip=clip)
@@ -107,6 +108,7 @@ def test_stop_ends_all_ranks_before_the_update(gang, tmp_path, level, how, words
 
 @pytest.mark.parametrize("level", ["resume", "elastic"])
 @pytest.mark.parametrize(("how", "micro", "clip"), [("loss alone", 2, None), ("gradient", 1, 0.1)])
+@pytest.mark.fault("T8")
 def test_skip_leaves_one_update_out_and_resumes_exactly(gang, tmp_path, level, how, micro, clip):  # type: ignore[no-untyped-def]
     def fresh(name: str) -> Training:
         (tmp_path / name).mkdir()
@@ -156,6 +158,7 @@ def test_skip_leaves_no_trace_in_batch_norm(gang, tmp_path):  # type: ignore[no-
 
 
 @pytest.mark.parametrize("case", ["stop", "skip", "skip, update()"])
+@pytest.mark.fault("T8")
 def test_gradients_that_one_rank_alone_has_spoilt_end_all_and_name_it(gang, case):  # type: ignore[no-untyped-def]
     """It would otherwise wait for the others, or leave out an update that they make."""
 

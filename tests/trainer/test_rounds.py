@@ -51,6 +51,7 @@ def training(tmp_path: Path) -> Iterator[Training]:
 # --- One launcher ----------------------------------------------------------------------------
 
 
+@pytest.mark.fault("T2")
 def test_two_at_once_then_a_kill_at_each_stage_of_the_restart(training, undisturbed):  # type: ignore[no-untyped-def]
     places = ["1-0-step-9", "1-1-import", "1-2-start", "1-3-build", "1-4-step-8", "1-5-end"]
     victims = [(0, 1), (0,), (1,), (2,), (0, 1, 2), (2,)]
@@ -68,6 +69,7 @@ def test_two_at_once_then_a_kill_at_each_stage_of_the_restart(training, undistur
         assert one["signal"] == signal.SIGKILL
 
 
+@pytest.mark.fault("T2")
 def test_spares_and_their_fork_server_under_fire(training, undisturbed, tmp_path):  # type: ignore[no-untyped-def]
     training.hold("1-0-step-9", "1-1-step-9", "1-3-step-9")
     patient = patched(tmp_path, "processes.spares._ANSWER_SECONDS", 4.0)
@@ -196,6 +198,7 @@ def test_an_unmodified_torch_script_goes_on_from_its_own_checkpoint(script, tmp_
 # --- Three launchers -------------------------------------------------------------------------
 
 
+@pytest.mark.fault("T1")
 def test_across_launchers_a_killed_worker_comes_back_in_place(training, undisturbed):  # type: ignore[no-untyped-def]
     """Also one that dies when all others have ended well."""
     training.hold("1-0-step-9", "1-1-end-2")
@@ -211,6 +214,7 @@ def test_across_launchers_a_killed_worker_comes_back_in_place(training, undistur
     assert rounds == [(0, 1, 1), (1, 2, 2)]
 
 
+@pytest.mark.fault("T5")
 def test_a_lost_launcher_ends_the_attempt_and_the_next_goes_on(training, undisturbed):  # type: ignore[no-untyped-def]
     forwarder = Forwarder(training.hub_port)
 
@@ -264,6 +268,7 @@ def pair(script: str, directory: Path, constant: str, value: float) -> list[Pope
     ]  # fmt: skip
 
 
+@pytest.mark.fault("T5")
 def test_a_hub_that_does_not_answer_is_not_waited_for(script, tmp_path, wait_until):  # type: ignore[no-untyped-def]
     """Nor hides it the cause; and the processes that still run here are ended."""
     program = script(

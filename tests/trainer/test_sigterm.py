@@ -71,6 +71,7 @@ def stopped_after(gang) -> set[int]:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.fault("T4")
 def test_in_a_collective_that_is_blocked(gang, tmp_path, wait_until, times):  # type: ignore[no-untyped-def]
     """Two ranks wait for the third, which loads data: nobody ends before the step is whole."""
     waiting, go = tmp_path / "waiting", tmp_path / "go"
@@ -124,6 +125,7 @@ def resumed_after(gang, tmp_path: Path, saving: Any = None) -> int:  # type: ign
     return int(match[1])
 
 
+@pytest.mark.fault("T4")
 def test_while_a_snapshot_is_taken(gang, tmp_path):  # type: ignore[no-untyped-def]
     def program(rank: int) -> None:
         calls = []
@@ -142,6 +144,7 @@ def test_while_a_snapshot_is_taken(gang, tmp_path):  # type: ignore[no-untyped-d
     assert resumed_after(gang, tmp_path, lambda: None) == steps.pop()
 
 
+@pytest.mark.fault("T4")
 def test_when_a_peer_is_dead_nothing_is_waited_for(gang, tmp_path):  # type: ignore[no-untyped-def]
     def program(rank: int) -> None:
         def before(fetched: int) -> None:

@@ -249,6 +249,7 @@ def leftovers(ranks: Ranks, step: int) -> list[Path]:
     return list(ranks.directory.glob(f"step-{step:012d}-{ranks.place.nonce}*"))
 
 
+@pytest.mark.fault("S1")
 def test_a_keeper_killed_at_any_operation(saving, orders):  # type: ignore[no-untyped-def]
     step = 2
     for rank, point in points_of_a_save(saving, orders):
@@ -258,6 +259,7 @@ def test_a_keeper_killed_at_any_operation(saving, orders):  # type: ignore[no-un
     check(open_snapshots(saving.place.root, 2)[1], step)
 
 
+@pytest.mark.fault("S1")
 def test_a_keeper_killed_while_it_removes_older_snapshots(saving, orders):  # type: ignore[no-untyped-def]
     assert [saving.save(step) for step in (2, 3)] == ["", ""]  # so many are kept
     orders.give(0, -1, "", removes=True)
@@ -281,6 +283,7 @@ def test_a_keeper_killed_while_it_removes_older_snapshots(saving, orders):  # ty
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+@pytest.mark.fault("S2")
 def test_a_save_that_fails_anywhere_is_told_and_the_next_works(saving, orders, code):  # type: ignore[no-untyped-def]
     step, keepers = 2, saving.keepers()
     for rank, point in points_of_a_save(saving, orders):
@@ -394,6 +397,7 @@ def test_who_is_behind_has_no_buffer_and_nobody_waits(tmp_path, open_ranks):  # 
     assert all(tracker.pool.free() for tracker in ranks.trackers)
 
 
+@pytest.mark.fault("S5")
 def test_keepers_of_an_earlier_attempt_cannot_hurt_when_they_wake_up(tmp_path, open_ranks):  # type: ignore[no-untyped-def]
     zombie = open_ranks(tmp_path, 1)
     assert zombie.save(10) == ""

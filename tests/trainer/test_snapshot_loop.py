@@ -248,6 +248,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for path in found for child in path.read_text().split()]
 
 
+@pytest.mark.fault("S5", "N7")
 def test_a_stopped_gang_that_wakes_up_later_hurts_nobody(gang, tmp_path, wait_until):  # type: ignore[no-untyped-def]
     """Ranks and keepers of attempt 1, in the midst of a step, while attempt 2 trains on."""
     root, go = tmp_path / "snapshots", tmp_path / "go"

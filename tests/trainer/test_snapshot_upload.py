@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -15,6 +16,7 @@ import ddpjob_trainer as ddp
 DATA = torch.utils.data.TensorDataset(torch.arange(240.0).reshape(60, 4) / 240)
 
 
+@pytest.mark.fault("S6")
 def test_a_gang_whose_disk_is_lost_goes_on_from_the_store(gang, tmp_path):  # type: ignore[no-untyped-def]
     store = tmp_path / "store"
 

@@ -65,6 +65,7 @@ def test_rank_0_may_come_last(gang, port, wait_until):  # type: ignore[no-untype
     assert gang.wait() == {0: 0, 1: 0, 2: 0}
 
 
+@pytest.mark.fault("T6")
 def test_a_straggler_of_an_earlier_attempt_ends_with_75(gang, port):  # type: ignore[no-untyped-def]
     gang.spawn(program, 0, environment(port, 0, 2, DDPJOB_ATTEMPT="3"))
     gang.spawn(program, 1, environment(port, 1, 2, DDPJOB_ATTEMPT="2"))
@@ -76,6 +77,7 @@ def test_a_straggler_of_an_earlier_attempt_ends_with_75(gang, port):  # type: ig
     assert gang.wait() == {0: 0, 1: 0}
 
 
+@pytest.mark.fault("T6")
 def test_a_new_attempt_waits_while_the_old_rank_0_still_answers(gang, port, wait_until):  # type: ignore[no-untyped-def]
     gang.spawn(program, 0, environment(port, 0, 2, DDPJOB_ATTEMPT="1"))
     old = gang.pids.pop(0)

@@ -96,6 +96,7 @@ def put(path: Path, thing: str) -> None:
 
 
 @pytest.mark.parametrize("thing", THINGS)
+@pytest.mark.fault("S3")
 def test_in_place_of_a_manifest_or_of_a_data_file(root, thing):  # type: ignore[no-untyped-def]
     put(root / "00000001" / manifest.file_name(2), thing)
     assert loaded_step(root) == 1
@@ -105,6 +106,7 @@ def test_in_place_of_a_manifest_or_of_a_data_file(root, thing):  # type: ignore[
 
 
 @pytest.mark.parametrize("thing", THINGS)
+@pytest.mark.fault("S3")
 def test_in_place_of_a_start_record(root, thing, capsys):  # type: ignore[no-untyped-def]
     (root / "00000007").mkdir()
     put(root / "00000007" / lineage.START, thing)
@@ -137,6 +139,7 @@ def test_the_tool_tells_them(root, thing, capsys, tmp_path):  # type: ignore[no-
 
 
 @pytest.mark.parametrize("links", [True, False])
+@pytest.mark.fault("S3")
 def test_no_byte_from_outside_comes_into_the_volume(root, tmp_path, monkeypatch, links):  # type: ignore[no-untyped-def]
     """A link is named like a data file; making hard links may be forbidden."""
     secret = tmp_path / "secret"

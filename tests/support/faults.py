@@ -1,0 +1,191 @@
+"""The fault matrix: what can go wrong, what must follow, and which tests show it.
+
+A test says `@pytest.mark.fault("O1")`. `make fault-matrix` runs all that do, keeps what came of
+them in docs/fault-matrix.json and writes docs/fault-matrix.md from both.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/fault-matrix.md"
+RESULTS = ROOT / "docs/fault-matrix.json"
+
+#: Section -> row -> (fault, what must follow).
+FAULTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "The operator": {
+        "O1": (
+            "killed before a write, after it is stored, after the reply: each write of a restart",
+            "the same end; no object created or deleted more often, but for that one write",
+        ),
+        "O2": (
+            "its first list, or its cache, shows an older state",
+            "nothing that cannot be taken back happens before a quorum read",
+        ),
+        "O3": (
+            "events lost, twice or late; the watch ends with 410, 429, 500, 504",
+            "a list finds what was missed; the process lives",
+        ),
+        "O4": ("two operators act at once", "no second gang, no failure counted twice"),
+        "O5": ("the leader is stopped, cut off or told to end", "the other one takes over"),
+        "O6": ("away while a gang runs, fails or ends", "caught up with from what is stored"),
+    },
+    "The API server": {
+        "A1": ("409 at a status write", "the job is read again, and decided anew"),
+        "A2": ("a name is taken by somebody else's object", "a reason; the object is not touched"),
+        "A3": ("no quota for all pods", "what was created is released; tried again, uncharged"),
+        "A4": (
+            "403, 429, 500, 504, a cut connection, a reply lost, at each write",
+            "tried again later; no object twice, no restart more",
+        ),
+        "A5": (
+            "it will not have the pod: a field or a value that is wrong",
+            "a reason in the API's own words, before anything ran",
+        ),
+        "A6": ("away for minutes while a gang trains", "it trains on; no failure is counted"),
+        "A7": ("etcd is restored from a snapshot", "the store begins anew; no attempt twice"),
+        "A8": ("it, or the CRD, is not there yet", "the operator says so and waits"),
+    },
+    "Pods and nodes": {
+        "N1": (
+            "a process dies (SIGKILL, any exit code), its pod lives",
+            "restarted in place in all pods; else one restart of the gang",
+        ),
+        "N2": ("several members die at once", "one restart, one failure"),
+        "N3": ("a pod is deleted, by force or not", "one restart, free of charge"),
+        "N4": ("evicted, drained, preempted", "one restart, free of charge, after a snapshot"),
+        "N5": ("out of memory", "class OOM, told as such"),
+        "N6": ("the node dies", "Fence: elsewhere after afterSeconds; Wait: says what helps"),
+        "N7": ("a node that was cut off comes back", "its zombie commits nothing"),
+        "N8": ("the image, a claim or a volume is missing", "a reason; released at the deadline"),
+        "N9": ("no room for all pods", "all or none; two gangs do not block each other"),
+        "N10": ("pods that end slowly at SIGTERM", "the next attempt waits until they are gone"),
+        "N11": ("labels of a pod taken off or forged", "no loop, no second gang"),
+    },
+    "The training": {
+        "T1": ("SIGKILL of any rank at any moment", "every bit and every loss as undisturbed"),
+        "T2": ("a second kill while the first is being recovered from", "the same"),
+        "T3": ("a rank hangs (SIGSTOP, an endless loop, a dead collective)", "ended by the watch"),
+        "T4": ("SIGTERM to one rank or to all", "one snapshot of one step, then the end"),
+        "T5": ("a launcher is lost", "the attempt ends, the next one goes on"),
+        "T6": ("a straggler of an earlier attempt or round", "shut out"),
+        "T7": ("one bit of one rank's state flips", "seen before the next snapshot; all stop"),
+        "T8": ("a loss or gradient that is not finite", "stop, skip or ignore, on all ranks"),
+        "T9": ("another number of ranks afterwards", "level elastic: the same bits"),
+        "T10": ("a log that nobody reads, a worker in D state", "no launcher waits for it"),
+    },
+    "Snapshots": {
+        "S1": ("a writer is killed at each operation of a save", "the one before is loaded"),
+        "S2": ("no space left, I/O errors", "that snapshot fails, training goes on"),
+        "S3": ("a damaged, foreign or forged file", "put aside; the next older is taken by all"),
+        "S4": ("one rank cannot read what others can", "taken by none"),
+        "S5": ("a stopped gang wakes up after its successor", "its snapshots are on no chain"),
+        "S6": ("the disk is lost, an object store has a copy", "it goes on from the store"),
+    },
+}  # fmt: skip
+
+
+@dataclass
+class Found:
+    """What came of one test function over all its parameters."""
+
+    passed: int = 0
+    failed: int = 0
+    seconds: list[float] | None = None  # recovery, where the test measured it
+
+
+def names() -> set[str]:
+    """Every row's."""
+    return {name for rows in FAULTS.values() for name in rows}
+
+
+class Recorder:
+    """A pytest plugin: takes down what came of the tests of faults."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Found] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Iterator[None]:
+        report: Any = yield
+        rows = [name for mark in item.iter_markers("fault") for name in mark.args]
+        if rows and (report.when == "call" or report.failed):
+            function = report.nodeid.partition("[")[0]
+            found = self.found.setdefault(function, Found())
+            found.passed += report.passed
+            found.failed += report.failed
+            told = [value for name, value in report.user_properties if name == "recovery_seconds"]
+            found.seconds = [*(found.seconds or []), *told]
+        return report
+
+    def pytest_sessionfinish(self) -> None:
+        """Keep the results of functions that were not run now, as long as they exist."""
+        today = datetime.now(UTC).date().isoformat()
+        kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        for function, found in self.found.items():
+            seconds = found.seconds
+            kept[function] = {
+                "passed": found.passed, "failed": found.failed, "on": today,
+                **({"recovery": round(statistics.median(seconds), 1)} if seconds else {}),
+            }  # fmt: skip
+        marks = dict(marked())
+        there = {name: found for name, found in sorted(kept.items()) if name in marks}
+        RESULTS.write_text(json.dumps(there, indent=1) + "\n")
+        PAGE.write_text(page(there, marks))
+
+
+def page(results: Mapping[str, Mapping[str, Any]], marks: Mapping[str, list[str]]) -> str:
+    """docs/fault-matrix.md. ``marks``: the rows of each test function."""
+    lines = [
+        "# Fault matrix",
+        "",
+        "What can go wrong, what must follow, and the tests that show it. `make fault-matrix` runs",
+        "them and writes this page; a row without a test says so. The level is the folder of the",
+        "test: `api` has a real API server, `trainer` real processes, `cluster` all. Recovery",
+        "is `status.timings.lastRecoverySeconds` of that run, all nodes and pods on 2 cores.",
+    ]
+    for section, rows in FAULTS.items():
+        lines += ["", f"## {section}", "", "| | fault | what follows | shown by | recovery |"]
+        lines += ["|---|---|---|---|---|"]
+        for name, (fault, expected) in rows.items():
+            tests = {f: results.get(f, {}) for f, rows_of in marks.items() if name in rows_of}
+            shown = "<br>".join(_told(f, found) for f, found in tests.items()) or "**no test yet**"
+            times = [f"{found['recovery']} s" for found in tests.values() if "recovery" in found]
+            lines.append(f"| {name} | {fault} | {expected} | {shown} | {', '.join(times)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _told(function: str, found: Mapping[str, Any]) -> str:
+    path, _, test = function.partition("::")
+    which = f"{Path(path).parts[1]}: `{Path(path).name}::{test}`"
+    if not found:
+        return f"{which}, **not run yet**"
+    counts = f"{found['passed']} passed" + (f", {found['failed']} FAILED" * bool(found["failed"]))
+    return f"{which}, {counts}, {found['on']}"
+
+
+def marked() -> Iterator[tuple[str, list[str]]]:
+    """Test functions with their rows, as the sources say."""
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and (rows := _rows(node)):
+                yield f"{file.relative_to(ROOT)}::{node.name}", rows
+
+
+def _rows(function: ast.FunctionDef) -> list[str]:
+    calls = [call for call in function.decorator_list if isinstance(call, ast.Call)]
+    faults = [call for call in calls if getattr(call.func, "attr", "") == "fault"]
+    return [argument.value for call in faults for argument in call.args
+            if isinstance(argument, ast.Constant)]  # fmt: skip
