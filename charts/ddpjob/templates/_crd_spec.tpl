@@ -403,7 +403,8 @@ properties:
   startupDeadlineSeconds:
     description: >-
       Seconds from the first pod's creation to all replicas running. Past it everything is
-      released and tried again; charged unless the job waited for capacity or quota.
+      released and tried again; charged unless the job waited for capacity or quota, or the
+      cluster refused a pod.
     type: integer
     format: int32
     minimum: 1

@@ -77,7 +77,8 @@ properties:
     description: >-
       Conditions: Running, Complete, Failed, Suspended, Stalled (something outside holds the
       job up, for example ImagePullBackOff, Unschedulable, QuotaExceeded, NameConflict),
-      Invalid (the spec cannot work; the message names the field) and Unsupported (a field
+      Invalid (no pod can be made of the spec; the message names the field; it waits until the
+      spec is mended) and Unsupported (a field
       is set that this version does not act on).
     type: array
     maxItems: 32
@@ -165,6 +166,12 @@ properties:
         format: int32
       consecutive:
         description: Restarts in a row without progress; drives the backoff.
+        type: integer
+        format: int32
+      released:
+        description: >-
+          Tries in a row that were given back before all replicas ran, for want of quota or capacity,
+          or because the cluster refused. Charged to no budget; drives the wait for the next try.
         type: integer
         format: int32
       snapshotStep:

@@ -30,6 +30,13 @@ def integer(value: object, default: int = 0) -> int:
     return default if found is None else found
 
 
+def opt_number(value: object) -> float | None:
+    """The number, or None."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    return None
+
+
 def text(value: object) -> str:
     """The string, or an empty one."""
     return value if isinstance(value, str) else ""

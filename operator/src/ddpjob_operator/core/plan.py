@@ -61,7 +61,7 @@ def plan(job: Job, pods: Sequence[Pod], outcomes: Outcomes, now: datetime) -> Pl
     spec = spec_module.read(job.spec)
     view = look(job, spec, status, pods, outcomes, now)
     if status.terminal:
-        return finish.clean_up(view)
+        return finish.answer(view) or finish.clean_up(view)
     change = report.fill(view, _decide(view))
     write = _write(view, change)
     if write is not None:
@@ -108,7 +108,10 @@ def _start(view: View, change: Change) -> Change:
     resumed = view.status.phase == "Suspended" and view.status.attempt > 0
     reason = "Resumed" if resumed else "Started"
     change = restart.new_attempt(view, change, "Restarting" if resumed else "Pending", 0)
-    change = change.with_status(timings=replace(change.status.timings, started_at=view.now))
+    change = change.with_status(
+        timings=replace(change.status.timings, started_at=view.now),
+        restarts=replace(change.status.restarts, consecutive=0, released=0),
+    )
     message = f"creating {view.spec.replicas} pods, attempt {change.status.attempt}"
     change = change.condition("Suspended", False, reason, "", view.now)
     return change.tell("Normal", reason, message)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, get_args
 
-from ddpjob_operator.core.lenient import integer, mapping, opt_integer, sequence, text
+from ddpjob_operator.core.lenient import integer, mapping, opt_integer, opt_number, sequence, text
 from ddpjob_operator.core.ranges import format_ranges, parse_ranges
 
 Phase = Literal["Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
@@ -37,12 +37,6 @@ def parse_time(text: object) -> datetime | None:
     if not 1 < at.year <= 9000:  # adding a deadline or a time zone to it would overflow
         return None
     return at if at.tzinfo else at.replace(tzinfo=UTC)
-
-
-def _opt_float(value: object) -> float | None:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    return None
 
 
 def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,12 +74,14 @@ class Restarts:
     progress. ``consecutive`` drives the backoff and heals too.
     ``in_place``: restarts of processes only, over all attempts; ``round``: how many of them
     were in the current attempt, so that each is counted once however often it is heard of.
+    ``released``: tries in a row that were given back before all replicas ran.
     """
 
     total: int = 0
     charged: int = 0
     disruptions: int = 0
     consecutive: int = 0
+    released: int = 0
     in_place: int = 0
     round: int = 0
     snapshot_step: int = 0
@@ -257,6 +253,7 @@ def from_dict(body: object) -> Status:
             charged=integer(restarts.get("charged")),
             disruptions=integer(restarts.get("disruptions")),
             consecutive=integer(restarts.get("consecutive")),
+            released=integer(restarts.get("released")),
             in_place=integer(restarts.get("inPlace")),
             round=integer(restarts.get("round")),
             snapshot_step=integer(restarts.get("snapshotStep")),
@@ -339,6 +336,7 @@ def _restarts_to_dict(restarts: Restarts) -> dict[str, Any]:
             "charged": restarts.charged,
             "disruptions": restarts.disruptions,
             "consecutive": restarts.consecutive,
+            "released": restarts.released,
             "inPlace": restarts.in_place,
             "round": restarts.round,
             "snapshotStep": restarts.snapshot_step,
@@ -365,8 +363,8 @@ def _progress_from_dict(raw: Mapping[str, Any]) -> Progress:
     return Progress(
         step=opt_integer(raw.get("step")),
         total_steps=opt_integer(raw.get("totalSteps")),
-        loss=_opt_float(raw.get("loss")),
-        samples_per_second=_opt_float(raw.get("samplesPerSecond")),
+        loss=opt_number(raw.get("loss")),
+        samples_per_second=opt_number(raw.get("samplesPerSecond")),
         snapshot_step=opt_integer(raw.get("snapshotStep")),
         file_at=parse_time(raw.get("fileModifiedAt")),
         updated_at=parse_time(raw.get("updatedAt")),
@@ -396,5 +394,5 @@ def _timings_from_dict(raw: Mapping[str, Any]) -> Timings:
         last_round_at=parse_time(raw.get("lastRoundAt")),
         next_restart_at=parse_time(raw.get("nextRestartAt")),
         completed_at=parse_time(raw.get("completedAt")),
-        last_recovery_seconds=_opt_float(raw.get("lastRecoverySeconds")),
+        last_recovery_seconds=opt_number(raw.get("lastRecoverySeconds")),
     )

@@ -9,7 +9,8 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from ddpjob_operator.core import classify
-from ddpjob_operator.core.actions import Action, DeleteJob, DeletePod, Plan
+from ddpjob_operator.core import status as st
+from ddpjob_operator.core.actions import Action, DeleteJob, DeletePod, Event, Plan, WriteStatus
 from ddpjob_operator.core.status import Progress
 from ddpjob_operator.core.view import Change, View
 
@@ -52,6 +53,18 @@ def active_deadline(view: View) -> datetime | None:
     """Counted from the first start, or from the last resume, as batch/v1 does."""
     seconds, since = view.spec.active_deadline, view.status.timings.started_at
     return None if seconds is None or since is None else since + timedelta(seconds=seconds)
+
+
+def answer(view: View) -> Plan | None:
+    """Somebody edited the spec of a job that has ended: say that it was read, and what it does."""
+    if view.status.observed_generation == view.job.generation:
+        return None
+    what = (
+        f"the job has {view.status.phase}: of its spec only ttlSecondsAfterFinished still counts; "
+        "create a new DDPJob to train again"
+    )
+    status = replace(view.status, observed_generation=view.job.generation)
+    return Plan((WriteStatus(st.to_dict(status), (Event("Warning", "AlreadyEnded", what),)),))
 
 
 def clean_up(view: View) -> Plan:

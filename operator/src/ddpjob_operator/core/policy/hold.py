@@ -12,6 +12,8 @@ from ddpjob_operator.core.view import Change, View
 
 SPEC_INVALID: Final = "SpecInvalid"
 TEMPLATE_CHANGED: Final = "TemplateChanged"
+#: Told by startup.py, taken back here.
+POD_REFUSED: Final = "PodRefused"
 
 
 def why(view: View) -> tuple[str, str] | None:
@@ -32,8 +34,9 @@ def tell(view: View, change: Change) -> Change:
     found, old = why(view), view.status.condition("Invalid")
     said = old.reason if old and old.status == "True" else ""
     if found is None:
-        ours = said in (SPEC_INVALID, TEMPLATE_CHANGED)
-        return change.condition("Invalid", False, "Valid", "", view.now) if ours else change
+        taken = view.status.phase in ("Starting", "Running") and not view.missing
+        over = taken if said == POD_REFUSED else bool(said)
+        return change.condition("Invalid", False, "Valid", "", view.now) if over else change
     reason, message = found
     change = change.condition("Invalid", True, reason, message, view.now)
     return change if said == reason else change.tell("Warning", reason, message)

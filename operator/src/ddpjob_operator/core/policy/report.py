@@ -76,7 +76,7 @@ def _reasons(view: View) -> Iterator[tuple[str, str]]:
 def _refusals(view: View) -> Iterator[tuple[str, str]]:
     for refusal in (view.network_refusal, *view.refusals.values()):
         if refusal and not (ours(view, refusal) and _fresh(view)):
-            yield _refused(view, refusal)
+            yield refused(view, refusal)
 
 
 def _stuck_deletions(view: View) -> Iterator[tuple[str, str]]:
@@ -108,7 +108,8 @@ def passes(view: View, refusal: Refusal) -> bool:
     return left or ours(view, refusal)
 
 
-def _refused(view: View, refusal: Refusal) -> tuple[str, str]:
+def refused(view: View, refusal: Refusal) -> tuple[str, str]:
+    """Reason and message of the condition for it."""
     found = refusal.existing
     if found and passes(view, refusal):
         what = f"{found.kind} {found.name} of an earlier attempt or job is still there"

@@ -1,19 +1,24 @@
 """From the barrier to the moment when all members run, and what happens if that fails.
 
-Creation is all or nothing: what cannot be completed is released and tried again later,
-so that two half gangs never hold what each other needs.
+What the cluster refuses, and what it has no room for, is given back and waited for, and charged to
+nobody (release.py); what the API server calls wrong waits too, for it may be mended.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from datetime import datetime, timedelta
+from typing import Final
 
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Measurement, Refusal
-from ddpjob_operator.core.policy import finish, hold, restart
+from ddpjob_operator.core.policy import hold, report, restart
+from ddpjob_operator.core.policy.release import release
 from ddpjob_operator.core.status import Failure
 from ddpjob_operator.core.view import Change, View
+
+#: Nothing but the user, or whoever changes pods on their way in, can mend it.
+_CURE: Final = "suspend the job, mend it and resume; it is tried again from time to time as it is"
 
 
 def begin(view: View, change: Change) -> Change:
@@ -35,30 +40,34 @@ def late(view: View) -> bool:
 
 
 def advance(view: View, change: Change) -> Change:
-    """While Starting: to Running, to Failed (the API will never take it), or release."""
+    """While Starting: to Running, back to Pending, or a restart that is charged."""
     if hold.why(view) and view.missing:
         return restart.new_attempt(view, change, "Pending", 0)  # it cannot become whole
     network = view.network_refusal
     refusals = [*view.refusals.values(), *([network] if network else [])]
     never = next((r for r in refusals if r.code in (400, 422)), None)
     if never:
-        what = f"the API server refuses an object of the gang: {never.message}"
-        change = change.condition("Invalid", True, "PodRefused", what, view.now)
-        return finish.fail(view, change, "Invalid", what)
+        what = f"the API server calls an object of the gang wrong: {never.message}; {_CURE}"
+        return release(view, change, hold.POD_REFUSED, what, "Invalid")
     quota = next((r for r in refusals if over_quota(r)), None)
     if quota:
-        return _release(view, change, "QuotaExceeded", quota.message)
+        return release(view, change, "QuotaExceeded", quota.message)
     if all_running(view):
         return _run(view, change)
     if not late(view) or not view.read_since(deadline(view)):
         return change
-    waiting = [pod for pod in view.members.values() if pod.unschedulable]
-    if waiting:
-        what = f"pod {waiting[0].name}: {waiting[0].unschedulable}"
-        return _release(view, change, "Unschedulable", what)
+    if refusals:
+        return release(view, change, *report.refused(view, refusals[0]))
+    if view.missing:
+        what = f"replica {view.missing[0]} was never created: the API server could not be reached"
+        return release(view, change, "CreationFailed", what)
     leaving = classify.leaving(view.members.values())
     if leaving is not None and leaving.replica is not None:
         return restart.after(view, change, classify.removed(leaving, view.now))
+    waiting = [pod for pod in view.members.values() if pod.unschedulable or not pod.node]
+    if waiting:
+        what = f"pod {waiting[0].name}: {waiting[0].unschedulable or 'no scheduler has seen it'}"
+        return release(view, change, "Unschedulable", what)
     return restart.after(view, change, _too_slow(view))
 
 
@@ -80,10 +89,7 @@ def _run(view: View, change: Change) -> Change:
     seconds = max(0.0, (view.now - since).total_seconds())
     change = change.with_status(
         phase="Running",
-        # Waiting for capacity was no crash: it must not delay a later restart.
-        restarts=(
-            change.status.restarts if recovered else replace(change.status.restarts, consecutive=0)
-        ),
+        restarts=replace(change.status.restarts, released=0),
         timings=replace(
             timings,
             running_at=view.now,
@@ -97,19 +103,6 @@ def _run(view: View, change: Change) -> Change:
     change = change.condition("Running", True, "AllReplicasRunning", message, view.now)
     measured = Measurement("recovery_seconds" if recovered else "time_to_running_seconds", seconds)
     return change.tell("Normal", "Running", message).measure(measured)
-
-
-def _release(view: View, change: Change, reason: str, message: str) -> Change:
-    """Give back what was created and wait; never charged, a new attempt all the same."""
-    consecutive = view.status.restarts.consecutive + 1
-    delay = restart.backoff(view.spec, consecutive + 1)
-    change = restart.new_attempt(view, change, "Pending", delay)
-    change = change.with_status(
-        restarts=replace(change.status.restarts, consecutive=consecutive),
-    )
-    what = f"released all pods, next try in {delay:g} s: {message}"
-    change = change.condition("Stalled", True, reason, what, view.now)
-    return change.tell("Warning", reason, what)
 
 
 def _too_slow(view: View) -> Failure:

@@ -1,0 +1,143 @@
+"""Stories of gangs that the cluster refuses or has no room for: nobody is charged, all get on."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpjob_operator.core import actions as act
+from ddpjob_operator.core.status import parse_time
+from support.world import World, job_object
+
+
+def started(**spec: object) -> World:
+    return World(job_object(**spec)).settle()
+
+
+def refusal(world: World, code: int, message: str = "words") -> act.Refusal:
+    return act.Refusal(world.status["attempt"], code, "Reason", message, world.now)
+
+
+def pause(world: World) -> float:
+    """Seconds until the gang is tried again."""
+    due = parse_time(world.status["timings"]["nextRestartAt"])
+    assert due is not None
+    return (due - world.now).total_seconds()
+
+
+def unscheduled(world: World, replica: int) -> World:
+    """Its pod is there, but no scheduler has found a node for it."""
+    conditions = [{"type": "PodScheduled", "status": "False", "message": "0/2 nodes"}]
+    world.pods[f"job-{replica}"]["status"] = {"phase": "Pending", "conditions": conditions}
+    return world
+
+
+@pytest.mark.parametrize("code", [0, 401, 403, 409, 500, 503])
+@pytest.mark.parametrize("what", ["pod", "service"])
+def test_what_the_cluster_refuses_is_waited_for_and_charged_to_nobody(what: str, code: int):
+    world = World()
+    if what == "pod":
+        world.refuse = lambda action: refusal(world, code) if action.replica == 2 else None
+    else:
+        world.refuse_network = lambda _: refusal(world, code)
+    world.settle()
+    for _ in range(40):
+        world.wait(300)
+    assert world.phase in ("Pending", "Starting")
+    restarts = world.status["restarts"]
+    assert (restarts["total"], restarts["charged"], restarts["consecutive"]) == (0, 0, 0)
+    assert restarts["released"] > 1
+    told = {event.message.split(": ")[1] for event in world.events if "released" in event.message}
+    assert told == {"words"}
+    world.refuse, world.refuse_network = (lambda _: None), (lambda _: None)
+    world.wait(500).wait(500).run()
+    assert (world.phase, world.status["restarts"]["released"]) == ("Running", 0)
+    assert world.condition("Stalled")["status"] == "False"
+
+
+@pytest.mark.parametrize("code", [400, 422])
+def test_a_pod_that_the_api_calls_wrong_waits_in_its_words_and_comes_after_an_edit(code: int):
+    world = World()
+    world.refuse = lambda _: refusal(world, code, 'unknown field "spec.contaners"')
+    world.settle()
+    assert (world.phase, world.pods) == ("Pending", {})
+    invalid = world.condition("Invalid")
+    assert (invalid["status"], invalid["reason"]) == ("True", "PodRefused")
+    assert "spec.contaners" in invalid["message"]
+    for _ in range(40):
+        world.wait(300)
+    assert (world.phase, world.status["restarts"]["total"]) == ("Pending", 0)
+    world.patch(suspend=True)
+    assert (world.phase, world.status["observedGeneration"]) == ("Suspended", 2)
+    world.refuse = lambda _: None
+    world.patch(template={"spec": {"containers": [{"name": "trainer", "image": "other"}]}})
+    world.patch(suspend=False)
+    assert world.phase == "Starting"
+    assert world.condition("Invalid")["status"] == "False"
+    assert world.run().phase == "Running"
+
+
+def test_a_pod_that_no_scheduler_has_looked_at_is_waited_for():
+    world = started(startupDeadlineSeconds=60).run(0, 1).wait(60)
+    assert (world.phase, world.status["restarts"]["total"]) == ("Pending", 0)
+    assert "no scheduler" in world.condition("Stalled")["message"]
+
+
+def test_pods_that_could_not_be_created_in_time_are_no_fault_of_the_user():
+    """The operator was away, or the API server, and nothing is known of why."""
+    world = World()
+    while "Starting" not in str(world.job.get("status")):
+        world.carry_out(world.plan().actions[0])
+    world.now = world.now.replace(hour=1)
+    world.restart_operator().settle()
+    assert (world.phase, world.status["restarts"]["total"]) == ("Pending", 0)
+    assert "never created" in world.condition("Stalled")["message"]
+
+
+def test_a_release_does_not_hide_a_crash_loop():
+    world = started(restart={"maxRestarts": 9}).run()
+    for _ in range(5):
+        world.end(0, 1).wait(20).run()
+    assert world.status["restarts"]["consecutive"] == 5
+    world.end(0, 1).wait(20)
+    unscheduled(world.run(0, 1), 2).wait(600)
+    assert world.status["restarts"]["released"] == 1
+    world.wait(100).run()
+    assert (world.phase, world.status["restarts"]["consecutive"]) == ("Running", 6)
+
+
+def test_a_resume_begins_without_any_wait_of_the_past():
+    world = started(restart={"maxRestarts": 9}).run()
+    for _ in range(5):
+        world.end(0, 1).wait(20).run()
+    world.patch(suspend=True).patch(suspend=False).run()
+    assert world.end(0, 1).phase == "Starting"
+
+
+def test_the_waits_of_two_gangs_differ_and_those_of_one_do_not_change():
+    def waits(uid: str) -> list[float]:
+        job = job_object()
+        job["metadata"]["uid"] = uid
+        world, found = World(job), []
+        world.refuse = lambda _: refusal(world, 403, "exceeded quota")
+        for _ in range(10):
+            found.append(pause(world.settle()))
+            world.wait(600)
+        return found
+
+    one, other = waits("one"), waits("other")
+    assert one == waits("one")
+    assert all(a != b for a, b in zip(one, other, strict=True))
+    assert all(0.5 <= wait <= 450 for wait in (*one, *other))
+    assert max(one) > 20
+
+
+def test_who_has_waited_long_tries_more_often():
+    def wait_after(hours: int) -> float:
+        world = World()
+        world.refuse = lambda _: refusal(world, 403, "exceeded quota")
+        world.settle()
+        for _ in range(hours * 12):
+            world.wait(300)
+        return pause(world)
+
+    assert wait_after(1) > 45 > wait_after(24)
