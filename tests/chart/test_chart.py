@@ -31,6 +31,7 @@ RIGHTS = {
     ("networking.k8s.io", "networkpolicies"): {"get", "create"},
     ("", "events"): {"create", "patch"},
 }
+NODE_RIGHTS = {("", "nodes"): {"get", "list", "watch"}}
 
 
 def pod_spec(objects: Objects) -> dict[str, Any]:
@@ -119,7 +120,7 @@ def test_image_follows_the_chart(template: Template) -> None:
 
 def test_cluster_wide_rights(template: Template) -> None:
     objects = template()
-    assert rights(objects["ClusterRole/ddpjob-operator"]) == RIGHTS
+    assert rights(objects["ClusterRole/ddpjob-operator"]) == {**RIGHTS, **NODE_RIGHTS}
     binding = objects["ClusterRoleBinding/ddpjob-operator"]
     assert binding["roleRef"]["name"] == "ddpjob-operator"
     account = {"kind": "ServiceAccount", "name": "ddpjob-operator", "namespace": "ops"}
@@ -136,6 +137,18 @@ def test_rights_in_namespaces_only(template: Template) -> None:
         binding = objects[f"RoleBinding/{namespace}/ddpjob-operator"]
         assert binding["roleRef"]["kind"] == "Role"
         assert binding["subjects"][0]["namespace"] == "ops"
+
+
+def test_rights_to_read_nodes_beside_those_in_namespaces(template: Template) -> None:
+    name = "ddpjob-operator-nodes"
+    assert f"ClusterRole/{name}" not in template("--set", "rbac.nodes=true"), "it has them"
+    objects = template("--set", "namespaces={a},rbac.nodes=true")
+    assert rights(objects[f"ClusterRole/{name}"]) == NODE_RIGHTS
+    binding = objects[f"ClusterRoleBinding/{name}"]
+    assert binding["roleRef"]["name"] == name
+    account = {"kind": "ServiceAccount", "name": "ddpjob-operator", "namespace": "ops"}
+    assert binding["subjects"] == [account]
+    assert rights(objects["Role/a/ddpjob-operator"]) == RIGHTS
 
 
 def test_lease_rights(template: Template) -> None:

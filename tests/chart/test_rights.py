@@ -28,8 +28,12 @@ BEYOND = {
     (api.JOBS.group, "ddpjobs"): {"list", "watch"},
     (api.JOBS.group, "ddpjobs/finalizers"): {"update"},
 }
-#: A variable instead of a constant: executor.py picks from its table of network objects.
-VARIABLE = {"resource": (api.SERVICES, api.NETWORK_POLICIES)}
+#: A variable instead of a constant: executor.py picks from its table of network objects, and
+#: informer.py has a class for each kind.
+VARIABLE = {
+    "resource": (api.SERVICES, api.NETWORK_POLICIES),
+    "self.resource": (api.PODS, api.NODES),
+}
 
 
 def used() -> Iterator[tuple[tuple[str, str], str]]:
@@ -54,11 +58,11 @@ def _is_api(function: ast.Attribute) -> bool:
 
 
 def _resources(argument: ast.expr) -> tuple[api.Resource, ...]:
-    assert isinstance(argument, ast.Name), f"line {argument.lineno}: which resource is this?"
-    if argument.id in VARIABLE:
-        return VARIABLE[argument.id]
-    found = getattr(api, argument.id)
-    assert isinstance(found, api.Resource), argument.id
+    name = ast.unparse(argument)
+    if name in VARIABLE:
+        return VARIABLE[name]
+    found = getattr(api, name, None)
+    assert isinstance(found, api.Resource), f"line {argument.lineno}: which resource is this?"
     return (found,)
 
 

@@ -17,6 +17,7 @@ import yaml
 
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import observe
+from ddpjob_operator.core.nodes import Node, Nodes
 from ddpjob_operator.core.plan import plan
 from support.cluster import ROOT
 
@@ -69,6 +70,33 @@ def _check_fields(value: object, schema: dict[str, Any], path: str) -> None:
 
 
 @dataclass
+class Machines:
+    """The nodes node1 and node2. ``read``: when a quorum last told of each."""
+
+    down: dict[str, datetime] = field(default_factory=dict)  # since when
+    gone: dict[str, datetime] = field(default_factory=dict)
+    out_of_service: set[str] = field(default_factory=set)
+    read: dict[str, datetime] = field(default_factory=dict)
+    #: What a read brings to light: the cache of the watch was behind.
+    truth: Callable[[], None] = lambda: None
+
+    def seen(self, now: datetime) -> Nodes:
+        known = {name: self._one(name, now) for name in ("node1", "node2")}
+        return Nodes(any(node.exists and node.ready for node in known.values()), known)
+
+    def _one(self, name: str, now: datetime) -> Node:
+        since = self.gone.get(name, self.down.get(name))
+        return Node(
+            name=name,
+            exists=name not in self.gone,
+            ready=since is None,
+            out_of_service=name in self.out_of_service,
+            down_seconds=(now - since).total_seconds() if since else 0.0,
+            read_seconds=(now - self.read[name]).total_seconds() if name in self.read else None,
+        )
+
+
+@dataclass
 class World:
     """State of the cluster as far as one job goes; ``log`` lists every write of ours."""
 
@@ -81,6 +109,7 @@ class World:
     measurements: list[act.Measurement] = field(default_factory=list)
     refuse: Callable[[act.CreatePod], act.Refusal | None] = lambda _: None
     refuse_network: Callable[[act.EnsureNetwork], act.Refusal | None] = lambda _: None
+    machines: Machines | None = None  # None: the operator may not read nodes
     graceful: bool = False  # deletions wait until finish_deletions()
     job_deleted: bool = False
     serial: int = 0
@@ -88,8 +117,9 @@ class World:
     # --- the operator ---------------------------------------------------------------------
 
     def plan(self) -> act.Plan:
+        nodes = self.machines.seen(self.now) if self.machines else None
         return plan(observe.job(self.job), [observe.pod(p) for p in self.pods.values()],
-                    self.outcomes, self.now)  # fmt: skip
+                    self.outcomes, self.now, nodes)  # fmt: skip
 
     def settle(self, rounds: int = 60) -> World:
         """Plan and act until nothing is left to do now. Fails if that never comes."""
@@ -127,6 +157,11 @@ class World:
                     ),
                 )
                 self.outcomes = replace(self.outcomes, confirmed=found)
+            case act.ReadNodes():
+                assert self.machines
+                self.machines.truth()
+                self.machines.read |= dict.fromkeys(action.names, self.now)
+                self.log.append(f"read {' '.join(action.names)}")
             case act.EnsureNetwork():
                 refusal = self.refuse_network(action)
                 attempt = self.outcomes.network_attempt if refusal else action.attempt
@@ -183,10 +218,14 @@ class World:
         return self.settle()
 
     def finish_deletions(self) -> World:
+        return self.finish_deletions_on("node1", "node2")
+
+    def finish_deletions_on(self, *nodes: str) -> World:
         self.pods = {
             name: pod
             for name, pod in self.pods.items()
             if "deletionTimestamp" not in pod["metadata"]
+            or pod["spec"].get("nodeName", "node1") not in nodes
         }
         return self.settle()
 
@@ -252,11 +291,16 @@ class World:
             refusals[action.replica] = refusal
         self.outcomes = replace(self.outcomes, refusals=refusals)
 
+    def _silent(self) -> set[str]:
+        """Nodes whose kubelet never tells that a container has ended."""
+        return {*self.machines.down, *self.machines.gone} if self.machines else set()
+
     def _delete(self, action: act.DeletePod) -> None:
         pod = self.pods[action.name]
         assert pod["metadata"]["uid"] == action.uid
         self.log.append(f"delete {action.name} {self._attempt(pod)}")
-        if self.graceful:
+        there = self.graceful or pod["spec"].get("nodeName") in self._silent()
+        if there and action.grace_seconds != 0:
             self._mark(pod, 30 if action.grace_seconds is None else action.grace_seconds)
         else:
             del self.pods[action.name]

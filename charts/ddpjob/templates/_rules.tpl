@@ -27,3 +27,10 @@ namespaces is off, and discovery is open to every ServiceAccount.
   resources: [events]
   verbs: [create, patch]
 {{- end }}
+
+{{/* Nodes are of no namespace: a Role cannot give these. For spec.nodeLost. */}}
+{{- define "ddpjob.nodeRules" -}}
+- apiGroups: [""]
+  resources: [nodes]
+  verbs: [get, list, watch]
+{{- end }}

@@ -302,15 +302,6 @@ def test_the_template_may_change_while_suspended():
     assert world.pods["job-0"]["spec"]["containers"][0]["image"] == "other"
 
 
-def test_what_does_not_work_yet_is_told():
-    world = started(restart={"inPlace": {"enabled": True}}, nodeLost={"policy": "Fence"}, hang={})
-    assert world.condition("Unsupported")["message"] == (
-        "not in effect in this version: spec.nodeLost.policy Fence: behaves as Wait"
-    )
-    world.patch(nodeLost={"policy": "Wait"})
-    assert world.condition("Unsupported")["status"] == "False"
-
-
 def test_a_job_in_deletion_is_left_to_the_garbage_collector():
     world = started()
     world.job["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"

@@ -43,7 +43,8 @@ async def stubborn(*_: object) -> None:
 def app(monkeypatch: pytest.MonkeyPatch) -> App:
     """An operator of which no part does anything."""
     made = App(Settings(identity="a"), Credentials(FakeConfiguration(), "default"))
-    for part in (made._resync, made._watcher, made._recorder, made._progress, *made._informers):
+    informers = (*made._informers, made._node_informer)
+    for part in (made._resync, made._watcher, made._recorder, made._progress, *informers):
         monkeypatch.setattr(part, "run", endless)
     monkeypatch.setattr(made._elector, "run", endless)
     monkeypatch.setattr(made, "_work", endless)

@@ -19,6 +19,7 @@ from ddpjob_operator.core.actions import (
     Event,
     Measurement,
     Outcomes,
+    ReadNodes,
     WriteStatus,
 )
 from ddpjob_operator.core.observe import LABEL_ATTEMPT, LABEL_REPLICA, Job
@@ -50,7 +51,7 @@ class ScriptedApi:
             raise answer
         return answer
 
-    async def get(self, resource: Resource, namespace: str, name: str) -> Any:
+    async def get(self, resource: Resource, namespace: str | None, name: str) -> Any:
         return self._answer("get", resource)
 
     async def create(
@@ -494,3 +495,14 @@ def test_the_scripted_double_has_the_real_ones_methods() -> None:
     for name in ("get", "create", "replace", "delete", "list_all"):
         method: Callable[..., Any] = getattr(Api, name)
         assert callable(method)
+
+
+async def test_nodes_are_read_and_what_they_say_is_known(stage: Stage) -> None:
+    stage.store.nodes.replace_all([])
+    silent = {"metadata": {"name": "a", "resourceVersion": "4"}, "status": {}}
+    stage.api.script["get nodes"] = [silent, errors.NotFound(404, "NotFound", "no such node")]
+    await stage.do(ReadNodes(("a", "b")))
+    found = stage.store.nodes.of(["a", "b"])
+    assert found is not None
+    assert [(n.exists, n.ready) for n in found.known.values()] == [(True, False), (False, False)]
+    assert all(n.read_seconds is not None for n in found.known.values())

@@ -11,7 +11,7 @@ import pytest
 
 from ddpjob_operator.shell import errors
 from ddpjob_operator.shell.api import Api, Listing, Object
-from ddpjob_operator.shell.informer import PodInformer
+from ddpjob_operator.shell.informer import NodeInformer, PodInformer
 from ddpjob_operator.shell.store import Store
 
 pytestmark = [pytest.mark.looptime]
@@ -28,7 +28,7 @@ class ForgetfulApi:
         self.listed = asyncio.Event()
         self.gone_lists = False
 
-    async def list_all(self, *_: object) -> Listing:
+    async def list_all(self, *_: object, **__: object) -> Listing:
         self.lists.append(asyncio.get_running_loop().time())
         self.listed.set()
         await asyncio.sleep(0.001)
@@ -72,6 +72,92 @@ async def test_an_event_ends_the_row() -> None:
         before = len(api.lists)
         await asyncio.sleep(0.1)
     assert len(api.lists) > before + 10, "each watch said something: it lists at once"
+
+
+class NodesApi(ForgetfulApi):
+    """Lists ``answer``, then waits."""
+
+    def __init__(self, answer: list[Object] | errors.ApiError) -> None:
+        super().__init__()
+        self.answer = answer
+
+    async def list_all(
+        self, *_: object, keep: Callable[[Object], Any] = lambda obj: obj, **__: object
+    ) -> Listing:
+        self.lists.append(asyncio.get_running_loop().time())
+        if isinstance(self.answer, errors.ApiError):
+            raise self.answer
+        return Listing(list(map(keep, self.answer)), "5")
+
+    async def watch(self, *_: object, **__: object) -> AsyncIterator[tuple[str, Object]]:
+        for event in self.events:
+            yield event
+        await asyncio.sleep(3600)
+
+
+def node(name: str, version: int, *, ready: bool = True) -> Object:
+    status = {"conditions": [{"type": "Ready", "status": str(ready)}]}
+    return {"metadata": {"name": name, "resourceVersion": str(version)}, "status": status}
+
+
+def store_with_a_pod_on(name: str) -> Store:
+    store = Store()
+    meta = {"namespace": "ns", "name": "job", "uid": "u1", "resourceVersion": "1"}
+    store.put_job({"metadata": meta})
+    owners = [{"controller": True, "uid": "u1"}]
+    store.put_pod({"metadata": {**meta, "uid": "p", "ownerReferences": owners},
+                   "spec": {"nodeName": name}})  # fmt: skip
+    return store
+
+
+async def test_a_node_that_changes_names_the_jobs_that_are_on_it() -> None:
+    api = NodesApi([node("a", 3), node("b", 3)])
+    api.events = [
+        ("MODIFIED", node("a", 6)),  # a heartbeat
+        ("MODIFIED", node("b", 7, ready=False)),  # nobody is there
+        ("MODIFIED", node("a", 8, ready=False)),
+        ("DELETED", node("a", 9)),
+    ]
+    store, told = store_with_a_pod_on("a"), []
+    informer = NodeInformer(api, store, None, told.append)  # type: ignore[arg-type]
+    task = asyncio.create_task(informer.run())
+    await asyncio.sleep(1)
+    task.cancel()
+    assert told == [("ns", "job")] * 3, "at the list, silent, gone"
+    store.remove_pod("p")
+    assert store.keys_on("a") == set()
+
+
+async def test_without_rights_nodes_are_unknown_and_nobody_waits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    api = NodesApi(errors.Forbidden(403, "Forbidden", "not you"))
+    store = store_with_a_pod_on("a")
+    store.nodes.replace_all([])
+    informer = NodeInformer(api, store, None, lambda _: None)  # type: ignore[arg-type]
+    task = asyncio.create_task(informer.run())
+    await informer.synced.wait()
+    assert store.nodes.of(["a"]) is None
+    await asyncio.sleep(600)
+    assert len(api.lists) < 40
+    assert len([r for r in caplog.records if "not you" in r.message]) == 1, "told once"
+    api.answer = [node("a", 3)]
+    await asyncio.sleep(60)
+    found = store.nodes.of(["a"])
+    assert found is not None
+    assert found.known["a"].ready
+    task.cancel()
+
+
+async def test_another_error_does_not_forget_the_nodes() -> None:
+    api = NodesApi(errors.Unavailable(503, "", "down"))
+    store = Store()
+    store.nodes.replace_all([])
+    informer = NodeInformer(api, store, None, lambda _: None)  # type: ignore[arg-type]
+    task = asyncio.create_task(informer.run())
+    await informer.synced.wait()
+    assert store.nodes.of([]) is not None
+    task.cancel()
 
 
 def test_the_double_has_the_real_ones_methods() -> None:

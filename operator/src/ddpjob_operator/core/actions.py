@@ -76,6 +76,13 @@ class ConfirmGone:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadNodes:
+    """GET each node from a quorum; what it says, or that it is gone, replaces the cache."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class EnsureNetwork:
     """GET each object and POST it where it is missing (Service, NetworkPolicy).
 
@@ -103,7 +110,7 @@ class DeleteJob:
     uid: str
 
 
-Action = WriteStatus | DeletePod | ConfirmGone | EnsureNetwork | CreatePod | DeleteJob
+Action = WriteStatus | DeletePod | ConfirmGone | ReadNodes | EnsureNetwork | CreatePod | DeleteJob
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The one place where anything is decided: plan(job, pods, outcomes, now) -> Plan.
+"""The one place where anything is decided: plan(job, pods, outcomes, now, nodes) -> Plan.
 
 Level-triggered: it reads state and remembers nothing. It first works out the status that
 should be stored; if that differs, storing it is the whole plan, so that every intent is
@@ -27,8 +27,9 @@ from ddpjob_operator.core.actions import (
     Refusal,
     WriteStatus,
 )
+from ddpjob_operator.core.nodes import Nodes
 from ddpjob_operator.core.observe import Job, Pod
-from ddpjob_operator.core.policy import finish, heal, hold, report, restart, rounds, startup
+from ddpjob_operator.core.policy import fence, finish, heal, hold, report, restart, rounds, startup
 from ddpjob_operator.core.status import Failure, Status
 from ddpjob_operator.core.view import Change, View, look
 
@@ -46,7 +47,9 @@ RETRY_CONFLICT: Final = timedelta(seconds=10)
 _BATCH: Final = 500
 
 
-def plan(job: Job, pods: Sequence[Pod], outcomes: Outcomes, now: datetime) -> Plan:
+def plan(
+    job: Job, pods: Sequence[Pod], outcomes: Outcomes, now: datetime, nodes: Nodes | None = None
+) -> Plan:
     """Decide what to do about one job.
 
     Args:
@@ -54,12 +57,13 @@ def plan(job: Job, pods: Sequence[Pod], outcomes: Outcomes, now: datetime) -> Pl
         pods: pods that carry its uid; those with another owner are ignored.
         outcomes: what the API answered to earlier plans of this process.
         now: the operator's clock, UTC.
+        nodes: those that the pods are on; None if the operator may not read nodes.
     """
     if job.deleting:
         return Plan()  # the garbage collector removes what it owns
     status = st.from_dict(job.status)
     spec = spec_module.read(job.spec)
-    view = look(job, spec, status, pods, outcomes, now)
+    view = look(job, spec, status, pods, outcomes, now, nodes)
     if status.terminal:
         return finish.answer(view) or finish.clean_up(view)
     change = report.fill(view, _decide(view))
@@ -137,7 +141,7 @@ def _loss(view: View) -> Failure | None:
     nproc, now = view.spec.nproc_per_node, view.now
     members = {r: pod for r, pod in view.members.items() if r not in view.status.succeeded}
     found = [classify.failure(pod, nproc, now) for pod in members.values()]
-    losses = [loss for loss in found if loss is not None]
+    losses = [loss for loss in found if loss is not None] + fence.losses(view)
     losses += [
         classify.vanished(replica, view.status.attempt, view.job.name, now) for replica in view.gone
     ]
@@ -145,7 +149,10 @@ def _loss(view: View) -> Failure | None:
     first = classify.cause(losses, finished)
     if first is None or first.cls not in ("Collateral", "User"):
         return first
-    # Peers of a pod that is being removed die of it, each program with a code of its own.
+    # Peers of a pod that is cut off or being removed die of it, each program with its own code.
+    silent = fence.suspect(view)
+    if silent:
+        return fence.failure(view, silent)
     leaving = classify.leaving(members.values())
     if leaving:
         return classify.removed(leaving, now)
@@ -233,8 +240,8 @@ def _act(view: View) -> Plan:
     if _in_doubt(view):
         return Plan((ConfirmGone(view.status.attempt),), wake)
     if view.status.phase not in _WANTED or view.others:
-        return Plan((), wake)
-    return Plan(_creations(view), wake)
+        return Plan(fence.reads(view), wake)
+    return Plan(_creations(view) or fence.reads(view), wake)
 
 
 def _deletions(view: View) -> tuple[Action, ...]:
@@ -247,6 +254,8 @@ def _deletions(view: View) -> tuple[Action, ...]:
     actions: list[Action] = []
     for pod in view.others:
         grace = finish.DEAD_GANG_GRACE_SECONDS if pod.attempt in dead else None
+        if fence.lost(view, pod):
+            grace = 0
         cut = grace is not None and pod.deletion_grace is not None and pod.deletion_grace > grace
         if not pod.deleting or cut:
             actions.append(DeletePod(pod.name, pod.uid, grace))
@@ -320,5 +329,6 @@ def _wake(view: View) -> float | None:
     pods = (*view.members.values(), *view.others)
     times += [pod.deletion_at + report.PATIENCE for pod in pods if pod.deletion_at]
     left = [(at - now).total_seconds() for at in times if at is not None and at > now]
+    left += fence.waits(view)
     wait = _cause_wait(view)
     return min([*left, *([wait] if wait > 0 else [])], default=None)

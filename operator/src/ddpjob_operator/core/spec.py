@@ -83,6 +83,7 @@ class Spec:
     restart: Restart
     snapshot: Snapshot | None
     hang: Hang
+    fence_after: float | None  # nodeLost: seconds until Fence acts; None: Wait
     startup_deadline: float
     active_deadline: float | None
     ttl: float | None
@@ -129,6 +130,7 @@ def parse(raw: Mapping[str, Any]) -> Spec:
         restart=_restart(mapping(raw.get("restart"))),
         snapshot=_snapshot(raw.get("snapshot")),
         hang=_hang(mapping(raw.get("hang"))),
+        fence_after=_fence_after(mapping(raw.get("nodeLost")), raw.get("snapshot")),
         startup_deadline=integer(raw.get("startupDeadlineSeconds"), 600),
         active_deadline=raw.get("activeDeadlineSeconds"),
         ttl=raw.get("ttlSecondsAfterFinished"),
@@ -142,14 +144,6 @@ def template_hash(template: Mapping[str, Any]) -> str:
     """64 bits over the canonical JSON of the pod template, as 16 hex digits."""
     canonical = json.dumps(template, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
-
-
-def unsupported(raw: Mapping[str, Any]) -> list[str]:
-    """Fields that the user set and that this version accepts but does not act on yet."""
-    found = []
-    if mapping(raw.get("nodeLost")).get("policy") == "Fence":
-        found.append("spec.nodeLost.policy Fence: behaves as Wait")
-    return found
 
 
 def _nproc(value: object, template: Mapping[str, Any]) -> int:
@@ -207,3 +201,11 @@ def _hang(raw: Mapping[str, Any]) -> Hang:
         step=integer(raw.get("stepSeconds"), 300),
         snapshot=integer(raw.get("snapshotSeconds"), 600),
     )
+
+
+def _fence_after(raw: Mapping[str, Any], snapshot: object) -> float | None:
+    if raw.get("policy") != "Fence":
+        return None
+    if not isinstance(snapshot, Mapping):  # CEL refuses it too; without lineage files may be lost
+        raise SpecError("spec.nodeLost.policy Fence needs spec.snapshot: set it or use Wait")
+    return float(integer(raw.get("afterSeconds"), 30))

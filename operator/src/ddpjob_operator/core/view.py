@@ -13,6 +13,7 @@ from typing import Any, Literal
 from ddpjob_operator.core import classify
 from ddpjob_operator.core import status as st
 from ddpjob_operator.core.actions import Confirmation, Event, Measurement, Outcomes, Refusal
+from ddpjob_operator.core.nodes import Nodes
 from ddpjob_operator.core.observe import Job, Pod
 from ddpjob_operator.core.spec import Spec
 from ddpjob_operator.core.status import Status
@@ -29,6 +30,7 @@ class View:
     others: tuple[Pod, ...]
     outcomes: Outcomes
     now: datetime
+    nodes: Nodes | None = None  # None: the operator may not read them
 
     @property
     def missing(self) -> list[int]:
@@ -104,7 +106,13 @@ class View:
 
 
 def look(
-    job: Job, spec: Spec, status: Status, pods: Sequence[Pod], outcomes: Outcomes, now: datetime
+    job: Job,
+    spec: Spec,
+    status: Status,
+    pods: Sequence[Pod],
+    outcomes: Outcomes,
+    now: datetime,
+    nodes: Nodes | None = None,
 ) -> View:
     """Sort the job's pods. Pods that are not owned by its uid are not seen at all."""
     members: dict[int, Pod] = {}
@@ -118,7 +126,7 @@ def look(
             members[replica] = pod
         else:
             others.append(pod)
-    return View(job, spec, status, members, tuple(others), outcomes, now)
+    return View(job, spec, status, members, tuple(others), outcomes, now, nodes)
 
 
 @dataclass(frozen=True, slots=True)

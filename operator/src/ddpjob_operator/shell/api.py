@@ -45,6 +45,7 @@ class Resource:
 
 JOBS = Resource(observe.GROUP, observe.VERSION, observe.PLURAL)
 PODS = Resource("", "v1", "pods")
+NODES = Resource("", "v1", "nodes")
 SERVICES = Resource("", "v1", "services")
 EVENTS = Resource("", "v1", "events")
 LEASES = Resource("coordination.k8s.io", "v1", "leases")
@@ -53,9 +54,9 @@ NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies")
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A whole collection and the resourceVersion at which it was read."""
+    """A whole collection, or what was kept of it, and the resourceVersion of its reading."""
 
-    items: list[Object]
+    items: list[Any]
     resource_version: str
 
 
@@ -92,7 +93,7 @@ class Api:
         if self._session:
             await self._session.close()
 
-    async def get(self, resource: Resource, namespace: str, name: str) -> Object:
+    async def get(self, resource: Resource, namespace: str | None, name: str) -> Object:
         """One object, read from a quorum."""
         return await self._call("get", resource, resource.path(namespace, name))
 
@@ -142,16 +143,24 @@ class Api:
         return await self._call("get", Resource("", "", "discovery"), path)
 
     async def list_all(
-        self, resource: Resource, namespace: str | None, selector: str = ""
+        self,
+        resource: Resource,
+        namespace: str | None,
+        selector: str = "",
+        *,
+        keep: Callable[[Object], Any] = lambda obj: obj,
     ) -> Listing:
-        """All objects, in pages, as a quorum has them now. Gone if the pages took too long."""
+        """All objects, in pages, as a quorum has them now; of each what ``keep`` returns.
+
+        Raises Gone if the pages took too long.
+        """
         params = {"limit": str(_PAGE)}
         if selector:
             params["labelSelector"] = selector
-        items: list[Object] = []
+        items: list[Any] = []
         while True:
             page = await self._call("list", resource, resource.path(namespace), None, params)
-            items += page.get("items") or []
+            items += map(keep, page.get("items") or ())
             meta = page.get("metadata") or {}
             if not meta.get("continue"):
                 return Listing(items, meta.get("resourceVersion", ""))

@@ -22,7 +22,7 @@ from ddpjob_operator.shell.api import Api
 from ddpjob_operator.shell.credentials import Credentials
 from ddpjob_operator.shell.elector import Elector
 from ddpjob_operator.shell.executor import Executor
-from ddpjob_operator.shell.informer import PodInformer
+from ddpjob_operator.shell.informer import NodeInformer, PodInformer
 from ddpjob_operator.shell.metrics import Metrics
 from ddpjob_operator.shell.probes import Probes
 from ddpjob_operator.shell.progress import ProgressReader
@@ -80,6 +80,7 @@ class App:
             PodInformer(self._api, self._store, namespace, self._queue.add, relist)
             for namespace in settings.namespaces or (None,)
         ]
+        self._node_informer = NodeInformer(self._api, self._store, None, self._queue.add, relist)
         self._progress = ProgressReader(
             self._store, self._queue.add, leads, settings.progress_seconds
         )
@@ -118,6 +119,7 @@ class App:
             "recorder": self._recorder.run(),
             "progress": self._progress.run(),
             "work": self._work(),
+            "nodes": self._node_informer.run(),
             **{f"pods-{n}": informer.run() for n, informer in enumerate(self._informers)},
         }
         tasks = [_task(name, part) for name, part in parts.items()]
@@ -145,7 +147,7 @@ class App:
     async def _work(self) -> None:
         """Wait until the caches are full, then work; what is not led is left in peace."""
         await self._resync.synced.wait()
-        for informer in self._informers:
+        for informer in (*self._informers, self._node_informer):
             await informer.synced.wait()
         log.info(
             "caches are full: %d jobs, %d pods",
@@ -182,7 +184,8 @@ class App:
     def _idle_times(self) -> dict[str, float]:
         now = time.monotonic()
         pods = max(now - informer.alive_at for informer in self._informers)
-        return {"pods": pods, observe.PLURAL: now - self._resync.alive_at}
+        nodes = now - self._node_informer.alive_at
+        return {"pods": pods, "nodes": nodes, observe.PLURAL: now - self._resync.alive_at}
 
     def _watch_ages(self) -> dict[str, float]:
         now = time.monotonic()

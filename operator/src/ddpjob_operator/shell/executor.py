@@ -26,13 +26,15 @@ from ddpjob_operator.core.actions import (
     EnsureNetwork,
     Existing,
     Outcomes,
+    ReadNodes,
     Refusal,
     WriteStatus,
 )
-from ddpjob_operator.shell import errors
+from ddpjob_operator.shell import errors, nodes
 from ddpjob_operator.shell.api import (
     JOBS,
     NETWORK_POLICIES,
+    NODES,
     PODS,
     SERVICES,
     Api,
@@ -102,6 +104,8 @@ class Executor:
                 return await self._write_status(job, action)
             case ConfirmGone():
                 return await self._confirm_gone(job, action)
+            case ReadNodes():
+                await self._read_nodes(action)
             case EnsureNetwork():
                 return await self._ensure_network(job, action)
             case DeleteJob():
@@ -223,6 +227,14 @@ class Executor:
         )
         self._learn(job.uid, lambda known: replace(known, confirmed=found))
         return found.alone
+
+    async def _read_nodes(self, action: ReadNodes) -> None:
+        for name in action.names:
+            try:
+                found = await self._api.get(NODES, None, name)
+                self._store.nodes.put(nodes.slim(found), quorum=True)
+            except errors.NotFound:
+                self._store.nodes.remove(name, quorum=True)
 
     async def _create_pod(self, job: observe.Job, action: CreatePod) -> int | None:
         """None if the pod is there now and ours, else the code of the refusal."""

@@ -1,7 +1,7 @@
-"""Keeps the store's pods true: one paged list, then a watch with bookmarks, for ever.
+"""Keeps the store's pods and nodes true: one paged list, then a watch with bookmarks, for ever.
 
-Only pods that carry our job-uid label are asked for. What a new list no longer shows has
-been deleted, whatever events were lost meanwhile; nothing else notices that.
+Of pods only those that carry our job-uid label are asked for. What a new list no longer shows
+has been deleted, whatever events were lost meanwhile; nothing else notices that.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from ddpjob_operator.core import observe
-from ddpjob_operator.shell import errors
-from ddpjob_operator.shell.api import PODS, Api, Object
+from ddpjob_operator.shell import errors, nodes
+from ddpjob_operator.shell.api import NODES, PODS, Api, Listing, Object, Resource
 from ddpjob_operator.shell.store import Key, Store
 
 log = logging.getLogger(__name__)
@@ -24,11 +26,16 @@ _WATCH_TRIES = 5  # in a row without a single event, then list again
 _BRIEF = 1.0  # seconds; a watch that ends sooner, and empty, has failed
 
 
-class PodInformer:
-    """The pods of one namespace, or of all (None). ``changed(key)`` is told which job moved.
+class Informer(ABC):
+    """One kind of one namespace, or of all (None). ``changed(key)`` is told which job moved.
 
     ``relist_seconds``: list anew now and then, as a guard against events that never came.
     """
+
+    resource: Resource
+    selector = ""
+    #: What is kept of each object of a list, page by page: whole ones would fill the memory.
+    keep: Callable[[Object], Any] = staticmethod(lambda obj: obj)
 
     def __init__(
         self,
@@ -42,9 +49,22 @@ class PodInformer:
         self._changed = changed
         self._relist_seconds = relist_seconds
         self._gone = 0  # times in a row that the server called our version too old
+        self._told = ""  # the trouble that was logged last
         self.synced = asyncio.Event()
         self.heard_at = time.monotonic()  # the server said something
         self.alive_at = time.monotonic()  # we did something; if not for long, we are stuck
+
+    @abstractmethod
+    def _replace(self, listing: Listing) -> Iterable[Key]:
+        """Take a full list; the jobs that it concerns."""
+
+    @abstractmethod
+    def _apply(self, kind: str, obj: Object) -> Iterable[Key]:
+        """Take an event; the jobs that it concerns."""
+
+    def _refused(self, error: errors.ApiError) -> None:
+        """The list was refused: trouble of the server's, none of ours."""
+        self._mark_alive()
 
     async def run(self) -> None:
         """List and watch until cancelled; trouble with the API server is waited out."""
@@ -57,22 +77,25 @@ class PodInformer:
             except errors.Gone:
                 self._gone += 1
                 self._mark_alive()
-                log.info("pods: the watch is too old, listing again")
+                log.info("%s: the watch is too old, listing again", self.resource.plural)
                 if self._gone > 1:  # listing did not help: no storm of lists
                     await asyncio.sleep(_backoff(self._gone - 1))
             except errors.ApiError as error:
                 failures += 1
                 delay = max(_backoff(failures), error.retry_after or 0.0)
-                log.warning("pods: %s; trying again in %.1f s", error, delay)
-                self._mark_alive()
+                if str(error) != self._told:
+                    log.warning("%s: %s; trying again", self.resource.plural, error)
+                self._told = str(error)
+                self._refused(error)
                 await asyncio.sleep(delay)
 
     async def _list(self) -> str:
-        listing = await self._api.list_all(PODS, self._namespace, observe.LABEL_JOB_UID)
-        self._mark_heard()
-        keys = self._store.replace_all_pods(
-            self._namespace, listing.items, listing.resource_version
+        listing = await self._api.list_all(
+            self.resource, self._namespace, self.selector, keep=self.keep
         )
+        self._mark_heard()
+        self._told = ""
+        keys = self._replace(listing)
         self.synced.set()
         for key in keys:
             self._changed(key)
@@ -86,14 +109,15 @@ class PodInformer:
             began, seen = time.monotonic(), version
             try:
                 events = self._api.watch(
-                    PODS, self._namespace, version, selector=observe.LABEL_JOB_UID
+                    self.resource, self._namespace, version, selector=self.selector
                 )
                 async for kind, obj in events:
                     failures = self._gone = 0
                     self._mark_heard()
                     version = obj["metadata"]["resourceVersion"]
                     if kind != "BOOKMARK":
-                        self._apply(kind, obj)
+                        for key in self._apply(kind, obj):
+                            self._changed(key)
                     if time.monotonic() >= until:
                         return
             except errors.Gone:
@@ -101,7 +125,7 @@ class PodInformer:
             except errors.ApiError as error:
                 failures += 1
                 delay = max(_backoff(failures), error.retry_after or 0.0)
-                log.info("pods: %s; watching again in %.1f s", error, delay)
+                log.info("%s: %s; watching again in %.1f s", self.resource.plural, error, delay)
                 await asyncio.sleep(delay)
             else:
                 if seen == version and time.monotonic() - began < _BRIEF:
@@ -109,18 +133,50 @@ class PodInformer:
                     await asyncio.sleep(_backoff(failures))
             self._mark_alive()
 
-    def _apply(self, kind: str, obj: Object) -> None:
-        deleted = kind == "DELETED"
-        uid = obj["metadata"]["uid"]
-        for key in {self._store.remove_pod(uid)} if deleted else self._store.put_pod(obj):
-            if key is not None:
-                self._changed(key)
-
     def _mark_alive(self) -> None:
         self.alive_at = time.monotonic()
 
     def _mark_heard(self) -> None:
         self.heard_at = self.alive_at = time.monotonic()
+
+
+class PodInformer(Informer):
+    """The pods of jobs."""
+
+    resource = PODS
+    selector = observe.LABEL_JOB_UID
+
+    def _replace(self, listing: Listing) -> Iterable[Key]:
+        version = listing.resource_version
+        return self._store.replace_all_pods(self._namespace, listing.items, version)
+
+    def _apply(self, kind: str, obj: Object) -> Iterable[Key]:
+        if kind != "DELETED":
+            return self._store.put_pod(obj)
+        key = self._store.remove_pod(obj["metadata"]["uid"])
+        return () if key is None else (key,)
+
+
+class NodeInformer(Informer):
+    """All nodes of the cluster, if the operator may read them; jobs do without otherwise."""
+
+    resource = NODES
+    keep = staticmethod(nodes.slim)
+
+    def _replace(self, listing: Listing) -> Iterable[Key]:
+        names = self._store.nodes.replace_all(listing.items)
+        return {key for name in names for key in self._store.keys_on(name)}
+
+    def _apply(self, kind: str, obj: Object) -> Iterable[Key]:
+        cache, name = self._store.nodes, obj["metadata"]["name"]
+        news = cache.remove(name) if kind == "DELETED" else cache.put(nodes.slim(obj))
+        return self._store.keys_on(name) if news else ()
+
+    def _refused(self, error: errors.ApiError) -> None:
+        super()._refused(error)
+        if isinstance(error, errors.Forbidden):
+            self._store.nodes.forget()
+        self.synced.set()  # nobody waits for nodes: Fence acts as Wait until they are known
 
 
 def _backoff(failures: int) -> float:

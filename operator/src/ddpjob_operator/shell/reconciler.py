@@ -71,7 +71,7 @@ class Reconciler:
         snapshot = self._store.snapshot(key)
         if snapshot is None or not self._leads():
             return
-        todo = plan(snapshot.job, snapshot.pods, snapshot.outcomes, _now())
+        todo = plan(snapshot.job, snapshot.pods, snapshot.outcomes, _now(), snapshot.nodes)
         if todo.actions:
             await self._executor.carry_out(snapshot.job, todo.actions)
             self._look_again(key, snapshot.job)

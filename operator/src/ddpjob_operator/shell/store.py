@@ -16,6 +16,8 @@ from typing import Any
 
 from ddpjob_operator.core import observe, status
 from ddpjob_operator.core.actions import Outcomes
+from ddpjob_operator.core.nodes import Nodes
+from ddpjob_operator.shell.nodes import NodeCache
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +34,7 @@ class Snapshot:
     job: observe.Job
     pods: tuple[observe.Pod, ...]
     outcomes: Outcomes
+    nodes: Nodes | None = None
 
 
 @dataclass(slots=True)
@@ -57,6 +60,8 @@ class Store:
         self._gangs: dict[str, _Gang] = {}  # by job uid
         self._owners: dict[str, str] = {}  # pod uid -> job uid
         self._outcomes: dict[str, Outcomes] = {}
+        self._on: dict[str, set[str]] = {}  # node -> uids of the pods there
+        self.nodes = NodeCache()
         self._buried: OrderedDict[str, None] = OrderedDict()  # uids of pods that are gone
 
     # --- jobs ---
@@ -119,7 +124,9 @@ class Store:
         job = self._jobs.get(key)
         if job is None:
             return None
-        return Snapshot(job, self.pods_of(job.uid), self.outcomes(job.uid))
+        pods = self.pods_of(job.uid)
+        nodes = self.nodes.of({pod.node for pod in pods if pod.node})
+        return Snapshot(job, pods, self.outcomes(job.uid), nodes)
 
     def count_phases(self) -> dict[str, int]:
         """How many jobs are in each phase; all phases are there, for steady metrics."""
@@ -167,6 +174,8 @@ class Store:
         if owner is not None:
             self._gangs.setdefault(owner, _Gang()).pods[pod.uid] = _PodRecord(pod, version)
             self._owners[pod.uid] = owner
+            if pod.node:
+                self._on.setdefault(pod.node, set()).add(pod.uid)
         return {self._keys[uid] for uid in concerned if uid in self._keys}
 
     def remove_pod(self, uid: str) -> Key | None:
@@ -207,6 +216,11 @@ class Store:
         pods = [record.pod for record in gang.pods.values()] if gang else []
         return tuple(sorted(pods, key=lambda pod: (pod.name, pod.uid)))
 
+    def keys_on(self, node: str) -> set[Key]:
+        """The jobs that have a pod on that node."""
+        owners = {self._owners[uid] for uid in self._on.get(node, ())}
+        return {self._keys[uid] for uid in owners if uid in self._keys}
+
     def pod_count(self) -> int:
         """How many pods are cached."""
         return len(self._owners)
@@ -226,7 +240,11 @@ class Store:
         if owner is None:
             return None
         gang = self._gangs[owner]
-        gang.pods.pop(uid, None)
+        node = gang.pods.pop(uid).pod.node
+        there = self._on.get(node, set())
+        there.discard(uid)
+        if not there:
+            self._on.pop(node, None)
         if not gang.pods and owner not in self._keys:
             del self._gangs[owner]
         return owner

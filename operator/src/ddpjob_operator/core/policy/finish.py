@@ -11,6 +11,7 @@ from datetime import datetime, timedelta
 from ddpjob_operator.core import classify
 from ddpjob_operator.core import status as st
 from ddpjob_operator.core.actions import Action, DeleteJob, DeletePod, Event, Plan, WriteStatus
+from ddpjob_operator.core.policy import fence
 from ddpjob_operator.core.status import Progress
 from ddpjob_operator.core.view import Change, View
 
@@ -76,8 +77,11 @@ def clean_up(view: View) -> Plan:
     for pod in (*view.members.values(), *view.others):
         ended = pod.stopped or pod.phase in ("Succeeded", "Failed")
         keep = view.spec.clean_pod_policy == "Running" and ended
-        if not keep and not pod.deleting:
+        if fence.lost(view, pod):
+            actions.append(DeletePod(pod.name, pod.uid, 0))
+        elif not keep and not pod.deleting:
             actions.append(DeletePod(pod.name, pod.uid, grace))
+    actions += fence.reads(view)
     completed, ttl = view.status.timings.completed_at, view.spec.ttl
     if ttl is None or completed is None:
         return Plan(tuple(actions))

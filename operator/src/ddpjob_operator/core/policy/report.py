@@ -10,9 +10,9 @@ from dataclasses import replace
 from datetime import timedelta
 
 from ddpjob_operator.core import classify
-from ddpjob_operator.core import spec as spec_module
 from ddpjob_operator.core.actions import Refusal
 from ddpjob_operator.core.observe import KIND
+from ddpjob_operator.core.policy import fence
 from ddpjob_operator.core.status import Progress, Replicas
 from ddpjob_operator.core.view import Change, View
 
@@ -59,6 +59,7 @@ def stall(view: View, change: Change) -> Change:
 
 def _reasons(view: View) -> Iterator[tuple[str, str]]:
     yield from _refusals(view)
+    yield from fence.reasons(view)
     yield from _stuck_deletions(view)
     for pod in view.members.values():
         if pod.waiting_reason:
@@ -83,8 +84,8 @@ def _stuck_deletions(view: View) -> Iterator[tuple[str, str]]:
     """Pods that outlive their grace period (a dead node), and old ones that hold us up."""
     for pod in (*view.members.values(), *view.others):
         if pod.deletion_at and view.now > pod.deletion_at + PATIENCE:
-            cure = "if its node is dead, delete the Node object or taint it out-of-service"
-            yield "WaitingForDeletion", f"pod {pod.name} on {pod.node or 'no node'}: {cure}"
+            cure = fence.cure(pod.node) if pod.node else "it has no node: look at its finalizers"
+            yield "WaitingForDeletion", f"pod {pod.name} has not ended: {cure}"
     if not _fresh(view):
         for pod in view.others:
             where = f"pod {pod.name} of attempt {pod.attempt} on {pod.node or 'no node'}"
@@ -153,8 +154,10 @@ def _progress(old: Progress, new: Progress | None) -> Progress:
 
 
 def _unsupported(view: View, change: Change) -> Change:
-    found = spec_module.unsupported(view.job.spec)
-    if not found:
+    if view.spec.fence_after is None or view.nodes is not None:
         return change.condition("Unsupported", False, "AllSupported", "", view.now)
-    message = "not in effect in this version: " + "; ".join(found)
-    return change.condition("Unsupported", True, "NotYetSupported", message, view.now)
+    message = (
+        "spec.nodeLost.policy Fence behaves as Wait, because the operator cannot read nodes: "
+        "install its chart with rbac.nodes=true"
+    )
+    return change.condition("Unsupported", True, "NodesNotReadable", message, view.now)

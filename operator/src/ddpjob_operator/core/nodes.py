@@ -1,0 +1,68 @@
+"""Machines as far as a job's pods are on them: ready, not ready and since when, or gone.
+
+A Node object is 10 KiB and more; of one that a job's pods are on, this is what plan() sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Final
+
+from ddpjob_operator.core.lenient import mapping, sequence, text
+from ddpjob_operator.core.status import parse_time
+
+#: An administrator's word that the machine is off: Kubernetes then lets go of its pods.
+OUT_OF_SERVICE: Final = "node.kubernetes.io/out-of-service"
+_CONTROL_PLANE: Final = "node-role.kubernetes.io/control-plane"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What is kept of a Node object. ``since``: when ``ready`` last changed, by the cluster."""
+
+    name: str
+    ready: bool
+    since: datetime | None
+    out_of_service: bool = False
+    control_plane: bool = False  # tainted so: work does not go there
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One machine for one run of the planner.
+
+    ``down_seconds``: how long it has not been ready, by the operator's clock.
+    ``read_seconds``: how long ago a quorum last told of it; None if only a watch has.
+    """
+
+    name: str
+    exists: bool = True
+    ready: bool = True
+    out_of_service: bool = False
+    down_seconds: float = 0.0
+    read_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Those that carry a job's pods, by name. ``any_ready``: of all workers of the cluster."""
+
+    any_ready: bool
+    known: Mapping[str, Node] = field(default_factory=dict)
+
+
+def record(obj: Mapping[str, Any]) -> Record:
+    """A Node object -> Record. Without a Ready condition it is not ready, as for Kubernetes."""
+    taints = {text(mapping(t).get("key")) for t in sequence(mapping(obj.get("spec")).get("taints"))}
+    conditions = sequence(mapping(obj.get("status")).get("conditions"))
+    found = (mapping(c) for c in conditions if mapping(c).get("type") == "Ready")
+    ready: Mapping[str, Any] = next(found, {})
+    return Record(
+        name=obj["metadata"]["name"],
+        ready=ready.get("status") == "True",
+        since=parse_time(ready.get("lastTransitionTime")),
+        out_of_service=OUT_OF_SERVICE in taints,
+        control_plane=_CONTROL_PLANE in taints,
+    )
