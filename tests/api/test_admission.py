@@ -65,6 +65,11 @@ BAD = {
         "Always",
         ("spec.template.spec.restartPolicy", "must be Never or left out"),
     ),
+    "no grace": Bad(
+        "spec.template.spec.terminationGracePeriodSeconds",
+        0,
+        ("spec.template.spec.terminationGracePeriodSeconds", "at least 1", "beside them"),
+    ),
     # --- names
     "name with a dot": Bad("metadata.name", "a.b", ("metadata.name", "DNS-1035")),
     "name with a digit first": Bad("metadata.name", "1a", ("metadata.name", "DNS-1035")),
@@ -366,6 +371,7 @@ GOOD = {
         f"{TRAINER}.env",
         [{"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}],
     ),
+    "grace 1": ("spec.template.spec.terminationGracePeriodSeconds", 1),
     "restartPolicy Never": ("spec.template.spec.restartPolicy", "Never"),
     "any pod field": (
         "spec.template.spec.tolerations",

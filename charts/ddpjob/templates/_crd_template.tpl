@@ -115,6 +115,18 @@ properties:
         description: Never, or left out. The operator sets Never.
         type: string
         maxLength: 32
+      terminationGracePeriodSeconds:
+        description: >-
+          Seconds between SIGTERM and SIGKILL, at least 1; 30 when left out. The trainer saves a
+          snapshot in them.
+        type: integer
+        format: int64
+        x-kubernetes-validations:
+          - rule: self >= 1
+            message: >-
+              spec.template.spec.terminationGracePeriodSeconds must be at least 1: with 0 a pod is
+              gone from the API while its processes still run, and the next attempt would train
+              beside them
       hostname:
         description: Not supported; set by the operator to <job>-<replica>.
         type: string

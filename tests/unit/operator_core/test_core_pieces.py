@@ -286,3 +286,14 @@ def test_an_image_that_cannot_be_pulled_is_seen_on_any_container():
     found = pod({"waiting": {"reason": "PodInitializing"}}, initContainerStatuses=[waiting])
     assert (found.waiting_reason, found.waiting_message) == ("ImagePullBackOff", "no")
     assert pod({"waiting": {"reason": "ContainerCreating"}}).waiting_reason == ""
+
+
+@pytest.mark.parametrize(("given", "grace"), [({}, 30), (0, 1), (-5, 1), (600, 600), ("x", 30)])
+def test_a_pod_is_there_for_as_long_as_its_containers_may_run(given: object, grace: int):
+    """Without a grace period its object goes first, and the barrier would see nothing."""
+    body = {"containers": [{"name": "t"}]}
+    more = {} if given == {} else {"terminationGracePeriodSeconds": given}
+    found = render_pod({"spec": {**body, **more}})["spec"]
+    assert found["terminationGracePeriodSeconds"] == grace
+    env = {v["name"]: v["value"] for v in found["containers"][0]["env"]}
+    assert env[contract.GRACE_SECONDS] == str(grace)

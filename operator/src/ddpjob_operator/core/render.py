@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any, Final
 
 from ddpjob_operator.core import classify, contract, observe
-from ddpjob_operator.core.lenient import mapping, sequence
+from ddpjob_operator.core.lenient import integer, mapping, sequence
 from ddpjob_operator.core.observe import Job
 from ddpjob_operator.core.spec import Restart, Spec
 
@@ -45,7 +45,10 @@ def pod(job: Job, spec: Spec, attempt: int, replica: int) -> dict[str, Any]:
     body.setdefault("automountServiceAccountToken", False)
     body.setdefault("enableServiceLinks", False)
     body["tolerations"] = _tolerations(body.get("tolerations") or [])
-    grace = body.get("terminationGracePeriodSeconds", DEFAULT_GRACE_SECONDS)
+    # With 0 its object would go before its containers, and with it what the barrier looks for. The
+    # CRD refuses that; a job that an older one took is mended here.
+    grace = max(1, integer(body.get("terminationGracePeriodSeconds"), DEFAULT_GRACE_SECONDS))
+    body["terminationGracePeriodSeconds"] = grace
     trainer = observe.trainer_container(body)
     assert isinstance(trainer, dict)  # deep-copied JSON
     given = trainer.get("env") or []
