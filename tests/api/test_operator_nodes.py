@@ -1,0 +1,185 @@
+"""Machines that fall silent, as the API server tells of them: Node objects written by hand.
+
+What the node controller would write (not ready, taints) the test writes itself, so that it need
+not wait for its timeouts; pods that are deleted stay, as on a machine that does not answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+from support.arena import Arena, arena
+from support.cluster import Cluster
+from support.proxy import Call, Fault
+from support.rest import Object, RestError, eventually
+
+SNAPSHOT = {"path": "/snapshots", "volume": {"emptyDir": {}}}
+FENCE = {"snapshot": SNAPSHOT, "nodeLost": {"policy": "Fence", "afterSeconds": 1}}
+
+
+class Machine:
+    """A Node that the test speaks for, and the pods that it binds there."""
+
+    def __init__(self, stage: Arena, name: str) -> None:
+        self.stage, self.name, self.path = stage, name, f"/api/v1/nodes/{name}"
+        body = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}}
+        stage.rest.post("/api/v1/nodes", body)
+        self.ready("True")
+
+    def ready(self, status: str) -> None:
+        condition = {"type": "Ready", "status": status, "reason": "Test", "message": ""}
+        self.stage.rest.merge(f"{self.path}/status", {"status": {"conditions": [condition]}})
+
+    def taint(self, key: str) -> None:
+        taints = [{"key": key, "value": "nodeshutdown", "effect": "NoExecute"}]
+        self.stage.rest.merge(self.path, {"spec": {"taints": taints}})
+
+    def delete(self) -> None:
+        with contextlib.suppress(RestError):
+            self.stage.rest.delete(self.path)
+
+
+@pytest.fixture(scope="module")
+def stage(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
+    with arena(control_plane.kubeconfig, tmp_path_factory.mktemp("nodes")) as found:
+        found.start_operator()
+        yield found
+
+
+@pytest.fixture
+def machine(stage: Arena) -> Iterator[Machine]:
+    """All pods that are created meanwhile come there."""
+    made, hand = Machine(stage, f"lost-{secrets.token_hex(2)}"), stage.kubelet.node
+    stage.kubelet.node = made.name
+    yield made
+    stage.kubelet.node = hand
+    made.delete()
+
+
+@pytest.fixture
+def gang(stage: Arena) -> Iterator[str]:
+    name = f"gang-{secrets.token_hex(2)}"
+    yield name
+    stage.proxy.faults = []
+    stage.kubelet.remove_pods = True
+    stage.remove(name)
+
+
+def silent(stage: Arena, machine: Machine, gang: str, **spec: object) -> None:
+    """A gang on the machine, whose pods from now on never end; new ones go elsewhere."""
+    stage.apply(gang, **spec)
+    stage.wait_phase(gang, "Running")
+    stage.kubelet.node = f"hand-{stage.namespace}"
+    stage.kubelet.remove_pods = False
+
+
+def node_not_ready(stage: Arena, gang: str) -> str:
+    stage.wait_status(
+        gang,
+        "Stalled by NodeNotReady",
+        lambda s: any(
+            (c["reason"], c["status"]) == ("NodeNotReady", "True") for c in s["conditions"]
+        ),
+    )
+    return str(stage.condition(gang, "Stalled")["message"])
+
+
+def test_fence_deletes_by_force_and_the_gang_runs_elsewhere(
+    stage: Arena, machine: Machine, gang: str
+) -> None:
+    silent(stage, machine, gang, **FENCE)
+    before = {p["metadata"]["uid"] for p in stage.kubelet.pods(gang)}
+    stage.proxy.clear()
+    machine.ready("Unknown")
+    status = stage.wait_phase(gang, "Running", attempt=2)
+    failure = status["lastFailure"]
+    assert (failure["reason"], failure["class"]) == ("NodeLost", "Infrastructure")
+    assert (failure["node"], status["restarts"]["charged"]) == (machine.name, 0)
+    pods = stage.kubelet.pods(gang)
+    assert not before & {p["metadata"]["uid"] for p in pods}
+    assert {p["spec"]["nodeName"] for p in pods} == {f"hand-{stage.namespace}"}
+    deletes = [c for c in stage.proxy.writes() if c.method == "DELETE"]
+    assert [c.code for c in deletes] == [200] * 3, "once each, no way round"
+    reads = [c for c in stage.proxy.calls if c.path == machine.path]
+    assert reads, "a quorum has confirmed it"
+
+
+def test_fence_takes_a_watch_that_is_behind_at_no_word(
+    stage: Arena, machine: Machine, gang: str
+) -> None:
+    silent(stage, machine, gang, **{**FENCE, "nodeLost": {"policy": "Fence", "afterSeconds": 8}})
+
+    def comes_back(event: Object) -> bool:
+        obj = event["object"]
+        ready = [c["status"] for c in (obj.get("status") or {}).get("conditions") or ()]
+        return bool(obj["metadata"].get("name") == machine.name and ready == ["True"])
+
+    stage.proxy.swallow = comes_back
+    try:
+        machine.ready("Unknown")
+        node_not_ready(stage, gang)
+        stage.proxy.clear()
+        machine.ready("True")
+        eventually(
+            "the node is read", lambda: [c for c in stage.proxy.calls if c.path == machine.path]
+        )
+        stage.wait_status(
+            gang,
+            "Stalled no more",
+            lambda s: (
+                all(c["status"] == "False" for c in s["conditions"] if c["type"] == "Stalled")
+                or s["attempt"] > 1
+            ),
+        )
+    finally:
+        stage.proxy.swallow = lambda _: False
+    assert stage.status(gang)["attempt"] == 1
+
+
+def test_wait_says_what_ends_it_and_an_administrators_word_does(
+    stage: Arena, machine: Machine, gang: str
+) -> None:
+    silent(stage, machine, gang)
+    machine.ready("Unknown")
+    message = node_not_ready(stage, gang)
+    assert f"kubectl delete node {machine.name}" in message
+    for pod in stage.kubelet.pods(gang):
+        stage.rest.delete(stage.path("pods", pod["metadata"]["name"]))
+    stage.wait_status(gang, "nobody is active", lambda s: s["replicas"]["active"] == 0)
+    assert stage.quiet_resyncs() == []
+    assert stage.status(gang)["attempt"] == 1
+    machine.taint("node.kubernetes.io/out-of-service")
+    status = stage.wait_phase(gang, "Running", attempt=2)
+    assert status["restarts"]["charged"] == 0
+
+
+def test_a_deleted_node_object_is_a_word_too(stage: Arena, machine: Machine, gang: str) -> None:
+    silent(stage, machine, gang, **{**FENCE, "nodeLost": {"policy": "Fence", "afterSeconds": 3600}})
+    machine.delete()
+    status = stage.wait_phase(gang, "Running", attempt=2)
+    assert "does not exist any more" in status["lastFailure"]["message"]
+
+
+def test_fence_without_rights_is_told_and_the_gang_runs(
+    stage: Arena, machine: Machine, gang: str
+) -> None:
+    def of_nodes(call: Call) -> bool:
+        return call.path.startswith("/api/v1/nodes")
+
+    forbidden = Fault("answer", of_nodes, times=10_000, code=403)
+    stage.proxy.faults = [forbidden]
+    stage.proxy.cut_watches()
+    stage.apply(gang, **FENCE)
+    stage.wait_phase(gang, "Running")
+
+    def told(s: Object) -> bool:
+        return any(c["reason"] == "NodesNotReadable" for c in s["conditions"])
+
+    stage.wait_status(gang, "Unsupported", told, seconds=60)
+    assert "rbac.nodes=true" in stage.condition(gang, "Unsupported")["message"]
+    stage.proxy.faults = []
+    stage.wait_status(gang, "it is over", lambda s: not told(s), seconds=60)
