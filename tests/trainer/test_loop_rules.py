@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import multiprocessing
 import os
@@ -443,3 +444,94 @@ def test_sigterm_while_a_print_blocks_ends_the_process(gang, wait_until):  # typ
     os.kill(pid, signal.SIGTERM)
     assert gang.wait(20) == {0: 143}, gang.log(0)
     os.close(read)
+
+
+# --- Leaving the loop -------------------------------------------------------------------------
+
+LEAVE = "leave it on every rank in the same step, or on none."
+
+
+def refused(gang: Any, program: Callable[[int], None], text: str) -> None:
+    codes = gang.run(program)
+    assert set(codes.values()) == {64, 75}, codes  # 75: lost one that has ended
+    for rank, code in codes.items():
+        assert code == 75 or text in gang.log(rank), gang.log(rank)
+
+
+@pytest.mark.parametrize("level", ["resume", "elastic"])
+@pytest.mark.parametrize(
+    ("how", "place"),
+    [
+        ("at its top", "in step 3, before its commit()"),
+        ("before commit", "in step 3, before its commit()"),
+        ("after commit", "in step 3, after its commit()"),
+        ("swallowed", "in step 3, before its commit()"),
+        ("after the last commit", "in step 5, after its commit()"),
+    ],
+)
+def test_a_rank_that_leaves_the_loop_alone_ends_the_run(gang, how, place, level):  # type: ignore[no-untyped-def]
+    def leaves(rank: int) -> None:
+        run = ddp.start(total_steps=6, global_batch=6, level=level, shards=3)
+        wrapped = prepared(run, nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 2)))
+        with contextlib.suppress(KeyError):
+            for step in run.steps(DATA):
+                mine = rank == 1 and step.index == 3
+                if mine and how == "at its top":
+                    break
+                for (x,) in step.batches:
+                    if mine and how == "swallowed":
+                        raise KeyError("bug")
+                    step.backward(wrapped(x).sum())
+                if mine and how == "before commit":
+                    break
+                step.commit()
+                if rank == 0:
+                    print(step.loss)  # a rank may ask for it alone
+                last = how == "after the last commit" and rank == 1 and step.index == 5
+                if (mine and how == "after commit") or last:
+                    break
+        run.evaluate(DATA, lambda net, batch: net(batch[0]).sum())
+        run.finish()
+
+    refused(gang, leaves, f"ConfigError: rank 1 left the loop {place}, and others went on: {LEAVE}")
+
+
+def test_ranks_that_leave_the_loop_a_step_apart_are_refused(gang):  # type: ignore[no-untyped-def]
+    def leaves(rank: int) -> None:
+        run = ddp.start(total_steps=6, global_batch=6)
+        wrapped = prepared(run)
+        for step in run.steps(DATA):
+            if step.index == 4:
+                break
+            for (x,) in step.batches:
+                step.backward(wrapped(x).sum())
+            step.commit()
+            if rank == 1 and step.index == 3:
+                break
+        run.finish()
+
+    refused(gang, leaves, LEAVE)
+
+
+def test_all_ranks_may_leave_the_loop_together(gang):  # type: ignore[no-untyped-def]
+    """However long one of them takes to get there."""
+
+    def leaves(rank: int) -> None:
+        run = ddp.start(total_steps=6, global_batch=6)
+        wrapped = prepared(run)
+        for step in run.steps(DATA):
+            for (x,) in step.batches:
+                step.backward(wrapped(x).sum())
+            if step.index == 3:
+                if rank == 2:  # the others have left
+                    store = run._process.world.store
+                    while not store.check(["left the loop"]):
+                        time.sleep(0.01)
+                    time.sleep(1.0)  # longer than anyone stands still before it looks
+                break
+            step.commit()
+        run.sum(1.0)
+        run.evaluate(DATA, lambda net, batch: net(batch[0]).sum())
+        run.finish()
+
+    assert gang.run(leaves) == dict.fromkeys(range(3), 0), gang.log(0) + gang.log(2)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -81,7 +81,12 @@ class ModelOptions:
     static_graph: bool = False
     find_unused_parameters: bool = False
     comm_hook: str | None = None
-    comm_hook_options: Mapping[str, Any] = field(default_factory=dict)  # none of ours has any
+    comm_hook_options: Mapping[str, Any] | None = None  # none of ours has any
+
+    @classmethod
+    def among(cls, given: Mapping[str, Any]) -> Self:
+        """Pick them out of prepare()'s arguments."""
+        return cls(**{option.name: given[option.name] for option in fields(cls)})
 
     def check(self) -> None:
         """Raise ConfigError for a value that no model can have."""

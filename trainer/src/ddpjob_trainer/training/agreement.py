@@ -96,7 +96,7 @@ class Agreement:
         if not step.committed:
             raise NotCommittedError(f"step {step.index}: its loss is known after step.commit()")
         if step.mean is None:
-            with self._shutdown.peers:
+            with self._shutdown.listening:  # a rank may ask for it alone
                 heard = self._exchange.wait()
             weights = heard["weights"] if step.weights else None
             step.mean = self._averaging.mean_loss(heard["losses"], weights)

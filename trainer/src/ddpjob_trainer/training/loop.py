@@ -33,6 +33,7 @@ from ddpjob_trainer.telemetry.progress import Progress
 from ddpjob_trainer.training import best
 from ddpjob_trainer.training.agreement import Agreement
 from ddpjob_trainer.training.best import Best
+from ddpjob_trainer.training.parting import Parting
 from ddpjob_trainer.training.prepare import Trained
 from ddpjob_trainer.training.recorder import Recorder
 from ddpjob_trainer.training.run_config import OF_ALL, fingerprint, run_id
@@ -99,8 +100,10 @@ class Loop:
             process.world, every=options.check_every, buffers=options.level == "elastic"
         )
         self._peers = process.shutdown.peers
+        self.parting = Parting(process.world, process.shutdown)
         self._step: Step | None = None
         self.within_step = False  # its body runs
+        self._ended = False  # with its last step
         self._layout_known = False
 
     def steps(self) -> Iterator[Step]:
@@ -111,6 +114,7 @@ class Loop:
             try:
                 self._input.start()
                 self._resume()
+                self.parting.watch()
                 while self.finished_steps < self._options.total_steps:
                     step = self._begin()
                     self.within_step = True
@@ -132,10 +136,13 @@ class Loop:
                 self.guard.stop()
             with self._peers:
                 self._recorder.ended(self._trained.state)
+        self._ended = True
         self._progress.phase("done")
 
     def left(self) -> None:
-        """All ranks have left the loop, perhaps within a step: leave no exchange under way."""
+        """The loop is over, perhaps early: wait for all ranks, leave no exchange under way."""
+        if not self._ended:
+            self.parting.leave(self._step)
         self._agreement.wait()
 
     def _resume(self) -> None:

@@ -125,21 +125,9 @@ class Run:
 
         Raises ConfigError, also for options that do not go together.
         """
+        given = ModelOptions.among(locals())
         if self._loop is not None:
             raise ConfigError("prepare() was called after steps(): prepare all models before it")
-        model_options = ModelOptions(
-            clip_grad_norm=clip_grad_norm,
-            grad_scaler=grad_scaler,
-            ema=ema,
-            compile=compile,
-            sync_batchnorm=sync_batchnorm,
-            bucket_cap_mb=bucket_cap_mb,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            static_graph=static_graph,
-            find_unused_parameters=find_unused_parameters,
-            comm_hook=comm_hook,
-            comm_hook_options=comm_hook_options or {},
-        )
         trained = self._trained
         schedulers = scheduler.values() if isinstance(scheduler, Mapping) else scheduler
         if not isinstance(scheduler, Mapping | list | tuple):
@@ -148,7 +136,7 @@ class Run:
             named(model, torch.nn.Module, "model", len(trained.models)),
             named(optimizer, torch.optim.Optimizer, "optimizer", len(trained.updater.units)),
             list(schedulers),
-            model_options,
+            given,
             before_update,
         )
         return shaped_like(model, wrapped), optimizer
@@ -253,7 +241,7 @@ class Run:
         batch_size = evaluation.check(dataset, batch_size, reduce)
         mean = reduce == "mean"
         world = self._process.world
-        with self._process.shutdown.peers:
+        with self._peers:
             evaluation.share_buffers(trained.module, world)
             if ema:
                 evaluation.share_buffers(trained.model_of(model).weights(ema=True), world)
@@ -263,12 +251,12 @@ class Run:
                 batch_size=batch_size, collate=collate or self.options.collate, mean=mean,
                 alive=lambda: self._process.progress.at("evaluation"),
             )  # fmt: skip
-        with self._process.progress.during("agreement"), self._process.shutdown.peers:
+        with self._process.progress.during("agreement"), self._peers:
             return evaluation.total(share, world, mean=mean)
 
     def sum(self, value: float) -> float:
         """Add up a number over all ranks. Every rank must call it."""
-        with self._process.progress.during("agreement"), self._process.shutdown.peers:
+        with self._peers, self._process.progress.during("agreement"):
             return self._process.world.sum([float(value)])[0]
 
     def log(self, values: Mapping[str, float | torch.Tensor], *, step: int | None = None) -> None:
@@ -348,7 +336,7 @@ class Run:
 
         Every rank must call it: a ZeroRedundancyOptimizer's state lies on all of them.
         """
-        with self._process.shutdown.peers:
+        with self._peers:
             return self._ready("state_sha256()").state.sha256(self.rank)
 
     def finish(self) -> None:
@@ -356,11 +344,10 @@ class Run:
         # In a `finally` after an exception the others still wait for our gradients.
         if not self._closed and sys.exc_info()[0] is None:
             progress = self._process.progress
+            if self._loop is not None:
+                self._loop.left()
             with self._process.shutdown.peers:
                 failpoints.reach("barrier")
-                # The loop may have been left before its last step.
-                if self._loop is not None:
-                    self._loop.left()
                 self._process.snapshots.settle()
                 with progress.during("agreement"):
                     self._process.world.barrier()
@@ -381,9 +368,18 @@ class Run:
 
     # --- Inside --------------------------------------------------------------------------
 
+    @property
+    def _peers(self) -> contextlib.AbstractContextManager[None]:
+        """For what every rank does, once all have left the loop if it is over."""
+        if self._loop is not None and not self._loop.within_step:
+            self._loop.left()
+        return self._process.shutdown.peers
+
     def _close(self) -> None:
         if not self._closed:
             self._closed = True
+            if self._loop is not None:
+                self._loop.parting.close()
             self._process.snapshots.close(failing=self._process.shutdown.failing)
             self._process.progress.close(hurry=self._process.shutdown.failing)
             leave_group()

@@ -29,13 +29,17 @@ _MOMENT_SECONDS = 1.0
 
 
 class _Peers:
-    """The context in which an error may mean that a peer is gone: then the process ends, 75."""
+    """The context in which an error may mean that a peer is gone: then the process ends, 75.
+
+    ``reached``: how often it was entered. On every rank alike, so it says how far each has come.
+    """
 
     def __init__(self, shutdown: Shutdown) -> None:
         self._shutdown = shutdown
+        self.reached = 0
 
     def __enter__(self) -> None:
-        pass
+        self.reached += 1
 
     def __exit__(
         self,
@@ -57,6 +61,7 @@ class Shutdown:
         self.signal = 0  # the one that asked us to stop, 0: none
         self.failing = False  # an exception ends this process
         self.peers = _Peers(self)
+        self.listening = _Peers(self)  # the same for what one rank may do and another not
         self._hook = sys.excepthook
         self.watch_exceptions()
         if threading.current_thread() is threading.main_thread():
@@ -149,6 +154,13 @@ class Shutdown:
             f" {ExitCode.PEER_LOST:d}: {lost}",
         )
         leave(ExitCode.PEER_LOST)
+
+    def refuse(self, error: ConfigError) -> NoReturn:
+        """End at once, from any thread: the main one waits for peers that will not come."""
+        self._state.failed(error)
+        if not refusal.tell(self._rank, error, None):
+            say(self._rank, f"{type(error).__name__}: {error}")
+        leave(exit_code_of(error))
 
     def _uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
