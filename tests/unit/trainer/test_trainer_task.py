@@ -3,20 +3,51 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import MISSING, fields
+
+import pytest
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.cli import _parser
+from ddpjob_trainer.options import ModelOptions, Options, Reporting, SnapshotOptions
 from ddpjob_trainer.task.command import PREPARE, START, parse_worker, split, worker_arguments
 
 #: What a file of functions gives, or a command line cannot.
-_NOT_OPTIONS = {"collate", "self", "model", "optimizer", "scheduler", "grad_scaler",
-                "comm_hook_options", "events", "before_update"}  # fmt: skip
+_OBJECTS = {"self", "model", "optimizer", "scheduler", "before_update"}
+_NOT_OPTIONS = {*_OBJECTS, "collate", "grad_scaler", "comm_hook_options", "events"}
 
 
-def test_the_options_are_the_arguments_of_start_and_prepare():  # type: ignore[no-untyped-def]
-    for function, options in ((ddp.start, START), (ddp.Run.prepare, PREPARE)):
-        names = set(inspect.signature(function).parameters) - _NOT_OPTIONS
-        assert names == options.keys(), function.__name__
+@pytest.mark.parametrize(
+    ("function", "declared", "offered"),
+    [
+        (ddp.start, (Options, SnapshotOptions, Reporting), START),
+        (ddp.Run.prepare, (ModelOptions,), PREPARE),
+    ],
+)
+def test_every_option_is_declared_once(function, declared, offered):  # type: ignore[no-untyped-def]
+    """In options.py; what start() and prepare() show in their signatures says the same."""
+    options = {option.name: option for kind in declared for option in fields(kind)}
+    parameters = inspect.signature(function).parameters
+    assert parameters.keys() - _OBJECTS == options.keys()
+    assert parameters.keys() - _NOT_OPTIONS == {option.name for option in offered}
+    for name, option in options.items():
+        shown = parameters[name]
+        if option.default is MISSING:
+            assert shown.default is inspect.Parameter.empty, name
+        elif shown.default is not None:  # None: the environment decides
+            assert shown.default == option.default, name
+        if option.type != "Any" and name not in ("level", "threads", "resume"):
+            assert shown.annotation == option.type, name
+
+
+def test_the_help_tells_types_and_defaults(capsys):  # type: ignore[no-untyped-def]
+    with pytest.raises(SystemExit):
+        parse_worker(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--seed N of weights, data order, dropout (default: 0)" in text
+    assert "--tail {drop,pad,join} an epoch's incomplete last batch (default: drop)" in text
+    assert "--clip-grad-norm X bound of the norm" in text
+    assert "--static-graph DDP's option --find" in text
 
 
 def test_a_process_gets_what_the_launcher_was_given():  # type: ignore[no-untyped-def]
@@ -27,10 +58,7 @@ def test_a_process_gets_what_the_launcher_was_given():  # type: ignore[no-untype
     assert given.nproc == 3
     options = parse_worker(worker_arguments(given, rest))
     assert (options.total_steps, options.global_batch, options.ema) == (9, 6, 0.9)
-    assert (options.static_graph, options.sync_batchnorm, options.comm_hook) == (
-        True,
-        False,
-        "bf16",
-    )
+    assert (options.static_graph, options.comm_hook) == (True, "bf16")
+    assert options.sync_batchnorm is None
     assert (str(options.task), options.arguments) == ("t.py", ["--width", "-1"])
     assert options.level is None  # start()'s default, not one of ours

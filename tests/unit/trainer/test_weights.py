@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.options import CHANGES, SnapshotOptions
 from ddpjob_trainer.snapshot import weights
 from ddpjob_trainer.snapshot.compatible import compare
 from ddpjob_trainer.training.best import Best, is_better, packed, unpacked
-from ddpjob_trainer.training.start import _changes
 
 
 class Tied(nn.Module):
@@ -162,17 +162,17 @@ RUN = {
 )
 def test_another_batch_or_other_data_only_if_asked_for(changed, asked, capsys):  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match=rf"go on with start\(allow_changes='{asked}'\)"):
-        compare(RUN, {**RUN, **changed}, 0, _changes("ema"))
-    compare(RUN, {**RUN, **changed}, 0, _changes(f"ema,{asked}"))
+        compare(RUN, {**RUN, **changed}, 0, SnapshotOptions(allow_changes="ema").changes)
+    compare(RUN, {**RUN, **changed}, 0, SnapshotOptions(allow_changes=f"ema,{asked}").changes)
     assert "as allow_changes says" in capsys.readouterr().err
-    compare(RUN, RUN, 0, _changes([asked]))
+    compare(RUN, RUN, 0, SnapshotOptions(allow_changes=[asked]).changes)
     assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["seed", "tail"])
 def test_what_cannot_change_is_refused_all_the_same(name):  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match=f"with {name}=") as error:
-        compare(RUN, {**RUN, name: "x"}, 0, _changes(["global_batch", "data", "ema"]))
+        compare(RUN, {**RUN, name: "x"}, 0, SnapshotOptions(allow_changes=CHANGES).changes)
     assert "allow_changes" not in str(error.value)
     with pytest.raises(ConfigError, match="allow_changes: 'seed' must be one of global_batch,"):
-        _changes("seed")
+        SnapshotOptions(allow_changes="seed").check()

@@ -64,8 +64,8 @@ class SnapshotSettings:
     every_steps: int
     keep: int
     resume: bool
-    staging: str = "auto"  # see snapshot.staging.MODES
-    allow_changes: frozenset[str] = frozenset()  # see snapshot.compatible.CHANGES
+    staging: str = "auto"  # see options.SnapshotOptions
+    allow_changes: frozenset[str] = frozenset()  # see options.CHANGES
     upload: str = ""  # URL to copy finished snapshots to
 
 

@@ -9,8 +9,6 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.telemetry.console import say
 
 Config = Mapping[str, Any]
-#: What start(allow_changes=...) may name: a run that goes on with other data is another run.
-CHANGES = ("global_batch", "data", "ema")
 _CHANGED = {
     "samples": "the dataset is another one",
     "world_size": "each has a stream of its own",

@@ -13,12 +13,10 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-Mode = Literal["auto", "inline", "thread"]
-MODES: tuple[Mode, ...] = ("auto", "inline", "thread")
 _PAGE = mmap.PAGESIZE
 _SLACK = 16
 

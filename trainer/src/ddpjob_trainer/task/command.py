@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field
 from pathlib import Path
 from typing import Any
+
+from ddpjob_trainer.options import ModelOptions, Options, Reporting, SnapshotOptions
 
 MODULE = "ddpjob_trainer.task"
 
@@ -38,66 +41,45 @@ examples:
 """
 
 #: Arguments of start() and of prepare() that are options here, under the same names.
-START: dict[str, dict[str, Any]] = {
-    "total_steps": {"type": int, "required": True, "help": "optimizer steps of the whole run"},
-    "global_batch": {"type": int, "required": True, "help": "samples per step, all processes"},
-    "seed": {"type": int, "help": "of weights, data order, dropout (default: 0)"},
-    "level": {"choices": ("off", "resume", "elastic"), "help": "bits kept over restarts"},
-    "shards": {"type": int, "help": "parts of the global batch at level elastic (default: 8)"},
-    "micro_batches": {"type": int, "help": "gradients accumulated per step (default: 1)"},
-    "tail": {"choices": ("drop", "pad", "join"), "help": "an epoch's incomplete last batch"},
-    "precision": {"choices": ("fp32", "bf16", "fp16"), "help": "of the forward (default: fp32)"},
-    "nan_policy": {
-        "choices": ("stop", "skip", "ignore"),
-        "help": "at a loss or gradient that is not finite (default: stop)",
-    },
-    "check_every": {"type": int, "help": "steps between comparisons of the ranks (default: 100)"},
-    "threads": {"type": int, "help": "torch's threads per process"},
-    "log_every": {"type": int, "help": "steps between two lines of progress"},
-    "snapshot_dir": {"metavar": "DIR", "help": "default: what the DDPJob says, else none"},
-    "snapshot_every": {"type": int, "help": "steps between two snapshots (default: 50)"},
-    "snapshot_keep": {"type": int, "help": "snapshots to keep (default: 3)"},
-    "resume": {"metavar": "FILE", "help": "weights to begin with, if there is no snapshot yet"},
-    "allow_changes": {"metavar": "NAMES", "help": "of global_batch,data,ema: may be changed"},
-    "snapshot_upload": {"metavar": "URL", "help": "copy finished ones there, as s3://bucket/job"},
-    "tensorboard_dir": {"metavar": "DIR", "help": "write there for TensorBoard"},
-    "sinks": {"metavar": "NAMES", "help": "curves go to tensorboard,wandb,mlflow (default: none)"},
-    "snapshot_staging": {
-        "choices": ["auto", "inline", "thread"],
-        "help": "copy the state between steps or beside them (default: auto)",
-    },
-}
-PREPARE: dict[str, dict[str, Any]] = {
-    "clip_grad_norm": {"type": float, "help": "bound of the norm of all gradients"},
-    "ema": {"type": float, "metavar": "DECAY", "help": "moving average of the weights, as 0.999"},
-    "compile": {"metavar": "BACKEND", "help": "torch.compile; inductor is PyTorch's default"},
-    "sync_batchnorm": {"action": "store_true", "help": "BatchNorm over all processes (CUDA)"},
-    "bucket_cap_mb": {"type": float, "help": "size of DDP's gradient buckets"},
-    "gradient_as_bucket_view": {"action": "store_true", "help": "DDP's option"},
-    "static_graph": {"action": "store_true", "help": "DDP's option"},
-    "find_unused_parameters": {"action": "store_true", "help": "DDP's option"},
-    "comm_hook": {"choices": ("bf16", "fp16"), "help": "how gradients travel"},
-}
+START = [*Options.offered(), *SnapshotOptions.offered(), *Reporting.offered()]
+PREPARE = list(ModelOptions.offered())
 _OWN: dict[str, dict[str, Any]] = {
     "lr": {"type": float, "default": 1e-3, "help": "of the default optimizer (default: 0.001)"},
     "eval_every": {"type": int, "help": "evaluate every N steps, too (default: at the end only)"},
     "eval_batch": {"type": int, "default": 256, "help": "samples per evaluation batch (256)"},
 }
+_TYPES = {"int": int, "float": float}
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _described(option: Field[Any]) -> dict[str, Any]:
+    """An option as argparse wants it. One that is not given is None: start() has the defaults."""
+    about = dict(option.metadata)
+    kind = str(option.type).partition(" ")[0]
+    if option.default is MISSING:
+        about["required"] = True
+    elif option.default is not None and not isinstance(option.default, bool | tuple):
+        about["help"] += f" (default: {option.default})"
+    if kind == "bool" and "metavar" not in about:
+        return about | {"action": "store_true", "default": None}
+    return about | ({"type": _TYPES[kind]} if kind in _TYPES else {})
+
+
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    for title, options in (("training", START), ("model", PREPARE), ("runner", _OWN)):
+    groups: dict[str, dict[str, dict[str, Any]]] = {
+        "training": {option.name: _described(option) for option in START},
+        "model": {option.name: _described(option) for option in PREPARE},
+        "runner": _OWN,
+    }
+    for title, options in groups.items():
         group = parser.add_argument_group(title)
         for name, about in options.items():
-            plain = "action" in about or "choices" in about or "metavar" in about
-            more: dict[str, Any] = {}
-            if not plain:
-                more["metavar"] = "N" if about["type"] is int else "X"
-            group.add_argument(_flag(name), **about, **more)
+            # argparse's own metavar would be the name again.
+            value = {"metavar": "N" if about["type"] is int else "X"} if "type" in about else {}
+            group.add_argument(_flag(name), **value | about)
     parser.add_argument("task", type=Path, metavar="TASK.py", help="a Python file, see above")
 
 
@@ -140,10 +122,10 @@ def parse_worker(arguments: Sequence[str]) -> argparse.Namespace:
 def worker_arguments(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     """Return the command line that gives one process the same options."""
     words = [str(options.task)]
-    for name, about in {**START, **PREPARE, **_OWN}.items():
+    for name in [option.name for option in (*START, *PREPARE)] + list(_OWN):
         value = getattr(options, name)
-        if about.get("action"):
-            words += [_flag(name)] if value else []
+        if value is True:
+            words.append(_flag(name))
         elif value is not None:
             words.append(f"{_flag(name)}={value}")
     return [*words, "--", *rest] if rest else words

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Sequence
+from dataclasses import Field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -65,8 +66,8 @@ def train(task: Any, options: argparse.Namespace) -> None:
     run.finish()
 
 
-def _given(options: argparse.Namespace, names: dict[str, Any]) -> dict[str, Any]:
-    values = {name: getattr(options, name) for name in names}
+def _given(options: argparse.Namespace, offered: Sequence[Field[Any]]) -> dict[str, Any]:
+    values = {option.name: getattr(options, option.name) for option in offered}
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -6,8 +6,7 @@ import os
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from operator import index
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from ddpjob_trainer import failpoints, trace
 from ddpjob_trainer.comm.rendezvous import join
 from ddpjob_trainer.data import fetch
-from ddpjob_trainer.environment import MIN_KEEP, SnapshotSettings, WorkerEnvironment, read_worker
+from ddpjob_trainer.environment import SnapshotSettings, WorkerEnvironment, read_worker
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gradients import determinism, shard_tree
 from ddpjob_trainer.gradients.ddp import Averaging, DdpAveraging
@@ -24,11 +23,9 @@ from ddpjob_trainer.gradients.elastic import ElasticAveraging
 from ddpjob_trainer.liveness import stacks
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter
 from ddpjob_trainer.liveness.watchdog import Watchdog
-from ddpjob_trainer.options import Options
-from ddpjob_trainer.snapshot.compatible import CHANGES
+from ddpjob_trainer.options import Options, Reporting, SnapshotOptions
 from ddpjob_trainer.snapshot.manager import Snapshots
 from ddpjob_trainer.snapshot.remote.client import check_upload
-from ddpjob_trainer.snapshot.staging import MODES
 from ddpjob_trainer.telemetry.console import Display
 from ddpjob_trainer.telemetry.event_log import EventLog
 from ddpjob_trainer.telemetry.progress import Progress
@@ -41,22 +38,6 @@ from ddpjob_trainer.training.shutdown import Shutdown
 
 _LOG_LINES = 40  # in a whole run, when log_every is not given
 _PREFIX = len("[rank 0] ")  # of a launcher
-
-
-@dataclass(frozen=True, slots=True)
-class Reporting:
-    """Of start(). None: what the environment says, else the default."""
-
-    log_every: int | None
-    events: str | os.PathLike[str] | None
-    tensorboard_dir: str | os.PathLike[str] | None
-    sinks: str | Sequence[str | Sink] | None
-
-    def chosen_sinks(self, env: WorkerEnvironment) -> dict[str, Sink]:
-        """On every rank, so that all refuse alike. Raises ConfigError."""
-        directory = self.tensorboard_dir
-        board = os.fspath(directory) if directory is not None else env.tensorboard_dir
-        return choose(env.sinks if self.sinks is None else self.sinks, board)
 
 
 def start(
@@ -123,6 +104,7 @@ def start(
     Alone without any environment, under torchrun and under our launcher it is the same call.
     Raises ConfigError; ends the process with exit code 75 when the others do not come.
     """
+    given = locals()
     begun = time.monotonic()
     try:
         env = read_worker(os.environ)
@@ -136,41 +118,24 @@ def start(
     trace.configure(env.trace, env.rank, env.identity.round)
     trace.mark("start")
     failpoints.reach("import")
-    # Numbers from numpy are welcome, but a snapshot's JSON holds plain ones only.
-    total_steps, global_batch, seed = map(index, (total_steps, global_batch, seed))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    options = Options(
-        total_steps=total_steps,
-        global_batch=global_batch,
-        seed=seed,
-        level=determinism.choose_level(level, device),
-        threads=threads or env.threads or 1,
-        collate=collate,
-        micro_batches=index(micro_batches),
-        shards=index(shards),
-        tail=tail,
-        precision=precision,
-        nan_policy=nan_policy,
-        check_every=index(check_every),
-        resume=None if resume is None else Path(resume),
+    options = Options.among(
+        given
+        | {
+            "level": determinism.choose_level(level, device),
+            "threads": threads or env.threads or 1,
+            "resume": None if resume is None else Path(resume),
+        }
     )
     options.check(env.world_size)
     determinism.pin_arithmetic(options.level, options.threads)
-    reporting = Reporting(log_every, events, tensorboard_dir, sinks)
-    chosen = reporting.chosen_sinks(env)
-    settings = _snapshot_settings(
-        env.snapshot,
-        snapshot_dir,
-        snapshot_every,
-        snapshot_keep,
-        snapshot_staging,
-        snapshot_upload,
-    )
-    settings = replace(settings, allow_changes=_changes(allow_changes))
+    reporting = Reporting.among(given)
+    chosen = _chosen_sinks(reporting, env)
+    settings = _snapshot_settings(env.snapshot, SnapshotOptions.among(given))
     recorder = Recorder(env.chaos, env.rank)
     recorder.started(
         env.identity,
-        total_steps=total_steps,
+        total_steps=options.total_steps,
         directory=str(settings.directory),
         every=settings.every_steps,
     )
@@ -185,7 +150,7 @@ def start(
         raise
     trace.mark("joined")
     shutdown.watch_exceptions()
-    _seed_all(seed)
+    _seed_all(options.seed)
     progress = _make_progress(
         env,
         writer,
@@ -209,40 +174,29 @@ def _seed_all(seed: int) -> None:
     random.seed(seed)
 
 
-def _snapshot_settings(
-    given: SnapshotSettings,
-    directory: str | os.PathLike[str] | None,
-    every: int | None,
-    keep: int | None,
-    staging: str,
-    upload: str | None,
-) -> SnapshotSettings:
+def _snapshot_settings(given: SnapshotSettings, asked: SnapshotOptions) -> SnapshotSettings:
     """Arguments of start() before the environment."""
-    if staging not in MODES:
-        raise ConfigError(f"snapshot_staging={staging!r} must be one of {', '.join(MODES)}")
-    if every is not None and every < 1:
-        raise ConfigError(f"snapshot_every={every} must be at least 1")
-    if keep is not None and keep < MIN_KEEP:
-        raise ConfigError(f"snapshot_keep={keep} must be at least {MIN_KEEP}")
-    url = given.upload if upload is None else upload
+    asked.check()
+    directory = given.directory if asked.snapshot_dir is None else Path(asked.snapshot_dir)
+    url = given.upload if asked.snapshot_upload is None else asked.snapshot_upload
     if url:
-        check_upload(url, directory if directory is not None else given.directory)
+        check_upload(url, directory)
     return replace(
         given,
-        directory=Path(directory) if directory is not None else given.directory,
-        every_steps=every or given.every_steps,
-        keep=keep or given.keep,
-        staging=staging,
+        directory=directory,
+        every_steps=asked.snapshot_every or given.every_steps,
+        keep=asked.snapshot_keep or given.keep,
+        staging=asked.snapshot_staging,
+        allow_changes=asked.changes,
         upload=url,
     )
 
 
-def _changes(given: str | Sequence[str]) -> frozenset[str]:
-    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else given
-    odd = next((name for name in names if name and name not in CHANGES), None)
-    if odd is not None:
-        raise ConfigError(f"allow_changes: {odd!r} must be one of {', '.join(CHANGES)}")
-    return frozenset(name for name in names if name)
+def _chosen_sinks(asked: Reporting, env: WorkerEnvironment) -> dict[str, Sink]:
+    """On every rank, so that all refuse alike. Raises ConfigError."""
+    directory = asked.tensorboard_dir
+    board = os.fspath(directory) if directory is not None else env.tensorboard_dir
+    return choose(env.sinks if asked.sinks is None else asked.sinks, board)
 
 
 def _make_progress(
