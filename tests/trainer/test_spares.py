@@ -40,11 +40,15 @@ def bare(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
     (tmp_path / "torch.py").write_text("raise ImportError('not in this test')")
 
     def run(
-        text: str, *options: str, env: dict[str, str] | None = None, fresh: bool = True
+        text: str,
+        *options: str,
+        env: dict[str, str] | None = None,
+        fresh: bool = True,
+        first: str = "",
     ) -> tuple[int, str, str]:
         path = tmp_path / "script.py"
         begin = "import os, sys, time, signal\nrank = int(os.environ['RANK'])\n"
-        path.write_text(begin + (FRESH if fresh else "") + text)
+        path.write_text(first + begin + (FRESH if fresh else "") + text)
         more = {"PYTHONPATH": f"{tmp_path}:{SOURCES}", **(env or {})}
         more["DDPJOB_TRAINER_TRACE"] = str(tmp_path / "trace")
         with launched(*options, str(path), "--lr", "1", env=more) as launcher:
@@ -210,6 +214,58 @@ def test_spares_that_were_asked_for_come_without_our_library_too(tmp_path, wait_
         finally:
             launcher.send_signal(signal.SIGTERM)
             assert launcher.wait(60) == 143
+
+
+#: Modules that count who imports them, each one line.
+COUNTED = "with open(__file__ + '.log', 'a') as log: log.write('x')\n"
+
+
+def imported(path: Path) -> int:
+    return len(path.with_name(path.name + ".log").read_text())
+
+
+def test_what_all_workers_can_share_is_imported_once(bare, tmp_path):  # type: ignore[no-untyped-def]
+    """Up to the first module that is not the same in all; each rank has its own of that."""
+    ranked = "import os\nRANK = os.environ['RANK'] + os.environ['DDPJOB_ROUND']\nprint('ranked')\n"
+    modules = {name: tmp_path / f"{name}.py" for name in ("shared", "ranked", "later")}
+    for name, path in modules.items():
+        path.write_text((ranked if name == "ranked" else "") + COUNTED)
+    first = "import shared, ranked, later\n"
+    text = (
+        BARE
+        + """
+print("has", ranked.RANK, flush=True)
+(here / f"has-{rank}-{round_}").touch()
+if round_ == "0":
+    until_spares()
+    while len(list(here.glob("has-*"))) < 3:
+        time.sleep(0.01)
+    sys.exit(3)
+"""
+    )
+    code, out, err = bare(text, "--nproc", "3", fresh=False, first=first)
+    assert code == 0, err
+    for rank in range(3):
+        said = [line for line in out.splitlines() if line.startswith(f"[rank {rank}]")]
+        assert said == [
+            f"[rank {rank}] ranked", f"[rank {rank}] has {rank}0", f"[rank {rank}] has {rank}1",
+        ]  # fmt: skip
+    assert imported(modules["shared"]) == 1
+    assert imported(modules["ranked"]) == imported(modules["later"]) >= 6
+
+
+def test_a_shared_module_that_is_edited_is_taken_as_it_is_then(bare, tmp_path):  # type: ignore[no-untyped-def]
+    module = tmp_path / "shared.py"
+    module.write_text("VALUE = 'old'\n" + COUNTED)
+    edit = "if shared.VALUE == 'old':\n    open(shared.__file__, 'a').write('VALUE = 12')\n"
+    text = (
+        edit
+        + BARE
+        + "print(shared.VALUE)\nif round_ == '0':\n    until_spares()\n    sys.exit(3)\n"
+    )
+    code, out, err = bare(text, fresh=False, first="import shared\n")
+    assert (code, out) == (0, "old\n12\n"), err
+    assert imported(module) >= 2
 
 
 # --- With torch ------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def test_a_spare_and_its_fork_server_may_die_in_the_same_moment():
     told: list[str] = []
     selector = selectors.DefaultSelector()
     spares = Spares(
-        Program("x.py", (), False), 1, os.environ, selector, lambda *_: None, told.append
+        Program("x.py", (), False), 1, os.environ, (), selector, lambda *_: None, told.append
     )
     mine, theirs = socket.socketpair()
     spares._server, spares._warm = mine, True
@@ -110,7 +110,7 @@ def test_without_descriptors_there_is_no_spare_and_no_harm(monkeypatch):
         raise OSError(24, "Too many open files")
 
     selector = selectors.DefaultSelector()
-    spares = Spares(Program("x.py", (), False), 1, os.environ, selector, lambda *_: None, print)
+    spares = Spares(Program("x.py", (), False), 1, os.environ, (), selector, lambda *_: None, print)
     spares._server, theirs = socket.socketpair()
     spares._warm = True
     monkeypatch.setattr(socket, "socketpair", none_left)
@@ -127,7 +127,7 @@ def test_calls_wait_for_a_fork_server_that_imports_and_can_be_taken_back():
     came: list[tuple[int, int]] = []
     selector = selectors.DefaultSelector()
     spares = Spares(
-        Program("x.py", (), False), 3, {}, selector,
+        Program("x.py", (), False), 3, {}, (), selector,
         lambda local_rank, pid, call, now: came.append((local_rank, pid)), pytest.fail,
     )  # fmt: skip
     call = Call({"RANK": "0"}, 1, 2, {})

@@ -1,9 +1,10 @@
 """Warm spares: processes that have imported torch and the script's modules, and wait to be called.
 
-A fork server imports once per launcher what every worker needs, and forks a spare per worker when
-asked. A spare gets its rank's environment, imports what the script imports at its top level, and
-waits; called, it becomes the worker, as `python script.py` would be. No CUDA context, no threads
-and no seeded generator before the call. Run by the launcher as a module.
+A fork server imports once per launcher what every worker needs, and what the script imports first
+where that can be shared (sharing.py); it forks a spare per worker when asked. A spare gets its
+rank's environment, imports what else the script imports at its top level, and waits; called, it
+becomes the worker, as `python script.py` would be. No CUDA context, no threads and no seeded
+generator before the call. Run by the launcher as a module.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_trainer.launcher.processes.appearance import look_started
+from ddpjob_trainer.launcher.processes.sharing import Shared, share
 
 #: What training imports sooner or later, some of it as late as in the first step. Found by
 #: comparing sys.modules (tests/trainer/test_spares.py); one that is missing costs only time.
@@ -94,24 +96,33 @@ def receive(source: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 # --- The fork server --------------------------------------------------------------------------
 
 
-def _serve(control: socket.socket, launcher: int) -> tuple[socket.socket, bool]:
-    """Fork a spare for every request.
+def _serve(control: socket.socket, launcher: int, shared: Shared) -> tuple[socket.socket, bool]:
+    """Fork a spare for every request, until a shared module is not what it was.
 
     Returns in the spare: the socket it is called by, and whether the call is on its way.
     """
+    stale = False
     while True:
         request = receive(control)
         if request is None:
             os._exit(0)
         body, fds = request
+        if not stale and shared.edited():
+            stale = True
+            send(control, {"stale": True}, [])
+        if stale:
+            for fd in fds:
+                os.close(fd)
+            continue
         pid = os.fork()
         if pid == 0:
             # The spare must be the launcher's child: orphans are, so its parent ends at once.
+            parent = os.getpid()
             if os.fork():
                 os._exit(0)
             control.close()
             line = socket.socket(fileno=fds[0])
-            _settle(launcher)
+            _settle(launcher, parent)
             os.environ.update(body["env"])
             return line, bool(body["called"])
         for fd in fds:
@@ -119,11 +130,11 @@ def _serve(control: socket.socket, launcher: int) -> tuple[socket.socket, bool]:
         os.waitpid(pid, 0)
 
 
-def _settle(launcher: int) -> None:
-    """Become a process like one that the launcher has started itself."""
+def _settle(launcher: int, parent: int) -> None:
+    """Become a process like one that the launcher has started itself, when ``parent`` has ended."""
     deadline = time.monotonic() + _ADOPTION_SECONDS
-    while os.getppid() != launcher:
-        if time.monotonic() > deadline:
+    while (now := os.getppid()) != launcher:
+        if now != parent or time.monotonic() > deadline:
             os._exit(1)
         time.sleep(0.0005)
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -147,7 +158,6 @@ def _wait(line: socket.socket, program: Program, *, called: bool) -> _Script | N
     Who is called at once imports in the script: what that prints is seen.
     """
     send(line, {"pid": os.getpid()}, [])
-    _set_path(program)
     script = None
     if not called:
         with contextlib.suppress(BaseException):
@@ -170,46 +180,65 @@ def _wait(line: socket.socket, program: Program, *, called: bool) -> _Script | N
     return script
 
 
-def _set_path(program: Program) -> None:
-    """As `python` does: the script's directory first, or the current one for a module."""
+def _become(program: Program) -> None:
+    """Look to modules as `python` does, while they are imported and later."""
     if not sys.flags.safe_path:
+        # The script's directory first, or the current one for a module.
         first = os.getcwd() if program.module else os.path.dirname(os.path.realpath(program.name))  # noqa: PTH109, PTH120
         sys.path.insert(0, first)
-    sys.argv[:] = [program.name, *program.arguments]  # modules may look at it
+    sys.argv[:] = [program.name, *program.arguments]
+    how = ["-m"] if program.module else []
+    sys.orig_argv[:] = [sys.executable, "-u", *how, *sys.argv]
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=__builtins__, __annotations__={})
+    if not program.module:
+        main.__dict__.update(
+            __file__=program.name,
+            __loader__=SourceFileLoader("__main__", program.name),
+            __cached__=None,
+        )
+    sys.modules["__main__"] = main
 
 
 def _prepare(program: Program) -> _Script | None:
-    """Import what the program imports first; return a script compiled."""
-    if program.module:
-        spec = importlib.util.find_spec(program.name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(program.name + ".__main__")
-        if spec is not None and spec.origin is not None:
-            package = spec.parent or ""
-            for name in imports_of(Path(spec.origin).read_bytes(), package):
-                _import(name)
-        if program.name == _TASK and program.arguments:
-            _prepare_task(Path(program.arguments[0]))
-        return None
-    source = Path(program.name).read_bytes()
-    for name in imports_of(source, ""):
+    """Import what the program imports at its top level; return a script compiled."""
+    source = b"" if program.module else Path(program.name).read_bytes()
+    for name in modules_of(program):
         _import(name)
+    if program.module:
+        return None
     return _Script(source, compile(source, program.name, "exec", dont_inherit=True))
 
 
-def _prepare_task(path: Path) -> None:
-    """Import what a task file does, from where the task runner will."""
-    directory = str(path.resolve().parent)
-    sys.path.insert(0, directory)
-    try:
-        for name in imports_of(path.read_bytes(), ""):
-            _import(name)
-    finally:
-        sys.path.remove(directory)
+def modules_of(program: Program, *, first: bool = False) -> Iterator[str]:
+    """Yield what a program imports at its top level, to be imported before the next is asked for.
+
+    ``first``: only what comes before all other statements. Raises what reading it raises.
+    """
+    if not program.module:
+        yield from imports_of(Path(program.name).read_bytes(), "", first=first)
+        return
+    parts = program.name.split(".")
+    yield from (".".join(parts[:end]) for end in range(1, len(parts)))
+    spec = importlib.util.find_spec(program.name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        yield program.name
+        spec = importlib.util.find_spec(program.name + ".__main__")
+    if spec is not None and spec.origin is not None:
+        source = Path(spec.origin).read_bytes()
+        yield from imports_of(source, spec.parent or "", first=first)
+    if program.name == _TASK and program.arguments:
+        path = Path(program.arguments[0])
+        directory = str(path.resolve().parent)
+        sys.path.insert(0, directory)  # as the task runner does
+        try:
+            yield from imports_of(path.read_bytes(), "", first=first)
+        finally:
+            sys.path.remove(directory)
 
 
-def imports_of(source: bytes, package: str) -> Iterator[str]:
-    """Yield the modules that a program imports at its top level, in their order."""
+def imports_of(source: bytes, package: str, *, first: bool = False) -> Iterator[str]:
+    """Yield the modules that a source imports at its top level, in their order."""
     for statement in ast.parse(source).body:
         if isinstance(statement, ast.Import):
             for alias in statement.names:
@@ -223,6 +252,13 @@ def imports_of(source: bytes, package: str) -> Iterator[str]:
                     # `from package import module` imports it too; a class is none.
                     if _is_submodule(module, alias.name):
                         yield f"{module}.{alias.name}"
+        elif first and not _is_text(statement):
+            return
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    """Whether it is a docstring or the like."""
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _is_submodule(module: str, name: str) -> bool:
@@ -233,46 +269,46 @@ def _is_submodule(module: str, name: str) -> bool:
 def _run(program: Program, script: _Script | None) -> None:
     """Run the program as __main__."""
     sys.argv[:] = [program.name, *program.arguments]
-    how = ["-m"] if program.module else []
-    sys.orig_argv[:] = [sys.executable, "-u", *how, *sys.argv]
     with contextlib.suppress(OSError, ValueError, IndexError):
         look_started(sys.orig_argv, os.environ, "RANK", "LOCAL_RANK", "DDPJOB_ROUND")
-    main = types.ModuleType("__main__")
-    main.__dict__.update(__builtins__=__builtins__, __annotations__={})
-    sys.modules["__main__"] = main
     if program.module:
         # What `python -m` itself calls; run_module() would take __main__ away again at the end.
         getattr(runpy, "_run_module_as_main")(program.name)  # noqa: B009
         return
-    main.__dict__.update(
-        __file__=program.name,
-        __loader__=SourceFileLoader("__main__", program.name),
-        __cached__=None,
-    )
     source = Path(program.name).read_bytes()
     if script is None or script.source != source:  # it has been edited since
         script = _Script(source, compile(source, program.name, "exec", dont_inherit=True))
-    exec(script.code, main.__dict__)
+    exec(script.code, sys.modules["__main__"].__dict__)
 
 
 def main() -> None:
     """Serve; in a spare that was called, run the program and end as it ends."""
     control = socket.socket(fileno=int(sys.argv[1]))
     given = json.loads(sys.argv[2])
+    server, launcher = os.getpid(), os.getppid()
     program = Program(given["name"], tuple(given["arguments"]), given["module"])
     if not sys.flags.safe_path:
         del sys.path[0]  # where -m found this module
-    _import("numpy")  # its BLAS may start threads, and brings them through a fork itself
+    # Its BLAS may start threads, and brings them through a fork itself; its generator is seeded
+    # from the system, as an import that can be shared may not.
+    _import("numpy.random")
     before = _threads()
     for name in MODULES:
         _import(name)
     if (threads := _threads() - before) > 0:  # a fork takes none of them along
         send(control, {"unfit": f"imports have started {threads} threads"}, [])
         os._exit(1)
-    gc.collect()
-    gc.freeze()  # the collector of a spare would only copy pages
+    _freeze()
+    _become(program)
+    shared = Shared()
+    if given["share"]:
+        shared = share(modules_of(program, first=True), given["differing"])
+        _freeze()
+    if os.getpid() != server:  # it could not share all
+        _settle(launcher, server)
+        send(control, {"pid": os.getpid()}, [])
     send(control, {"warm": True}, [])
-    line, called = _serve(control, os.getppid())
+    line, called = _serve(control, launcher, shared)
     _reseed()
     script = _wait(line, program, called=called)
     try:
@@ -282,6 +318,12 @@ def main() -> None:
     except BaseException as error:
         _report(error)
         sys.exit(1)
+
+
+def _freeze() -> None:
+    """The collector of a spare would only copy pages."""
+    gc.collect()
+    gc.freeze()
 
 
 def _threads() -> int:

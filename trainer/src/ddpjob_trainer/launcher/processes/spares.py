@@ -13,7 +13,7 @@ import selectors
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 
 from ddpjob_trainer import trace
@@ -50,7 +50,8 @@ class _Spare:
 class Spares:
     """``came``: told (local rank, pid) of a worker that call() promised; pid 0: it never will.
 
-    ``count`` 0: none are kept, and every call is refused.
+    ``count`` 0: none are kept, and every call is refused. ``differing``: names of the variables
+    of which each worker, or each round, has its own value.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Spares:
         program: Program,
         count: int,
         env: Mapping[str, str],
+        differing: Collection[str],
         selector: selectors.BaseSelector,
         came: Callable[[int, int, Call, float], None],
         tell: Callable[[str], None],
@@ -65,6 +67,8 @@ class Spares:
         self._program = program
         self._count = count
         self._env = env
+        self._differing = sorted(differing)
+        self._share = True  # what the script imports, until one of its modules is edited
         self._selector = selector
         self._came = came
         self._tell = tell
@@ -147,7 +151,8 @@ class Spares:
                 self._lost(local_rank, now)
         if pid == self._server_pid:
             self._server_pid = 0
-            self._forget_server()
+            if self._warm:  # else its copy may go on in its place; if none does, the line closes
+                self._forget_server()
 
     def tick(self, now: float) -> float | None:
         """Give up on spares that do not answer; return when to call again at the latest."""
@@ -170,7 +175,8 @@ class Spares:
     # --- The fork server -----------------------------------------------------------------
 
     def _start_server(self, now: float) -> None:
-        given = json.dumps(asdict(self._program))
+        sharing = {"share": self._share, "differing": self._differing}
+        given = json.dumps(asdict(self._program) | sharing)
         mine, theirs = socket.socketpair()
         null = -1
         try:
@@ -203,7 +209,12 @@ class Spares:
             self._forget_server()
         elif "unfit" in body:
             self._off(str(body["unfit"]))
-        else:
+        elif "stale" in body:
+            self._share = False
+            self._forget_server()
+        if body is not None and "pid" in body:
+            self._server_pid = int(str(body["pid"]))
+        if body is not None and "warm" in body:
             self._warm = True
             self._deaths = 0
             for one in self._spares.values():  # they are forked from now on
