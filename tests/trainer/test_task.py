@@ -49,7 +49,8 @@ def test_three_processes_stop_and_go_on_as_if_they_had_not(tmp_path):  # type: i
     for manifest in directory.glob("*/step-*.json"):
         if int(manifest.stem.split("-")[1]) > 10:
             manifest.unlink()
-    code, resumed = task(*every, "--total-steps", "30", "--snapshot-dir", str(directory))
+    code, resumed = task(*every, "--total-steps", "30", "--snapshot-dir", str(directory),
+                         "--workers", "2")  # fmt: skip
     assert code == 0, resumed
     assert "resuming after step 10" in resumed
     assert value("weights_sha256", resumed) == value("weights_sha256", whole)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ddpjob_trainer.comm.world import World
+from ddpjob_trainer.data import fetch
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.training import evaluation
@@ -20,7 +21,25 @@ DATA = TensorDataset(VALUES)
 MODEL = nn.Identity()
 
 
-def evaluate(metric: Any, *, batch_size: int = 8, mean: bool = False, ranks: int = 3) -> Any:
+class Noisy:
+    """Draws random numbers for each sample, as a test-time augmentation does."""
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(()) + index
+
+
+def evaluate(
+    metric: Any,
+    *,
+    data: Any = DATA,
+    batch_size: int = 8,
+    workers: int = 0,
+    mean: bool = False,
+    ranks: int = 3,
+) -> Any:
     """Each rank's share, then what rank 0 makes of them all."""
     worlds = [
         World(rank, ranks, 0, torch.device("cpu"), Identity("u", 1, 0, True), None, None)
@@ -28,8 +47,8 @@ def evaluate(metric: Any, *, batch_size: int = 8, mean: bool = False, ranks: int
     ]
     shares = [
         evaluation.share_of_metric(
-            MODEL, DATA, metric, world,
-            batch_size=batch_size, collate=None, mean=mean, alive=lambda: None,
+            MODEL, fetch.Batches(data, None, 7), metric, world,
+            batch_size=batch_size, workers=workers, mean=mean, alive=lambda: None,
         )
         for world in worlds
     ]  # fmt: skip
@@ -49,6 +68,15 @@ def test_every_sample_counts_once_however_it_is_cut(batch_size):  # type: ignore
     assert mean == pytest.approx(float(VALUES.mean()))
     named = evaluate(lambda m, b: {"mean": b[0].mean()}, batch_size=batch_size, mean=True)
     assert named == {"mean": pytest.approx(float(VALUES.mean()))}
+
+
+def test_workers_change_no_bit():  # type: ignore[no-untyped-def]
+    """Though dataset and metric draw; with this batch size the third rank has no batch."""
+    results = {
+        evaluate(lambda m, b: (b * torch.rand(())).sum(), data=Noisy(), batch_size=25, workers=n)
+        for n in (0, 2, 4)
+    }
+    assert len(results) == 1, results
 
 
 def test_a_name_that_only_some_batches_have_counts_where_it_is():  # type: ignore[no-untyped-def]
@@ -72,14 +100,15 @@ def test_what_is_no_metric_is_refused(metric, words):  # type: ignore[no-untyped
 
 
 @pytest.mark.parametrize(
-    ("dataset", "batch_size", "reduce", "words"),
+    ("dataset", "batch_size", "workers", "reduce", "words"),
     [
-        (DATA, 0, "sum", r"batch_size=0\) must be at least 1"),
-        (DATA, 8, "max", r"reduce='max'\) must be one of sum, mean"),
-        ([], 8, "sum", "the dataset is empty"),
-        (iter([1]), 8, "sum", "not a map-style dataset"),
+        (DATA, 0, 0, "sum", r"batch_size=0\) must be at least 1"),
+        (DATA, 8, -1, "sum", r"workers=-1\) must be at least 0"),
+        (DATA, 8, 0, "max", r"reduce='max'\) must be one of sum, mean"),
+        ([], 8, 0, "sum", "the dataset is empty"),
+        (iter([1]), 8, 0, "sum", "not a map-style dataset"),
     ],
 )
-def test_options_are_checked_before_anybody_waits(dataset, batch_size, reduce, words):  # type: ignore[no-untyped-def]
+def test_options_are_checked_before_anybody_waits(dataset, batch_size, workers, reduce, words):  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match=words):
-        evaluation.check(dataset, batch_size, reduce)
+        evaluation.check(dataset, batch_size, workers, reduce)

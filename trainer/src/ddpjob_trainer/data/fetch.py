@@ -49,7 +49,7 @@ class Batches:
         check(dataset)
         self.dataset = dataset
         self._collate = collate
-        self._keys = key64("sample", seed), key64("collate", seed)
+        self._keys = [key64(use, seed) for use in ("sample", "collate", "after")]
         self._base, self._subset = _without_subsets(dataset)
         self._at_once = collate is None and _is_plain(self._base, TensorDataset)
         self.draws = collate is not None or not _is_quiet(self._base)
@@ -64,6 +64,10 @@ class Batches:
             return default_collate(samples)
         seed_generators(int(words(self._keys[1], work.positions[:1])[0]))
         return self._collate(samples)
+
+    def seed_after(self, positions: Indices) -> None:
+        """Seed for what follows a batch: the same whichever process has made it."""
+        seed_generators(int(words(self._keys[2], positions[:1])[0]))
 
     def _samples(self, wanted: list[int], positions: Indices) -> list[Any]:
         many = getattr(self._base, "__getitems__", None)
@@ -106,16 +110,6 @@ def _is_quiet(dataset: object) -> bool:
     if type(dataset) is Subset:
         return _is_quiet(dataset.dataset)
     return any(_is_plain(dataset, kind) for kind in (TensorDataset, list, tuple, range))
-
-
-def fetch(dataset: Any, indices: Indices, collate: Collate | None) -> Any:
-    """Return the collated samples, with the generators as they are: for an evaluation."""
-    if collate is None and _is_plain(dataset, TensorDataset):
-        return dataset[torch.from_numpy(np.ascontiguousarray(indices))]
-    wanted = indices.tolist()
-    many = getattr(dataset, "__getitems__", None)
-    samples = many(wanted) if many is not None else [dataset[index] for index in wanted]
-    return (collate or default_collate)(samples)
 
 
 def span(start: int, end: int) -> Indices:

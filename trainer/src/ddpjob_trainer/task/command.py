@@ -45,6 +45,7 @@ START = [*Options.offered(), *SnapshotOptions.offered(), *Reporting.offered()]
 PREPARE = list(ModelOptions.offered())
 _OWN: dict[str, dict[str, Any]] = {
     "lr": {"type": float, "default": 1e-3, "help": "of the default optimizer (default: 0.001)"},
+    "workers": {"type": int, "help": "processes per rank that make batches ahead (default: 0)"},
     "eval_every": {"type": int, "help": "evaluate every N steps, too (default: at the end only)"},
     "eval_batch": {"type": int, "default": 256, "help": "samples per evaluation batch (256)"},
 }

@@ -53,7 +53,7 @@ def train(task: Any, options: argparse.Namespace) -> None:
         model, optimizer, scheduler=scheduler, before_update=hook, **_given(options, PREPARE)
     )
     eval_set = task.build_eval_dataset() if hasattr(task, "evaluate") else None
-    for step in run.steps(task.build_dataset()):
+    for step in run.steps(task.build_dataset(), workers=options.workers):
         for batch in step.batches:
             step.backward(task.loss(wrapped, batch))
         step.commit()
@@ -82,7 +82,11 @@ def _evaluate(run: ddp.Run, task: Any, dataset: Any, options: argparse.Namespace
     if dataset is None:
         return
     total = run.evaluate(
-        dataset, task.evaluate, batch_size=options.eval_batch, ema=options.ema is not None
+        dataset,
+        task.evaluate,
+        batch_size=options.eval_batch,
+        ema=options.ema is not None,
+        workers=options.workers or 0,
     )
     if run.is_main:
         print(f"step={run.finished_steps} evaluation={total / len(dataset):.4f}", flush=True)

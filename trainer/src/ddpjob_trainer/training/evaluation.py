@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.data import fetch
+from ddpjob_trainer.data.permutation import Indices
+from ddpjob_trainer.data.workers import WorkerOptions, Workers
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.state import buffers, rng
 
@@ -66,13 +68,15 @@ class Sums:
             self.values[name] = self.values.get(name, 0.0) + number * weight
 
 
-def check(dataset: fetch.Dataset, batch_size: int, reduce: str) -> int:
+def check(dataset: fetch.Dataset, batch_size: int, workers: int, reduce: str) -> int:
     """Return the batch size. Raises ConfigError before any rank waits for another."""
     fetch.check(dataset)
     if not len(dataset):
         raise ConfigError("evaluate(): the dataset is empty")
     if operator.index(batch_size) < 1:
         raise ConfigError(f"evaluate(batch_size={batch_size}) must be at least 1")
+    if operator.index(workers) < 0:
+        raise ConfigError(f"evaluate(workers={workers}) must be at least 0")
     if reduce not in REDUCTIONS:
         raise ConfigError(f"evaluate(reduce={reduce!r}) must be one of {', '.join(REDUCTIONS)}")
     return operator.index(batch_size)
@@ -80,26 +84,47 @@ def check(dataset: fetch.Dataset, batch_size: int, reduce: str) -> int:
 
 def share_of_metric(
     module: torch.nn.Module,
-    dataset: fetch.Dataset,
+    source: fetch.Batches,
     metric: Metric | Metrics,
     world: World,
     *,
     batch_size: int,
-    collate: fetch.Collate | None,
+    workers: int,
     mean: bool,
     alive: Callable[[], None],
 ) -> Sums:
     """Add the metric up over this rank's batches. ``alive`` is called for each.
 
-    ``mean``: the metric is a batch's mean, and each of its samples counts once.
+    ``mean``: the metric is a batch's mean, and each of its samples counts once. Whichever process
+    makes a batch: random numbers drawn for it, and those drawn afterwards, depend on it only.
     """
-    sums = Sums()
-    for start in range(world.rank * batch_size, len(dataset), world.size * batch_size):
+    sums, size = Sums(), len(source.dataset)
+    starts = range(world.rank * batch_size, size, world.size * batch_size)
+    spans = [fetch.span(start, min(start + batch_size, size)) for start in starts]
+    for span, made in zip(spans, _made(source, spans, workers, world.device), strict=True):
         alive()
-        indices = fetch.span(start, min(start + batch_size, len(dataset)))
-        batch = fetch.to_device(fetch.fetch(dataset, indices, collate), world.device)
-        sums.add(metric(module, batch), len(indices), float(len(indices)) if mean else 1.0)
+        if source.draws:
+            source.seed_after(span)
+        batch = fetch.to_device(made, world.device)
+        sums.add(metric(module, batch), len(span), float(len(span)) if mean else 1.0)
     return sums
+
+
+def _made(
+    source: fetch.Batches, spans: Sequence[Indices], workers: int, device: torch.device
+) -> Iterator[Any]:
+    """Yield batches, made here or by processes that live as long as this."""
+    work = (fetch.Work(span, span) for span in spans)
+    if not workers or not spans:
+        yield from map(source.make, work)
+        return
+    pool = Workers(source, WorkerOptions(workers, pin_memory=device.type == "cuda"))
+    try:
+        pool.begin(work)
+        for _ in spans:
+            yield pool.next()[1]
+    finally:
+        pool.close()
 
 
 def total(sums: Sums, world: World, *, mean: bool) -> float | dict[str, float]:

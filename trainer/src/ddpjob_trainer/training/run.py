@@ -206,14 +206,14 @@ class Run:
     def evaluate(
         self, dataset: fetch.Dataset, metric: Metric, *, batch_size: int = 256,
         collate: fetch.Collate | None = None, reduce: str = "sum", ema: bool = False,
-        model: torch.nn.Module | None = None,
+        model: torch.nn.Module | None = None, workers: int = 0,
     ) -> float: ...  # fmt: skip
 
     @overload
     def evaluate(
         self, dataset: fetch.Dataset, metric: Metrics, *, batch_size: int = 256,
         collate: fetch.Collate | None = None, reduce: str = "sum", ema: bool = False,
-        model: torch.nn.Module | None = None,
+        model: torch.nn.Module | None = None, workers: int = 0,
     ) -> dict[str, float]: ...  # fmt: skip
 
     def evaluate(
@@ -226,29 +226,32 @@ class Run:
         reduce: str = "sum",
         ema: bool = False,
         model: torch.nn.Module | None = None,
+        workers: int = 0,
     ) -> float | dict[str, float]:
         """Return the sum of ``metric(model, batch)`` over the dataset, shared among the ranks.
 
         Every sample is seen exactly once; the ranks' shares may differ by one batch. A metric that
         is a dict of numbers gives a dict of sums. ``reduce``: "mean" if the metric is a batch's
         mean; the result is the mean over all samples then. ``collate``: default start()'s.
-        ``ema``: of the moving average, see prepare(ema=...). ``model``: which, of several. Every
-        rank must call it.
+        ``ema``: of the moving average, see prepare(ema=...). ``model``: which, of several.
+        ``workers``: processes per rank that make the batches, as in steps(); the result does not
+        depend on them. Every rank must call it.
 
         Raises ConfigError.
         """
         trained = self._ready("evaluate()")
-        batch_size = evaluation.check(dataset, batch_size, reduce)
+        batch_size = evaluation.check(dataset, batch_size, workers, reduce)
         mean = reduce == "mean"
         world = self._process.world
         with self._peers:
             evaluation.share_buffers(trained.module, world)
             if ema:
                 evaluation.share_buffers(trained.model_of(model).weights(ema=True), world)
+        source = fetch.Batches(dataset, collate or self.options.collate, self.options.seed)
         with self.evaluating(ema=ema, model=model) as module:
             share = evaluation.share_of_metric(
-                module, dataset, metric, world,
-                batch_size=batch_size, collate=collate or self.options.collate, mean=mean,
+                module, source, metric, world,
+                batch_size=batch_size, workers=workers, mean=mean,
                 alive=lambda: self._process.progress.at("evaluation"),
             )  # fmt: skip
         with self._process.progress.during("agreement"), self._peers:
