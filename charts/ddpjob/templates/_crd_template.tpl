@@ -121,6 +121,8 @@ properties:
           snapshot in them.
         type: integer
         format: int64
+        minimum: 0
+        maximum: 2592000
         x-kubernetes-validations:
           - rule: self >= 1
             message: >-
