@@ -61,6 +61,7 @@ def test_renders_these_objects_by_default(template: Template) -> None:
         "Role/ddpjob-operator-lease",
         "RoleBinding/ddpjob-operator-lease",
         "Service/ddpjob-operator-metrics",
+        "PodDisruptionBudget/ddpjob-operator",
         "Deployment/ddpjob-operator",
     }
 
@@ -208,11 +209,27 @@ def test_own_service_account(template: Template) -> None:
 
 def test_disruption_budget_needs_two(template: Template) -> None:
     name = "PodDisruptionBudget/ddpjob-operator"
-    assert name not in template()
-    two = template("--set", "replicas=2")
+    two = template()
     assert two[name]["spec"]["maxUnavailable"] == 1
     assert two["Deployment/ddpjob-operator"]["spec"]["replicas"] == 2
-    assert name not in template("--set", "replicas=2,podDisruptionBudget.enabled=false")
+    assert name not in template("--set", "replicas=1")
+    assert name not in template("--set", "podDisruptionBudget.enabled=false")
+
+
+def test_one_lost_node_does_not_take_all_operators(template: Template) -> None:
+    objects = template("--set", "tolerations[0].operator=Exists,tolerations[0].key=mine")
+    spec = pod_spec(objects)
+    (spread,) = spec["topologySpreadConstraints"]
+    assert spread["topologyKey"] == "kubernetes.io/hostname"
+    assert spread["whenUnsatisfiable"] == "ScheduleAnyway", "one node is enough to run"
+    deployment = objects["Deployment/ddpjob-operator"]["spec"]
+    assert spread["labelSelector"] == deployment["selector"]
+    brief = {t["key"]: t.get("tolerationSeconds") for t in spec["tolerations"]}
+    assert brief == {
+        "node.kubernetes.io/not-ready": 30,
+        "node.kubernetes.io/unreachable": 30,
+        "mine": None,
+    }
 
 
 def test_service_monitor(template: Template, helm: Helm) -> None:

@@ -124,5 +124,5 @@ def test_the_plain_torchrun_example_runs_as_it_stands(site: Site) -> None:
 
 def test_the_operator_was_never_refused_anything(site: Site) -> None:
     """RBAC gives all that it uses: a 403 would show in its log."""
-    log = site.cluster.kubectl("-n", "ddpjob-system", "logs", "deploy/ddpjob-operator").stdout
+    log = site.operator_log("--tail=-1")
     assert "forbidden" not in log.lower()

@@ -46,6 +46,10 @@ class Cluster:
             raise AssertionError(f"kubectl {' '.join(args)}: {done.stderr.strip()}")
         return done
 
+    def node(self, verb: str, name: str) -> None:
+        """`devcluster node stop|start|partition|heal N`."""
+        _devcluster(self.name, "node", verb, name.removeprefix("node"), timeout=180)
+
     def apply_crd(self) -> None:
         """Install the DDPJob definition and wait until the API server serves it."""
         self.kubectl("apply", "-f", str(CRD), check=True)

@@ -133,9 +133,13 @@ class Site:
             f"--- {pod}\n" + self.kubectl("logs", pod, "--tail=30").stdout
             for pod in self.pods(name)
         ]
-        operator = ("logs", "deploy/ddpjob-operator", "--tail=40")
-        parts.append(self.cluster.kubectl("-n", SYSTEM, *operator).stdout)
+        parts.append(self.operator_log("--tail=40"))
         return "\n".join(parts)
+
+    def operator_log(self, *args: str) -> str:
+        """What all operators wrote that a kubelet can still tell of."""
+        words = ("logs", "-l", "app.kubernetes.io/name=ddpjob", "--prefix", *args)
+        return self.cluster.kubectl("-n", SYSTEM, *words).stdout
 
     # --- disturbing -----------------------------------------------------------------------
 
@@ -152,6 +156,14 @@ class Site:
             _, said = one.communicate(timeout=30)
             # The container may end before the exec session does (137); then it has worked too.
             assert one.returncode in (0, 137), said
+
+    def leader(self) -> tuple[str, str]:
+        """The operator that holds the lease, and its node."""
+        get = ("-n", SYSTEM, "get", "-o")
+        holder = "jsonpath={.spec.holderIdentity}"
+        pod = self.cluster.kubectl(*get, holder, "lease", "ddpjob-operator", check=True).stdout
+        node = "jsonpath={.spec.nodeName}"
+        return pod, self.cluster.kubectl(*get, node, "pod", pod, check=True).stdout
 
     def kill_operator(self) -> None:
         """SIGKILL the operator's process, from outside its container."""

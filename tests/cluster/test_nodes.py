@@ -1,0 +1,140 @@
+"""A machine is lost, with the gang and with the operator that leads; what lives on is shut out."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from support.cluster import wait_for
+from support.site import SYSTEM, Site, digits
+
+Undisturbed = Callable[[int], dict[str, str]]
+STEPS = 150  # as other tests have, so that one undisturbed run serves all
+NODES = ("node1", "node2")
+FENCE = {"policy": "Fence", "afterSeconds": 5}
+
+
+@pytest.fixture
+def machines(site: Site) -> Iterator[None]:
+    """Both nodes and both operators are there, before and after."""
+    whole(site)
+    yield
+    for node in NODES:
+        with contextlib.suppress(AssertionError):  # it is off
+            site.cluster.node("heal", node)
+        site.cluster.node("start", node)
+    whole(site)
+
+
+def whole(site: Site) -> None:
+    ready = ("wait", "--for=condition=Ready", "--timeout=120s", *(f"node/{n}" for n in NODES))
+    site.cluster.kubectl(*ready, check=True, timeout=150)
+    rolled = ("rollout", "status", "deployment/ddpjob-operator", "--timeout=180s")
+    site.cluster.kubectl("-n", SYSTEM, *rolled, check=True, timeout=200)
+    wait_for(lambda: leader(site), "a leader whose pod is there", 60)
+
+
+def leader(site: Site) -> str | None:
+    """The leader's node."""
+    try:
+        return site.leader()[1] or None
+    except AssertionError:
+        return None  # the pod of the lease is gone
+
+
+def preferring(job: dict[str, Any], node: str) -> dict[str, Any]:
+    """The job, whose pods go to that node as long as it takes any."""
+    names = {"key": "kubernetes.io/hostname", "operator": "In", "values": [node]}
+    wish = {"weight": 100, "preference": {"matchExpressions": [names]}}
+    affinity = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [wish]}}
+    job["spec"]["template"]["spec"]["affinity"] = affinity
+    return job
+
+
+def nodes_of(site: Site, name: str) -> set[str]:
+    return {pod["spec"]["nodeName"] for pod in site.pods(name).values()}
+
+
+def steps_in(site: Site, name: str, directory: str) -> list[int]:
+    """Steps of the snapshots in an incarnation's directory, seen from a pod of the gang."""
+    look = ("exec", f"{name}-0", "--", "ls", f"/snapshots/{name}/{directory}")
+    found = site.kubectl(*look).stdout
+    return sorted(int(step) for step in re.findall(r"^step-(\d+)\.json$", found, re.MULTILINE))
+
+
+def test_a_gang_behind_a_partition_is_replaced_and_its_zombie_is_shut_out(
+    site: Site, undisturbed: Undisturbed, machines: None
+) -> None:
+    name = "fenced"
+    cut = next(node for node in NODES if node != site.leader()[1])
+    job = digits(name, steps=STEPS, step_seconds=0.6, every=5, nodeLost=FENCE)
+    site.apply(preferring(job, cut))
+    site.wait_running(name, 1, snapshot_after=0)
+    assert nodes_of(site, name) == {cut}
+    site.cluster.node("partition", cut)
+    status = site.wait_running(name, 2)
+    failure = status["lastFailure"]
+    assert (failure["reason"], failure["node"]) == ("NodeLost", cut)
+    assert (status["restarts"]["total"], status["restarts"]["charged"]) == (1, 0)
+    assert nodes_of(site, name).isdisjoint({cut})
+    zombie = steps_in(site, name, "00000001")
+    wait_for(
+        lambda: steps_in(site, name, "00000001") > zombie or None,
+        "the zombie to commit beside the new gang", 60,
+    )  # fmt: skip
+    site.cluster.node("heal", cut)
+    after = site.wait_phase(name, "Succeeded", timeout=300)
+    assert (after["attempt"], after["restarts"]["total"]) == (2, 1), after["failures"]
+    assert site.result(name) == undisturbed(STEPS)
+    site.delete(name)
+
+
+def test_a_node_dies_with_the_leading_operator_and_ranks_of_a_gang(
+    site: Site, undisturbed: Undisturbed, machines: None
+) -> None:
+    name = "node-dies"
+    pod, dead = site.leader()
+    job = digits(name, steps=STEPS, step_seconds=0.3, nodeLost=FENCE)
+    site.apply(preferring(job, dead))
+    site.wait_running(name, 1, snapshot_after=0)
+    assert dead in nodes_of(site, name)
+    site.cluster.node("stop", dead)
+    status = site.wait_running(name, 2)
+    assert status["restarts"]["charged"] == 0
+    assert site.leader()[0] != pod
+    assert dead not in nodes_of(site, name)
+    after = site.wait_phase(name, "Succeeded", timeout=300)
+    assert (after["attempt"], after["restarts"]["total"]) == (2, 1), after["failures"]
+    assert site.result(name) == undisturbed(STEPS)
+    site.delete(name)
+
+
+def test_under_wait_the_job_says_what_ends_it_and_that_does(
+    site: Site, undisturbed: Undisturbed, machines: None
+) -> None:
+    name = "waits"
+    dead = next(node for node in NODES if node != site.leader()[1])
+    site.apply(preferring(digits(name, steps=STEPS, step_seconds=0.3), dead))
+    site.wait_running(name, 1, snapshot_after=0)
+    site.cluster.node("stop", dead)
+
+    def told() -> str | None:
+        stalled = site.condition(name, "Stalled")
+        waits = (stalled.get("status"), stalled.get("reason")) == ("True", "NodeNotReady")
+        return stalled["message"] if waits else None
+
+    taint = f"{dead} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
+    assert f"kubectl taint node {taint}" in wait_for(told, "Stalled by NodeNotReady", 120)
+    site.cluster.kubectl("taint", "node", *taint.split(), check=True)
+    try:
+        site.wait_running(name, 2)
+        site.wait_phase(name, "Succeeded", timeout=300)
+    finally:
+        key = "node.kubernetes.io/out-of-service:NoExecute-"
+        site.cluster.kubectl("taint", "node", dead, key, check=True)
+    assert site.result(name) == undisturbed(STEPS)
+    site.delete(name)
