@@ -1,0 +1,57 @@
+"""docs/reasons.md is the closed list of reasons: no word of the operator is missing, none left over."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CORE = ROOT / "operator/src/ddpjob_operator/core"
+PAGE = ROOT / "docs/reasons.md"
+#: Words of the same shape in core/ that are no reasons.
+OTHERS = {
+    *("Auto", "Never", "Fence", "Fail", "Restart", "RestartFree"),  # values of the spec
+    *("DDPJob", "Pod", "Service", "NetworkPolicy"),  # kinds
+    *("Complete", "Invalid", "Stalled", "Unsupported", "Suspended"),  # conditions
+    *("Pending", "Starting", "Running", "Restarting", "Succeeded", "Failed"),  # phases
+    *("Normal", "Warning"),  # types of Events
+    *("DisruptionTarget", "PodScheduled", "Ready", "Completed", "Error", "ErrImagePull"),  # pods'
+    *("Exists", "NoExecute", "FallbackToLogsOnError", "Memory", "Ingress", "None"),  # pods' fields
+    *("True", "False", "TCP", "RANK", "PYTHONUNBUFFERED", "ExitCode", "Signal"),
+}
+#: Words of Kubernetes that the page explains and no source has to know.
+KUBERNETES = {
+    *("Forbidden", "InternalError", "Timeout", "TooManyRequests", "ServiceUnavailable"),
+    *("PreemptionByScheduler", "DeletionByTaintManager", "EvictionByEvictionAPI"),
+    *("DeletionByPodGC", "TerminationByKubelet", "SIGKILL"),
+}
+_WORD = re.compile("[A-Z][A-Za-z0-9]+")
+
+
+def words_of_the_source() -> set[str]:
+    return {
+        node.value
+        for file in CORE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and _WORD.fullmatch(node.value)
+    }
+
+
+def words_of_the_page() -> set[str]:
+    return {word for word in re.findall("`([^`]+)`", PAGE.read_text()) if _WORD.fullmatch(word)}
+
+
+def test_each_reason_has_its_cause_and_cure() -> None:
+    missing = words_of_the_source() - OTHERS - words_of_the_page()
+    assert not missing, "add it to docs/reasons.md, or to OTHERS if it is no reason"
+
+
+def test_no_word_is_left_over() -> None:
+    assert words_of_the_page() - words_of_the_source() - KUBERNETES == set()
+
+
+def test_what_is_no_reason_is_in_the_source() -> None:
+    assert OTHERS - words_of_the_source() == set()
