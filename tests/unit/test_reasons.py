@@ -1,4 +1,4 @@
-"""docs/reasons.md is the closed list of reasons: no word of the operator is missing, none left over."""
+"""docs/reasons.md is the closed list of reasons: no word of the operator is missing or too much."""
 
 from __future__ import annotations
 

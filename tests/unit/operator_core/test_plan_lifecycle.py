@@ -65,6 +65,19 @@ def test_no_deadline_is_decided_on_a_stale_cache(spec: dict[str, Any]):
     assert world.status["restarts"]["total"] == 0
 
 
+@pytest.mark.parametrize("behind", [timedelta(), timedelta(hours=1)])
+def test_time_in_which_nobody_saw_or_acted_does_not_count_for_the_start(behind: timedelta):
+    """Behind: the clock of the machine on which the next operator runs."""
+    world = started(startupDeadlineSeconds=600)
+    for replica in range(3):
+        world.waiting(replica, "ContainerCreating")
+    world.now += timedelta(hours=2) - behind * 3  # the API server was away
+    world.outcomes = replace(world.outcomes, seen_since=world.now)
+    assert world.wait(599).status["attempt"] == 1
+    assert world.wait(2).status["attempt"] == 2
+    assert world.status["lastFailure"]["class"] == "Startup"
+
+
 def test_a_finished_pod_that_is_drained_is_not_a_lost_one():
     world = started().run().end(0, 0).vanish(0)
     assert world.status["attempt"] == 1

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ddpjob_operator.shell import errors
+from ddpjob_operator.shell.clock import Clock
 from ddpjob_operator.shell.executor import Executor
 from ddpjob_operator.shell.metrics import Metrics
 from ddpjob_operator.shell.reconciler import Reconciler
@@ -52,7 +53,7 @@ async def test_a_status_that_is_refused_is_tried_ever_more_slowly() -> None:
         leads=lambda: True,
         now=lambda: datetime.now(UTC),
     )
-    reconciler = Reconciler(store, queue, executor, metrics, lambda: True)
+    reconciler = Reconciler(store, queue, executor, metrics, lambda: True, Clock())
     store.put_job(job())
     queue.add(KEY)
     task = asyncio.create_task(queue.run(2, reconciler.reconcile))

@@ -182,3 +182,4 @@ class Outcomes:
     progress: Progress | None = None  # newest answer of GET /state
     rounds: Rounds | None = None  # of the same
     status_written_at: datetime | None = None
+    seen_since: datetime | None = None  # since when this process has seen and acted without a gap

@@ -13,12 +13,12 @@ import logging
 import signal
 import time
 from collections.abc import Coroutine
-from datetime import UTC, datetime
 from typing import Any
 
 from ddpjob_operator import __version__
 from ddpjob_operator.core import observe
 from ddpjob_operator.shell.api import Api
+from ddpjob_operator.shell.clock import Clock
 from ddpjob_operator.shell.credentials import Credentials
 from ddpjob_operator.shell.elector import Elector
 from ddpjob_operator.shell.executor import Executor
@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 _LAST_WORK = 4.0  # for work under way
 _LAST_TASKS = 1.0  # for cancelled tasks
 _LAST_CALLS = 2.0  # for giving the lease back; without, it expires
+_AWAY = 30.0  # seconds by which a list of jobs is late when the API server counts as away
 _RELIST_FACTOR = 20  # pods are listed anew once for so many resyncs of jobs
 
 
@@ -50,6 +51,7 @@ class App:
         self._settings = settings
         self._metrics = Metrics()
         self._store = Store()
+        self._clock = Clock(tolerance=settings.resync_seconds + _AWAY)
         self._queue: WorkQueue[Key] = WorkQueue(self._metrics.queue_latency.observe)
         self._api = Api(credentials, self._metrics.count_call)
         self._recorder = Recorder(self._api, settings.identity)
@@ -63,9 +65,11 @@ class App:
         )
         leads = self._elector.leads
         executor = Executor(
-            self._api, self._store, self._recorder, self._metrics, leads=leads, now=_now
+            self._api, self._store, self._recorder, self._metrics, leads=leads, now=self._clock.now
         )
-        self._reconciler = Reconciler(self._store, self._queue, executor, self._metrics, leads)
+        self._reconciler = Reconciler(
+            self._store, self._queue, executor, self._metrics, leads, self._clock
+        )
         self._watcher = JobWatcher(credentials, settings.namespaces, self._on_job_event)
         self._resync = Resync(
             self._api,
@@ -74,6 +78,7 @@ class App:
             self._queue.add,
             self._watcher,
             settings.resync_seconds,
+            self._clock.heard,
         )
         relist = settings.resync_seconds * _RELIST_FACTOR
         self._informers = [
@@ -178,6 +183,7 @@ class App:
         self._metrics.leader.set(1 if leading else 0)
         if leading:
             self._store.doubt_all()
+            self._clock.interrupted()
             for key in self._store.all_keys():
                 self._queue.add(key)
 
@@ -203,10 +209,6 @@ class App:
         self._metrics.expose_jobs(self._store.count_phases)
         self._metrics.expose_watch_ages(self._watch_ages)
         self._metrics.queue_depth.set_function(lambda: len(self._queue))
-
-
-def _now() -> datetime:
-    return datetime.now(UTC)
 
 
 def _task(name: str, part: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

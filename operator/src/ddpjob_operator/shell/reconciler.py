@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
+from dataclasses import replace
 
 from ddpjob_operator.core import observe
 from ddpjob_operator.core.plan import plan
 from ddpjob_operator.shell import errors
+from ddpjob_operator.shell.clock import Clock
 from ddpjob_operator.shell.executor import Executor, JobGoneError, NotLeadingError
 from ddpjob_operator.shell.metrics import Metrics
 from ddpjob_operator.shell.store import Key, Store
@@ -35,9 +36,10 @@ class Reconciler:
         executor: Executor,
         metrics: Metrics,
         leads: Callable[[], bool],
+        clock: Clock,
     ) -> None:
         self._store, self._queue, self._executor = store, queue, executor
-        self._metrics, self._leads = metrics, leads
+        self._metrics, self._leads, self._clock = metrics, leads, clock
         self._busy: dict[Key, int] = {}
 
     async def reconcile(self, key: Key) -> None:
@@ -71,7 +73,8 @@ class Reconciler:
         snapshot = self._store.snapshot(key)
         if snapshot is None or not self._leads():
             return
-        todo = plan(snapshot.job, snapshot.pods, snapshot.outcomes, _now(), snapshot.nodes)
+        outcomes = replace(snapshot.outcomes, seen_since=self._clock.seen_since())
+        todo = plan(snapshot.job, snapshot.pods, outcomes, self._clock.now(), snapshot.nodes)
         if todo.actions:
             await self._executor.carry_out(snapshot.job, todo.actions)
             self._look_again(key, snapshot.job)
@@ -94,7 +97,3 @@ class Reconciler:
     def _forget(self, key: Key) -> None:
         self._busy.pop(key, None)
         self._queue.forget(key)
-
-
-def _now() -> datetime:
-    return datetime.now(UTC)

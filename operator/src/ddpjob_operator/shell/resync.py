@@ -23,7 +23,10 @@ _RETRY = 2.0
 
 
 class Resync:
-    """Lists every ``seconds``; ``changed(key)`` is told of every job, new, old and vanished."""
+    """Lists every ``seconds``; ``changed(key)`` is told of every job, new, old and vanished.
+
+    ``heard()`` is called after every list.
+    """
 
     def __init__(
         self,
@@ -33,10 +36,12 @@ class Resync:
         changed: Callable[[Key], None],
         watcher: JobWatcher,
         seconds: float = 30.0,
+        heard: Callable[[], None] = lambda: None,
     ) -> None:
         self._api, self._store = api, store
         self._namespaces: tuple[str | None, ...] = namespaces or (None,)
         self._changed, self._watcher, self._seconds = changed, watcher, seconds
+        self._heard = heard
         self.synced = asyncio.Event()
         self.heard_at = time.monotonic()
         self.alive_at = time.monotonic()
@@ -50,6 +55,7 @@ class Resync:
             try:
                 await self._list_all()
                 self.heard_at = time.monotonic()
+                self._heard()
                 self.synced.set()
                 self._tell("")
             except errors.ApiError as error:

@@ -28,8 +28,14 @@ def begin(view: View, change: Change) -> Change:
 
 
 def deadline(view: View) -> datetime:
-    """When all members must run; counted from the first create."""
-    since = view.status.timings.attempt_started_at or view.now
+    """When all members must run: counted from the first create.
+
+    Counted anew after a time in which the operator could not see or act: an API server that was
+    away, a take-over, a clock that was set.
+    """
+    since, seen = view.status.timings.attempt_started_at or view.now, view.outcomes.seen_since
+    if seen is not None and (since < seen or since > view.now):
+        since = seen
     return since + timedelta(seconds=view.spec.startup_deadline)
 
 

@@ -1,0 +1,80 @@
+"""The operator's clock: jumps are taken slowly, and a time without sight starts deadlines anew."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from ddpjob_operator.shell.clock import Clock
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+HOUR = timedelta(hours=1)
+
+
+class Machine:
+    """Its clock can be set; time passes all the same."""
+
+    def __init__(self) -> None:
+        self.passed, self.set_by = 0.0, timedelta()
+        self.clock = Clock(60.0, wall=self.wall, monotonic=lambda: self.passed)
+
+    def wall(self) -> datetime:
+        return START + timedelta(seconds=self.passed) + self.set_by
+
+    def live(self, seconds: float) -> datetime:
+        end = self.passed + seconds
+        while self.passed < end:
+            self.passed = min(end, self.passed + 30)
+            self.clock.now()
+            self.clock.heard()
+        return self.clock.now()
+
+
+@pytest.mark.parametrize("jump", [HOUR, -HOUR])
+def test_a_jump_is_taken_slowly_and_in_the_end(jump: timedelta):
+    machine = Machine()
+    before = machine.live(600)
+    machine.set_by = jump
+    assert machine.clock.now() == before
+    after = machine.live(600)
+    assert timedelta(seconds=540) <= after - before <= timedelta(seconds=660)
+    assert machine.live(12 * 3600) == machine.wall()
+
+
+def test_a_clock_that_was_never_set_is_followed_at_once_and_what_came_before_does_not_count():
+    machine = Machine()
+    machine.live(600)
+    machine.set_by = timedelta(days=400)
+    assert machine.clock.now() == machine.wall()
+    assert machine.clock.seen_since() == machine.wall()
+
+
+def test_a_gap_in_sight_begins_anew_and_while_it_lasts_nothing_has_been_seen():
+    machine = Machine()
+    machine.live(600)
+    assert machine.clock.seen_since() == START
+    machine.passed += 600
+    assert machine.clock.seen_since() == machine.clock.now()
+    machine.passed += 5
+    machine.clock.heard()
+    healed = machine.clock.now()
+    machine.live(300)
+    assert machine.clock.seen_since() == healed
+
+
+def test_a_gap_that_nobody_asked_about_is_noticed_too():
+    machine = Machine()
+    machine.live(600)
+    machine.passed += 600  # the process was stopped
+    machine.clock.heard()
+    assert machine.clock.seen_since() == machine.clock.now()
+
+
+def test_who_takes_over_begins_anew():
+    machine = Machine()
+    machine.live(600)
+    machine.clock.interrupted()
+    taken = machine.clock.now()
+    machine.live(30)
+    assert machine.clock.seen_since() == taken
