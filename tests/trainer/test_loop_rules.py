@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import multiprocessing
 import os
 import random
@@ -23,6 +24,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
+from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot import load, manager, pipeline
 from ddpjob_trainer.snapshot.ondisk import manifest
 from ddpjob_trainer.state.codec import unflatten
@@ -535,3 +537,77 @@ def test_all_ranks_may_leave_the_loop_together(gang):  # type: ignore[no-untyped
         run.finish()
 
     assert gang.run(leaves) == dict.fromkeys(range(3), 0), gang.log(0) + gang.log(2)
+
+
+# --- Logged means -----------------------------------------------------------------------------
+
+
+def test_a_logged_mean_is_over_all_ranks(gang, tmp_path):  # type: ignore[no-untyped-def]
+    def logs(rank: int) -> None:
+        run = ddp.start(total_steps=3, global_batch=6, events=tmp_path / "events")
+        wrapped = prepared(run)
+        for step in run.steps(DATA):
+            run.log({"rank": torch.tensor(float(rank)), "b": 2 * step.index}, reduce="mean")
+            run.log({"mine": rank})
+            for (x,) in step.batches:
+                step.backward(wrapped(x).sum())
+            if step.index != 1:  # names may differ from step to step
+                run.log({"square": rank**2}, reduce="mean")
+            step.commit()
+        run.finish()
+
+    assert gang.run(logs) == dict.fromkeys(range(3), 0), gang.log(0)
+    told: dict[int, dict[str, float]] = {1: {}, 2: {}, 3: {}}
+    for line in (tmp_path / "events").read_text().splitlines():
+        event = json.loads(line)
+        if event["event"] == "log":
+            told[event["step"]] |= event["values"]
+    assert told == {
+        index + 1: {"rank": 1.0, "b": 2.0 * index, "mine": 0.0}
+        | ({"square": 5 / 3} if index != 1 else {})
+        for index in range(3)
+    }
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ({0: "ab", 1: "ab", 2: "a"}, "was given 'a' on rank 2 and 'a', 'b' on rank 0"),
+        ({0: "", 1: "c", 2: ""}, "was given 'c' on rank 1 and nothing on rank 0"),
+        ({0: "a", 1: "", 2: ""}, "was given nothing on rank 1 and 'a' on rank 0"),
+    ],
+)
+def test_logged_means_of_other_names_are_refused(gang, names, words):  # type: ignore[no-untyped-def]
+    def logs(rank: int) -> None:
+        run = ddp.start(total_steps=3, global_batch=6)
+        wrapped = prepared(run)
+        for step in run.steps(DATA):
+            if names[rank] and step.index == 1:
+                run.log(dict.fromkeys(names[rank], 1.0), reduce="mean")
+            for (x,) in step.batches:
+                step.backward(wrapped(x).sum())
+            step.commit()
+
+    assert gang.run(logs) == dict.fromkeys(range(3), 64)
+    assert f"ConfigError: step 1: run.log(reduce='mean') {words}" in gang.log(0)
+
+
+def test_when_means_cannot_be_logged(gang):  # type: ignore[no-untyped-def]
+    def logs(rank: int) -> None:
+        run = ddp.start(total_steps=1, global_batch=6)
+        with pytest.raises(ConfigError, match="in the loop's body"):
+            run.log({"a": 1.0}, reduce="mean")
+        wrapped = prepared(run)
+        for step in run.steps(DATA):
+            with pytest.raises(ConfigError, match="must be None or 'mean'"):
+                run.log({"a": 1.0}, reduce="sum")
+            with pytest.raises(ConfigError, match="17 names; 16 at most"):
+                run.log(dict.fromkeys("abcdefghijklmnopq", 1.0), reduce="mean")
+            for (x,) in step.batches:
+                step.backward(wrapped(x).sum())
+            step.commit()
+            with pytest.raises(ConfigError, match=r"after step.commit\(\)"):
+                run.log({"a": 1.0}, reduce="mean")
+        run.finish()
+
+    assert gang.run(logs, world=1) == {0: 0}, gang.log(0)

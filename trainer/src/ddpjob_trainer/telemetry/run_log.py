@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 
@@ -14,10 +14,10 @@ from ddpjob_trainer.telemetry.event_log import exact
 from ddpjob_trainer.telemetry.sinks import Row
 
 Number = float | torch.Tensor
-Values = Mapping[str, Number]
+Values = Mapping[str, SupportsFloat]  # read when they are told
 
 
-def checked(values: Mapping[str, object]) -> dict[str, Number]:
+def checked(values: Mapping[str, object]) -> Values:
     """Return what can be kept until it is told, without waiting for a device.
 
     Raises ConfigError for anything but numbers and tensors of one element.
@@ -100,7 +100,7 @@ class Pending:
         return {name: value for name, value in values.items() if name not in self._names}
 
 
-def _as_float(value: Real | Number) -> float:
+def _as_float(value: SupportsFloat) -> float:
     try:
         return float(value)
     except OverflowError:  # a whole number that no float can hold

@@ -15,6 +15,8 @@ from ddpjob_trainer.errors import ConfigError, NotCommittedError
 from ddpjob_trainer.gradients.ddp import Averaging
 from ddpjob_trainer.optim.nan_policy import NanPolicy
 from ddpjob_trainer.snapshot.manager import Snapshots
+from ddpjob_trainer.telemetry.console import say
+from ddpjob_trainer.training.logged_means import LoggedMeans
 from ddpjob_trainer.training.shutdown import Shutdown
 from ddpjob_trainer.training.step import Step
 
@@ -36,6 +38,7 @@ class Agreement:
         self._averaging = averaging
         self._nan = nan
         self._exchange = Exchange(world)
+        self.logged = LoggedMeans(world)
         self.stop = False  # a rank has been told to stop
 
     def start(self, step: Step, *, allowed: bool) -> None:
@@ -55,6 +58,7 @@ class Agreement:
                 "losses": self._averaging.losses(losses, step.weights),
                 "weights": self._averaging.weights(step.weights),
                 "weighted": [float(bool(step.weights))],
+                "logged": self.logged.report(),
             }
         )
 
@@ -67,6 +71,7 @@ class Agreement:
         self.stop = heard["stop"][0] > 0
         self._snapshots.learn(heard["snapshots"])
         self._check_weighted(step, heard["weighted"][0])
+        self.logged.learn(step.index, heard["logged"])
         loss = self.mean_loss(step)
         self._nan.after(step.index, loss, step.losses, heard["not finite"])
         return loss
@@ -101,6 +106,16 @@ class Agreement:
             weights = heard["weights"] if step.weights else None
             step.mean = self._averaging.mean_loss(heard["losses"], weights)
         return step.mean
+
+    def compare_streams(self, first: bytes) -> None:
+        """Warn where the first batches of all streams are the same. Every rank calls it."""
+        firsts = self._world.gather_bytes(first)
+        if len(firsts) > 1 and len(set(firsts)) == 1 and self._world.rank == 0:
+            say(
+                0,
+                f"warning: all {len(firsts)} processes read the same batch from their streams: each"
+                " must read a share of its own, by run.rank and run.world_size",
+            )
 
     def _check_weighted(self, step: Step, count: float) -> None:
         if 0 < count < self._world.size:

@@ -33,6 +33,7 @@ from ddpjob_trainer.telemetry.progress import Progress
 from ddpjob_trainer.training import best
 from ddpjob_trainer.training.agreement import Agreement
 from ddpjob_trainer.training.best import Best
+from ddpjob_trainer.training.logged_means import LoggedMeans
 from ddpjob_trainer.training.parting import Parting
 from ddpjob_trainer.training.prepare import Trained
 from ddpjob_trainer.training.recorder import Recorder
@@ -92,7 +93,7 @@ class Loop:
         self._progress.built(trained.updater.readings)
         trace.mark("built")
         self._nan = NanPolicy(options.nan_policy, process.world)
-        self._agreement = Agreement(
+        self.agreement = Agreement(
             process.world, process.shutdown, process.snapshots, process.averaging, self._nan
         )
         self._backup = Backup(trained.module) if options.nan_policy == "skip" else None
@@ -143,7 +144,11 @@ class Loop:
         """The loop is over, perhaps early: wait for all ranks, leave no exchange under way."""
         if not self._ended:
             self.parting.leave(self._step)
-        self._agreement.wait()
+        self.agreement.wait()
+
+    def logged_means(self) -> LoggedMeans | None:
+        """What takes them, within a step's body."""
+        return self.agreement.logged if self.within_step else None
 
     def _resume(self) -> None:
         state, config = self._trained.state, self._config
@@ -281,12 +286,12 @@ class Loop:
         step.check_commit()
         with self._peers:
             if step.updates:
-                self._agreement.start(step, allowed=True)
+                self.agreement.start(step, allowed=True)
             else:
                 units, allowed = self._average(self._trained.updater.units)
-                self._agreement.start(step, allowed=allowed)
+                self.agreement.start(step, allowed=allowed)
                 if step.weights and allowed:
-                    self._trained.updater.multiply(units, self._agreement.factor(step))
+                    self._trained.updater.multiply(units, self.agreement.factor(step))
                 self._apply(step, units, allowed=allowed, told=True)
         self._progress.at("body")
         failpoints.reach("step")
@@ -322,7 +327,7 @@ class Loop:
             return
         if not allowed:
             losses = [float(loss) for loss in step.losses]
-            reported = self._agreement.not_finite() if told else None
+            reported = self.agreement.not_finite() if told else None
             self._nan.refuse(step.index, self._trained.module, losses, reported)
             self._trained.updater.forget()
         self._progress.skipped_update()
@@ -343,7 +348,7 @@ class Loop:
 
     def mean_loss(self, step: Step) -> float:
         """See Step.loss."""
-        return self._agreement.mean_loss(step)
+        return self.agreement.mean_loss(step)
 
     def _compare_layout(self) -> None:
         self._layout_known = True
@@ -357,28 +362,19 @@ class Loop:
                 " result will not equal an undisturbed run's bit for bit",
             )
 
-    def _compare_streams(self, first: bytes) -> None:
-        firsts = self._world.gather_bytes(first)
-        if len(firsts) > 1 and len(set(firsts)) == 1 and self._world.rank == 0:
-            say(
-                0,
-                f"warning: all {len(firsts)} processes read the same batch from their streams: each"
-                " must read a share of its own, by run.rank and run.world_size",
-            )
-
     def _end(self, step: Step) -> None:
         """After the loop's body, so that what it does after commit() is in the snapshot too."""
         self.guard.step_ended()
         done = self.finished_steps = step.index + 1
         self._progress.at("agreement")
         with self._peers:
-            loss = self._agreement.finish(step)
+            loss = self.agreement.finish(step)
             if self._input.stream is not None and done == self._resumed_after + 1:
-                self._compare_streams(self._input.stream.first)
+                self.agreement.compare_streams(self._input.stream.first)
             # Before a snapshot can hold this step: whoever resumes after it does not tell of it.
             self._recorder.stepped(done, step.losses)
             self._progress.stepped(done, loss)
-            last = self._agreement.stop or done == self._options.total_steps
+            last = self.agreement.stop or done == self._options.total_steps
             due = self._snapshots.due(done, last=last)
             # One that will be skipped need not be compared.
             if self._divergence.due(done, needed=last or (due and self._snapshots.has_room)):
@@ -391,6 +387,6 @@ class Loop:
         if done == self._resumed_after + 1:
             trace.mark("step")
         self._recorder.wait(done)
-        if self._agreement.stop and done < self._options.total_steps:
+        if self.agreement.stop and done < self._options.total_steps:
             self._progress.close(hurry=True)
             self._shutdown.stop(done)

@@ -33,6 +33,7 @@ from ddpjob_trainer.telemetry.run_log import checked
 from ddpjob_trainer.training import evaluation
 from ddpjob_trainer.training.best import Best, is_better
 from ddpjob_trainer.training.evaluation import Metric, Metrics
+from ddpjob_trainer.training.logged_means import means
 from ddpjob_trainer.training.loop import Loop, Process
 from ddpjob_trainer.training.prepare import Trained, named, shaped_like
 from ddpjob_trainer.training.step import Step
@@ -262,21 +263,27 @@ class Run:
         with self._peers, self._process.progress.during("agreement"):
             return self._process.world.sum([float(value)])[0]
 
-    def log(self, values: Mapping[str, float | torch.Tensor], *, step: int | None = None) -> None:
+    def log(
+        self, values: Mapping[str, float | torch.Tensor], *, step: int | None = None,
+        reduce: str | None = None,
+    ) -> None:  # fmt: skip
         """Tell numbers of your own to the event log and to the sinks, see start(sinks=...).
 
         ``values``: by name, numbers or tensors of one element, which are read when the step has
         ended. ``step``: finished steps; default: those when the present step has ended, so
         ``step.index + 1`` within the loop. Rank 0's values are told, so it may be called on all
-        ranks or on rank 0 only. Raises ConfigError.
+        ranks or on rank 0 only. ``reduce``: "mean" tells the mean over all ranks; then every rank
+        calls it, with the same names, before step.commit(). Raises ConfigError.
         """
         found = checked(values)
+        if reduce is not None:
+            within = self._loop.logged_means() if self._loop is not None else None
+            found = means(within if step is None else None, reduce, found)
         if self.is_main:
             self._process.progress.log(self._step_to_log() if step is None else index(step), found)
 
     def _step_to_log(self) -> int:
-        within = self._loop is not None and self._loop.within_step
-        return self.finished_steps + within
+        return self.finished_steps + (self._loop is not None and self._loop.within_step)
 
     def save(
         self,
