@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from ddpjob_trainer.environment import read_launcher
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.launcher.plan import DEFAULT_ROUNDS_WITHOUT_PROGRESS, Plan, make_plan
 from ddpjob_trainer.launcher.processes.fork_server import Program
+from support.launching import SOURCES
 
 BUDGET = contract.IN_PLACE_MAX_WITHOUT_PROGRESS
 POD = {
@@ -104,3 +108,33 @@ def test_spares(tmp_path, text, given, spares):  # type: ignore[no-untyped-def]
     assert plan(str(path), {}, nproc=3, spares=given).spares == spares
     with pytest.raises(ConfigError, match="--spares 'few' must be a number or auto"):
         plan(str(path), {}, spares="few")
+
+
+INTERRUPTED = """
+import os, signal, sys, types
+import ddpjob_trainer
+from ddpjob_trainer.__main__ import main
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+interrupt = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+class Finder:
+    find_spec = interrupt
+if sys.argv[1] == "import":
+    sys.meta_path.insert(0, Finder())
+else:
+    ddpjob_trainer.cli = sys.modules["ddpjob_trainer.cli"] = types.SimpleNamespace(main=interrupt)
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("when", ["import", "begun"])
+def test_an_interrupt_right_after_the_start_is_a_plain_end(when):  # type: ignore[no-untyped-def]
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, when],
+        env={**os.environ, "PYTHONPATH": str(SOURCES)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, "")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from ddpjob_trainer import environment
 from ddpjob_trainer.errors import ConfigError, PeerLostError
+from ddpjob_trainer.optim.update import Updater
 from ddpjob_trainer.options import Options
+from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.training import refusal
+from ddpjob_trainer.training.unsaved import Guard
 
 
 def refused(**options: object) -> BaseException:
@@ -61,3 +65,17 @@ def test_the_traceback_stays_for_who_wants_it_and_for_every_other_error(errors, 
     monkeypatch.setenv(environment.TRACEBACK, "1")
     assert not refusal.tell(0, refused(), None)
     assert errors() == []
+
+
+def test_the_line_is_the_scripts_though_torch_called_our_hook(errors):  # type: ignore[no-untyped-def]
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    guard = Guard(TrainingState(torch.nn.Module()), Updater(), [], modules=False)
+    try:
+        with pytest.raises(ConfigError) as found:
+            optimizer.step()
+    finally:
+        guard.stop()
+    assert refusal.tell(0, found.value, found.value.__traceback__)
+    [line] = errors()
+    assert f"[{__file__}, line " in line

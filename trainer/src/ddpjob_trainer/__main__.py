@@ -1,8 +1,8 @@
 """The `ddpjob-trainer` command, also as `python -m ddpjob_trainer`.
 
-Its first act is to make SIGTERM end it, also while it still imports. The launcher is PID 1 in a
-pod, and the kernel drops signals to PID 1 that have no handler. The supervisor puts its own
-handler in the place of this one.
+Its first act is to make SIGTERM end it, also while it still imports, and SIGINT without a
+traceback. The launcher is PID 1 in a pod, and the kernel drops signals to PID 1 that have no
+handler. The supervisor puts its own handlers in the place of these.
 """
 
 from __future__ import annotations
@@ -19,9 +19,16 @@ def _end(signum: int, frame: object) -> None:
 def main() -> int:
     """Return the exit code."""
     signal.signal(signal.SIGTERM, _end)
-    from ddpjob_trainer import cli  # after the handler, for this takes a while
+    interrupted = signal.getsignal(signal.SIGINT)  # ignored, where a shell started us with &
+    if interrupted is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+    from ddpjob_trainer import cli  # after the handlers, for this takes a while
 
-    return cli.main()
+    signal.signal(signal.SIGINT, interrupted)
+    try:
+        return cli.main()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

@@ -13,11 +13,14 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
+import torch
+
 from ddpjob_trainer.environment import TRACEBACK, state_directory, wants_traceback
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.telemetry.console import say
 
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"  # calls our hooks
 
 
 def tell(rank: int, error: BaseException, trace: TracebackType | None) -> bool:
@@ -46,12 +49,12 @@ def _is_first(text: str) -> bool:
 
 
 def _place(trace: TracebackType | None) -> str:
-    """The line of the script from which our code was called."""
+    """The line of the script from which our code was called, perhaps through torch."""
     found = ""
     for frame in traceback.extract_tb(trace):
         if frame.filename.startswith(_OURS):
             if found:
                 break
-        elif not frame.filename.startswith("<"):
+        elif not frame.filename.startswith(("<", _TORCH)):
             found = f" [{frame.filename}, line {frame.lineno}]"
     return found
