@@ -112,6 +112,43 @@ def test_a_value_that_the_api_refuses_ends_in_invalid_too(stage: Arena, gang: st
     assert "imagePullPolicy" in stage.condition(gang, "Invalid")["message"]
 
 
+def test_what_is_refused_for_long_is_tried_by_one_pod_and_told_once(
+    stage: Arena, gang: str
+) -> None:
+    """A ServiceAccount that is missing: 403, for every pod, until somebody makes it."""
+    account = f"account-{secrets.token_hex(2)}"
+    container = {"name": "trainer", "image": "example/train:1"}
+    spec = {
+        "schedulerName": "hand",
+        "serviceAccountName": account,
+        "containers": [container],
+    }
+    stage.proxy.clear()
+
+    def tries() -> int:
+        return sum(c.method == "POST" and f"pods/{gang}-" in c.target for c in stage.proxy.calls)
+
+    stage.apply(gang, replicas=60, template={"spec": spec})
+    stage.wait_status(
+        gang,
+        "it names the account",
+        lambda s: any(account in c["message"] for c in s.get("conditions") or ()),
+    )
+    first = tries()
+    assert first <= 33, "as many as were under way"
+    eventually("two more tries", lambda: tries() >= first + 2)
+    assert tries() <= first + 3, "one pod each time"
+    other = f"{gang}-b"
+    stage.apply(other)
+    stage.wait_phase(other, "Running")
+    told = [line for line in stage.operators[0].log().splitlines() if account in line]
+    assert len([line for line in told if "creation was refused" in line]) == 1
+    body: Object = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": account}}
+    stage.rest.post(stage.path("serviceaccounts"), body)
+    stage.wait_phase(gang, "Running", seconds=60)
+    stage.remove(other)
+
+
 def is_invalid(status: Object) -> bool:
     found = status.get("conditions", [])
     return any((c["type"], c["status"]) == ("Invalid", "True") for c in found)

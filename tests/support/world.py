@@ -19,6 +19,7 @@ from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import observe
 from ddpjob_operator.core.nodes import Node, Nodes
 from ddpjob_operator.core.plan import plan
+from ddpjob_operator.core.policy import retry
 from support.cluster import ROOT
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -129,6 +130,9 @@ class World:
                 return self
             for action in todo:
                 self.carry_out(action)
+            created = any(isinstance(action, act.CreatePod) for action in todo)
+            if created and not self._was_refused():
+                self.outcomes = retry.over(self.outcomes)
         raise AssertionError(f"no fixed point after {rounds} rounds: {self.log[-8:]}")
 
     def carry_out(self, action: act.Action) -> None:
@@ -168,6 +172,7 @@ class World:
                 self.outcomes = replace(
                     self.outcomes, network_attempt=attempt, network_refusal=refusal
                 )
+                self._set_back(refusal)
             case act.CreatePod():
                 self._create(action)
             case act.DeleteJob():
@@ -290,6 +295,16 @@ class World:
         else:
             refusals[action.replica] = refusal
         self.outcomes = replace(self.outcomes, refusals=refusals)
+        self._set_back(refusal)
+
+    def _set_back(self, refusal: act.Refusal | None) -> None:
+        if refusal and refusal.code != 409 and not self._was_refused():
+            generation = self.job["metadata"]["generation"]
+            self.outcomes = retry.met(self.outcomes, refusal, generation)
+
+    def _was_refused(self) -> bool:
+        """At this very moment: a batch counts once."""
+        return self.outcomes.setback is not None and self.outcomes.setback.at == self.now
 
     def _silent(self) -> set[str]:
         """Nodes whose kubelet never tells that a container has ended."""

@@ -27,7 +27,7 @@ def test_a_refusal_whose_reason_is_no_word_does_not_spoil_the_status(reason: str
     world.refuse_network = lambda _: refused(world, 502, reason)
     assert world.settle().condition("Stalled")["reason"] == "CreationFailed"
     world.refuse_network = lambda _: None
-    assert world.wait(2).run().phase == "Running"
+    assert world.wait(3).run().phase == "Running"
 
 
 def test_an_old_refusal_says_nothing_about_a_new_attempt():
@@ -36,7 +36,7 @@ def test_an_old_refusal_says_nothing_about_a_new_attempt():
     world.settle()
     assert world.phase == "Starting"
     world.refuse_network = lambda _: None
-    world.wait(2).run().end(0, 1)
+    world.wait(3).run().end(0, 1)
     kept = replace(refused(world, 502, "BadGateway"), attempt=1)
     world.outcomes = replace(world.outcomes, network_refusal=kept)
     assert world.wait(30).run().condition("Stalled")["status"] == "False"

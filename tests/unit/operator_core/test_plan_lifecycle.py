@@ -257,7 +257,7 @@ def test_what_a_deleted_namesake_left_is_waited_for():
     world.settle()
     assert world.condition("Stalled")["reason"] == "WaitingForDeletion"
     world.refuse_network = lambda _: None
-    assert len(world.wait(2).pods) == 3
+    assert len(world.wait(3).pods) == 3
 
 
 def test_a_foreign_service_in_the_way_stops_before_the_first_pod():
@@ -283,7 +283,7 @@ def test_another_refusal_is_shown_and_tried_again():
     world.settle()
     assert world.condition("Stalled")["message"] == "violates PodSecurity"
     world.refuse = lambda _: None
-    assert len(world.wait(2).pods) == 3
+    assert len(world.wait(3).pods) == 3
 
 
 def test_a_pod_that_takes_long_to_go_or_to_start_is_named():

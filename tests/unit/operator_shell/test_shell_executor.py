@@ -506,3 +506,31 @@ async def test_nodes_are_read_and_what_they_say_is_known(stage: Stage) -> None:
     assert found is not None
     assert [(n.exists, n.ready) for n in found.known.values()] == [(True, False), (False, False)]
     assert all(n.read_seconds is not None for n in found.known.values())
+
+
+@pytest.mark.parametrize("kind", ["pods", "services"])
+async def test_a_row_of_refusals_is_one_line_in_the_log_and_ends_with_a_success(
+    stage: Stage, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    action = ENSURE if kind == "services" else create()
+    script = stage.api.script
+    for serial in range(4):
+        said = f'pods "job-0" is forbidden: request {serial}'
+        script[f"create {kind}"] = [errors.Forbidden(403, "Forbidden", said)]
+        script[f"get {kind}"] = [errors.NotFound(404, "NotFound", "no")]
+        await stage.do(action)
+    assert stage.outcomes.setback is not None
+    assert stage.outcomes.setback.count == 4
+    assert len([r for r in caplog.records if "is forbidden" in r.getMessage()]) == 1
+    script["create pods"] = [pod()]
+    await stage.do(create())
+    assert stage.outcomes.setback is None
+
+
+async def test_a_taken_name_is_told_once(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        stage.api.script["create pods"] = [taken()]
+        stage.api.script["get pods"] = [pod(owner="other")]
+        await stage.do(create())
+    assert stage.outcomes.setback is None
+    assert len([r for r in caplog.records if "is there" in r.getMessage()]) == 1

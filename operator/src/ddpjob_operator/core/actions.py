@@ -172,6 +172,16 @@ class Confirmation:
 
 
 @dataclass(frozen=True, slots=True)
+class Setback:
+    """Creations of a job that were refused ``count`` times in a row in the same ``words``."""
+
+    words: str
+    count: int
+    generation: int  # of the job that was tried
+    at: datetime  # of the last one
+
+
+@dataclass(frozen=True, slots=True)
 class Outcomes:
     """What the API's answers taught about one job since this operator process started."""
 
@@ -179,6 +189,7 @@ class Outcomes:
     network_attempt: int = 0
     network_refusal: Refusal | None = None
     refusals: Mapping[int, Refusal] = field(default_factory=dict)  # by replica
+    setback: Setback | None = None
     progress: Progress | None = None  # newest answer of GET /state
     rounds: Rounds | None = None  # of the same
     status_written_at: datetime | None = None

@@ -29,7 +29,17 @@ from ddpjob_operator.core.actions import (
 )
 from ddpjob_operator.core.nodes import Nodes
 from ddpjob_operator.core.observe import Job, Pod
-from ddpjob_operator.core.policy import fence, finish, heal, hold, report, restart, rounds, startup
+from ddpjob_operator.core.policy import (
+    fence,
+    finish,
+    heal,
+    hold,
+    report,
+    restart,
+    retry,
+    rounds,
+    startup,
+)
 from ddpjob_operator.core.status import Failure, Status
 from ddpjob_operator.core.view import Change, View, look
 
@@ -40,9 +50,6 @@ _WANTED: Final = ("Pending", "Starting", "Running", "Restarting")
 CAUSE_WAIT: Final = timedelta(seconds=5)
 #: Status writes that only report are held back until this long after the last write.
 REPORT_INTERVAL: Final = timedelta(seconds=2)
-#: How long a refused creation waits before it is tried again.
-RETRY: Final = timedelta(seconds=2)
-RETRY_CONFLICT: Final = timedelta(seconds=10)
 #: Pods rendered and created in one round; a gang of 10,000 must not stop the others' rounds.
 _BATCH: Final = 500
 
@@ -274,13 +281,13 @@ def _creations(view: View) -> tuple[Action, ...]:
     if waiting or not view.missing:
         return ()
     if outcomes.network_attempt != attempt:
-        if _resting(view, outcomes.network_refusal):
+        if retry.resting(view, outcomes.network_refusal):
             return ()
         return (EnsureNetwork(attempt, render.network(view.job, view.spec)),)
     refusals = view.refusals
-    if any(_resting(view, r) and r.existing is None for r in refusals.values()):
-        return ()  # what refused one pod refuses the others too
-    due_now = [r for r in view.missing if not _resting(view, refusals.get(r))][:_BATCH]
+    due_now = [r for r in view.missing if not retry.resting(view, refusals.get(r))]
+    # What refused one pod refuses the others too: one goes first.
+    due_now = due_now[: 1 if outcomes.setback else _BATCH]
     return (
         *(_unlabelled(refusals[r]) for r in due_now if _hidden(view, refusals.get(r))),
         *(CreatePod(r, attempt, render.pod(view.job, view.spec, attempt, r)) for r in due_now),
@@ -300,18 +307,6 @@ def _unlabelled(refusal: Refusal) -> DeletePod:
     return DeletePod(refusal.existing.name, refusal.existing.uid, finish.DEAD_GANG_GRACE_SECONDS)
 
 
-def _resting(view: View, refusal: Refusal | None) -> bool:
-    """A refusal of this attempt that is too fresh to try again."""
-    return refusal is not None and (
-        refusal.attempt == view.status.attempt and view.now < _retry_at(view, refusal)
-    )
-
-
-def _retry_at(view: View, refusal: Refusal) -> datetime:
-    foreign = refusal.existing is not None and not report.passes(view, refusal)
-    return refusal.at + (RETRY_CONFLICT if foreign else RETRY)
-
-
 def _wake(view: View) -> float | None:
     """Seconds until time alone may change the answer."""
     status, now = view.status, view.now
@@ -321,9 +316,10 @@ def _wake(view: View) -> float | None:
     if status.phase in ("Pending", "Starting", "Restarting") and status.timings.attempt_started_at:
         times.append(status.timings.attempt_started_at + report.SCHEDULING_PATIENCE)
         times.append(status.timings.attempt_started_at + report.PATIENCE)
-    times += [_retry_at(view, r) for r in view.refusals.values()]
+    times.append(retry.due(view))
+    times += [retry.rests_until(view, r) for r in view.refusals.values()]
     if view.outcomes.network_refusal:
-        times.append(_retry_at(view, view.outcomes.network_refusal))
+        times.append(retry.rests_until(view, view.outcomes.network_refusal))
     if view.outcomes.status_written_at:
         times.append(view.outcomes.status_written_at + REPORT_INTERVAL)
     pods = (*view.members.values(), *view.others)

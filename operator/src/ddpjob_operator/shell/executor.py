@@ -30,6 +30,7 @@ from ddpjob_operator.core.actions import (
     Refusal,
     WriteStatus,
 )
+from ddpjob_operator.core.policy import retry
 from ddpjob_operator.shell import errors, nodes
 from ddpjob_operator.shell.api import (
     JOBS,
@@ -119,19 +120,22 @@ class Executor:
         meets every later pod in the same way. Only a taken name is the matter of one pod.
         """
         gate = asyncio.Semaphore(_IN_PARALLEL)
-        refused = False
+        refused: list[Refusal] = []
 
         async def one(action: CreatePod | DeletePod) -> None:
-            nonlocal refused
             async with gate:
                 self._check_leading()
                 if isinstance(action, DeletePod):
                     await self._delete_pod(job, action)
                 elif not refused:
-                    code = await self._create_pod(job, action)
-                    refused = refused or code not in (None, 409)
+                    refusal = await self._create_pod(job, action)
+                    refused.extend([refusal] if refusal and refusal.code != 409 else [])
 
         await _all(one(action) for action in actions)
+        if refused:
+            self._set_back(job, refused[0])
+        elif isinstance(actions[0], CreatePod):
+            self._learn(job.uid, retry.over)
         return not refused
 
     def _check_leading(self) -> None:
@@ -236,8 +240,8 @@ class Executor:
             except errors.NotFound:
                 self._store.nodes.remove(name, quorum=True)
 
-    async def _create_pod(self, job: observe.Job, action: CreatePod) -> int | None:
-        """None if the pod is there now and ours, else the code of the refusal."""
+    async def _create_pod(self, job: observe.Job, action: CreatePod) -> Refusal | None:
+        """None if the pod is there now and ours."""
         try:
             pod = await self._api.create(PODS, job.namespace, action.body, strict=True)
         except errors.ApiError as error:
@@ -253,15 +257,11 @@ class Executor:
                         self._learn(job.uid, lambda known: _accept(known, action.replica))
                         return None
             refusal = self._refusal(action.attempt, error, existing)
+            before = self._store.outcomes(job.uid).refusals.get(action.replica)
             self._learn(job.uid, lambda known: _refuse(known, action.replica, refusal))
-            log.warning(
-                "%s/%s: pod of replica %d refused: %s (uid %s)",
-                *job.key,
-                action.replica,
-                error,
-                job.uid,
-            )
-            return error.code
+            if error.code == 409 and not _same(before, refusal):
+                self._tell(job, refusal)
+            return refusal
         self._store.put_pod(pod, from_watch=False)
         self._learn(job.uid, lambda known: _accept(known, action.replica))
         return None
@@ -273,8 +273,12 @@ class Executor:
             refusal = await self._ensure(job, action.attempt, body)
             if refusal is not None:
                 known = self._store.outcomes(job.uid)
+                before = known.network_refusal
                 self._store.set_outcomes(job.uid, replace(known, network_refusal=refusal))
-                log.warning("%s/%s: %s (uid %s)", *job.key, refusal.message, job.uid)
+                if refusal.code != 409:
+                    self._set_back(job, refusal)
+                elif not _same(before, refusal):
+                    self._tell(job, refusal)
                 return False
         self._learn(
             job.uid,
@@ -319,6 +323,17 @@ class Executor:
             existing=existing,
         )
 
+    def _set_back(self, job: observe.Job, refusal: Refusal) -> None:
+        """One line for each row of refusals, however long it grows."""
+        self._learn(job.uid, lambda known: retry.met(known, refusal, job.generation))
+        found = self._store.outcomes(job.uid).setback
+        if found is None or found.count == 1:
+            self._tell(job, refusal)
+
+    def _tell(self, job: observe.Job, refusal: Refusal) -> None:
+        what = f"{refusal.code} {refusal.reason}: {refusal.message}"
+        log.warning("%s/%s: a creation was refused: %s (uid %s)", *job.key, what, job.uid)
+
     def _learn(self, uid: str, change: Callable[[Outcomes], Outcomes]) -> None:
         self._store.set_outcomes(uid, change(self._store.outcomes(uid)))
 
@@ -332,6 +347,10 @@ def _refuse(known: Outcomes, replica: int, refusal: Refusal) -> Outcomes:
         refusals={**kept, replica: refusal},
         confirmed=None if unknown else known.confirmed,
     )
+
+
+def _same(before: Refusal | None, after: Refusal) -> bool:
+    return before is not None and (before.code, before.message) == (after.code, after.message)
 
 
 def _accept(known: Outcomes, replica: int) -> Outcomes:

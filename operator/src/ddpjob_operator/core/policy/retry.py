@@ -1,0 +1,83 @@
+"""When a creation that the API server refused is tried again.
+
+A taken name is the matter of one object and passes soon. Any other refusal (rights, PodSecurity, a
+missing ServiceAccount, a webhook that is down) meets every pod of the job alike: the next try is
+one pod, after a wait that doubles as long as the words stay the same and that no two jobs share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Final
+
+from ddpjob_operator.core.actions import Outcomes, Refusal, Setback
+from ddpjob_operator.core.policy import report
+from ddpjob_operator.core.policy.startup import over_quota
+from ddpjob_operator.core.view import View
+
+#: For a taken name: what stands there is ours and about to go, or another's.
+_OURS: Final = timedelta(seconds=2)
+_FOREIGN: Final = timedelta(seconds=10)
+#: For any other refusal, in seconds.
+_FIRST: Final = 2.0
+_MOST: Final = 300.0
+#: Names of pods, times and numbers of requests: the same trouble in other figures.
+_FIGURES: Final = re.compile(r"\d+")
+
+
+def met(known: Outcomes, refusal: Refusal, generation: int) -> Outcomes:
+    """A try of a job was refused: what is known then. Other words begin a new row.
+
+    Of a quota only the planner's release knows what to do, and it has waits of its own.
+    """
+    if refusal.existing is not None or over_quota(refusal):
+        return known
+    words, old = f"{refusal.code} {_FIGURES.sub('#', refusal.message)}", known.setback
+    same = old is not None and (old.words, old.generation) == (words, generation)
+    count = old.count + 1 if old and same else 1
+    return replace(known, setback=Setback(words, count, generation, refusal.at))
+
+
+def over(known: Outcomes) -> Outcomes:
+    """Pods were created and none was refused: the others may follow at once."""
+    if known.setback is None:
+        return known
+    kept = {r: refusal for r, refusal in known.refusals.items() if refusal.existing is not None}
+    return replace(known, setback=None, refusals=kept)
+
+
+def due(view: View) -> datetime | None:
+    """When one pod may be tried after a row of refusals; None: at once.
+
+    A new generation of the job may have mended what the row was about.
+    """
+    found = view.outcomes.setback
+    if found is None or found.generation != view.job.generation:
+        return None
+    doubled = _FIRST * 2.0 ** min(found.count - 1, 20)
+    return found.at + timedelta(seconds=min(_MOST, doubled * (0.75 + 0.5 * _chance(view, found))))
+
+
+def resting(view: View, refusal: Refusal | None) -> bool:
+    """Whether it is too early to try again what met this refusal, or none."""
+    at = due(view)
+    if at is not None and view.now < at:
+        return True
+    if refusal is None or refusal.attempt != view.status.attempt:
+        return False
+    return view.now < rests_until(view, refusal)
+
+
+def rests_until(view: View, refusal: Refusal) -> datetime:
+    """When an object whose name was taken may be tried again."""
+    foreign = refusal.existing is not None and not report.passes(view, refusal)
+    return refusal.at + (_FOREIGN if foreign else _OURS)
+
+
+def _chance(view: View, found: Setback) -> float:
+    """From 0 to 1, another one for each job and try, and the same at every look."""
+    seed = f"{view.job.uid}/{view.status.attempt}/{found.count}".encode()
+    return int.from_bytes(hashlib.sha256(seed).digest()[:4]) / 2**32

@@ -1,0 +1,116 @@
+"""What the API server refuses for longer: one try at a time, ever more seldom, no two alike."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+
+from ddpjob_operator.core import actions as act
+from support.world import World, job_object
+
+DAY = 24 * 3600
+DENIED = 'pods "job-0" is forbidden: violates PodSecurity "restricted:latest"'
+
+
+def refusing(words: Callable[[], str] = lambda: DENIED, code: int = 403) -> tuple[World, list]:
+    """A world that refuses all pods, and when it was asked for which."""
+    world, asked = World(job_object()), []
+
+    def no(action: act.CreatePod) -> act.Refusal:
+        asked.append((world.now, action.replica))
+        return act.Refusal(action.attempt, code, "Forbidden", words(), world.now)
+
+    world.refuse = no
+    return world.settle(), asked
+
+
+def live(world: World, seconds: float) -> World:
+    """Look when the planner asks to be asked, for so long."""
+    end = world.now + timedelta(seconds=seconds)
+    while world.now < end:
+        wait = world.plan().requeue_after
+        assert wait is not None
+        world.wait(min(max(wait, 0.01), (end - world.now).total_seconds()))
+    return world
+
+
+@pytest.mark.parametrize("code", [403, 500, 0])
+def test_after_a_refusal_one_pod_is_tried_ever_more_seldom(code: int):
+    world, asked = refusing(code=code)
+    assert [replica for _, replica in asked] == [0, 1, 2], "the first time side by side"
+    del asked[:]
+    live(world, 590)  # within the startup deadline
+    assert {replica for _, replica in asked} == {0}
+    assert 7 <= len(asked) <= 9, "about 2, 4, 8 ... 256"
+    gaps = [(b - a).total_seconds() for (a, _), (b, _) in itertools.pairwise(asked)]
+    assert all(later > earlier for earlier, later in itertools.pairwise(gaps))
+
+
+def test_a_day_of_refusals_is_some_hundred_calls():
+    world, asked = refusing()
+    world.job["spec"]["startupDeadlineSeconds"] = 2 * DAY
+    live(world, DAY)
+    assert 24 * 12 * 0.8 <= len(asked) <= 24 * 12 * 1.3
+
+
+def test_the_first_pod_that_is_taken_lets_the_others_follow_at_once():
+    world, _asked = refusing()
+    live(world, 60)
+    world.refuse = lambda _: None
+    live(world, 60)
+    assert len(world.pods) == 3
+    assert world.outcomes.setback is None
+    assert world.outcomes.refusals == {}
+
+
+def test_other_words_begin_a_new_row_and_other_figures_do_not():
+    said = [DENIED]
+    world, _asked = refusing(lambda: said[0])
+    live(world, 100)
+    assert world.outcomes.setback
+    before = world.outcomes.setback.count
+    said[0] = DENIED.replace("job-0", "job-17")
+    live(world, 100)
+    assert world.outcomes.setback.count > before
+    said[0] = 'serviceaccount "trainer" not found'
+    while "trainer" not in world.outcomes.setback.words:
+        live(world, 1)
+    assert world.outcomes.setback.count == 1
+
+
+def test_a_new_generation_is_tried_at_once():
+    world, asked = refusing()
+    live(world, 200)
+    del asked[:]
+    world.job["metadata"]["generation"] += 1
+    world.settle()
+    assert [replica for _, replica in asked] == [0], "one goes first all the same"
+
+
+def test_a_refused_service_waits_the_same_way():
+    world, asked = World(), []
+
+    def no(action: act.EnsureNetwork) -> act.Refusal:
+        asked.append(world.now)
+        return act.Refusal(action.attempt, 403, "Forbidden", "no", world.now)
+
+    world.refuse_network = no
+    live(world.settle(), 590)
+    assert len(asked) <= 10
+    world.refuse_network = lambda _: None
+    live(world, 300)
+    assert len(world.pods) == 3
+
+
+def test_no_two_jobs_knock_at_the_same_moments():
+    times = []
+    for uid in ("a", "b"):
+        world = World()
+        world.job["metadata"]["uid"] = uid
+        world.refuse = lambda a, world=world: act.Refusal(a.attempt, 403, "F", DENIED, world.now)
+        world.settle()
+        times.append(world.plan().requeue_after)
+    assert times[0] != times[1]
