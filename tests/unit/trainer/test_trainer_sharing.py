@@ -113,7 +113,7 @@ sys.modules["torch.cuda"] = cuda
 """
 WATCH = """
 import json, sys, os, builtins, io, random, numpy.random, torch
-from ddpjob_trainer.launcher.processes.watch import watched_import
+from ddpjob_trainer.launcher.processes.watch import Import, watched_import
 def world():
     return [type(os.environ), os.getpid, os.urandom, random.Random.seed, open, io.open]
 before = world()
@@ -121,7 +121,7 @@ found = {}
 for name in sys.argv[1:]:
     reasons = []
     path = list(sys.meta_path)
-    watched_import(name, {"RANK", "LOCAL_RANK"}, reasons.append)
+    watched_import(Import(name), {"RANK", "LOCAL_RANK"}, reasons.append)
     found[name] = reasons
     sys.meta_path[:] = path
 assert world() == before
@@ -171,9 +171,10 @@ def test_why_a_module_cannot_be_shared(reasons, name):  # type: ignore[no-untype
 SHARE = """
 import os, sys
 from ddpjob_trainer.launcher.processes.sharing import share
+from ddpjob_trainer.launcher.processes.watch import Import
 names = ["first", "second", "third"]
 me = os.getpid()
-shared = share(names, {"RANK"}, float(sys.argv[1]))
+shared = share(map(Import, names), {"RANK"}, float(sys.argv[1]))
 print([name for name in names if name in sys.modules], os.getpid() == me, len(shared.files))
 """
 
@@ -225,8 +226,8 @@ def test_what_an_import_reads_may_not_change(tmp_path):  # type: ignore[no-untyp
     (tmp_path / "other.py").touch()
     (tmp_path / "table").touch()
     text = (
-        "import os\nfrom ddpjob_trainer.launcher.processes.sharing import share\n"
-        "print(*sorted(map(os.path.basename, share(['reader'], ()).files)))"
+        "import os\nfrom ddpjob_trainer.launcher.processes.sharing import Import, share\n"
+        "print(*sorted(map(os.path.basename, share([Import('reader')], ()).files)))"
     )
     assert interpreter(tmp_path, text) == "other.py reader.py table\n"
 
@@ -235,6 +236,7 @@ def test_what_an_import_reads_may_not_change(tmp_path):  # type: ignore[no-untyp
     ("source", "modules"),
     [
         ("'''Doc.'''\nfrom __future__ import annotations\nimport os", ["__future__", "os"]),
+        ("from json import loads\nx = 1", ["json"]),
         ("import os\nrank = os.environ['RANK']\nimport json", ["os"]),
         ("import os\nif True:\n    import csv\nimport json", ["os"]),
         ("import os\nclass A: ...\nimport json", ["os"]),
@@ -242,7 +244,26 @@ def test_what_an_import_reads_may_not_change(tmp_path):  # type: ignore[no-untyp
 )
 def test_only_what_is_imported_before_all_else_is_shared(source, modules):  # type: ignore[no-untyped-def]
     """So a shared import sees what it would see in the script."""
-    assert list(fork_server.imports_of(source.encode(), "", first=True)) == modules
+    found = fork_server.imports_of(source.encode(), "", first=True)
+    assert [one.module for one in found] == modules
+
+
+def test_what_a_module_loads_when_it_is_asked_for_is_imported_under_watch(tmp_path):  # type: ignore[no-untyped-def]
+    (tmp_path / "lazy.py").write_text("def __getattr__(name):\n    import first\n    return 1")
+    (tmp_path / "first.py").write_text("")
+    text = SHARE.replace("map(Import, names)", "[Import('lazy', ('name', 'other'))]")
+    assert interpreter(tmp_path, text, "60") == "['first'] True 2\n"
+    (tmp_path / "first.py").write_text("print('seen')")
+    assert interpreter(tmp_path, text, "60") == "[] False 0\n"
+
+
+def test_who_may_ask_is_told_by_the_module_that_does(tmp_path):  # type: ignore[no-untyped-def]
+    (tmp_path / "filelock").mkdir()
+    (tmp_path / "filelock/__init__.py").write_text("from . import _api")
+    (tmp_path / "filelock/_api.py").write_text("import os\nos.getpid()")
+    (tmp_path / "first.py").write_text("import filelock")
+    (tmp_path / "second.py").write_text("import os, filelock\nos.getpid()")
+    assert interpreter(tmp_path, SHARE, "60") == "['first'] False 3\n"
 
 
 def test_what_a_task_file_imports_is_shared_too(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
@@ -251,9 +272,9 @@ def test_what_a_task_file_imports_is_shared_too(tmp_path, monkeypatch):  # type:
     monkeypatch.setattr(sys, "path", before := list(sys.path))
     program = Program("ddpjob_trainer.task", (str(task), "--total-steps=3"), True)
     found = []
-    for name in fork_server.modules_of(program, first=True):
-        found.append(name)
-        if name == "only_of_this_task":
+    for one in fork_server.imports_by(program, first=True):
+        found.append(one.module)
+        if one.module == "only_of_this_task":
             assert sys.path[0] == str(tmp_path)
     assert found[0] == "ddpjob_trainer"
     assert found[-1] == "only_of_this_task"

@@ -13,6 +13,7 @@ from ddpjob_trainer.launcher.processes import fork_server
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.processes.source import sets_environment_first, uses_our_library
 from ddpjob_trainer.launcher.processes.spares import Call, Spares
+from ddpjob_trainer.launcher.processes.watch import Import
 
 
 def test_a_spare_that_hears_and_closes_at_once_has_heard(monkeypatch):  # type: ignore[no-untyped-def]
@@ -51,8 +52,8 @@ def test_a_request_cut_off_is_none():
 @pytest.mark.parametrize(
     ("source", "modules"),
     [
-        ("import os, json.decoder", ["os", "json.decoder"]),
-        ("from json import loads", ["json"]),
+        ("import os, json.decoder", [Import("os"), Import("json.decoder")]),
+        ("from json import loads, decoder", [Import("json", ("loads", "decoder"))]),
         ("def f():\n    import torch", []),
         ("from . import sibling", []),
     ],

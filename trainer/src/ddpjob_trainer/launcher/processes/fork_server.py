@@ -31,6 +31,7 @@ from typing import Any
 
 from ddpjob_trainer.launcher.processes.appearance import look_started
 from ddpjob_trainer.launcher.processes.sharing import Shared, share
+from ddpjob_trainer.launcher.processes.watch import Import
 
 #: What training imports sooner or later, some of it as late as in the first step. Found by
 #: comparing sys.modules (tests/trainer/test_spares.py); one that is missing costs only time.
@@ -143,10 +144,10 @@ def _settle(launcher: int, parent: int) -> None:
     os.setpgid(0, 0)
 
 
-def _import(name: str) -> None:
+def _import(what: Import) -> None:
     # What cannot be imported now will tell why in the script, or is not needed.
     with contextlib.suppress(BaseException):
-        importlib.import_module(name)
+        what.run()
 
 
 # --- The spare --------------------------------------------------------------------------------
@@ -203,15 +204,15 @@ def _become(program: Program) -> None:
 def _prepare(program: Program) -> _Script | None:
     """Import what the program imports at its top level; return a script compiled."""
     source = b"" if program.module else Path(program.name).read_bytes()
-    for name in modules_of(program):
-        _import(name)
+    for one in imports_by(program):
+        _import(one)
     if program.module:
         return None
     return _Script(source, compile(source, program.name, "exec", dont_inherit=True))
 
 
-def modules_of(program: Program, *, first: bool = False) -> Iterator[str]:
-    """Yield what a program imports at its top level, to be imported before the next is asked for.
+def imports_by(program: Program, *, first: bool = False) -> Iterator[Import]:
+    """Yield what a program imports at its top level; each is to be done before the next.
 
     ``first``: only what comes before all other statements. Raises what reading it raises.
     """
@@ -219,10 +220,10 @@ def modules_of(program: Program, *, first: bool = False) -> Iterator[str]:
         yield from imports_of(Path(program.name).read_bytes(), "", first=first)
         return
     parts = program.name.split(".")
-    yield from (".".join(parts[:end]) for end in range(1, len(parts)))
+    yield from (Import(".".join(parts[:end])) for end in range(1, len(parts)))
     spec = importlib.util.find_spec(program.name)
     if spec is not None and spec.submodule_search_locations is not None:
-        yield program.name
+        yield Import(program.name)
         spec = importlib.util.find_spec(program.name + ".__main__")
     if spec is not None and spec.origin is not None:
         source = Path(spec.origin).read_bytes()
@@ -237,21 +238,17 @@ def modules_of(program: Program, *, first: bool = False) -> Iterator[str]:
             sys.path.remove(directory)
 
 
-def imports_of(source: bytes, package: str, *, first: bool = False) -> Iterator[str]:
-    """Yield the modules that a source imports at its top level, in their order."""
+def imports_of(source: bytes, package: str, *, first: bool = False) -> Iterator[Import]:
+    """Yield what a source imports at its top level, in its order."""
     for statement in ast.parse(source).body:
         if isinstance(statement, ast.Import):
             for alias in statement.names:
-                yield alias.name
+                yield Import(alias.name)
         elif isinstance(statement, ast.ImportFrom):
             base = "." * statement.level + (statement.module or "")
             with contextlib.suppress(ImportError):
                 module = importlib.util.resolve_name(base, package or None)
-                yield module
-                for alias in statement.names:
-                    # `from package import module` imports it too; a class is none.
-                    if _is_submodule(module, alias.name):
-                        yield f"{module}.{alias.name}"
+                yield Import(module, tuple(alias.name for alias in statement.names))
         elif first and not _is_text(statement):
             return
 
@@ -259,11 +256,6 @@ def imports_of(source: bytes, package: str, *, first: bool = False) -> Iterator[
 def _is_text(statement: ast.stmt) -> bool:
     """Whether it is a docstring or the like."""
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-
-
-def _is_submodule(module: str, name: str) -> bool:
-    found = sys.modules.get(module)
-    return found is not None and hasattr(found, "__path__") and not hasattr(found, name)
 
 
 def _run(program: Program, script: _Script | None) -> None:
@@ -291,10 +283,10 @@ def main() -> None:
         del sys.path[0]  # where -m found this module
     # Its BLAS may start threads, and brings them through a fork itself; its generator is seeded
     # from the system, as an import that can be shared may not.
-    _import("numpy.random")
+    _import(Import("numpy.random"))
     before = _threads()
     for name in MODULES:
-        _import(name)
+        _import(Import(name))
     if (threads := _threads() - before) > 0:  # a fork takes none of them along
         send(control, {"unfit": f"imports have started {threads} threads"}, [])
         os._exit(1)
@@ -302,7 +294,7 @@ def main() -> None:
     _become(program)
     shared = Shared()
     if given["share"]:
-        shared = share(modules_of(program, first=True), given["differing"])
+        shared = share(imports_by(program, first=True), given["differing"])
         _freeze()
     if os.getpid() != server:  # it could not share all
         _settle(launcher, server)

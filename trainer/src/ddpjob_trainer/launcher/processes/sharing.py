@@ -11,12 +11,11 @@ import contextlib
 import ctypes
 import os
 import signal
-import sys
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from ddpjob_trainer.launcher.processes.watch import Stamp, stamp, watched_import
+from ddpjob_trainer.launcher.processes.watch import Import, Stamp, stamp, watched_import
 
 #: An import that takes longer may wait for something that never comes.
 _SECONDS = 30.0
@@ -37,8 +36,10 @@ class Shared:
         return any(stamp(path) != found for path, found in self.files.items())
 
 
-def share(names: Iterable[str], differing: Collection[str], seconds: float = _SECONDS) -> Shared:
-    """Import modules in their order, up to the first that cannot be shared.
+def share(
+    imports: Iterable[Import], differing: Collection[str], seconds: float = _SECONDS
+) -> Shared:
+    """Import in this order, up to the first that cannot be shared.
 
     Returns in another process than the caller's where one could not. ``differing``: see
     watched_import().
@@ -46,17 +47,17 @@ def share(names: Iterable[str], differing: Collection[str], seconds: float = _SE
     shared = Shared()
     until = time.monotonic() + seconds
     with contextlib.suppress(Exception):  # no program, no Python: its worker says so
-        for name in names:
-            if name in sys.modules:
+        for one in imports:
+            if one.loaded:
                 continue
-            files = _try(name, differing, until - time.monotonic())
+            files = _try(one, differing, until - time.monotonic())
             if files is None:
                 break
             shared.files.update(files)
     return shared
 
 
-def _try(name: str, differing: Collection[str], seconds: float) -> dict[str, Stamp] | None:
+def _try(what: Import, differing: Collection[str], seconds: float) -> dict[str, Stamp] | None:
     """Return the files that it read; None in the copy, when this process has ended."""
     importer = _getpid()
     copy = os.fork()
@@ -69,7 +70,7 @@ def _try(name: str, differing: Collection[str], seconds: float) -> dict[str, Sta
             os._exit(1)
 
     try:
-        files = watched_import(name, differing, refuse)
+        files = watched_import(what, differing, refuse)
     except BaseException:
         os._exit(1)
     os.kill(copy, signal.SIGKILL)

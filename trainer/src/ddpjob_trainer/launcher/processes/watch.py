@@ -11,7 +11,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import ctypes
-import importlib
 import io
 import os
 import random
@@ -20,7 +19,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from ddpjob_trainer.launcher.processes import children
@@ -29,14 +30,40 @@ from ddpjob_trainer.launcher.processes import children
 Stamp = tuple[int, int, int]
 _LOOK_SECONDS = 0.25
 _CLOCK_TICK = 10_000_000  # ns; the time of a file may be older than the clock by as much
+#: Who may do what: it is known what for, and that a fork does it no harm.
+_KNOWN = {
+    ("filelock._api", "calls os.getpid()"),  # to notice a fork
+    ("fsspec.spec", "calls os.getpid()"),  # likewise
+    ("transformers.utils.hub", "calls os.urandom()"),  # a name for its downloads
+}
 _libc = ctypes.CDLL(None, use_errno=True)
 _Refuse = Callable[[str], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Import:
+    """`import module`, or with names `from module import names`."""
+
+    module: str
+    names: tuple[str, ...] = ()
+
+    def run(self) -> None:
+        """Raises what the import raises, but of what is not in the module says nothing."""
+        __import__(self.module, {}, {}, self.names)
+        for name in self.names:  # some modules load what they have when it is asked for
+            getattr(sys.modules[self.module], name, None)
+
+    @property
+    def loaded(self) -> bool:
+        """Whether there is nothing left to do."""
+        module = sys.modules.get(self.module)
+        return module is not None and set(self.names) <= getattr(module, "__dict__", {}).keys()
+
+
 def watched_import(
-    name: str, differing: Collection[str], refuse: Callable[[str], None]
+    what: Import, differing: Collection[str], refuse: Callable[[str], None]
 ) -> dict[str, Stamp]:
-    """Import a module; return the files that it has read and may not have changed later.
+    """Import it; return the files that it has read and may not have changed later.
 
     Says to ``refuse`` why it cannot be shared, as soon as it is seen, more than once if that
     returns. ``differing``: variables of which each worker, or each round, has its own value.
@@ -54,7 +81,7 @@ def watched_import(
 
         try:
             with _environment(differing, refuse), _functions(refuse, read), _now_and_then(look):
-                importlib.import_module(name)
+                what.run()
         finally:
             new = [module for key, module in list(sys.modules.items()) if key not in known]
             _forget_stand_ins(new)
@@ -131,8 +158,15 @@ class _StandIn:
 
 @contextlib.contextmanager
 def _functions(refuse: _Refuse, read: set[str]) -> Iterator[None]:
+    """Those by which a process finds out who it is may not be called; ``read``: files opened."""
+
     def differs(name: str) -> Callable[..., None]:
-        return lambda *_, **__: refuse(f"calls {name}()")
+        def called(*_: Any, **__: Any) -> None:
+            why = f"calls {name}()"
+            if (_caller(), why) not in _KNOWN:
+                refuse(why)
+
+        return called
 
     def opens(file: Any, mode: str = "r", *_: Any, **__: Any) -> None:
         if isinstance(file, str | bytes | os.PathLike) and not set(mode) & set("wax+"):
@@ -148,23 +182,39 @@ def _functions(refuse: _Refuse, read: set[str]) -> Iterator[None]:
         seed(self, a, version)
 
     names = ("getpid", "getppid", "urandom", "getrandom", "putenv", "unsetenv")
-    places: list[tuple[Any, str, Any]] = [
-        (os, name, _StandIn(getattr(os, name), differs(f"os.{name}"))) for name in names
-    ]
-    places.append((random, "_urandom", _StandIn(os.urandom, differs("os.urandom"))))
-    places.append((random.Random, "seed", seeds))
-    places += [(module, "open", _StandIn(open, opens)) for module in (builtins, io)]
-    old = [(holder, name, getattr(holder, name)) for holder, name, _ in places]
+    with _replaced(
+        *((os, name, _StandIn(getattr(os, name), differs(f"os.{name}"))) for name in names),
+        (random, "_urandom", _StandIn(os.urandom, differs("os.urandom"))),
+        (random.Random, "seed", seeds),
+        *((module, "open", _StandIn(open, opens)) for module in (builtins, io)),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(*places: tuple[Any, str, Any]) -> Iterator[None]:
+    """``places``: an object, an attribute of it, and what that shall be."""
+    old = [getattr(holder, name) for holder, name, _ in places]
     try:
         for holder, name, stand_in in places:
             setattr(holder, name, stand_in)
         yield
     finally:
-        for holder, name, function in old:
+        for (holder, name, stand_in), function in zip(places, old, strict=True):
             setattr(holder, name, function)
-        for _, _, stand_in in places:
             if isinstance(stand_in, _StandIn):
                 stand_in.before = None
+
+
+def _caller() -> str:
+    """The module that is at work, but for those of the standard library that do it for it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if name != __name__ and name.partition(".")[0] not in sys.stdlib_module_names:
+            return name
+        frame = frame.f_back
+    return ""
 
 
 def _forget_stand_ins(modules: Collection[Any]) -> None:
