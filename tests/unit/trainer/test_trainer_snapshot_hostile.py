@@ -177,6 +177,17 @@ def test_a_manifest_that_lies(tmp_path, name):  # type: ignore[no-untyped-def]
     check_older_is_taken(tmp_path)
 
 
+@pytest.mark.parametrize("told", [False, True], ids=["beside its manifest", "as its manifest says"])
+def test_a_file_of_a_terabyte_of_nothing_is_not_read(tmp_path, told):  # type: ignore[no-untyped-def]
+    write(tmp_path, 1, 2)
+    path = newest(tmp_path)
+    file = manifest.read(path).files[0]
+    os.truncate(path.parent / file.name, 1 << 40)
+    if told:
+        with_manifest(tmp_path, lambda m: m["files"][0].update(bytes=1 << 40))
+    check_older_is_taken(tmp_path)
+
+
 def test_a_manifest_of_endless_depth(tmp_path):  # type: ignore[no-untyped-def]
     write(tmp_path, 1, 2)
     path = newest(tmp_path)

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 
+from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot import restore
 from ddpjob_trainer.snapshot.ondisk import disk, manifest
 from ddpjob_trainer.state.codec import flatten
@@ -97,6 +98,18 @@ def test_a_start_record_that_stays_unreadable_is_no_reason_to_start_anew(tmp_pat
     with pytest.raises(OSError, match="Input/output error"):
         open_snapshots(tmp_path, 2)
     assert open_snapshots(tmp_path, 1, uid="new", resume=False)[1] is None  # asked for
+
+
+@pytest.mark.parametrize("words", ["start.json", ".safetensors", "step-"])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM])
+def test_what_this_user_may_not_read_is_named_with_the_cure(tmp_path, unreadable, words, code):  # type: ignore[no-untyped-def]
+    store, _ = open_snapshots(tmp_path, 1)
+    store.save(5, flatten({"n": 5, "w": torch.ones(3)}), {})
+    unreadable(words, code)
+    with pytest.raises(ConfigError, match="there are snapshots, and none can be read") as found:
+        open_snapshots(tmp_path, 2)
+    assert str(tmp_path / "00000001") in str(found.value)
+    assert "runAsUser or fsGroup" in str(found.value)
 
 
 class Second:

@@ -131,6 +131,40 @@ def test_a_generator_of_another_kind_is_refused():  # type: ignore[no-untyped-de
         state.restore(memory_source(snapshot), 0)
 
 
+def _own(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+WRONG: dict[str, tuple[Callable[[Flat], object], str]] = {
+    "a text for a tensor": (lambda s: s.tree["model"].update(weight="text"), "the model"),
+    "a number for names": (lambda s: s.tree.update(transient=5), "the model"),
+    "a list for a dict": (
+        lambda s: s.tree["registered"]["optimizer"].update(param_groups="x"), "'optimizer'"),
+    "a list for an object": (
+        lambda s: s.tree["registered"].update(optimizer=[1, 2]), "'optimizer'"),
+    "no JSON": (lambda s: s.tensors.update({"rank/0/tree": _own("{")}), "rank 0's own"),
+    "JSON of another kind": (
+        lambda s: s.tensors.update({"rank/0/tree": _own('[{"rng": {"torch": 5}}, {}]')}),
+        "rank 0's own"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_state_of_other_types_is_refused(name):  # type: ignore[no-untyped-def]
+    """Its checksums are right: it is another program's, or forged."""
+    model = nn.Linear(2, 2)
+    state = TrainingState(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    state.register("optimizer", optimizer)
+    change, what = WRONG[name]
+    snapshot = stored(state)
+    change(snapshot)
+    with pytest.raises(ConfigError) as found:
+        state.restore(memory_source(snapshot), 0)
+    assert f"what the snapshot holds as {what} does not fit" in str(found.value)
+    assert "use the code that wrote it, or start anew" in str(found.value)
+
+
 def test_an_average_may_come_and_go_if_asked_for():  # type: ignore[no-untyped-def]
     model = nn.Linear(2, 2)
     plain, averaged = TrainingState(model), TrainingState(nn.Linear(2, 2))

@@ -6,8 +6,9 @@ gets new tensors, its own from then on, since load_state_dict() may keep those t
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,20 @@ from ddpjob_trainer.snapshot.load import Source
 from ddpjob_trainer.state.codec import Flat, member, unflatten
 
 ANEW = "start anew in another snapshot directory or with snapshot.resume: Never"
+
+
+@contextlib.contextmanager
+def fitting(what: str) -> Iterator[None]:
+    """Turn what a state of another structure leads to into ConfigError: trying again is no use."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"what the snapshot holds as {what} does not fit ({type(error).__name__}: {error}): use"
+            f" the code that wrote it, or {ANEW}"
+        ) from error
 
 
 class Loader:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ddpjob_trainer.environment import Identity
+from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot.load import Source
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.lineage import Start
@@ -22,7 +24,8 @@ from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError, Manife
 from ddpjob_trainer.snapshot.patience import PASSING, Patience
 
 _OPEN_ATTEMPTS = 20
-_UNREADABLE = (*PASSING, errno.EACCES, errno.EPERM)
+_DENIED = (errno.EACCES, errno.EPERM)
+_UNREADABLE = (*PASSING, *_DENIED)
 
 Tell = Callable[[str], None]
 Result = TypeVar("Result")
@@ -109,12 +112,25 @@ class _Reader:
         for sequence, why in unread.items():
             name = f"{sequence:08d}/{lineage.START}"
             self.tell(f"{name} is not usable, its snapshots are left out: {why}")
-        lost = (e for e in unread.values() if isinstance(e, OSError) and _passes(e))
+            if isinstance(why, OSError):
+                why.filename = str(root / name)
+        lost = (e for e in unread.values() if isinstance(e, OSError) and e.errno in _UNREADABLE)
         return starts, next(lost, None)
 
 
 def _passes(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in PASSING
+
+
+def _refusal(error: OSError) -> Exception:
+    """One of permission does not pass."""
+    if error.errno not in _DENIED:
+        return error
+    return ConfigError(
+        f"there are snapshots, and none can be read: {error.strerror}: {error.filename}. Let user"
+        f" {os.geteuid()} read them (securityContext.runAsUser or fsGroup, as it was when they were"
+        " written), or start anew in another snapshot directory or with snapshot.resume: Never"
+    )
 
 
 class _Opening:
@@ -145,7 +161,7 @@ class _Opening:
                     break
         first = (identity.attempt, identity.round) <= (1, 0) or not identity.unique
         if loaded is None and self._unreadable is not None and (resume or not first):
-            raise self._unreadable  # rather than start from nothing
+            raise _refusal(self._unreadable)  # rather than start from nothing
         start = Start(
             sequence,
             identity.uid,
@@ -205,6 +221,7 @@ class _Opening:
         if error.errno not in _UNREADABLE:
             raise error
         self._reader.tell(f"snapshot {name} cannot be read: {error}")
+        error.filename = str(self._root / name)
         self._unreadable = error
 
     def _quarantine(self, path: Path, problem: Exception) -> None:

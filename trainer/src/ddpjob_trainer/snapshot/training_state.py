@@ -12,7 +12,7 @@ import torch
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot.load import Source
-from ddpjob_trainer.snapshot.load_state import Loader, check_tensors, unshared
+from ddpjob_trainer.snapshot.load_state import Loader, check_tensors, fitting, unshared
 from ddpjob_trainer.snapshot.write_plan import Captured
 from ddpjob_trainer.state import rng
 from ddpjob_trainer.state.codec import DTYPES, Flat, flatten, raw, unflatten
@@ -157,8 +157,9 @@ class TrainingState:
         """
         loader, model = Loader(source), _Inventory(self.module)
         stored = loader.outline
-        caches = model.transient | set(stored.get("transient", ()))
-        names = check_tensors(stored["model"], model.tensors, caches)
+        with fitting("the model"):
+            caches = model.transient | set(stored.get("transient", ()))
+            names = check_tensors(stored["model"], model.tensors, caches)
         odd = stored["registered"].keys() ^ self.registered.keys()
         if odd and not (ema_may_differ and all(map(_is_ema, odd))):
             cure = ", or start(allow_changes='ema')" if all(map(_is_ema, odd)) else ""
@@ -166,19 +167,25 @@ class TrainingState:
                 f"the snapshot holds {sorted(stored['registered'])}, this program registers"
                 f" {sorted(self.registered)}: register the same names{cure}"
             )
-        loader.read_model({name: model.tensors[name] for name in names})
+        with fitting("the model"):
+            loader.read_model({name: model.tensors[name] for name in names})
         extra = loader.read_object("extra") if stored.get("extra") else {}
         for name, part in model.extra.items():
-            if name in extra:
-                part.set_extra_state(extra[name])
+            with fitting(f"the extra state of {name or 'the model'}"):
+                if name in extra:
+                    part.set_extra_state(extra[name])
         for name in stored["registered"]:
             if name not in self.registered:
                 continue
             obj = self.registered[name]
-            obj.load_state_dict(loader.read_object("registered", name))
-            lay_out_like_parameters(obj)
+            value = loader.read_object("registered", name)
+            with fitting(repr(name)):
+                obj.load_state_dict(value)
+                lay_out_like_parameters(obj)
         prefix = _own_prefix(rank)
-        self._restore_own(loader.read_named("rank/", prefix), prefix)
+        own = loader.read_named("rank/", prefix)
+        with fitting(f"rank {rank}'s own"):
+            self._restore_own(own, prefix)
 
     def _restore_own(self, found: Mapping[str, torch.Tensor], prefix: str) -> None:
         tree = found.get(f"{prefix}tree")
