@@ -114,13 +114,15 @@ class World:
     graceful: bool = False  # deletions wait until finish_deletions()
     job_deleted: bool = False
     serial: int = 0
+    seen: set[tuple[int, int]] = field(default_factory=set)  # attempt, replica: a pod was there
 
     # --- the operator ---------------------------------------------------------------------
 
     def plan(self) -> act.Plan:
         nodes = self.machines.seen(self.now) if self.machines else None
+        outcomes = replace(self.outcomes, seen=self._seen())
         return plan(observe.job(self.job), [observe.pod(p) for p in self.pods.values()],
-                    self.outcomes, self.now, nodes)  # fmt: skip
+                    outcomes, self.now, nodes)  # fmt: skip
 
     def settle(self, rounds: int = 60) -> World:
         """Plan and act until nothing is left to do now. Fails if that never comes."""
@@ -154,6 +156,7 @@ class World:
                     self.now,
                     alone=not older,
                     running=self.phase == "Running",
+                    seen=self._seen(),
                     replicas=frozenset(
                         p.replica
                         for p in shown
@@ -181,6 +184,7 @@ class World:
 
     def restart_operator(self) -> World:
         self.outcomes = act.Outcomes()
+        self.seen.clear()
         return self
 
     # --- the hand: user, kubelet, clock ---------------------------------------------------
@@ -259,6 +263,10 @@ class World:
 
     # --- inside ---------------------------------------------------------------------------
 
+    def _seen(self) -> frozenset[int]:
+        attempt = self.job.get("status", {}).get("attempt")
+        return frozenset(replica for number, replica in self.seen if number == attempt)
+
     @staticmethod
     def _attempt(pod: dict[str, Any]) -> int:
         return int(pod["metadata"]["labels"][observe.LABEL_ATTEMPT])
@@ -292,6 +300,7 @@ class World:
             assert name not in self.pods, f"{name} created twice"
             self.pods[name] = body
             self.log.append(f"create {name} {action.attempt}")
+            self.seen.add((action.attempt, action.replica))
         else:
             refusals[action.replica] = refusal
         self.outcomes = replace(self.outcomes, refusals=refusals)

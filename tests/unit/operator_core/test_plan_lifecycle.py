@@ -355,10 +355,34 @@ def test_the_last_words_of_replica_0_are_the_final_progress():
     assert world.status["progress"]["snapshotStep"] == 400
 
 
-def test_a_member_lost_while_starting_is_not_counted_as_vanished():
-    world = started().run(0, 1).vanish(2)
-    assert world.status["attempt"] == 1
-    assert "job-2" in world.pods
+@pytest.mark.parametrize("how", ["vanished", "deleted"])
+def test_a_member_removed_while_starting_is_a_disruption_like_any_other(how: str):
+    world = started(restart={"maxDisruptions": 3}).run(0, 1)
+    for disruption in range(3):
+        world = world.vanish(2) if how == "vanished" else world.terminate(2)
+        assert world.status["attempt"] == disruption + 2
+        assert world.wait(10).run(0, 1).status["restarts"]["disruptions"] == disruption + 1
+        assert world.status["lastFailure"]["reason"] == "PodDeleted"
+    assert world.vanish(2).condition("Failed")["reason"] == "MaxDisruptionsExceeded"
+    assert world.status["restarts"]["charged"] == 0
+
+
+def test_a_pod_that_no_watch_has_shown_yet_is_not_taken_for_removed():
+    world = started()
+    pods = dict(world.pods)
+    del world.pods["job-2"]
+    (read,) = world.plan().actions
+    assert read == act.ConfirmGone(1)
+    world.pods = pods
+    world.carry_out(read)
+    assert world.run().status["attempt"] == 1
+
+
+def test_an_operator_that_has_seen_no_pod_creates_what_is_missing():
+    world = started().run(0, 1)
+    del world.pods["job-2"]
+    assert world.restart_operator().settle().attempts() == {1}
+    assert len(world.pods) == 3
 
 
 def test_lost_steps_are_measured():

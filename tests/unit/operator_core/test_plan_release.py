@@ -82,6 +82,15 @@ def test_a_pod_that_no_scheduler_has_looked_at_is_waited_for():
     assert "no scheduler" in world.condition("Stalled")["message"]
 
 
+def test_a_pod_that_is_to_be_evicted_is_a_disruption_when_the_time_is_over():
+    world = started(startupDeadlineSeconds=60).run(0, 1).waiting(2, "ContainerCreating")
+    evicted = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
+    world.pods["job-2"]["status"]["conditions"] = [evicted]
+    world.wait(60)
+    assert world.status["lastFailure"]["reason"] == "PreemptionByScheduler"
+    assert (world.status["attempt"], world.status["restarts"]["charged"]) == (2, 0)
+
+
 def test_pods_that_could_not_be_created_in_time_are_no_fault_of_the_user():
     """The operator was away, or the API server, and nothing is known of why."""
     world = World()

@@ -337,12 +337,27 @@ async def test_the_barrier_shows_an_older_pod_or_confirms(stage: Stage) -> None:
     ]
     stage.api.script["get ddpjobs"] = [job_object(6, attempt=2, phase="Running")] * 2
     await stage.do(ConfirmGone(2), create())
-    assert stage.outcomes.confirmed == Confirmation(2, NOW, alone=False, running=True)
+    assert stage.outcomes.confirmed == Confirmation(2, NOW, alone=False)
     assert stage.pods == ["p0-1"]
     assert stage.api.calls == ["list pods", "get ddpjobs"], "the rest of the plan is dropped"
     await stage.do(ConfirmGone(2))
-    assert stage.outcomes.confirmed == Confirmation(2, NOW, True, True, frozenset({1}))
+    assert stage.outcomes.confirmed == Confirmation(2, NOW, replicas=frozenset({1}))
     assert stage.pods == ["p1-2"], "what the list does not show is gone"
+
+
+async def test_the_barrier_tells_who_had_been_there_before_it_looked(stage: Stage) -> None:
+    for replica in (0, 1):
+        stage.store.put_pod(pod(replica))
+    stage.store.remove_pod("p0-2")
+    stage.api.script["list pods"] = [Listing([pod(1), pod(2, version=15)], "20")]
+    stage.api.script["get ddpjobs"] = [job_object(6, attempt=2, phase="Running")]
+    stage.store.put_job(job_object(6, attempt=2, phase="Running"))
+    snapshot = stage.store.snapshot(("ns", "job"))
+    assert snapshot is not None
+    await stage.executor.carry_out(snapshot.job, [ConfirmGone(2)])
+    assert stage.outcomes.confirmed == Confirmation(
+        2, NOW, running=True, seen=frozenset({0, 1}), replicas=frozenset({1, 2})
+    )
 
 
 async def test_the_barrier_brings_back_a_pod_that_was_thought_gone(stage: Stage) -> None:

@@ -227,6 +227,17 @@ def test_phases_are_counted_from_what_is_stored() -> None:
     assert "Nonsense" not in counts
 
 
+def test_who_had_a_pod_is_known_after_it_is_gone_for_the_newest_attempts() -> None:
+    store = stored()
+    for attempt in range(1, 7):
+        one = pod(10 + attempt, uid=f"x{attempt}")
+        one["metadata"]["labels"][LABEL_ATTEMPT] = str(attempt)
+        store.put_pod(one)
+        store.remove_pod(f"x{attempt}")
+    assert [len(store.seen("u1", attempt)) for attempt in range(1, 7)] == [0, 0, 1, 1, 1, 1]
+    assert store.seen("u1", None) == store.seen("other", 6) == frozenset()
+
+
 def test_after_a_pause_in_leading_nothing_is_confirmed() -> None:
     store = stored()
     read = Confirmation(3, datetime(2026, 1, 1, tzinfo=UTC))

@@ -158,16 +158,18 @@ class Confirmation:
 
     It is good for creating pods until one of these takes it back: a new attempt, a creation or a
     status write of which nobody knows whether it happened, a pause in leading. It is not renewed
-    by anything that a watch says. For an absence it is good only if it was read while the gang was
-    stored as Running (``running``: all had been there) and did not show the replica; for a
-    deadline only if it was read after the deadline. A POST that a deposed leader had under way
-    can still arrive after it: such a pod is of an older attempt, and is removed like any other.
+    by anything that a watch says. For an absence it is good only if the replica is known to have
+    been there before the read, and the read did not show it: it is among ``seen``, or the gang was
+    stored as ``running``. For a deadline it is good only if it was read after the deadline. A POST
+    that a deposed leader had under way can still arrive after it: such a pod is of an older
+    attempt, and is removed like any other.
     """
 
     attempt: int
     at: datetime
     alone: bool = True
     running: bool = False
+    seen: frozenset[int] = frozenset()
     replicas: frozenset[int] = frozenset()
 
 
@@ -193,4 +195,5 @@ class Outcomes:
     progress: Progress | None = None  # newest answer of GET /state
     rounds: Rounds | None = None  # of the same
     status_written_at: datetime | None = None
+    seen: frozenset[int] = frozenset()  # replicas of this attempt that once had a pod
     seen_since: datetime | None = None  # since when this process has seen and acted without a gap

@@ -85,7 +85,7 @@ def plan(
 
 def _decide(view: View) -> Change:
     status, change = view.status, Change(view.status)
-    if any((pod.attempt or 0) > status.attempt for pod in view.others):
+    if view.next_attempt > status.attempt + 1:
         # Either our view of the job is old, and this write is refused, or etcd was restored.
         return restart.new_attempt(view, change, "Restarting", 0)
     change = rounds.count(view, change)
@@ -148,6 +148,9 @@ def _loss(view: View) -> Failure | None:
     nproc, now = view.spec.nproc_per_node, view.now
     members = {r: pod for r, pod in view.members.items() if r not in view.status.succeeded}
     found = [classify.failure(pod, nproc, now) for pod in members.values()]
+    if view.status.phase == "Starting":
+        # It never comes back, and before all run there is nothing that it could still save.
+        found += [classify.removed(pod, now) for pod in members.values() if pod.deleting]
     losses = [loss for loss in found if loss is not None] + fence.losses(view)
     losses += [
         classify.vanished(replica, view.status.attempt, view.job.name, now) for replica in view.gone
@@ -208,7 +211,7 @@ def _read_after(view: View, due: datetime | None) -> bool:
 
 def _in_doubt(view: View) -> bool:
     """Something final is due that must not rest on the cache alone: a quorum read comes first."""
-    if view.status.phase == "Running" and len(view.gone) < len(view.missing):
+    if len(view.gone) < len(view.were_there):
         return True
     if finish.past_active_deadline(view) and not _read_after(view, finish.active_deadline(view)):
         return True

@@ -18,6 +18,9 @@ from ddpjob_operator.core.observe import Job, Pod
 from ddpjob_operator.core.spec import Spec
 from ddpjob_operator.core.status import Status
 
+#: More restarts than this between a backup of etcd and its restore are not believed.
+_ATTEMPTS_AHEAD = 10_000
+
 
 @dataclass(frozen=True, slots=True)
 class View:
@@ -72,17 +75,30 @@ class View:
 
     @property
     def gone(self) -> list[int]:
-        """Missing replicas of a running gang that a quorum read has shown to be gone."""
+        """Missing replicas that were there once, and that a quorum read has shown to be gone."""
         read = self.confirmed
-        if self.status.phase != "Running" or read is None or not read.running:
+        if read is None:
             return []
-        return [r for r in self.missing if r not in read.replicas]
+        lost = [r for r in self.were_there if read.running or r in read.seen]
+        return [r for r in lost if r not in read.replicas]
+
+    @property
+    def were_there(self) -> list[int]:
+        """Missing replicas that are known to have been there, not those yet to be created."""
+        if self.status.phase == "Running":
+            return self.missing
+        starting = self.status.phase == "Starting"
+        return [r for r in self.missing if starting and r in self.outcomes.seen]
 
     @property
     def next_attempt(self) -> int:
-        """Never below what a pod already carries, even after etcd was restored."""
+        """Never below what a pod of ours carries, even after etcd was restored.
+
+        A number far ahead is nobody's but a stranger's who wrote on the pod; it just goes.
+        """
         seen = [pod.attempt or 0 for pod in self.others]
-        return max([self.status.attempt, *seen]) + 1
+        believed = [n for n in seen if n <= self.status.attempt + _ATTEMPTS_AHEAD]
+        return max([self.status.attempt, *believed]) + 1
 
     @property
     def snapshot_step(self) -> int:

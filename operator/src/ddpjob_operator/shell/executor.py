@@ -212,7 +212,8 @@ class Executor:
             self._store.remove_pod(action.uid)
 
     async def _confirm_gone(self, job: observe.Job, action: ConfirmGone) -> bool:
-        at, selector = self._now(), f"{observe.LABEL_JOB_UID}={job.uid}"
+        at, seen = self._now(), self._store.seen(job.uid, action.attempt)
+        selector = f"{observe.LABEL_JOB_UID}={job.uid}"
         listing = await self._api.list_all(PODS, job.namespace, selector)
         self._store.replace_pods(job.uid, listing.items, listing.resource_version)
         # After the pods: a leader that began a newer attempt since then shows here.
@@ -224,7 +225,9 @@ class Executor:
             action.attempt,
             at,
             alone=all(p.attempt is not None and p.attempt >= action.attempt for p in now.pods),
-            running=now.job.status.get("phase") == "Running",
+            running=(job.status.get("attempt"), job.status.get("phase"))
+            == (action.attempt, "Running"),
+            seen=seen,
             replicas=frozenset(
                 p.replica for p in now.pods if p.attempt == action.attempt and p.replica is not None
             ),

@@ -73,8 +73,10 @@ class Reconciler:
         snapshot = self._store.snapshot(key)
         if snapshot is None or not self._leads():
             return
-        outcomes = replace(snapshot.outcomes, seen_since=self._clock.seen_since())
-        todo = plan(snapshot.job, snapshot.pods, outcomes, self._clock.now(), snapshot.nodes)
+        job = snapshot.job
+        seen = self._store.seen(job.uid, job.status.get("attempt"))
+        outcomes = replace(snapshot.outcomes, seen=seen, seen_since=self._clock.seen_since())
+        todo = plan(job, snapshot.pods, outcomes, self._clock.now(), snapshot.nodes)
         if todo.actions:
             await self._executor.carry_out(snapshot.job, todo.actions)
             self._look_again(key, snapshot.job)

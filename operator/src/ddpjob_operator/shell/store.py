@@ -25,6 +25,7 @@ Key = tuple[str, str]  # namespace, name
 Object = Mapping[str, Any]
 
 _TOMBSTONES = 20_000
+_ATTEMPTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,21 @@ class _PodRecord:
 
 @dataclass(slots=True)
 class _Gang:
-    """The pods of one job. ``floor``: watch events up to this version are history."""
+    """The pods of one job. ``floor``: watch events up to this version are history.
+
+    ``seen``: by attempt, the replicas that had a pod; only of the newest few attempts.
+    """
 
     pods: dict[str, _PodRecord] = field(default_factory=dict)  # by uid
     floor: int = 0
+    seen: dict[int, set[int]] = field(default_factory=dict)
+
+    def note(self, pod: observe.Pod) -> None:
+        """This pod has been there."""
+        if pod.attempt is not None and pod.replica is not None:
+            self.seen.setdefault(pod.attempt, set()).add(pod.replica)
+            if len(self.seen) > _ATTEMPTS:
+                del self.seen[next(iter(self.seen))]
 
 
 class Store:
@@ -173,6 +185,7 @@ class Store:
             self._disown(pod.uid)
         if owner is not None:
             self._gangs.setdefault(owner, _Gang()).pods[pod.uid] = _PodRecord(pod, version)
+            self._gangs[owner].note(pod)
             self._owners[pod.uid] = owner
             if pod.node:
                 self._on.setdefault(pod.node, set()).add(pod.uid)
@@ -220,6 +233,11 @@ class Store:
         """The jobs that have a pod on that node."""
         owners = {self._owners[uid] for uid in self._on.get(node, ())}
         return {self._keys[uid] for uid in owners if uid in self._keys}
+
+    def seen(self, job_uid: str, attempt: object) -> frozenset[int]:
+        """Replicas of that attempt whose pods this process has seen, gone or not."""
+        gang = self._gangs.get(job_uid)
+        return frozenset(gang.seen.get(attempt, ()) if gang and isinstance(attempt, int) else ())
 
     def pod_count(self) -> int:
         """How many pods are cached."""
