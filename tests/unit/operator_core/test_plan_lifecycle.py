@@ -348,6 +348,26 @@ def test_progress_is_merged_and_quiet_polls_write_nothing():
     assert world.log == []
 
 
+@pytest.mark.parametrize(("minutes", "most"), [(1, 4), (10, 40), (60, 90)])
+def test_progress_is_written_ever_more_seldom(minutes: int, most: int):
+    """Told every 15 s; while young often, for people watch; later O(1) per job and minute."""
+    world = started().run()
+    world.log.clear()
+    for step in range(minutes * 4):
+        told = Progress(step=step + 1, updated_at=world.now)
+        world.outcomes = replace(world.outcomes, progress=told)
+        world.wait(15)
+    assert 0 < len(world.log) <= most
+    world.log.clear()
+    world.pods["job-0"]["status"]["containerStatuses"][0]["ready"] = False
+    world.wait(2)  # what is not progress alone is not held back by it
+    assert world.log == ["status Running 1"]
+    world.log.clear()
+    world.end(0, 0)
+    assert world.log == ["status Running 1"]
+    assert world.status["progress"]["step"] == minutes * 4
+
+
 def test_the_last_words_of_replica_0_are_the_final_progress():
     report = '{"version":1,"kind":"success","step":400,"loss":0.01,"snapshotStep":400}'
     world = started().run().end(1, 0).end(2, 0).end(0, 0, message=report)

@@ -14,6 +14,7 @@ from ddpjob_operator.core.actions import (
     Confirmation,
     ConfirmGone,
     CreatePod,
+    DeleteJob,
     DeletePod,
     EnsureNetwork,
     Event,
@@ -436,6 +437,22 @@ async def test_a_deletion_that_meets_a_mere_write_is_tried_again(stage: Stage) -
     with pytest.raises(errors.Conflict):
         await stage.do(with_pod(stage))
     assert stage.pods == ["p0-2"]
+
+
+async def test_a_job_that_somebodys_finalizer_keeps_is_deleted_once(stage: Stage) -> None:
+    leaving = job_object(9)
+    leaving = {
+        "kind": "DDPJob",
+        **leaving,
+        "metadata": {**leaving["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"},
+    }
+    stage.api.script["delete ddpjobs"] = [leaving, {"kind": "Status", "status": "Success"}]
+    await stage.do(DeleteJob("u1"))
+    snapshot = stage.store.snapshot(("ns", "job"))
+    assert snapshot is not None
+    assert snapshot.job.deleting, "the planner leaves it alone from now on"
+    with pytest.raises(JobGoneError):
+        await stage.do(DeleteJob("u1"))
 
 
 def service(owner: str | None = "u1", **meta: Any) -> Object:

@@ -184,9 +184,12 @@ class Executor:
 
     async def _delete_job(self, job: observe.Job, action: DeleteJob) -> None:
         try:
-            await self._api.delete(JOBS, job.namespace, job.name, uid=action.uid)
+            left = await self._api.delete(JOBS, job.namespace, job.name, uid=action.uid)
         except (errors.NotFound, errors.Conflict) as error:
             raise JobGoneError from error
+        if left.get("kind") != observe.KIND or "deletionTimestamp" not in left["metadata"]:
+            raise JobGoneError
+        self._store.put_own_write(left)  # somebody's finalizer keeps it: not ours to delete again
 
     # --- pods ---
 
