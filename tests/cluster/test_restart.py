@@ -94,7 +94,7 @@ def check_counts(status: dict[str, Any], losses: int, how: str) -> None:
     assert status["attempt"] == losses + 1, status["failures"]
     assert restarts["total"] == losses, status
     classes = {failure["class"] for failure in status["failures"]}
-    assert ("User" in classes) == (how == "process"), status["failures"]
+    assert ("Killed" in classes) == (how == "process"), status["failures"]
     # A newer snapshot came between the losses, and may have come since: then the budget has healed,
     # and an Event says what it gave back (charged_in_all).
     assert restarts["charged"] in ((0, 1) if how == "process" else (0,)), status["failures"]

@@ -46,7 +46,7 @@ def test_a_killed_process_comes_back_in_its_pod(site: Site, undisturbed: Undistu
         rounds, failure = after["restarts"]["inPlace"], after["lastFailure"]
         assert failure["inPlace"] is True
         assert failure["replica"] in replicas, failure
-        assert (failure["class"], failure["signal"], failure["exitCode"]) == ("User", 9, 137)
+        assert (failure["class"], failure["signal"], failure["exitCode"]) == ("Killed", 9, 137)
         assert failure["node"].startswith("node")
         told = f"replica {failure['replica']} (rank {failure['rank']})"
         wait_for(

@@ -28,9 +28,10 @@ properties:
   class:
     description: >-
       What kind of failure it was. Permanent, Diverged and Invalid end the job; Infrastructure
-      and Disruption are not charged to restart.maxRestarts.
+      and Disruption are not charged to restart.maxRestarts. Killed is SIGKILL without a word from
+      Kubernetes: look for the kernel's OOM killer on the node.
     type: string
-    enum: [Permanent, Diverged, OOM, Hang, User, Infrastructure, Disruption, Startup, Deadline, Invalid]
+    enum: [Permanent, Diverged, OOM, Hang, Killed, User, Infrastructure, Disruption, Startup, Deadline, Invalid]
   reason:
     description: Short cause in CamelCase, for example Error, OOMKilled, Evicted, PodDeleted.
     type: string

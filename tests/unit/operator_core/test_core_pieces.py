@@ -37,10 +37,10 @@ DELETING = {"deletionTimestamp": "2026-01-01T00:00:00Z"}
     ("found", "cls", "reason"),
     [
         (pod(exited(1)), "User", "ExitCode1"),
-        (pod(exited(137)), "User", "SIGKILL"),
+        (pod(exited(137)), "Killed", "SIGKILL"),
         (pod(exited(139)), "User", "SIGSEGV"),
         (pod(exited(128 + 63)), "User", "Signal63"),
-        (pod(exited(9, signal=9)), "User", "SIGKILL"),
+        (pod(exited(9, signal=9)), "Killed", "SIGKILL"),
         (pod(exited(137, "OOMKilled")), "OOM", "OOMKilled"),
         (pod(exited(137, "OOMKilled"), metadata=DELETING), "OOM", "OOMKilled"),
         (pod(exited(2)), "Permanent", "ExitCode2"),

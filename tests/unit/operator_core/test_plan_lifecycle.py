@@ -78,6 +78,19 @@ def test_time_in_which_nobody_saw_or_acted_does_not_count_for_the_start(behind: 
     assert world.status["lastFailure"]["class"] == "Startup"
 
 
+def test_replicas_that_do_not_end_when_others_are_done_are_told():
+    world = started().run().end(0, 0).end(2, 0)
+    assert world.wait(2).plan().requeue_after == 598
+    assert world.wait(500).condition("Stalled") == {}
+    world.wait(98)
+    stalled = world.condition("Stalled")
+    assert stalled["reason"] == "WaitingForReplicas"
+    assert "0,2" in stalled["message"]
+    assert "1 have not ended" in stalled["message"]
+    assert world.end(1, 0).phase == "Succeeded"
+    assert world.condition("Stalled")["status"] == "False"
+
+
 def test_a_finished_pod_that_is_drained_is_not_a_lost_one():
     world = started().run().end(0, 0).vanish(0)
     assert world.status["attempt"] == 1

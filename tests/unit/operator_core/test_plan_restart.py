@@ -86,6 +86,15 @@ def test_members_killed_together_count_once():
     }  # fmt: skip
 
 
+def test_who_was_killed_explains_the_exit_codes_of_the_others():
+    world = running().end(0, 1, settle=False)
+    world.now += timedelta(seconds=1)
+    world.end(2, 137)
+    failure = world.status["lastFailure"]
+    assert (failure["replica"], failure["class"], failure["reason"]) == (2, "Killed", "SIGKILL")
+    assert world.status["restarts"]["charged"] == 1
+
+
 def test_no_pod_is_created_while_an_old_one_is_still_there():
     world = running()
     world.graceful = True

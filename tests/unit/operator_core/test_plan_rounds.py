@@ -58,14 +58,14 @@ def test_a_round_is_told_with_its_cause_and_charged_to_nothing():
     assert world.status["failures"] == [world.status["lastFailure"]]
     assert world.status["lastFailure"] == {
         "attempt": 1, "round": 0, "replica": 1, "rank": 1, "pod": "job-1", "node": "node2",
-        "class": "User", "reason": "SIGKILL", "exitCode": 137, "signal": 9,
+        "class": "Killed", "reason": "SIGKILL", "exitCode": 137, "signal": 9,
         "message": "after step 30", "detectedAt": "2026-01-01T00:00:00.000000Z", "inPlace": True,
     }  # fmt: skip
     (event,) = world.events
     assert (event.type, event.reason) == ("Warning", "RestartedInPlace")
     assert "round 0 of attempt 1 ended: replica 1 (rank 1) on node2: SIGKILL" in event.message
     assert [(m.name, m.value, m.label) for m in world.measurements] == [
-        ("rounds_total", 1, "User"), ("lost_steps", 10, None)]  # fmt: skip
+        ("rounds_total", 1, "Killed"), ("lost_steps", 10, None)]  # fmt: skip
     assert not [line for line in world.log if not line.startswith("status Running 1")]
 
 
@@ -158,7 +158,7 @@ def test_more_rounds_than_records_are_counted_and_the_list_stays_bounded():
 @pytest.mark.parametrize(
     ("record", "cls", "reason", "message"),
     [
-        (killed(0), "User", "SIGKILL", "after step 30"),
+        (killed(0), "Killed", "SIGKILL", "after step 30"),
         ({"round": 0, "rank": 2, "code": 1, "exception": "ValueError: no"}, "User", "ExitCode1",
          "ValueError: no"),
         ({"round": 0, "rank": 2, "code": 76, "kind": "hang"}, "Hang", "ExitCode76",

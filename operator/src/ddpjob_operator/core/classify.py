@@ -23,6 +23,7 @@ SEVERITY: Final = (
     "Diverged",
     "OOM",
     "Hang",
+    "Killed",
     "User",
     "Infrastructure",
     "Disruption",
@@ -104,7 +105,7 @@ def ended_round(
         round=found.number,
         replica=replica,
         rank=rank,
-        cls=cls if code is None else _CODES.get(code, cls),
+        cls=_class_of(code, number, cls),
         reason="Unknown" if code is number is None else _code_reason(code, number),
         exit_code=code,
         signal=number,
@@ -117,7 +118,8 @@ def ended_round(
 
 def reasons_of(code: int) -> set[str]:
     """What a rule can call a process that ends so, before a container ends with it."""
-    return {_code_reason(code, _signal_of(code)), _CODES.get(code, "User"), "Error"}
+    number = _signal_of(code)
+    return {_code_reason(code, number), _class_of(code, number), "Error"}
 
 
 def vanished(replica: int, attempt: int, job_name: str, now: datetime) -> Failure:
@@ -185,7 +187,16 @@ def _class(pod: Pod) -> str:
         return "Permanent"
     if trainer.exit_code is None:
         return "Infrastructure"
-    return _CODES.get(trainer.exit_code, "User")
+    return _class_of(trainer.exit_code, _signal(pod))
+
+
+def _class_of(code: int | None, number: int | None, other: str = "User") -> str:
+    """SIGKILL comes from outside the program, yet nobody says from whom: charged all the same.
+
+    It may be the kernel, short of memory, where it hit a child and Kubernetes saw no OOMKilled.
+    """
+    found = other if code is None else _CODES.get(code, other)
+    return "Killed" if found == "User" and number == signal.SIGKILL else found
 
 
 def _reason(pod: Pod) -> str:

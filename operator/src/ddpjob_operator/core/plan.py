@@ -323,6 +323,7 @@ def _wake(view: View) -> float | None:
     """Seconds until time alone may change the answer."""
     status, now = view.status, view.now
     times = [status.timings.next_restart_at, finish.active_deadline(view), heal.due(view, status)]
+    times.append(report.lingers(view))
     if status.phase == "Starting":
         times.append(startup.deadline(view))
     if status.phase in ("Pending", "Starting", "Restarting") and status.timings.attempt_started_at:

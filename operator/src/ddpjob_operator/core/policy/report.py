@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Refusal
 from ddpjob_operator.core.observe import KIND
 from ddpjob_operator.core.policy import fence
+from ddpjob_operator.core.ranges import format_ranges
 from ddpjob_operator.core.status import Progress, Replicas
 from ddpjob_operator.core.view import Change, View
 
@@ -20,6 +21,8 @@ from ddpjob_operator.core.view import Change, View
 PATIENCE = timedelta(seconds=20)
 #: A claim may be bound, or a node come up, moments after the first scheduling attempt.
 SCHEDULING_PATIENCE = timedelta(seconds=5)
+#: Ranks end together; who still works so long after another has something to tell.
+LINGERING = timedelta(minutes=10)
 
 
 def fill(view: View, change: Change) -> Change:
@@ -72,6 +75,24 @@ def _reasons(view: View) -> Iterator[tuple[str, str]]:
         if pod.node and not started and not _fresh(view):
             hint = f"see kubectl describe pod -n {pod.namespace} {pod.name}"
             yield "ContainerCreating", f"pod {pod.name} on {pod.node} does not start: {hint}"
+    yield from _lingering(view)
+
+
+def lingers(view: View) -> datetime | None:
+    """When it is to be told that some replicas are done and others do not end."""
+    done = (view.members[r].trainer.finished_at for r in view.succeeded if r in view.members)
+    first = min((at for at in done if at is not None), default=None)
+    return None if first is None else first + LINGERING
+
+
+def _lingering(view: View) -> Iterator[tuple[str, str]]:
+    due = lingers(view)
+    if due is not None and view.now >= due:
+        done = format_ranges(view.succeeded)
+        left = format_ranges(frozenset(range(view.spec.replicas)) - view.succeeded)
+        minutes = f"{LINGERING / timedelta(minutes=1):.0f} minutes"
+        what = f"replicas {done} have succeeded, and for {minutes} {left} have not ended"
+        yield "WaitingForReplicas", what
 
 
 def _refusals(view: View) -> Iterator[tuple[str, str]]:
