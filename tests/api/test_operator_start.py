@@ -12,7 +12,7 @@ import pytest
 
 from support.arena import Arena, arena
 from support.cluster import Cluster
-from support.proxy import Fault
+from support.proxy import Call, Fault
 from support.rest import eventually
 
 
@@ -79,3 +79,34 @@ def test_a_taken_port_is_a_clear_error(stage: Arena) -> None:
         assert operator.wait(20) == 1
     assert "cannot start" in operator.log()
     assert "Traceback" not in operator.log()
+
+
+@pytest.mark.parametrize("plural", ["ddpjobs", "pods"])
+def test_a_restored_etcd_ends_the_process_and_the_next_one_takes_the_gang_as_it_is(
+    stage: Arena, plural: str
+) -> None:
+    """A list from the past, which shows nothing: none of it may be believed or acted on."""
+    operator = stage.start_operator()
+    stage.apply("gang")
+    stage.wait_phase("gang", "Running")
+    before = {pod["metadata"]["uid"] for pod in stage.kubelet.pods("gang")}
+
+    def of_the_past(call: Call) -> bool:
+        mine = call.agent.startswith("ddpjob") and "watch" not in call.query
+        return mine and call.method == "GET" and call.path == path
+
+    path = stage.job_path() if plural == "ddpjobs" else stage.path("pods")
+    past = json.dumps({"metadata": {"resourceVersion": "1"}, "items": []})
+    stage.proxy.faults = [Fault("answer", of_the_past, code=200, text=past)]
+    stage.proxy.errors_next = [("/pods", 410)]  # so that the pods are listed, too
+    stage.proxy.cut_watches()
+    assert operator.wait(30) == 1
+    assert "etcd was restored from a backup; starting anew" in operator.log()
+    assert "Traceback" not in operator.log()
+    stage.proxy.clear()
+    operator.start()
+    operator.wait_ready()
+    operator.wait_leading()
+    assert stage.quiet_resyncs() == []
+    assert {pod["metadata"]["uid"] for pod in stage.kubelet.pods("gang")} == before
+    assert stage.status("gang")["attempt"] == 1

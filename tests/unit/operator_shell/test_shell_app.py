@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from ddpjob_operator.shell.api import Listing
 from ddpjob_operator.shell.app import App
 from ddpjob_operator.shell.credentials import Credentials
+from ddpjob_operator.shell.resync import Resync
 from ddpjob_operator.shell.settings import Settings
 
 DEPLOYMENT = Path(__file__).parents[3] / "charts/ddpjob/templates/deployment.yaml"
@@ -73,6 +75,20 @@ async def test_a_lost_lease_is_no_bug(
 ) -> None:
     monkeypatch.setattr(app._elector, "run", lose)
     assert await app._run_parts(asyncio.Event()) == 1
+    assert "bug" not in caplog.text
+
+
+async def test_a_restored_etcd_is_no_bug_and_a_reason_to_start_anew(
+    app: App, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def list_pods(*_: object, **__: object) -> Listing:
+        return Listing([], "7")
+
+    monkeypatch.setattr(app._api, "list_all", list_pods)
+    app._store.check_list("ddpjobs", "8", 0)
+    monkeypatch.setattr(app._resync, "run", lambda: Resync.run(app._resync))
+    assert await app._run_parts(asyncio.Event()) == 1
+    assert "etcd was restored from a backup; starting anew" in caplog.text
     assert "bug" not in caplog.text
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+import pytest
+
 from ddpjob_operator.core.actions import Confirmation, Outcomes
 from ddpjob_operator.core.observe import LABEL_ATTEMPT, LABEL_REPLICA
-from ddpjob_operator.shell.store import Store
+from ddpjob_operator.shell.store import RewoundError, Store
 
 KEY = ("ns", "job")
 
@@ -215,6 +217,26 @@ def test_a_relist_keeps_a_pod_that_we_created_after_it_was_read() -> None:
     store.put_pod(pod(25), from_watch=False)
     store.replace_all_pods(None, [], "20")
     assert phases(store) == {"p0": "Pending"}
+
+
+def test_a_list_older_than_what_was_known_when_it_began_is_of_a_restored_etcd() -> None:
+    store = stored()
+    store.put_pod(pod(30))
+    with pytest.raises(RewoundError, match="pods were read at version 29 after 30"):
+        store.check_list("pods", "29", store.newest("pods"))
+    before = store.newest("ddpjobs")
+    assert before == 5, "each kind may lie in an etcd of its own"
+    store.put_job(job(9))
+    store.check_list("ddpjobs", "7", before)  # an event has overtaken it
+    store.check_list("ddpjobs", "9", store.newest("ddpjobs"))
+    store.check_list("ddpjobs", "b", store.newest("ddpjobs"))
+
+
+def test_a_list_too_is_something_that_was_known() -> None:
+    store = Store()
+    store.check_list("nodes", "40", store.newest("nodes"))
+    with pytest.raises(RewoundError):
+        store.check_list("nodes", "39", store.newest("nodes"))
 
 
 def test_phases_are_counted_from_what_is_stored() -> None:

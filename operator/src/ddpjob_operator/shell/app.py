@@ -2,7 +2,8 @@
 
 kopf's events, the pod informer and the resync fill the store and name keys; workers take the
 keys, but only while this process holds the lease. On SIGTERM: no new work, what is under way
-ends, the lease is released, exit 0. On a lost lease: exit 1 at once.
+ends, the lease is released, exit 0. On a lost lease, or when etcd was restored from a backup: exit
+1 at once, and whoever started us does so again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ddpjob_operator.shell.reconciler import Reconciler
 from ddpjob_operator.shell.recorder import Recorder
 from ddpjob_operator.shell.resync import Resync
 from ddpjob_operator.shell.settings import Settings
-from ddpjob_operator.shell.store import Key, Store
+from ddpjob_operator.shell.store import Key, RewoundError, Store
 from ddpjob_operator.shell.watcher import JobWatcher
 from ddpjob_operator.shell.workqueue import WorkQueue
 
@@ -142,8 +143,10 @@ class App:
                         await self._elector.release()
                 return 0
             for task in done:
+                if isinstance(task.exception(), RewoundError):
+                    log.error("%s; starting anew", task.exception())
                 # A lost lease is no bug, and the elector has told of it.
-                if task is not lease or task.exception():
+                elif task is not lease or task.exception():
                     log.error("%s ended: a bug", task.get_name(), exc_info=task.exception())
             return 1
         finally:

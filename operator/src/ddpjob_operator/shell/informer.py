@@ -67,7 +67,10 @@ class Informer(ABC):
         self._mark_alive()
 
     async def run(self) -> None:
-        """List and watch until cancelled; trouble with the API server is waited out."""
+        """List and watch until cancelled; trouble with the API server is waited out.
+
+        Raises RewoundError when etcd was restored from a backup.
+        """
         failures = 0
         while True:
             try:
@@ -90,9 +93,11 @@ class Informer(ABC):
                 await asyncio.sleep(delay)
 
     async def _list(self) -> str:
+        newest = self._store.newest(self.resource.plural)
         listing = await self._api.list_all(
             self.resource, self._namespace, self.selector, keep=self.keep
         )
+        self._store.check_list(self.resource.plural, listing.resource_version, newest)
         self._mark_heard()
         self._told = ""
         keys = self._replace(listing)

@@ -49,7 +49,10 @@ class Resync:
         self._told = ""
 
     async def run(self) -> None:
-        """List until cancelled; trouble with the API server is waited out."""
+        """List until cancelled; trouble with the API server is waited out.
+
+        Raises RewoundError when etcd was restored from a backup.
+        """
         while True:
             delay = self._seconds
             try:
@@ -85,7 +88,9 @@ class Resync:
         missed = 0
         began = time.monotonic()
         for namespace in self._namespaces:
+            newest = self._store.newest(JOBS.plural)
             listing = await self._api.list_all(JOBS, namespace)
+            self._store.check_list(JOBS.plural, listing.resource_version, newest)
             uids = [obj["metadata"]["uid"] for obj in listing.items]
             gone = self._store.drop_vanished_jobs(namespace, uids, listing.resource_version)
             missed += len(gone) + sum(self._store.put_job(obj) for obj in listing.items)

@@ -63,6 +63,14 @@ class _Gang:
                 del self.seen[next(iter(self.seen))]
 
 
+class RewoundError(Exception):
+    """A quorum list is older than what the API server had told before: etcd was restored.
+
+    Every version, deletion and confirmation that is known is of a time that never was, so nothing
+    but a fresh start helps.
+    """
+
+
 class Store:
     """Jobs by key and uid, pods by their controller's uid, outcomes by job uid."""
 
@@ -75,12 +83,31 @@ class Store:
         self._on: dict[str, set[str]] = {}  # node -> uids of the pods there
         self.nodes = NodeCache()
         self._buried: OrderedDict[str, None] = OrderedDict()  # uids of pods that are gone
+        self._newest: dict[str, int] = {}  # version that was ever seen, by plural
+
+    # --- the order of things ---
+
+    def newest(self, plural: str) -> int:
+        """The newest version that the API server has told of; to be asked before a list."""
+        return self._newest.get(plural, 0)
+
+    def check_list(self, plural: str, version: str, newest_before: int) -> None:
+        """Raise RewoundError if a quorum list is older than what was known when it began."""
+        read = _number(version)
+        if read is not None and read < newest_before:
+            known = f"{plural} were read at version {read} after {newest_before}"
+            raise RewoundError(f"{known}: etcd was restored from a backup")
+        self._saw(plural, read)
+
+    def _saw(self, plural: str, version: int | None) -> None:
+        self._newest[plural] = max(version or 0, self._newest.get(plural, 0))
 
     # --- jobs ---
 
     def put_job(self, obj: Object) -> bool:
         """Take a job from a watch or a list. False if it is no newer than what is known."""
         job = observe.job(obj)
+        self._saw(observe.PLURAL, _number(job.resource_version))
         known = self._jobs.get(job.key)
         if known is not None and not _newer(known.resource_version, job.resource_version):
             return False
@@ -175,6 +202,7 @@ class Store:
             # One odd pod must not blind the operator to all the others.
             log.exception("a pod that cannot be read is ignored")
             return set()
+        self._saw("pods", version)
         owner, former = pod.owner_uid, self._owners.get(pod.uid)
         if pod.uid in self._buried:
             return set()
