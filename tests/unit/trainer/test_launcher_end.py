@@ -66,6 +66,20 @@ def test_a_worker_that_cannot_be_killed_counts_as_gone_after_10_s(tmp_path, sent
     assert said[1].startswith(f"rank 2 (pid {NEVER + 2}) was killed, but has not ended for 10 s")
 
 
+def test_a_spare_that_was_killed_before_it_was_known_is_waited_for(tmp_path, sent, monkeypatch):  # type: ignore[no-untyped-def]
+    """Else the next round would call it and end with it."""
+    gang, _ = make_gang(tmp_path)
+    for local_rank in range(3):
+        gang.ended(NEVER + local_rank, -9, 1.0)
+    there = [NEVER + 7]
+    monkeypatch.setattr(children, "children", lambda: list(there))
+    assert not gang.is_gone(())
+    assert sent == [(NEVER + 7, 9)]
+    assert not gang.is_gone(there), "it has told its pid, and dies all the same"
+    there.clear()
+    assert gang.is_gone(())
+
+
 def test_a_worker_that_hangs_where_it_cannot_be_killed_is_the_cause(tmp_path, sent):  # type: ignore[no-untyped-def]
     gang, _ = make_gang(tmp_path)
     gang.condemn(1, ExitCode.HANG, "Hang: rank 1 stands still", [], 5.0)

@@ -49,6 +49,7 @@ class Gang:
         self._killed: dict[int, float] = {}  # pid -> when first
         self.stopping = False  # its workers have been told to end
         self.kill_at: float | None = None  # when all that runs is killed
+        self._swept: set[int] = set()  # others' pids that were killed when the workers had ended
         self._training = False
 
     # --- Start ---------------------------------------------------------------------------
@@ -237,7 +238,9 @@ class Gang:
         """
         if self.running:
             return False
-        left = [pid for pid in children.children() if pid not in spared]
+        # A spare that was killed before anybody knew that it is one is called by nobody.
+        left = [pid for pid in children.children() if pid not in spared or pid in self._swept]
         for pid in left:
             children.send(pid, signal.SIGKILL)
+        self._swept.update(left)
         return not left
