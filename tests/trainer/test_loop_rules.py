@@ -611,3 +611,38 @@ def test_when_means_cannot_be_logged(gang):  # type: ignore[no-untyped-def]
         run.finish()
 
     assert gang.run(logs, world=1) == {0: 0}, gang.log(0)
+
+
+# --- What is trained, changed after prepare() ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "level", "words"),
+    [
+        ("group", "resume", "SGD got other parameters after prepare()"),
+        ("group", "elastic", "SGD got other parameters after prepare()"),
+        ("thawed", "resume", "requires_grad of a parameter was changed after prepare()"),
+        ("thawed", "elastic", "a parameter that was frozen when prepare() was called"),
+    ],
+)
+def test_what_is_trained_does_not_change_after_prepare(gang, how, level, words):  # type: ignore[no-untyped-def]
+    """Nobody would average it: the ranks would drift apart."""
+
+    def program(rank: int) -> None:
+        run = ddp.start(total_steps=3, global_batch=6, level=level, shards=3)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        model[0].requires_grad_(how == "group")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped, _ = run.prepare(model, optimizer)
+        raw = nn.Parameter(torch.ones(4))
+        if how == "group":
+            optimizer.add_param_group({"params": [raw]})
+        for step in run.steps(DATA):
+            if step.index == 1:
+                model[0].requires_grad_(True)
+            for (x,) in step.batches:
+                step.backward(wrapped(x * raw).pow(2).mean())
+            step.commit()
+
+    assert gang.run(program) == dict.fromkeys(range(3), 64)
+    assert words in gang.log(0)

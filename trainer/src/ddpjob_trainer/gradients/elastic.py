@@ -41,6 +41,7 @@ class ElasticAveraging:
         self._partial: Partial[Gradients] = Partial(self._count, add_gradients)
         self._shard: int | None = None  # whose gradients the parameters hold at this moment
         self._parameters: list[torch.nn.Parameter] = []
+        self._frozen: list[torch.nn.Parameter] = []
         self._reductions: list[tuple[list[int], Reduction]] = []
         self._parts: Sequence[Part] = []
         self._step = 0
@@ -57,6 +58,7 @@ class ElasticAveraging:
         model.require_forward_param_sync = False
         module.zero_grad(set_to_none=True)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self._buffers = BufferWatch(module)
         groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, parameter in enumerate(self._parameters):
@@ -140,6 +142,11 @@ class ElasticAveraging:
     def finish(self, groups: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         """Average over all shards, whatever the groups."""
         self._end_shard()
+        if any(parameter.grad is not None for parameter in self._frozen):
+            raise ConfigError(
+                "a parameter that was frozen when prepare() was called has a gradient: level"
+                "='elastic' averages those that were not. Set requires_grad before prepare()"
+            )
         sums = self._partial.take()
         for indices, reduction in self._reductions:
             chosen = [(node, [gradients[i] for i in indices]) for node, gradients in sums]

@@ -88,7 +88,14 @@ class Updater:
         return [known[id(optimizer)] for optimizer in dict.fromkeys(optimizers)]
 
     def check_gradients(self) -> None:
-        """Raise ConfigError where a parameter has a gradient that no optimizer will apply."""
+        """Raise ConfigError where what has a gradient and what is trained are not the same."""
+        for unit in self.units:
+            if sum(len(g["params"]) for g in unit.optimizer.param_groups) != len(unit.parameters):
+                raise ConfigError(
+                    f"{type(unit.optimizer).__name__} got other parameters after prepare(): their"
+                    " gradients would not be averaged over the ranks. Make them a part of the model"
+                    " and call add_param_group() before prepare()"
+                )
         for name, parameter in self._unheld.items():
             if parameter.grad is not None:
                 raise ConfigError(
