@@ -11,8 +11,8 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.optim.update import check_parameters, match_schedulers
-from ddpjob_trainer.training.prepare import _name, named, place, shaped_like
+from ddpjob_trainer.optim.update import check_parameters, make_ema, match_schedulers
+from ddpjob_trainer.training.prepare import _has_sparse_gradients, _name, named, place, shaped_like
 
 CPU, META = torch.device("cpu"), torch.device("meta")  # meta stands for an accelerator
 
@@ -131,3 +131,20 @@ def test_an_optimizer_that_asks_for_the_loss_again_is_refused():
     check_parameters(dict(model.named_parameters()), [usual])
     with pytest.raises(ConfigError, match=r"LBFGS\.step\(\) needs a closure.*AdamW"):
         check_parameters(dict(model.named_parameters()), [optimizer])
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*")
+def test_an_average_of_what_cannot_be_copied_is_refused():
+    model = nn.utils.weight_norm(nn.Linear(2, 2))
+    model(torch.ones(2))  # computes the tensor that makes it so
+    with pytest.raises(ConfigError, match=r"use torch\.nn\.utils\.parametrizations\.weight_norm"):
+        make_ema(model, 0.9)
+    assert make_ema(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), 0.9) is not None
+
+
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_known_before_there_are_any(make):
+    model = nn.Sequential(make(9, 2, sparse=True), nn.Linear(2, 2))
+    assert _has_sparse_gradients(model)
+    assert not _has_sparse_gradients(model.requires_grad_(False))
+    assert not _has_sparse_gradients(make(9, 2))

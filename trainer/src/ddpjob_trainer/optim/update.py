@@ -225,10 +225,22 @@ def held_by(optimizers: Iterable[torch.optim.Optimizer]) -> dict[torch.nn.Parame
 
 
 def make_ema(module: torch.nn.Module, decay: float | None) -> AveragedModel | None:
-    """Return an exponential moving average of the parameters; buffers are the newest."""
+    """Return an exponential moving average of the parameters; buffers are the newest.
+
+    Raises ConfigError for a model that cannot be copied.
+    """
     if decay is None:
         return None
-    ema = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
+    try:
+        ema = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if "deepcopy" not in str(error):
+            raise
+        raise ConfigError(
+            "ema: the model cannot be copied, since a parametrization such as"
+            " torch.nn.utils.weight_norm keeps a computed tensor in it: use"
+            " torch.nn.utils.parametrizations.weight_norm, or ema=None"
+        ) from error
     ema.requires_grad_(False)
     return ema
 

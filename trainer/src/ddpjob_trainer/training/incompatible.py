@@ -17,6 +17,7 @@ class Facts:
     model: ModelOptions
     device: str  # cpu, cuda
     has_sync_batchnorm: bool = False
+    has_sparse_gradients: bool = False
     overlapped_zero: bool = False
     several_models: bool = False
 
@@ -109,6 +110,13 @@ REFUSALS = (
         lambda f: f.several_models and f.model.static_graph,
         "they are never synchronised by DDP, which would never see the graph it is to keep",
         "Use static_graph=False, or one model",
+    ),
+    Refusal(
+        "clip_grad_norm",
+        "sparse gradients",
+        lambda f: f.model.clip_grad_norm is not None and f.has_sparse_gradients,
+        "PyTorch cannot take their norm",
+        "Use Embedding(sparse=False), or clip_grad_norm=None",
     ),
     Refusal(
         "grad_scaler",

@@ -207,6 +207,9 @@ class Trained:
                     model,
                     self._world.device.type,
                     has_sync_batchnorm=any(map(_has_sync_batchnorm, models.values())),
+                    # Of these models only: each prepare() clips what it trains.
+                    has_sparse_gradients=model is options
+                    and any(map(_has_sparse_gradients, models.values())),
                     overlapped_zero=any(map(zero.is_overlapped, optimizers.values())),
                     several_models=len(known) > 1,
                 )
@@ -294,6 +297,14 @@ def _name(what: str, name: str, base: str) -> str:
 
 def _has_sync_batchnorm(module: torch.nn.Module) -> bool:
     return any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules())
+
+
+def _has_sparse_gradients(module: torch.nn.Module) -> bool:
+    kinds = torch.nn.Embedding, torch.nn.EmbeddingBag
+    return any(
+        isinstance(part, kinds) and part.sparse and part.weight.requires_grad
+        for part in module.modules()
+    )
 
 
 def _compile(module: torch.nn.Module, options: Options, model_options: ModelOptions) -> None:
