@@ -153,6 +153,7 @@ def test_status_is_written_apart(plane: Cluster, stored: dict[str, Any]) -> None
     name = stored["metadata"]["name"]
     status = {
         "phase": "Running",
+        "reason": "Unschedulable",
         "ready": "2/3",
         "attempt": 2,
         "restarts": {"total": 1, "charged": 1, "inPlace": 4},
@@ -166,11 +167,11 @@ def test_status_is_written_apart(plane: Cluster, stored: dict[str, Any]) -> None
     plane.kubectl(*patch, "-p", json.dumps({"status": status}), check=True)
     header, row = plane.kubectl(*get, "-o", "wide", check=True).stdout.splitlines()
     assert header.split() == [
-        "NAME", "PHASE", "READY", "RESTARTS", "STEP", "LOSS", "IN-PLACE", "ATTEMPT", "REASON",
-        "NODE", "AGE",
+        "NAME", "PHASE", "REASON", "READY", "RESTARTS", "STEP", "LOSS", "IN-PLACE", "ATTEMPT",
+        "LAST-FAILURE", "NODE", "AGE",
     ]  # fmt: skip
-    assert row.split()[1:10] == [
-        "Running", "2/3", "1", "120", "0.25", "4", "2", "OOMKilled", "node7",
+    assert row.split()[1:11] == [
+        "Running", "Unschedulable", "2/3", "1", "120", "0.25", "4", "2", "OOMKilled", "node7",
     ]  # fmt: skip
     refused = plane.kubectl(*patch, "-p", json.dumps({"status": {"phase": "Odd"}}))
     assert "status.phase" in refused.stderr

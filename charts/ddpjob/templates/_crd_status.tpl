@@ -74,6 +74,13 @@ properties:
       Succeeded or Failed. The last two are final.
     type: string
     enum: [Pending, Starting, Running, Restarting, Suspended, Succeeded, Failed]
+  reason:
+    description: >-
+      Why the job is not as it should be now, in one word: the reason of a true condition Failed,
+      Invalid or Stalled, or of the failure for which the gang is being replaced. Absent when
+      nothing is wrong.
+    type: string
+    maxLength: 1024
   conditions:
     description: >-
       Conditions: Running, Complete, Failed, Suspended, Stalled (something outside holds the

@@ -76,6 +76,27 @@ def test_a_pod_that_the_api_calls_wrong_waits_in_its_words_and_comes_after_an_ed
     assert world.run().phase == "Running"
 
 
+def test_the_reason_is_that_of_the_present_state():
+    world = World()
+    world.refuse = lambda _: refusal(world, 403, "exceeded quota")
+    assert world.settle().status["reason"] == "QuotaExceeded"
+    world.refuse = lambda _: None
+    assert "reason" not in world.wait(9).run().status
+    world.waiting(0, "ErrImagePull")
+    assert world.status["reason"] == "ImagePullBackOff"
+    world.graceful = True
+    world.run().wait(30).end(1, 137)
+    assert (world.phase, world.status["reason"]) == ("Restarting", "SIGKILL")
+    world.finish_deletions().run()
+    world.patch(template={"spec": {"containers": [{"name": "trainer", "image": "other"}]}})
+    assert (world.phase, world.status["reason"]) == ("Running", "TemplateChanged")
+    world.end(1, 2)
+    assert (world.phase, world.status["reason"]) == ("Failed", "PermanentFailure")
+    done = started().run().patch(template={"spec": {"containers": [{"name": "trainer"}]}})
+    done.end(0, 0).end(1, 0).end(2, 0)
+    assert (done.phase, done.status.get("reason")) == ("Succeeded", None)
+
+
 def test_a_pod_that_no_scheduler_has_looked_at_is_waited_for():
     world = started(startupDeadlineSeconds=60).run(0, 1).wait(60)
     assert (world.phase, world.status["restarts"]["total"]) == ("Pending", 0)

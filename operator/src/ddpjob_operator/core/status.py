@@ -1,7 +1,7 @@
 """.status of a DDPJob as data: parsed leniently, written whole.
 
-Read leniently because anyone with access to the status subresource may have written it;
-a field that does not parse counts as absent.
+Leniently, for anyone with access to the status subresource may have written it: a field that does
+not parse counts as absent.
 """
 
 from __future__ import annotations
@@ -72,9 +72,8 @@ class Restarts:
     policy/heal.py says when both heal (back to 0). ``snapshot_step`` and ``file_at``, the mtime
     of the progress path, are the newest that were known at the last restart: what is newer is
     progress. ``consecutive`` drives the backoff and heals too.
-    ``in_place``: restarts of processes only, over all attempts; ``round``: how many of them
-    were in the current attempt, so that each is counted once however often it is heard of.
-    ``released``: tries in a row that were given back before all replicas ran.
+    ``in_place``: restarts of processes only; ``round``: those of the current attempt, so that each
+    is counted once. ``released``: tries in a row that were given back before all replicas ran.
     """
 
     total: int = 0
@@ -175,6 +174,7 @@ class Status:
     """The whole .status. ``phase`` None: no status was ever written."""
 
     phase: Phase | None = None
+    reason: str = ""  # why the job is not as it should be, in one word of its conditions
     observed_generation: int = 0
     conditions: tuple[Condition, ...] = ()
     attempt: int = 0
@@ -214,6 +214,7 @@ def to_dict(status: Status) -> dict[str, Any]:
         {
             "observedGeneration": status.observed_generation,
             "phase": status.phase,
+            "reason": status.reason,
             "conditions": [c.to_dict(status.observed_generation) for c in status.conditions],
             "attempt": status.attempt,
             "membersSince": status.members_since,
@@ -243,6 +244,7 @@ def from_dict(body: object) -> Status:
     phase = raw.get("phase")
     return Status(
         phase=phase if phase in PHASES else None,
+        reason=text(raw.get("reason")),
         observed_generation=integer(raw.get("observedGeneration")),
         conditions=tuple(_conditions(raw.get("conditions"))),
         attempt=integer(raw.get("attempt")),

@@ -14,7 +14,7 @@ from ddpjob_operator.core.actions import Refusal
 from ddpjob_operator.core.observe import KIND
 from ddpjob_operator.core.policy import fence
 from ddpjob_operator.core.ranges import format_ranges
-from ddpjob_operator.core.status import Progress, Replicas
+from ddpjob_operator.core.status import Progress, Replicas, Status
 from ddpjob_operator.core.view import Change, View
 
 #: Shorter than this, creating a container or ending a pod is no stall yet.
@@ -39,8 +39,23 @@ def fill(view: View, change: Change) -> Change:
         fields |= {"replicas": _replicas(view), "succeeded": view.succeeded}
     else:
         fields |= {"replicas": Replicas(desired=view.spec.replicas)}
-    change = change.with_status(**fields)
+    change = change.with_status(**fields, reason=_reason(status))
     return _unsupported(view, change)
+
+
+def _reason(status: Status) -> str:
+    """Why the job is not as it should be now; "" where nothing is wrong.
+
+    What the user can mend comes first, then what the cluster owes, then what has just failed.
+    """
+    if status.phase == "Succeeded":
+        return ""
+    for type_ in ("Failed", "Invalid", "Stalled"):
+        found = status.condition(type_)
+        if found and found.status == "True":
+            return found.reason
+    loss = status.last_loss
+    return loss.reason if loss and status.phase == "Restarting" else ""
 
 
 def stall(view: View, change: Change) -> Change:
