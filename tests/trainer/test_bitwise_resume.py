@@ -149,7 +149,7 @@ def fresh(path: Path, **options: object) -> Training:
 
 
 KEEPER_SEAM = """
-import os
+import os, time
 from ddpjob_trainer.snapshot.ondisk import disk
 def seam(operation, path):
     step = path.name.split("-")[1].partition(".")[0].lstrip("0") if "-" in path.name else ""
@@ -271,10 +271,16 @@ def test_what_one_rank_cannot_read_is_taken_by_none(gang, tmp_path):  # type: ig
 
 @pytest.mark.fault("S2")
 def test_a_full_disk_does_not_stop_training(gang, tmp_path):  # type: ignore[no-untyped-def]
-    full = (
-        'if operation == "before write" and step in ("8", "12"):'
-        ' raise OSError(28, "No space left on device")'
-    )
+    """Rank 2 is slow: that step 8 has failed on rank 0 is known before step 4 can be committed."""
+    failed = tmp_path / "failed"
+    full = f"""
+    if operation == "before write" and step in ("8", "12"):
+        if path.name.endswith("-0.safetensors"): open({str(failed)!r}, "w").close()
+        raise OSError(28, "No space left on device")
+    while (operation, step, path.name[-14:]) == ("before write", "4", "-2.safetensors"):
+        if os.path.exists({str(failed)!r}): break
+        time.sleep(0.01)
+    """
     training = fresh(tmp_path / "t", keeper=full)
     assert gang.run(training) == {0: 0, 1: 0, 2: 0}
     log = gang.log(0)

@@ -338,6 +338,8 @@ class Tracker:
                     snapshot.asked = True
             except Exception as error:  # a manifest that nobody could read, for one
                 failures = [_why(error)]
+            if snapshot.asked and not failures:
+                return  # what becomes of it is told before anything is said of a later one
             if failures:
                 self._settle(snapshot.step, failures[0])
                 with contextlib.suppress(OSError):
