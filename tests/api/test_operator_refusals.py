@@ -152,3 +152,26 @@ def test_what_is_refused_for_long_is_tried_by_one_pod_and_told_once(
 def is_invalid(status: Object) -> bool:
     found = status.get("conditions", [])
     return any((c["type"], c["status"]) == ("Invalid", "True") for c in found)
+
+
+def test_a_template_that_changed_behind_the_rules_back_freezes_nothing(
+    stage: Arena, gang: str
+) -> None:
+    """One field without a type in the CRD for another: no rule sees it, the stored hash does."""
+    container = {"name": "trainer", "image": "example/train:1"}
+    pods = {"schedulerName": "hand", "containers": [container]}
+    stage.apply(gang, template={"spec": {**pods, "dnsPolicy": "Default"}})
+    stage.wait_phase(gang, "Running")
+    path = stage.job_path(gang)
+    change = {"dnsPolicy": None, "enableServiceLinks": False}
+    stage.rest.merge(path, {"spec": {"template": {"spec": change}}})
+    stage.wait_status(gang, "Invalid", is_invalid)
+    assert stage.condition(gang, "Invalid")["reason"] == "TemplateChanged"
+    stage.kubelet.finish(f"{gang}-1", 1)
+    status = stage.wait_phase(gang, "Restarting")
+    assert (status["restarts"]["total"], status["lastFailure"]["replica"]) == (1, 1)
+    eventually("the pods are gone", lambda: not stage.kubelet.pods(gang))
+    back = {"dnsPolicy": "Default", "enableServiceLinks": None}
+    stage.rest.merge(path, {"spec": {"template": {"spec": back}}})
+    assert stage.wait_phase(gang, "Running")["attempt"] == 2
+    assert stage.condition(gang, "Invalid")["status"] == "False"
