@@ -154,6 +154,7 @@ class World:
                 found = act.Confirmation(
                     action.attempt,
                     self.now,
+                    generation=self.job["metadata"]["generation"],
                     alone=not older,
                     running=self.phase == "Running",
                     seen=self._seen(),

@@ -65,6 +65,22 @@ def test_no_deadline_is_decided_on_a_stale_cache(spec: dict[str, Any]):
     assert world.status["restarts"]["total"] == 0
 
 
+def test_a_suspension_waits_for_a_last_look_at_who_may_be_done():
+    world = started().run().wait(30)
+    stale = copy.deepcopy(world.pods)
+    for replica in range(3):
+        world.end(replica, 0, settle=False)
+    real, world.pods = world.pods, stale  # the watch is behind
+    world.job["spec"]["suspend"] = True
+    world.job["metadata"]["generation"] += 1
+    world.carry_out(world.plan().actions[0])  # observedGeneration
+    (read,) = world.plan().actions
+    assert read == act.ConfirmGone(1)
+    world.pods = real
+    world.carry_out(read)
+    assert world.settle().phase == "Succeeded"
+
+
 @pytest.mark.parametrize("behind", [timedelta(), timedelta(hours=1)])
 def test_time_in_which_nobody_saw_or_acted_does_not_count_for_the_start(behind: timedelta):
     """Behind: the clock of the machine on which the next operator runs."""

@@ -160,13 +160,14 @@ class Confirmation:
     status write of which nobody knows whether it happened, a pause in leading. It is not renewed
     by anything that a watch says. For an absence it is good only if the replica is known to have
     been there before the read, and the read did not show it: it is among ``seen``, or the gang was
-    stored as ``running``. For a deadline it is good only if it was read after the deadline. A POST
-    that a deposed leader had under way can still arrive after it: such a pod is of an older
-    attempt, and is removed like any other.
+    stored as ``running``. For a deadline it is good only if it was read after the deadline, for a
+    suspension only if the job was at that ``generation``. A POST that a deposed leader had under
+    way can still arrive after it: such a pod is of an older attempt, and is removed like any other.
     """
 
     attempt: int
     at: datetime
+    generation: int = 0
     alone: bool = True
     running: bool = False
     seen: frozenset[int] = frozenset()

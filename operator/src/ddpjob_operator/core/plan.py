@@ -98,7 +98,8 @@ def _decide(view: View) -> Change:
         return finish.fail(view, change, "DeadlineExceeded", what)
     change = hold.tell(view, change)
     if view.spec.suspend:
-        return change if status.phase == "Suspended" else _suspend(view, change)
+        waits = status.phase == "Suspended" or _may_be_done(view)
+        return change if waits else _suspend(view, change)
     if status.phase in (None, "Suspended") or status.attempt == 0:
         if hold.why(view):
             return change.with_status(phase=status.phase or "Pending")
@@ -211,11 +212,20 @@ def _read_after(view: View, due: datetime | None) -> bool:
     return due is not None and view.read_since(due)
 
 
+def _may_be_done(view: View) -> bool:
+    """Pods that are to be suspended may have succeeded, and no watch has told yet."""
+    read = view.confirmed
+    asked = read is not None and read.generation == view.job.generation
+    return view.status.phase in ("Starting", "Running") and not asked
+
+
 def _in_doubt(view: View) -> bool:
     """Something final is due that must not rest on the cache alone: a quorum read comes first."""
     if len(view.gone) < len(view.were_there):
         return True
     if finish.past_active_deadline(view) and not _read_after(view, finish.active_deadline(view)):
+        return True
+    if view.spec.suspend and _may_be_done(view):
         return True
     return startup.late(view) and not view.read_since(startup.deadline(view))
 

@@ -227,6 +227,7 @@ class Executor:
         found = Confirmation(
             action.attempt,
             at,
+            generation=now.job.generation,
             alone=all(p.attempt is not None and p.attempt >= action.attempt for p in now.pods),
             running=(job.status.get("attempt"), job.status.get("phase"))
             == (action.attempt, "Running"),
