@@ -180,6 +180,7 @@ def test_a_replica_that_was_done_is_not_lost_with_its_node():
     world = running(**FENCE).end(1, 0)
     fall_silent(world, "node2").wait(30)
     assert world.status["attempt"] == 1
+    assert world.condition("Stalled") == {}, "nothing is there to wait for"
     world.end(0, 0).end(2, 0)
     assert world.phase == "Succeeded"
 
@@ -206,12 +207,17 @@ def test_pods_of_a_job_without_a_gang_go_by_force_too(end: str):
     assert "job-1" not in world.pods
 
 
-def test_a_pod_that_a_finalizer_holds_is_not_deleted_again_and_again():
-    world = running(**FENCE)
-    world.end(1, 1, settle=False)
-    world.terminate(1, grace=0)
-    fall_silent(world, "node2").wait(60)
-    assert not [line for line in world.log if line.startswith("read")]
+@pytest.mark.parametrize("end", ["suspend", "fail"])
+def test_a_pod_that_a_finalizer_holds_is_not_deleted_again_and_again(end: str):
+    world = fall_silent(running(**FENCE, restart={"maxRestarts": 0}), "node2")
+    world.terminate(1, grace=0)  # by force, and yet it stays
+    if end == "suspend":
+        world.patch(suspend=True)
+    else:
+        world.end(0, 2)
+    world.wait(60)
+    assert "job-1" in world.pods
+    assert not [line for line in world.log if line.startswith(("read", "delete job-1"))]
 
 
 def test_fence_without_rights_is_told_and_behaves_as_wait():
