@@ -566,3 +566,28 @@ async def test_a_taken_name_is_told_once(stage: Stage, caplog: pytest.LogCapture
         await stage.do(create())
     assert stage.outcomes.setback is None
     assert len([r for r in caplog.records if "is there" in r.getMessage()]) == 1
+
+
+async def test_a_refusal_of_the_first_pod_is_the_only_one(stage: Stage) -> None:
+    stage.api.script["create pods"] = [errors.Forbidden(403, "Forbidden", "no")] * 64
+    await stage.do(*(create(replica) for replica in range(64)))
+    assert stage.api.calls == ["create pods"]
+
+
+async def test_pods_that_are_taken_widen_the_way_up_to_a_bound(stage: Stage) -> None:
+    """Doubling: 1, 2, 4 ... 32 side by side. Each call takes one tick of a made-up clock."""
+    under_way, widths = [0], []
+
+    async def slowly(*_: object, **__: object) -> Object:
+        under_way[0] += 1
+        widths.append(under_way[0])
+        await asyncio.sleep(0.01)
+        under_way[0] -= 1
+        return pod(len(widths), version=10 + len(widths))
+
+    stage.api.create = slowly  # type: ignore[method-assign]
+    await stage.do(*(create(replica) for replica in range(200)))
+    assert len(widths) == 200
+    assert widths[0] == 1
+    assert max(widths) == 32
+    assert under_way == [0]

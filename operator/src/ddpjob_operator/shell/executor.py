@@ -114,15 +114,18 @@ class Executor:
         return True
 
     async def _do_pods(self, job: observe.Job, actions: list[Any]) -> bool:
-        """Deletions or creations side by side.
+        """Deletions side by side; creations one first, then with each that is taken one more.
 
         After most refusals no more are begun: a quota, a faulty template or an ailing server
         meets every later pod in the same way. Only a taken name is the matter of one pod.
         """
-        gate = asyncio.Semaphore(_IN_PARALLEL)
+        creating = isinstance(actions[0], CreatePod)
+        gate = asyncio.Semaphore(1 if creating else _IN_PARALLEL)
+        narrow = _IN_PARALLEL - 1 if creating else 0  # so much wider may the gate become
         refused: list[Refusal] = []
 
         async def one(action: CreatePod | DeletePod) -> None:
+            nonlocal narrow
             async with gate:
                 self._check_leading()
                 if isinstance(action, DeletePod):
@@ -130,11 +133,14 @@ class Executor:
                 elif not refused:
                     refusal = await self._create_pod(job, action)
                     refused.extend([refusal] if refusal and refusal.code != 409 else [])
+                    if narrow and not refused:
+                        narrow -= 1
+                        gate.release()
 
         await _all(one(action) for action in actions)
         if refused:
             self._set_back(job, refused[0])
-        elif isinstance(actions[0], CreatePod):
+        elif creating:
             self._learn(job.uid, retry.over)
         return not refused
 
