@@ -3,4 +3,6 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "trainer/src"))  # when make did not
+_ROOT = Path(__file__).parents[2]
+for _part in ("tests", "devcluster/src", "operator/src", "trainer/src"):
+    sys.path.insert(0, str(_ROOT / _part))  # when make did not

@@ -73,8 +73,11 @@ class ScriptedApi:
             await asyncio.sleep(0.05)
         return self._answer("delete", resource, (name, uid, grace))
 
-    async def list_all(self, resource: Resource, namespace: str, selector: str) -> Any:
-        return self._answer("list", resource, selector)
+    async def list_all(
+        self, resource: Resource, namespace: str, selector: str, *, keep: Callable[[Any], Any]
+    ) -> Any:
+        listing = self._answer("list", resource, selector)
+        return Listing(list(map(keep, listing.items)), listing.resource_version)
 
 
 class FakeRecorder:

@@ -9,7 +9,7 @@ import pytest
 
 from ddpjob_operator.core.actions import Confirmation, Outcomes
 from ddpjob_operator.core.observe import LABEL_ATTEMPT, LABEL_REPLICA
-from ddpjob_operator.shell.store import RewoundError, Store
+from ddpjob_operator.shell.store import RewoundError, Store, slim_pod
 
 KEY = ("ns", "job")
 
@@ -152,7 +152,7 @@ def test_a_relist_too_shows_that_a_pod_lost_its_controller() -> None:
     store.put_pod(pod(6))
     stripped = pod(7)
     del stripped["metadata"]["ownerReferences"]
-    assert store.replace_all_pods(None, [stripped], "20") == {KEY}
+    assert store.replace_all_pods(None, [slim_pod(stripped)], "20") == {KEY}
     assert phases(store) == {}
 
 
@@ -187,7 +187,8 @@ def test_a_quorum_list_replaces_the_cache_and_outlives_older_events() -> None:
     store.put_pod(pod(6, "gone"))
     store.put_pod(pod(7, "kept"))
     store.put_pod(pod(25, "young"))
-    store.replace_pods("u1", [pod(19, "kept", phase="Running"), pod(18, "new")], "20")
+    listed = [pod(19, "kept", phase="Running"), pod(18, "new")]
+    store.replace_pods("u1", list(map(slim_pod, listed)), "20")
     assert phases(store) == {"kept": "Running", "new": "Pending", "young": "Pending"}
     assert store.put_pod(pod(12, "never-seen")) == set(), "history: gone again by 20"
     assert store.put_pod(pod(19, "kept", phase="Failed")) == set()
@@ -202,9 +203,8 @@ def test_a_relist_deletes_what_it_does_not_show_and_names_the_jobs() -> None:
     store.put_pod(pod(7, "a"))
     store.put_pod(pod(8, "b", owner="u2"))
     store.put_pod(pod(9, "c", owner="u3"))
-    changed = store.replace_all_pods(
-        None, [pod(8, "b", owner="u2", phase="Pending"), pod(9, "c", owner="u3")], "20"
-    )
+    listed = [pod(8, "b", owner="u2", phase="Pending"), pod(9, "c", owner="u3")]
+    changed = store.replace_all_pods(None, list(map(slim_pod, listed)), "20")
     assert changed == {("ns", "job")}
     assert phases(store) == {}
     changed = store.replace_all_pods("elsewhere", [], "30")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final, cast
 
-from ddpjob_operator.core import contract
+from ddpjob_operator.core import contract, packed
 from ddpjob_operator.core.lenient import mapping, sequence
 from ddpjob_operator.core.status import Progress, parse_time
 
@@ -25,7 +25,6 @@ LABEL_JOB_NAME: Final = f"{GROUP}/job-name"
 LABEL_JOB_UID: Final = f"{GROUP}/job-uid"
 LABEL_ATTEMPT: Final = f"{GROUP}/attempt"
 LABEL_REPLICA: Final = f"{GROUP}/replica"
-TRAINER_CONTAINER: Final = "trainer"
 #: Names the trainer container on a pod: a webhook may have put another one first.
 ANNOTATION_TRAINER: Final = f"{GROUP}/trainer"
 _INT32: Final = 2**31
@@ -131,7 +130,7 @@ class Pod:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One DDPJob as it was last seen; ``spec`` and ``status`` are the raw objects."""
+    """One DDPJob as it was last seen; ``spec``, packed, and ``status`` are raw objects."""
 
     namespace: str
     name: str
@@ -148,17 +147,19 @@ class Job:
         return (self.namespace, self.name)
 
 
-def job(obj: Mapping[str, Any]) -> Job:
-    """A DDPJob object -> Job."""
+def job(obj: Mapping[str, Any], known: Job | None = None) -> Job:
+    """A DDPJob object -> Job. ``known``: as it was seen before, whose spec may still be its own."""
     meta = obj["metadata"]
+    generation = meta.get("generation", 0)
+    same = known is not None and known.uid == meta["uid"] and known.generation == generation != 0
     return Job(
         namespace=meta["namespace"],
         name=meta["name"],
         uid=meta["uid"],
         resource_version=meta.get("resourceVersion", ""),
-        generation=meta.get("generation", 0),
+        generation=generation,
         deleting="deletionTimestamp" in meta,
-        spec=mapping(obj.get("spec")),
+        spec=known.spec if known and same else packed.spec(mapping(obj.get("spec"))),
         status=mapping(obj.get("status")),
     )
 
@@ -198,13 +199,6 @@ def pod(obj: Mapping[str, Any]) -> Pod:
     )
 
 
-def trainer_container(pod_spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The container that trains: the one named "trainer", or else the first."""
-    containers = [c for c in pod_spec.get("containers") or () if isinstance(c, Mapping)]
-    named = (c for c in containers if c.get("name") == TRAINER_CONTAINER)
-    return next(named, containers[0] if containers else {})
-
-
 def progress(raw: object, now: datetime) -> Progress | None:
     """The body of GET /state -> Progress; None if it is none. Written by a stranger."""
     if not isinstance(raw, Mapping):
@@ -242,7 +236,7 @@ def clean(text: object, limit: int = MESSAGE_MAX) -> str:
 
 def _trainer_name(meta: Mapping[str, Any], spec: Mapping[str, Any]) -> object:
     noted = mapping(meta.get("annotations")).get(ANNOTATION_TRAINER)
-    return noted or trainer_container(spec).get("name")
+    return noted or packed.trainer_container(spec).get("name")
 
 
 def _init_failure(status: Mapping[str, Any]) -> str:

@@ -6,13 +6,12 @@ added, and our variables come first so that the user's may refer to them as $(RA
 
 from __future__ import annotations
 
-import copy
 from functools import lru_cache
 from itertools import chain
 from typing import Any, Final
 
-from ddpjob_operator.core import classify, contract, observe
-from ddpjob_operator.core.lenient import integer, mapping, sequence
+from ddpjob_operator.core import classify, contract, observe, packed
+from ddpjob_operator.core.lenient import integer, mapping
 from ddpjob_operator.core.observe import Job
 from ddpjob_operator.core.spec import Restart, Spec
 
@@ -36,9 +35,8 @@ def network(job: Job, spec: Spec) -> tuple[dict[str, Any], ...]:
 
 def pod(job: Job, spec: Spec, attempt: int, replica: int) -> dict[str, Any]:
     """The pod of one replica in one attempt; its name and hostname are `<job>-<replica>`."""
-    template = spec.template
-    meta = mapping(template.get("metadata"))
-    body: dict[str, Any] = copy.deepcopy(dict(mapping(template.get("spec"))))
+    template = spec.template.packed.unpack()
+    meta, body = mapping(template.get("metadata")), template["spec"]
     name = f"{job.name}-{replica}"
     body["hostname"], body["subdomain"] = name, job.name
     body["restartPolicy"] = "Never"
@@ -49,8 +47,8 @@ def pod(job: Job, spec: Spec, attempt: int, replica: int) -> dict[str, Any]:
     # CRD refuses that; a job that an older one took is mended here.
     grace = max(1, integer(body.get("terminationGracePeriodSeconds"), DEFAULT_GRACE_SECONDS))
     body["terminationGracePeriodSeconds"] = grace
-    trainer = observe.trainer_container(body)
-    assert isinstance(trainer, dict)  # deep-copied JSON
+    trainer = packed.trainer_container(body)
+    assert isinstance(trainer, dict)  # JSON of our own
     given = trainer.get("env") or []
     names = {variable.get("name") for variable in given}
     ours = _env(job, spec, attempt, replica, grace)
@@ -81,10 +79,7 @@ def hub_port(spec: Spec) -> int:
 
     Taken are spec.metrics.port and what any container of the template declares.
     """
-    body = mapping(spec.template.get("spec"))
-    containers = [*sequence(body.get("containers")), *sequence(body.get("initContainers"))]
-    declared = [port for c in containers for port in sequence(mapping(c).get("ports"))]
-    taken = {spec.metrics_port, *(mapping(port).get("containerPort") for port in declared)}
+    taken = {spec.metrics_port, *spec.template.ports}
     ports = chain(range(spec.port + 1, _PORTS.stop), range(spec.port - 1, _PORTS.start - 1, -1))
     return next(port for port in ports if port not in taken)
 
@@ -226,7 +221,7 @@ def _mount(body: dict[str, Any], trainer: dict[str, Any], spec: Spec) -> None:
     mounts = list(trainer.get("volumeMounts") or [])
     taken = {mount.get("mountPath", "").rstrip("/") for mount in mounts}
     if spec.snapshot:
-        volumes.append({"name": SNAPSHOT_VOLUME, **copy.deepcopy(dict(spec.snapshot.volume))})
+        volumes.append({"name": SNAPSHOT_VOLUME, **spec.snapshot.volume.unpack()})
         mounts.append({"name": SNAPSHOT_VOLUME, "mountPath": spec.snapshot.path})
     if "/dev/shm" not in taken:
         # The runtime's own /dev/shm has 64 MiB; data loaders and NCCL need more.

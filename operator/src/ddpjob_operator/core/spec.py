@@ -6,16 +6,13 @@ say is refused here with SpecError, which ends in the condition Invalid.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ddpjob_operator.core import observe
+from ddpjob_operator.core import packed
 from ddpjob_operator.core.lenient import integer, mapping, text
-
-GPU = "nvidia.com/gpu"
+from ddpjob_operator.core.packed import Packed, Template
 
 
 class SpecError(ValueError):
@@ -52,10 +49,10 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """spec.snapshot. ``volume`` is any VolumeSource, as written."""
+    """spec.snapshot. ``volume`` is any VolumeSource."""
 
     path: str
-    volume: Mapping[str, Any]
+    volume: Packed
     every_steps: int
     keep: int
     resume: str  # Auto | Never
@@ -76,8 +73,7 @@ class Spec:
 
     replicas: int
     nproc_per_node: int
-    template: Mapping[str, Any]
-    template_hash: str
+    template: Template
     port: int
     suspend: bool
     restart: Restart
@@ -93,6 +89,11 @@ class Spec:
     flaw: str = ""  # why no pod can be made of it
 
     @property
+    def template_hash(self) -> str:
+        """Differs whenever the template does."""
+        return self.template.packed.digest
+
+    @property
     def world_size(self) -> int:
         """Number of training processes."""
         return self.replicas * self.nproc_per_node
@@ -104,8 +105,9 @@ def read(raw: Mapping[str, Any]) -> Spec:
         return parse(raw)
     except SpecError as error:
         # What runs was made of a better spec: these parts are not needed to look after it.
-        rest = {key: raw[key] for key in raw if key not in ("template", "nprocPerNode", "nodeLost")}
-        rest["template"] = {"spec": {"containers": [{"name": observe.TRAINER_CONTAINER}]}}
+        left_out = ("template", "nprocPerNode", "nodeLost", "snapshot")
+        rest = {key: raw[key] for key in raw if key not in left_out}
+        rest["template"] = {"spec": {"containers": [{"name": packed.TRAINER_CONTAINER}]}}
         return replace(parse(rest), flaw=str(error))
 
 
@@ -115,20 +117,20 @@ def parse(raw: Mapping[str, Any]) -> Spec:
     Raises:
         SpecError: the field that cannot work and what to do about it.
     """
-    template = raw.get("template")
-    if not isinstance(template, Mapping) or not observe.trainer_container(
-        mapping(template.get("spec"))
-    ):
+    template, snapshot = packed.template(raw.get("template")), _snapshot(raw.get("snapshot"))
+    if not template.has_trainer:
         raise SpecError("spec.template.spec.containers: at least one container is needed")
+    flaw = template.packed.flaw or (snapshot.volume.flaw if snapshot else "")
+    if flaw:
+        raise SpecError(flaw)
     return Spec(
         replicas=integer(raw.get("replicas"), 1),
         nproc_per_node=_nproc(raw.get("nprocPerNode", "auto"), template),
         template=template,
-        template_hash=template_hash(template),
         port=integer(raw.get("port"), 29500),
         suspend=bool(raw.get("suspend", False)),
         restart=_restart(mapping(raw.get("restart"))),
-        snapshot=_snapshot(raw.get("snapshot")),
+        snapshot=snapshot,
         hang=_hang(mapping(raw.get("hang"))),
         fence_after=_fence_after(mapping(raw.get("nodeLost")), raw.get("snapshot")),
         startup_deadline=integer(raw.get("startupDeadlineSeconds"), 600),
@@ -140,22 +142,15 @@ def parse(raw: Mapping[str, Any]) -> Spec:
     )
 
 
-def template_hash(template: Mapping[str, Any]) -> str:
-    """64 bits over the canonical JSON of the pod template, as 16 hex digits."""
-    canonical = json.dumps(template, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
-
-
-def _nproc(value: object, template: Mapping[str, Any]) -> int:
+def _nproc(value: object, template: Template) -> int:
     if isinstance(value, int) and value >= 1:
         return value
     if isinstance(value, str) and value.isdecimal() and int(value) >= 1:
         return int(value)
     if value != "auto":
         raise SpecError(f'spec.nprocPerNode: must be "auto" or a number >= 1, not {value!r}')
-    resources = mapping(observe.trainer_container(mapping(template.get("spec"))).get("resources"))
-    gpus = mapping(resources.get("limits")).get(GPU, 0)
-    return int(gpus) if str(gpus).isdecimal() and int(gpus) > 0 else 1
+    gpus = template.gpus
+    return int(gpus) if gpus.isdecimal() and int(gpus) > 0 else 1
 
 
 def _restart(raw: Mapping[str, Any]) -> Restart:
@@ -188,7 +183,7 @@ def _snapshot(raw: object) -> Snapshot | None:
         return None
     return Snapshot(
         path=str(raw.get("path", "/snapshots")),
-        volume=mapping(raw.get("volume")),
+        volume=packed.volume(raw.get("volume")),
         every_steps=integer(raw.get("everySteps"), 50),
         keep=integer(raw.get("keep"), 3),
         resume=str(raw.get("resume", "Auto")),

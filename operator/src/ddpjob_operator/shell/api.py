@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -16,10 +16,10 @@ import aiohttp
 
 from ddpjob_operator import __version__
 from ddpjob_operator.core import observe
-from ddpjob_operator.shell import errors
+from ddpjob_operator.shell import decode, errors
 from ddpjob_operator.shell.credentials import Credentials
 
-Object = dict[str, Any]
+Object = decode.Object
 
 _TIMEOUT = 20.0  # seconds for one call; a quorum list of 500 pods takes well below one
 _THROTTLE_PATIENCE = 5.0  # a longer Retry-After goes to the caller
@@ -152,15 +152,22 @@ class Api:
     ) -> Listing:
         """All objects, in pages, as a quorum has them now; of each what ``keep`` returns.
 
-        Raises Gone if the pages took too long.
+        ``keep`` is called with one object at a time, as it arrives: whole ones would fill the
+        memory. Raises Gone if the pages took too long.
         """
         params = {"limit": str(_PAGE)}
         if selector:
             params["labelSelector"] = selector
         items: list[Any] = []
+
+        async def read(response: aiohttp.ClientResponse) -> Object:
+            found, rest = await decode.read_list(response.content.iter_any(), keep)
+            items.extend(found)
+            return rest
+
         while True:
-            page = await self._call("list", resource, resource.path(namespace), None, params)
-            items += map(keep, page.get("items") or ())
+            path = resource.path(namespace)
+            page = await self._call("list", resource, path, None, params, read=read)
             meta = page.get("metadata") or {}
             if not meta.get("continue"):
                 return Listing(items, meta.get("resourceVersion", ""))
@@ -192,8 +199,8 @@ class Api:
                 self._count("watch", resource.plural, response.status)
                 if response.status != 200:
                     raise await _error(response, what)
-                async for line in _lines(response.content):
-                    event = json.loads(line)
+                async for line in decode.lines(response.content.iter_any()):
+                    event = decode.loads(line)
                     kind, obj = event["type"], event["object"]
                     if kind == "ERROR":
                         raise errors.from_status(int(obj.get("code") or 0), obj, what=what)
@@ -211,17 +218,18 @@ class Api:
         body: Mapping[str, Any] | None = None,
         params: Mapping[str, str] | None = None,
         within: float = _TIMEOUT,
+        read: Callable[[aiohttp.ClientResponse], Awaitable[Object]] | None = None,
     ) -> Object:
         """One call. A 429 surely did nothing, so it is repeated when the server says soon."""
         for _ in range(_THROTTLE_RETRIES):
             try:
-                return await self._call_once(verb, resource, path, body, params, within)
+                return await self._call_once(verb, resource, path, body, params, within, read)
             except errors.Throttled as error:
                 wait = error.retry_after if error.retry_after is not None else 1.0
                 if wait > _THROTTLE_PATIENCE:
                     raise
                 await asyncio.sleep(wait)
-        return await self._call_once(verb, resource, path, body, params, within)
+        return await self._call_once(verb, resource, path, body, params, within, read)
 
     async def _call_once(
         self,
@@ -231,6 +239,7 @@ class Api:
         body: Mapping[str, Any] | None,
         params: Mapping[str, str] | None,
         within: float,
+        read: Callable[[aiohttp.ClientResponse], Awaitable[Object]] | None,
     ) -> Object:
         what = f"{verb} {path}"
         code = 0
@@ -240,7 +249,7 @@ class Api:
                 if response.status >= 300:
                     code = response.status
                     raise await _error(response, what)
-                found: Object = json.loads(await response.read())
+                found = await (read or _object)(response)
                 code = response.status
                 return found
         except TimeoutError as error:
@@ -297,12 +306,17 @@ def _describe(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
+async def _object(response: aiohttp.ClientResponse) -> Object:
+    found: Object = decode.loads(await response.read())
+    return found
+
+
 async def _error(response: aiohttp.ClientResponse, what: str) -> errors.ApiError:
     """The answer as an exception, whatever its body is."""
     text = (await response.content.read(64 * 1024)).decode(errors="replace")
     try:
         status = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         status = None
     if not isinstance(status, dict) or status.get("kind") != "Status":
         # From a proxy or a filter in front. HTTP's own phrase ("Bad Gateway") is no reason.
@@ -312,17 +326,3 @@ async def _error(response: aiohttp.ClientResponse, what: str) -> errors.ApiError
     except ValueError:
         retry_after = None
     return errors.from_status(response.status, status, retry_after=retry_after, what=what)
-
-
-async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Lines of any length: aiohttp's own iteration fails on those above 128 KiB."""
-    buffer = bytearray()
-    async for chunk in content.iter_any():
-        buffer += chunk
-        if b"\n" not in chunk:
-            continue
-        *lines, rest = bytes(buffer).split(b"\n")
-        buffer = bytearray(rest)
-        for line in lines:
-            if line:
-                yield line

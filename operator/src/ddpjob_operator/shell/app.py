@@ -172,15 +172,13 @@ class App:
                 await self._queue.drained()
                 await self._recorder.flush()
 
-    def _on_job_event(self, kind: str | None, obj: dict[str, Any]) -> None:
+    def _on_job_event(self, kind: str | None, job: observe.Job) -> None:
         """From kopf: the store first, then the key."""
-        meta = obj["metadata"]
-        key = (meta["namespace"], meta["name"])
         if kind == "DELETED":
-            if self._store.forget_job(key, meta["uid"]):
-                self._queue.add(key)
-        elif self._store.put_job(obj):
-            self._queue.add(key)
+            if self._store.forget_job(job.key, job.uid):
+                self._queue.add(job.key)
+        elif self._store.put_job(job):
+            self._queue.add(job.key)
 
     def _on_leadership(self, leading: bool) -> None:
         self._metrics.leader.set(1 if leading else 0)

@@ -44,7 +44,7 @@ from ddpjob_operator.shell.api import (
 )
 from ddpjob_operator.shell.metrics import Metrics
 from ddpjob_operator.shell.recorder import Recorder
-from ddpjob_operator.shell.store import Store
+from ddpjob_operator.shell.store import Store, slim_pod
 
 log = logging.getLogger(__name__)
 
@@ -223,7 +223,7 @@ class Executor:
     async def _confirm_gone(self, job: observe.Job, action: ConfirmGone) -> bool:
         at, seen = self._now(), self._store.seen(job.uid, action.attempt)
         selector = f"{observe.LABEL_JOB_UID}={job.uid}"
-        listing = await self._api.list_all(PODS, job.namespace, selector)
+        listing = await self._api.list_all(PODS, job.namespace, selector, keep=slim_pod)
         self._store.replace_pods(job.uid, listing.items, listing.resource_version)
         # After the pods: a leader that began a newer attempt since then shows here.
         await self.refresh(job)

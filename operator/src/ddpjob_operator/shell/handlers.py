@@ -1,25 +1,29 @@
 """kopf, embedded: its watch of DDPJobs, each event handed on, and nothing else.
 
 Only on.event and on.login are used: no annotation, no finalizer, no patch, no Event of kopf's.
-This module is imported in kopf's thread (see watcher.py), for importing kopf takes a second.
+Its session is ours, so that of a list kopf gets only slim records: it would decode whole pages at
+once. This module is imported in kopf's thread (see watcher.py): importing kopf takes a second.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import aiohttp
 import kopf
 
 from ddpjob_operator.core import observe
+from ddpjob_operator.shell import decode
 from ddpjob_operator.shell.credentials import Credentials
 
-Deliver = Callable[[str | None, dict[str, Any]], None]
+Deliver = Callable[[str | None, observe.Job], None]
 
 _LOGIN_LIFETIME = timedelta(minutes=5)  # tokens are rotated; kopf itself reads one only once
+_SLIM = "ddpjob"  # the field that holds a job's slim record
 
 
 def run_kopf(
@@ -30,17 +34,18 @@ def run_kopf(
 ) -> None:
     """Run until ``stop`` is set, or until kopf gives up and raises.
 
-    ``deliver(type, object)`` must not fail: kopf logs what a handler raises and never retries.
+    ``deliver(type, job)`` must not fail: kopf logs what a handler raises and never retries.
     """
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)
-    def login(**_: Any) -> kopf.ConnectionInfo:
+    async def login(**_: Any) -> kopf.AiohttpSession:
         return _connection(credentials)
 
     @kopf.on.event(observe.GROUP, observe.VERSION, observe.PLURAL, registry=registry)
     async def on_event(event: Any, **_: Any) -> None:
-        deliver(event["type"], dict(event["object"]))
+        obj = event["object"]
+        deliver(event["type"], obj.get(_SLIM) or observe.job(obj))
 
     async def run() -> None:
         try:
@@ -59,21 +64,52 @@ def run_kopf(
     asyncio.run(run())
 
 
-def _connection(credentials: Credentials) -> kopf.ConnectionInfo:
-    endpoint = credentials.endpoint
-    scheme, _, token = (credentials.authorization() or "").partition(" ")
-    return kopf.ConnectionInfo(
-        server=endpoint.server,
-        ca_path=endpoint.ca_file,
-        insecure=not endpoint.verify,
-        certificate_path=endpoint.cert_file,
-        private_key_path=endpoint.key_file,
-        scheme=scheme or None,
-        token=token or None,
-        proxy_url=endpoint.proxy,
-        default_namespace=endpoint.namespace,
-        expiration=datetime.now(UTC) + _LOGIN_LIFETIME if token else None,
+def _connection(credentials: Credentials) -> kopf.AiohttpSession:
+    endpoint, authorization = credentials.endpoint, credentials.authorization()
+    session = aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, ssl=credentials.ssl_context() or True),
+        headers={"Authorization": authorization} if authorization else {},
+        proxy=endpoint.proxy,
+        response_class=_Response,
     )
+    return kopf.AiohttpSession(
+        aiohttp_session=session,
+        server=endpoint.server,
+        default_namespace=endpoint.namespace,
+        expiration=datetime.now(UTC) + _LOGIN_LIFETIME if authorization else None,
+    )
+
+
+class _Response(aiohttp.ClientResponse):
+    """What kopf gets to see of an answer; it asks for ``json()``, or streams a watch."""
+
+    async def json(self, **_: Any) -> Any:
+        if self.status < 300 and self.url.path.endswith(f"/{observe.PLURAL}"):
+            items, rest = await decode.read_list(self.content.iter_any(), _slim)
+            return {**rest, "items": items}
+        return decode.loads(await self.read())
+
+    async def start(self, connection: Any) -> aiohttp.ClientResponse:
+        await super().start(connection)
+        if self.url.query.get("watch") == "true" and self.status < 300:
+            self.content = _Watch(self.content)  # type: ignore[assignment]
+        return self
+
+
+class _Watch:
+    """The lines of a watch; one that would be too deep for kopf is cut."""
+
+    def __init__(self, content: aiohttp.StreamReader) -> None:
+        self._content = content
+
+    async def iter_chunked(self, _: int) -> AsyncIterator[bytes]:
+        async for line in decode.lines(self._content.iter_any()):
+            yield decode.shallow(line) + b"\n"
+
+
+def _slim(obj: decode.Object) -> decode.Object:
+    meta = {name: obj["metadata"].get(name) for name in ("namespace", "name", "uid")}
+    return {"metadata": meta, _SLIM: observe.job(obj)}
 
 
 def _settings() -> kopf.OperatorSettings:
@@ -88,6 +124,7 @@ def _settings() -> kopf.OperatorSettings:
     settings.networking.enforce_retry_after = True
     settings.networking.error_backoffs = _Backoffs()
     settings.queueing.exit_timeout = 1
+    settings.queueing.idle_timeout = 0.2  # so long it keeps an object
     settings.persistence.diffbase_storage = _NoDiffBase()
     settings.persistence.progress_storage = _NoProgress()
     return settings

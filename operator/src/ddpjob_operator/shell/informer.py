@@ -17,7 +17,7 @@ from typing import Any
 from ddpjob_operator.core import observe
 from ddpjob_operator.shell import errors, nodes
 from ddpjob_operator.shell.api import NODES, PODS, Api, Listing, Object, Resource
-from ddpjob_operator.shell.store import Key, Store
+from ddpjob_operator.shell.store import Key, Store, slim_pod
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +150,7 @@ class PodInformer(Informer):
 
     resource = PODS
     selector = observe.LABEL_JOB_UID
+    keep = staticmethod(slim_pod)
 
     def _replace(self, listing: Listing) -> Iterable[Key]:
         version = listing.resource_version

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from ddpjob_operator.core import observe
 from ddpjob_operator.shell import errors
-from ddpjob_operator.shell.api import JOBS, Api
+from ddpjob_operator.shell.api import JOBS, Api, Object
 from ddpjob_operator.shell.store import Key, Store
 from ddpjob_operator.shell.watcher import JobWatcher
 
@@ -89,17 +89,21 @@ class Resync:
         began = time.monotonic()
         for namespace in self._namespaces:
             newest = self._store.newest(JOBS.plural)
-            listing = await self._api.list_all(JOBS, namespace)
+            listing = await self._api.list_all(JOBS, namespace, keep=self._take)
             self._store.check_list(JOBS.plural, listing.resource_version, newest)
-            uids = [obj["metadata"]["uid"] for obj in listing.items]
+            uids = [uid for uid, _ in listing.items]
             gone = self._store.drop_vanished_jobs(namespace, uids, listing.resource_version)
-            missed += len(gone) + sum(self._store.put_job(obj) for obj in listing.items)
+            missed += len(gone) + sum(news for _, news in listing.items)
             for key in gone:
                 log.info("%s/%s: vanished without a word from the watch", *key)
                 self._changed(key)
         for key in self._store.all_keys():
             self._changed(key)
         self._judge_watch(missed, began)
+
+    def _take(self, obj: Object) -> tuple[str, bool]:
+        """At once, for whole jobs would fill the memory: uid, and whether that was news."""
+        return obj["metadata"]["uid"], self._store.put_job(obj)
 
     def _judge_watch(self, missed: int, began: float) -> None:
         """A watch that stayed silent twice while there was news is taken for dead."""

@@ -38,6 +38,15 @@ class Snapshot:
     nodes: Nodes | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SlimPod:
+    """What is kept of a pod; ``pod`` None: it cannot be read."""
+
+    uid: str
+    version: int | None
+    pod: observe.Pod | None
+
+
 @dataclass(slots=True)
 class _PodRecord:
     pod: observe.Pod
@@ -104,9 +113,9 @@ class Store:
 
     # --- jobs ---
 
-    def put_job(self, obj: Object) -> bool:
+    def put_job(self, offered: Object | observe.Job) -> bool:
         """Take a job from a watch or a list. False if it is no newer than what is known."""
-        job = observe.job(obj)
+        job = offered if isinstance(offered, observe.Job) else self._read_job(offered)
         self._saw(observe.PLURAL, _number(job.resource_version))
         known = self._jobs.get(job.key)
         if known is not None and not _newer(known.resource_version, job.resource_version):
@@ -119,7 +128,7 @@ class Store:
 
     def put_own_write(self, obj: Object) -> None:
         """Take the answer to our own write; a job that vanished meanwhile stays vanished."""
-        if observe.job(obj).uid in self._keys:
+        if obj["metadata"]["uid"] in self._keys:
             self.put_job(obj)
 
     def forget_job(self, key: Key, uid: str) -> bool:
@@ -194,13 +203,11 @@ class Store:
 
     # --- pods ---
 
-    def put_pod(self, obj: Object, *, from_watch: bool = True) -> set[Key]:
+    def put_pod(self, offered: Object | SlimPod, *, from_watch: bool = True) -> set[Key]:
         """Take a pod. The keys of the jobs that it concerns; two if it changed its owner."""
-        try:
-            pod, version = observe.pod(obj), _version(obj)
-        except Exception:
-            # One odd pod must not blind the operator to all the others.
-            log.exception("a pod that cannot be read is ignored")
+        found = offered if isinstance(offered, SlimPod) else slim_pod(offered)
+        pod, version = found.pod, found.version
+        if pod is None:
             return set()
         self._saw("pods", version)
         owner, former = pod.owner_uid, self._owners.get(pod.uid)
@@ -228,28 +235,28 @@ class Store:
         owner = self._disown(uid)
         return None if owner is None else self._keys.get(owner)
 
-    def replace_pods(self, job_uid: str, items: Iterable[Object], version: str) -> None:
+    def replace_pods(self, job_uid: str, items: Iterable[SlimPod], version: str) -> None:
         """A quorum list of one job's pods, read at ``version``, replaces what was cached."""
-        self._retain(job_uid, {obj["metadata"]["uid"] for obj in items}, version)
-        for obj in items:
-            self._buried.pop(obj["metadata"]["uid"], None)
-            self.put_pod(obj, from_watch=False)
+        self._retain(job_uid, {item.uid for item in items}, version)
+        for item in items:
+            self._buried.pop(item.uid, None)
+            self.put_pod(item, from_watch=False)
         if job_uid in self._keys or job_uid in self._gangs:
             gang = self._gangs.setdefault(job_uid, _Gang())
             gang.floor = max(gang.floor, _number(version) or 0)
 
     def replace_all_pods(
-        self, namespace: str | None, items: Iterable[Object], version: str
+        self, namespace: str | None, items: Iterable[SlimPod], version: str
     ) -> set[Key]:
         """A full list by the informer. The keys of all jobs for which something changed."""
-        listed = {obj["metadata"]["uid"] for obj in items}
+        listed = {item.uid for item in items}
         changed: set[Key] = set()
         for job_uid, gang in list(self._gangs.items()):
             pods = [record.pod for record in gang.pods.values()]
             in_scope = bool(pods) and namespace in (None, pods[0].namespace)
             if in_scope and self._retain(job_uid, listed, version) and job_uid in self._keys:
                 changed.add(self._keys[job_uid])
-        return changed.union(*(self.put_pod(obj) for obj in items))
+        return changed.union(*(self.put_pod(item) for item in items))
 
     def pods_of(self, job_uid: str) -> tuple[observe.Pod, ...]:
         """The pods whose controller is that job, by name."""
@@ -270,6 +277,10 @@ class Store:
     def pod_count(self) -> int:
         """How many pods are cached."""
         return len(self._owners)
+
+    def _read_job(self, obj: Object) -> observe.Job:
+        meta = obj["metadata"]
+        return observe.job(obj, self._jobs.get((meta["namespace"], meta["name"])))
 
     def _outdated(self, owner: str, uid: str, version: int | None, from_watch: bool) -> bool:
         """Whether something as new or newer is known of that pod among that job's pods."""
@@ -309,6 +320,16 @@ class Store:
         for uid in gone:
             self.remove_pod(uid)
         return bool(gone)
+
+
+def slim_pod(obj: Object) -> SlimPod:
+    """A Pod object -> what is kept of it. One odd pod must not blind us to all the others."""
+    pod: observe.Pod | None = None
+    try:
+        pod = observe.pod(obj)
+    except Exception:
+        log.exception("a pod that cannot be read is ignored")
+    return SlimPod(obj["metadata"]["uid"], _version(obj), pod)
 
 
 def _version(obj: Object) -> int | None:

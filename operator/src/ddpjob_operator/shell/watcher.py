@@ -13,8 +13,8 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
 
+from ddpjob_operator.core import observe
 from ddpjob_operator.shell.credentials import Credentials
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ _PAUSE = 2.0  # seconds between two runs
 
 
 class JobWatcher:
-    """``deliver(type, object)`` is called on the loop that ``run`` is on.
+    """``deliver(type, job)`` is called on the loop that ``run`` is on.
 
     ``type`` is None for what was listed, else ADDED, MODIFIED or DELETED.
     """
@@ -32,7 +32,7 @@ class JobWatcher:
         self,
         credentials: Credentials,
         namespaces: tuple[str, ...],
-        deliver: Callable[[str | None, dict[str, Any]], None],
+        deliver: Callable[[str | None, observe.Job], None],
     ) -> None:
         self._credentials, self._namespaces, self._deliver = credentials, namespaces, deliver
         self._stop = threading.Event()
@@ -64,9 +64,9 @@ class JobWatcher:
         ended: asyncio.Future[str],
         stop: threading.Event,
     ) -> None:
-        def deliver(kind: str | None, obj: dict[str, Any]) -> None:
+        def deliver(kind: str | None, job: observe.Job) -> None:
             if not stop.is_set():
-                loop.call_soon_threadsafe(self._on_event, kind, obj)
+                loop.call_soon_threadsafe(self._on_event, kind, job)
 
         reason = "stopped"
         try:
@@ -79,9 +79,9 @@ class JobWatcher:
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(_settle, ended, reason)
 
-    def _on_event(self, kind: str | None, obj: dict[str, Any]) -> None:
+    def _on_event(self, kind: str | None, job: observe.Job) -> None:
         self.heard_at = time.monotonic()
-        self._deliver(kind, obj)
+        self._deliver(kind, job)
 
 
 def _settle(ended: asyncio.Future[str], reason: str) -> None:

@@ -1,0 +1,104 @@
+"""What only rendering reads of a spec, kept as compressed JSON, and bounded.
+
+As dicts a template takes up to 30 times its JSON, a user may write a megabyte of it, and each of
+the gang's pods repeats it. The little that decisions ask of a template is worked out once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ddpjob_operator.core.lenient import mapping, sequence
+
+TRAINER_CONTAINER: Final = "trainer"
+GPU: Final = "nvidia.com/gpu"
+TEMPLATE_BYTES: Final = 128 * 1024
+VOLUME_BYTES: Final = 16 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """An object of a spec. ``digest``: 64 bits over its canonical JSON, as 16 hex digits."""
+
+    data: bytes
+    digest: str
+    flaw: str = ""  # why it was not kept
+
+    def unpack(self) -> dict[str, Any]:
+        """The object as it was written, a new one each time."""
+        found: dict[str, Any] = json.loads(zlib.decompress(self.data))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """spec.template. ``gpus``: the trainer's limit as written; ``ports``: all declared ones."""
+
+    packed: Packed
+    has_trainer: bool
+    gpus: str
+    ports: frozenset[int]
+
+
+def pack(raw: Mapping[str, Any], field: str, limit: int) -> Packed:
+    """An object of at most ``limit`` bytes of JSON; of another one only what is wrong with it."""
+    try:
+        # What was nested too deep for the operator to read is NaN (shell/decode.py).
+        text = json.dumps(
+            raw, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+        ).encode()
+    except (ValueError, RecursionError):
+        return Packed(b"", "", f"{field} is nested too deep: no pod needs more than 50 levels")
+    if len(text) > limit:
+        flaw = (
+            f"{field} is {len(text)} bytes long as JSON, more than {limit}: "
+            "put what is large into a ConfigMap and mount it"
+        )
+        return Packed(b"", "", flaw)
+    return Packed(zlib.compress(text, 6), hashlib.sha256(text).hexdigest()[:16])
+
+
+def template(raw: object) -> Template:
+    """spec.template as written, or packed already; one without containers if it is none."""
+    if isinstance(raw, Template):
+        return raw
+    whole = mapping(raw)
+    body = mapping(whole.get("spec"))
+    trainer = trainer_container(body)
+    containers = [*sequence(body.get("containers")), *sequence(body.get("initContainers"))]
+    declared = [port for c in containers for port in sequence(mapping(c).get("ports"))]
+    numbers = (mapping(port).get("containerPort") for port in declared)
+    return Template(
+        packed=pack(whole, "spec.template", TEMPLATE_BYTES),
+        has_trainer=bool(trainer),
+        gpus=str(mapping(mapping(trainer.get("resources")).get("limits")).get(GPU, "")),
+        ports=frozenset(number for number in numbers if isinstance(number, int)),
+    )
+
+
+def volume(raw: object) -> Packed:
+    """spec.snapshot.volume as written, or packed already."""
+    if isinstance(raw, Packed):
+        return raw
+    return pack(mapping(raw), "spec.snapshot.volume", VOLUME_BYTES)
+
+
+def spec(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A raw .spec with all in it packed that only rendering reads."""
+    slim = {**raw, "template": template(raw.get("template"))}
+    snapshot = raw.get("snapshot")
+    if isinstance(snapshot, Mapping):
+        slim["snapshot"] = {**snapshot, "volume": volume(snapshot.get("volume"))}
+    return slim
+
+
+def trainer_container(pod_spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The container that trains: the one named "trainer", or else the first."""
+    containers = [c for c in pod_spec.get("containers") or () if isinstance(c, Mapping)]
+    named = (c for c in containers if c.get("name") == TRAINER_CONTAINER)
+    return next(named, containers[0] if containers else {})

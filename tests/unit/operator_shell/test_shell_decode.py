@@ -1,0 +1,149 @@
+"""Decoding what users wrote: in pieces of any size, item by item, and however deep it is nested."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from ddpjob_operator.core import observe, packed, spec
+from ddpjob_operator.shell import decode
+
+LIST: dict[str, Any] = {
+    "apiVersion": "v1",
+    "items": [
+        {"metadata": {"name": "a", "note": 'ends in \\"}],{[ and é☃'}},
+        {"metadata": {"name": "b"}, "spec": {"text": "x" * 3000, "numbers": [1, -2.5e3, None]}},
+        {},
+    ],
+    "metadata": {"continue": "more", "resourceVersion": "7", "remainingItemCount": 12},
+}
+#: As the API server writes its own kinds: the items last.
+ITEMS_LAST = {name: LIST[name] for name in ("apiVersion", "metadata", "items")}
+DEEP = 20_000
+
+
+async def chunks(data: bytes, size: int) -> AsyncIterator[bytes]:
+    for start in range(0, len(data), size):
+        yield data[start : start + size]
+
+
+async def read(text: str, size: int = 1000) -> tuple[list[Any], dict[str, Any]]:
+    return await decode.read_list(chunks(text.encode(), size), lambda item: item)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 100, 10_000])
+@pytest.mark.parametrize("whole", [LIST, ITEMS_LAST], ids=["items first", "items last"])
+@pytest.mark.parametrize("indent", [None, 2])
+async def test_a_list_is_read_from_pieces_of_any_size(
+    size: int, whole: dict[str, Any], indent: int | None
+) -> None:
+    text = json.dumps(whole, indent=indent, ensure_ascii=False)
+    items, rest = await read(text, size)
+    assert items == LIST["items"]
+    assert rest == {name: LIST[name] for name in ("apiVersion", "metadata")}
+
+
+@pytest.mark.parametrize("text", ['{"items":[],"metadata":{}}', '{"items":null,"metadata":{}}'])
+async def test_a_list_of_nothing(text: str) -> None:
+    items, rest = await read(text, 3)
+    assert items == []
+    assert rest["metadata"] == {}
+
+
+async def test_each_item_is_kept_before_the_next_one_has_arrived() -> None:
+    kept: list[str] = []
+    items = [{"name": name, "fill": "x" * 1000} for name in "abcdef"]
+    text = json.dumps({"items": items, "metadata": {}})
+    sent: list[int] = []
+
+    async def source() -> AsyncIterator[bytes]:
+        async for chunk in chunks(text.encode(), 100):
+            sent.append(len(kept))
+            yield chunk
+
+    await decode.read_list(source(), lambda item: kept.append(item["name"]))
+    assert kept == list("abcdef")
+    assert sent[len(sent) // 2] >= 2, "half has arrived, and what was whole of it is kept"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "nothing", '{"items":[{"a":1}', '{"items":[{"a":}]}', '{"a"', '{"items":[']
+)
+async def test_what_is_no_list_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        await read(text, 2)
+
+
+def deep(kind: str) -> str:
+    return "[" * DEEP + "]" * DEEP if kind == "arrays" else '{"a":' * DEEP + "1" + "}" * DEEP
+
+
+@pytest.mark.parametrize("kind", ["arrays", "objects"])
+@pytest.mark.parametrize("size", [10_000, 1_000_000])
+async def test_a_deep_item_of_a_list_is_cut_and_the_others_are_whole(kind: str, size: int) -> None:
+    item = '{"metadata":{"name":"]\\"}"},"spec":{"x":%s,"y":[[1],"}"]}}' % deep(kind)  # noqa: UP031
+    items, rest = await read('{"items":[%s,{"b":2}],"metadata":{"c":3}}' % item, size)  # noqa: UP031
+    assert items[0]["metadata"] == {"name": ']"}'}
+    assert items[0]["spec"]["y"] == [[1], "}"]
+    assert items[1] == {"b": 2}
+    assert rest["metadata"] == {"c": 3}
+
+
+@pytest.mark.parametrize("kind", ["arrays", "objects"])
+def test_a_deep_job_is_read_and_refused(kind: str) -> None:
+    job = {
+        "metadata": {"namespace": "ns", "name": "j", "uid": "u", "generation": 1},
+        "spec": {"replicas": 2, "template": {"spec": {"containers": [{"name": "t"}], "x": 0}}},
+        "status": {"phase": "Suspended"},
+    }
+    text = json.dumps(job).replace('"x": 0', f'"x": {deep(kind)}').encode()
+    for found in (decode.loads(text), json.loads(decode.shallow(text))):
+        seen = observe.job(found)
+        assert seen.status == {"phase": "Suspended"}
+        assert "nested too deep" in spec.read(seen.spec).flaw
+    value = decode.loads(text)["spec"]["template"]["spec"]["x"]
+    while isinstance(value, (list, dict)):
+        (value,) = value if isinstance(value, list) else value.values()
+    assert math.isnan(value)
+
+
+def test_what_a_decoder_reads_stays_as_it_is() -> None:
+    text = json.dumps({"a": [[]] * 1000, "b": '"[' * 1000}).encode()
+    assert decode.shallow(text) is text
+    assert decode.loads(text) == json.loads(text)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+async def test_lines_of_any_length(size: int) -> None:
+    data = b"first\n\n" + b"x" * 5000 + b"\nlast\nbroken off"
+    found = [line async for line in decode.lines(chunks(data, size))]
+    assert found == [b"first", b"x" * 5000, b"last"]
+
+
+def test_a_template_that_is_too_long_is_not_kept_and_the_cure_is_named() -> None:
+    env = [{"name": f"N{n}", "value": "v" * 100} for n in range(2000)]
+    raw = {"spec": {"containers": [{"name": "trainer", "env": env}]}}
+    found = packed.template(raw)
+    assert found.packed.data == b""
+    read = spec.read({"replicas": 2, "suspend": True, "template": raw})
+    assert "ConfigMap" in read.flaw
+    assert "spec.template is" in read.flaw
+    assert read.suspend, "the rest holds"
+    volume = {"nfs": {"path": "x" * 20_000}}
+    sound = {"spec": {"containers": [{"name": "trainer"}]}}
+    short = spec.read({"template": sound, "snapshot": {"path": "/s", "volume": volume}})
+    assert "spec.snapshot.volume is" in short.flaw
+
+
+def test_a_packed_template_is_what_was_written() -> None:
+    raw = {"metadata": {"labels": {"é": "☃"}}, "spec": {"containers": [{"name": "a"}], "f": 1.5}}
+    found = packed.template(raw)
+    assert found.packed.unpack() == raw
+    assert found.packed.unpack() is not found.packed.unpack()
+    assert packed.template(found) is found
+    # Stored in the status of running jobs: another digest would hold the whole fleet.
+    assert found.packed.digest == "1b50501ac13eb7ff"
