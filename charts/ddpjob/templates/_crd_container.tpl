@@ -39,12 +39,12 @@ properties:
     description: Entry point, as an array. The image's own is used when it is left out.
     type: array
     maxItems: 1024
-    items: {type: string}
+    items: {type: string, maxLength: 131072}  # Linux takes no longer one
   args:
     description: Arguments of the entry point.
     type: array
     maxItems: 1024
-    items: {type: string}
+    items: {type: string, maxLength: 131072}  # Linux takes no longer one
   env:
     description: >-
       Environment variables. Those that ddpjob sets itself (rendezvous, ranks and every
@@ -76,6 +76,11 @@ properties:
           type: string
           minLength: 1
           maxLength: 256
+        value:
+          description: Its value, at most 128 KiB as in Linux; numbers need quotes.
+          type: string
+          nullable: true
+          maxLength: 131072
   ports:
     description: Ports that the container listens on. Informational, as in any pod.
     type: array

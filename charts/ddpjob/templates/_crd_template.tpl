@@ -35,11 +35,12 @@ properties:
             message: >-
               annotation keys that start with ddpjob.dev/ belong to the operator: remove them
               from spec.template.metadata.annotations
-        additionalProperties: {type: string}
+        additionalProperties: {type: string, maxLength: 262144}  # what Kubernetes allows for all
       creationTimestamp:
         description: Ignored. Accepted because client libraries write it as null.
         type: string
         nullable: true
+        maxLength: 64
   spec:
     description: >-
       Pod spec. Only the fields below are looked at by ddpjob; all others are kept as written

@@ -174,6 +174,35 @@ async def test_a_list_is_read_in_pages(api: Api, server: Server) -> None:
         assert "resourceVersion" not in request.query, "a quorum read"
 
 
+async def test_of_each_object_only_what_is_kept_is_there(api: Api, server: Server) -> None:
+    kept: list[str] = []
+
+    async def page(request: web.Request) -> web.StreamResponse:
+        items = [{"name": name, "fill": "x" * 100_000} for name in "abc"]
+        return web.json_response({"metadata": {"resourceVersion": "7"}, "items": items})
+
+    server.handle = page
+    listing = await api.list_all(PODS, "ns", keep=lambda obj: kept.append(obj["name"]))
+    assert listing.items == [None] * 3
+    assert kept == list("abc")
+
+
+@pytest.mark.parametrize("broken", ["expired", "cut off"])
+async def test_a_list_that_breaks_between_its_pages_is_none(
+    api: Api, server: Server, broken: str
+) -> None:
+    async def page(request: web.Request) -> web.StreamResponse:
+        if "continue" not in request.query:
+            return web.json_response({"metadata": {"continue": "more"}, "items": [{"a": 1}]})
+        if broken == "expired":
+            return status(410)
+        return web.Response(text='{"items":[{"a":2},{"a"', content_type="application/json")
+
+    server.handle = page
+    with pytest.raises(errors.Gone if broken == "expired" else errors.ApiError):
+        await api.list_all(PODS, "ns")
+
+
 async def test_a_watch_reads_lines_of_any_length_and_ends_with_the_stream(
     api: Api, server: Server
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import AsyncIterator
@@ -70,6 +71,19 @@ async def test_each_item_is_kept_before_the_next_one_has_arrived() -> None:
     assert sent[len(sent) // 2] >= 2, "half has arrived, and what was whole of it is kept"
 
 
+async def test_between_two_items_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "_TURN", 0.0)
+    turns: list[int] = []
+    kept: list[object] = []
+    text = json.dumps({"items": [{"name": n} for n in range(50)], "metadata": {}})
+    body = decode.read_list(chunks(text.encode(), len(text)), kept.append)
+    task = asyncio.create_task(body)  # type: ignore[arg-type]
+    while not task.done():
+        turns.append(len(kept))
+        await asyncio.sleep(0)
+    assert len(set(turns)) > 40
+
+
 @pytest.mark.parametrize(
     "text", ["", "[]", "nothing", '{"items":[{"a":1}', '{"items":[{"a":}]}', '{"a"', '{"items":[']
 )
@@ -85,8 +99,9 @@ def deep(kind: str) -> str:
 @pytest.mark.parametrize("kind", ["arrays", "objects"])
 @pytest.mark.parametrize("size", [10_000, 1_000_000])
 async def test_a_deep_item_of_a_list_is_cut_and_the_others_are_whole(kind: str, size: int) -> None:
-    item = '{"metadata":{"name":"]\\"}"},"spec":{"x":%s,"y":[[1],"}"]}}' % deep(kind)  # noqa: UP031
-    items, rest = await read('{"items":[%s,{"b":2}],"metadata":{"c":3}}' % item, size)  # noqa: UP031
+    item = '{"metadata":{"name":"]\\"}"},"spec":{"x":0,"y":[[1],"}"]}}'
+    text = '{"items":[' + item.replace("0", deep(kind)) + ',{"b":2}],"metadata":{"c":3}}'
+    items, rest = await read(text, size)
     assert items[0]["metadata"] == {"name": ']"}'}
     assert items[0]["spec"]["y"] == [[1], "}"]
     assert items[1] == {"b": 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from datetime import UTC, datetime
 from typing import Any
 
@@ -40,6 +41,40 @@ def stored() -> Store:
     store = Store()
     store.put_job(job(5))
     return store
+
+
+def test_of_a_template_no_objects_are_kept() -> None:
+    container = {"name": "trainer", "env": [{"name": f"N{n}", "value": "v"} for n in range(50)]}
+    volume = {"nfs": {"server": "s", "path": "p"}}
+    spec = {
+        "suspend": True,
+        "template": {"spec": {"containers": [container]}},
+        "snapshot": {"path": "/s", "volume": volume},
+    }
+    store = Store()
+    store.put_job({**job(5), "spec": spec})
+    seen: list[object] = [store.snapshot(KEY)]
+    for found in seen:  # all that can be reached of it
+        seen += [o for o in gc.get_referents(found) if not isinstance(o, type) and o not in seen]
+    assert container not in seen
+    assert volume not in seen
+
+
+def test_a_spec_is_packed_once_for_each_generation() -> None:
+    store = Store()
+
+    def put(version: int, generation: int, replicas: int) -> Any:
+        found = job(version)
+        found["metadata"]["generation"] = generation
+        found["spec"] = {"replicas": replicas}
+        store.put_job(found)
+        snapshot = store.snapshot(KEY)
+        assert snapshot is not None
+        return snapshot.job.spec
+
+    first = put(5, 1, 2)
+    assert put(6, 1, 2) is first
+    assert put(7, 2, 3)["replicas"] == 3
 
 
 def phases(store: Store, uid: str = "u1") -> dict[str, str]:

@@ -172,3 +172,24 @@ async def test_latency_is_the_time_in_line() -> None:
     async with working(queue, work):
         await asyncio.sleep(1)
     assert [round(seconds) for seconds in waited] == [4]
+
+
+async def test_work_that_waits_for_nothing_lets_others_have_their_turn() -> None:
+    queue: WorkQueue[int] = WorkQueue()
+    turns: list[int] = []
+    done = 0
+
+    async def work(_: int) -> None:
+        nonlocal done
+        done += 1
+
+    for key in range(50):
+        queue.add(key)
+    task = asyncio.create_task(queue.run(1, work))
+    while done < 50:
+        turns.append(done)
+        await asyncio.sleep(0)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    assert len(set(turns)) > 40, "about one key between two turns of others"

@@ -102,19 +102,18 @@ class _Text:
         """What ``keep`` makes of the next value."""
         await self.peek()
         while True:
+            if time.perf_counter() - self._turn > _TURN:
+                await asyncio.sleep(0)
+                self._turn = time.perf_counter()
             try:
                 with _no_collections():
                     found, self._at = _value(self._text, self._at)
                     kept = keep(found)
                     del found
-                break
+                return kept
             except _IncompleteError:
                 # Twice as much before the next try: each byte is decoded twice at most.
                 await self._more(len(self._text) - self._at)
-        if time.perf_counter() - self._turn > _TURN:
-            await asyncio.sleep(0)
-            self._turn = time.perf_counter()
-        return kept
 
     async def _more(self, characters: int) -> None:
         """Wait for so many characters more, or the end."""
@@ -127,7 +126,6 @@ class _Text:
             pieces.append(self._bytes.decode(chunk, final=self._whole))
             wanted -= len(pieces[-1])
         self._text, self._at = "".join(pieces), 0
-        self._turn = time.perf_counter()
 
 
 class _IncompleteError(Exception):

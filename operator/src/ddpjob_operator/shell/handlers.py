@@ -102,6 +102,9 @@ class _Watch:
     def __init__(self, content: aiohttp.StreamReader) -> None:
         self._content = content
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._content, name)  # aiohttp's own business
+
     async def iter_chunked(self, _: int) -> AsyncIterator[bytes]:
         async for line in decode.lines(self._content.iter_any()):
             yield decode.shallow(line) + b"\n"

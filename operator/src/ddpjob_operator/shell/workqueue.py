@@ -109,6 +109,7 @@ class WorkQueue(Generic[K]):
                 if key in self._again:
                     self._again.discard(key)
                     self.add(key)
+            await asyncio.sleep(0)  # work that waited for nothing lets others have their turn
 
     async def _take(self) -> K:
         while self._closed or not self._line:

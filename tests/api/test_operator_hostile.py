@@ -1,0 +1,71 @@
+"""A user who may edit jobs writes what fits into the API server: nobody else notices."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.arena import Arena, arena
+from support.cluster import Cluster
+from support.rest import eventually
+
+
+@pytest.fixture
+def stage(control_plane: Cluster, tmp_path: Path) -> Iterator[Arena]:
+    with arena(control_plane.kubeconfig, tmp_path) as found:
+        yield found
+
+
+def apply_deep(stage: Arena, name: str, value: str) -> None:
+    """A job with a field of its pods that Kubernetes does not know; no client library writes it."""
+    body = {
+        "apiVersion": "ddpjob.dev/v1alpha1",
+        "kind": "DDPJob",
+        "metadata": {"name": name},
+        "spec": {"replicas": 1, "template": {"spec": {"containers": [{"name": "t"}], "x": 0}}},
+    }
+    text = json.dumps(body).replace('"x": 0', f'"x": {value}').encode()
+    connection = stage.rest._connection()
+    headers = {"Content-Type": "application/json", "Accept": "application/json"}
+    connection.request("POST", stage.job_path(), text, headers)
+    answer = connection.getresponse()
+    said = answer.read()
+    assert answer.status == 201, said
+
+
+def refusal(plane: Cluster, stage: Arena, name: str) -> str:
+    """Asked of kubectl, for Python's own decoder gives up on such a job."""
+    path = 'jsonpath={.status.conditions[?(@.type=="Invalid")].message}'
+    return plane.kubectl("-n", stage.namespace, "get", "ddpjob", name, "-o", path).stdout
+
+
+def test_jobs_that_are_nested_deep_hurt_nobody(control_plane: Cluster, stage: Arena) -> None:
+    apply_deep(stage, "deep-before", "[" * 5000 + "]" * 5000)
+    operator = stage.start_operator("--resync-seconds", "2")
+    apply_deep(stage, "deep-after", '{"a":' * 5000 + "1" + "}" * 5000)
+    stage.apply("gang")
+    stage.wait_phase("gang", "Running")
+    for name in ("deep-before", "deep-after"):
+        said = functools.partial(refusal, control_plane, stage, name)
+        eventually(f"{name} is refused", lambda said=said: "nested too deep" in said())
+    stage.quiet_resyncs()
+    assert operator.process is not None
+    assert operator.process.poll() is None
+    assert "Traceback" not in operator.log(), operator.log()
+    assert "the watch of DDPJobs ended" not in operator.log()
+
+
+def test_a_template_of_a_megabyte_is_refused_with_the_cure(
+    control_plane: Cluster, stage: Arena
+) -> None:
+    stage.start_operator("--lease-seconds", "15")
+    container = {"name": "trainer", "image": "x", "unknown": os.urandom(400_000).hex()}
+    stage.apply("large", template={"spec": {"containers": [container]}})
+    said = functools.partial(refusal, control_plane, stage, "large")
+    eventually("it is refused", lambda: "ConfigMap" in said())
+    assert not stage.kubelet.pods("large")
