@@ -88,6 +88,7 @@ def node_not_ready(stage: Arena, gang: str) -> str:
     return str(stage.condition(gang, "Stalled")["message"])
 
 
+@pytest.mark.fault("N6")
 def test_fence_deletes_by_force_and_the_gang_runs_elsewhere(
     stage: Arena, machine: Machine, gang: str
 ) -> None:
@@ -108,6 +109,7 @@ def test_fence_deletes_by_force_and_the_gang_runs_elsewhere(
     assert reads, "a quorum has confirmed it"
 
 
+@pytest.mark.fault("O2", "N6")
 def test_fence_takes_a_watch_that_is_behind_at_no_word(
     stage: Arena, machine: Machine, gang: str
 ) -> None:
@@ -140,6 +142,7 @@ def test_fence_takes_a_watch_that_is_behind_at_no_word(
     assert stage.status(gang)["attempt"] == 1
 
 
+@pytest.mark.fault("N6")
 def test_wait_says_what_ends_it_and_an_administrators_word_does(
     stage: Arena, machine: Machine, gang: str
 ) -> None:
@@ -157,6 +160,7 @@ def test_wait_says_what_ends_it_and_an_administrators_word_does(
     assert status["restarts"]["charged"] == 0
 
 
+@pytest.mark.fault("N6")
 def test_a_deleted_node_object_is_a_word_too(stage: Arena, machine: Machine, gang: str) -> None:
     silent(stage, machine, gang, **{**FENCE, "nodeLost": {"policy": "Fence", "afterSeconds": 3600}})
     machine.delete()

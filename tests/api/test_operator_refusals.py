@@ -112,6 +112,7 @@ def test_a_value_that_the_api_refuses_ends_in_invalid_too(stage: Arena, gang: st
     assert "imagePullPolicy" in stage.condition(gang, "Invalid")["message"]
 
 
+@pytest.mark.fault("A4")
 def test_what_is_refused_for_long_is_tried_by_one_pod_and_told_once(
     stage: Arena, gang: str
 ) -> None:

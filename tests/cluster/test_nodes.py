@@ -66,6 +66,7 @@ def steps_in(site: Site, name: str, directory: str) -> list[int]:
     return sorted(int(step) for step in re.findall(r"^step-(\d+)\.json$", found, re.MULTILINE))
 
 
+@pytest.mark.fault("N6", "N7")
 def test_a_gang_behind_a_partition_is_replaced_and_its_zombie_is_shut_out(
     site: Site, undisturbed: Undisturbed, machines: None
 ) -> None:
@@ -93,6 +94,7 @@ def test_a_gang_behind_a_partition_is_replaced_and_its_zombie_is_shut_out(
     site.delete(name)
 
 
+@pytest.mark.fault("N6", "O5")
 def test_a_node_dies_with_the_leading_operator_and_ranks_of_a_gang(
     site: Site, undisturbed: Undisturbed, machines: None
 ) -> None:
@@ -113,6 +115,7 @@ def test_a_node_dies_with_the_leading_operator_and_ranks_of_a_gang(
     site.delete(name)
 
 
+@pytest.mark.fault("N6")
 def test_under_wait_the_job_says_what_ends_it_and_that_does(
     site: Site, undisturbed: Undisturbed, machines: None
 ) -> None:

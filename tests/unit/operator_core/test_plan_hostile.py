@@ -50,6 +50,7 @@ def test_numbers_of_a_report_that_no_field_can_hold_are_dropped():
     assert world.end(1, 1, message=report).status["attempt"] == 2
 
 
+@pytest.mark.fault("N11")
 def test_a_pod_without_its_labels_that_keeps_the_name_is_deleted():
     world = started().run()
     del world.pods["job-1"]
@@ -86,6 +87,7 @@ def test_a_container_that_a_webhook_puts_first_is_not_the_trainer():
     assert observe.pod(body).trainer.exit_code == 1
 
 
+@pytest.mark.fault("O2")
 def test_a_new_leader_with_a_stale_pod_cache_asks_before_it_calls_a_member_vanished():
     world = started().run()
     pods = dict(world.pods)
@@ -116,6 +118,7 @@ def test_a_watch_alone_never_makes_a_member_vanish():
     assert world.status["lastFailure"]["reason"] == "PodDeleted"
 
 
+@pytest.mark.fault("O2")
 def test_a_stale_view_of_the_job_deletes_no_newer_pod():
     world = started().run()
     old = {**world.job, "status": dict(world.status)}
@@ -125,6 +128,7 @@ def test_a_stale_view_of_the_job_deletes_no_newer_pod():
     assert isinstance(write, act.WriteStatus)
 
 
+@pytest.mark.fault("N11")
 def test_a_number_that_somebody_wrote_on_a_pod_does_not_become_ours():
     world = started().run()
     labels = world.pods["job-1"]["metadata"]["labels"]
@@ -133,6 +137,7 @@ def test_a_number_that_somebody_wrote_on_a_pod_does_not_become_ours():
     assert world.attempts() == {2}
 
 
+@pytest.mark.fault("A7")
 def test_after_a_restore_of_etcd_no_attempt_comes_twice():
     world = started().run()
     old = {**world.job, "status": dict(world.status)}

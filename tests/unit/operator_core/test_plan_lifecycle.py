@@ -43,6 +43,7 @@ def test_a_gang_that_has_succeeded_has_whatever_is_asked_for_at_that_moment(spec
 
 
 @pytest.mark.parametrize("spec", [{"activeDeadlineSeconds": 60}, {"startupDeadlineSeconds": 60}])
+@pytest.mark.fault("O2")
 def test_no_deadline_is_decided_on_a_stale_cache(spec: dict[str, Any]):
     world = started(**spec)
     stale = copy.deepcopy(world.pods)
@@ -82,6 +83,7 @@ def test_a_suspension_waits_for_a_last_look_at_who_may_be_done():
 
 
 @pytest.mark.parametrize("behind", [timedelta(), timedelta(hours=1)])
+@pytest.mark.fault("A6")
 def test_time_in_which_nobody_saw_or_acted_does_not_count_for_the_start(behind: timedelta):
     """Behind: the clock of the machine on which the next operator runs."""
     world = started(startupDeadlineSeconds=600)

@@ -254,6 +254,7 @@ def test_a_relist_keeps_a_pod_that_we_created_after_it_was_read() -> None:
     assert phases(store) == {"p0": "Pending"}
 
 
+@pytest.mark.fault("A7")
 def test_a_list_older_than_what_was_known_when_it_began_is_of_a_restored_etcd() -> None:
     store = stored()
     store.put_pod(pod(30))
