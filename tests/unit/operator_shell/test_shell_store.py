@@ -187,7 +187,8 @@ def test_a_relist_too_shows_that_a_pod_lost_its_controller() -> None:
     store.put_pod(pod(6))
     stripped = pod(7)
     del stripped["metadata"]["ownerReferences"]
-    assert store.replace_all_pods(None, [slim_pod(stripped)], "20") == {KEY}
+    assert store.put_pod(stripped) == {KEY}
+    assert store.drop_vanished_pods(None, [stripped["metadata"]["uid"]], "20") == set()
     assert phases(store) == {}
 
 
@@ -239,10 +240,11 @@ def test_a_relist_deletes_what_it_does_not_show_and_names_the_jobs() -> None:
     store.put_pod(pod(8, "b", owner="u2"))
     store.put_pod(pod(9, "c", owner="u3"))
     listed = [pod(8, "b", owner="u2", phase="Pending"), pod(9, "c", owner="u3")]
-    changed = store.replace_all_pods(None, list(map(slim_pod, listed)), "20")
+    changed = set[tuple[str, str]]().union(*map(store.put_pod, listed))
+    changed |= store.drop_vanished_pods(None, ["b", "c"], "20")
     assert changed == {("ns", "job")}
     assert phases(store) == {}
-    changed = store.replace_all_pods("elsewhere", [], "30")
+    changed = store.drop_vanished_pods("elsewhere", [], "30")
     assert changed == set()
     assert phases(store, "u2") == {"b": "Pending"}
 
@@ -250,7 +252,7 @@ def test_a_relist_deletes_what_it_does_not_show_and_names_the_jobs() -> None:
 def test_a_relist_keeps_a_pod_that_we_created_after_it_was_read() -> None:
     store = stored()
     store.put_pod(pod(25), from_watch=False)
-    store.replace_all_pods(None, [], "20")
+    store.drop_vanished_pods(None, [], "20")
     assert phases(store) == {"p0": "Pending"}
 
 

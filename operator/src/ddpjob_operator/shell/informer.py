@@ -17,7 +17,7 @@ from typing import Any
 from ddpjob_operator.core import observe
 from ddpjob_operator.shell import errors, nodes
 from ddpjob_operator.shell.api import NODES, PODS, Api, Listing, Object, Resource
-from ddpjob_operator.shell.store import Key, Store, slim_pod
+from ddpjob_operator.shell.store import Key, Store
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +34,6 @@ class Informer(ABC):
 
     resource: Resource
     selector = ""
-    #: What is kept of each object of a list, page by page: whole ones would fill the memory.
-    keep: Callable[[Object], Any] = staticmethod(lambda obj: obj)
 
     def __init__(
         self,
@@ -55,8 +53,12 @@ class Informer(ABC):
         self.alive_at = time.monotonic()  # we did something; if not for long, we are stuck
 
     @abstractmethod
+    def _keep(self, obj: Object) -> Any:
+        """Take an object of a list as it arrives; what ``_replace`` needs of it."""
+
+    @abstractmethod
     def _replace(self, listing: Listing) -> Iterable[Key]:
-        """Take a full list; the jobs that it concerns."""
+        """Take the end of a full list; the jobs that it concerns."""
 
     @abstractmethod
     def _apply(self, kind: str, obj: Object) -> Iterable[Key]:
@@ -95,7 +97,7 @@ class Informer(ABC):
     async def _list(self) -> str:
         newest = self._store.newest(self.resource.plural)
         listing = await self._api.list_all(
-            self.resource, self._namespace, self.selector, keep=self.keep
+            self.resource, self._namespace, self.selector, keep=self._keep
         )
         self._store.check_list(self.resource.plural, listing.resource_version, newest)
         self._mark_heard()
@@ -150,11 +152,14 @@ class PodInformer(Informer):
 
     resource = PODS
     selector = observe.LABEL_JOB_UID
-    keep = staticmethod(slim_pod)
+
+    def _keep(self, obj: Object) -> tuple[str, set[Key]]:
+        return obj["metadata"]["uid"], self._store.put_pod(obj)
 
     def _replace(self, listing: Listing) -> Iterable[Key]:
-        version = listing.resource_version
-        return self._store.replace_all_pods(self._namespace, listing.items, version)
+        uids = [uid for uid, _ in listing.items]
+        gone = self._store.drop_vanished_pods(self._namespace, uids, listing.resource_version)
+        return gone.union(*(keys for _, keys in listing.items))
 
     def _apply(self, kind: str, obj: Object) -> Iterable[Key]:
         if kind != "DELETED":
@@ -167,7 +172,9 @@ class NodeInformer(Informer):
     """All nodes of the cluster, if the operator may read them; jobs do without otherwise."""
 
     resource = NODES
-    keep = staticmethod(nodes.slim)
+
+    def _keep(self, obj: Object) -> nodes.Slim:
+        return nodes.slim(obj)
 
     def _replace(self, listing: Listing) -> Iterable[Key]:
         names = self._store.nodes.replace_all(listing.items)

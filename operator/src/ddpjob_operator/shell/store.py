@@ -245,18 +245,18 @@ class Store:
             gang = self._gangs.setdefault(job_uid, _Gang())
             gang.floor = max(gang.floor, _number(version) or 0)
 
-    def replace_all_pods(
-        self, namespace: str | None, items: Iterable[SlimPod], version: str
+    def drop_vanished_pods(
+        self, namespace: str | None, listed_uids: Iterable[str], version: str
     ) -> set[Key]:
-        """A full list by the informer. The keys of all jobs for which something changed."""
-        listed = {item.uid for item in items}
+        """After a full list: forget what it does not show. The keys of the jobs concerned."""
+        listed = set(listed_uids)
         changed: set[Key] = set()
         for job_uid, gang in list(self._gangs.items()):
             pods = [record.pod for record in gang.pods.values()]
             in_scope = bool(pods) and namespace in (None, pods[0].namespace)
             if in_scope and self._retain(job_uid, listed, version) and job_uid in self._keys:
                 changed.add(self._keys[job_uid])
-        return changed.union(*(self.put_pod(item) for item in items))
+        return changed
 
     def pods_of(self, job_uid: str) -> tuple[observe.Pod, ...]:
         """The pods whose controller is that job, by name."""
