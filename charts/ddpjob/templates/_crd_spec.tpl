@@ -284,7 +284,8 @@ properties:
       volume:
         description: >-
           Volume of any type, written as in a pod but without a name; all replicas must see
-          the same files, so usually a ReadWriteMany persistentVolumeClaim. Exactly one type.
+          the same files, so usually a ReadWriteMany persistentVolumeClaim. Exactly one type, of at
+          most 16 KiB as JSON.
         type: object
         minProperties: 1
         maxProperties: 1

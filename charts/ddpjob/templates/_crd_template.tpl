@@ -7,7 +7,8 @@ description: >-
   Pod template of every replica, kept as written; every field of a Kubernetes PodTemplateSpec
   may be used. The container named "trainer", or else the first one, trains; the others are
   sidecars, which do not decide whether a replica succeeded. It may change only while the job
-  is suspended.
+  is suspended. As JSON it may have 128 KiB, in at most 50 levels: a longer one shows as condition
+  Invalid.
 type: object
 required: [spec]
 properties:

@@ -12,6 +12,7 @@ import pytest
 
 from ddpjob_operator.core import observe, packed, spec
 from ddpjob_operator.shell import decode
+from support.world import crd_schema
 
 LIST: dict[str, Any] = {
     "apiVersion": "v1",
@@ -162,3 +163,10 @@ def test_a_packed_template_is_what_was_written() -> None:
     assert packed.template(found) is found
     # Stored in the status of running jobs: another digest would hold the whole fleet.
     assert found.packed.digest == "1b50501ac13eb7ff"
+
+
+def test_the_definition_tells_of_the_limits() -> None:
+    schema = crd_schema()["properties"]["spec"]["properties"]
+    assert f"{packed.TEMPLATE_BYTES // 1024} KiB" in schema["template"]["description"]
+    volume = schema["snapshot"]["properties"]["volume"]
+    assert f"{packed.VOLUME_BYTES // 1024} KiB" in volume["description"]
