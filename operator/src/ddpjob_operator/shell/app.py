@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import time
@@ -162,6 +163,8 @@ class App:
             len(self._store.all_keys()),
             self._store.pod_count(),
         )
+        # What is here now stays: no later search for cycles, 40 ms each, need look at it.
+        gc.freeze()
         await self._queue.run(self._settings.workers, self._reconciler.reconcile)
 
     async def _finish_work(self) -> None:
