@@ -100,11 +100,15 @@ def deep(kind: str) -> str:
 @pytest.mark.parametrize("kind", ["arrays", "objects"])
 @pytest.mark.parametrize("size", [10_000, 1_000_000])
 async def test_a_deep_item_of_a_list_is_cut_and_the_others_are_whole(kind: str, size: int) -> None:
-    item = '{"metadata":{"name":"]\\"}"},"spec":{"x":0,"y":[[1],"}"]}}'
-    text = '{"items":[' + item.replace("0", deep(kind)) + ',{"b":2}],"metadata":{"c":3}}'
+    tail = "]}" * 30_000  # text, also where a piece ends within it
+    item = '{"metadata":{"name":"]\\"}"},"spec":{"x":0,"y":[[1],"}"],"z":"' + tail + '"}}'
+    text = (
+        '{"items":[' + item.replace('"x":0', '"x":' + deep(kind)) + ',{"b":2}],"metadata":{"c":3}}'
+    )
     items, rest = await read(text, size)
     assert items[0]["metadata"] == {"name": ']"}'}
     assert items[0]["spec"]["y"] == [[1], "}"]
+    assert items[0]["spec"]["z"] == tail
     assert items[1] == {"b": 2}
     assert rest["metadata"] == {"c": 3}
 
