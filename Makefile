@@ -53,8 +53,14 @@ format: setup ## let ruff format and sort imports
 	@$(BIN)/ruff format .
 
 .PHONY: unit
-unit: setup ## tests of pure code, seconds
+unit: setup ## tests of pure code and of the operator in a model of a cluster, a minute
 	@$(PYTEST) $(wildcard tests/unit tests/model) $(ARGS)
+
+# Hours: every pair of faults, and as many random stories. SOAK=2/8 plays the second of eight shares.
+SOAK ?= 1/1
+.PHONY: soak
+soak: setup ## the model level whole, which make test only samples (hours; SOAK=1/8: a share)
+	@DDPJOB_SOAK=$(SOAK) $(PYTEST) tests/model $(ARGS)
 
 .PHONY: chart
 chart: setup programs ## tests of what the Helm chart renders

@@ -1,0 +1,357 @@
+"""A small deterministic Kubernetes: an API server with its store, nodes, kubelets, a user.
+
+It knows what the operator's verbs may meet: resourceVersions, preconditions, taken names,
+quotas, graceful deletion, a watch log that can be read late, a store that goes back to an
+earlier state. Objects are replaced, never changed in place, so old states cost nothing.
+What runs on the machines is kept apart from the objects: a process may outlive its pod.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from ddpjob_operator.core import observe
+from ddpjob_operator.core.status import parse_time
+from ddpjob_operator.shell import errors
+from support.invariants import Write
+from support.objects import ended
+
+Object = Mapping[str, Any]
+Key = tuple[str, str, str]  # plural, namespace, name
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+NAMESPACE = "ns"
+GRACE = 30
+NODES = ("node-0", "node-1")
+
+
+@dataclass
+class Cluster:
+    """``by`` in the methods names who asks: an operator's name, or "" for everybody else."""
+
+    now: datetime = START
+    quota: int | None = None  # pods that have not ended
+    refuse: Callable[[Object], errors.ApiError | None] = lambda body: None  # admission
+    silent: set[str] = field(default_factory=set)  # nodes that nobody hears of
+    objects: dict[Key, Object] = field(default_factory=dict)
+    history: list[Write] = field(default_factory=list)  # the watch log
+    states: list[dict[Key, Object]] = field(default_factory=list)  # before each write
+    processes: dict[str, Object] = field(default_factory=dict)  # pods that run, by uid
+    exits: dict[str, int] = field(default_factory=dict)  # what kubelets know, by uid of the pod
+    forced: set[str] = field(default_factory=set)  # uids whose objects went before their processes
+    era: int = 0  # how often the store was set back
+    _version: int = 1000
+    _uid: int = 0
+
+    def __post_init__(self) -> None:
+        for name in NODES:
+            self._set_node(name, ready=True)
+
+    # --- the API server ---
+
+    def get(self, plural: str, name: str) -> Object:
+        found = self.objects.get((plural, NAMESPACE, name))
+        if found is None:
+            raise _error(404, "NotFound", f"{plural} {name} not found")
+        return found
+
+    def list(self, plural: str, selector: str = "", behind: int = 0) -> tuple[list[Object], int]:
+        """The objects and the version of the list; ``behind`` writes ago."""
+        at = max(0, len(self.history) - behind)
+        if behind and self.history:
+            state = self.states[at]
+            version = int(self.history[at - 1].obj["metadata"]["resourceVersion"]) if at else 1
+        else:
+            state, version = self.objects, self._version
+        return [o for k, o in state.items() if k[0] == plural and selects(selector, o)], version
+
+    def create(self, plural: str, body: Object, by: str = "") -> Object:
+        name = body["metadata"]["name"]
+        key = (plural, body["metadata"].get("namespace", NAMESPACE), name)
+        if key in self.objects:
+            raise _error(409, "AlreadyExists", f'{plural} "{name}" already exists')
+        refused = self.refuse(body)
+        if refused is not None:
+            raise refused
+        if plural == "pods" and self.quota is not None and self._living() >= self.quota:
+            raise _error(403, "Forbidden", f'pods "{name}" is forbidden: exceeded quota: q')
+        self._uid += 1
+        meta = {
+            **body["metadata"],
+            "namespace": key[1],
+            "uid": f"uid-{self._uid}",
+            "creationTimestamp": stamp(self.now),
+        }
+        obj = {**body, "metadata": meta}
+        if plural == "pods":
+            obj["status"] = {"phase": "Pending"}
+        if plural == observe.PLURAL:
+            obj["metadata"]["generation"] = 1
+        return self._commit("ADDED", key, obj, by)
+
+    def replace_status(self, plural: str, name: str, body: Object, by: str = "") -> Object:
+        old, meta = self.get(plural, name), body["metadata"]
+        if meta.get("uid") not in (None, old["metadata"]["uid"]):
+            raise _error(409, "Conflict", "the uid in the precondition differs")
+        if meta.get("resourceVersion") not in (None, old["metadata"]["resourceVersion"]):
+            raise _error(409, "Conflict", "the object has been modified")
+        if old.get("status") == body["status"]:
+            return old
+        new = {**old, "status": body["status"]}
+        return self._commit("MODIFIED", (plural, NAMESPACE, name), new, by)
+
+    def delete(
+        self, plural: str, name: str, uid: str | None = None, grace: int | None = None, by: str = ""
+    ) -> Object:
+        old = self.get(plural, name)
+        if uid is not None and uid != old["metadata"]["uid"]:
+            raise _error(409, "Conflict", "the uid in the precondition differs")
+        wanted = self._grace(old, grace) if plural == "pods" else 0
+        if by and grace == 0 and plural == "pods" and not self.hears(old):
+            self.forced.add(old["metadata"]["uid"])  # Fence: the lineage shuts the zombie out
+        if wanted == 0:
+            return self._remove((plural, NAMESPACE, name), by)
+        meta, until = old["metadata"], stamp(self.now + timedelta(seconds=wanted))
+        running = meta.get("deletionGracePeriodSeconds")
+        if running is not None and running <= wanted:
+            return old
+        more = {"deletionTimestamp": until, "deletionGracePeriodSeconds": wanted}
+        return self._commit(
+            "MODIFIED", (plural, NAMESPACE, name), {**old, "metadata": {**meta, **more}}, by
+        )
+
+    def update(self, plural: str, name: str, **fields: Any) -> Object:
+        """Somebody else changes top-level fields of an object; a new spec is a new generation."""
+        old = self.get(plural, name)
+        new = {**old, **fields}
+        if "spec" in fields and plural == observe.PLURAL:
+            meta = {**old["metadata"], "generation": old["metadata"]["generation"] + 1}
+            new["metadata"] = meta
+        return self._commit("MODIFIED", (plural, NAMESPACE, name), new, "")
+
+    def restore(self, back: int) -> None:
+        """The store is set back by so many writes; versions go back with it.
+
+        What the nodes run meanwhile is killed as soon as the kubelets look: see reap().
+        """
+        at = max(len(NODES), len(self.history) - back)
+        self.objects = dict(self.states[at] if at < len(self.states) else self.objects)
+        self.era += 1
+        versions = [int(o["metadata"]["resourceVersion"]) for o in self.objects.values()]
+        self._version = max(versions, default=1000)
+        in_order = sorted(
+            self.objects.values(), key=lambda o: int(o["metadata"]["resourceVersion"])
+        )
+        # History begins anew: nobody can be held to what is forgotten.
+        self.history = [Write("ADDED", _plural(o), o, self.now, "") for o in in_order]
+        self.states = [dict[Key, Object]()]
+        for write in self.history:
+            self.states.append({**self.states[-1], _key(write): write.obj})
+        del self.states[-1]
+        bound = {o["metadata"]["uid"] for o in self.pods() if o["spec"].get("nodeName")}
+        self.forced |= self.processes.keys() - bound
+
+    def _living(self) -> int:
+        return len([p for p in self.pods() if not ended(p)])
+
+    def _grace(self, pod: Object, asked: int | None) -> int:
+        if not pod["spec"].get("nodeName") or ended(pod):
+            return 0
+        default = pod["spec"].get("terminationGracePeriodSeconds", GRACE)
+        return int(default if asked is None else asked)
+
+    def _remove(self, key: Key, by: str) -> Object:
+        obj = self.objects[key]
+        meta = {**obj["metadata"], "deletionTimestamp": stamp(self.now)}
+        meta["deletionGracePeriodSeconds"] = 0
+        gone = self._commit("DELETED", key, {**obj, "metadata": meta}, by)
+        del self.objects[key]
+        return gone
+
+    def _commit(self, kind: str, key: Key, obj: Object, by: str) -> Object:
+        self.states.append(dict(self.objects))
+        self._version += 1
+        meta = {**obj["metadata"], "resourceVersion": str(self._version)}
+        new = {**obj, "metadata": meta}
+        self.objects[key] = new
+        self.history.append(Write(kind, key[0], new, self.now, by))
+        return new
+
+    # --- what is there ---
+
+    def pods(self, job: str = "") -> list[Object]:
+        found = [o for (plural, _, _), o in self.objects.items() if plural == "pods"]
+        mine = [o for o in found if not job or label(o, observe.LABEL_JOB_NAME) == job]
+        return sorted(mine, key=lambda o: o["metadata"]["name"])
+
+    def jobs(self) -> list[Object]:
+        return [o for (plural, _, _), o in self.objects.items() if plural == observe.PLURAL]
+
+    def job(self, name: str) -> Object | None:
+        return self.objects.get((observe.PLURAL, NAMESPACE, name))
+
+    def status(self, name: str) -> Mapping[str, Any]:
+        found = self.job(name)
+        return (found or {}).get("status") or {}
+
+    # --- kubelets, scheduler, garbage collector ---
+
+    def start(self, pod: Object) -> None:
+        """A scheduler binds it and a kubelet runs it."""
+        name = pod["metadata"]["name"]
+        heard = [n for n in NODES if n not in self.silent]
+        node = pod["spec"].get("nodeName") or heard[self._uid % len(heard)]
+        spec = {**pod["spec"], "nodeName": node}
+        state = {"running": {"startedAt": stamp(self.now)}}
+        new = self.update("pods", name, spec=spec, status=self._pod_status(pod, "Running", state))
+        self.processes[pod["metadata"]["uid"]] = new
+
+    def refuse_image(self, pod: Object) -> None:
+        """It is bound, and its image cannot be pulled."""
+        spec = {**pod["spec"], "nodeName": NODES[0]}
+        state = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
+        status = self._pod_status(pod, "Pending", state)
+        self.update("pods", pod["metadata"]["name"], spec=spec, status=status)
+
+    def finish(self, pod: Object, code: int) -> None:
+        """The trainer container ends with that code."""
+        reason = "Completed" if code == 0 else "Error"
+        state = {"terminated": {"exitCode": code, "reason": reason, "finishedAt": stamp(self.now)}}
+        phase = "Succeeded" if code == 0 else "Failed"
+        status = self._pod_status(pod, phase, state)
+        self.update("pods", pod["metadata"]["name"], status=status)
+        self.processes.pop(pod["metadata"]["uid"], None)
+        self.exits[pod["metadata"]["uid"]] = code
+
+    def report(self) -> bool:
+        """After the store was set back, kubelets tell again what they know."""
+        for pod in self.pods():
+            uid = pod["metadata"]["uid"]
+            if self.hears(pod) and pod["spec"].get("nodeName") and not ended(pod):
+                if uid in self.exits:
+                    self.finish(pod, self.exits[uid])
+                    return True
+                self.processes.setdefault(uid, pod)  # without a trace of it, it is run again
+        return False
+
+    def disrupt(self, pod: Object, reason: str) -> None:
+        """The eviction API or the taint manager: a condition, then a graceful deletion."""
+        status = dict(pod.get("status") or {})
+        more = {"type": "DisruptionTarget", "status": "True", "reason": reason}
+        status["conditions"] = [*status.get("conditions", ()), more]
+        self.update("pods", pod["metadata"]["name"], status=status)
+        self.delete("pods", pod["metadata"]["name"])
+
+    def kill(self, pod: Object) -> None:
+        """The kubelet has ended a pod that is being deleted, and lets go of its object."""
+        if pod["metadata"]["uid"] in self.processes:
+            self.finish(pod, 143)
+        self._remove(("pods", NAMESPACE, pod["metadata"]["name"]), "")
+
+    def force(self, pod: Object) -> None:
+        """A person deletes the object with grace 0; the process does not know."""
+        self.forced.add(pod["metadata"]["uid"])
+        self._remove(("pods", NAMESPACE, pod["metadata"]["name"]), "")
+
+    def reap(self) -> bool:
+        """Kubelets that are heard of end what has no object any more."""
+        known = {o["metadata"]["uid"] for o in self.pods()}
+        gone = [u for u, p in self.processes.items() if u not in known and self.hears(p)]
+        for uid in gone:
+            del self.processes[uid]
+        return bool(gone)
+
+    def collect(self) -> bool:
+        """The garbage collector deletes what a vanished job owned."""
+        uids = {o["metadata"]["uid"] for o in self.jobs()}
+        orphans = [
+            (key, obj)
+            for key, obj in list(self.objects.items())
+            if key[0] not in (observe.PLURAL, "nodes")
+            and (owner := controller(obj)) is not None
+            and owner not in uids
+            and "deletionTimestamp" not in obj["metadata"]
+        ]
+        for key, obj in orphans:
+            self.delete(key[0], key[2], uid=obj["metadata"]["uid"])
+        return bool(orphans)
+
+    def hears(self, pod: Object) -> bool:
+        return pod["spec"].get("nodeName") not in self.silent
+
+    def silence(self, node: str) -> None:
+        """The node is partitioned; the node controller notices."""
+        self.silent.add(node)
+        self._set_node(node, ready=False)
+
+    def heal_nodes(self) -> None:
+        for node in sorted(self.silent):
+            self._set_node(node, ready=True)
+        self.silent.clear()
+
+    def _set_node(self, name: str, *, ready: bool) -> None:
+        since = {"lastTransitionTime": stamp(self.now), "reason": "model", "message": ""}
+        ready_now = {"type": "Ready", "status": "True" if ready else "Unknown", **since}
+        taint = {"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"}
+        body = {
+            "metadata": {"name": name},
+            "spec": {} if ready else {"taints": [taint]},
+            "status": {"conditions": [ready_now]},
+        }
+        if ("nodes", NAMESPACE, name) in self.objects:
+            self.update("nodes", name, spec=body["spec"], status=body["status"])
+        else:
+            self.create("nodes", body)
+
+    def _pod_status(self, pod: Object, phase: str, state: Object) -> Object:
+        containers = pod["spec"]["containers"]
+        one = {"ready": phase == "Running", "restartCount": 0, "state": state}
+        old = (pod.get("status") or {}).get("conditions", [])
+        return {
+            "phase": phase,
+            "podIP": "10.0.0.1",
+            "conditions": [c for c in old if c["type"] != "PodScheduled"],
+            "containerStatuses": [{"name": c["name"], **one} for c in containers],
+        }
+
+
+def stamp(at: datetime) -> str:
+    """As Kubernetes prints it: whole seconds."""
+    return at.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def label(obj: Object, key: str) -> str | None:
+    found = (obj["metadata"].get("labels") or {}).get(key)
+    return None if found is None else str(found)
+
+
+def controller(obj: Object) -> str | None:
+    owners = obj["metadata"].get("ownerReferences") or ()
+    return next((o["uid"] for o in owners if o.get("controller")), None)
+
+
+def selects(selector: str, obj: Object) -> bool:
+    """``key``, ``key=value`` or nothing."""
+    key, _, value = selector.partition("=")
+    return not key or (label(obj, key) is not None and value in ("", label(obj, key)))
+
+
+def deadline(pod: Object) -> datetime | None:
+    return parse_time(pod["metadata"].get("deletionTimestamp"))
+
+
+def _plural(obj: Object) -> str:
+    kinds = {"Service": "services", "NetworkPolicy": "networkpolicies", "Pod": "pods"}
+    return kinds.get(obj.get("kind", ""), observe.PLURAL if "kind" in obj else "nodes")
+
+
+def _key(write: Write) -> Key:
+    meta = write.obj["metadata"]
+    return (write.plural, meta.get("namespace", NAMESPACE), meta["name"])
+
+
+def _error(code: int, reason: str, message: str) -> errors.ApiError:
+    return errors.from_status(code, {"reason": reason, "message": message})

@@ -1,0 +1,321 @@
+"""An operator in the model: the real store, informer, resync, executor and reconciler.
+
+Only what is outside the process is replaced: the API server (model.cluster), the clock and
+the timers of the work queue. So what a Plan does in the model is what it does in a cluster.
+An operator's views lag: it knows what was delivered to it, in order, and not more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from datetime import datetime, timedelta
+from types import SimpleNamespace
+from typing import Any
+
+from ddpjob_operator.core import observe
+from ddpjob_operator.core.actions import Plan
+from ddpjob_operator.core.plan import plan as real_plan
+from ddpjob_operator.shell import app, reconciler
+from ddpjob_operator.shell.api import Listing, Resource
+from ddpjob_operator.shell.clock import Clock
+from ddpjob_operator.shell.executor import Executor
+from ddpjob_operator.shell.informer import NodeInformer, PodInformer
+from ddpjob_operator.shell.nodes import NodeCache
+from ddpjob_operator.shell.reconciler import Reconciler
+from ddpjob_operator.shell.resync import Resync
+from ddpjob_operator.shell.store import Key, RewoundError, Store
+from model.cluster import START, Cluster, Object, selects
+from model.wire import Call, Crash, Wire
+
+Planner = Callable[..., Plan]
+
+RESYNC = timedelta(seconds=30)  # jobs are listed anew
+RELIST = timedelta(seconds=600)  # and pods
+_FIRST_DELAY, _MAX_DELAY = 0.1, 30.0  # of the work queue
+
+
+class ModelApi:
+    """shell.api.Api of one operator. Holds the operator to its manners (I22)."""
+
+    def __init__(self, operator: Operator) -> None:
+        self._operator = operator
+        self.behind: dict[str, int] = {}  # a list shows the world as it was so many writes ago
+
+    async def get(self, resource: Resource, namespace: str | None, name: str) -> Any:
+        return await self._send("get", resource, name, lambda c: c.get(resource.plural, name))
+
+    async def create(
+        self, resource: Resource, namespace: str, body: Object, *, strict: bool = False
+    ) -> Any:
+        assert strict, "unknown fields would be dropped without a word"
+        by = self._operator.name
+        do = lambda c: c.create(resource.plural, body, by)  # noqa: E731
+        return await self._send("create", resource, body["metadata"]["name"], do)
+
+    async def replace(
+        self, resource: Resource, namespace: str, name: str, body: Object, *, sub: str = ""
+    ) -> Any:
+        assert sub == "status", "the spec is never written"
+        assert body["metadata"].get("resourceVersion"), "a status is guarded by its version"
+        by = self._operator.name
+        do = lambda c: c.replace_status(resource.plural, name, body, by)  # noqa: E731
+        return await self._send("replace", resource, name, do)
+
+    async def delete(
+        self, resource: Resource, namespace: str, name: str, *, uid: str, grace: int | None = None
+    ) -> Any:
+        assert uid, "a deletion names the uid"
+        by = self._operator.name
+        do = lambda c: c.delete(resource.plural, name, uid, grace, by)  # noqa: E731
+        return await self._send("delete", resource, name, do)
+
+    async def list_all(
+        self,
+        resource: Resource,
+        namespace: str | None,
+        selector: str = "",
+        *,
+        keep: Callable[[Object], Any] = dict,
+    ) -> Listing:
+        def do(cluster: Cluster) -> Listing:
+            items, version = cluster.list(
+                resource.plural, selector, self.behind.get(resource.plural, 0)
+            )
+            return Listing([keep(item) for item in items], str(version))
+
+        return await self._send("list", resource, selector, do)  # type: ignore[no-any-return]
+
+    async def _send(self, verb: str, resource: Resource, name: str, do: Any) -> Any:
+        operator = self._operator
+        cluster = operator.wire.cluster
+        if operator.dead:
+            raise Crash
+        if not operator.working:
+            return do(cluster)  # the lists of the start and the resync are not counted
+        call = Call(len(operator.wire.calls), verb, resource.plural, name, operator.name)
+        try:
+            return await operator.wire.send(call, lambda: do(cluster))
+        except Crash:
+            operator.dead = True  # calls under way beside this one never leave
+            raise
+
+
+class ModelQueue:
+    """shell.workqueue.WorkQueue on the cluster's clock; no jitter."""
+
+    def __init__(self, now: Callable[[], datetime]) -> None:
+        self._now = now
+        self.due: dict[Key, datetime] = {}
+        self._failures: dict[Key, int] = {}
+
+    def add(self, key: Key) -> None:
+        self.due[key] = self._now()
+
+    def add_after(self, key: Key, delay: float) -> None:
+        at = self._now() + timedelta(seconds=max(delay, 0.0))
+        self.due[key] = min(at, self.due.get(key, at))
+
+    def add_failed(self, key: Key, at_least: float | None = None) -> float:
+        failures = self._failures.get(key, 0)
+        self._failures[key] = failures + 1
+        delay = max(min(_MAX_DELAY, _FIRST_DELAY * 2.0 ** min(failures, 20)), at_least or 0.0)
+        self.add_after(key, delay)
+        return delay
+
+    def forgive(self, key: Key) -> None:
+        self._failures.pop(key, None)
+
+    def forget(self, key: Key) -> None:
+        self._failures.pop(key, None)
+        self.due.pop(key, None)
+
+    def take(self) -> Key | None:
+        """The key that has waited longest, if it is its turn."""
+        ready = [(at, key) for key, at in self.due.items() if at <= self._now()]
+        if not ready:
+            return None
+        key = min(ready)[1]
+        del self.due[key]
+        return key
+
+
+class Operator:
+    """One process. ``deliver`` brings news, ``work`` lets it look at one job once."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        name: str,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        planner: Planner = real_plan,
+        behind: int = 0,
+        pods_behind: int | None = None,
+    ) -> None:
+        self.wire, self.name, self.planner, self._loop = wire, name, planner, loop
+        self.leading, self.dead, self.working = True, False, False
+        self.skew = timedelta()  # of its clock
+        self.task: asyncio.Task[None] | None = None
+        self.events: list[tuple[Key, Any]] = []
+        self.store = Store()
+        self.store.nodes = NodeCache(self._monotonic, self.now)
+        self._clock = Clock(wall=self.now, monotonic=self._monotonic)
+        self.queue = ModelQueue(self.clock)
+        self.api = ModelApi(self)
+        metrics: Any = SimpleNamespace(
+            reconcile=SimpleNamespace(observe=lambda _: None), record=lambda _: None
+        )
+        recorder: Any = SimpleNamespace(
+            send=lambda job, events: self.events.extend((job.key, e) for e in events)
+        )
+        api, queue = _any(self.api), _any(self.queue)
+        leads = lambda: self.leading  # noqa: E731
+        executor = Executor(api, self.store, recorder, metrics, leads=leads, now=self._clock.now)
+        self._reconciler = Reconciler(self.store, queue, executor, metrics, leads, self._clock)
+        self._informers = {
+            "pods": PodInformer(api, self.store, None, self.queue.add),
+            "nodes": NodeInformer(api, self.store, None, self.queue.add),
+        }
+        watcher: Any = SimpleNamespace(heard_at=0.0, restart=lambda: None)
+        self._resync = Resync(api, self.store, (), self.queue.add, watcher)
+        self._app: Any = SimpleNamespace(_store=self.store, _queue=self.queue)
+        self.cursor: dict[str, int] = {}
+        pods = behind if pods_behind is None else pods_behind
+        self._start({observe.PLURAL: behind, "pods": pods, "nodes": 0})
+
+    def clock(self) -> datetime:
+        """Time as it passes, for timers."""
+        return self.wire.cluster.now
+
+    def now(self) -> datetime:
+        """What the operator's machine takes for the time."""
+        return self.wire.cluster.now + self.skew
+
+    def _monotonic(self) -> float:
+        return (self.wire.cluster.now - START).total_seconds()
+
+    def jump(self, hours: float) -> None:
+        """Its machine's clock is set."""
+        self.skew += timedelta(hours=hours)
+
+    def _start(self, behind: dict[str, int]) -> None:
+        """The first lists, maybe of an old state; the watches go on from there."""
+        self.api.behind = behind
+        self.relist()
+        self.resync()
+        self.api.behind = {}
+        seen = len(self.wire.cluster.history)
+        self.cursor = {plural: max(0, seen - late) for plural, late in behind.items()}
+        self.era = self.wire.cluster.era
+
+    def relist(self) -> None:
+        """The informers' own full lists; their watches go on from there."""
+        for plural, informer in self._informers.items():
+            self._list(informer._list())
+            self.cursor[plural] = len(self.wire.cluster.history)
+        self.relisted_at = self.clock()
+        self.blind = False
+
+    def resync(self) -> None:
+        """The list of jobs every 30 s; all keys are looked at."""
+        self._list(self._resync._list_all())
+        self._clock.heard()
+        self.resynced_at = self.clock()
+
+    def _list(self, listing: Coroutine[Any, Any, Any]) -> None:
+        if self.dead:
+            listing.close()
+            return
+        try:
+            self._loop.run_until_complete(listing)
+        except RewoundError:
+            self.dead = True  # the process ends, and starts anew
+
+    def lags(self, plural: str) -> int:
+        """How much has happened that was not delivered."""
+        self._mind_restore()
+        return len(self.wire.cluster.history) - self.cursor[plural]
+
+    def deliver(self, plural: str, count: int | None = None) -> bool:
+        """Pass on so many of the next events of one watch, all by default."""
+        self._mind_restore()
+        history, at = self.wire.cluster.history, self.cursor[plural]
+        end = len(history) if count is None else min(len(history), at + count)
+        for write in history[at:end]:
+            if write.plural == plural:
+                self._apply(write.kind, plural, dict(write.obj))
+        self.cursor[plural] = end
+        return end > at
+
+    def lose(self, plural: str) -> None:
+        """A gap in the watch: what was not delivered never will be."""
+        self._mind_restore()
+        self.blind = self.blind or self.lags(plural) > 0
+        self.cursor[plural] = len(self.wire.cluster.history)
+
+    def _apply(self, kind: str, plural: str, obj: dict[str, Any]) -> None:
+        if plural == observe.PLURAL:
+            app.App._on_job_event(self._app, kind, observe.job(obj))
+        else:
+            # A pod that loses the label leaves the selection: its watch says DELETED.
+            informer = self._informers[plural]
+            chosen = selects(informer.selector, obj)
+            for key in informer._apply(kind if chosen else "DELETED", obj):
+                self.queue.add(key)
+
+    def _mind_restore(self) -> None:
+        """Versions went back: the watches break, and everything is listed anew."""
+        if self.era != self.wire.cluster.era:
+            self.era = self.wire.cluster.era
+            self.relist()
+            if not self.dead:
+                self.resync()
+            self.cursor = dict.fromkeys(self.cursor, len(self.wire.cluster.history))
+
+    def work(self) -> bool:
+        """Look at one job whose turn it is. False if there is none, or a call is held up."""
+        if self.task is None:
+            key = self.queue.take()
+            if key is None:
+                return False
+            self.task = self._loop.create_task(self._reconciler.reconcile(key))
+        elif self.wire.held is not None:
+            return False
+        self._run()
+        return True
+
+    def _run(self) -> None:
+        """Until the look is over, the process dead, or a call held up."""
+        task = self.task
+        assert task is not None
+        held = asyncio.Event()
+        self.wire.on_hold = held.set
+        self.working = True
+        kept, reconciler.plan = reconciler.plan, self.planner
+        try:
+            self._loop.run_until_complete(_until_done_or_held(task, held))
+        finally:
+            reconciler.plan = kept
+            self.working = False
+        if task.done():
+            self.task = None
+            crashed = isinstance(task.exception(), Crash)  # asked for, or asyncio complains
+            self.dead = self.dead or crashed
+
+    def release(self) -> None:
+        """The call that was held up goes on its way; others of the same look are refused."""
+        if self.wire.held is not None and self.task is not None:
+            self.wire.held.set_result(None)
+            self.wire.held = None
+            self._run()
+
+
+async def _until_done_or_held(task: asyncio.Task[None], held: asyncio.Event) -> None:
+    waiter = asyncio.ensure_future(held.wait())
+    await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
+    waiter.cancel()
+
+
+def _any(value: object) -> Any:
+    return value

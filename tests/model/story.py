@@ -1,0 +1,347 @@
+"""A world of jobs, operators and machines that moves in small steps, fair or disturbed.
+
+``tick`` is one move of one party, always in the same order, so that a story is a number of
+ticks and every fault has a place in it. Every write is held against the invariants at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta
+from typing import Any
+
+from ddpjob_operator.core import observe
+from ddpjob_operator.core.plan import plan as real_plan
+from model.cluster import NAMESPACE, NODES, Cluster, Object, deadline
+from model.operators import RELIST, RESYNC, Operator, Planner
+from model.wire import Wire
+from support.invariants import State, Violation, at_rest, check, i19_explained
+from support.objects import attempt, ended, replica, status
+
+WATCHED = (observe.PLURAL, "pods", "nodes")
+#: Nobody may be silent for longer.
+PATIENCE = timedelta(seconds=60)
+#: What becomes of a replica of an attempt while its gang runs: an exit code, or None: it goes on.
+Fate = Callable[[str, int, int], int | None]
+
+
+def job_body(name: str = "job", **spec: Any) -> dict[str, Any]:
+    """A DDPJob of 3 replicas; keyword arguments replace fields of the spec."""
+    template = {"spec": {"containers": [{"name": "trainer", "image": "trainer"}]}}
+    return {
+        "apiVersion": f"{observe.GROUP}/{observe.VERSION}",
+        "kind": observe.KIND,
+        "metadata": {"namespace": NAMESPACE, "name": name},
+        "spec": {"replicas": 3, "template": template, **spec},
+    }
+
+
+def finishes(job: str, attempt: int, replica: int) -> int | None:
+    """Every gang that runs ends well."""
+    return 0
+
+
+def loses_one(job: str, attempt: int, replica: int) -> int | None:
+    """The fate of the reference trace: replica 1 of the first attempt fails, then all is well."""
+    if attempt == 1:
+        return 1 if replica == 1 else None
+    return 0
+
+
+class World:
+    """``operators`` all act unless they do not lead. ``fate`` decides how pods end."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        fate: Fate = finishes,
+        planner: Planner = real_plan,
+    ) -> None:
+        self.loop, self.fate, self.planner = loop, fate, planner
+        self.cluster = Cluster()
+        self.wire = Wire(self.cluster)
+        self.operators: list[Operator] = []
+        self.state = State()
+        self.checked = 0
+        self.ticks = 0
+        self.frozen: set[tuple[str, str]] = set()  # watches that deliver nothing
+        self.pulls = True  # images can be pulled: pods start
+        self._era = 0
+        self.named = 0
+        #: What is to happen at a tick, or at a time.
+        self.timers: list[tuple[int | None, datetime | None, Callable[[], object]]] = []
+        self.start_operator()
+
+    # --- parties ---
+
+    def start_operator(self, behind: int = 0, pods_behind: int | None = None) -> Operator:
+        """One more process, or the next one."""
+        self.named += 1
+        name = f"operator-{self.named}"
+        new = Operator(
+            self.wire,
+            name,
+            self.loop,
+            planner=self.planner,
+            behind=behind,
+            pods_behind=pods_behind,
+        )
+        self.operators.append(new)
+        return new
+
+    def restart(
+        self, operator: Operator, behind: int = 0, pods_behind: int | None = None
+    ) -> Operator:
+        """It dies, another comes up; what was delivered and learnt is lost."""
+        operator.dead = True
+        self.bury()
+        return self.start_operator(behind, pods_behind)
+
+    def bury(self) -> bool:
+        """Take dead processes away."""
+        dead = [o for o in self.operators if o.dead]
+        self.operators = [o for o in self.operators if not o.dead]
+        for operator in dead:
+            if operator.task is not None:
+                operator.task.cancel()
+                self.wire.held = None
+        return bool(dead)
+
+    @property
+    def operator(self) -> Operator:
+        return self.operators[-1]
+
+    # --- time ---
+
+    def verify(self) -> None:
+        """Hold what was written since the last time against the invariants."""
+        if self.cluster.era != self._era:
+            self._era = self.cluster.era
+            kept = {"late": self.state.late, "tampered": self.state.tampered}
+            self.state, self.checked = State(deposed=True, **kept), 0
+        self.state = check(self.cluster.history[self.checked :], self.state)
+        self.checked = len(self.cluster.history)
+        self._verify_processes()
+
+    def _verify_processes(self) -> None:
+        """What runs on the machines, whatever the objects say; forced ones are the user's."""
+        mine = {
+            uid: pod
+            for uid, pod in self.cluster.processes.items()
+            if uid not in self.cluster.forced and uid not in self.state.late
+        }
+        by_job: dict[str, set[int | None]] = {}
+        for pod in mine.values():
+            owner = str(pod["metadata"]["ownerReferences"][0]["uid"])
+            by_job.setdefault(owner, set()).add(attempt(pod))
+        for attempts in by_job.values():
+            if len(attempts) > 1:
+                what = f"processes of attempts {sorted(map(str, attempts))} run side by side"
+                raise Violation("i1_processes", what)
+
+    def tick(self) -> bool:
+        """One fair move. False if nothing but time can bring news."""
+        self.ticks += 1
+        moved = self._move()
+        self.verify()
+        return moved
+
+    def _move(self) -> bool:
+        if self.bury() and not self.operators:
+            self.start_operator()
+            return True
+        for operator in self.operators:
+            for plural in WATCHED:
+                if (operator.name, plural) not in self.frozen:
+                    operator.deliver(plural)
+            if not operator.dead:
+                self._periodic(operator)
+        if self.bury():
+            return True
+        if any(operator.work() for operator in self.operators):
+            return True
+        # A process outlives its object for as long as it can.
+        return self.cluster.collect() or self.move_machines() or self.cluster.reap()
+
+    def _periodic(self, operator: Operator) -> None:
+        jobs, pods = ((operator.name, plural) in self.frozen for plural in WATCHED[:2])
+        if not jobs and self.cluster.now - operator.resynced_at >= RESYNC:
+            operator.resync()
+        if not pods and self.cluster.now - operator.relisted_at >= RELIST:
+            operator.relist()
+
+    def freeze(
+        self, *operators: Operator, plurals: tuple[str, ...] = WATCHED
+    ) -> Callable[[], None]:
+        """Their watches fall silent; call what is returned to end it."""
+        watches = {(operator.name, plural) for operator in operators for plural in plurals}
+        self.frozen |= watches
+        return lambda: self.frozen.difference_update(watches)
+
+    def move_machines(self) -> bool:
+        """One kubelet does one thing."""
+        if self.cluster.era and self.cluster.report():
+            return True
+        for pod in self.cluster.pods():
+            if "deletionTimestamp" in pod["metadata"] and self.cluster.hears(pod):
+                self.cluster.kill(pod)
+                return True
+        for pod in self.cluster.pods():
+            if self._can_start(pod) and (self.pulls or not pod["spec"].get("nodeName")):
+                (self.cluster.start if self.pulls else self.cluster.refuse_image)(pod)
+                return True
+        return any(self._end_one(job) for job in self.cluster.jobs())
+
+    def _can_start(self, pod: Object) -> bool:
+        fresh = pod["status"].get("phase") == "Pending" and self.cluster.hears(pod)
+        room = any(node not in self.cluster.silent for node in NODES)
+        return fresh and room and "deletionTimestamp" not in pod["metadata"]
+
+    def _end_one(self, job: Object) -> bool:
+        found, name = status(job), job["metadata"]["name"]
+        if found.get("phase") != "Running":
+            return False
+        for pod in self.cluster.pods(name):
+            code = self.fate(name, attempt(pod) or 0, replica(pod) or 0)
+            on = pod["metadata"]["uid"] in self.cluster.processes and not ended(pod)
+            if code is not None and on and self.cluster.hears(pod):
+                self.cluster.finish(pod, code)
+                return True
+        return False
+
+    def sleep(self, seconds: float | None = None) -> None:
+        """Let time pass: so much, or until somebody's timer rings."""
+        self._verify_silence()
+        now = self.cluster.now
+        if seconds is not None:
+            self.cluster.now = now + timedelta(seconds=seconds)
+            return
+        watched = [o for o in self.operators if (o.name, observe.PLURAL) not in self.frozen]
+        times: list[datetime] = [o.resynced_at + RESYNC for o in watched]
+        times += [at for o in self.operators for at in o.queue.due.values()]
+        times += [at for _, at, _ in self.timers if at is not None]
+        times += [at for pod in self.cluster.pods() if (at := deadline(pod)) is not None]
+        later = [at for at in times if at > now]
+        self.cluster.now = min(later, default=now + RESYNC)
+
+    def _verify_silence(self) -> None:
+        """Whoever waits for long, undisturbed, has said for what."""
+        last = self.cluster.history[-1].at
+        quiet = last is not None and self.cluster.now - last > PATIENCE
+        sane = all(not (o.blind or o.task or o.skew) for o in self.operators)
+        if quiet and sane and self.operators and not (self.frozen or self.wire.gated):
+            for job in self.state.jobs.values():
+                wrong = i19_explained(self.state, job, self.cluster.now)
+                if wrong is not None:
+                    raise Violation("i19_explained", wrong)
+
+    def run(self, until: Callable[[], bool], seconds: float = 7200, limit: int = 3000) -> bool:
+        """Fair moves until something holds; False if it does not within that time."""
+        end = self.cluster.now + timedelta(seconds=seconds)
+        for _ in range(limit):
+            if until():
+                return True
+            if not self.tick():
+                if self.cluster.now >= end:
+                    return False
+                self.sleep()
+        raise Violation("i15_quiescence", f"no rest after {limit} moves")
+
+    # --- ends ---
+
+    def phase(self, name: str = "job") -> str | None:
+        found: str | None = self.cluster.status(name).get("phase")
+        return found
+
+    def heal(self) -> None:
+        """No more faults: machines answer, nothing is refused, one operator with true views."""
+        self.wire.gate = lambda call: ""
+        for operator in self.operators:
+            if operator.task is not None:
+                operator.leading = False
+                operator.release()
+                operator.dead = True
+        self.wire.deliver_late()
+        self.cluster.refuse = lambda body: None
+        self.cluster.quota = None
+        self.cluster.heal_nodes()
+        self.pulls = True
+        self.frozen.clear()
+        self.timers.clear()
+        self.fate = finishes
+        for operator in self.operators[:-1]:
+            operator.dead = True
+        self.bury()
+        if not self.operators:
+            self.start_operator()
+        self.operator.skew = timedelta()
+        self.operator.leading = True
+        for job in self.cluster.jobs():
+            if job["spec"].get("suspend"):
+                self.suspend(job["metadata"]["name"], False)
+
+    def must_end(self, seconds: float = 14400) -> None:
+        """A fair, faultless continuation brings every job to its end, and then to rest.
+
+        Only what the status asks of the user is done by the user.
+        """
+        if not self.run(self._all_over_or_asking, seconds):
+            self._raise_no_end(seconds)
+        for job in self.cluster.jobs():
+            if _asks(job):
+                name = job["metadata"]["name"]
+                self.suspend(name, True)
+                self.run(lambda name=name: self.phase(name) == "Suspended" or self.over(name), 600)
+                self.suspend(name, False)
+        if not self.run(self._all_over, seconds):
+            self._raise_no_end(seconds)
+        self.must_rest()
+
+    def suspend(self, name: str, value: bool) -> None:
+        """The user sets spec.suspend, unless the job is over."""
+        job = self.cluster.job(name)
+        if job is not None and not self.over(name):
+            self.cluster.update(observe.PLURAL, name, spec={**job["spec"], "suspend": value})
+
+    def _raise_no_end(self, seconds: float) -> None:
+        left = {j["metadata"]["name"]: _brief(status(j)) for j in self.cluster.jobs()}
+        raise Violation("i8_ends", f"no end after {seconds:g} s without a fault: {left}")
+
+    def must_rest(self) -> None:
+        """Nothing moves, what is seen is true and explained, and no look writes anything."""
+        self.run(lambda: False, seconds=90)
+        for name, what in at_rest(self.state, self.cluster.now):
+            raise Violation(name, what)
+        before = len(self.wire.calls)
+        for operator in self.operators:
+            operator.resync()
+            while operator.work():
+                pass
+        extra = [call for call in self.wire.calls[before:] if call.writes]
+        if extra:
+            raise Violation("i15_quiescence", f"at rest, and yet: {extra[0]}")
+
+    def _all_over(self) -> bool:
+        return all(self.over(job["metadata"]["name"]) for job in self.cluster.jobs())
+
+    def _all_over_or_asking(self) -> bool:
+        return all(self.over(j["metadata"]["name"]) or _asks(j) for j in self.cluster.jobs())
+
+    def over(self, name: str = "job") -> bool:
+        """Terminal, or gone."""
+        job = self.cluster.job(name)
+        return job is None or status(job).get("phase") in ("Succeeded", "Failed")
+
+
+def _asks(job: Object) -> bool:
+    """It waits for the user, and says so."""
+    told = status(job).get("conditions") or ()
+    return any((c["status"], c["reason"]) == ("True", "TemplateChanged") for c in told)
+
+
+def _brief(found: Mapping[str, Any]) -> dict[str, Any]:
+    told = [c for c in found.get("conditions") or () if c["status"] == "True"]
+    shown = {k: found.get(k) for k in ("phase", "attempt", "ready", "restarts")}
+    return {**shown, "true": [(c["type"], c["reason"]) for c in told]}

@@ -1,0 +1,101 @@
+"""The reference trace under every single fault and under pairs of them (faults.py).
+
+A violation names the invariant and the faults, so one story can be played again alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable
+
+import pytest
+
+from model.faults import EVENTS, SEEN, UNSEEN, Fault, play, reference, singles, story
+from support.invariants import Violation
+from support.objects import status
+
+#: In `make test` one pair of so many is played; `make soak` plays all, or its share of them.
+THINNED = 4001
+
+
+def broken(loop: asyncio.AbstractEventLoop, stories: Iterable[tuple[Fault, ...]]) -> list[str]:
+    """Every story that breaks an invariant, with its faults."""
+    found = []
+    for one in stories:
+        try:
+            play(loop, one)
+        except Violation as violation:
+            found.append(f"{' + '.join(map(str, one))}: {violation}")
+            print(found[-1], flush=True)  # a soak may be cut short
+    return found
+
+
+@pytest.fixture(scope="module")
+def everything(loop: asyncio.AbstractEventLoop) -> list[Fault]:
+    return list(singles(reference(loop)))
+
+
+def test_the_undisturbed_story(loop: asyncio.AbstractEventLoop) -> None:
+    world = reference(loop)
+    world.must_rest()
+    found = world.cluster.status("job")
+    assert (found["phase"], found["attempt"]) == ("Succeeded", 2)
+    assert (found["restarts"]["total"], found["restarts"]["charged"]) == (1, 1)
+
+
+def test_a_restart_costs_at_most_3_and_2n_writes(loop: asyncio.AbstractEventLoop) -> None:
+    """From the first write after the loss to the status that says Running again."""
+    world = reference(loop)
+    numbers = [
+        number
+        for number, write in enumerate(world.cluster.history)
+        if write.plural == "ddpjobs" and status(write.obj).get("phase") in ("Restarting", "Running")
+        and status(write.obj).get("attempt") == 2
+    ]  # fmt: skip
+    first = numbers[0]
+    last = next(
+        n for n in numbers if status(world.cluster.history[n].obj).get("phase") == "Running"
+    )
+    ours = [write for write in world.cluster.history[first : last + 1] if write.by]
+    assert len(ours) <= 3 + 2 * 3
+
+
+@pytest.mark.parametrize("harm", SEEN)
+def test_a_fault_at_any_call(
+    loop: asyncio.AbstractEventLoop, everything: list[Fault], harm: str
+) -> None:
+    assert broken(loop, [(fault,) for fault in everything if fault.what == harm]) == []
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_a_fault_at_any_moment(
+    loop: asyncio.AbstractEventLoop, everything: list[Fault], event: str
+) -> None:
+    assert broken(loop, [(fault,) for fault in everything if fault.what == event]) == []
+
+
+@pytest.mark.parametrize("harm", UNSEEN)
+def test_what_only_the_operator_saw_changes_nothing(
+    loop: asyncio.AbstractEventLoop, everything: list[Fault], harm: str
+) -> None:
+    """The same end, the same counts, the same objects made, whichever call it met (I14)."""
+    wanted = story(reference(loop))
+    differing = {
+        str(fault): found
+        for fault in everything
+        if fault.what == harm and (found := story(play(loop, (fault,)))) != wanted
+    }
+    assert differing == {}
+
+
+@pytest.mark.timeout(0)  # the whole of it takes hours
+def test_pairs_of_faults(
+    loop: asyncio.AbstractEventLoop,
+    everything: list[Fault],
+    soak: tuple[int, int] | None,
+) -> None:
+    first, step = (soak[0] - 1, soak[1]) if soak else (0, THINNED)
+    pairs = itertools.combinations(everything, 2)
+    found = broken(loop, itertools.islice(pairs, first, None, step))
+    assert found == []

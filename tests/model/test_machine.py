@@ -1,0 +1,278 @@
+"""Everybody does anything in any order: a state machine that hypothesis drives and shrinks.
+
+Two jobs share a cluster. The user, kubelets, nodes, the quota, admission, the clock, the store
+and one or two operators move as drawn; every write is held against the invariants. In the end
+the world is healed and both jobs must come to an end. A failure prints the shortest story.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ddpjob_operator.core import observe
+from ddpjob_operator.shell import errors
+from model.cluster import NODES, Object
+from model.faults import SEEN, UNSEEN
+from model.operators import Operator
+from model.story import World, job_body
+from model.wire import Call
+from support.objects import ended, status
+
+LOOP = asyncio.new_event_loop()
+JOBS = ("a", "b")
+CODES = (0, 1, 2, 75, 76, 137, 143)
+INDEX = st.integers(0, 5)
+SPECS = st.fixed_dictionaries(
+    {"replicas": st.integers(1, 3)},
+    optional={
+        "restart": st.fixed_dictionaries({"maxRestarts": st.integers(0, 2)}),
+        "startupDeadlineSeconds": st.sampled_from((30, 600)),
+        "activeDeadlineSeconds": st.sampled_from((60, 3600)),
+        "ttlSecondsAfterFinished": st.sampled_from((0, 60)),
+        "cleanPodPolicy": st.sampled_from(("Running", "All")),
+        "suspend": st.booleans(),
+    },
+)
+
+
+def move(**drawn: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Any]:
+    """A rule after which everybody moves on, for a while or not at all."""
+
+    def decorate(act: Callable[..., None]) -> Any:
+        @functools.wraps(act)
+        def moved(self: Machine, then: int, **values: Any) -> None:
+            act(self, **values)
+            for _ in range(then):
+                self.world.tick()
+
+        del moved.__wrapped__  # type: ignore[attr-defined]
+        return rule(then=st.integers(0, 12), **drawn)(moved)
+
+    return decorate
+
+
+class Machine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(LOOP, fate=lambda *_: None)
+        self.harms: dict[int, str] = {}
+        self.world.wire.gate = self._gate
+
+    def _gate(self, call: Call) -> str:
+        return self.harms.pop(call.number, "")
+
+    @initialize(first=SPECS, second=SPECS)
+    def begin(self, first: dict[str, Any], second: dict[str, Any]) -> None:
+        for name, spec in zip(JOBS, (first, second), strict=True):
+            self.world.cluster.create(observe.PLURAL, job_body(name, **spec))
+
+    @invariant()
+    def all_hold(self) -> None:
+        self.world.verify()
+
+    def teardown(self) -> None:
+        try:
+            self.world.heal()
+            self.world.must_end()
+        finally:
+            for operator in self.world.operators:
+                operator.dead = True
+            self.world.bury()
+
+    # --- time passes ---
+
+    @move()
+    def nothing_happens(self) -> None:
+        pass
+
+    @move()
+    def all_goes_well(self) -> None:
+        """Until both gangs run, if nothing is in the way."""
+        for _ in range(60):
+            if all(self.world.phase(name) == "Running" for name in JOBS):
+                return
+            if not self.world.tick():
+                self.world.sleep()
+
+    @move(count=st.integers(1, 4))
+    def kubelets_move(self, count: int) -> None:
+        for _ in range(count):
+            self.world.move_machines()
+
+    @move(seconds=st.sampled_from((1, 3, 31, 700)))
+    def time_passes(self, seconds: float) -> None:
+        self.world.sleep(seconds)
+
+    # --- pods and nodes ---
+
+    @move(index=INDEX, code=st.sampled_from(CODES))
+    def a_process_ends(self, index: int, code: int) -> None:
+        pods = [p for p in self.world.cluster.pods() if self._runs(p)]
+        if pods:
+            self.world.cluster.finish(pods[index % len(pods)], code)
+
+    @move(index=INDEX, how=st.sampled_from(("delete", "evict", "force")))
+    def a_pod_goes(self, index: int, how: str) -> None:
+        pod = self._pod(index)
+        if pod is None:
+            return
+        if how == "delete":
+            self.world.cluster.delete("pods", pod["metadata"]["name"])
+        elif how == "evict":
+            self.world.cluster.disrupt(pod, "EvictionByEvictionAPI")
+        else:
+            self.world.cluster.force(pod)
+
+    @move(node=st.sampled_from(NODES))
+    def a_node_falls_silent(self, node: str) -> None:
+        if node not in self.world.cluster.silent:
+            self.world.cluster.silence(node)
+
+    @move()
+    def nodes_come_back(self) -> None:
+        self.world.cluster.heal_nodes()
+
+    @move(pulls=st.booleans())
+    def images_can_be_pulled(self, pulls: bool) -> None:
+        self.world.pulls = pulls
+
+    # --- what the API server refuses, and how it answers ---
+
+    @move(pods=st.one_of(st.none(), st.integers(0, 4)))
+    def the_quota_is(self, pods: int | None) -> None:
+        self.world.cluster.quota = pods
+
+    @move(code=st.sampled_from((0, 403, 500)), plural=st.sampled_from(("Pod", "Service")))
+    def admission_refuses(self, code: int, plural: str) -> None:
+        refused = errors.from_status(code, {"reason": "Forbidden", "message": "not today"})
+        self.world.cluster.refuse = lambda body: (
+            refused if code and body.get("kind") == plural else None
+        )
+
+    @move(ahead=st.integers(0, 6), harm=st.sampled_from((*UNSEEN, *SEEN)))
+    def a_call_meets(self, ahead: int, harm: str) -> None:
+        if harm in ("late", "hold"):
+            self.world.state.deposed = True
+        self.harms[len(self.world.wire.calls) + ahead] = harm
+
+    @move()
+    def what_was_under_way_arrives(self) -> None:
+        self.world.wire.deliver_late()
+
+    # --- operators ---
+
+    @move(behind=st.sampled_from((0, 1, 5, 1000)), pods=st.sampled_from((None, 0, 5, 1000)))
+    def the_operator_restarts(self, behind: int, pods: int | None) -> None:
+        if (operator := self._operator(-1)) is not None:
+            self.world.restart(operator, behind, pods)
+
+    @precondition(lambda self: len(self.world.operators) < 2)
+    @move(behind=st.sampled_from((0, 5)))
+    def another_one_acts(self, behind: int) -> None:
+        self.world.state.deposed = True
+        self.world.start_operator(behind)
+
+    @move(index=INDEX, plurals=st.sampled_from((("pods",), (observe.PLURAL,))))
+    def a_watch_is_silent(self, index: int, plurals: tuple[str, ...]) -> None:
+        if (operator := self._operator(index)) is not None:
+            self.world.freeze(operator, plurals=plurals)
+
+    @move()
+    def watches_go_on(self) -> None:
+        self.world.frozen.clear()
+
+    @move(index=INDEX, plural=st.sampled_from(("pods", observe.PLURAL)))
+    def events_are_lost(self, index: int, plural: str) -> None:
+        if (operator := self._operator(index)) is not None:
+            operator.lose(plural)
+
+    @move(hours=st.sampled_from((-1, 1)))
+    def a_clock_jumps(self, hours: int) -> None:
+        for operator in self.world.operators:
+            operator.jump(hours)
+
+    @move(back=st.integers(1, 12))
+    def etcd_is_restored(self, back: int) -> None:
+        """As the docs say: and the operator is restarted."""
+        self.world.cluster.restore(back)
+        for operator in self.world.operators:
+            operator.dead = True
+        self.world.bury()
+        self.harms.clear()
+
+    # --- the user ---
+
+    @move(name=st.sampled_from(JOBS), value=st.booleans())
+    def suspend(self, name: str, value: bool) -> None:
+        self._edit(name, suspend=value)
+
+    @move(name=st.sampled_from(JOBS), limit=st.integers(0, 3))
+    def change_max_restarts(self, name: str, limit: int) -> None:
+        self._edit(name, restart={"maxRestarts": limit})
+
+    @move(name=st.sampled_from(JOBS), seconds=st.sampled_from((1, 3600)))
+    def change_deadline(self, name: str, seconds: int) -> None:
+        self._edit(name, activeDeadlineSeconds=seconds)
+
+    @move(name=st.sampled_from(JOBS), image=st.sampled_from(("trainer", "other")))
+    def change_template(self, name: str, image: str) -> None:
+        """CEL lets it pass while suspended only; a field it does not see may change any time."""
+        template = {"spec": {"containers": [{"name": "trainer", "image": image}]}}
+        self._edit(name, template=template)
+
+    @move(name=st.sampled_from(JOBS))
+    def delete_and_recreate(self, name: str) -> None:
+        job = self.world.cluster.job(name)
+        if job is not None:
+            self.world.cluster.delete(observe.PLURAL, name)
+            self.world.cluster.create(observe.PLURAL, job_body(name))
+
+    @move(index=INDEX, number=st.sampled_from(("1", "7", "999999999", "x")))
+    def relabel(self, index: int, number: str) -> None:
+        """Somebody writes another attempt on a pod of ours."""
+        self._label(index, observe.LABEL_ATTEMPT, number)
+
+    @move(index=INDEX)
+    def take_a_label_off(self, index: int) -> None:
+        self._label(index, observe.LABEL_JOB_UID, None)
+
+    # --- helpers of the rules ---
+
+    def _operator(self, index: int) -> Operator | None:
+        self.world.bury()
+        alive = self.world.operators
+        return alive[index % len(alive)] if alive else None
+
+    def _pod(self, index: int) -> Object | None:
+        pods = self.world.cluster.pods()
+        return pods[index % len(pods)] if pods else None
+
+    def _runs(self, pod: Object) -> bool:
+        return pod["metadata"]["uid"] in self.world.cluster.processes and not ended(pod)
+
+    def _edit(self, name: str, **fields: Any) -> None:
+        job = self.world.cluster.job(name)
+        if job is not None and status(job).get("phase") not in ("Succeeded", "Failed"):
+            self.world.cluster.update(observe.PLURAL, name, spec={**job["spec"], **fields})
+
+    def _label(self, index: int, key: str, value: str | None) -> None:
+        pod = self._pod(index)
+        if pod is None:
+            return
+        labels = {k: v for k, v in pod["metadata"]["labels"].items() if k != key}
+        labels |= {} if value is None else {key: value}
+        meta = {**pod["metadata"], "labels": labels}
+        self.world.cluster.forced.add(pod["metadata"]["uid"])
+        self.world.cluster.update("pods", pod["metadata"]["name"], metadata=meta)
+
+
+TestMachine = pytest.mark.timeout(0)(Machine.TestCase)
+TestMachine.settings = settings()

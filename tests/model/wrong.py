@@ -1,0 +1,171 @@
+"""Planners that are wrong on purpose: what a harness does not catch in these it proves nothing.
+
+Each is the real planner with one rule broken, as operators in the field have broken it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from ddpjob_operator.core.actions import (
+    Confirmation,
+    CreatePod,
+    DeletePod,
+    EnsureNetwork,
+    Outcomes,
+    Plan,
+    WriteStatus,
+)
+from ddpjob_operator.core.nodes import Nodes
+from ddpjob_operator.core.observe import Job, Pod
+from ddpjob_operator.core.plan import plan
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The arguments of plan(); the only place that knows their order."""
+
+    job: Job
+    pods: Sequence[Pod]
+    outcomes: Outcomes
+    now: datetime
+    nodes: Nodes | None
+
+    def answer(self) -> Plan:
+        return plan(self.job, self.pods, self.outcomes, self.now, self.nodes)
+
+    @property
+    def attempt(self) -> int:
+        return int(self.job.status.get("attempt", 0))
+
+    def sure(self) -> Question:
+        """Whoever believes his cache."""
+        return replace(self, outcomes=replace(self.outcomes, confirmed=self.belief()))
+
+    def belief(self) -> Confirmation:
+        mine = [p.replica for p in self.pods if p.attempt == self.attempt]
+        everybody = frozenset(range(self.job.spec.get("replicas", 1)))
+        here = frozenset(r for r in mine if r is not None)
+        return Confirmation(self.attempt, self.now, True, True, everybody, here)
+
+
+def creates_before_the_intent(*args: Any) -> Plan:
+    """Makes the pods first and stores what for afterwards."""
+    asked = Question(*args)
+    found = asked.answer()
+    status = _status(found)
+    if status is None or status.get("phase") != "Starting" or asked.attempt == 0:
+        return found
+    network = replace(asked.outcomes, network_attempt=0, confirmed=asked.belief())
+    ahead = replace(asked, job=replace(asked.job, status=status), outcomes=network)
+    first = ahead.answer().actions
+    made = replace(network, network_attempt=asked.attempt)
+    then = replace(ahead, outcomes=made).answer().actions
+    early = [one for one in (*first, *then) if isinstance(one, (EnsureNetwork, CreatePod))]
+    return Plan((*early, *found.actions), found.requeue_after)
+
+
+def deletes_before_the_intent(*args: Any) -> Plan:
+    """Removes the broken gang first and counts afterwards, from what is left."""
+    asked = Question(*args)
+    found = asked.answer()
+    status = _status(found)
+    if status is None or status.get("phase") != "Restarting":
+        return found
+    mine = [DeletePod(p.name, p.uid, None) for p in asked.pods if p.attempt == asked.attempt]
+    return Plan((*mine, *found.actions), found.requeue_after)
+
+
+def skips_the_barrier(*args: Any) -> Plan:
+    """Does not wait until the old pods are gone, and asks nobody."""
+    asked = Question(*args).sure()
+    here = [pod for pod in asked.pods if pod.attempt == asked.attempt or not pod.deleting]
+    return replace(asked, pods=here).answer()
+
+
+def believes_its_cache(*args: Any) -> Plan:
+    """Takes a pod that its cache does not show for one that has vanished."""
+    asked = Question(*args)
+    return (asked.sure() if asked.job.status.get("phase") == "Running" else asked).answer()
+
+
+def counts_again_after_a_crash(*args: Any) -> Plan:
+    """Remembers in its process which failed pods it has counted, and counts all others."""
+    asked = Question(*args)
+    if asked.outcomes.confirmed or asked.job.status.get("phase") != "Restarting":
+        return asked.answer()
+    failed = [p for p in asked.pods if p.trainer.exit_code not in (None, 0)]
+    again = [replace(pod, attempt=asked.attempt) for pod in failed]
+    rest = [pod for pod in asked.pods if pod not in failed]
+    return replace(asked, pods=[*again, *rest]).answer()
+
+
+def counts_every_pod(*args: Any) -> Plan:
+    """Three pods die of one cause, three restarts are counted."""
+    asked = Question(*args)
+    found = asked.answer()
+    status = _status(found)
+    if status is None or not _grows(asked, status):
+        return found
+    ended = [p for p in asked.pods if p.trainer.exit_code not in (None, 0)]
+    restarts = dict(status["restarts"])
+    restarts["total"] += len(ended)
+    return _with_status(found, {**status, "restarts": restarts})
+
+
+def leaves_the_end(*args: Any) -> Plan:
+    """Looks at the pods of a finished job, and starts it again when they are gone."""
+    asked = Question(*args)
+    if asked.job.status.get("phase") != "Succeeded":
+        return asked.answer()
+    status = {**asked.job.status, "phase": "Running", "succeededReplicas": ""}
+    return replace(asked, job=replace(asked.job, status=status), pods=()).sure().answer()
+
+
+def deletes_without_grace(*args: Any) -> Plan:
+    """Removes the object and takes the process for dead."""
+    found = Question(*args).answer()
+    actions = [
+        replace(one, grace_seconds=0) if isinstance(one, DeletePod) else one
+        for one in found.actions
+    ]
+    return Plan(tuple(actions), found.requeue_after)
+
+
+def says_nothing(*args: Any) -> Plan:
+    """Never tells why a job does not run."""
+    found = Question(*args).answer()
+    status = _status(found)
+    if status is None:
+        return found
+    told = [c for c in status.get("conditions") or () if c["type"] != "Stalled"]
+    return _with_status(found, {**status, "conditions": told})
+
+
+def gives_up_waiting(*args: Any) -> Plan:
+    """Forgets the pods of a restart that it cannot make at once."""
+    asked = Question(*args)
+    if asked.job.status.get("phase") == "Restarting" and asked.attempt > 1:
+        return Plan()
+    return asked.answer()
+
+
+def _status(found: Plan) -> dict[str, Any] | None:
+    writes = [one for one in found.actions if isinstance(one, WriteStatus)]
+    return dict(writes[0].status) if writes else None
+
+
+def _with_status(found: Plan, status: dict[str, Any]) -> Plan:
+    actions = [
+        replace(one, status=status) if isinstance(one, WriteStatus) else one
+        for one in found.actions
+    ]
+    return Plan(tuple(actions), found.requeue_after)
+
+
+def _grows(asked: Question, status: dict[str, Any]) -> bool:
+    old = (asked.job.status.get("restarts") or {}).get("total", 0)
+    return bool(status["restarts"]["total"] > old)

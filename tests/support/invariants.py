@@ -1,0 +1,513 @@
+"""What must hold of a job and its pods after every write, whoever wrote: the safety of a gang.
+
+Input is the store's own watch, as plain writes in their order: the model records it, at the
+api and cluster levels a watch of jobs, pods and Services does. Each invariant is one pure
+function of what was there before and of one write; it returns what is wrong, or None. The
+names say which; their numbers only keep them apart.
+
+What holds only when nothing moves any more (counts, explanations, no orphans) is `at_rest`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from ddpjob_operator.core import observe, packed
+from support.objects import (
+    TERMINAL,
+    Object,
+    attempt,
+    ended,
+    hurt,
+    images,
+    labelled,
+    labels,
+    leaving,
+    name,
+    owner,
+    replica,
+    status,
+    succeeded,
+    trainer_state,
+    trains,
+    uid_of,
+)
+
+JOBS, PODS, SERVICES = observe.PLURAL, "pods", "services"
+
+
+class Violation(AssertionError):  # noqa: N818 - it is what it says
+    """An invariant does not hold; ``name`` says which."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(f"{name}: {what}")
+        self.name = name
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One event of a watch. ``by``: the operator that made it, "" for anybody else."""
+
+    kind: str  # ADDED | MODIFIED | DELETED
+    plural: str
+    obj: Object
+    at: datetime | None = None
+    by: str = ""
+
+    @property
+    def uid(self) -> str:
+        return str(self.obj["metadata"]["uid"])
+
+
+@dataclass
+class State:
+    """What the writes so far have left. ``deposed``: another operator may act on an old view.
+
+    Then a pod may still be created for an intent that is no longer stored. Such a late pod is
+    kept out of the gang by its attempt and must go, but it breaks no promise by being there.
+    """
+
+    deposed: bool = False
+    jobs: dict[str, Object] = field(default_factory=dict)  # by uid, those below too
+    pods: dict[str, dict[str, Object]] = field(default_factory=dict)  # by uid of the job
+    services: dict[str, Object] = field(default_factory=dict)
+    unserved: set[str] = field(default_factory=set)  # jobs whose Service somebody else took
+    late: set[str] = field(default_factory=set)  # pods
+    tampered: set[str] = field(default_factory=set)  # pods whose labels somebody changed
+    top: dict[str, int] = field(default_factory=dict)  # highest attempt of any pod, by job
+    hurt: dict[str, set[int]] = field(default_factory=dict)  # attempts with a loss, by job
+    done: dict[str, int] = field(default_factory=dict)  # attempt that has succeeded, by job
+    proven: dict[str, set[tuple[int, int]]] = field(default_factory=dict)  # successes, by job
+
+    def before(self, write: Write) -> Object | None:
+        """The object as it was."""
+        if write.plural == JOBS:
+            return self.jobs.get(write.uid)
+        return self.pods.get(owner(write.obj) or "", {}).get(write.uid)
+
+    def gang(self, job: str) -> list[Object]:
+        """The pods of a job, without late ones and those of which nobody knows what they are."""
+        outside = self.late | self.tampered
+        return [p for uid, p in self.pods.get(job, {}).items() if uid not in outside]
+
+    def take(self, write: Write) -> None:
+        """Let the write happen."""
+        if write.plural == JOBS:
+            _put(self.jobs, write)
+            self.done.pop(write.uid, None) if write.kind == "DELETED" else None
+        elif write.plural == SERVICES:
+            _put(self.services, write)
+            if write.kind == "DELETED" and not write.by:
+                self.unserved.add(owner(write.obj) or "")
+        elif write.plural == PODS and (job := owner(write.obj)) is not None:
+            if untimely(self, write):
+                self.late.add(write.uid)
+            if relabels(self, write):
+                self.tampered.add(write.uid)
+                self.hurt.setdefault(job, set()).add(attempt(self.before(write) or write.obj) or 0)
+            _put(self.pods.setdefault(job, {}), write)
+            self.top[job] = max(self.top.get(job, 0), attempt(write.obj) or 0)
+            self._notice_success(job, write)
+            if write.kind == "DELETED" or hurt(write.obj):
+                self.hurt.setdefault(job, set()).add(attempt(write.obj) or 0)
+
+    def _notice_success(self, job: str, write: Write) -> None:
+        known = self.jobs.get(job)
+        if succeeded(write.obj) and write.kind != "DELETED":
+            pair = (attempt(write.obj) or 0, replica(write.obj) or 0)
+            self.proven.setdefault(job, set()).add(pair)
+        if known is None:
+            return
+        now, wanted = status(known).get("attempt", 0), known["spec"].get("replicas", 1)
+        mine = [p for p in self.gang(job) if attempt(p) == now and succeeded(p)]
+        if {replica(p) for p in mine} >= set(range(wanted)):
+            self.done.setdefault(job, now)
+        elif self.done.get(job) == now:
+            del self.done[job]  # somebody removed a pod before the success was stored
+
+
+Invariant = Callable[[State, Write], str | None]
+
+
+# --- The gang -----------------------------------------------------------------------------
+
+
+def i1_single_incarnation(state: State, write: Write) -> str | None:
+    """Never do pods of two attempts, or two pods of one replica, train side by side."""
+    if write.plural != PODS or write.kind == "DELETED" or not trains(write.obj):
+        return None
+    if write.uid in state.late | state.tampered or untimely(state, write) or relabels(state, write):
+        return None
+    others = [p for p in state.gang(owner(write.obj) or "") if uid_of(p) != write.uid and trains(p)]
+    for other in others:
+        if attempt(other) != attempt(write.obj):
+            return f"{name(write.obj)} trains beside {name(other)} of another attempt"
+        if replica(other) == replica(write.obj):
+            return f"two pods of replica {replica(other)} train"
+    return None
+
+
+def i1_barrier(state: State, write: Write) -> str | None:
+    """No pod is created while an object of an older attempt is there."""
+    if not _created(write) or untimely(state, write):
+        return None
+    mine = attempt(write.obj) or 0
+    old = [p for p in state.gang(owner(write.obj) or "") if (attempt(p) or 0) < mine]
+    if not old:
+        return None
+    return f"{name(write.obj)} of attempt {mine} is created beside {name(old[0])} of an older one"
+
+
+def i3_service_first(state: State, write: Write) -> str | None:
+    """A gang's headless Service stands before its first pod."""
+    job = owner(write.obj)
+    if not _created(write) or job in state.unserved:
+        return None
+    found = any(owner(service) == job for service in state.services.values())
+    return None if found else f"{name(write.obj)} is created, its Service is not there"
+
+
+def i4_attempt_monotone(state: State, write: Write) -> str | None:
+    """Attempts only grow, one at a time (or past what a pod already carries)."""
+    pair = _statuses(state, write)
+    if pair is None:
+        return None
+    old, new = pair
+    was, now = old.get("attempt", 0), new.get("attempt", 0)
+    highest = max(was, state.top.get(write.uid, 0))
+    if now < was:
+        return f"the attempt falls from {was} to {now}"
+    if now > highest + 1:
+        return f"the attempt jumps from {was} to {now}"
+    if new.get("membersSince", 0) < old.get("membersSince", 0):
+        return f"membersSince falls to {new.get('membersSince', 0)}"
+    return None
+
+
+def i4_one_cause(state: State, write: Write) -> str | None:
+    """An attempt's end is counted once, with one recorded cause."""
+    pair = _statuses(state, write)
+    if pair is None:
+        return None
+    old, new = pair
+    grown = _restarts(new, "total") - _restarts(old, "total")
+    ends = [f["attempt"] for f in new.get("failures") or () if not f.get("inPlace")]
+    if ends != sorted(set(ends)):
+        return f"one attempt has two causes: {ends}"
+    if grown not in (0, 1):
+        return f"restarts.total changes by {grown} in one write"
+    if grown and not (ends and ends[-1] == old.get("attempt")):
+        return f"a restart is counted without a cause in attempt {old.get('attempt')}: {ends}"
+    if grown and new.get("attempt", 0) <= old.get("attempt", 0):
+        return "a restart is counted and no new attempt begins"
+    return None
+
+
+def i4_cause_earned(state: State, write: Write) -> str | None:
+    """Who counts a loss has lost something: a healthy gang is never restarted for one."""
+    pair = _statuses(state, write)
+    if pair is None or state.deposed:
+        return None
+    old, new = pair
+    ends = [f for f in new.get("failures") or () if not f.get("inPlace")]
+    if not ends or len(ends) == len([f for f in old.get("failures") or () if not f.get("inPlace")]):
+        return None
+    loss = ends[-1]
+    if loss.get("class") == "Startup" or loss["attempt"] in state.hurt.get(write.uid, ()):
+        return None
+    return f"a loss of attempt {loss['attempt']} is counted, and all its pods are well"
+
+
+def i4_intent_first(state: State, write: Write) -> str | None:
+    """Nothing is done to a pod that no stored status asks for."""
+    if write.plural != PODS or not write.by:
+        return None
+    if write.kind == "ADDED":
+        if state.deposed or not untimely(state, write):
+            return None
+        now = _stored(state, write.obj)
+        where = f"{now.get('phase')}, attempt {now.get('attempt')}" if now else "no such job"
+        return f"{name(write.obj)} of attempt {attempt(write.obj)} is created; stored: {where}"
+    now = _stored(state, write.obj)
+    number = attempt(write.obj)
+    outside = number is None or not _belongs(number, now)
+    if now is None or outside or now.get("phase") in TERMINAL:
+        return None
+    return f"{name(write.obj)}, a member of the running attempt {number}, is deleted"
+
+
+def i16_bijection(state: State, write: Write) -> str | None:
+    """Replica r of N is pod <job>-r, knows its rank, its attempt and the size of the world."""
+    if not _created(write):
+        return None
+    job = state.jobs.get(owner(write.obj) or "")
+    trainer = packed.trainer_container(write.obj["spec"])
+    env = {one["name"]: one.get("value") for one in trainer.get("env") or ()}
+    told = (env.get("DDPJOB_REPLICA"), env.get("DDPJOB_ATTEMPT"), env.get("PET_NODE_RANK"))
+    mine = (str(replica(write.obj)), str(attempt(write.obj)), str(replica(write.obj)))
+    if told != mine:
+        return f"{name(write.obj)} is told {told}, its labels say {mine}"
+    if job is None:
+        return None
+    if name(write.obj) != f"{name(job)}-{replica(write.obj)}":
+        return f"{name(write.obj)} carries replica {replica(write.obj)}"
+    return None
+
+
+def i21_one_template(state: State, write: Write) -> str | None:
+    """All pods of an attempt are made of one template."""
+    if not _created(write) or untimely(state, write):
+        return None
+    for other in state.gang(owner(write.obj) or ""):
+        if attempt(other) == attempt(write.obj) and images(other) != images(write.obj):
+            return f"{name(write.obj)} and {name(other)} differ: {images(other)}"
+    return None
+
+
+# --- Counts and ends ----------------------------------------------------------------------
+
+
+def i5_budget(state: State, write: Write) -> str | None:
+    """Charged and free restarts stay within their limits; each restart is one or the other."""
+    pair = _statuses(state, write)
+    if pair is None:
+        return None
+    old, new = pair
+    limits = _limits(state.jobs.get(write.uid), write.obj)
+    for kind, limit in limits.items():
+        if _restarts(new, kind) > max(limit, _restarts(old, kind)):
+            return f"restarts.{kind} is {_restarts(new, kind)}, allowed are {limit}"
+    if _restarts(new, "total") < _restarts(new, "charged") + _restarts(new, "disruptions"):
+        return f"more charged and free restarts than restarts: {new.get('restarts')}"
+    if _restarts(new, "total") > _restarts(old, "total"):
+        change = {kind: _restarts(new, kind) - _restarts(old, kind) for kind in limits}
+        healed = {kind: _restarts(new, kind) for kind in limits}
+        one = [{"charged": 1, "disruptions": 0}, {"charged": 0, "disruptions": 1}]
+        if change not in one and healed not in one:
+            return f"one restart changes the budgets by {change}"
+    return None
+
+
+def i6_terminal_final(state: State, write: Write) -> str | None:
+    """Succeeded and Failed are never left."""
+    pair = _statuses(state, write)
+    if pair is None or pair[0].get("phase") not in TERMINAL:
+        return None
+    kept = all(pair[0].get(part) == pair[1].get(part) for part in ("phase", "attempt", "restarts"))
+    return None if kept else f"{pair[0].get('phase')} becomes {pair[1].get('phase')}"
+
+
+def i7_success_earned(state: State, write: Write) -> str | None:
+    """Succeeded means: every replica of one attempt ended with 0."""
+    pair = _statuses(state, write)
+    if pair is None or pair[1].get("phase") != "Succeeded" or pair[0].get("phase") in TERMINAL:
+        return None
+    now, wanted = pair[1].get("attempt", 0), write.obj["spec"].get("replicas", 1)
+    proven = {r for k, r in state.proven.get(write.uid, ()) if k == now}
+    lacking = set(range(wanted)) - proven
+    return f"Succeeded, but replicas {sorted(lacking)} of {now} never did" if lacking else None
+
+
+def i7_success_kept(state: State, write: Write) -> str | None:
+    """A gang of which every replica has succeeded is never failed, restarted or suspended."""
+    pair, done = _statuses(state, write), state.done.get(write.uid)
+    if pair is None or done is None or pair[0].get("phase") in (*TERMINAL, "Suspended"):
+        return None
+    new = pair[1]
+    lost = new.get("phase") in ("Failed", "Suspended") or new.get("attempt", 0) > done
+    return f"attempt {done} had succeeded; now {new.get('phase')}" if lost else None
+
+
+# --- Manners ------------------------------------------------------------------------------
+
+
+def i11_ownership(state: State, write: Write) -> str | None:
+    """Nothing is written to, or deleted, that a job of ours does not own by uid."""
+    if not write.by or write.plural == JOBS or write.kind == "ADDED":
+        return None
+    whose = owner(write.obj)
+    return None if whose in state.jobs or state.deposed else f"{name(write.obj)} is not ours"
+
+
+def i12_spec_untouched(state: State, write: Write) -> str | None:
+    """Of a job the operator writes the status only."""
+    old = state.jobs.get(write.uid)
+    if write.plural != JOBS or not write.by or old is None or write.kind != "MODIFIED":
+        return None
+    parts = ("generation", "labels", "annotations", "finalizers")
+    before, after = old["metadata"], write.obj["metadata"]
+    changed = [part for part in parts if before.get(part) != after.get(part)]
+    if changed or old["spec"] != write.obj["spec"]:
+        return f"the operator changes {changed or 'the spec'}"
+    return None
+
+
+def i18_generation(state: State, write: Write) -> str | None:
+    """The status never claims to have seen a spec that was not there yet."""
+    if write.plural != JOBS:
+        return None
+    seen, now = status(write.obj).get("observedGeneration", 0), write.obj["metadata"]["generation"]
+    return f"observedGeneration {seen} of {now}" if seen > now else None
+
+
+ALWAYS: tuple[Invariant, ...] = (
+    i6_terminal_final,  # first: who leaves the end breaks others, too
+    i1_single_incarnation,
+    i1_barrier,
+    i3_service_first,
+    i4_attempt_monotone,
+    i4_one_cause,
+    i4_cause_earned,
+    i4_intent_first,
+    i5_budget,
+    i7_success_earned,
+    i7_success_kept,
+    i11_ownership,
+    i12_spec_untouched,
+    i16_bijection,
+    i18_generation,
+    i21_one_template,
+)
+
+
+def check(history: Iterable[Write], state: State | None = None) -> State:
+    """Hold every write against every invariant; what is left after the last one.
+
+    Raises Violation. With the state of an earlier call only what came since is looked at.
+    """
+    state = State() if state is None else state
+    for write in history:
+        for invariant in ALWAYS:
+            wrong = invariant(state, write)
+            if wrong is not None:
+                raise Violation(invariant.__name__, wrong)
+        state.take(write)
+    return state
+
+
+# --- Reading objects ----------------------------------------------------------------------
+
+
+def untimely(state: State, write: Write) -> bool:
+    """A pod that an operator creates for an attempt that is not the one being created."""
+    if not _created(write):
+        return False
+    now = _stored(state, write.obj)
+    if now is None:
+        return True
+    return (now.get("phase"), now.get("attempt")) != ("Starting", attempt(write.obj))
+
+
+def relabels(state: State, write: Write) -> bool:
+    """Somebody changes what a pod says it is."""
+    old = state.before(write) if write.plural == PODS else None
+    return old is not None and labels(old) != labels(write.obj)
+
+
+def _created(write: Write) -> bool:
+    return write.plural == PODS and write.kind == "ADDED" and bool(write.by)
+
+
+def _stored(state: State, pod: Object) -> Mapping[str, Any] | None:
+    job = state.jobs.get(owner(pod) or "")
+    return None if job is None else status(job)
+
+
+def _belongs(number: int, now: Mapping[str, Any] | None) -> bool:
+    """Whether pods of that attempt are members, as the stored status has it."""
+    known = now or {}
+    current = known.get("attempt", 0)
+    return number == current and current >= known.get("membersSince", 0)
+
+
+def _statuses(state: State, write: Write) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+    """The status before and after a write to a job."""
+    old = state.jobs.get(write.uid)
+    if write.plural != JOBS or write.kind != "MODIFIED" or old is None:
+        return None
+    return status(old), status(write.obj)
+
+
+def _restarts(found: Mapping[str, Any], kind: str) -> int:
+    return int((found.get("restarts") or {}).get(kind, 0))
+
+
+def _limits(old: Object | None, new: Object) -> dict[str, int]:
+    """A limit that was lowered in between is not yet known to who counted."""
+    found = {"charged": 0, "disruptions": 0}
+    for job in filter(None, (old, new)):
+        restart = job["spec"].get("restart") or {}
+        found["charged"] = max(found["charged"], restart.get("maxRestarts", 3))
+        found["disruptions"] = max(found["disruptions"], restart.get("maxDisruptions", 100))
+    return found
+
+
+def _put(objects: dict[str, Object], write: Write) -> None:
+    if write.kind == "DELETED":
+        objects.pop(write.uid, None)
+    else:
+        objects[write.uid] = write.obj
+
+
+# --- When nothing moves any more ----------------------------------------------------------
+
+
+def at_rest(state: State, now: datetime) -> Iterator[tuple[str, str]]:
+    """What is wrong with a cluster in which nothing moves any more, as (name, what)."""
+    for uid, pods in state.pods.items():
+        if pods and uid not in state.jobs:
+            yield "i10_no_orphan", f"{len(pods)} pods of a job that is gone"
+    for job in state.jobs.values():
+        yield from ((rule.__name__, wrong) for rule in AT_REST if (wrong := rule(state, job, now)))
+
+
+def i18_counts(state: State, job: Object, now: datetime) -> str | None:
+    """The status shows what is there."""
+    told, current = status(job).get("replicas") or {}, status(job).get("attempt")
+    mine = [p for p in state.gang(uid_of(job)) if attempt(p) == current]
+    ready = len([p for p in mine if _alive(p)])
+    if status(job).get("phase") in (*TERMINAL, "Suspended") or told.get("ready", 0) == ready:
+        return None
+    return f"{name(job)} shows {told.get('ready', 0)} ready, {ready} are"
+
+
+def i6_cleaned(state: State, job: Object, now: datetime) -> str | None:
+    """A finished or suspended job runs nothing, and no pod is left of an older attempt."""
+    phase, current = status(job).get("phase"), status(job).get("attempt")
+    pods = state.pods.get(uid_of(job), {}).values()
+    stuck = [p for p in pods if labelled(p) and not leaving(p)]
+    if phase in (*TERMINAL, "Suspended"):
+        left = [p for p in stuck if not ended(p)]
+    else:
+        left = [p for p in stuck if attempt(p) != current]
+    return f"{name(job)} is {phase}, {name(left[0])} is still there" if left else None
+
+
+def i19_explained(state: State, job: Object, now: datetime) -> str | None:
+    """Either the gang trains, or the job has ended or is suspended, or a reason is given."""
+    found = status(job)
+    phase, wanted = found.get("phase"), job["spec"].get("replicas", 1)
+    if phase in TERMINAL or (phase == "Suspended" and job["spec"].get("suspend")):
+        return None
+    mine = [p for p in state.gang(uid_of(job)) if attempt(p) == found.get("attempt")]
+    on = {replica(p) for p in mine if _alive(p) or succeeded(p)}
+    if phase == "Running" and len(on) == wanted:
+        return None
+    conditions = found.get("conditions") or ()
+    told = [c for c in conditions if c["type"] in ("Stalled", "Invalid") and c["status"] == "True"]
+    waits = (found.get("timings") or {}).get("nextRestartAt")
+    if told and told[0].get("reason"):
+        return None
+    if waits and waits > now.strftime("%Y-%m-%dT%H:%M:%S"):
+        return None
+    return f"{name(job)} is {phase} with {len(on)} of {wanted} alive, and nothing says why"
+
+
+AT_REST = (i6_cleaned, i18_counts, i19_explained)
+
+
+def _alive(pod: Object) -> bool:
+    return "running" in trainer_state(pod) and not leaving(pod)
