@@ -9,7 +9,6 @@ import pytest
 from ddpjob_operator.core import observe
 from model.cluster import NODES
 from model.story import World, job_body
-from support.invariants import Violation
 from support.objects import status
 
 DAY = 24 * 3600
@@ -63,11 +62,6 @@ def test_a_job_with_fence_leaves_a_node_that_is_gone_for_good(
     assert world.phase() == "Succeeded"
 
 
-@pytest.mark.xfail(
-    raises=Violation,
-    reason="pods that no scheduler has looked at carry no condition, and report.stall() knows no "
-    "reason for them: Starting 0/3, silent until startupDeadlineSeconds",
-)
 def test_waiting_for_any_node_is_told(loop: asyncio.AbstractEventLoop) -> None:
     """No scheduler has said a word about the pods, and yet the job is not silent (I19)."""
     world = World(loop)

@@ -329,11 +329,21 @@ def test_a_pod_that_takes_long_to_go_or_to_start_is_named():
     assert world.run().condition("Stalled")["status"] == "False"
 
 
+def test_a_pod_that_no_scheduler_looks_at_is_named():
+    world = started().wait(19)
+    assert world.condition("Stalled") == {}
+    stalled = world.wait(1).condition("Stalled")
+    assert stalled["reason"] == "Unschedulable"
+    assert "no scheduler has looked at it" in stalled["message"]
+
+
 def test_trouble_that_passes_is_cleared_while_still_starting():
     world = started()
     world.waiting(1, "ErrImagePull").wait(21)
     world.pods["job-1"]["status"] = {"phase": "Pending"}
     del world.pods["job-1"]["spec"]["nodeName"]
+    for pod in world.pods.values():  # as new ones, which a scheduler will look at
+        pod["metadata"]["creationTimestamp"] = world.now.isoformat()
     world.settle()
     assert world.condition("Stalled")["status"] == "False"
 

@@ -90,6 +90,12 @@ def _reasons(view: View) -> Iterator[tuple[str, str]]:
         if pod.node and not started and not _fresh(view):
             hint = f"see kubectl describe pod -n {pod.namespace} {pod.name}"
             yield "ContainerCreating", f"pod {pod.name} on {pod.node} does not start: {hint}"
+    for pod in view.members.values():
+        # Two clocks, so only a word, never a decision.
+        old = pod.created_at is not None and view.now - pod.created_at >= PATIENCE
+        if old and not pod.node and not pod.unschedulable and pod.phase == "Pending":
+            hint = "no scheduler has looked at it yet: does the one of spec.schedulerName run?"
+            yield "Unschedulable", f"pod {pod.name}: {hint}"
     yield from _lingering(view)
 
 
