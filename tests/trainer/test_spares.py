@@ -160,14 +160,37 @@ sys.exit("in words")
     assert "\nin words\n" in err
 
 
+def test_what_an_import_sees_is_the_same_in_every_round(bare, tmp_path):  # type: ignore[no-untyped-def]
+    """Where what stands before it says where, or as what, it is imported."""
+    (tmp_path / "settings.py").write_text("VALUE = 'default'")
+    (tmp_path / "reader.py").write_text("import settings\nSEEN = settings.VALUE")
+    (tmp_path / "found.py").write_text("WHERE = 'beside the script'")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/found.py").write_text("WHERE = 'mine'")
+    code, out, err = bare(
+        "import settings\nsettings.VALUE = 'changed'\nimport reader\n"
+        "sys.path.insert(0, os.path.dirname(__file__) + '/mine')\nimport found\n"
+        + BARE
+        + """
+print(reader.SEEN, found.WHERE, flush=True)
+if round_ == "0":
+    until_spares()
+    os.kill(os.getpid(), signal.SIGKILL)
+""",
+        *("--max-rounds-without-progress", "1"),
+    )
+    assert (code, out) == (0, "changed mine\n" * 2), err
+
+
 def test_a_child_that_an_import_leaves_behind_does_no_harm(bare, tmp_path):  # type: ignore[no-untyped-def]
     """It holds the line by which the spare was called."""
     (tmp_path / "forking.py").write_text(
         "import os, time\nif os.fork() == 0:\n    time.sleep(60)\n    os._exit(0)\n"
     )
     code, _, err = bare(
-        "import forking\n" + BARE + "if round_ == '0':\n    until_spares()\n    sys.exit(5)\n"
-        "time.sleep(3)",
+        "import forking\n" + FRESH + BARE + "if round_ == '0':\n    until_spares()\n"
+        "    sys.exit(5)\ntime.sleep(3)",
+        fresh=False,
         env=patched(tmp_path, "processes.spares._ANSWER_SECONDS", 1.0)
         | {"PYTHONPATH": f"{tmp_path}:{SOURCES}"},
     )

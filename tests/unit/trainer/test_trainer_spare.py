@@ -56,6 +56,12 @@ def test_a_request_cut_off_is_none():
         ("from json import loads, decoder", [Import("json", ("loads", "decoder"))]),
         ("def f():\n    import torch", []),
         ("from . import sibling", []),
+        ("import os\nx = len('a')\nimport json", [Import("os"), Import("json")]),
+        ("import sys\nsys.path.insert(0, 'x')\nimport json", [Import("sys")]),
+        ("import os\nos.environ['A'] = 'b'\nimport json", [Import("os")]),
+        ("import os\nif os.sep:\n    os.linesep = ''\nimport json", [Import("os")]),
+        ("import os\ndel os.linesep\nimport json", [Import("os")]),
+        ("import os\ndef f():\n    os.abort()\nimport json", [Import("os"), Import("json")]),
     ],
 )
 def test_what_a_program_imports_at_its_top_level(source, modules):  # type: ignore[no-untyped-def]

@@ -239,7 +239,10 @@ def imports_by(program: Program, *, first: bool = False) -> Iterator[Import]:
 
 
 def imports_of(source: bytes, package: str, *, first: bool = False) -> Iterator[Import]:
-    """Yield what a source imports at its top level, in its order."""
+    """Yield what a source imports at its top level, in its order.
+
+    Up to the first statement by which an import that comes after it may be another.
+    """
     for statement in ast.parse(source).body:
         if isinstance(statement, ast.Import):
             for alias in statement.names:
@@ -249,13 +252,28 @@ def imports_of(source: bytes, package: str, *, first: bool = False) -> Iterator[
             with contextlib.suppress(ImportError):
                 module = importlib.util.resolve_name(base, package or None)
                 yield Import(module, tuple(alias.name for alias in statement.names))
-        elif first and not _is_text(statement):
+        elif (first and not _is_text(statement)) or _has_effect(statement):
             return
 
 
 def _is_text(statement: ast.stmt) -> bool:
     """Whether it is a docstring or the like."""
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def _has_effect(statement: ast.stmt) -> bool:
+    """Whether it calls something but for a value, or changes what is no variable of its own.
+
+    `sys.path.insert(0, ...)`, `torch.set_default_dtype(...)`, `settings.SIZE = 3`.
+    """
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return False
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            return True
+        if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            return True
+    return False
 
 
 def _run(program: Program, script: _Script | None) -> None:
