@@ -498,6 +498,21 @@ def test_a_rank_that_leaves_the_loop_alone_ends_the_run(gang, how, place, level)
     refused(gang, leaves, f"ConfigError: rank 1 left the loop {place}, and others went on: {LEAVE}")
 
 
+def test_a_rank_with_more_shards_that_leaves_the_loop_alone_ends_the_run(gang):  # type: ignore[no-untyped-def]
+    def leaves(rank: int) -> None:
+        run = ddp.start(total_steps=6, global_batch=8, level="elastic", shards=4)
+        wrapped = prepared(run)
+        for step in run.steps(DATA):
+            if rank == 0 and step.index == 3:
+                break
+            for (x,) in step.batches:
+                step.backward(wrapped(x).sum())
+            step.commit()
+        run.finish()
+
+    refused(gang, leaves, LEAVE)
+
+
 def test_ranks_that_leave_the_loop_a_step_apart_are_refused(gang):  # type: ignore[no-untyped-def]
     def leaves(rank: int) -> None:
         run = ddp.start(total_steps=6, global_batch=6)
@@ -515,17 +530,18 @@ def test_ranks_that_leave_the_loop_a_step_apart_are_refused(gang):  # type: igno
     refused(gang, leaves, LEAVE)
 
 
-def test_all_ranks_may_leave_the_loop_together(gang):  # type: ignore[no-untyped-def]
-    """However long one of them takes to get there."""
+@pytest.mark.parametrize(("level", "first"), [("resume", 0), ("elastic", 2)])
+def test_all_ranks_may_leave_the_loop_together(gang, level, first):  # type: ignore[no-untyped-def]
+    """However long one of them takes to get there, and whatever its share of the shards."""
 
     def leaves(rank: int) -> None:
-        run = ddp.start(total_steps=6, global_batch=6)
+        run = ddp.start(total_steps=6, global_batch=24, level=level, shards=8)
         wrapped = prepared(run)
         for step in run.steps(DATA):
             for (x,) in step.batches:
                 step.backward(wrapped(x).sum())
             if step.index == 3:
-                if rank == 2:  # the others have left
+                if rank != first:  # that one has left
                     store = run._process.world.store
                     while not store.check(["left the loop"]):
                         time.sleep(0.01)

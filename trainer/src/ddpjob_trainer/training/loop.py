@@ -253,7 +253,9 @@ class Loop:
         self._progress.at("backward")
         counts = step.parts[number].samples and weight != 0
         marked = self._nan.mark(loss) if counts else loss
-        with self._peers:
+        # At level elastic nobody waits for another here, and ranks may have more calls than others.
+        elastic = self._options.level == "elastic"
+        with self._shutdown.listening if elastic else self._peers:
             scaled = trained.updater.scale(marked)
             self._averaging.backward(scaled, number, weight=weight, retain_graph=retain_graph)
         self._progress.at("body")
