@@ -222,14 +222,17 @@ def test_a_file_that_was_read_and_has_changed_since_is_seen(tmp_path):  # type: 
 
 
 def test_what_an_import_reads_may_not_change(tmp_path):  # type: ignore[no-untyped-def]
-    (tmp_path / "reader.py").write_text("import other\nopen('table').read()\nopen('log', 'a')")
+    (tmp_path / "reader.py").write_text(
+        "import other\nopen('table').read()\nopen('log', 'a')\n"
+        "try: open('comes later')\nexcept FileNotFoundError: pass\n"
+    )
     (tmp_path / "other.py").touch()
     (tmp_path / "table").touch()
     text = (
         "import os\nfrom ddpjob_trainer.launcher.processes.sharing import Import, share\n"
         "print(*sorted(map(os.path.basename, share([Import('reader')], ()).files)))"
     )
-    assert interpreter(tmp_path, text) == "other.py reader.py table\n"
+    assert interpreter(tmp_path, text) == "comes later other.py reader.py table\n"
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ _getpid = os.getpid  # os.getpid itself is watched
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The files that were read by what is shared."""
+    """The files that were read by what is shared; None: it was not there."""
 
-    files: dict[str, Stamp] = field(default_factory=dict)
+    files: dict[str, Stamp | None] = field(default_factory=dict)
 
     def edited(self) -> bool:
         """Whether one of them is not what it was: then a worker has to import for itself."""
@@ -57,7 +57,9 @@ def share(
     return shared
 
 
-def _try(what: Import, differing: Collection[str], seconds: float) -> dict[str, Stamp] | None:
+def _try(
+    what: Import, differing: Collection[str], seconds: float
+) -> dict[str, Stamp | None] | None:
     """Return the files that it read; None in the copy, when this process has ended."""
     importer = _getpid()
     copy = os.fork()

@@ -62,8 +62,8 @@ class Import:
 
 def watched_import(
     what: Import, differing: Collection[str], refuse: Callable[[str], None]
-) -> dict[str, Stamp]:
-    """Import it; return the files that it has read and may not have changed later.
+) -> dict[str, Stamp | None]:
+    """Import it; return the files that it has read, or looked for, and may not have changed later.
 
     Says to ``refuse`` why it cannot be shared, as soon as it is seen, more than once if that
     returns. ``differing``: variables of which each worker, or each round, has its own value.
@@ -89,8 +89,8 @@ def watched_import(
     for module in new:
         if isinstance(path := getattr(module, "__file__", None), str):
             read.add(path)
-    stamps = {path: found for path in read if (found := stamp(path))}
-    if any(found[0] >= begun - _CLOCK_TICK for found in stamps.values()):
+    stamps = {path: stamp(path) for path in read}
+    if any(found and found[0] >= begun - _CLOCK_TICK for found in stamps.values()):
         refuse("was edited meanwhile")
     return stamps
 
