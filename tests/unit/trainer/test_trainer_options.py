@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.update import check_scheduler
-from ddpjob_trainer.options import ModelOptions, Options
+from ddpjob_trainer.options import ModelOptions, Options, Reporting, SnapshotOptions
 from ddpjob_trainer.training.incompatible import REFUSALS, Facts, refuse
 
 
@@ -123,3 +126,26 @@ def test_schedulers_that_commit_cannot_advance():  # type: ignore[no-untyped-def
     with pytest.raises(ConfigError, match="belongs to another optimizer"):
         check_scheduler(mine, schedulers.StepLR(other, 1))
     check_scheduler(mine, schedulers.StepLR(mine, 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        (Options, "total_steps", 10.0),
+        (Options, "global_batch", "24"),
+        (Options, "seed", None),
+        (SnapshotOptions, "snapshot_every", 2.5),
+        (SnapshotOptions, "snapshot_keep", "3"),
+        (Reporting, "log_every", 0.5),
+    ],
+)
+def test_what_is_no_integer_is_refused_by_name(kind, name, value):  # type: ignore[no-untyped-def]
+    fine = dict.fromkeys([one.name for one in fields(kind)], 1)
+    assert getattr(kind.among(fine | {name: np.int64(3)}), name) == 3
+    with pytest.raises(ConfigError, match=re.escape(f"{name}={value!r} must be an integer")):
+        kind.among(fine | {name: value})
+
+
+def test_no_threads_are_refused():
+    with pytest.raises(ConfigError, match="threads=0 must be at least 1"):
+        options(threads=0).check(1)

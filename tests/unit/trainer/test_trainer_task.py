@@ -11,6 +11,7 @@ import ddpjob_trainer as ddp
 from ddpjob_trainer.cli import _parser
 from ddpjob_trainer.options import ModelOptions, Options, Reporting, SnapshotOptions
 from ddpjob_trainer.task.command import PREPARE, START, parse_worker, split, worker_arguments
+from ddpjob_trainer.task.runner import train
 
 #: What a file of functions gives, or a command line cannot.
 _OBJECTS = {"self", "model", "optimizer", "scheduler", "before_update"}
@@ -62,3 +63,10 @@ def test_a_process_gets_what_the_launcher_was_given():  # type: ignore[no-untype
     assert options.sync_batchnorm is None
     assert (str(options.task), options.arguments) == ("t.py", ["--width", "-1"])
     assert options.level is None  # start()'s default, not one of ours
+
+
+def test_an_evaluation_that_cannot_be_is_refused_before_training(monkeypatch):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(ddp, "start", lambda **_: None)
+    words = ["task.py", "--total-steps=1", "--global-batch=1", "--eval-batch=0"]
+    with pytest.raises(ddp.ConfigError, match="--eval-batch=0 must be at least 1"):
+        train(None, parse_worker(words))

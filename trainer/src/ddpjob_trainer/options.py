@@ -33,14 +33,16 @@ def _option(text: str, default: Any = MISSING, **more: Any) -> Any:
 class _Options:
     @classmethod
     def among(cls, given: Mapping[str, Any]) -> Self:
-        """Pick them out of the arguments. Raises TypeError for no integer where one must be."""
-        # Numbers from numpy are welcome, but a snapshot's JSON holds plain ones only.
-        return cls(
-            **{
-                one.name: index(given[one.name]) if one.type == "int" else given[one.name]
-                for one in fields(cls)
-            }
-        )
+        """Pick them out of the arguments. Raises ConfigError for no integer where one must be."""
+        values = {one.name: given[one.name] for one in fields(cls)}
+        for one in fields(cls):
+            value = values[one.name]
+            if one.type == "int" or (one.type == "int | None" and value is not None):
+                try:  # numbers from numpy are welcome, but a snapshot's JSON holds plain ones only
+                    values[one.name] = index(value)
+                except TypeError as error:
+                    raise ConfigError(f"{one.name}={value!r} must be an integer") from error
+        return cls(**values)
 
     @classmethod
     def offered(cls) -> Iterator[Field[Any]]:
@@ -82,7 +84,7 @@ class Options(_Options):
 
     def check(self, world_size: int) -> None:
         """Raise ConfigError for a value that no run can have."""
-        for name in ("total_steps", "global_batch", "micro_batches", "shards"):
+        for name in ("total_steps", "global_batch", "micro_batches", "shards", "threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         self.check_choices()

@@ -43,6 +43,8 @@ def load(path: Path, arguments: Sequence[str]) -> ModuleType:
 def train(task: Any, options: argparse.Namespace) -> None:
     """Train to the last step; rank 0 prints the evaluation and the weights' hash."""
     run = ddp.start(collate=getattr(task, "collate", None), **_given(options, START))
+    if options.eval_batch < 1:  # evaluate() would say so after the last step
+        raise ddp.ConfigError(f"--eval-batch={options.eval_batch} must be at least 1")
     model = task.build_model()
     optimizer = _optimizer(task, model, options.lr)
     scheduler = None

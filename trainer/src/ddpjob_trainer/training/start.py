@@ -123,7 +123,7 @@ def start(
         given
         | {
             "level": determinism.choose_level(level, device),
-            "threads": threads or env.threads or 1,
+            "threads": (env.threads or 1) if threads is None else threads,
             "resume": None if resume is None else Path(resume),
         }
     )
