@@ -555,6 +555,30 @@ def test_all_ranks_may_leave_the_loop_together(gang, level, first):  # type: ign
     assert gang.run(leaves) == dict.fromkeys(range(3), 0), gang.log(0) + gang.log(2)
 
 
+def test_a_loop_that_a_variable_holds_is_over_with_finish(gang, tmp_path):  # type: ignore[no-untyped-def]
+    """As in `for step in tqdm(run.steps(data))`: after a break nobody closes the generator."""
+
+    def leaves(rank: int) -> None:
+        run = ddp.start(total_steps=6, global_batch=6)
+        wrapped = prepared(run)
+        steps = run.steps(DATA)
+        for step in steps:
+            for (x,) in step.batches:
+                step.backward(wrapped(x).sum())
+            step.commit()
+            if step.index == 2:
+                break
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        run.finish()
+        (tmp_path / f"finished-{rank}").touch()
+        while rank == 1:
+            time.sleep(0.01)
+
+    assert gang.run(leaves) == {0: 0, 1: 143, 2: 0}, gang.log(1)
+    assert len(list(tmp_path.glob("finished-*"))) == 3
+
+
 # --- Logged means -----------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ may update several times, with some of the optimizers each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,10 +105,14 @@ class Loop:
         self._step: Step | None = None
         self.within_step = False  # its body runs
         self._ended = False  # with its last step
+        self._generator = self._steps()
         self._layout_known = False
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Generator[Step, None, None]:
         """Yield the steps that are still to do, after the newest snapshot if there is one."""
+        return self._generator
+
+    def _steps(self) -> Generator[Step, None, None]:
         for model in self._trained.models:
             self._watch_forwards(model.wrapped)
         with self._shutdown.in_loop():
@@ -142,6 +146,7 @@ class Loop:
 
     def left(self) -> None:
         """The loop is over, perhaps early: wait for all ranks, leave no exchange under way."""
+        self._generator.close()  # after a break a variable may hold it, as in tqdm(run.steps())
         if not self._ended:
             self.parting.leave(self._step)
         self.agreement.wait()
