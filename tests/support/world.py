@@ -110,6 +110,7 @@ class World:
     measurements: list[act.Measurement] = field(default_factory=list)
     refuse: Callable[[act.CreatePod], act.Refusal | None] = lambda _: None
     refuse_network: Callable[[act.EnsureNetwork], act.Refusal | None] = lambda _: None
+    prunes: frozenset[str] = frozenset()  # fields of the status that an older CRD does not know
     machines: Machines | None = None  # None: the operator may not read nodes
     graceful: bool = False  # deletions wait until finish_deletions()
     job_deleted: bool = False
@@ -141,8 +142,10 @@ class World:
         match action:
             case act.WriteStatus():
                 check_status(action.status)
-                self.job["status"] = dict(action.status)
-                self.outcomes = replace(self.outcomes, status_written_at=self.now)
+                stored = {k: v for k, v in action.status.items() if k not in self.prunes}
+                pruned = (action.status, stored) if self.prunes else None
+                self.job["status"] = stored
+                self.outcomes = replace(self.outcomes, status_written_at=self.now, pruned=pruned)
                 self.events += action.events
                 self.measurements += action.measurements
                 self.log.append(f"status {action.status['phase']} {action.status.get('attempt')}")

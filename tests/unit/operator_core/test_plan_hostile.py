@@ -251,3 +251,11 @@ def test_a_status_from_the_year_9999_is_no_deadline():
     world = started(activeDeadlineSeconds=10).run()
     world.job["status"]["timings"]["startedAt"] = "9999-12-31T23:59:59Z"
     assert world.settle().phase == "Running"
+
+
+def test_a_field_of_the_status_that_an_older_crd_drops_is_not_written_for_ever():
+    world = World(prunes=frozenset({"reason"})).settle().run().end(0, 1)
+    assert (world.phase, world.status["attempt"], len(world.pods)) == ("Starting", 2, 3)
+    written = len(world.log)
+    assert world.settle().log[written:] == []
+    assert world.restart_operator().run().phase == "Running"

@@ -177,6 +177,17 @@ async def test_a_stored_status_is_known_at_once_and_only_then_told(stage: Stage)
     assert body["metadata"]["resourceVersion"] == "5"
 
 
+async def test_what_an_older_crd_dropped_of_a_status_is_known(stage: Stage) -> None:
+    asked = {"phase": "Failed", "reason": "DeadlineExceeded"}
+    stage.api.script = {
+        "replace ddpjobs": [job_object(2, phase="Failed"), job_object(3, **asked)],
+    }
+    await stage.do(WriteStatus(asked))
+    assert stage.outcomes.pruned == (asked, {"phase": "Failed"})
+    await stage.do(WriteStatus(asked))
+    assert stage.outcomes.pruned is None
+
+
 async def test_a_conflict_reads_the_job_again_and_drops_the_rest(stage: Stage) -> None:
     stage.api.script["replace ddpjobs"] = [errors.Conflict(409, "Conflict", "changed")]
     stage.api.script["get ddpjobs"] = [job_object(8, phase="Running")]

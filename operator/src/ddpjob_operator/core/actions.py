@@ -196,5 +196,6 @@ class Outcomes:
     progress: Progress | None = None  # newest answer of GET /state
     rounds: Rounds | None = None  # of the same
     status_written_at: datetime | None = None
+    pruned: tuple[Body, Body] | None = None  # the last status as sent and as stored, if they differ
     seen: frozenset[int] = frozenset()  # replicas of this attempt that once had a pod
     seen_since: datetime | None = None  # since when this process has seen and acted without a gap

@@ -233,8 +233,8 @@ def _in_doubt(view: View) -> bool:
 def _write(view: View, change: Change) -> Plan | None:
     """The plan that stores the status, or None if there is nothing to store right now."""
     new, old = st.to_dict(change.status), st.to_dict(view.status)
-    if new == old:
-        return None
+    if new == old or view.outcomes.pruned == (new, view.job.status):
+        return None  # what an older CRD drops would be written for ever, and nothing else done
     if _reports_only(change.status, view.status):
         last = view.outcomes.status_written_at
         counts = change.status.replicas != view.status.replicas

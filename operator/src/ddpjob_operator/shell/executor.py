@@ -181,7 +181,11 @@ class Executor:
                 await self.refresh(job)
             raise
         self._store.put_own_write(written)
-        self._learn(job.uid, lambda known: replace(known, status_written_at=self._now()))
+        at, stored = self._now(), written.get("status")
+        pruned = None if stored == action.status else (action.status, stored or {})
+        if pruned and not self._store.outcomes(job.uid).pruned:
+            log.error("%s/%s: an old or new CRD drops fields of its status", *job.key)
+        self._learn(job.uid, lambda known: replace(known, status_written_at=at, pruned=pruned))
         self._recorder.send(job, action.events)
         self._metrics.record(action.measurements)
         for event in action.events:
