@@ -319,3 +319,13 @@ def test_failures_are_bounded():
         world.end(0, 1).wait(301).run()
     assert len(world.status["failures"]) == 10
     assert world.status["lastFailure"]["attempt"] == 12
+
+
+def test_a_delay_that_another_clock_has_stored_in_the_future_stays_a_delay():
+    world = running().end(0, 1).run().end(0, 1)
+    assert (world.phase, world.wait(0.5).phase) == ("Restarting", "Restarting")
+    world.restart_operator()
+    world.now -= timedelta(hours=1)  # the clock of the machine on which the next operator runs
+    world.outcomes = replace(world.outcomes, seen_since=world.now)
+    assert world.settle().plan().requeue_after == 1.0
+    assert world.wait(1).phase == "Starting"

@@ -199,7 +199,7 @@ def _barrier_passed(view: View) -> bool:
     """No object of an older attempt exists, says a quorum LIST, and the backoff is over."""
     if view.status.phase not in ("Pending", "Restarting"):
         return False
-    due = view.status.timings.next_restart_at
+    due = restart.due(view)
     return _confirmed(view) and not view.others and (due is None or view.now >= due)
 
 
@@ -298,7 +298,7 @@ def _creations(view: View) -> tuple[Action, ...]:
     if view.status.phase == "Running" or hold.why(view):
         return ()
     if not _confirmed(view) and (waiting or view.missing):
-        due = view.status.timings.next_restart_at
+        due = restart.due(view)
         return () if due and view.now < due else (ConfirmGone(attempt),)
     if waiting or not view.missing:
         return ()
@@ -332,7 +332,7 @@ def _unlabelled(refusal: Refusal) -> DeletePod:
 def _wake(view: View) -> float | None:
     """Seconds until time alone may change the answer."""
     status, now = view.status, view.now
-    times = [status.timings.next_restart_at, finish.active_deadline(view), heal.due(view, status)]
+    times = [restart.due(view), finish.active_deadline(view), heal.due(view, status)]
     times.append(report.lingers(view))
     if status.phase == "Starting":
         times.append(startup.deadline(view))

@@ -7,7 +7,7 @@ A charged restart is the user's doing and counts against maxRestarts; a free one
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Measurement
@@ -72,6 +72,18 @@ def new_attempt(view: View, change: Change, phase: str, delay: float) -> Change:
             last_recovery_seconds=view.status.timings.last_recovery_seconds,
         ),
     )
+
+
+def due(view: View) -> datetime | None:
+    """When the delay before the new attempt is over; None: there is none.
+
+    Of times that lie ahead only their distance counts: they were stored by another clock.
+    """
+    since, until = view.status.timings.attempt_started_at, view.status.timings.next_restart_at
+    seen = view.outcomes.seen_since
+    if until is None or since is None or since <= view.now or seen is None:
+        return until
+    return seen + (until - since)
 
 
 def backoff(spec: Spec, consecutive: int) -> float:
