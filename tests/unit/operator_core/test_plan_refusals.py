@@ -114,3 +114,14 @@ def test_no_two_jobs_knock_at_the_same_moments():
         world.settle()
         times.append(world.plan().requeue_after)
     assert times[0] != times[1]
+
+
+def test_a_short_deadline_does_not_pass_while_a_gang_rests_and_change_the_reason():
+    world, _ = refusing()
+    world.job["spec"]["startupDeadlineSeconds"] = 60
+    live(world, 3600)
+    told = [e for e in world.events if e.reason != "Started"]
+    assert {e.reason for e in told} == {"Forbidden"}
+    assert len(told) == 1 + world.status["restarts"]["released"], "once, and at each release"
+    world.refuse = lambda _: None
+    assert live(world, 600).run().phase == "Running"

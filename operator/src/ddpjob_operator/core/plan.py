@@ -199,8 +199,13 @@ def _barrier_passed(view: View) -> bool:
     """No object of an older attempt exists, says a quorum LIST, and the backoff is over."""
     if view.status.phase not in ("Pending", "Restarting"):
         return False
-    due = restart.due(view)
-    return _confirmed(view) and not view.others and (due is None or view.now >= due)
+    return _confirmed(view) and not view.others and _due(view)
+
+
+def _due(view: View) -> bool:
+    """Whether delays are over. A gang that would rest as it starts had nothing to be late with."""
+    waits = (restart.due(view), retry.due(view))
+    return all(at is None or view.now >= at for at in waits)
 
 
 def _confirmed(view: View) -> bool:
@@ -298,8 +303,7 @@ def _creations(view: View) -> tuple[Action, ...]:
     if view.status.phase == "Running" or hold.why(view):
         return ()
     if not _confirmed(view) and (waiting or view.missing):
-        due = restart.due(view)
-        return () if due and view.now < due else (ConfirmGone(attempt),)
+        return (ConfirmGone(attempt),) if _due(view) else ()
     if waiting or not view.missing:
         return ()
     if outcomes.network_attempt != attempt:
