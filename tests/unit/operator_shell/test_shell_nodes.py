@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -155,3 +156,26 @@ def test_the_memory_of_nodes_that_are_gone_is_bounded(cache: NodeCache) -> None:
         cache.remove(f"n{number}")
     assert len(cache._nodes) == 1000
     assert look(cache, "n1999").exists is False
+
+
+def test_after_a_silence_of_all_nodes_each_has_its_time_to_come_back(
+    cache: NodeCache, clocks: Clocks
+) -> None:
+    def other(version: int, status: str) -> Any:
+        found, number = node(version, status)
+        return replace(found, name="b"), number
+
+    cache.replace_all([node(3), other(3, "True")])
+    clocks.seconds += 10
+    cache.put(other(4, "Unknown"))
+    clocks.seconds += 10
+    assert look(cache, "b").down_seconds == 10
+    cache.put(node(5, "Unknown"))
+    clocks.seconds += 300
+    cache.put(node(6))  # the network is back, and b's kubelet a second later than a's
+    assert look(cache, "b").down_seconds == 0
+    clocks.seconds += 30
+    assert look(cache, "b").down_seconds == 30
+    cache.remove("b")
+    clocks.seconds += 5
+    assert look(cache, "b").down_seconds == 5

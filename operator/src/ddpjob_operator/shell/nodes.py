@@ -8,6 +8,7 @@ clocks that disagree matter at no other time. Unknown altogether where nodes may
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class NodeCache:
         self._clock, self._now = clock, now
         self._nodes: dict[str, _Seen] = {}
         self._workers: set[str] = set()  # that are ready
+        self._up_since = -math.inf  # all were silent before
         self._known = False
 
     def of(self, names: Iterable[str]) -> Nodes | None:
@@ -96,15 +98,23 @@ class NodeCache:
             exists=found is not None,
             ready=found is not None and found.ready,
             out_of_service=found is not None and found.out_of_service,
-            down_seconds=0.0 if seen.down_since is None else now - seen.down_since,
+            down_seconds=0.0 if seen.down_since is None else now - self._alone_since(seen),
             read_seconds=None if seen.read_at is None else now - seen.read_at,
         )
 
+    def _alone_since(self, seen: _Seen) -> float:
+        """When all were silent at once, the first that is back has only been faster."""
+        since = seen.down_since or 0.0
+        return max(since, self._up_since) if seen.record else since
+
     def _keep(self, name: str, seen: _Seen) -> None:
+        none = self._known and not self._workers
         self._nodes[name] = seen
         found = seen.record
         works = found is not None and found.ready and not found.control_plane
         (self._workers.add if works else self._workers.discard)(name)
+        if none and works:
+            self._up_since = self._clock()
 
     def _silent_since(self, found: Record, old: _Seen | None) -> float:
         clock = self._clock()
