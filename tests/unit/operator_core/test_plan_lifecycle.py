@@ -96,6 +96,17 @@ def test_time_in_which_nobody_saw_or_acted_does_not_count_for_the_start(behind: 
     assert world.status["lastFailure"]["class"] == "Startup"
 
 
+def test_a_stall_is_told_though_the_gang_was_begun_by_a_clock_ahead_of_ours():
+    world = started()
+    for replica in range(3):
+        world.waiting(replica, "ContainerCreating")
+    world.restart_operator()
+    world.now -= timedelta(hours=1)
+    world.outcomes = replace(world.outcomes, seen_since=world.now)
+    assert world.wait(20).condition("Stalled")["reason"] == "ContainerCreating"
+    assert world.run().condition("Stalled")["status"] == "False"
+
+
 def test_replicas_that_do_not_end_when_others_are_done_are_told():
     world = started().run().end(0, 0).end(2, 0)
     assert world.wait(2).plan().requeue_after == 598

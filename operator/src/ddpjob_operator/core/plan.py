@@ -340,9 +340,9 @@ def _wake(view: View) -> float | None:
     times.append(report.lingers(view))
     if status.phase == "Starting":
         times.append(startup.deadline(view))
-    if status.phase in ("Pending", "Starting", "Restarting") and status.timings.attempt_started_at:
-        times.append(status.timings.attempt_started_at + report.SCHEDULING_PATIENCE)
-        times.append(status.timings.attempt_started_at + report.PATIENCE)
+    if status.phase in ("Pending", "Starting", "Restarting") and view.begun_at:
+        times.append(view.begun_at + report.SCHEDULING_PATIENCE)
+        times.append(view.begun_at + report.PATIENCE)
     times.append(retry.due(view))
     times += [retry.rests_until(view, r) for r in view.refusals.values()]
     if view.outcomes.network_refusal:

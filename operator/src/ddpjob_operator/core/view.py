@@ -71,6 +71,12 @@ class View:
         found = self.outcomes.confirmed
         return found if found and found.attempt == self.status.attempt else None
 
+    @property
+    def begun_at(self) -> datetime | None:
+        """When the attempt began. A time that lies ahead was stored by another clock."""
+        since, seen = self.status.timings.attempt_started_at, self.outcomes.seen_since
+        return seen if since and seen and since > self.now else since
+
     def read_since(self, at: datetime) -> bool:
         """Whether what is seen here was read from the API server itself after that time."""
         return self.confirmed is not None and self.confirmed.at >= at

@@ -135,7 +135,7 @@ def _stuck_deletions(view: View) -> Iterator[tuple[str, str]]:
 
 
 def _fresh(view: View, patience: timedelta = PATIENCE) -> bool:
-    since = view.status.timings.attempt_started_at
+    since = view.begun_at
     return since is None or view.now - since < patience
 
 

@@ -77,13 +77,11 @@ def new_attempt(view: View, change: Change, phase: str, delay: float) -> Change:
 def due(view: View) -> datetime | None:
     """When the delay before the new attempt is over; None: there is none.
 
-    Of times that lie ahead only their distance counts: they were stored by another clock.
+    Counted from when the attempt began: by another clock the time itself may be far ahead.
     """
     since, until = view.status.timings.attempt_started_at, view.status.timings.next_restart_at
-    seen = view.outcomes.seen_since
-    if until is None or since is None or since <= view.now or seen is None:
-        return until
-    return seen + (until - since)
+    begun = view.begun_at
+    return begun + (until - since) if begun and since and until else until
 
 
 def backoff(spec: Spec, consecutive: int) -> float:

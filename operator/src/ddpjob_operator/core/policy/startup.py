@@ -33,9 +33,8 @@ def deadline(view: View) -> datetime:
     Counted anew after a time in which the operator could not see or act: an API server that was
     away, a take-over, a clock that was set.
     """
-    since, seen = view.status.timings.attempt_started_at or view.now, view.outcomes.seen_since
-    if seen is not None and (since < seen or since > view.now):
-        since = seen
+    since, seen = view.begun_at or view.now, view.outcomes.seen_since
+    since = max(since, seen or since)
     return since + timedelta(seconds=view.spec.startup_deadline)
 
 
