@@ -76,6 +76,22 @@ def test_a_pod_that_the_api_calls_wrong_waits_in_its_words_and_comes_after_an_ed
     assert world.run().phase == "Running"
 
 
+@pytest.mark.parametrize("how", ["by an edit", "by itself"])
+def test_a_pod_that_is_wrong_no_more_and_waits_for_quota_is_not_called_wrong(how: str):
+    world = World()
+    world.refuse = lambda _: refusal(world, 422, "Invalid value")
+    assert world.settle().status["reason"] == "PodRefused"
+    world.refuse = lambda _: refusal(world, 403, "exceeded quota")
+    if how == "by an edit":
+        world.patch(suspend=True)
+        world.patch(suspend=False)
+    else:
+        world.wait(300)
+        world.wait(300)
+    assert world.status["reason"] == "QuotaExceeded"
+    assert world.condition("Invalid")["status"] == "False"
+
+
 def test_the_reason_is_that_of_the_present_state():
     world = World()
     world.refuse = lambda _: refusal(world, 403, "exceeded quota")

@@ -128,6 +128,8 @@ def _start(view: View, change: Change) -> Change:
     )
     message = f"creating {view.spec.replicas} pods, attempt {change.status.attempt}"
     change = change.condition("Suspended", False, reason, "", view.now)
+    # What was refused before may be mended now.
+    change = change.condition("Invalid", False, "Valid", "", view.now)
     return change.tell("Normal", reason, message)
 
 

@@ -56,6 +56,8 @@ def advance(view: View, change: Change) -> Change:
         return release(view, change, hold.POD_REFUSED, what, "Invalid")
     quota = next((r for r in refusals if over_quota(r)), None)
     if quota:
+        # Asked only of what is valid.
+        change = change.condition("Invalid", False, "Valid", "", view.now)
         return release(view, change, "QuotaExceeded", quota.message)
     if all_running(view):
         return _run(view, change)
