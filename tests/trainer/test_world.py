@@ -196,7 +196,7 @@ def test_alone_without_any_environment(gang):  # type: ignore[no-untyped-def]
         ({"global_batch": 7}, "global_batch=7 cannot be divided by 2 processes"),
         ({"total_steps": 0}, "total_steps=0 must be at least 1"),
         ({"level": "elastic"}, "global_batch=6 cannot be divided by shards=8"),
-        ({"level": "exact"}, "level='exact' must be one of off, resume, elastic"),
+        ({"level": "exact"}, "level='exact' must be one of 'off', 'resume', 'elastic'"),
         ({"snapshot_keep": 1}, "snapshot_keep=1 must be at least 2"),
     ],
 )
