@@ -64,6 +64,15 @@ def test_fence_does_not_need_the_pod_to_be_evicted():
     assert world.attempts() == {2}
 
 
+def test_a_node_that_is_back_soon_after_the_gang_began_is_no_stall_any_more():
+    """In the first seconds of an attempt too: nothing else would look at the job in time."""
+    world = fall_silent(running(**FENCE), "node2")
+    assert world.condition("Stalled")["reason"] == "NodeNotReady"
+    assert world.machines
+    world.machines.down.clear()
+    assert world.wait(1).condition("Stalled")["status"] == "False"
+
+
 def test_fence_reads_the_node_before_it_gives_up_its_pods():
     world = fall_silent(running(**FENCE), "node2")
     assert world.machines

@@ -64,7 +64,8 @@ def stall(view: View, change: Change) -> Change:
     found = next(_reasons(view), None)
     if found is None:
         # Kept over the waits and first moments of retries, or it would flap with each.
-        retrying = change.status.phase == "Pending" or _fresh(view)
+        phase = change.status.phase
+        retrying = phase == "Pending" or (phase != "Running" and _fresh(view))
         if old and old.status == "True" and not retrying:
             return change.condition("Stalled", False, "Progressing", "", view.now)
         return change
