@@ -5,6 +5,7 @@ Also the Change that a policy returns: the next status with what is to be told a
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -76,6 +77,14 @@ class View:
         """When the attempt began. A time that lies ahead was stored by another clock."""
         since, seen = self.status.timings.attempt_started_at, self.outcomes.seen_since
         return seen if since and seen and since > self.now else since
+
+    def chance(self, *what: int) -> float:
+        """From 0 to 1, another one for each job, attempt and ``what``, the same at every look.
+
+        Drawn from a hash, since chance would have to be remembered.
+        """
+        seed = "/".join(map(str, (self.job.uid, self.status.attempt, *what)))
+        return int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4]) / 2**32
 
     def read_since(self, at: datetime) -> bool:
         """Whether what is seen here was read from the API server itself after that time."""

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
+from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import ReadNodes
 from ddpjob_operator.core.nodes import OUT_OF_SERVICE, Node
 from ddpjob_operator.core.observe import Pod
@@ -55,15 +57,11 @@ def waits(view: View) -> list[float]:
 
 def failure(view: View, pod: Pod) -> Failure:
     """The machine's doing, so it is charged to nobody."""
-    return Failure(
-        attempt=pod.attempt or 0,
-        replica=pod.replica or 0,
-        pod=pod.name,
-        node=pod.node,
+    return replace(
+        classify.removed(pod, view.now),
         cls="Infrastructure",
         reason="NodeLost",
         message=f"node {pod.node} {_state(_node(view, pod))}",
-        detected_at=view.now,
     )
 
 

@@ -1,13 +1,11 @@
 """Giving back what cannot become a whole gang now, and when to try again. Charged to nobody.
 
 Creation is all or nothing: two half gangs must never hold what each other needs. Nor may they meet
-again at every try, so each waits a time of its own: drawn from a hash of uid and attempt, since
-chance would have to be remembered.
+again at every try, so each waits a time of its own (View.chance).
 """
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from datetime import timedelta
 from typing import Final, Literal
@@ -50,10 +48,4 @@ def delay(view: View, released: int) -> float:
     longest = max(min(_LONGEST_OF_OLD, longest), longest / (1.0 + max(0.0, waited / _OLD)))
     first = max(view.spec.restart.initial_seconds, held.total_seconds() * _SHARE_OF_HELD)
     doublings = min(released - 1, 60)  # keeps floats finite
-    return round(min(longest, first * 2.0**doublings) * (0.5 + _chance(view)), 3)
-
-
-def _chance(view: View) -> float:
-    """From 0 to 1, another one for each job and each attempt, and the same at every look."""
-    seed = f"{view.job.uid}/{view.status.attempt}".encode()
-    return int.from_bytes(hashlib.sha256(seed).digest()[:4]) / 2**32
+    return round(min(longest, first * 2.0**doublings) * (0.5 + view.chance()), 3)

@@ -7,7 +7,6 @@ one pod, after a wait that doubles as long as the words stay the same and that n
 
 from __future__ import annotations
 
-import hashlib
 import re
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -58,7 +57,8 @@ def due(view: View) -> datetime | None:
     if found is None or found.generation != view.job.generation:
         return None
     doubled = _FIRST * 2.0 ** min(found.count - 1, 20)
-    return found.at + timedelta(seconds=min(_MOST, doubled * (0.75 + 0.5 * _chance(view, found))))
+    seconds = min(_MOST, doubled * (0.75 + 0.5 * view.chance(found.count)))
+    return found.at + timedelta(seconds=seconds)
 
 
 def resting(view: View, refusal: Refusal | None) -> bool:
@@ -75,9 +75,3 @@ def rests_until(view: View, refusal: Refusal) -> datetime:
     """When an object whose name was taken may be tried again."""
     foreign = refusal.existing is not None and not report.passes(view, refusal)
     return refusal.at + (_FOREIGN if foreign else _OURS)
-
-
-def _chance(view: View, found: Setback) -> float:
-    """From 0 to 1, another one for each job and try, and the same at every look."""
-    seed = f"{view.job.uid}/{view.status.attempt}/{found.count}".encode()
-    return int.from_bytes(hashlib.sha256(seed).digest()[:4]) / 2**32
