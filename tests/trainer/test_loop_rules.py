@@ -584,12 +584,13 @@ def test_a_loop_that_a_variable_holds_is_over_with_finish(gang, tmp_path):  # ty
 
 def test_a_logged_mean_is_over_all_ranks(gang, tmp_path):  # type: ignore[no-untyped-def]
     def logs(rank: int) -> None:
-        run = ddp.start(total_steps=3, global_batch=6, events=tmp_path / "events")
+        run = ddp.start(total_steps=3, global_batch=6, micro_batches=2, events=tmp_path / "events")
         wrapped = prepared(run)
         for step in run.steps(DATA):
             run.log({"rank": torch.tensor(float(rank)), "b": 2 * step.index}, reduce="mean")
             run.log({"mine": rank})
-            for (x,) in step.batches:
+            for number, (x,) in enumerate(step.batches):
+                run.log({"micro": 10.0 * number + rank}, reduce="mean")
                 step.backward(wrapped(x).sum())
             if step.index != 1:  # names may differ from step to step
                 run.log({"square": rank**2}, reduce="mean")
@@ -603,7 +604,7 @@ def test_a_logged_mean_is_over_all_ranks(gang, tmp_path):  # type: ignore[no-unt
         if event["event"] == "log":
             told[event["step"]] |= event["values"]
     assert told == {
-        index + 1: {"rank": 1.0, "b": 2.0 * index, "mine": 0.0}
+        index + 1: {"rank": 1.0, "b": 2.0 * index, "mine": 0.0, "micro": 6.0}
         | ({"square": 5 / 3} if index != 1 else {})
         for index in range(3)
     }
@@ -661,6 +662,7 @@ def test_when_means_cannot_be_logged(gang):  # type: ignore[no-untyped-def]
     [
         ("group", "resume", "SGD got other parameters after prepare()"),
         ("group", "elastic", "SGD got other parameters after prepare()"),
+        ("grown", "resume", "the model got the parameter '2.weight' after prepare()"),
         ("thawed", "resume", "requires_grad of a parameter was changed after prepare()"),
         ("thawed", "elastic", "a parameter that was frozen when prepare() was called"),
     ],
@@ -677,6 +679,8 @@ def test_what_is_trained_does_not_change_after_prepare(gang, how, level, words):
         raw = nn.Parameter(torch.ones(4))
         if how == "group":
             optimizer.add_param_group({"params": [raw]})
+        if how == "grown":
+            model.append(nn.Linear(2, 2))
         for step in run.steps(DATA):
             if step.index == 1:
                 model[0].requires_grad_(True)

@@ -323,9 +323,9 @@ class TwoHeads(nn.Module):
         super().__init__()
         self.trunk, self.a, self.b = nn.Linear(16, 8), nn.Linear(8, 4), nn.Linear(8, 4)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, heads: str = "ab") -> tuple[torch.Tensor, ...]:
         seen = self.trunk(x)
-        return self.a(seen), self.b(seen)
+        return tuple(getattr(self, head)(seen) for head in heads)
 
 
 @pytest.mark.parametrize("late", [0, 2])
@@ -345,6 +345,37 @@ def test_a_loss_that_reaches_only_a_part_of_a_model_is_refused_at_once(gang, lat
     assert gang.run(program, world=2) == {0: 64, 1: 64}, gang.log(0)
     words = r"parameters, not b\.weight, b\.bias, and.*step\.backward\(first \+ second\)"
     assert re.search(words + r".*find_unused_parameters=True", gang.log(0)), gang.log(0)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("two backwards", "find_unused_parameters=True each batch's forward is followed by one"),
+        ("two forwards", "DDP met a parameter twice in one backward"),
+        ("by turns", "excludes: use find_unused_parameters=True in its place"),
+    ],
+)
+def test_what_the_reducer_cannot_follow_is_refused_with_the_cure(gang, how, words):  # type: ignore[no-untyped-def]
+    """Torch ends with its own tracebacks, some of them a step late."""
+
+    def program(rank: int) -> None:
+        run = ddp.start(total_steps=3, global_batch=6)
+        net = TwoHeads()
+        option = "static_graph" if how == "by turns" else "find_unused_parameters"
+        model, _ = run.prepare(net, adam(net), **{option: True})
+        for step in run.steps(TensorDataset(torch.randn(24, 16))):
+            for (x,) in step.batches:
+                if how == "by turns":
+                    step.backward(model(x, heads="ab"[step.index % 2])[0].mean())
+                    continue
+                first = model(x, heads="a" if how == "two forwards" else "ab")
+                other = first[1:] if how == "two backwards" else model(x, heads="b")
+                step.backward(first[0].mean(), retain_graph=True)
+                step.backward(other[0].mean())
+            step.commit()
+
+    assert gang.run(program, world=2) == {0: 64, 1: 64}, gang.log(0)
+    assert words in gang.log(0), gang.log(0)
 
 
 @pytest.mark.parametrize("change", ["freeze", "thaw"])

@@ -26,6 +26,8 @@ from devcluster.failure import Failure
 _FORMAT = "1"
 _NEEDED_GIBIBYTES = 8
 _COME_WITH_TORCH = ("torch==", "triton==", "nvidia-", "cuda-", "sympy==", "setuptools==")
+#: Versions that win over what packages not ours ask for.
+_OVERRIDES = "foreign-overrides.in"
 #: dev comes first: it holds all the others, which then keep to its versions.
 _LOCKS = ("dev", "uv", "build", "operator", "torch", "trainer", "foreign")
 
@@ -66,7 +68,8 @@ def ensure_environment(requirements: Path, log: Log, also: Sequence[str] = ()) -
     def make(aside: Path) -> None:
         create = [str(uv / "bin/uv"), "venv", "--quiet", "--clear", "--relocatable"]
         install = [str(uv / "bin/uv"), "pip", "install", "--require-hashes", "--compile-bytecode"]
-        install += ["--python", str(aside / "bin/python")]
+        # The locks are whole, and what _OVERRIDES overrules is not asked for again.
+        install += ["--no-deps", "--python", str(aside / "bin/python")]
         with timed(f"making {what} (about 5 GB: torch carries the CUDA libraries)", log):
             _run([*create, "--python", sys.executable, str(aside)], variables)
             locks = [f"--requirement={lock}" for lock in _lock_files(requirements, also)]
@@ -115,6 +118,7 @@ def write_locks(requirements: Path, options: Sequence[str], log: Log) -> None:
     compile_one += ["--custom-compile-command", "make lock"]
     for name in _LOCKS:
         common = [] if name == "dev" else ["--constraint", "dev.txt"]
+        common += ["--override", _OVERRIDES] if name == "foreign" else []
         chosen = [*options, "--output-file", f"{name}.txt", f"{name}.in"]
         with timed(f"pinning {name}.txt", log):
             _run([*compile_one, *common, *chosen], _uv_variables(uv), requirements)

@@ -50,7 +50,7 @@ def place(**changed: Any) -> Place:
 
 
 def opened(source: Any, at: Place | None = None, **options: Any) -> Any:
-    return open_input(source, InputOptions(**options), at or place())
+    return open_input(source, InputOptions.among(InputOptions.defaults() | options), at or place())
 
 
 class Noisy(Dataset[dict[str, Any]]):

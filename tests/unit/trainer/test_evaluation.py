@@ -53,8 +53,8 @@ def evaluate(
         for world in worlds
     ]  # fmt: skip
     blobs = [json.dumps([share.values, share.samples]).encode() for share in shares]
-    gather = type("Gathered", (), {"gather_bytes": lambda self, mine: blobs})()
-    assert blobs[0] in gather.gather_bytes(b"")
+    gather = type("Gathered", (), {"gather_bytes": lambda self, what, mine: blobs})()
+    assert blobs[0] in gather.gather_bytes("", b"")
     return evaluation.total(shares[0], gather, mean=mean)
 
 
@@ -102,13 +102,23 @@ def test_what_is_no_metric_is_refused(metric, words):  # type: ignore[no-untyped
 @pytest.mark.parametrize(
     ("dataset", "batch_size", "workers", "reduce", "words"),
     [
-        (DATA, 0, 0, "sum", r"batch_size=0\) must be at least 1"),
-        (DATA, 8, -1, "sum", r"workers=-1\) must be at least 0"),
-        (DATA, 8, 0, "max", r"reduce='max'\) must be one of sum, mean"),
+        (DATA, 0, 0, "sum", r"batch_size=0 must be at least 1"),
+        (DATA, 8, -1, "sum", r"workers=-1 must be at least 0"),
+        (DATA, 8, 0, "max", "reduce='max' must be one of 'sum', 'mean'"),
         ([], 8, 0, "sum", "the dataset is empty"),
         (iter([1]), 8, 0, "sum", "not a map-style dataset"),
     ],
 )
 def test_options_are_checked_before_anybody_waits(dataset, batch_size, workers, reduce, words):  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match=words):
-        evaluation.check(dataset, batch_size, workers, reduce)
+        evaluation.check(
+            {
+                "dataset": dataset,
+                "metric": len,
+                "batch_size": batch_size,
+                "workers": workers,
+                "reduce": reduce,
+                "collate": None,
+                "ema": False,
+            }
+        )

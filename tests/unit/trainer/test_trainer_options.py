@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.update import check_scheduler
-from ddpjob_trainer.options import ModelOptions, Options, Reporting, SnapshotOptions
+from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.training.incompatible import REFUSALS, Facts, refuse
 
 
 def options(**changes: Any) -> Options:
     values = {"total_steps": 9, "global_batch": 24, "seed": 0, "level": "resume", "threads": 1}
     return Options(**{**values, "collate": None, **changes})
+
+
+def made(**changes: Any) -> Options:
+    given = {**Options.defaults(), "total_steps": 9, "global_batch": 24, **changes}
+    return Options.among(given)
 
 
 def facts(start: dict[str, Any], prepare: dict[str, Any], device: str, **more: bool) -> Facts:
@@ -87,7 +89,7 @@ def test_every_refusal_is_tried_and_documented():  # type: ignore[no-untyped-def
         ({"micro_batches": 0}, "micro_batches=0 must be at least 1"),
         ({"tail": "keep"}, "tail='keep' must be one of 'drop', 'pad', 'join'"),
         ({"nan_policy": "no"}, "nan_policy='no' must be one of 'stop', 'skip', 'ignore'"),
-        ({"check_every": -1}, "check_every=-1 must not be negative; 0: never"),
+        ({"check_every": -1}, "check_every=-1 must be at least 0"),
         ({"precision": "half"}, "precision='half' must be one of 'fp32', 'bf16', 'fp16'"),
         ({"global_batch": 25}, "cannot be divided by 3 processes: use a multiple of 3"),
         ({"micro_batches": 5}, "3 processes x micro_batches=5: use a multiple of 15"),
@@ -97,7 +99,7 @@ def test_every_refusal_is_tried_and_documented():  # type: ignore[no-untyped-def
 )
 def test_a_value_of_start_that_cannot_be(changes, words):  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError) as error:
-        options(**changes).check(3)
+        made(**changes).check(3)
     assert words in str(error.value)
 
 
@@ -105,7 +107,7 @@ def test_a_value_of_start_that_cannot_be(changes, words):  # type: ignore[no-unt
     ("changes", "words"),
     [
         ({"comm_hook": "int8"}, "comm_hook='int8' must be one of None, 'bf16', 'fp16'"),
-        ({"comm_hook": "powersgd"}, "comm_hook='powersgd' and its comm_hook_options are not"),
+        ({"comm_hook": "powersgd"}, "comm_hook='powersgd' must be one of None, 'bf16', 'fp16'"),
         ({"comm_hook_options": {"x": 1}}, "use comm_hook='bf16' or 'fp16', or leave it out"),
         ({"clip_grad_norm": 0.0}, "clip_grad_norm=0.0 must be more than 0"),
         ({"bucket_cap_mb": -1.0}, "bucket_cap_mb=-1.0 must be more than 0"),
@@ -114,7 +116,7 @@ def test_a_value_of_start_that_cannot_be(changes, words):  # type: ignore[no-unt
 )
 def test_a_value_of_prepare_that_cannot_be(changes, words):  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError) as error:
-        ModelOptions(**changes).check()
+        ModelOptions.among(ModelOptions.defaults() | changes).check()
     assert words in str(error.value)
 
 
@@ -126,26 +128,3 @@ def test_schedulers_that_commit_cannot_advance():  # type: ignore[no-untyped-def
     with pytest.raises(ConfigError, match="belongs to another optimizer"):
         check_scheduler(mine, schedulers.StepLR(other, 1))
     check_scheduler(mine, schedulers.StepLR(mine, 1))
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "value"),
-    [
-        (Options, "total_steps", 10.0),
-        (Options, "global_batch", "24"),
-        (Options, "seed", None),
-        (SnapshotOptions, "snapshot_every", 2.5),
-        (SnapshotOptions, "snapshot_keep", "3"),
-        (Reporting, "log_every", 0.5),
-    ],
-)
-def test_what_is_no_integer_is_refused_by_name(kind, name, value):  # type: ignore[no-untyped-def]
-    fine = dict.fromkeys([one.name for one in fields(kind)], 1)
-    assert getattr(kind.among(fine | {name: np.int64(3)}), name) == 3
-    with pytest.raises(ConfigError, match=re.escape(f"{name}={value!r} must be an integer")):
-        kind.among(fine | {name: value})
-
-
-def test_no_threads_are_refused():
-    with pytest.raises(ConfigError, match="threads=0 must be at least 1"):
-        options(threads=0).check(1)

@@ -1,7 +1,6 @@
 """Snapshots in an object store: copied, fenced, kept few, fetched to a fresh disk.
 
-The cases of S3 run where s3fs and moto can be imported; the environment's other pins leave no room
-for them: pip install --target DIR s3fs "moto[server]", then PYTHONPATH=DIR before the pytest.
+The cases of S3 run where s3fs and moto are installed: in the environment of `make foreign`.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
     """Of an S3 server in this process."""
-    pytest.importorskip("s3fs", reason="s3fs is not installed, see above")
-    moto = pytest.importorskip("moto.server", reason="moto is not installed, see above")
+    pytest.importorskip("s3fs", reason="s3fs is not installed: make foreign")
+    moto = pytest.importorskip("moto.server", reason="moto is not installed: make foreign")
     server = moto.ThreadedMotoServer(port=0)
     server.start()
     host, port = server.get_host_and_port()

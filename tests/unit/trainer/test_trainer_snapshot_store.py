@@ -134,6 +134,36 @@ def test_killed_at_every_point_of_a_save_the_newest_durable_one_loads(tmp_path, 
     assert set(outcomes) == {STEP - 1, STEP}
 
 
+def test_a_power_cut_takes_no_snapshot(tmp_path, begun, monkeypatch):  # type: ignore[no-untyped-def]
+    """A kill leaves the page cache whole; a power cut leaves what was synced, as it then was."""
+    store = again(begun, tmp_path / "root")
+    synced: dict[Path, int] = {}  # bytes
+    order: list[str] = []
+    sync = os.fsync
+
+    def note(fd: int) -> None:
+        sync(fd)
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        synced[path] = os.fstat(fd).st_size
+        order.append("synced directory" if path.is_dir() else "synced")
+
+    def seam(operation: str, path: Path) -> None:
+        order.append(operation)
+        if operation == "before rename":  # the commit point
+            new = list(path.parent.glob(f"step-*{STEP}-*"))
+            assert len(new) == 4  # of three ranks, and the manifest
+            assert {file.name: synced.get(file) for file in new} == {
+                file.name: file.stat().st_size for file in new
+            }
+
+    monkeypatch.setattr(disk.os, "fsync", note)
+    disk.seam = seam
+    save(store, STEP)
+    committed = order.index("after rename")
+    # What is older goes only when the new name is durable.
+    assert "synced directory" in order[committed : order.index("before unlink")]
+
+
 def test_killed_at_every_point_of_a_start_the_parent_still_loads(tmp_path):  # type: ignore[no-untyped-def]
     point = 0
     while True:

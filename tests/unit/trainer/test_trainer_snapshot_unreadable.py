@@ -120,7 +120,7 @@ class Second:
     def __init__(self) -> None:
         self.said: list[bytes] = []
 
-    def gather_bytes(self, answer: bytes) -> list[bytes]:
+    def gather_bytes(self, what: str, answer: bytes) -> list[bytes]:
         self.said.append(answer)
         return [b"1", answer]
 

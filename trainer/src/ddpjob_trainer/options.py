@@ -6,12 +6,12 @@ Name, type, default, help and choices: from here the checks have them, and the c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
-from operator import index
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
+from ddpjob_trainer.arguments import Arguments
 from ddpjob_trainer.environment import DEFAULT_EVERY_STEPS, DEFAULT_KEEP, MIN_KEEP
 from ddpjob_trainer.errors import ConfigError
 
@@ -23,73 +23,42 @@ if TYPE_CHECKING:
 #: What start(allow_changes=...) may name: a run that goes on with other data is another run.
 CHANGES = ("global_batch", "data", "ema")
 
+Several = str | Sequence[Any]  # names with commas between them, or one by one
+
 
 def _option(text: str, default: Any = MISSING, **more: Any) -> Any:
-    """An option that the command line has, too. ``more``: choices, metavar."""
+    """An option that the command line has, too. ``more``: choices, metavar, least, most."""
     return field(default=default, metadata={"help": text, **more})
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    @classmethod
-    def among(cls, given: Mapping[str, Any]) -> Self:
-        """Pick them out of the arguments. Raises ConfigError for no integer where one must be."""
-        values = {one.name: given[one.name] for one in fields(cls)}
-        for one in fields(cls):
-            value = values[one.name]
-            if one.type == "int" or (one.type == "int | None" and value is not None):
-                try:  # numbers from numpy are welcome, but a snapshot's JSON holds plain ones only
-                    values[one.name] = index(value)
-                except TypeError as error:
-                    raise ConfigError(f"{one.name}={value!r} must be an integer") from error
-        return cls(**values)
-
-    @classmethod
-    def offered(cls) -> Iterator[Field[Any]]:
-        """Those that the command line has."""
-        return (one for one in fields(cls) if one.metadata)
-
-    def check_choices(self) -> None:
-        """Raise ConfigError for a value that is none of its option's choices."""
-        for one in self.offered():
-            value, allowed = getattr(self, one.name), one.metadata.get("choices")
-            if allowed and value != one.default and value not in allowed:
-                names = ", ".join(map(repr, allowed if one.default else (None, *allowed)))
-                raise ConfigError(f"{one.name}={value!r} must be one of {names}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options(_Options):
+class Options(Arguments):
     """Of start(): they hold for the whole run."""
 
-    total_steps: int = _option("optimizer steps of the whole run")
-    global_batch: int = _option("samples per step, all processes")
-    seed: int = _option("of weights, data order, dropout", 0)
+    total_steps: int = _option("optimizer steps of the whole run", least=1)
+    global_batch: int = _option("samples per step, all processes", least=1)
+    seed: int = _option("of weights, data order, dropout", 0, least=-(2**63), most=2**64 - 1)
     level: str = _option(
         "bits kept over restarts; on CUDA off, else", "resume", choices=("off", "resume", "elastic")
     )
-    shards: int = _option("equal parts of the global batch at level elastic", 8)
-    micro_batches: int = _option("gradients accumulated per step", 1)
+    shards: int = _option("equal parts of the global batch at level elastic", 8, least=1)
+    micro_batches: int = _option("gradients accumulated per step", 1, least=1)
     tail: str = _option("an epoch's incomplete last batch", "drop", choices=("drop", "pad", "join"))
     precision: str = _option("of the forward", "fp32", choices=("fp32", "bf16", "fp16"))
     nan_policy: str = _option(
         "at a loss or gradient that is not finite", "stop", choices=("stop", "skip", "ignore")
     )
     check_every: int = _option("steps between comparisons of the ranks, 0: never", 100)
-    threads: int = _option("torch's threads per process; $OMP_NUM_THREADS, else", 1)
+    threads: int = _option(
+        "torch's threads per process; $OMP_NUM_THREADS, else", 1, least=1, most=1024
+    )
     resume: Path | None = _option(
         "weights to begin with, if there is no snapshot yet", None, metavar="FILE"
     )
     collate: fetch.Collate | None = None
 
     def check(self, world_size: int) -> None:
-        """Raise ConfigError for a value that no run can have."""
-        for name in ("total_steps", "global_batch", "micro_batches", "shards", "threads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        self.check_choices()
-        if self.check_every < 0:
-            raise ConfigError(f"check_every={self.check_every} must not be negative; 0: never")
+        """Raise ConfigError for values that so many processes cannot have."""
         count, sharers = world_size, f"{world_size} processes"
         if self.level == "elastic":
             count, sharers = self.shards, f"shards={self.shards}"
@@ -112,29 +81,28 @@ class Options(_Options):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotOptions(_Options):
+class SnapshotOptions(Arguments):
     """Of start(). None: what the environment says."""
 
-    snapshot_dir: Any = _option("default: what the DDPJob says, else none", None, metavar="DIR")
-    snapshot_every: int | None = _option(
-        f"steps between two snapshots (default: {DEFAULT_EVERY_STEPS})", None
+    snapshot_dir: Path | None = _option(
+        "default: what the DDPJob says, else none", None, metavar="DIR"
     )
-    snapshot_keep: int | None = _option(f"snapshots to keep (default: {DEFAULT_KEEP})", None)
+    snapshot_every: int | None = _option(
+        f"steps between two snapshots (default: {DEFAULT_EVERY_STEPS})", None, least=1
+    )
+    snapshot_keep: int | None = _option(
+        f"snapshots to keep (default: {DEFAULT_KEEP})", None, least=MIN_KEEP
+    )
     snapshot_staging: str = _option(
         "copy the state between steps or beside them", "auto", choices=("auto", "inline", "thread")
     )
-    allow_changes: Any = _option(f"of {','.join(CHANGES)}: may be changed", (), metavar="NAMES")
+    allow_changes: Several = _option(f"of {','.join(CHANGES)}: may be changed", (), metavar="NAMES")
     snapshot_upload: str | None = _option(
         "copy finished ones there, as s3://bucket/job", None, metavar="URL"
     )
 
     def check(self) -> None:
         """Raise ConfigError for a value that no run can have."""
-        self.check_choices()
-        for name, least in (("snapshot_every", 1), ("snapshot_keep", MIN_KEEP)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name}={value} must be at least {least}")
         odd = self.changes.difference(CHANGES)
         if odd:
             names = ", ".join(CHANGES)
@@ -145,23 +113,23 @@ class SnapshotOptions(_Options):
         """Names in allow_changes."""
         given = self.allow_changes
         names = given.split(",") if isinstance(given, str) else given
-        return frozenset(name.strip() for name in names if name.strip())
+        return frozenset(str(name).strip() for name in names if str(name).strip())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reporting(_Options):
+class Reporting(Arguments):
     """Of start(). None: what the environment says, else the default."""
 
-    log_every: int | None = _option("steps between two lines of progress", None)
-    tensorboard_dir: Any = _option("write there for TensorBoard", None, metavar="DIR")
-    sinks: Any = _option(
+    log_every: int | None = _option("steps between two lines of progress", None, least=1)
+    tensorboard_dir: Path | None = _option("write there for TensorBoard", None, metavar="DIR")
+    sinks: Several | None = _option(
         "curves go to tensorboard,wandb,mlflow (default: none)", None, metavar="NAMES"
     )
-    events: Any = None  # the launcher's command line has it
+    events: Path | None = None  # the launcher's command line has it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions(_Options):
+class ModelOptions(Arguments):
     """Of prepare(): they belong to the model. Names and meaning are PyTorch's."""
 
     clip_grad_norm: float | None = _option("bound of the norm of all gradients", None)
@@ -170,7 +138,7 @@ class ModelOptions(_Options):
         "torch.compile; inductor is PyTorch's default", default=False, metavar="BACKEND"
     )
     sync_batchnorm: bool = _option("BatchNorm over all processes (CUDA)", default=False)
-    bucket_cap_mb: float | None = _option("size of DDP's gradient buckets", None)
+    bucket_cap_mb: float | None = _option("size of DDP's gradient buckets", None, most=1e6)
     gradient_as_bucket_view: bool = _option("DDP's option", default=False)
     static_graph: bool = _option("DDP's option", default=False)
     find_unused_parameters: bool = _option("DDP's option", default=False)
@@ -180,15 +148,24 @@ class ModelOptions(_Options):
 
     def check(self) -> None:
         """Raise ConfigError for a value that no model can have."""
-        if self.comm_hook == "powersgd" or self.comm_hook_options:
+        if self.comm_hook_options:
             raise ConfigError(
-                "comm_hook='powersgd' and its comm_hook_options are not offered, since runs of it"
-                " did not end in equal bits: use comm_hook='bf16' or 'fp16', or leave it out"
+                "comm_hook_options are powersgd's, which is not offered, since runs of it did not"
+                " end in equal bits: use comm_hook='bf16' or 'fp16', or leave it out"
             )
-        self.check_choices()
-        for name in ("clip_grad_norm", "bucket_cap_mb"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name}={value} must be more than 0")
         if self.ema is not None and not 0 < self.ema < 1:
             raise ConfigError(f"ema={self.ema} must be a decay between 0 and 1, as 0.999")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerOptions(Arguments):
+    """Of `ddpjob-trainer task` alone."""
+
+    lr: float = _option("of the default optimizer", 1e-3)
+    workers: int | None = _option(
+        "processes per rank that make batches ahead (default: 0)", None, most=1024
+    )
+    eval_every: int | None = _option(
+        "evaluate every N steps, too (default: at the end only)", None, least=1
+    )
+    eval_batch: int = _option("samples per evaluation batch", 256, least=1)

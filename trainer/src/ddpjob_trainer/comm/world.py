@@ -113,10 +113,19 @@ class World:
             if self.rank != source:
                 tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
 
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Give every rank the bytes of each rank."""
+    def gather_bytes(self, what: str, data: bytes) -> list[bytes]:
+        """Give every rank the bytes of each rank. ``what`` for: ConfigError if not on all alike."""
         if self.size == 1:
             return [data]
+        mark = what.encode() + b"\0"
+        found = self._gather(mark + data)
+        for rank, other in enumerate(found):
+            if not other.startswith(mark):
+                there = other.partition(b"\0")[0].decode(errors="replace")
+                raise other_call((rank, there), (self.rank, what))
+        return [one[len(mark) :] for one in found]
+
+    def _gather(self, data: bytes) -> list[bytes]:
         with peer_loss():
             length = torch.tensor([len(data)])
             lengths = [torch.zeros_like(length) for _ in range(self.size)]
@@ -133,12 +142,24 @@ class World:
         self.sum([0.0])
 
 
+def other_call(first: tuple[int, str], second: tuple[int, str]) -> ConfigError:
+    """Of two ranks that wait for each other, each in a call that the other has not made."""
+    return ConfigError(
+        f"rank {first[0]} is in {first[1]} and rank {second[0]} in {second[1]}, so they would wait"
+        " for each other: every rank makes these calls, in the same order; none of them may stand"
+        " below an `if` that is true on one rank only, such as run.is_main"
+    )
+
+
 def agree(world: World, facts: Mapping[str, Any]) -> None:
     """Raise ConfigError on every rank when a fact is not the same on all of them.
 
     Otherwise the ranks would train on other data, or wait in different collectives.
     """
-    gathered = [json.loads(blob) for blob in world.gather_bytes(json.dumps(facts).encode())]
+    gathered = [
+        json.loads(blob)
+        for blob in world.gather_bytes("the start of run.steps()", json.dumps(facts).encode())
+    ]
     for rank, theirs in enumerate(gathered):
         for name, value in gathered[0].items():
             if theirs.get(name) != value:

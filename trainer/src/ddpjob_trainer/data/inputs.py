@@ -8,12 +8,13 @@ Everything else that can be iterated is a stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import IterableDataset
 
+from ddpjob_trainer.arguments import Arguments
 from ddpjob_trainer.data import fetch, given
 from ddpjob_trainer.data.fetch import Batches, Collate, Work
 from ddpjob_trainer.data.permutation import Indices
@@ -27,11 +28,11 @@ Plan = Callable[[int], Sequence[Indices]]
 
 
 @dataclass(frozen=True, slots=True)
-class InputOptions:
+class InputOptions(Arguments):
     """Of run.steps(); None: the default."""
 
-    workers: int | None = None
-    prefetch: int | None = None
+    workers: int | None = field(default=None, metadata={"most": 1024})
+    prefetch: int | None = field(default=None, metadata={"least": 1})
     pin_memory: bool | None = None
     shuffle: bool | None = None
     sampler: Any = None
@@ -107,10 +108,6 @@ def open_input(source: Any, options: InputOptions, place: Place) -> Input:
 
 
 def _check(options: InputOptions) -> None:
-    for name, least in (("workers", 0), ("prefetch", 1)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise ConfigError(f"{name}={value} must be at least {least}")
     chosen = [n for n in ("shuffle", "sampler", "weights") if getattr(options, n) is not None]
     if len(chosen) > 1:
         raise ConfigError(f"{' and '.join(chosen)} each decide the order: give one of them")

@@ -52,6 +52,12 @@ class Averaging(Protocol):
     """
 
     outside: int
+    local: bool  # this rank has gradients that are not the mean
+
+    @property
+    def waits(self) -> bool:
+        """Whether the coming backward waits for the other ranks."""
+        ...
 
     def wrap(self, module: torch.nn.Module, options: ModelOptions) -> DistributedDataParallel:
         """Return the module that the loop calls. Before the loop, once for each model."""
@@ -154,10 +160,15 @@ class DdpAveraging:
         self.outside = world.rank
         self._warm = False
         self._awake = False  # the reducer waits for a backward
-        self._local = False  # this rank has gradients that have not travelled
+        self.local = False
         self._cap_mb: float | None = None
         self._buckets: dict[int, Buckets] = {}
         self._shared: set[int] = set()  # models whose buffers rank 0 has given to all in this step
+
+    @property
+    def waits(self) -> bool:
+        """Whether the reducer waits for a backward."""
+        return self._awake
 
     @property
     def _several(self) -> bool:
@@ -221,7 +232,10 @@ class DdpAveraging:
         awake, self._awake = self._awake, False
         counts = part.samples and weight != 0
         everything = (p for model in self._models for p in model.parameters())
-        with contextlib.nullcontext() if counts else without_effect(everything):
+        if not (awake or self._several) and number == len(self._parts) - 1:
+            determinism.check_marks(self._models[0])
+        effect = contextlib.nullcontext() if counts else without_effect(everything)
+        with effect, determinism.reducer_errors():
             if awake and not self._warm:
                 self._warm = True
                 determinism.warm_up(self._models[0], loss)
@@ -229,15 +243,15 @@ class DdpAveraging:
         if awake and not determinism.is_reduced(self._models[0]):
             self._check_frozen()
             raise determinism.unreached(self._models[0])
-        self._local = not awake  # else what earlier ones have left has travelled, too
+        self.local = not awake  # else what earlier ones have left has travelled, too
 
     def finish(self, groups: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         """Average what the reducer has not. Usually nothing is left to do."""
         if not self._several:
             self._check_frozen()
-        if not self._local:
+        if not self.local:
             return
-        self._local = False
+        self.local = False
         for group in groups:
             if id(group) not in self._buckets:
                 self._buckets[id(group)] = Buckets(

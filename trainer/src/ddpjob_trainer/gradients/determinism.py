@@ -10,9 +10,11 @@ graph: once to learn the order, its gradients discarded, once for real. User cod
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,7 +52,7 @@ def warm_up(model: DistributedDataParallel, loss: torch.Tensor) -> None:
     kept), random numbers that gradient hooks drew, and buffers that a checkpointed forward
     changed again are put back.
     """
-    if model.find_unused_parameters and not model.static_graph:
+    if _finds_unused(model):
         return  # such a reducer never regroups
     buffers = [(buffer, buffer.clone()) for buffer in model.module.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -98,6 +100,50 @@ def unreached(model: DistributedDataParallel) -> ConfigError:
         " run.prepare(..., find_unused_parameters=True), or make the parts models of their own:"
         " run.prepare([first, second], [its_optimizer, other_optimizer])"
     )
+
+
+def _finds_unused(model: DistributedDataParallel) -> bool:
+    return bool(model.find_unused_parameters) and not model.static_graph
+
+
+def check_marks(model: DistributedDataParallel) -> None:
+    """Raise ConfigError for a backward that no forward announced to the reducer.
+
+    One that looks for unused parameters would take what this backward reaches for used in the next
+    step, and give it a gradient of zero there, or fail; after a resume it would not.
+    """
+    if _finds_unused(model):
+        raise ConfigError(
+            "step.backward(): with find_unused_parameters=True each batch's forward is followed by"
+            f" one backward, before the next forward. {_ADD_UP}"
+        )
+
+
+@contextlib.contextmanager
+def reducer_errors() -> Iterator[None]:
+    """Raise ConfigError for what the reducer finds in the midst of a backward."""
+    try:
+        yield
+    except RuntimeError as error:
+        for words, cure in _REDUCER_ERRORS.items():
+            if words in str(error):
+                raise ConfigError(f"step.backward(): {cure}") from error
+        raise
+
+
+_ADD_UP = "Several losses of a batch are added up: step.backward(first + second)"
+#: What torch says, and what to do.
+_REDUCER_ERRORS = {
+    "Expected to mark a variable ready only once": (
+        "DDP met a parameter twice in one backward. With find_unused_parameters=True each forward"
+        " is followed by its own step.backward(); leave the option out if the losses together reach"
+        " all parameters. With checkpointing use checkpoint(..., use_reentrant=False)"
+    ),
+    "Your training graph has changed in this iteration": (
+        "the loss reaches other parameters than in the first step, which static_graph=True"
+        f" excludes: use find_unused_parameters=True in its place. {_ADD_UP}"
+    ),
+}
 
 
 def buckets(model: DistributedDataParallel) -> list[list[str]]:

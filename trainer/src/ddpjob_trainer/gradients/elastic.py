@@ -38,6 +38,8 @@ class ElasticAveraging:
         self._count = options.shards
         #: Random numbers outside of the shards depend on this: equal on all ranks.
         self.outside = self._count
+        self.waits = False  # nobody does, before finish()
+        self.local = True  # until then
         self._partial: Partial[Gradients] = Partial(self._count, add_gradients)
         self._shard: int | None = None  # whose gradients the parameters hold at this moment
         self._parameters: list[torch.nn.Parameter] = []

@@ -134,7 +134,9 @@ class DivergenceCheck:
     def _explain(self, step: int, names: list[str], hashes: torch.Tensor) -> None:
         every = [
             np.frombuffer(blob, dtype=np.int64)
-            for blob in self._world.gather_bytes(hashes.cpu().numpy().tobytes())
+            for blob in self._world.gather_bytes(
+                "the comparison of ranks", hashes.cpu().numpy().tobytes()
+            )
         ]
         found = [(rank, _first_difference(theirs, every[0])) for rank, theirs in enumerate(every)]
         differing = {rank: place for rank, place in found if place is not None}

@@ -54,17 +54,17 @@ class Updater:
         self.units: list[Unit] = []
         self.scaler: torch.amp.GradScaler | None = None
         self.emas: list[tuple[torch.nn.Module, AveragedModel]] = []
-        self.applying = False  # the optimizers step now, as they should
+        self.applying = False  # optimizers, schedulers and averages step now, as they should
         #: Of each prepare() that has one, and what that trains.
         self.hooks: list[tuple[Hook, set[torch.nn.Parameter]]] = []
-        self._parameters: Parameters = []
+        self.parameters: Parameters = []  # of all models
         self._named: Mapping[str, torch.nn.Parameter] = {}
         self._unheld: dict[str, torch.nn.Parameter] = {}
 
     def trains(self, named: Mapping[str, torch.nn.Parameter]) -> None:
         """Say which parameters the models have, under their full names."""
         held = held_by(unit.optimizer for unit in self.units)
-        self._parameters = list(named.values())
+        self.parameters = list(named.values())
         self._named = named
         self._unheld = {name: p for name, p in named.items() if p not in held}
 
@@ -171,10 +171,16 @@ class Updater:
         self.applying = True
         try:
             applied = [unit for unit in units if self._step(unit)]
+            if self.scaler is not None and units:
+                self.scaler.update()
+            self._advance(applied)
         finally:
             self.applying = False
-        if self.scaler is not None and units:
-            self.scaler.update()
+        self.forget()
+        return bool(applied)
+
+    def _advance(self, applied: Sequence[Unit]) -> None:
+        """What follows an update of these."""
         for unit in applied:
             if unit.scheduler is not None:
                 unit.scheduler.step()
@@ -183,12 +189,10 @@ class Updater:
             for module, ema in self.emas:
                 if any(parameter in changed for parameter in module.parameters()):
                     ema.update_parameters(module)
-        self.forget()
-        return bool(applied)
 
     def forget(self) -> None:
         """Drop all gradients, also those that a loss left in models that it is not to change."""
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.grad = None
 
     def _step(self, unit: Unit) -> bool:
@@ -198,6 +202,12 @@ class Updater:
             return True
         self.scaler.step(unit.optimizer)
         return not self._overflowed(unit)
+
+    def is_unscaled(self, unit: Unit) -> bool:
+        """Whether the script itself has called the scaler's unscale_()."""
+        states = dict(getattr(self.scaler, "_per_optimizer_states", {}))  # a defaultdict
+        found = states.get(id(unit.optimizer), {})
+        return getattr(found.get("stage"), "name", "") == "UNSCALED"
 
     def _overflowed(self, unit: Unit) -> bool:
         """The scale would tell as much, but later, and not of which optimizer."""

@@ -69,7 +69,10 @@ class ZeroState:
             problem = str(error)
         shapes = [[n, DTYPES[t.dtype], list(t.shape)] for n, t in flat.tensors.items()]
         head = json.dumps([flat.tree, flat.aliases, shapes, problem]).encode()
-        heads = [json.loads(received) for received in self._world.gather_bytes(head)]
+        heads = [
+            json.loads(received)
+            for received in self._world.gather_bytes("a ZeroRedundancyOptimizer's state", head)
+        ]
         if problem := next((text for *_, text in heads if text), ""):
             raise UnstorableError(problem)
         states = []

@@ -100,7 +100,7 @@ def _holds(path: Path) -> bool:
 
 def _agreed(world: World, yes: bool) -> tuple[int, ...]:
     """Ranks that say yes; rank 0 always does."""
-    said = world.gather_bytes(b"1" if yes or world.rank == 0 else b"0")
+    said = world.gather_bytes("the start of run.steps()", b"1" if yes or world.rank == 0 else b"0")
     return tuple(rank for rank, answer in enumerate(said) if answer == b"1")
 
 

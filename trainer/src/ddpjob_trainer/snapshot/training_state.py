@@ -104,6 +104,8 @@ class TrainingState:
         Rank 0's value counts for all ranks; with ``per_rank`` each rank keeps its own, which
         comes back at the same world size only.
         """
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"register({name!r}): a name must be a string")
         if isinstance(obj, torch.Generator):
             obj = GeneratorState(obj)
         for method in ("state_dict", "load_state_dict"):

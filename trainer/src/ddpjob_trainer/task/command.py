@@ -12,7 +12,13 @@ from dataclasses import MISSING, Field
 from pathlib import Path
 from typing import Any
 
-from ddpjob_trainer.options import ModelOptions, Options, Reporting, SnapshotOptions
+from ddpjob_trainer.options import (
+    ModelOptions,
+    Options,
+    Reporting,
+    RunnerOptions,
+    SnapshotOptions,
+)
 
 MODULE = "ddpjob_trainer.task"
 
@@ -43,12 +49,8 @@ examples:
 #: Arguments of start() and of prepare() that are options here, under the same names.
 START = [*Options.offered(), *SnapshotOptions.offered(), *Reporting.offered()]
 PREPARE = list(ModelOptions.offered())
-_OWN: dict[str, dict[str, Any]] = {
-    "lr": {"type": float, "default": 1e-3, "help": "of the default optimizer (default: 0.001)"},
-    "workers": {"type": int, "help": "processes per rank that make batches ahead (default: 0)"},
-    "eval_every": {"type": int, "help": "evaluate every N steps, too (default: at the end only)"},
-    "eval_batch": {"type": int, "default": 256, "help": "samples per evaluation batch (256)"},
-}
+OWN = list(RunnerOptions.offered())
+_ARGPARSE = ("help", "choices", "metavar")
 _TYPES = {"int": int, "float": float}
 
 
@@ -58,7 +60,7 @@ def _flag(name: str) -> str:
 
 def _described(option: Field[Any]) -> dict[str, Any]:
     """An option as argparse wants it. One that is not given is None: start() has the defaults."""
-    about = dict(option.metadata)
+    about = {name: value for name, value in option.metadata.items() if name in _ARGPARSE}
     kind = str(option.type).partition(" ")[0]
     if option.default is MISSING:
         about["required"] = True
@@ -73,7 +75,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     groups: dict[str, dict[str, dict[str, Any]]] = {
         "training": {option.name: _described(option) for option in START},
         "model": {option.name: _described(option) for option in PREPARE},
-        "runner": _OWN,
+        "runner": {option.name: _described(option) for option in OWN},
     }
     for title, options in groups.items():
         group = parser.add_argument_group(title)
@@ -123,7 +125,7 @@ def parse_worker(arguments: Sequence[str]) -> argparse.Namespace:
 def worker_arguments(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     """Return the command line that gives one process the same options."""
     words = [str(options.task)]
-    for name in [option.name for option in (*START, *PREPARE)] + list(_OWN):
+    for name in [option.name for option in (*START, *PREPARE, *OWN)]:
         value = getattr(options, name)
         if value is True:
             words.append(_flag(name))

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 import ddpjob_trainer as ddp
-from ddpjob_trainer.task.command import PREPARE, START
+from ddpjob_trainer.options import RunnerOptions
+from ddpjob_trainer.task.command import OWN, PREPARE, START
 
 _REQUIRED = ("build_model", "build_dataset", "loss")
 _NAME = "ddpjob_task"  # in sys.modules: the file's own name might be that of a library
@@ -43,10 +44,9 @@ def load(path: Path, arguments: Sequence[str]) -> ModuleType:
 def train(task: Any, options: argparse.Namespace) -> None:
     """Train to the last step; rank 0 prints the evaluation and the weights' hash."""
     run = ddp.start(collate=getattr(task, "collate", None), **_given(options, START))
-    if options.eval_batch < 1:  # evaluate() would say so after the last step
-        raise ddp.ConfigError(f"--eval-batch={options.eval_batch} must be at least 1")
+    own = RunnerOptions.among(RunnerOptions.defaults() | _given(options, OWN))
     model = task.build_model()
-    optimizer = _optimizer(task, model, options.lr)
+    optimizer = _optimizer(task, model, own.lr)
     scheduler = None
     if hasattr(task, "build_scheduler"):
         scheduler = task.build_scheduler(optimizer, options.total_steps)
@@ -55,14 +55,14 @@ def train(task: Any, options: argparse.Namespace) -> None:
         model, optimizer, scheduler=scheduler, before_update=hook, **_given(options, PREPARE)
     )
     eval_set = task.build_eval_dataset() if hasattr(task, "evaluate") else None
-    for step in run.steps(task.build_dataset(), workers=options.workers):
+    for step in run.steps(task.build_dataset(), workers=own.workers):
         for batch in step.batches:
             step.backward(task.loss(wrapped, batch))
         step.commit()
         done = step.index + 1
-        if options.eval_every and done % options.eval_every == 0 and done < options.total_steps:
-            _evaluate(run, task, eval_set, options)
-    _evaluate(run, task, eval_set, options)
+        if own.eval_every and done % own.eval_every == 0 and done < options.total_steps:
+            _evaluate(run, task, eval_set, own, ema=options.ema is not None)
+    _evaluate(run, task, eval_set, own, ema=options.ema is not None)
     if run.is_main:
         print(f"weights_sha256={run.weights_sha256()}", flush=True)
     run.finish()
@@ -80,15 +80,15 @@ def _optimizer(task: Any, model: torch.nn.Module, lr: float) -> torch.optim.Opti
     return torch.optim.AdamW(model.parameters(), lr=lr)
 
 
-def _evaluate(run: ddp.Run, task: Any, dataset: Any, options: argparse.Namespace) -> None:
+def _evaluate(run: ddp.Run, task: Any, dataset: Any, own: RunnerOptions, *, ema: bool) -> None:
     if dataset is None:
         return
     total = run.evaluate(
         dataset,
         task.evaluate,
-        batch_size=options.eval_batch,
-        ema=options.ema is not None,
-        workers=options.workers or 0,
+        batch_size=own.eval_batch,
+        ema=ema,
+        workers=own.workers or 0,
     )
     if run.is_main:
         print(f"step={run.finished_steps} evaluation={total / len(dataset):.4f}", flush=True)

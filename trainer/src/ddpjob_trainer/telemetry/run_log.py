@@ -22,7 +22,9 @@ def checked(values: Mapping[str, object]) -> Values:
 
     Raises ConfigError for anything but numbers and tensors of one element.
     """
-    return {_name(name): _number(name, value) for name, value in values.items()}
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"run.log() needs a dict of numbers by name, not {values!r:.80}")
+    return {_name(name): number_of(f"run.log(): {name!r}", value) for name, value in values.items()}
 
 
 def _name(name: object) -> str:
@@ -31,12 +33,13 @@ def _name(name: object) -> str:
     return name
 
 
-def _number(name: str, value: object) -> Number:
+def number_of(what: str, value: object) -> Number:
+    """A number that a script gives, or a tensor of one element. Raises ConfigError."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex():
             raise ConfigError(
-                f"run.log(): {name!r} is a tensor {list(value.shape)} of {value.dtype}; give one"
-                " real number, as value.mean()"
+                f"{what} is a tensor {list(value.shape)} of {value.dtype}; give one real number, as"
+                " value.mean()"
             )
         value = value.detach()
         # The script may go on adding to it before it is told.
@@ -44,7 +47,7 @@ def _number(name: str, value: object) -> Number:
     if isinstance(value, Real):  # numpy's numbers, too
         return _as_float(value)
     raise ConfigError(
-        f"run.log(): {name!r} is a {type(value).__name__}; give a number or a tensor of one element"
+        f"{what} is a {type(value).__name__}; give a number or a tensor of one element"
     )
 
 

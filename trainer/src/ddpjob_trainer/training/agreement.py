@@ -109,7 +109,7 @@ class Agreement:
 
     def compare_streams(self, first: bytes) -> None:
         """Warn where the first batches of all streams are the same. Every rank calls it."""
-        firsts = self._world.gather_bytes(first)
+        firsts = self._world.gather_bytes("the comparison of streams", first)
         if len(firsts) > 1 and len(set(firsts)) == 1 and self._world.rank == 0:
             say(
                 0,

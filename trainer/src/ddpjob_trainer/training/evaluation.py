@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ddpjob_trainer.arguments import Arguments, function
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.data import fetch
 from ddpjob_trainer.data.permutation import Indices
@@ -68,18 +68,24 @@ class Sums:
             self.values[name] = self.values.get(name, 0.0) + number * weight
 
 
-def check(dataset: fetch.Dataset, batch_size: int, workers: int, reduce: str) -> int:
-    """Return the batch size. Raises ConfigError before any rank waits for another."""
-    fetch.check(dataset)
-    if not len(dataset):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationOptions(Arguments):
+    """Of run.evaluate()."""
+
+    batch_size: int = field(metadata={"least": 1})
+    collate: fetch.Collate | None
+    reduce: str = field(metadata={"choices": REDUCTIONS})
+    ema: bool
+    workers: int = field(metadata={"most": 1024})
+
+
+def check(given: Mapping[str, Any]) -> EvaluationOptions:
+    """Return what run.evaluate() was given. Raises ConfigError before a rank waits for another."""
+    fetch.check(given["dataset"])
+    if not len(given["dataset"]):
         raise ConfigError("evaluate(): the dataset is empty")
-    if operator.index(batch_size) < 1:
-        raise ConfigError(f"evaluate(batch_size={batch_size}) must be at least 1")
-    if operator.index(workers) < 0:
-        raise ConfigError(f"evaluate(workers={workers}) must be at least 0")
-    if reduce not in REDUCTIONS:
-        raise ConfigError(f"evaluate(reduce={reduce!r}) must be one of {', '.join(REDUCTIONS)}")
-    return operator.index(batch_size)
+    function("metric", given["metric"])
+    return EvaluationOptions.among(given)
 
 
 def share_of_metric(
@@ -130,7 +136,7 @@ def _made(
 def total(sums: Sums, world: World, *, mean: bool) -> float | dict[str, float]:
     """Add up over all ranks, in their order; a rank may have had no batch. Collective."""
     mine = json.dumps([sums.values, sums.samples]).encode()
-    gathered = [json.loads(blob) for blob in world.gather_bytes(mine)]
+    gathered = [json.loads(blob) for blob in world.gather_bytes("run.evaluate()", mine)]
     samples = sum(count for _, count in gathered)
     found: dict[str, float] = {}
     for values, _ in gathered:

@@ -1,7 +1,8 @@
 """run.log(..., reduce="mean"): means over the ranks, which ride on the step's one exchange.
 
-Every rank sends as many numbers in every step, whatever is logged, since it cannot know what the
-others log: places for values, and hashes of the names, whose sums show whether all are the same.
+A name may be logged several times in a step, for each micro batch say: each call counts once. Every
+rank sends as many numbers in every step, whatever is logged, since it cannot know what the others
+log: places for sums and counts, and hashes of the names, whose sums show whether all are the same.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import SupportsFloat
 
@@ -23,9 +24,9 @@ _HASHES = 3  # of 16 bits each: the sums of their squares are exact for two mill
 
 @dataclass(slots=True)
 class Mean:
-    """A number that is known when the step has ended."""
+    """A number that is known when the step has ended. ``mine``: what this rank has logged."""
 
-    mine: SupportsFloat
+    mine: list[SupportsFloat] = field(default_factory=list)
     value: float = math.nan
 
     def __float__(self) -> float:
@@ -41,32 +42,39 @@ class LoggedMeans:
         self._told = False
 
     def add(self, values: Values) -> Values:
-        """Take values of a step; return their means to be. Raises ConfigError."""
+        """Take values of a step; return the means to be of names that are new in it.
+
+        Raises ConfigError.
+        """
         if self._told:
             raise ConfigError(
                 "run.log(reduce='mean') came after step.commit(), with which the ranks tell one"
                 " another their values: call it before"
             )
-        found = {name: Mean(value) for name, value in values.items()}
-        count = len(self._means | found)
+        found = {name: Mean() for name in values if name not in self._means}
+        count = len(self._means) + len(found)
         if count > MOST:
             raise ConfigError(
                 f"run.log(reduce='mean') was given {count} names; {MOST} at most fit into a step"
             )
         self._means |= found
+        for name, value in values.items():
+            self._means[name].mine.append(value)
         return found
 
     def report(self) -> list[float]:
         """Of this step, to be added up over all ranks."""
         self._told = True
         if not self._means:  # as in nearly every step of most runs
-            return [0.0] * (2 * _HASHES + MOST)
+            return [0.0] * (2 * _HASHES + 2 * MOST)
         names = sorted(self._means)
         digest = blake2b("\0".join(names).encode(), digest_size=2 * _HASHES).digest()
         hashes = [float(int.from_bytes(digest[2 * at : 2 * at + 2])) for at in range(_HASHES)]
-        values = [float(self._means[name].mine) for name in names]
-        free = [0.0] * (MOST - len(values))
-        return [*hashes, *(number**2 for number in hashes), *values, *free]
+        logged = [self._means[name].mine for name in names]
+        free = [0.0] * (MOST - len(names))
+        sums = [sum(map(float, values)) for values in logged]
+        counts = [float(len(values)) for values in logged]
+        return [*hashes, *(number**2 for number in hashes), *sums, *free, *counts, *free]
 
     def learn(self, step: int, sums: Sequence[float]) -> None:
         """Hear the others. Raises ConfigError on every rank when not all gave the same names."""
@@ -77,10 +85,10 @@ class LoggedMeans:
         if any(size * int(squares) != int(total) ** 2 for total, squares in pairs):
             self._refuse(step, sorted(means))
         for place, name in enumerate(sorted(means), 2 * _HASHES):
-            means[name].value = sums[place] / size
+            means[name].value = sums[place] / sums[place + MOST]
 
     def _refuse(self, step: int, mine: Sequence[str]) -> None:
-        blobs = self._world.gather_bytes(json.dumps(mine).encode())
+        blobs = self._world.gather_bytes("run.log()", json.dumps(mine).encode())
         gathered = [json.loads(blob) for blob in blobs]
         other = next(rank for rank, names in enumerate(gathered) if names != gathered[0])
         raise ConfigError(

@@ -39,7 +39,8 @@ from ddpjob_trainer.training.prepare import Trained
 from ddpjob_trainer.training.recorder import Recorder
 from ddpjob_trainer.training.run_config import OF_ALL, fingerprint, run_id
 from ddpjob_trainer.training.shutdown import Shutdown
-from ddpjob_trainer.training.step import Step
+from ddpjob_trainer.training.step import Step, check_loss
+from ddpjob_trainer.training.touched import Touched
 from ddpjob_trainer.training.unsaved import Guard
 from ddpjob_trainer.training.warm_start import begin_with
 
@@ -54,6 +55,7 @@ class Process:
     snapshots: Snapshots
     averaging: Averaging
     recorder: Recorder
+    parting: Parting
 
 
 class Loop:
@@ -76,6 +78,7 @@ class Loop:
             # Such hooks would break compiled graphs.
             modules=not any(model.options.compile for model in trained.models),
         )
+        self._touched = Touched(process.averaging, trained.updater)
         self._options = options
         self._world = process.world
         self._shutdown = process.shutdown
@@ -101,7 +104,7 @@ class Loop:
             process.world, every=options.check_every, buffers=options.level == "elastic"
         )
         self._peers = process.shutdown.peers
-        self.parting = Parting(process.world, process.shutdown)
+        self._parting = process.parting
         self._step: Step | None = None
         self.within_step = False  # its body runs
         self._ended = False  # with its last step
@@ -119,7 +122,6 @@ class Loop:
             try:
                 self._input.start()
                 self._resume()
-                self.parting.watch()
                 while self.finished_steps < self._options.total_steps:
                     step = self._begin()
                     self.within_step = True
@@ -139,7 +141,7 @@ class Loop:
                 self.within_step = False
                 self._input.close()
                 self.guard.stop()
-            with self._peers:
+            with self._peers("the end of run.steps()"):
                 self._recorder.ended(self._trained.state)
         self._ended = True
         self._progress.phase("done")
@@ -148,7 +150,7 @@ class Loop:
         """The loop is over, perhaps early: wait for all ranks, leave no exchange under way."""
         self._generator.close()  # after a break a variable may hold it, as in tqdm(run.steps())
         if not self._ended:
-            self.parting.leave(self._step)
+            self._parting.leave(self._step)
         self.agreement.wait()
 
     def logged_means(self) -> LoggedMeans | None:
@@ -157,7 +159,7 @@ class Loop:
 
     def _resume(self) -> None:
         state, config = self._trained.state, self._config
-        with self._peers:
+        with self._peers("the start of run.steps()"):
             agree(self._world, {name: config[name] for name in OF_ALL} | self._snapshots.facts())
             self._snapshots.check(state)
             self.finished_steps, stored = self._snapshots.restore(state, config)
@@ -243,11 +245,7 @@ class Loop:
     ) -> None:
         """See Step.backward."""
         trained, number = self._trained, step.part()
-        if loss.numel() != 1 or not loss.requires_grad:
-            raise ConfigError(
-                f"step.backward() needs a scalar loss with a gradient, not {list(loss.shape)}"
-                f" requires_grad={loss.requires_grad}"
-            )
+        check_loss(loss)
         if not trained.forwards:
             raise ConfigError(
                 "the loss was not computed through the model that prepare() returned since the"
@@ -255,14 +253,16 @@ class Loop:
                 " prepare() was given"
             )
         step.add(number, loss.detach(), weight)
+        self._touched.before_backward(number)
         self._progress.at("backward")
         counts = step.parts[number].samples and weight != 0
         marked = self._nan.mark(loss) if counts else loss
-        # At level elastic nobody waits for another here, and ranks may have more calls than others.
-        elastic = self._options.level == "elastic"
-        with self._shutdown.listening if elastic else self._peers:
+        # Where nobody waits for another ranks may have more calls than others.
+        waits = self._averaging.waits
+        with self._peers(f"step {step.index}") if waits else self._shutdown.listening:
             scaled = trained.updater.scale(marked)
             self._averaging.backward(scaled, number, weight=weight, retain_graph=retain_graph)
+        self._touched.after_backward(weighted=weight is not None)
         self._progress.at("body")
 
     def update(self, step: Step, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -275,7 +275,7 @@ class Loop:
         step.check_update("update()")
         step.check_weightless()
         given = self._trained.updater.find(optimizers)
-        with self._peers:
+        with self._peers(f"step {step.index}"):
             units, allowed = self._average(given or self._trained.updater.units)
             for unit in given:
                 if not unit.has_gradients():
@@ -291,7 +291,7 @@ class Loop:
     def commit(self, step: Step) -> None:
         """See Step.commit."""
         step.check_commit()
-        with self._peers:
+        with self._peers(f"step {step.index}"):
             if step.updates:
                 self.agreement.start(step, allowed=True)
             else:
@@ -312,6 +312,7 @@ class Loop:
         updater = self._trained.updater
         self._progress.at("backward")
         updater.check_gradients()
+        self._touched.before_update(units)
         self._averaging.finish([unit.parameters for unit in units])
         if not self._layout_known:
             self._compare_layout()
@@ -374,7 +375,7 @@ class Loop:
         self.guard.step_ended()
         done = self.finished_steps = step.index + 1
         self._progress.at("agreement")
-        with self._peers:
+        with self._peers(f"step {step.index}"):
             loss = self.agreement.finish(step)
             if self._input.stream is not None and done == self._resumed_after + 1:
                 self.agreement.compare_streams(self._input.stream.first)

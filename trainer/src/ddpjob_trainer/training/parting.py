@@ -1,8 +1,8 @@
-"""All ranks leave the loop in the same place, or the run is refused: none waits for one that left.
+"""All ranks make the same calls and leave the loop in the same place, or the run is refused.
 
-Who has left cannot tell by a collective, for the others may stand in another one, gradients say,
-and wait for it. So it writes where it left into the store. A rank that gets no further reads it
-there, from a thread: one that has gone on past that place would wait for ever.
+A rank that makes another call than the rest cannot tell them by a collective, for they stand in
+another one, gradients say, and wait for it. So it writes where it is into the store. A rank that
+gets no further looks there, from a thread, for who has left the loop or stands in another call.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import json
 import threading
 from typing import Any
 
-from ddpjob_trainer.comm.world import World, peer_loss
-from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.training.shutdown import Shutdown
+from torch._C._distributed_c10d import Store
+
+from ddpjob_trainer.comm.world import World, other_call, peer_loss
+from ddpjob_trainer.errors import ConfigError, PeerLostError
+from ddpjob_trainer.training.shutdown import Shutdown, named
 from ddpjob_trainer.training.step import Step
 
 _KEY = "left the loop"  # where the first one did
@@ -32,7 +34,7 @@ class Parting:
             self._over.set()
 
     def watch(self) -> None:
-        """Look for ranks that left, whenever this one gets no further. Until close()."""
+        """Look for the others, whenever this one gets no further. Until close()."""
         if not self._over.is_set():
             threading.Thread(target=self._watch, name="parting", daemon=True).start()
 
@@ -40,19 +42,20 @@ class Parting:
         """Look no more."""
         self._over.set()
 
-    def leave(self, step: Step | None) -> None:
+    def leave(self, step: Step | None, *, entered: bool = True) -> None:
         """Wait until every rank has left the loop where this one has, in this step.
 
-        Raises ConfigError, PeerLostError.
+        ``entered``: whether it was ever in the loop. Raises ConfigError, PeerLostError.
         """
-        world = self._world
+        world, caught = self._world, self._shutdown.caught
         if self._over.is_set() or world.store is None or world.control is None:
             return
         self._over.set()
-        place = "before its first step"
+        place = "before its first step" if entered else "before it began"
         if step is not None:
             place = f"in step {step.index}, {'after' if step.committed else 'before'} its commit()"
         here = {"rank": world.rank, "place": place, "reached": self._shutdown.peers.reached}
+        here["caught"] = named(caught) if caught is not None else ""
         with self._shutdown.listening, peer_loss():
             first = json.loads(world.store.compare_set(_KEY, "", json.dumps(here)))
             if first["place"] != place:
@@ -62,20 +65,39 @@ class Parting:
 
     def _watch(self) -> None:
         pause, before = _FIRST_LOOK_SECONDS, -1
+        peers = self._shutdown.peers
         while not self._over.wait(pause):
-            reached, store = self._shutdown.peers.reached, self._world.store
+            reached, store = peers.reached, self._world.store
             if reached != before:
                 pause, before = _FIRST_LOOK_SECONDS, reached
                 continue
             pause = min(2 * pause, _LONGEST_LOOK_SECONDS)
             try:
-                if store is None or not store.check([_KEY]):
-                    continue
-                first = json.loads(store.get(_KEY))
+                if store is not None:
+                    self._look(store, reached)
             except RuntimeError:  # the store is gone; the main thread hears of it too
                 return
+
+    def _look(self, store: Store, reached: int) -> None:
+        """End this process if it waits for what will not come."""
+        if store.check([_KEY]):
+            first = json.loads(store.get(_KEY))
             if first["reached"] < reached and not self._over.is_set():
-                self._shutdown.refuse(_refusal(first, "others went on"))
+                self._end(first)
+        if not self._shutdown.peers.depth:
+            return
+        rank = self._world.rank
+        for number, what in list(self._shutdown.peers.calls):
+            mine = json.dumps([rank, what])
+            other, there = json.loads(store.compare_set(f"call {number}", "", mine))
+            if there != what:
+                self._shutdown.refuse(other_call((other, there), (rank, what)))
+
+    def _end(self, first: dict[str, Any]) -> None:
+        if first["caught"]:
+            lost = f"rank {first['rank']} left the loop {first['place']}, with {first['caught']}"
+            self._shutdown.if_peer_lost(PeerLostError(lost))
+        self._shutdown.refuse(_refusal(first, "others went on"))
 
 
 def _refusal(first: dict[str, Any], others: str) -> ConfigError:

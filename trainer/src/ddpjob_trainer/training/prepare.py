@@ -117,6 +117,17 @@ class Trained:
             if name not in self._own or isinstance(obj, AveragedModel)
         }
 
+    def check_unchanged(self) -> None:
+        """Raise ConfigError where a model has got other parameters since prepare()."""
+        known = set(self.updater.parameters)
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and parameter not in known:
+                raise ConfigError(
+                    f"the model got the parameter {name!r} after prepare(): nothing would train it,"
+                    " or average its gradient. Build the whole model first, then the optimizer,"
+                    " then call prepare()"
+                )
+
     # --- One by one ------------------------------------------------------------------------
 
     def _add_model(

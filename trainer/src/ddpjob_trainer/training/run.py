@@ -6,20 +6,16 @@ resume, snapshots, SIGTERM and the loss of a peer are its business. Made by star
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from operator import index
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 import torch
 
-from ddpjob_trainer import failpoints
-from ddpjob_trainer.comm.teardown import leave_group
+from ddpjob_trainer.arguments import flag, place, whole
 from ddpjob_trainer.data import fetch
 from ddpjob_trainer.data.inputs import InputOptions
 from ddpjob_trainer.errors import ConfigError
@@ -29,9 +25,10 @@ from ddpjob_trainer.snapshot import weights
 from ddpjob_trainer.snapshot.training_state import weights_sha256
 from ddpjob_trainer.state.stateful import Stateful
 from ddpjob_trainer.telemetry.console import say
-from ddpjob_trainer.telemetry.run_log import checked
+from ddpjob_trainer.telemetry.run_log import checked, number_of
 from ddpjob_trainer.training import evaluation
 from ddpjob_trainer.training.best import Best, is_better
+from ddpjob_trainer.training.ending import Ending
 from ddpjob_trainer.training.evaluation import Metric, Metrics
 from ddpjob_trainer.training.logged_means import means
 from ddpjob_trainer.training.loop import Loop, Process
@@ -55,8 +52,7 @@ class Run:
         self._process = process
         self._trained = Trained(options, process.averaging, process.world)
         self._loop: Loop | None = None
-        self._closed = False
-        atexit.register(self._close)
+        self._ending = Ending(process)
 
     # --- Where we are --------------------------------------------------------------------
 
@@ -133,13 +129,11 @@ class Run:
         schedulers = scheduler.values() if isinstance(scheduler, Mapping) else scheduler
         if not isinstance(scheduler, Mapping | list | tuple):
             schedulers = [scheduler]
-        wrapped = trained.add(
-            named(model, torch.nn.Module, "model", len(trained.models)),
-            named(optimizer, torch.optim.Optimizer, "optimizer", len(trained.updater.units)),
-            list(schedulers),
-            given,
-            before_update,
-        )
+        models = named(model, torch.nn.Module, "model", len(trained.models))
+        count = len(trained.updater.units)
+        optimizers = named(optimizer, torch.optim.Optimizer, "optimizer", count)
+        with self._together("run.prepare()"):
+            wrapped = trained.add(models, optimizers, list(schedulers), given, before_update)
         return shaped_like(model, wrapped), optimizer
 
     def register(
@@ -180,11 +174,14 @@ class Run:
 
         Raises ConfigError for what cannot be read in this way.
         """
+        asked = locals()
         trained = self._ready("steps()")
         if self._loop is not None:
             raise ConfigError("steps() was called twice; it counts all epochs itself")
-        given = InputOptions(workers, prefetch, pin_memory, shuffle, sampler, weights, batched)
+        given = InputOptions.among(asked)
+        trained.check_unchanged()
         self._loop = Loop(self._process, self.options, trained, dataset, given)
+        self._ending.began(self._loop)
         yield from self._loop.steps()
 
     # --- After the loop, or within ----------------------------------------------------------
@@ -240,11 +237,11 @@ class Run:
 
         Raises ConfigError.
         """
+        given = evaluation.check(locals())
         trained = self._ready("evaluate()")
-        batch_size = evaluation.check(dataset, batch_size, workers, reduce)
-        mean = reduce == "mean"
+        mean = given.reduce == "mean"
         world = self._process.world
-        with self._peers:
+        with self._together("run.evaluate()"):
             evaluation.share_buffers(trained.module, world)
             if ema:
                 evaluation.share_buffers(trained.model_of(model).weights(ema=True), world)
@@ -252,16 +249,17 @@ class Run:
         with self.evaluating(ema=ema, model=model) as module:
             share = evaluation.share_of_metric(
                 module, source, metric, world,
-                batch_size=batch_size, workers=workers, mean=mean,
+                batch_size=given.batch_size, workers=given.workers, mean=mean,
                 alive=lambda: self._process.progress.at("evaluation"),
             )  # fmt: skip
-        with self._process.progress.during("agreement"), self._peers:
+        with self._process.progress.during("agreement"), self._together("run.evaluate()"):
             return evaluation.total(share, world, mean=mean)
 
     def sum(self, value: float) -> float:
         """Add up a number over all ranks. Every rank must call it."""
-        with self._peers, self._process.progress.during("agreement"):
-            return self._process.world.sum([float(value)])[0]
+        number = float(number_of("run.sum()", value))
+        with self._together("run.sum()"), self._process.progress.during("agreement"):
+            return self._process.world.sum([number])[0]
 
     def log(
         self, values: Mapping[str, float | torch.Tensor], *, step: int | None = None,
@@ -272,15 +270,17 @@ class Run:
         ``values``: by name, numbers or tensors of one element, which are read when the step has
         ended. ``step``: finished steps; default: those when the present step has ended, so
         ``step.index + 1`` within the loop. Rank 0's values are told, so it may be called on all
-        ranks or on rank 0 only. ``reduce``: "mean" tells the mean over all ranks; then every rank
-        calls it, with the same names, before step.commit(). Raises ConfigError.
+        ranks or on rank 0 only. ``reduce``: "mean" tells the mean over all ranks and all calls of
+        the step; then every rank calls it, with the same names, before step.commit(). Raises
+        ConfigError.
         """
         found = checked(values)
+        at = None if step is None else whole("step", step)
         if reduce is not None:
             within = self._loop.logged_means() if self._loop is not None else None
-            found = means(within if step is None else None, reduce, found)
-        if self.is_main:
-            self._process.progress.log(self._step_to_log() if step is None else index(step), found)
+            found = means(within if at is None else None, reduce, found)
+        if self.is_main and found:
+            self._process.progress.log(self._step_to_log() if at is None else at, found)
 
     def _step_to_log(self) -> int:
         return self.finished_steps + (self._loop is not None and self._loop.within_step)
@@ -299,13 +299,14 @@ class Run:
         under its name. Other ranks may call it or not. Raises OSError.
         """
         trained = self._ready("save()")
+        file, ema = place("path", path), flag("ema", ema)
         if self.is_main:
             module = trained.module
             if ema or model is not None:
                 module = trained.model_of(model).weights(ema=ema)
             with self._process.progress.under("snapshot"):
                 about = {"step": str(self._step_to_log()), "ema": str(ema).lower()}
-                left_out = weights.save(Path(path), module, about)
+                left_out = weights.save(file, module, about)
             if left_out:
                 say(0, f"warning: {', '.join(left_out)} is not in {path}: only tensors can be")
 
@@ -326,7 +327,8 @@ class Run:
         """
         if self._loop is None:
             raise ConfigError("call keep_best() in the loop, or after it")
-        number, name = float(value), os.fspath(path)
+        number, name = float(number_of("keep_best()", value)), str(place("path", path))
+        flag("ema", ema)
         better = is_better(number, mode, self._loop.best.get(name))
         if better:
             self.save(path, ema=ema, model=model)
@@ -346,23 +348,12 @@ class Run:
 
         Every rank must call it: a ZeroRedundancyOptimizer's state lies on all of them.
         """
-        with self._peers:
+        with self._together("run.state_sha256()"):
             return self._ready("state_sha256()").state.sha256(self.rank)
 
     def finish(self) -> None:
         """Wait for the other ranks and leave the process group."""
-        # In a `finally` after an exception the others still wait for our gradients.
-        if not self._closed and sys.exc_info()[0] is None:
-            progress = self._process.progress
-            if self._loop is not None:
-                self._loop.left()
-            with self._process.shutdown.peers:
-                failpoints.reach("barrier")
-                self._process.snapshots.settle()
-                with progress.during("agreement"):
-                    self._process.world.barrier()
-            progress.phase("done")
-        self._close()
+        self._ending.finish(sys.exc_info()[1])
 
     def __enter__(self) -> Self:
         return self
@@ -373,26 +364,15 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:
-            self.finish()
+        self._ending.finish(error)
 
     # --- Inside --------------------------------------------------------------------------
 
-    @property
-    def _peers(self) -> contextlib.AbstractContextManager[None]:
+    def _together(self, what: str) -> contextlib.AbstractContextManager[None]:
         """For what every rank does, once all have left the loop if it is over."""
         if self._loop is not None and not self._loop.within_step:
             self._loop.left()
-        return self._process.shutdown.peers
-
-    def _close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            if self._loop is not None:
-                self._loop.parting.close()
-            self._process.snapshots.close(failing=self._process.shutdown.failing)
-            self._process.progress.close(hurry=self._process.shutdown.failing)
-            leave_group()
+        return self._process.shutdown.peers(what)
 
     def _ready(self, caller: str) -> Trained:
         if not self._trained.models:

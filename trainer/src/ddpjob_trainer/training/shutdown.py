@@ -13,9 +13,10 @@ import os
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import NoReturn, Self
 
 from ddpjob_trainer.comm.world import brief, is_misconfiguration, is_peer_loss, leave
 from ddpjob_trainer.contract import ExitCode
@@ -26,20 +27,32 @@ from ddpjob_trainer.training import refusal
 
 #: Between the end of the loop and that of a process that was told to stop in its last step.
 _MOMENT_SECONDS = 1.0
+_CALLS = 8  # a call may be over on one rank before another that differs waits for it
 
 
 class _Peers:
     """The context in which an error may mean that a peer is gone: then the process ends, 75.
 
     ``reached``: how often it was entered. On every rank alike, so it says how far each has come.
+    ``calls``: the last times, and what for. ``depth``: more than 0 within.
     """
 
     def __init__(self, shutdown: Shutdown) -> None:
         self._shutdown = shutdown
+        self._what = ""
         self.reached = 0
+        self.depth = 0
+        self.calls: deque[tuple[int, str]] = deque(maxlen=_CALLS)
+
+    def __call__(self, what: str) -> Self:
+        """Say what it is entered for, in words that a script's author knows."""
+        self._what = what
+        return self
 
     def __enter__(self) -> None:
         self.reached += 1
+        self.depth += 1
+        self.calls.append((self.reached, self._what))
 
     def __exit__(
         self,
@@ -47,6 +60,7 @@ class _Peers:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.depth -= 1
         if isinstance(error, RuntimeError):
             self._shutdown.if_peer_lost(error)
 
@@ -60,6 +74,7 @@ class Shutdown:
         self._in_loop = False
         self.signal = 0  # the one that asked us to stop, 0: none
         self.failing = False  # an exception ends this process
+        self.caught: Exception | None = None  # which its script took for no reason to fail
         self.peers = _Peers(self)
         self.listening = _Peers(self)  # the same for what one rank may do and another not
         self._hook = sys.excepthook
@@ -144,6 +159,14 @@ class Shutdown:
         """
         if not is_peer_loss(error):
             return
+        if self.caught is not None:
+            self._state.failed(self.caught)
+            say(
+                self._rank,
+                f"{named(self.caught)} left the loop and was caught, but the other ranks have not"
+                " ended with this one: let such an error go up, and all of them restart at once",
+            )
+            leave(exit_code_of(self.caught))
         if explain and not isinstance(error, PeerLostError):
             self._hook(type(error), error, error.__traceback__)
         lost = error if isinstance(error, PeerLostError) else PeerLostError(brief(error))
@@ -177,6 +200,11 @@ class Shutdown:
             leave(128 + signal.SIGINT)
         atexit._run_exitfuncs()
         leave(exit_code_of(error))
+
+
+def named(error: BaseException) -> str:
+    """An error in a few words."""
+    return f"{type(error).__name__}({str(error)[:200]!r})"
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -32,6 +31,7 @@ from ddpjob_trainer.telemetry.progress import Progress
 from ddpjob_trainer.telemetry.sink_choice import choose
 from ddpjob_trainer.telemetry.sinks import Sink, Sinks
 from ddpjob_trainer.training.loop import Process
+from ddpjob_trainer.training.parting import Parting
 from ddpjob_trainer.training.recorder import Recorder
 from ddpjob_trainer.training.run import Run
 from ddpjob_trainer.training.shutdown import Shutdown
@@ -124,7 +124,6 @@ def start(
         | {
             "level": determinism.choose_level(level, device),
             "threads": (env.threads or 1) if threads is None else threads,
-            "resume": None if resume is None else Path(resume),
         }
     )
     options.check(env.world_size)
@@ -163,7 +162,9 @@ def start(
     averaging: Averaging = DdpAveraging(options, world)
     if options.level == "elastic":
         averaging = ElasticAveraging(options, world)
-    process = Process(world, shutdown, progress, snapshots, averaging, recorder)
+    parting = Parting(world, shutdown)
+    parting.watch()
+    process = Process(world, shutdown, progress, snapshots, averaging, recorder, parting)
     return Run(process, options)
 
 
@@ -177,7 +178,7 @@ def _seed_all(seed: int) -> None:
 def _snapshot_settings(given: SnapshotSettings, asked: SnapshotOptions) -> SnapshotSettings:
     """Arguments of start() before the environment."""
     asked.check()
-    directory = given.directory if asked.snapshot_dir is None else Path(asked.snapshot_dir)
+    directory = given.directory if asked.snapshot_dir is None else asked.snapshot_dir
     url = given.upload if asked.snapshot_upload is None else asked.snapshot_upload
     if url:
         check_upload(url, directory)
@@ -210,7 +211,7 @@ def _make_progress(
 ) -> Progress:
     """Rank 0 opens files, the others write none. Raises ConfigError."""
     main = env.rank == 0
-    events = Path(given.events) if given.events is not None else env.events
+    events = given.events if given.events is not None else env.events
     return Progress(
         env.rank,
         writer,

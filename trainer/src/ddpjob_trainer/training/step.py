@@ -11,6 +11,7 @@ import torch
 
 from ddpjob_trainer.errors import ConfigError, NotCommittedError
 from ddpjob_trainer.gradients.ddp import Part
+from ddpjob_trainer.telemetry.run_log import number_of
 
 
 class _Loop(Protocol):
@@ -61,7 +62,7 @@ class Step:
         tokens in it, 0 or more; default: by its samples. Every batch of a step, on every rank, has
         one, or none has. ``retain_graph``: another backward goes through the same graph.
         """
-        number = None if weight is None else float(weight)
+        number = None if weight is None else float(number_of("step.backward(): weight", weight))
         self.loop.backward(self, loss, weight=number, retain_graph=retain_graph)
 
     def update(self, *optimizers: torch.optim.Optimizer) -> None:
@@ -164,7 +165,9 @@ class Step:
         """Raise NotCommittedError unless every batch has had a backward."""
         done, wanted = self.covered, len(self.parts)
         if self.committed or not done:
+            again = self.committed or self.updates
             when = "after step.commit()" if self.committed else "before step.backward(loss)"
+            when += "" if again else ", which stands in the place of loss.backward()"
             cure = (
                 ". The update() before has dropped all gradients: give optimizers whose gradients"
                 " are to be applied together to one update(first, second), or call step.backward()"
@@ -179,3 +182,14 @@ class Step:
                 f"step {self.index}: {call} was called after {done} of {wanted} batches: go through"
                 " all of step.batches and call step.backward(loss) for each"
             )
+
+
+def check_loss(loss: object) -> None:
+    """Raise ConfigError for what has no backward of its own."""
+    if not isinstance(loss, torch.Tensor):
+        raise ConfigError(f"step.backward() needs a tensor, the loss, not a {type(loss).__name__}")
+    if loss.numel() != 1 or not loss.requires_grad or loss.is_complex():
+        raise ConfigError(
+            f"step.backward() needs a scalar loss with a gradient, not {list(loss.shape)} of"
+            f" {loss.dtype} requires_grad={loss.requires_grad}"
+        )

@@ -1,19 +1,22 @@
 """Finds what the loop trains with but prepare() does not know: nobody would average or keep it.
 
-Global hooks see every module and optimizer that is used. That on modules slows every call down a
-little, so it stays for the first steps of each process only: a loop uses the same ones at every
-step.
+Global hooks see every module, optimizer, scheduler and average that is used. That on modules slows
+every call down a little, so it stays for the first steps of each process only: a loop uses the same
+ones at every step.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.swa_utils import AveragedModel
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.update import Updater
@@ -41,6 +44,12 @@ class Guard:
         self._frozen: dict[torch.nn.Module, _Marks] = {}
         self._left = _STEPS
         self._optimizers: Any = register_optimizer_step_pre_hook(self._optimizer_steps)
+        self._methods = contextlib.ExitStack()
+        self._schedulers = {id(unit.scheduler) for unit in updater.units if unit.scheduler}
+        self._inside = False  # of a method that is watched
+        for kind in _with_subclasses(LRScheduler):
+            self._watch(kind, "step", self._scheduler_steps)
+        self._watch(AveragedModel, "update_parameters", self._averages)
         self._modules: Any = None
         if modules:
             self._modules = register_module_forward_pre_hook(self._module_called)
@@ -59,6 +68,7 @@ class Guard:
         """Watch no longer."""
         self._left = 0
         self._optimizers.remove()
+        self._methods.close()
         self._stop_modules()
 
     def _stop_modules(self) -> None:
@@ -147,6 +157,59 @@ class Guard:
             " run.prepare([model, other], [optimizer, other_optimizer])"
         )
 
+    def _watch(self, kind: Any, name: str, look: Callable[[Any], None]) -> None:
+        """Call ``look`` before each call of a method that this very class defines.
+
+        For what has no hooks. What the method calls in turn, as a scheduler of schedulers does, is
+        its own affair.
+        """
+        method = vars(kind).get(name)
+        if method is None:
+            return
+
+        @functools.wraps(method)
+        def watched(obj: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._inside or self._asleep or self._updater.applying:
+                return method(obj, *args, **kwargs)
+            look(obj)
+            self._inside = True
+            try:
+                return method(obj, *args, **kwargs)
+            finally:
+                self._inside = False
+
+        setattr(kind, name, watched)
+        self._methods.callback(setattr, kind, name, method)
+
+    def _scheduler_steps(self, scheduler: Any) -> None:
+        if getattr(scheduler, "_is_initial", False):  # it is just being made
+            return
+        name = type(scheduler).__name__
+        if id(scheduler) in self._schedulers:
+            raise ConfigError(
+                f"{name}.step() is called in the loop, but commit() advances the scheduler that"
+                " prepare() was given: leave the call out, or keep the scheduler with"
+                " run.register('scheduler', scheduler) in place of prepare(scheduler=...)"
+            )
+        if id(getattr(scheduler, "optimizer", None)) in self._prepared:
+            self._must_be_kept(scheduler, "step()", "'scheduler', scheduler")
+
+    def _averages(self, average: Any) -> None:
+        self._must_be_kept(average, "update_parameters()", "'average', average")
+
+    def _must_be_kept(self, obj: object, call: str, words: str) -> None:
+        if not self._is_known(obj):
+            raise ConfigError(
+                f"{type(obj).__name__}.{call} is called in the loop, but no snapshot would hold"
+                f" what it counts: keep it with run.register({words}) before run.steps()"
+            )
+
+
+def _with_subclasses(kind: Any) -> Iterator[Any]:
+    yield kind
+    for below in kind.__subclasses__():
+        yield from _with_subclasses(below)
+
 
 def _marks(module: torch.nn.Module) -> _Marks:
     own = {**module._parameters, **module._buffers}
@@ -162,5 +225,5 @@ def _parts(obj: object, deep: bool = True) -> Iterator[object]:
         yield from obj.modules()
     if deep:
         for value in getattr(obj, "__dict__", {}).values():
-            if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+            if isinstance(value, torch.nn.Module | torch.optim.Optimizer | LRScheduler):
                 yield from _parts(value, deep=False)

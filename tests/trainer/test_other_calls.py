@@ -1,0 +1,98 @@
+"""A rank that makes other calls than the rest: an end with a line that names it, and no freeze."""
+
+from __future__ import annotations
+
+import atexit
+
+import pytest
+import torch
+from torch import nn
+
+import ddpjob_trainer as ddp
+
+DATA = torch.randn(60, 4, generator=torch.Generator().manual_seed(1))
+
+
+def total(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).sum()
+
+
+def train(run: ddp.Run, odd: str) -> None:
+    model = nn.Linear(4, 2)
+    wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if odd != "loop" or run.is_main:
+        for step in run.steps(DATA):
+            for batch in step.batches:
+                step.backward(wrapped(batch).pow(2).mean())
+            step.commit()
+            if odd == "evaluate" and run.is_main and step.index == 1:
+                run.evaluate(DATA, total)
+            if odd == "error" and run.rank == 1 and step.index == 1:
+                raise KeyError("mine")
+    if odd == "loop":
+        run.evaluate(DATA, total)
+    run.finish()
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ("loop", "is in run.evaluate() and rank 0 in the start of run.steps()"),
+        ("finish", "rank 1 left the loop before it began"),
+        ("evaluate", "in step 1"),
+    ],
+)
+def test_a_call_on_one_rank_only_is_refused(gang, odd, words):  # type: ignore[no-untyped-def]
+    def program(rank: int) -> None:
+        run = ddp.start(total_steps=6, global_batch=6)
+        if odd == "finish" and rank == 1:
+            run.finish()
+        train(run, odd)
+
+    codes = gang.run(program)
+    logs = "".join(map(gang.log, range(3)))
+    assert set(codes.values()) <= {64, 75}, logs
+    assert 64 in codes.values(), logs
+    assert words in logs
+    if odd == "evaluate":
+        assert "rank 0 is in run.evaluate()" in logs or "rank 0 in run.evaluate()" in logs
+
+
+@pytest.mark.parametrize("how", ["finish", "with"])
+def test_a_caught_error_of_one_rank_is_no_success(gang, how):  # type: ignore[no-untyped-def]
+    def program(rank: int) -> None:
+        run = ddp.start(total_steps=6, global_batch=6)
+        try:
+            if how == "with":
+                with run:
+                    train(run, "error")
+            else:
+                train(run, "error")
+        except KeyError:
+            run.finish()
+        atexit._run_exitfuncs()
+
+    assert gang.run(program) == {0: 75, 1: 1, 2: 75}
+    assert "rank 1: KeyError(\"'mine'\") left the loop and was caught" in gang.log(1)
+    assert "rank 1 left the loop in step 1, after its commit(), with KeyError" in gang.log(
+        0
+    ) + gang.log(2)
+
+
+def test_an_error_that_all_ranks_catch_in_the_same_step_is_an_end_like_a_break(gang):  # type: ignore[no-untyped-def]
+    def program(rank: int) -> None:
+        run = ddp.start(total_steps=6, global_batch=6)
+        model = nn.Linear(4, 2)
+        wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        try:
+            for step in run.steps(DATA):
+                for batch in step.batches:
+                    step.backward(wrapped(batch).pow(2).mean())
+                step.commit()
+                if step.index == 2:
+                    raise StopIteration
+        except StopIteration:
+            run.finish()
+        atexit._run_exitfuncs()
+
+    assert gang.run(program) == dict.fromkeys(range(3), 0), gang.log(0)

@@ -1,0 +1,43 @@
+"""run.log(reduce="mean"): what the ranks tell one another, and what each makes of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.training.logged_means import MOST, LoggedMeans
+
+
+def step(calls: list[list[dict[str, Any]]]) -> list[dict[str, float]]:
+    """Return what each rank tells after these calls on each."""
+    world: Any = SimpleNamespace(size=len(calls))
+    ranks = [LoggedMeans(world) for _ in calls]
+    told: list[dict[str, Any]] = [{} for _ in calls]
+    for rank, mine in enumerate(calls):
+        for values in mine:
+            told[rank] |= ranks[rank].add(values)
+    reports = [one.report() for one in ranks]
+    sums = [sum(numbers) for numbers in zip(*reports, strict=True)]
+    for one in ranks:
+        one.learn(0, sums)
+    return [{name: float(mean) for name, mean in found.items()} for found in told]
+
+
+def test_each_call_of_a_step_counts_once():
+    """One for each micro batch; level elastic gives ranks more or fewer of them."""
+    assert (
+        step([[{"a": 1.0}, {"a": 3.0, "b": 5}], [{"a": 8.0}, {"b": 1}]])
+        == [{"a": 4.0, "b": 3.0}] * 2
+    )
+    assert step([[{"a": torch.tensor(2.0)}], [{"a": 1.0}] * 3]) == [{"a": 1.25}] * 2
+
+
+def test_a_name_takes_one_place_however_often_it_is_logged():
+    full = {f"n{number}": 1.0 for number in range(MOST)}
+    assert step([[full] * 3])[0] == full
+    with pytest.raises(ConfigError, match=f"{MOST + 1} names; {MOST} at most"):
+        step([[full, {"more": 1.0}]])

@@ -1,0 +1,100 @@
+"""What counts on within the loop, and no snapshot would hold: refused, with the cure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel
+
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.optim.update import Clip, Unit, Updater
+from ddpjob_trainer.snapshot.training_state import TrainingState
+from ddpjob_trainer.training.unsaved import Guard
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")  # no update precedes
+
+MODEL = torch.nn.Linear(2, 2)
+
+
+class Watched:
+    def __init__(self) -> None:
+        self.optimizer = torch.optim.SGD(MODEL.parameters(), lr=1.0)
+        self.state = TrainingState(MODEL)
+        self.updater = Updater()
+        self.guard: Guard | None = None
+
+    def begin(self, scheduler: Any = None) -> None:
+        self.updater.units.append(Unit(self.optimizer, scheduler, Clip(None, [])))
+        if scheduler is not None:
+            self.state.register("scheduler", scheduler)
+        self.guard = Guard(self.state, self.updater, [], modules=False)
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    methods = lr_scheduler.LRScheduler.step, lr_scheduler.SequentialLR.step
+    found = Watched()
+    yield found
+    if found.guard is not None:
+        found.guard.stop()
+    assert methods == (lr_scheduler.LRScheduler.step, lr_scheduler.SequentialLR.step)
+
+
+def plateau(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer)
+    return lambda: scheduler.step(1.0)
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    return lr_scheduler.CosineAnnealingLR(optimizer, 9).step
+
+
+def average(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    found = AveragedModel(MODEL)
+    return lambda: found.update_parameters(MODEL)
+
+
+@pytest.mark.parametrize("make", [plateau, cosine, average])
+def test_what_advances_in_the_loop_must_be_kept(watched, make):  # type: ignore[no-untyped-def]
+    watched.begin()
+    advance = make(watched.optimizer)  # being made is no use
+    with pytest.raises(ConfigError, match=r"no snapshot would hold.*run\.register\('"):
+        advance()
+    with watched.guard.asleep():
+        advance()
+
+
+def sequential(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    linear, cosine = (
+        lr_scheduler.LinearLR(optimizer, 0.5),
+        lr_scheduler.CosineAnnealingLR(optimizer, 9),
+    )
+    return lr_scheduler.SequentialLR(optimizer, [linear, cosine], [2])
+
+
+def test_a_registered_scheduler_advances_those_that_it_is_made_of(watched):  # type: ignore[no-untyped-def]
+    scheduler = sequential(watched.optimizer)
+    watched.begin()
+    watched.state.register("mine", scheduler)
+    watched.optimizer.param_groups[0]["lr"] = 0.25
+    for _ in range(3):
+        scheduler.step()
+    assert scheduler.last_epoch == 3
+
+
+def test_what_prepare_advances_is_not_advanced_again(watched):  # type: ignore[no-untyped-def]
+    scheduler = sequential(watched.optimizer)
+    watched.begin(scheduler)
+    with pytest.raises(ConfigError, match=r"commit\(\) advances.*leave the call out"):
+        scheduler.step()
+    assert watched.updater.update(watched.updater.units)
+    assert scheduler.last_epoch == 1
+
+
+def test_a_scheduler_of_an_optimizer_that_is_not_prepared_is_its_owners_affair(watched):  # type: ignore[no-untyped-def]
+    watched.begin()
+    cosine(torch.optim.SGD(MODEL.parameters(), lr=1.0))()

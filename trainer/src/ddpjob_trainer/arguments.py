@@ -1,0 +1,171 @@
+"""What an argument of a user's may be: one check for each kind, by the type that declares it.
+
+Each refusal names the argument and what it must be. A dataclass of arguments is filled by among(),
+which checks every field, so a new one cannot be forgotten. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, fields
+from numbers import Real
+from operator import index
+from pathlib import Path
+from typing import Any, Self
+
+from ddpjob_trainer.errors import ConfigError
+
+#: Whole numbers end where a float cannot hold them any more, as JSON readers and metrics do.
+GREATEST = 2**53
+
+
+def whole(name: str, value: Any, *, least: int = 0, most: int = GREATEST) -> int:
+    """Numbers from numpy are welcome, but a snapshot's JSON holds plain ones only."""
+    try:
+        number = index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise _odd(name, value, "must be an integer")
+    if number < least:
+        raise _odd(name, value, f"must be at least {least}")
+    if number > most:
+        raise _odd(name, value, f"must be at most {most}")
+    return number
+
+
+def real(name: str, value: Any, *, most: float = math.inf) -> float:
+    """A number more than 0."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise _odd(name, value, "must be a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf if value == abs(value) else -math.inf
+    if not number > 0:
+        raise _odd(name, value, "must be more than 0")
+    if number > most:
+        raise _odd(name, value, f"must be at most {most:g}")
+    return number
+
+
+def flag(name: str, value: Any) -> bool:
+    """A string would be true, whatever it says."""
+    if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):  # numpy's
+        raise _odd(name, value, "must be True or False")
+    return bool(value)
+
+
+def word(name: str, value: Any) -> str:
+    """A string."""
+    if not isinstance(value, str):
+        raise _odd(name, value, "must be a string")
+    return value
+
+
+def place(name: str, value: Any) -> Path:
+    """A path that could be there: an empty one would be the working directory."""
+    try:
+        text = os.fspath(value)
+    except TypeError:
+        text = b""
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise _odd(name, value, "must be a path")
+    return Path(text)
+
+
+def function(name: str, value: Any) -> Any:
+    """Something to call."""
+    if not callable(value):
+        raise _odd(name, value, "must be a function")
+    return value
+
+
+def several(name: str, value: Any) -> Any:
+    """Names with commas between them, or a list of names and, for sinks, of objects."""
+    if not isinstance(value, str | list | tuple | set | frozenset):
+        raise _odd(name, value, "must be names with commas between them, or a list")
+    return value
+
+
+def _mapping(name: str, value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise _odd(name, value, "must be a dict")
+    return value
+
+
+def _scaler(name: str, value: Any) -> Any:
+    if not all(callable(getattr(value, part, None)) for part in ("scale", "unscale_", "update")):
+        raise _odd(name, value, "must be a torch.amp.GradScaler")
+    return value
+
+
+def _backend(name: str, value: Any) -> Any:
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, str):
+        raise _odd(name, value, "must be True, False or the name of a backend")
+    return flag(name, value)
+
+
+def _anything(name: str, value: Any) -> Any:
+    return value
+
+
+_KINDS: Mapping[str, Callable[..., Any]] = {
+    "int": whole,
+    "float": real,
+    "bool": flag,
+    "str": word,
+    "bool | str": _backend,
+    "Path": place,
+    "Several": several,
+    "fetch.Collate": function,
+    "Collate": function,
+    "Mapping[str, Any]": _mapping,
+    "torch.amp.GradScaler": _scaler,
+    "Any": _anything,  # looked at where it is used
+}
+#: Of a field's metadata, what its check is told.
+_BOUNDS = ("least", "most")
+
+
+def checked(one: Field[Any], value: Any) -> Any:
+    """The value of a declared argument, as it is used. Raises ConfigError."""
+    kind = str(one.type)
+    if value is None and kind.endswith(" | None"):
+        return None
+    bounds = {bound: one.metadata[bound] for bound in _BOUNDS if bound in one.metadata}
+    found = _KINDS[kind.removesuffix(" | None")](one.name, value, **bounds)
+    allowed = one.metadata.get("choices")
+    if allowed and found not in allowed:
+        names = ", ".join(map(repr, (None, *allowed) if kind.endswith(" | None") else allowed))
+        raise _odd(one.name, value, f"must be one of {names}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """Declared arguments of one call."""
+
+    @classmethod
+    def among(cls, given: Mapping[str, Any]) -> Self:
+        """Pick them out of the arguments and check each. Raises ConfigError."""
+        return cls(**{one.name: checked(one, given[one.name]) for one in fields(cls)})
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Of all that have one."""
+        return {one.name: one.default for one in fields(cls) if one.default is not MISSING}
+
+    @classmethod
+    def offered(cls) -> Iterator[Field[Any]]:
+        """Those that a command line has."""
+        return (one for one in fields(cls) if "help" in one.metadata)
+
+
+def _odd(name: str, value: Any, what: str) -> ConfigError:
+    shown = repr(value)
+    return ConfigError(f"{name}={shown if len(shown) <= 80 else shown[:77] + '...'} {what}")
