@@ -14,6 +14,7 @@ import yaml
 from ddpjob_operator.shell import settings
 from support.cluster import ROOT
 from support.manifest import rights
+from support.site import OPERATOR_LABEL
 
 CHART = ROOT / "charts" / "ddpjob"
 
@@ -27,8 +28,8 @@ RIGHTS = {
     ("ddpjob.dev", "ddpjobs/status"): {"update"},
     ("ddpjob.dev", "ddpjobs/finalizers"): {"update"},
     ("", "pods"): {"get", "list", "watch", "create", "delete"},
-    ("", "services"): {"get", "create"},
-    ("networking.k8s.io", "networkpolicies"): {"get", "create"},
+    ("", "services"): {"get", "create", "update"},
+    ("networking.k8s.io", "networkpolicies"): {"get", "create", "update"},
     ("", "events"): {"create", "patch"},
 }
 NODE_RIGHTS = {("", "nodes"): {"get", "list", "watch"}}
@@ -81,6 +82,14 @@ def test_operator_pod_is_restricted(template: Template) -> None:
     }
     assert operator(objects)["resources"]["requests"].keys() == {"cpu", "memory"}
     assert not any("hostPath" in volume for volume in pod_spec(objects)["volumes"])
+
+
+def test_its_pods_carry_the_label_by_which_cluster_tests_find_and_kill_it(
+    template: Template,
+) -> None:
+    key, _, value = OPERATOR_LABEL.partition("=")
+    pods = template()["Deployment/ddpjob-operator"]["spec"]["template"]["metadata"]["labels"]
+    assert pods.get(key) == value
 
 
 def test_operator_pod_is_reachable(template: Template) -> None:

@@ -35,7 +35,8 @@ class Cluster:
     now: datetime = START
     quota: int | None = None  # pods that have not ended
     refuse: Callable[[Object], errors.ApiError | None] = lambda body: None  # admission
-    silent: set[str] = field(default_factory=set)  # nodes that nobody hears of
+    nodes: tuple[str, ...] = NODES
+    silent: set[str] = field(default_factory=set)  # those that nobody hears of
     objects: dict[Key, Object] = field(default_factory=dict)
     history: list[Write] = field(default_factory=list)  # the watch log
     states: list[dict[Key, Object]] = field(default_factory=list)  # before each write
@@ -47,7 +48,7 @@ class Cluster:
     _uid: int = 0
 
     def __post_init__(self) -> None:
-        for name in NODES:
+        for name in self.nodes:
             self._set_node(name, ready=True)
 
     # --- the API server ---
@@ -104,11 +105,19 @@ class Cluster:
         return self._commit("MODIFIED", (plural, NAMESPACE, name), new, by)
 
     def delete(
-        self, plural: str, name: str, uid: str | None = None, grace: int | None = None, by: str = ""
+        self,
+        plural: str,
+        name: str,
+        uid: str | None = None,
+        grace: int | None = None,
+        by: str = "",
+        version: str = "",
     ) -> Object:
         old = self.get(plural, name)
         if uid is not None and uid != old["metadata"]["uid"]:
             raise _error(409, "Conflict", "the uid in the precondition differs")
+        if version not in ("", old["metadata"]["resourceVersion"]):
+            raise _error(409, "Conflict", "the resourceVersion in the precondition differs")
         wanted = self._grace(old, grace) if plural == "pods" else 0
         if by and grace == 0 and plural == "pods" and not self.hears(old):
             self.forced.add(old["metadata"]["uid"])  # Fence: the lineage shuts the zombie out
@@ -137,7 +146,7 @@ class Cluster:
 
         What the nodes run meanwhile is killed as soon as the kubelets look: see reap().
         """
-        at = max(len(NODES), len(self.history) - back)
+        at = max(len(self.nodes), len(self.history) - back)
         self.objects = dict(self.states[at] if at < len(self.states) else self.objects)
         self.era += 1
         versions = [int(o["metadata"]["resourceVersion"]) for o in self.objects.values()]
@@ -202,7 +211,7 @@ class Cluster:
     def start(self, pod: Object) -> None:
         """A scheduler binds it and a kubelet runs it."""
         name = pod["metadata"]["name"]
-        heard = [n for n in NODES if n not in self.silent]
+        heard = [n for n in self.nodes if n not in self.silent]
         node = pod["spec"].get("nodeName") or heard[self._uid % len(heard)]
         spec = {**pod["spec"], "nodeName": node}
         state = {"running": {"startedAt": stamp(self.now)}}
@@ -211,7 +220,7 @@ class Cluster:
 
     def refuse_image(self, pod: Object) -> None:
         """It is bound, and its image cannot be pulled."""
-        spec = {**pod["spec"], "nodeName": NODES[0]}
+        spec = {**pod["spec"], "nodeName": self.nodes[0]}
         state = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
         status = self._pod_status(pod, "Pending", state)
         self.update("pods", pod["metadata"]["name"], spec=spec, status=status)
@@ -287,10 +296,13 @@ class Cluster:
         self.silent.add(node)
         self._set_node(node, ready=False)
 
+    def hear_again(self, node: str) -> None:
+        self._set_node(node, ready=True)
+        self.silent.discard(node)
+
     def heal_nodes(self) -> None:
         for node in sorted(self.silent):
-            self._set_node(node, ready=True)
-        self.silent.clear()
+            self.hear_again(node)
 
     def _set_node(self, name: str, *, ready: bool) -> None:
         since = {"lastTransitionTime": stamp(self.now), "reason": "model", "message": ""}

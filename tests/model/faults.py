@@ -95,6 +95,13 @@ def _suspend(world: World) -> None:
     _after(world, 20, lambda: _edit(world, suspend=False))
 
 
+def _mend(world: World) -> None:
+    """Suspended, another template, resumed, before anybody looks."""
+    _edit(world, suspend=True)
+    _edit(world, template={"spec": {"containers": [{"name": "trainer", "image": "other"}]}})
+    _edit(world, suspend=False)
+
+
 def _edit(world: World, **fields: object) -> None:
     job = world.cluster.job("job")
     if job is not None and status(job).get("phase") not in ("Succeeded", "Failed"):
@@ -173,6 +180,7 @@ EVENTS: dict[str, Callable[[World], None]] = {
     "pod-unlabelled": _unlabel,
     "node": _node,
     "suspend": _suspend,
+    "mend": _mend,
     "deadline": _deadline,
     "job-delete": _delete_job,
     "job-recreate": _recreate,

@@ -63,11 +63,18 @@ class ModelApi:
         return await self._send("replace", resource, name, do)
 
     async def delete(
-        self, resource: Resource, namespace: str, name: str, *, uid: str, grace: int | None = None
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        *,
+        uid: str,
+        version: str = "",
+        grace: int | None = None,
     ) -> Any:
         assert uid, "a deletion names the uid"
         by = self._operator.name
-        do = lambda c: c.delete(resource.plural, name, uid, grace, by)  # noqa: E731
+        do = lambda c: c.delete(resource.plural, name, uid, grace, by, version)  # noqa: E731
         return await self._send("delete", resource, name, do)
 
     async def list_all(
@@ -123,6 +130,9 @@ class ModelQueue:
         self.add_after(key, delay)
         return delay
 
+    def rest(self, key: Key, seconds: float) -> None:
+        """Looks take no time here."""
+
     def forgive(self, key: Key) -> None:
         self._failures.pop(key, None)
 
@@ -159,8 +169,10 @@ class Operator:
         self.task: asyncio.Task[None] | None = None
         self.events: list[tuple[Key, Any]] = []
         self.store = Store()
-        self.store.nodes = NodeCache(self._monotonic, self.now)
-        self._clock = Clock(wall=self.now, monotonic=self._monotonic)
+        self.store.nodes = NodeCache(self._monotonic)
+        self._clock = Clock(
+            wall=self.now, monotonic=self._monotonic, stepped=self.store.forget_outcomes
+        )
         self.queue = ModelQueue(self.clock)
         self.api = ModelApi(self)
         metrics: Any = SimpleNamespace(
@@ -300,7 +312,8 @@ class Operator:
             self.working = False
         if task.done():
             self.task = None
-            crashed = isinstance(task.exception(), Crash)  # asked for, or asyncio complains
+            # Asked for, or asyncio complains. Who finds that etcd was restored starts anew.
+            crashed = isinstance(task.exception(), (Crash, RewoundError))
             self.dead = self.dead or crashed
 
     def release(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpjob_operator.core import observe
 from ddpjob_operator.core.plan import plan as real_plan
-from model.cluster import NAMESPACE, NODES, Cluster, Object, deadline
+from model.cluster import NAMESPACE, Cluster, Object, deadline
 from model.operators import RELIST, RESYNC, Operator, Planner
 from model.wire import Wire
 from support.invariants import State, Violation, at_rest, check, i19_explained
@@ -58,9 +58,10 @@ class World:
         *,
         fate: Fate = finishes,
         planner: Planner = real_plan,
+        cluster: Cluster | None = None,
     ) -> None:
         self.loop, self.fate, self.planner = loop, fate, planner
-        self.cluster = Cluster()
+        self.cluster = cluster or Cluster()
         self.wire = Wire(self.cluster)
         self.operators: list[Operator] = []
         self.state = State()
@@ -196,7 +197,7 @@ class World:
 
     def _can_start(self, pod: Object) -> bool:
         fresh = pod["status"].get("phase") == "Pending" and self.cluster.hears(pod)
-        room = any(node not in self.cluster.silent for node in NODES)
+        room = any(node not in self.cluster.silent for node in self.cluster.nodes)
         return fresh and room and "deletionTimestamp" not in pod["metadata"]
 
     def _end_one(self, job: Object) -> bool:

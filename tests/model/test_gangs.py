@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import datetime, timedelta
 
 import pytest
 
 from ddpjob_operator.core import observe
-from model.cluster import NODES
+from model.cluster import NODES, START
 from model.story import World, job_body
 from support.objects import status
 
@@ -25,6 +26,79 @@ def test_two_gangs_that_do_not_fit_together_both_end(
     world.cluster.quota = quota
     assert world.run(lambda: world.over("a") and world.over("b"), DAY)
     assert [world.phase(name) for name in ("a", "b")] == ["Succeeded", "Succeeded"]
+
+
+def work_for(world: World, seconds: dict[str, float]) -> None:
+    """Each gang trains for so long; by the first letter of its name."""
+    at: dict[tuple[str, int], datetime] = {}
+
+    def fate(job: str, attempt: int, replica: int) -> int | None:
+        began = at.setdefault((job, attempt), world.cluster.now)
+        length = timedelta(seconds=seconds[job[0]])
+        if not replica and began == world.cluster.now:
+            world.timers.append((None, began + length, lambda: None))
+        return 0 if world.cluster.now >= began + length else None
+
+    world.fate = fate
+
+
+@pytest.mark.parametrize(("size", "quota"), [(3, 4), (3, 5), (2, 3)])
+def test_three_gangs_that_do_not_fit_together_all_end(
+    loop: asyncio.AbstractEventLoop, size: int, quota: int
+) -> None:
+    world = World(loop)
+    work_for(world, dict.fromkeys("abc", 3600))
+    for name in "abc":
+        world.cluster.create(observe.PLURAL, job_body(name, replicas=size))
+    world.cluster.quota = quota
+    assert world.run(lambda: all(map(world.over, "abc")), DAY, limit=100_000)
+    assert world.cluster.now - START < timedelta(hours=8), (
+        "one after the other, three hours of work"
+    )
+
+
+def test_small_gangs_that_never_cease_do_not_starve_a_big_one_nor_it_them(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    """Two of one pod always run, and a third would like to; the big one needs all three places."""
+    world = World(loop)
+    work_for(world, {"s": 1200, "b": 600})
+    world.cluster.quota = 3
+    ended: list[datetime] = []
+    names = [f"s{n}" for n in range(200)]
+    running = [names.pop(0) for _ in range(3)]
+    for number, name in enumerate(running):
+        world.cluster.create(observe.PLURAL, job_body(name, replicas=1))
+        world.run(lambda: False, 300 * number)
+    world.cluster.create(observe.PLURAL, job_body("big", replicas=3))
+
+    def big_is_over() -> bool:
+        for number, name in enumerate(running):
+            if world.over(name):
+                ended.append(world.cluster.now)
+                world.cluster.delete(observe.PLURAL, name)
+                running[number] = names.pop(0)
+                world.cluster.create(observe.PLURAL, job_body(running[number], replicas=1))
+        return world.over("big")
+
+    assert world.run(big_is_over, DAY, limit=100_000)
+    assert len(ended) > 5
+
+
+def test_a_gang_that_fits_nowhere_leaves_two_thirds_of_the_time_to_others(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    world = World(loop)
+    work_for(world, {"s": 600, "b": 600})
+    world.cluster.quota = 3
+    world.cluster.create(observe.PLURAL, job_body("big", replicas=4))
+    world.run(lambda: False, 3600)
+    for number in range(8):
+        name = f"s{number}"
+        world.cluster.create(observe.PLURAL, job_body(name, replicas=1))
+        assert world.run(lambda name=name: world.over(name), DAY / 4, limit=100_000)
+    assert world.cluster.now - START < timedelta(hours=5)
+    assert world.cluster.status("big")["restarts"]["charged"] == 0
 
 
 def test_no_charge_for_what_the_cluster_refuses(loop: asyncio.AbstractEventLoop) -> None:

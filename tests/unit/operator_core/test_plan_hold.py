@@ -91,6 +91,45 @@ def test_a_changed_template_is_taken_by_suspend_and_resume():
     assert world.pods["job-0"]["spec"]["containers"][0]["image"] == "other"
 
 
+def move(world: World, looks: int) -> None:
+    for _ in range(looks):
+        for action in world.plan().actions[:1]:
+            world.carry_out(action)
+
+
+def edit(world: World, **spec: Any) -> None:
+    """So quickly that the operator sees none of it before the next edit."""
+    world.job["spec"] |= spec
+    world.job["metadata"]["generation"] += 1
+
+
+@pytest.mark.parametrize("phase", ["Starting", "Running"])
+@pytest.mark.parametrize("looks", range(3))
+def test_the_advice_can_be_followed_quicker_than_it_is_stored(phase: str, looks: int):
+    """suspend, edit, resume: after so many of the operator's moves, none of them or all."""
+    world = started() if phase == "Starting" else started().run()
+    edit(world, suspend=True)
+    move(world, looks)
+    edit(world, template=OTHER)
+    move(world, looks)
+    edit(world, suspend=False)
+    world.settle().run()
+    assert (world.phase, world.status["attempt"]) == ("Running", 2)
+    assert world.pods["job-0"]["spec"]["containers"][0]["image"] == "other"
+    assert world.condition("Invalid").get("status") != "True"
+    assert world.status["observedGeneration"] == 4
+    assert world.status["restarts"]["total"] == 0
+    assert [e.reason for e in world.events][-3:] == ["Suspended", "Resumed", "Running"]
+
+
+def test_a_quick_resume_with_the_same_template_is_no_interruption():
+    world = started().run()
+    edit(world, suspend=True)
+    edit(world, suspend=False)
+    assert world.settle().status["observedGeneration"] == 3
+    assert (world.phase, world.status["attempt"]) == ("Running", 1)
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("nprocPerNode", "many"), ("template", {"spec": {"containers": []}})]
 )

@@ -11,7 +11,7 @@ import pytest
 
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core.status import Progress
-from support.world import JOB_UID, World, job_object
+from support.world import JOB_UID, START, World, job_object
 
 
 def started(**spec: object) -> World:
@@ -74,7 +74,6 @@ def test_a_suspension_waits_for_a_last_look_at_who_may_be_done():
     real, world.pods = world.pods, stale  # the watch is behind
     world.job["spec"]["suspend"] = True
     world.job["metadata"]["generation"] += 1
-    world.carry_out(world.plan().actions[0])  # observedGeneration
     (read,) = world.plan().actions
     assert read == act.ConfirmGone(1)
     world.pods = real
@@ -94,6 +93,29 @@ def test_time_in_which_nobody_saw_or_acted_does_not_count_for_the_start(behind: 
     assert world.wait(599).status["attempt"] == 1
     assert world.wait(2).status["attempt"] == 2
     assert world.status["lastFailure"]["class"] == "Startup"
+
+
+def test_times_of_a_clock_that_was_a_year_ahead_hold_up_nothing():
+    """Deadline, healing and time to live count from now, once; not from next year."""
+    job = job_object(activeDeadlineSeconds=3600, ttlSecondsAfterFinished=60)
+    world = World(job, now=START + timedelta(days=365)).settle().run()
+    world.now = START
+    world.restart_operator().settle()
+    assert world.wait(3590).phase == "Running"
+    assert world.wait(10).phase == "Failed"
+    world.job["status"]["timings"]["completedAt"] = "2100-01-01T00:00:00Z"
+    assert world.settle().wait(59).plan() == act.Plan((), 1)
+    world.now += timedelta(seconds=1)
+    assert world.plan().actions == (act.DeleteJob(JOB_UID),)
+
+
+def test_a_delay_of_such_a_clock_stays_a_delay():
+    world = World(now=START + timedelta(days=365)).settle().run().end(0, 1).run().end(0, 1)
+    assert (world.phase, world.plan().requeue_after) == ("Restarting", 1)
+    world.now = START
+    world.restart_operator().settle()
+    assert world.phase == "Restarting"
+    assert world.wait(1).run().phase == "Running"
 
 
 def test_a_stall_is_told_though_the_gang_was_begun_by_a_clock_ahead_of_ours():

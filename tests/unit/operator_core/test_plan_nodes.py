@@ -5,9 +5,12 @@ Replicas 0 and 2 run on node1, replica 1 on node2.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import timedelta
+
 import pytest
 
-from ddpjob_operator.core.nodes import OUT_OF_SERVICE, Record, record
+from ddpjob_operator.core.nodes import FORBIDDEN, OUT_OF_SERVICE, Record, record
 from support.world import Machines, World, job_object
 
 SNAPSHOT = {"path": "/snapshots", "volume": {"emptyDir": {}}}
@@ -70,7 +73,7 @@ def test_a_node_that_is_back_soon_after_the_gang_began_is_no_stall_any_more():
     assert world.condition("Stalled")["reason"] == "NodeNotReady"
     assert world.machines
     world.machines.down.clear()
-    assert world.wait(1).condition("Stalled")["status"] == "False"
+    assert world.wait(2).condition("Stalled")["status"] == "False"
 
 
 def test_fence_reads_the_node_before_it_gives_up_its_pods():
@@ -94,10 +97,48 @@ def test_an_old_read_is_no_confirmation():
 def test_fence_waits_when_no_worker_is_ready():
     world = fall_silent(running(**FENCE), "node1", "node2").wait(600)
     assert (world.phase, world.status["attempt"]) == ("Running", 1)
-    assert "no worker node of the cluster is ready" in world.condition("Stalled")["message"]
+    told = world.condition("Stalled")
+    assert told["reason"] == "NodesNotReady"
+    assert "2 of 2 worker nodes are not ready" in told["message"]
     assert world.machines
     del world.machines.down["node1"]
     assert world.settle().attempts() == {2}
+
+
+@pytest.mark.parametrize(("down", "up", "waits"), [(6, 4, True), (1, 0, False), (5, 4, False)])
+def test_fence_waits_while_most_nodes_are_silent(down: int, up: int, waits: bool):
+    """55 % of them, and more than two: the rule of Kubernetes' own node controller."""
+    world = running(**FENCE)
+    assert world.machines
+    world.machines.others_up, world.machines.others_down = up, down
+    fall_silent(world, "node2").wait(600)
+    assert world.status["attempt"] == (1 if waits else 2)
+    assert (world.condition("Stalled").get("reason") == "NodesNotReady") is waits
+
+
+def test_what_was_cut_off_together_has_its_time_to_come_back():
+    world = running(**FENCE)
+    assert world.machines
+    world.machines.others_up, world.machines.others_down = 2, 5
+    fall_silent(world, "node2").wait(600)
+    world.machines.others_up, world.machines.others_down = 7, 0
+    world.machines.calm_since = world.now
+    assert world.wait(29).status["attempt"] == 1
+    assert world.condition("Stalled")["reason"] == "NodeNotReady"
+    assert world.wait(1).status["attempt"] == 2
+
+
+@pytest.mark.parametrize(("after", "least"), [(30, 30), (1, 20)])
+def test_fence_counts_only_what_this_process_has_seen_without_a_gap(after: int, least: int):
+    """A new operator, or one that was cut off: the nodes may be coming back at this moment."""
+    spec = {"snapshot": SNAPSHOT, "nodeLost": {"policy": "Fence", "afterSeconds": after}}
+    world = running(**spec)
+    assert world.machines
+    world.machines.down["node2"] = world.now - timedelta(seconds=600)
+    world.outcomes = replace(world.outcomes, seen_since=world.now)
+    assert world.settle().wait(least - 1).status["attempt"] == 1
+    assert world.plan().requeue_after == 1
+    assert world.wait(1).status["attempt"] == 2
 
 
 def test_a_node_that_comes_back_in_time_costs_nothing():
@@ -237,6 +278,15 @@ def test_fence_without_rights_is_told_and_behaves_as_wait():
     world.machines = Machines()
     world.wait(3)
     assert world.condition("Unsupported")["status"] == "False"
+
+
+def test_nodes_that_could_not_be_read_yet_are_no_want_of_rights():
+    world = World(job_object(**FENCE), nodes=None).settle().run()
+    assert world.condition("Unsupported") == {}
+    world.nodes = FORBIDDEN
+    world.wait(3)
+    world.nodes = None
+    assert world.wait(3).condition("Unsupported")["status"] == "True", "still not known"
 
 
 def test_wait_needs_no_rights():

@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 
 from ddpjob_operator.core import actions as act
+from ddpjob_operator.core import standing
 from support.world import World, job_object
 
 DAY = 24 * 3600
@@ -125,3 +126,58 @@ def test_a_short_deadline_does_not_pass_while_a_gang_rests_and_change_the_reason
     assert len(told) == 1 + world.status["restarts"]["released"], "once, and at each release"
     world.refuse = lambda _: None
     assert live(world, 600).run().phase == "Running"
+
+
+def test_a_thousand_names_that_a_dead_node_holds_are_asked_for_by_and_by():
+    """Pods of a deleted job of the same name: each try is a POST and a GET."""
+    world, asked, left = World(job_object(replicas=1000)), [], set(range(1000))
+
+    def taken(action: act.CreatePod) -> act.Refusal | None:
+        asked.append(world.now)
+        found = act.Existing("Pod", f"job-{action.replica}", "old", 1, True, "DDPJob job")
+        what = (action.attempt, 409, "AlreadyExists", "exists", world.now, found)
+        return act.Refusal(*what) if action.replica in left else None
+
+    world.refuse = taken
+    live(world.settle(), 30)
+    assert len(asked) <= 1000 + 30 / 2 * 50
+    del asked[:]
+    live(world, 300)
+    assert len(asked) <= 300 / 2 * 50
+    left.clear()
+    assert len(live(world, 60).pods) == 1000
+
+
+def test_a_name_that_is_taken_for_long_is_asked_for_more_seldom():
+    world, asked = World(job_object(startupDeadlineSeconds=DAY)), []
+    found = act.Existing("Pod", "job-0", "old", 1, True, "DDPJob job")
+
+    def taken(action: act.CreatePod) -> act.Refusal | None:
+        asked.append(world.now)
+        what = (action.attempt, 409, "AlreadyExists", "exists", world.now, found)
+        return act.Refusal(*what) if action.replica == 0 else None
+
+    world.refuse = taken
+    world.settle()
+    del asked[:]
+    live(world, 20)
+    assert len(asked) == 10
+    live(world, 3600)
+    del asked[:]
+    live(world, 3600)
+    assert len(asked) == 120
+
+
+def test_a_dead_node_that_holds_a_deleted_jobs_pods_is_named_with_what_ends_the_wait():
+    world = World(job_object())
+    pod = {"metadata": {"name": "job-0", "uid": "old"}, "spec": {"nodeName": "dead"}}
+    owner = {"controller": True, "uid": "older job", "kind": "DDPJob", "name": "job"}
+    pod["metadata"]["ownerReferences"] = [owner]
+    existing = standing.existing("Pod", pod)
+    world.refuse = lambda action: act.Refusal(
+        action.attempt, 409, "AlreadyExists", "exists", world.now, existing
+    )
+    told = world.settle().condition("Stalled")
+    assert told["reason"] == "WaitingForDeletion"
+    assert "Pod job-0" in told["message"]
+    assert "if the machine is off for good: kubectl taint node dead " in told["message"]

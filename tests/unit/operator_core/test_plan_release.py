@@ -98,7 +98,7 @@ def test_the_reason_is_that_of_the_present_state():
     assert world.settle().status["reason"] == "QuotaExceeded"
     world.refuse = lambda _: None
     assert "reason" not in world.wait(9).run().status
-    world.waiting(0, "ErrImagePull")
+    world.waiting(0, "ErrImagePull").wait(2)
     assert world.status["reason"] == "ImagePullBackOff"
     world.graceful = True
     world.run().wait(30).end(1, 137)

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from ddpjob_operator.core.actions import ConfirmGone, Plan
+from ddpjob_operator.shell import reconciler
 from ddpjob_operator.shell.api import Listing
 from ddpjob_operator.shell.app import App
 from ddpjob_operator.shell.credentials import Credentials
 from ddpjob_operator.shell.resync import Resync
 from ddpjob_operator.shell.settings import Settings
+from support.world import job_object
 
 DEPLOYMENT = Path(__file__).parents[3] / "charts/ddpjob/templates/deployment.yaml"
 
@@ -90,6 +93,34 @@ async def test_a_restored_etcd_is_no_bug_and_a_reason_to_start_anew(
     assert await app._run_parts(asyncio.Event()) == 1
     assert "etcd was restored from a backup; starting anew" in caplog.text
     assert "bug" not in caplog.text
+
+
+async def test_so_is_one_that_a_barrier_shows(
+    app: App, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker finds it before any watch or list of a whole kind does."""
+
+    async def list_pods(*_: object, **__: object) -> Listing:
+        return Listing([], "7")
+
+    async def work() -> None:
+        await app._queue.run(2, app._reconciler.reconcile)
+
+    monkeypatch.setattr(app._api, "list_all", list_pods)
+    monkeypatch.setattr(app._reconciler, "_leads", lambda: True)
+    monkeypatch.setattr(app._reconciler._executor, "_leads", lambda: True)
+    monkeypatch.setattr(app, "_work", work)
+    app._store.put_job(job_object())
+    app._store.check_list("pods", "8", 0)
+    app._queue.add(("ns", "job"))
+    monkeypatch.setattr(reconciler, "plan", lambda *_: Plan((ConfirmGone(1),)))
+    assert await app._run_parts(asyncio.Event()) == 1
+    assert "etcd was restored from a backup; starting anew" in caplog.text
+    assert "bug" not in caplog.text
+
+
+def test_the_lease_has_connections_of_its_own(app: App) -> None:
+    assert app._elector._api is not app._api
 
 
 @pytest.mark.looptime

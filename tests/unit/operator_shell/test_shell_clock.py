@@ -50,6 +50,17 @@ def test_a_clock_that_was_never_set_is_followed_at_once_and_what_came_before_doe
     assert machine.clock.seen_since() == machine.wall()
 
 
+@pytest.mark.parametrize("days", [400, -400])
+def test_who_remembers_times_is_told_that_the_clock_was_set(days: int):
+    told: list[bool] = []
+    machine = Machine()
+    machine.clock = Clock(wall=machine.wall, stepped=lambda: told.append(True))
+    machine.set_by = timedelta(days=days)
+    machine.clock.now()
+    machine.clock.now()
+    assert told == [True]
+
+
 def test_a_gap_in_sight_begins_anew_and_while_it_lasts_nothing_has_been_seen():
     machine = Machine()
     machine.live(600)

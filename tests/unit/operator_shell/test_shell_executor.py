@@ -42,6 +42,7 @@ class ScriptedApi:
         self.calls: list[str] = []
         self.bodies: list[Any] = []
         self.slow: set[str] = set()
+        self.versions: list[str] = []  # preconditions of deletions
 
     def _answer(self, verb: str, resource: Resource, body: Any = None) -> Any:
         what = f"{verb} {resource.plural}"
@@ -67,10 +68,18 @@ class ScriptedApi:
         return self._answer("replace", resource, body)
 
     async def delete(
-        self, resource: Resource, namespace: str, name: str, *, uid: str, grace: int | None = None
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        *,
+        uid: str,
+        version: str = "",
+        grace: int | None = None,
     ) -> Any:
         if name in self.slow:
             await asyncio.sleep(0.05)
+        self.versions.append(version)
         return self._answer("delete", resource, (name, uid, grace))
 
     async def list_all(
@@ -469,16 +478,42 @@ async def test_a_job_that_somebodys_finalizer_keeps_is_deleted_once(stage: Stage
         await stage.do(DeleteJob("u1"))
 
 
+async def test_a_job_that_has_changed_since_it_was_finished_is_not_deleted(stage: Stage) -> None:
+    """As after a restore of etcd, which makes it a running one again."""
+    snapshot = stage.store.snapshot(("ns", "job"))
+    assert snapshot is not None
+    changed = job_object(9)
+    stage.api.script["delete ddpjobs"] = [errors.Conflict(409, "Conflict", "it has changed")]
+    stage.api.script["get ddpjobs"] = [changed]
+    await stage.do(DeleteJob("u1"))
+    assert stage.api.versions == [snapshot.job.resource_version]
+    found = stage.store.snapshot(("ns", "job"))
+    assert found is not None
+    assert found.job.resource_version == changed["metadata"]["resourceVersion"]
+
+
 def service(owner: str | None = "u1", **meta: Any) -> Object:
     owners = [{"controller": True, "uid": owner}] if owner else []
-    return {"kind": "Service", "metadata": {"name": "job", "ownerReferences": owners, **meta}}
+    labels = {"ours": "x", "theirs": "y"}
+    meta = {"name": "job", "ownerReferences": owners, "labels": labels, **meta}
+    spec = {
+        "ports": [{"port": 1, "protocol": "TCP"}],
+        "clusterIP": "None",
+        "sessionAffinity": "None",
+    }
+    return {"kind": "Service", "metadata": meta, "spec": spec}
 
 
 def missing() -> errors.ApiError:
     return errors.NotFound(404, "NotFound", "")
 
 
-ENSURE = EnsureNetwork(2, ({"kind": "Service", "metadata": {"name": "job"}},))
+SERVICE = {
+    "kind": "Service",
+    "metadata": {"name": "job", "labels": {"ours": "x"}},
+    "spec": {"clusterIP": "None", "ports": [{"port": 1}]},
+}
+ENSURE = EnsureNetwork(2, (SERVICE,))
 
 
 @pytest.mark.parametrize(
@@ -498,6 +533,37 @@ async def test_network_that_stands(
     assert stage.outcomes.network_attempt == 2
     assert stage.outcomes.network_refusal is None
     assert stage.api.calls == [f"{verb} services" for verb in calls]
+
+
+def changed(**spec: Any) -> Object:
+    found = service(labels={"ours": "other", "theirs": "y"}, resourceVersion="7")
+    return {**found, "spec": {**found["spec"], **spec}}
+
+
+@pytest.mark.parametrize(
+    "spec", [{}, {"ports": []}, {"ports": [{"port": 2, "protocol": "TCP"}]}], ids=str
+)
+async def test_what_somebody_has_changed_of_it_is_put_right_by_one_write(
+    stage: Stage, spec: dict[str, Any]
+) -> None:
+    stage.api.script = {"get services": [changed(**spec)], "replace services": [{}]}
+    await stage.do(ENSURE)
+    assert stage.api.calls == ["get services", "replace services"]
+    body = stage.api.bodies[1]
+    assert body["metadata"]["labels"] == {"ours": "x", "theirs": "y"}
+    assert body["metadata"]["resourceVersion"] == "7", "guarded"
+    assert body["spec"]["sessionAffinity"] == "None", "the API server's own stays"
+    assert [port["port"] for port in body["spec"]["ports"]] == [1]
+    assert [event.reason for event in stage.recorder.sent] == ["NetworkRepaired"]
+    assert (stage.outcomes.network_attempt, stage.outcomes.network_at) == (2, NOW)
+
+
+async def test_what_cannot_be_put_right_holds_up_nothing(stage: Stage) -> None:
+    refused = errors.Forbidden(403, "Forbidden", "no update")
+    stage.api.script = {"get services": [changed()], "replace services": [refused]}
+    await stage.do(ENSURE)
+    assert stage.outcomes.network_attempt == 2
+    assert [event.reason for event in stage.recorder.sent] == ["NetworkNotRepaired"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ddpjob_operator.core.nodes import FORBIDDEN
 from ddpjob_operator.shell import errors
 from ddpjob_operator.shell.api import Api, Listing, Object
 from ddpjob_operator.shell.informer import NodeInformer, PodInformer
@@ -137,7 +138,7 @@ async def test_without_rights_nodes_are_unknown_and_nobody_waits(
     informer = NodeInformer(api, store, None, lambda _: None)  # type: ignore[arg-type]
     task = asyncio.create_task(informer.run())
     await informer.synced.wait()
-    assert store.nodes.of(["a"]) is None
+    assert store.nodes.of(["a"]) == FORBIDDEN
     await asyncio.sleep(600)
     assert len(api.lists) < 40
     assert len([r for r in caplog.records if "not you" in r.message]) == 1, "told once"
@@ -146,6 +147,21 @@ async def test_without_rights_nodes_are_unknown_and_nobody_waits(
     found = store.nodes.of(["a"])
     assert found is not None
     assert found.known["a"].ready
+    task.cancel()
+
+
+async def test_trouble_of_the_api_servers_is_no_want_of_rights() -> None:
+    api = NodesApi(errors.Unavailable(503, "", "down"))
+    store = store_with_a_pod_on("a")
+    informer = NodeInformer(api, store, None, lambda _: None)  # type: ignore[arg-type]
+    task = asyncio.create_task(informer.run())
+    await informer.synced.wait()
+    assert store.nodes.of(["a"]) is None
+    api.answer = [node("a", 3)]
+    await asyncio.sleep(60)
+    found = store.nodes.of(["a"])
+    assert found is not None
+    assert found.readable
     task.cancel()
 
 

@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
-from ddpjob_operator.core.nodes import Node
+from ddpjob_operator.core.nodes import FORBIDDEN, Node
 from ddpjob_operator.shell.nodes import NodeCache, slim
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-class Clocks:
-    """A monotonic clock, and a time of day that may jump."""
-
+class Clock:
     def __init__(self) -> None:
-        self.seconds, self.jump = 1000.0, timedelta()
+        self.seconds = 1000.0
 
-    def monotonic(self) -> float:
+    def __call__(self) -> float:
         return self.seconds
 
-    def now(self) -> datetime:
-        return START + timedelta(seconds=self.seconds - 1000) + self.jump
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture
-def clocks() -> Clocks:
-    return Clocks()
-
-
-@pytest.fixture
-def cache(clocks: Clocks) -> NodeCache:
-    return NodeCache(clocks.monotonic, clocks.now)
+def cache(clock: Clock) -> NodeCache:
+    return NodeCache(clock)
 
 
 def node(version: int, status: str = "True", *, since: float = 0, taint: str = "") -> Any:
@@ -61,32 +57,39 @@ def test_nothing_is_known_before_the_first_list(cache: NodeCache) -> None:
     assert cache.of(["a"]) is None
 
 
-def test_silence_that_was_seen_is_measured_by_the_own_clock(
-    cache: NodeCache, clocks: Clocks
-) -> None:
+def test_silence_is_measured_by_the_own_clock(cache: NodeCache, clock: Clock) -> None:
     cache.replace_all([node(3)])
-    clocks.seconds += 10
-    clocks.jump = timedelta(hours=1)
+    clock.seconds += 10
     assert cache.put(node(4, "Unknown", since=-3600))
-    clocks.seconds += 5
-    assert not cache.put(node(5, "False")), "still not ready: no news, and the count goes on"
-    clocks.seconds += 5
+    clock.seconds += 5
+    assert not cache.put(node(5, "Unknown", since=-3600)), "no news, and the count goes on"
+    clock.seconds += 5
     assert look(cache).down_seconds == 10
     assert cache.put(node(6))
     assert (look(cache).ready, look(cache).down_seconds) == (True, 0)
 
 
-@pytest.mark.parametrize(("since", "seconds"), [(-40, 40), (600, 0)])
-def test_silence_older_than_the_process_is_the_clusters_word(
-    cache: NodeCache, since: float, seconds: float
+def test_silence_older_than_the_process_counts_from_when_it_was_seen(
+    cache: NodeCache, clock: Clock
 ) -> None:
-    cache.replace_all([node(3, "Unknown", since=since)])
-    assert look(cache).down_seconds == seconds
+    cache.replace_all([node(3, "Unknown", since=-600)])
+    assert look(cache).down_seconds == 0
+    clock.seconds += 7
+    assert look(cache).down_seconds == 7
 
 
-def test_a_list_and_a_read_confirm_and_an_event_does_not(cache: NodeCache, clocks: Clocks) -> None:
+def test_a_node_that_was_ready_while_nobody_looked_counts_anew(
+    cache: NodeCache, clock: Clock
+) -> None:
+    cache.replace_all([node(3, "Unknown", since=0)])
+    clock.seconds += 60
+    assert not cache.put(node(9, "Unknown", since=50))
+    assert look(cache).down_seconds == 0
+
+
+def test_a_list_and_a_read_confirm_and_an_event_does_not(cache: NodeCache, clock: Clock) -> None:
     cache.replace_all([node(3)])
-    clocks.seconds += 30
+    clock.seconds += 30
     cache.put(node(4, "Unknown"))
     assert look(cache).read_seconds == 30
     cache.put(node(4, "Unknown"), quorum=True)
@@ -102,24 +105,24 @@ def test_an_older_event_changes_nothing_but_an_older_read_does(cache: NodeCache)
 
 
 def test_a_node_that_is_gone_counts_from_then_and_may_come_back(
-    cache: NodeCache, clocks: Clocks
+    cache: NodeCache, clock: Clock
 ) -> None:
     cache.replace_all([node(3, "Unknown", since=-100)])
     assert cache.remove("a")
-    clocks.seconds += 7
+    clock.seconds += 7
     assert not cache.remove("a", quorum=True)
     assert look(cache) == Node("a", exists=False, ready=False, down_seconds=7, read_seconds=0)
     assert cache.put(node(5))
     assert look(cache).ready
 
 
-def test_a_pod_may_be_told_of_before_its_node(cache: NodeCache, clocks: Clocks) -> None:
+def test_a_pod_may_be_told_of_before_its_node(cache: NodeCache, clock: Clock) -> None:
     cache.replace_all([])
     assert not look(cache).exists
-    clocks.seconds += 3
+    clock.seconds += 3
     assert look(cache) == Node("a", exists=False, ready=False, down_seconds=3)
     cache.put(node(3, "False", since=-100))
-    assert look(cache).down_seconds == 103, "what it was before we knew it, the cluster tells"
+    assert look(cache).down_seconds == 0
 
 
 def test_a_relist_finds_what_was_missed(cache: NodeCache) -> None:
@@ -143,9 +146,9 @@ def test_a_control_plane_node_is_no_worker(
     cache.replace_all([node(3, status, taint=taint)])
     nodes = cache.of([])
     assert nodes is not None
-    assert nodes.any_ready is ready
+    assert nodes.disrupted is not ready
     cache.forget()
-    assert cache.of([]) is None
+    assert cache.of([]) == FORBIDDEN
     cache.replace_all([])
     assert cache.of([]) is not None
 
@@ -158,24 +161,30 @@ def test_the_memory_of_nodes_that_are_gone_is_bounded(cache: NodeCache) -> None:
     assert look(cache, "n1999").exists is False
 
 
-def test_after_a_silence_of_all_nodes_each_has_its_time_to_come_back(
-    cache: NodeCache, clocks: Clocks
+def test_after_a_silence_of_most_nodes_their_calm_begins_anew(
+    cache: NodeCache, clock: Clock
 ) -> None:
-    def other(version: int, status: str) -> Any:
+    def called(name: str, version: int, status: str = "True") -> Any:
         found, number = node(version, status)
-        return replace(found, name="b"), number
+        return replace(found, name=name), number
 
-    cache.replace_all([node(3), other(3, "True")])
-    clocks.seconds += 10
-    cache.put(other(4, "Unknown"))
-    clocks.seconds += 10
-    assert look(cache, "b").down_seconds == 10
-    cache.put(node(5, "Unknown"))
-    clocks.seconds += 300
-    cache.put(node(6))  # the network is back, and b's kubelet a second later than a's
-    assert look(cache, "b").down_seconds == 0
-    clocks.seconds += 30
-    assert look(cache, "b").down_seconds == 30
-    cache.remove("b")
-    clocks.seconds += 5
-    assert look(cache, "b").down_seconds == 5
+    def calm() -> float:
+        nodes = cache.of([])
+        assert nodes is not None
+        return 0.0 if nodes.disrupted else nodes.calm_seconds
+
+    cache.replace_all([called(name, 3) for name in "abcde"])
+    assert calm() == math.inf
+    cache.put(called("a", 4, "Unknown"))
+    cache.put(called("b", 5, "Unknown"))
+    assert calm() == math.inf, "two of five"
+    clock.seconds += 10
+    cache.put(called("c", 6, "Unknown"))
+    assert calm() == 0
+    clock.seconds += 300
+    cache.put(called("a", 7))  # the network is back, and b's kubelet a second later than a's
+    clock.seconds += 1
+    assert calm() == 1
+    cache.remove("c")
+    clock.seconds += 4
+    assert calm() == 5, "what is gone is no silent worker"

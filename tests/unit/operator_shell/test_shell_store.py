@@ -270,6 +270,19 @@ def test_a_list_older_than_what_was_known_when_it_began_is_of_a_restored_etcd() 
     store.check_list("ddpjobs", "b", store.newest("ddpjobs"))
 
 
+@pytest.mark.fault("A7")
+def test_a_job_older_than_it_was_before_the_read_is_of_a_restored_etcd() -> None:
+    """The manual's way raises the revision: lists are newer then, what they show is not."""
+    store = stored()
+    store.put_job(job(9))
+    before = store.job_versions()
+    store.check_list("ddpjobs", "1000000000", store.newest("ddpjobs"))
+    with pytest.raises(RewoundError, match="a DDPJob was read at version 7 after 9"):
+        store.put_read_job(job(7), before)
+    store.put_job(job(12))
+    assert not store.put_read_job(job(11), before)  # an event has overtaken it
+
+
 def test_a_list_too_is_something_that_was_known() -> None:
     store = Store()
     store.check_list("nodes", "40", store.newest("nodes"))

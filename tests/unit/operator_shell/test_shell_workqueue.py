@@ -193,3 +193,26 @@ async def test_work_that_waits_for_nothing_lets_others_have_their_turn() -> None
     with contextlib.suppress(asyncio.CancelledError):
         await task
     assert len(set(turns)) > 40, "about one key between two turns of others"
+
+
+async def test_a_key_that_rests_is_worked_on_once_when_the_rest_is_over() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    times: list[float] = []
+
+    async def work(key: str) -> None:
+        times.append(asyncio.get_running_loop().time())
+        if len(times) == 1:
+            queue.add(key)  # an event of the very moment
+            queue.rest(key, 5)
+
+    began = asyncio.get_running_loop().time()
+    queue.add("a")
+    async with working(queue, work):
+        await asyncio.sleep(1)
+        for delay in (0.0, 0.5, 60.0):
+            queue.add_after("a", delay)
+        await asyncio.sleep(9)
+        assert [at - began for at in times] == [pytest.approx(0), pytest.approx(5)]
+        queue.add("a")
+        await asyncio.sleep(1)
+        assert len(times) == 3, "after a rest at once"

@@ -84,7 +84,9 @@ class ReadNodes:
 
 @dataclass(frozen=True, slots=True)
 class EnsureNetwork:
-    """GET each object and POST it where it is missing (Service, NetworkPolicy).
+    """GET each object, POST it where it is missing, PUT it where it differs.
+
+    That is the Service and the NetworkPolicy.
 
     When all exist with our owner uid, Outcomes.network_attempt becomes ``attempt``;
     a refusal goes to Outcomes.network_refusal.
@@ -105,7 +107,10 @@ class CreatePod:
 
 @dataclass(frozen=True, slots=True)
 class DeleteJob:
-    """Delete the DDPJob itself (ttlSecondsAfterFinished), its uid as precondition."""
+    """Delete the DDPJob itself (ttlSecondsAfterFinished), uid and version as preconditions.
+
+    A job that is finished no more, since etcd was restored, stays.
+    """
 
     uid: str
 
@@ -147,6 +152,7 @@ class Existing:
     deleting: bool
     owner: str = ""  # kind and name of its controller, "DDPJob digits"
     uid: str = ""
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +190,15 @@ class Setback:
     at: datetime  # of the last one
 
 
+@dataclass(frozen=True, order=True, slots=True)
+class Waiter:
+    """A job that waits for quota since then, as the others of its namespace see it."""
+
+    since: datetime
+    uid: str
+    name: str
+
+
 @dataclass(frozen=True, slots=True)
 class Outcomes:
     """What the API's answers taught about one job since this operator process started."""
@@ -191,6 +206,7 @@ class Outcomes:
     confirmed: Confirmation | None = None
     network_attempt: int = 0
     network_refusal: Refusal | None = None
+    network_at: datetime | None = None  # the last look at these objects
     refusals: Mapping[int, Refusal] = field(default_factory=dict)  # by replica
     setback: Setback | None = None
     progress: Progress | None = None  # newest answer of GET /state
@@ -198,4 +214,5 @@ class Outcomes:
     status_written_at: datetime | None = None
     pruned: tuple[Body, Body] | None = None  # the last status as sent and as stored, if they differ
     seen: frozenset[int] = frozenset()  # replicas of this attempt that once had a pod
+    waiters: tuple[Waiter, ...] = ()  # in the job's namespace, those who have waited longest
     seen_since: datetime | None = None  # since when this process has seen and acted without a gap

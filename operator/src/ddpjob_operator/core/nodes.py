@@ -5,6 +5,7 @@ A Node object is 10 KiB and more; of one that a job's pods are on, this is what 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -16,11 +17,17 @@ from ddpjob_operator.core.status import parse_time
 #: An administrator's word that the machine is off: Kubernetes then lets go of its pods.
 OUT_OF_SERVICE: Final = "node.kubernetes.io/out-of-service"
 _CONTROL_PLANE: Final = "node-role.kubernetes.io/control-plane"
+#: --unhealthy-zone-threshold of kube-controller-manager, which holds for more than two nodes.
+_UNHEALTHY_SHARE: Final = 0.55
+_FEW: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What is kept of a Node object. ``since``: when ``ready`` last changed, by the cluster."""
+    """What is kept of a Node object. ``since``: of its Ready condition's last transition.
+
+    By the cluster's clock, so only good to tell one transition from another.
+    """
 
     name: str
     ready: bool
@@ -33,7 +40,7 @@ class Record:
 class Node:
     """One machine for one run of the planner.
 
-    ``down_seconds``: how long it has not been ready, by the operator's clock.
+    ``down_seconds``: for how long this process has seen that it is not ready.
     ``read_seconds``: how long ago a quorum last told of it; None if only a watch has.
     """
 
@@ -47,10 +54,30 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Those that carry a job's pods, by name. ``any_ready``: of all workers of the cluster."""
+    """Those that carry a job's pods, by name, and how the workers of the cluster are.
 
-    any_ready: bool
+    ``calm_seconds``: for how long they have not been silent together.
+    """
+
+    workers: int
+    unready: int
+    calm_seconds: float = math.inf
     known: Mapping[str, Node] = field(default_factory=dict)
+    readable: bool = True  # False: the API server has said that the operator may not
+
+    @property
+    def disrupted(self) -> bool:
+        """So many are silent at once that it is the control plane, or its network, that failed."""
+        return disrupted(self.workers, self.unready)
+
+
+FORBIDDEN: Final = Nodes(workers=0, unready=0, readable=False)
+
+
+def disrupted(workers: int, unready: int) -> bool:
+    """The rule of Kubernetes' node lifecycle controller, by which it stops or slows evictions."""
+    most = unready > _FEW and unready >= _UNHEALTHY_SHARE * workers
+    return unready == workers or most
 
 
 def record(obj: Mapping[str, Any]) -> Record:

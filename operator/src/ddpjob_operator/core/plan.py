@@ -30,6 +30,7 @@ from ddpjob_operator.core.actions import (
 from ddpjob_operator.core.nodes import Nodes
 from ddpjob_operator.core.observe import Job, Pod
 from ddpjob_operator.core.policy import (
+    ahead,
     fence,
     finish,
     heal,
@@ -39,6 +40,8 @@ from ddpjob_operator.core.policy import (
     retry,
     rounds,
     startup,
+    turn,
+    upkeep,
 )
 from ddpjob_operator.core.status import Failure, Status
 from ddpjob_operator.core.view import Change, View, look
@@ -66,11 +69,14 @@ def plan(
         pods: pods that carry its uid; those with another owner are ignored.
         outcomes: what the API answered to earlier plans of this process.
         now: the operator's clock, UTC.
-        nodes: those that the pods are on; None if the operator may not read nodes.
+        nodes: those that the pods are on; None before they could be read.
     """
     if job.deleting:
         return Plan()  # the garbage collector removes what it owns
     status = st.from_dict(job.status)
+    timings = ahead.mended(status.timings, now)
+    if timings != status.timings:
+        return Plan((WriteStatus(st.to_dict(replace(status, timings=timings))),))
     spec = spec_module.read(job.spec)
     view = look(job, spec, status, pods, outcomes, now, nodes)
     if status.terminal:
@@ -97,7 +103,7 @@ def _decide(view: View) -> Change:
         what = f"activeDeadlineSeconds {view.spec.active_deadline:g} has passed"
         return finish.fail(view, change, "DeadlineExceeded", what)
     change = hold.tell(view, change)
-    if view.spec.suspend:
+    if hold.suspends(view):
         waits = status.phase == "Suspended" or _may_be_done(view)
         return change if waits else _suspend(view, change)
     if status.phase in (None, "Suspended") or status.attempt == 0:
@@ -136,6 +142,8 @@ def _start(view: View, change: Change) -> Change:
 def _suspend(view: View, change: Change) -> Change:
     """Pods go with their own grace period, so that the trainer can save a snapshot."""
     message = "spec.suspend is true: no pods; set it to false to go on"
+    if not view.spec.suspend:
+        message = "spec.template changed while the job was suspended for a moment: its pods are new"
     change = change.with_status(
         phase="Suspended",
         members_since=view.status.attempt + 1,
@@ -206,7 +214,7 @@ def _barrier_passed(view: View) -> bool:
 
 def _due(view: View) -> bool:
     """Whether delays are over. A gang that would rest as it starts had nothing to be late with."""
-    waits = (restart.due(view), retry.due(view))
+    waits = (restart.due(view), retry.due(view), turn.until(view))
     return all(at is None or view.now >= at for at in waits)
 
 
@@ -232,7 +240,7 @@ def _in_doubt(view: View) -> bool:
         return True
     if finish.past_active_deadline(view) and not _read_after(view, finish.active_deadline(view)):
         return True
-    if view.spec.suspend and _may_be_done(view):
+    if hold.suspends(view) and _may_be_done(view):
         return True
     return startup.late(view) and not view.read_since(startup.deadline(view))
 
@@ -244,8 +252,8 @@ def _write(view: View, change: Change) -> Plan | None:
         return None  # what an older CRD drops would be written for ever, and nothing else done
     if _reports_only(change.status, view.status):
         last = view.outcomes.status_written_at
-        counts = change.status.replicas != view.status.replicas
-        if last is not None and view.now < last + (REPORT_INTERVAL if counts else _seldom(view)):
+        progress = replace(view.status, progress=change.status.progress) == change.status
+        if last is not None and view.now < last + (_seldom(view) if progress else REPORT_INTERVAL):
             return None
     return Plan((WriteStatus(new, change.events, change.measurements),))
 
@@ -257,10 +265,18 @@ def _seldom(view: View) -> timedelta:
 
 
 def _reports_only(new: Status, old: Status) -> bool:
-    """Only counts or progress differ. A success must be on record before its pod may go."""
+    """Only counts, progress or a stall differ. A success is on record before its pod may go.
+
+    Two operators that both act for a moment, with other views, may tell of a stall in turns; the
+    first word of one is told at once.
+    """
 
     def decided(status: Status) -> Status:
-        return replace(status, replicas=st.Replicas(), progress=st.Progress())
+        rest = replace(status, replicas=st.Replicas(), progress=st.Progress())
+        if old.condition("Stalled") is None:
+            return rest
+        told = tuple(c for c in status.conditions if c.type != "Stalled")
+        return replace(rest, conditions=told, reason="")
 
     return decided(new) == decided(old) and new.replicas.succeeded == old.replicas.succeeded
 
@@ -277,7 +293,7 @@ def _act(view: View) -> Plan:
         return Plan((ConfirmGone(view.status.attempt),), wake)
     if view.status.phase not in _WANTED or view.others:
         return Plan(fence.reads(view), wake)
-    return Plan(_creations(view) or fence.reads(view), wake)
+    return Plan(_creations(view) or fence.reads(view) or upkeep.looks(view), wake)
 
 
 def _deletions(view: View) -> tuple[Action, ...]:
@@ -313,9 +329,8 @@ def _creations(view: View) -> tuple[Action, ...]:
             return ()
         return (EnsureNetwork(attempt, render.network(view.job, view.spec)),)
     refusals = view.refusals
-    due_now = [r for r in view.missing if not retry.resting(view, refusals.get(r))]
     # What refused one pod refuses the others too: one goes first.
-    due_now = due_now[: 1 if outcomes.setback else _BATCH]
+    due_now = retry.ready(view)[: 1 if outcomes.setback else _BATCH]
     return (
         *(_unlabelled(refusals[r]) for r in due_now if _hidden(view, refusals.get(r))),
         *(CreatePod(r, attempt, render.pod(view.job, view.spec, attempt, r)) for r in due_now),
@@ -345,10 +360,8 @@ def _wake(view: View) -> float | None:
     if status.phase in ("Pending", "Starting", "Restarting") and view.begun_at:
         times.append(view.begun_at + report.SCHEDULING_PATIENCE)
         times.append(view.begun_at + report.PATIENCE)
-    times.append(retry.due(view))
-    times += [retry.rests_until(view, r) for r in view.refusals.values()]
-    if view.outcomes.network_refusal:
-        times.append(retry.rests_until(view, view.outcomes.network_refusal))
+    times += [retry.due(view), turn.until(view), upkeep.due(view)]
+    times += retry.waits(view)
     if view.outcomes.status_written_at:
         times.append(view.outcomes.status_written_at + REPORT_INTERVAL)
     pods = (*view.members.values(), *view.others)

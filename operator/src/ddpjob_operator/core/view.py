@@ -34,7 +34,7 @@ class View:
     others: tuple[Pod, ...]
     outcomes: Outcomes
     now: datetime
-    nodes: Nodes | None = None  # None: the operator may not read them
+    nodes: Nodes | None = None  # None: they could not be read yet
 
     @property
     def missing(self) -> list[int]:

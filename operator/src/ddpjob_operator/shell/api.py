@@ -125,13 +125,21 @@ class Api:
         return await self._call("patch", resource, resource.path(namespace, name), body)
 
     async def delete(
-        self, resource: Resource, namespace: str, name: str, *, uid: str, grace: int | None = None
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        *,
+        uid: str,
+        version: str = "",
+        grace: int | None = None,
     ) -> Object:
-        """DELETE that exact object; Conflict if the name now belongs to another uid."""
+        """DELETE that exact object, as of that version if one is told; otherwise Conflict."""
+        conditions = {"uid": uid, **({"resourceVersion": version} if version else {})}
         body: Object = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
-            "preconditions": {"uid": uid},
+            "preconditions": conditions,
             "propagationPolicy": "Background",
         }
         if grace is not None:

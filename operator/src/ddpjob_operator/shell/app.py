@@ -53,12 +53,14 @@ class App:
         self._settings = settings
         self._metrics = Metrics()
         self._store = Store()
-        self._clock = Clock(tolerance=settings.resync_seconds + _AWAY)
+        self._clock = Clock(settings.resync_seconds + _AWAY, stepped=self._store.forget_outcomes)
         self._queue: WorkQueue[Key] = WorkQueue(self._metrics.queue_latency.observe)
         self._api = Api(credentials, self._metrics.count_call)
         self._recorder = Recorder(self._api, settings.identity)
+        # Of its own connections: a slow list or a full pool must not cost the lease.
+        self._lease_api = Api(credentials, self._metrics.count_call)
         self._elector = Elector(
-            self._api,
+            self._lease_api,
             namespace=settings.lease_namespace or credentials.endpoint.namespace,
             name=settings.lease_name,
             identity=settings.identity,
@@ -106,7 +108,7 @@ class App:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        async with self._api:
+        async with self._api, self._lease_api:
             await self._probes.start()
             log.info(
                 "ddpjob-operator %s serves %s, probes on port %d",
@@ -144,8 +146,9 @@ class App:
                         await self._elector.release()
                 return 0
             for task in done:
-                if isinstance(task.exception(), RewoundError):
-                    log.error("%s; starting anew", task.exception())
+                rewound = _rewound(task.exception())
+                if rewound:
+                    log.error("%s; starting anew", rewound)
                 # A lost lease is no bug, and the elector has told of it.
                 elif task is not lease or task.exception():
                     log.error("%s ended: a bug", task.get_name(), exc_info=task.exception())
@@ -217,6 +220,14 @@ class App:
 
 def _task(name: str, part: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
     return asyncio.create_task(part, name=name)
+
+
+def _rewound(error: BaseException | None) -> BaseException | None:
+    """What a part or, in a group, one of the workers found."""
+    found = error
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    return found if isinstance(found, RewoundError) else None
 
 
 async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:

@@ -22,7 +22,10 @@ _STEP: Final = timedelta(hours=12)
 
 
 class Clock:
-    """``heard()`` is called at each full look at the API server, within ``tolerance`` seconds."""
+    """``heard()`` is called at each sign of life of the API server, within ``tolerance`` seconds.
+
+    ``stepped()``: the time has been set; what was remembered with its time is of another one.
+    """
 
     def __init__(
         self,
@@ -30,7 +33,9 @@ class Clock:
         *,
         wall: Callable[[], datetime] = lambda: datetime.now(UTC),
         monotonic: Callable[[], float] = time.monotonic,
+        stepped: Callable[[], None] = lambda: None,
     ) -> None:
+        self._stepped = stepped
         self._wall, self._monotonic, self._tolerance = wall, monotonic, tolerance
         self._at, self._shown = monotonic(), wall()
         self._heard_at, self._seen_since = self._at, self._shown
@@ -44,12 +49,13 @@ class Clock:
         if abs(off) > _STEP:
             log.warning("the clock was set by %.0f hours", off / timedelta(hours=1))
             self._shown = self._seen_since = wall
+            self._stepped()
         else:
             self._shown += passed + max(-passed * _SLEW, min(off, passed * _SLEW))
         return self._shown
 
     def heard(self) -> None:
-        """The API server has just told all that it knows."""
+        """The API server has just told something."""
         if self._blind():
             self.interrupted()
         self._heard_at = self._monotonic()

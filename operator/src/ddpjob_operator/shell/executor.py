@@ -14,7 +14,7 @@ from datetime import datetime
 from itertools import groupby
 from typing import Any
 
-from ddpjob_operator.core import observe
+from ddpjob_operator.core import observe, standing
 from ddpjob_operator.core.actions import (
     Action,
     Body,
@@ -30,7 +30,7 @@ from ddpjob_operator.core.actions import (
     Refusal,
     WriteStatus,
 )
-from ddpjob_operator.core.policy import retry
+from ddpjob_operator.core.policy import retry, upkeep
 from ddpjob_operator.shell import errors, nodes
 from ddpjob_operator.shell.api import (
     JOBS,
@@ -80,7 +80,8 @@ class Executor:
     async def carry_out(self, job: observe.Job, actions: Iterable[Action]) -> None:
         """Do it all, or as much as still makes sense; then the planner must look again.
 
-        Raises ApiError for what only time can cure, JobGoneError, NotLeadingError.
+        Raises ApiError for what only time can cure, JobGoneError, NotLeadingError, and RewoundError
+        when etcd was restored from a backup.
         """
         for kind, run in groupby(actions, key=type):
             if kind in (DeletePod, CreatePod):
@@ -93,9 +94,10 @@ class Executor:
     async def refresh(self, job: observe.Job) -> None:
         """Read the job again; after a write of which we do not know whether it happened."""
         try:
-            self._store.put_job(await self._api.get(JOBS, job.namespace, job.name))
+            found = await self._api.get(JOBS, job.namespace, job.name)
         except errors.NotFound as error:
             raise JobGoneError from error
+        self._store.put_read_job(found, {job.uid: job.resource_version})
 
     async def _do(self, job: observe.Job, action: Action) -> bool:
         """One action; False if the rest of the plan was made for another world."""
@@ -193,10 +195,16 @@ class Executor:
         return True
 
     async def _delete_job(self, job: observe.Job, action: DeleteJob) -> None:
+        version = job.resource_version
         try:
-            left = await self._api.delete(JOBS, job.namespace, job.name, uid=action.uid)
-        except (errors.NotFound, errors.Conflict) as error:
+            left = await self._api.delete(
+                JOBS, job.namespace, job.name, uid=action.uid, version=version
+            )
+        except errors.NotFound as error:
             raise JobGoneError from error
+        except errors.Conflict:  # changed meanwhile, another of that name, or a restored etcd
+            await self.refresh(job)
+            return
         if left.get("kind") != observe.KIND or "deletionTimestamp" not in left["metadata"]:
             raise JobGoneError
         self._store.put_own_write(left)  # somebody's finalizer keeps it: not ours to delete again
@@ -227,7 +235,9 @@ class Executor:
     async def _confirm_gone(self, job: observe.Job, action: ConfirmGone) -> bool:
         at, seen = self._now(), self._store.seen(job.uid, action.attempt)
         selector = f"{observe.LABEL_JOB_UID}={job.uid}"
+        newest = self._store.newest(PODS.plural)
         listing = await self._api.list_all(PODS, job.namespace, selector, keep=slim_pod)
+        self._store.check_list(PODS.plural, listing.resource_version, newest)
         self._store.replace_pods(job.uid, listing.items, listing.resource_version)
         # After the pods: a leader that began a newer attempt since then shows here.
         await self.refresh(job)
@@ -265,33 +275,35 @@ class Executor:
             existing = None
             if error.code == 409:
                 found = await self._read_back(PODS, job, action.body["metadata"]["name"])
-                existing = _existing("Pod", found) if found else None
+                existing = standing.existing("Pod", found) if found else None
                 if existing and found and existing.owner_uid == job.uid:
                     self._store.put_pod(found, from_watch=False)
                     # Without our label no watch shows it: it counts as gone and is in the way.
                     seen = any(p.uid == existing.uid for p in self._store.pods_of(job.uid))
                     if seen and existing.attempt == action.attempt and not existing.deleting:
-                        self._learn(job.uid, lambda known: _accept(known, action.replica))
+                        self._learn(job.uid, lambda known: retry.accepted(known, action.replica))
                         return None
             refusal = self._refusal(action.attempt, error, existing)
             before = self._store.outcomes(job.uid).refusals.get(action.replica)
-            self._learn(job.uid, lambda known: _refuse(known, action.replica, refusal))
+            self._learn(job.uid, lambda known: retry.refused(known, action.replica, refusal))
             if error.code == 409 and not _same(before, refusal):
                 self._tell(job, refusal)
             return refusal
         self._store.put_pod(pod, from_watch=False)
-        self._learn(job.uid, lambda known: _accept(known, action.replica))
+        self._learn(job.uid, lambda known: retry.accepted(known, action.replica))
         return None
 
     # --- network ---
 
     async def _ensure_network(self, job: observe.Job, action: EnsureNetwork) -> bool:
+        at = self._now()
         for body in action.bodies:
             refusal = await self._ensure(job, action.attempt, body)
             if refusal is not None:
                 known = self._store.outcomes(job.uid)
                 before = known.network_refusal
-                self._store.set_outcomes(job.uid, replace(known, network_refusal=refusal))
+                known = replace(known, network_refusal=refusal, network_at=at)
+                self._store.set_outcomes(job.uid, known)
                 if refusal.code != 409:
                     self._set_back(job, refusal)
                 elif not _same(before, refusal):
@@ -299,7 +311,9 @@ class Executor:
                 return False
         self._learn(
             job.uid,
-            lambda known: replace(known, network_attempt=action.attempt, network_refusal=None),
+            lambda known: replace(
+                known, network_attempt=action.attempt, network_refusal=None, network_at=at
+            ),
         )
         return True
 
@@ -317,10 +331,24 @@ class Executor:
             if error.code != 409:
                 return self._refusal(attempt, error, None)
             found = await self._read_back(resource, job, name)
-        existing = _existing(kind, found) if found else None
-        if existing and existing.owner_uid == job.uid and not existing.deleting:
+        existing = standing.existing(kind, found) if found else None
+        if found and existing and existing.owner_uid == job.uid and not existing.deleting:
+            await self._mend(job, found, body)
             return None
         return self._refusal(attempt, error, existing)
+
+    async def _mend(self, job: observe.Job, found: Object, body: Body) -> None:
+        """Put right what somebody has changed: one write, and no other before the next look."""
+        mended = standing.mended(found, body)
+        if mended is None:
+            return
+        kind, name, trouble = body["kind"], body["metadata"]["name"], ""
+        resource = _NETWORK[kind]
+        try:
+            await self._api.replace(resource, job.namespace, name, mended)
+        except errors.ApiError as error:  # it may do as it is: no reason to hold up the gang
+            trouble = str(error)
+        self._recorder.send(job, [upkeep.told(f"{kind} {name}", trouble)])
 
     # --- what was learnt ---
 
@@ -355,41 +383,8 @@ class Executor:
         self._store.set_outcomes(uid, change(self._store.outcomes(uid)))
 
 
-def _refuse(known: Outcomes, replica: int, refusal: Refusal) -> Outcomes:
-    kept = {r: old for r, old in known.refusals.items() if old.attempt == refusal.attempt}
-    # Of a creation whose fate is unknown only a quorum list can tell.
-    unknown = refusal.code == 0 or refusal.code >= 500
-    return replace(
-        known,
-        refusals={**kept, replica: refusal},
-        confirmed=None if unknown else known.confirmed,
-    )
-
-
 def _same(before: Refusal | None, after: Refusal) -> bool:
     return before is not None and (before.code, before.message) == (after.code, after.message)
-
-
-def _accept(known: Outcomes, replica: int) -> Outcomes:
-    if replica not in known.refusals:
-        return known
-    kept = {r: old for r, old in known.refusals.items() if r != replica}
-    return replace(known, refusals=kept)
-
-
-def _existing(kind: str, obj: Object) -> Existing:
-    meta = obj["metadata"]
-    owner: Object = next((o for o in meta.get("ownerReferences") or () if o.get("controller")), {})
-    attempt = str((meta.get("labels") or {}).get(observe.LABEL_ATTEMPT, ""))
-    return Existing(
-        kind=kind,
-        name=meta["name"],
-        owner_uid=owner.get("uid"),
-        attempt=int(attempt) if attempt.isdecimal() else None,
-        deleting="deletionTimestamp" in meta,
-        owner=f"{owner.get('kind')} {owner.get('name')}" if owner else "",
-        uid=str(meta.get("uid") or ""),
-    )
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:

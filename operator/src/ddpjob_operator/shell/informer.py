@@ -189,7 +189,9 @@ class NodeInformer(Informer):
         super()._refused(error)
         if isinstance(error, errors.Forbidden):
             self._store.nodes.forget()
-        self.synced.set()  # nobody waits for nodes: Fence acts as Wait until they are known
+        # Nobody waits for nodes: until they are known Fence acts as Wait, and only a refusal of the
+        # right to read them is told as that.
+        self.synced.set()
 
 
 def _backoff(failures: int) -> float:

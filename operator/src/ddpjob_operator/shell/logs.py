@@ -16,15 +16,23 @@ def configure(level: str, form: str) -> None:
     handler.setFormatter(_Json() if form == "json" else _Text(_TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     if level != "debug":
-        logging.getLogger("kopf._core.reactor.running").addFilter(_quiet)
+        handler.addFilter(_quiet)
         logging.getLogger("kopf").setLevel(logging.WARNING)
         logging.getLogger("asyncio").setLevel(logging.WARNING)
     logging.captureWarnings(capture=True)
 
 
 def _quiet(record: logging.LogRecord) -> bool:
-    """Kopf is in a thread on purpose, so it need not warn that it gets no signals."""
-    return "OS signals are ignored" not in record.getMessage()
+    """Leave out what kopf says in vain.
+
+    It is in a thread on purpose, so it need not warn that it gets no signals; and that the API
+    server has ended a watch is one line of watcher.py, not two tracebacks.
+    """
+    if not record.name.startswith("kopf"):
+        return True
+    kind = record.exc_info[0] if record.exc_info else None
+    answered = kind is not None and kind.__module__.startswith("kopf._cogs.clients.")
+    return not answered and "OS signals are ignored" not in record.getMessage()
 
 
 def _time(record: logging.LogRecord) -> str:

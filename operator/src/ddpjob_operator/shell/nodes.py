@@ -1,9 +1,8 @@
 """The nodes of the cluster as slim records, and since when each has been silent.
 
-How long a node has not been ready is measured by this process's own clock from the moment when
-it saw the change. Of a change that it did not see, since it happened before the process began,
-the cluster's clock tells; so a restart of the operator does not begin the count anew, and two
-clocks that disagree matter at no other time. Unknown altogether where nodes may not be read.
+How long a node has not been ready is measured by this process's own clock, from the moment when
+it saw that: what was before it began, or while the node was ready in between, it does not count.
+Unknown altogether where nodes may not be read.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
-from ddpjob_operator.core.nodes import Node, Nodes, Record, record
+from ddpjob_operator.core.nodes import FORBIDDEN, Node, Nodes, Record, disrupted, record
 
 _REMEMBERED = 1000  # nodes that are gone
 
@@ -33,24 +31,27 @@ class _Seen:
 
 
 class NodeCache:
-    """``clock`` is monotonic, ``now`` the time of day in UTC."""
+    """``clock`` is monotonic."""
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
-    ) -> None:
-        self._clock, self._now = clock, now
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._nodes: dict[str, _Seen] = {}
-        self._workers: set[str] = set()  # that are ready
-        self._up_since = -math.inf  # all were silent before
-        self._known = False
+        self._workers: dict[str, bool] = {}  # whether each is ready
+        self._unready = 0  # of them
+        self._disrupted = False
+        self._calm_since = -math.inf  # they were silent together before
+        self._known = self._forbidden = False
 
     def of(self, names: Iterable[str]) -> Nodes | None:
-        """These nodes for the planner; None as long as nodes cannot be read."""
+        """These nodes for the planner; None before they could be read."""
         if not self._known:
-            return None
-        return Nodes(any_ready=bool(self._workers), known={name: self._one(name) for name in names})
+            return FORBIDDEN if self._forbidden else None
+        return Nodes(
+            workers=len(self._workers),
+            unready=self._unready,
+            calm_seconds=self._clock() - self._calm_since,
+            known={name: self._one(name) for name in names},
+        )
 
     def put(self, slim: Slim, *, quorum: bool = False) -> bool:
         """Take a node; True if that is news to the planner. A quorum read is always the newest."""
@@ -80,14 +81,17 @@ class NodeCache:
         gone = [n for n, seen in self._nodes.items() if seen.record and n not in listed]
         changed = [name for name in gone if self.remove(name)]
         changed += [name for name, slim in listed.items() if self.put(slim, quorum=True)]
-        self._known = True
+        self._known, self._forbidden = True, False
+        self._mind_calm()
         return changed
 
     def forget(self) -> None:
         """Nodes may not be read any more: what was known grows old."""
         self._nodes.clear()
         self._workers.clear()
-        self._known = False
+        self._unready = 0
+        self._known = self._disrupted = False
+        self._forbidden = True
 
     def _one(self, name: str) -> Node:
         # A pod may be told of before its new node is: since when it is missing counts from now.
@@ -98,30 +102,31 @@ class NodeCache:
             exists=found is not None,
             ready=found is not None and found.ready,
             out_of_service=found is not None and found.out_of_service,
-            down_seconds=0.0 if seen.down_since is None else now - self._alone_since(seen),
+            down_seconds=0.0 if seen.down_since is None else now - seen.down_since,
             read_seconds=None if seen.read_at is None else now - seen.read_at,
         )
 
-    def _alone_since(self, seen: _Seen) -> float:
-        """When all were silent at once, the first that is back has only been faster."""
-        since = seen.down_since or 0.0
-        return max(since, self._up_since) if seen.record else since
-
     def _keep(self, name: str, seen: _Seen) -> None:
-        none = self._known and not self._workers
         self._nodes[name] = seen
         found = seen.record
-        works = found is not None and found.ready and not found.control_plane
-        (self._workers.add if works else self._workers.discard)(name)
-        if none and works:
-            self._up_since = self._clock()
+        self._unready -= self._workers.pop(name, True) is False
+        if found is not None and not found.control_plane:
+            self._workers[name] = found.ready
+            self._unready += not found.ready
+        self._mind_calm()
+
+    def _mind_calm(self) -> None:
+        """Of those that were silent together the first that are back have only been faster."""
+        before, now = self._disrupted, disrupted(len(self._workers), self._unready)
+        self._disrupted = self._known and now
+        if before or self._disrupted:
+            self._calm_since = self._clock()
 
     def _silent_since(self, found: Record, old: _Seen | None) -> float:
-        clock = self._clock()
-        if old and old.record:
-            return clock if old.down_since is None else old.down_since
-        past = (self._now() - found.since).total_seconds() if found.since else 0.0
-        return clock - max(0.0, past)
+        """A count goes on only if the node was not ready, by its own word, all the time."""
+        same = old is not None and old.record is not None and old.record.since == found.since
+        goes_on = old.down_since if old and same else None
+        return self._clock() if goes_on is None else goes_on
 
 
 def slim(obj: Mapping[str, Any]) -> Slim:

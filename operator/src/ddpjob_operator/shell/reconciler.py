@@ -17,13 +17,17 @@ from ddpjob_operator.shell import errors
 from ddpjob_operator.shell.clock import Clock
 from ddpjob_operator.shell.executor import Executor, JobGoneError, NotLeadingError
 from ddpjob_operator.shell.metrics import Metrics
-from ddpjob_operator.shell.store import Key, Store
+from ddpjob_operator.shell.store import Key, RewoundError, Store
 from ddpjob_operator.shell.workqueue import WorkQueue
 
 log = logging.getLogger(__name__)
 
 _BUSY_ROUNDS = 25  # rounds in a row that had something to do, then slower
 _BUSY_PAUSE = 1.0
+#: A look at a large gang takes long, and its pods' events come in thousands. After one that found
+#: nothing to do the job rests so many times its length, so that looking takes at most a tenth.
+_REST = 9.0
+_LONGEST_REST = 0.5
 
 
 class Reconciler:
@@ -43,7 +47,7 @@ class Reconciler:
         self._busy: dict[Key, int] = {}
 
     async def reconcile(self, key: Key) -> None:
-        """Bring one job a step nearer to what its spec says. Never raises an Exception."""
+        """Bring one job a step nearer to what its spec says. Raises nothing but RewoundError."""
         started = time.perf_counter()
         uid = ""
         try:
@@ -60,6 +64,8 @@ class Reconciler:
             log.info("%s/%s: gone (uid %s)", *key, uid)
             self._store.forget_job(key, uid)
             self._forget(key)
+        except RewoundError:
+            raise  # nothing that this process knows is true any more
         except errors.ApiError as error:
             delay = self._queue.add_failed(key, error.retry_after)
             log.warning("%s/%s: %s; again in %.1f s (uid %s)", *key, error, delay, uid)
@@ -70,18 +76,26 @@ class Reconciler:
             self._metrics.reconcile.observe(time.perf_counter() - started)
 
     async def _step(self, key: Key) -> None:
+        now = self._clock.now()  # first: a clock that was set makes the store forget
         snapshot = self._store.snapshot(key)
         if snapshot is None or not self._leads():
             return
+        began = time.thread_time()
         job = snapshot.job
         seen = self._store.seen(job.uid, job.status.get("attempt"))
-        outcomes = replace(snapshot.outcomes, seen=seen, seen_since=self._clock.seen_since())
-        todo = plan(job, snapshot.pods, outcomes, self._clock.now(), snapshot.nodes)
+        outcomes = replace(
+            snapshot.outcomes,
+            seen=seen,
+            seen_since=self._clock.seen_since(),
+            waiters=self._store.waiters(job.namespace),
+        )
+        todo = plan(job, snapshot.pods, outcomes, now, snapshot.nodes)
         if todo.actions:
             await self._executor.carry_out(snapshot.job, todo.actions)
             self._look_again(key, snapshot.job)
             return
         self._busy.pop(key, None)
+        self._queue.rest(key, min(_LONGEST_REST, _REST * (time.thread_time() - began)))
         if todo.requeue_after is not None:
             self._queue.add_after(key, max(todo.requeue_after, 0.01))
 

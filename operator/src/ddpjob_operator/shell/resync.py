@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from ddpjob_operator.core import observe
 from ddpjob_operator.shell import errors
@@ -25,7 +26,7 @@ _RETRY = 2.0
 class Resync:
     """Lists every ``seconds``; ``changed(key)`` is told of every job, new, old and vanished.
 
-    ``heard()`` is called after every list.
+    ``heard()`` is called as a list is read, however long that takes.
     """
 
     def __init__(
@@ -58,7 +59,6 @@ class Resync:
             try:
                 await self._list_all()
                 self.heard_at = time.monotonic()
-                self._heard()
                 self.synced.set()
                 self._tell("")
             except errors.ApiError as error:
@@ -89,7 +89,9 @@ class Resync:
         began = time.monotonic()
         for namespace in self._namespaces:
             newest = self._store.newest(JOBS.plural)
-            listing = await self._api.list_all(JOBS, namespace, keep=self._take)
+            take = partial(self._take, self._store.job_versions())
+            listing = await self._api.list_all(JOBS, namespace, keep=take)
+            self._heard()
             self._store.check_list(JOBS.plural, listing.resource_version, newest)
             uids = [uid for uid, _ in listing.items]
             gone = self._store.drop_vanished_jobs(namespace, uids, listing.resource_version)
@@ -101,9 +103,10 @@ class Resync:
             self._changed(key)
         self._judge_watch(missed, began)
 
-    def _take(self, obj: Object) -> tuple[str, bool]:
+    def _take(self, before: Mapping[str, str], obj: Object) -> tuple[str, bool]:
         """At once, for whole jobs would fill the memory: uid, and whether that was news."""
-        return obj["metadata"]["uid"], self._store.put_job(obj)
+        self._heard()
+        return obj["metadata"]["uid"], self._store.put_read_job(obj, before)
 
     def _judge_watch(self, missed: int, began: float) -> None:
         """A watch that stayed silent twice while there was news is taken for dead."""

@@ -8,6 +8,7 @@ Everything runs on one event loop; no method awaits.
 
 from __future__ import annotations
 
+import bisect
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,8 +16,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ddpjob_operator.core import observe, status
-from ddpjob_operator.core.actions import Outcomes
+from ddpjob_operator.core.actions import Outcomes, Waiter
 from ddpjob_operator.core.nodes import Nodes
+from ddpjob_operator.core.policy import turn
 from ddpjob_operator.shell.nodes import NodeCache
 
 log = logging.getLogger(__name__)
@@ -26,6 +28,7 @@ Object = Mapping[str, Any]
 
 _TOMBSTONES = 20_000
 _ATTEMPTS = 4
+_WAITERS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ class Store:
         self._gangs: dict[str, _Gang] = {}  # by job uid
         self._owners: dict[str, str] = {}  # pod uid -> job uid
         self._outcomes: dict[str, Outcomes] = {}
+        self._waiters: dict[str, list[Waiter]] = {}  # for quota, by namespace, in order
         self._on: dict[str, set[str]] = {}  # node -> uids of the pods there
         self.nodes = NodeCache()
         self._buried: OrderedDict[str, None] = OrderedDict()  # uids of pods that are gone
@@ -122,9 +126,26 @@ class Store:
             return False
         if known is not None and known.uid != job.uid:
             self.forget_job(known.key, known.uid)
+        self._note_waiter(known if known and known.uid == job.uid else None, job)
         self._jobs[job.key] = job
         self._keys[job.uid] = job.key
         return True
+
+    def job_versions(self) -> dict[str, str]:
+        """Of all jobs, by uid; to be asked before a list."""
+        return {job.uid: job.resource_version for job in self._jobs.values()}
+
+    def put_read_job(self, offered: Object, versions_before: Mapping[str, str]) -> bool:
+        """Take a job that a quorum has read. Raises RewoundError if it is older than it was before.
+
+        So it is after a restore that raises the revision of etcd, as the manual has it.
+        """
+        uid, version = offered["metadata"]["uid"], offered["metadata"]["resourceVersion"]
+        read, before = _number(version), _number(versions_before.get(uid, ""))
+        if read is not None and before is not None and read < before:
+            known = f"a DDPJob was read at version {read} after {before}"
+            raise RewoundError(f"{known}: etcd was restored from a backup")
+        return self.put_job(offered)
 
     def put_own_write(self, obj: Object) -> None:
         """Take the answer to our own write; a job that vanished meanwhile stays vanished."""
@@ -136,7 +157,7 @@ class Store:
         if self._keys.get(uid) != key:
             return False
         del self._keys[uid]
-        self._jobs.pop(key, None)
+        self._note_waiter(self._jobs.pop(key, None), None)
         self._outcomes.pop(uid, None)
         gang = self._gangs.get(uid)
         if gang is not None and not gang.pods:
@@ -176,6 +197,24 @@ class Store:
         nodes = self.nodes.of({pod.node for pod in pods if pod.node})
         return Snapshot(job, pods, self.outcomes(job.uid), nodes)
 
+    def waiters(self, namespace: str) -> tuple[Waiter, ...]:
+        """Who has waited longest for quota there: more than these few have no say."""
+        return tuple(self._waiters.get(namespace, ())[:_WAITERS])
+
+    def _note_waiter(self, before: observe.Job | None, after: observe.Job | None) -> None:
+        old, new = (turn.waiter(job) if job else None for job in (before, after))
+        if old == new:
+            return
+        job = after or before
+        assert job is not None
+        there = self._waiters.setdefault(job.namespace, [])
+        if old:
+            there.remove(old)
+        if new:
+            bisect.insort(there, new)
+        if not there:
+            del self._waiters[job.namespace]
+
     def count_phases(self) -> dict[str, int]:
         """How many jobs are in each phase; all phases are there, for steady metrics."""
         counts: dict[str, int] = dict.fromkeys(status.PHASES, 0)
@@ -195,6 +234,10 @@ class Store:
         """Remember them, unless the job is gone."""
         if uid in self._keys:
             self._outcomes[uid] = outcomes
+
+    def forget_outcomes(self) -> None:
+        """Their times are of a clock that was set since. That costs reads, never a decision."""
+        self._outcomes.clear()
 
     def doubt_all(self) -> None:
         """Somebody else may have led meanwhile: what was confirmed must be read again."""

@@ -2,6 +2,7 @@
 
 The rules are those of client-go's work queue: a key that comes back while it is being worked
 on is worked on once more afterwards; a key that fails comes back after a growing delay.
+Beyond them a key may be given a rest: whatever asks for it meanwhile is answered at its end.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class WorkQueue(Generic[K]):
         self._again: set[K] = set()  # came back while being worked on
         self._timers: dict[K, asyncio.TimerHandle] = {}
         self._failures: dict[K, int] = {}
+        self._rests: dict[K, float] = {}  # until when
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()  # somebody finished
         self._closed = False
@@ -42,6 +44,10 @@ class WorkQueue(Generic[K]):
             return
         if key in self._working:
             self._again.add(key)
+            return
+        rest = self._rests.get(key, 0.0) - _now()
+        if rest > 0:
+            self.add_after(key, rest)
             return
         self._waiting[key] = _now()
         self._line.append(key)
@@ -70,6 +76,10 @@ class WorkQueue(Generic[K]):
         self.add_after(key, delay)
         return delay
 
+    def rest(self, key: K, seconds: float) -> None:
+        """Let nobody work on the key for so long after now."""
+        self._rests[key] = _now() + seconds
+
     def forgive(self, key: K) -> None:
         """The key was worked on well: its back-off starts from the beginning."""
         self._failures.pop(key, None)
@@ -77,6 +87,7 @@ class WorkQueue(Generic[K]):
     def forget(self, key: K) -> None:
         """The object behind the key is gone: no timer, no back-off."""
         self._failures.pop(key, None)
+        self._rests.pop(key, None)
         timer = self._timers.pop(key, None)
         if timer is not None:
             timer.cancel()
@@ -93,7 +104,7 @@ class WorkQueue(Generic[K]):
             await self._idle.wait()
 
     async def run(self, workers: int, work: Callable[[K], Awaitable[None]]) -> None:
-        """Work until cancelled. ``work`` must not raise; what it raises ends the run."""
+        """Work until cancelled. What ``work`` raises ends the run, as an ExceptionGroup."""
         async with asyncio.TaskGroup() as group:
             for number in range(workers):
                 group.create_task(self._worker(work), name=f"worker-{number}")
@@ -118,6 +129,7 @@ class WorkQueue(Generic[K]):
         key = self._line.popleft()
         self._observe_latency(_now() - self._waiting.pop(key))
         self._working.add(key)
+        self._rests.pop(key, None)
         # What the timer was set for is looked at now; the new plan sets it anew.
         timer = self._timers.pop(key, None)
         if timer is not None:

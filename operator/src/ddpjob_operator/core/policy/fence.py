@@ -2,8 +2,9 @@
 
 A pod on a silent node may train on, so its object alone tells when it has ended. Three words
 count as that: the Node object is deleted, or an administrator has tainted it out-of-service
-(Kubernetes itself then lets go of its pods), or spec.nodeLost says Fence and the node has not been
-ready for afterSeconds. Under Fence the pod may be alive: the lineage of the snapshots shuts it out.
+(Kubernetes itself then lets go of its pods), or spec.nodeLost says Fence and this very process has
+seen for afterSeconds, without a gap, that the node is not ready and most others are. Under Fence
+the pod may be alive: the lineage of the snapshots shuts it out.
 Each rests on a quorum read of the Node that was made for it, since a watch may be behind.
 """
 
@@ -25,6 +26,9 @@ from ddpjob_operator.core.view import View
 READ_HOLDS: Final = 10.0
 #: Kubernetes itself removes the pods of a deleted Node after 40 s. Only what it leaves is ours.
 GONE_PATIENCE: Final = 60.0
+#: Twice a kubelet's heartbeat: what was cut off together with the operator, or with other nodes, is
+#: back by then. However short afterSeconds is.
+CONFIRMATION: Final = 20.0
 
 
 def losses(view: View) -> list[Failure]:
@@ -51,7 +55,7 @@ def reads(view: View) -> tuple[ReadNodes, ...]:
 
 def waits(view: View) -> list[float]:
     """Seconds until each node that is not ready has been so for afterSeconds."""
-    left = [_patience(view, node) - node.down_seconds for _, node in _silent(view)]
+    left = [_left(view, node) for _, node in _silent(view)]
     return [seconds for seconds in left if 0 < seconds < math.inf]
 
 
@@ -69,15 +73,18 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
     """Why the gang waits for a machine, and what a person can do about it."""
     after = view.spec.fence_after
     for pod, node in _silent(view):
+        reason = "NodeNotReady"
         if _given_up(view, node) or not node.exists:
             then = "its pods are being removed"
         elif after is None:
             then = "waiting until it is ready again; " + cure(node.name)
-        elif view.nodes and view.nodes.any_ready:
-            then = f"after {after:g} s its pods are deleted by force"
+        elif view.nodes and view.nodes.disrupted:
+            reason = "NodesNotReady"
+            most = f"{view.nodes.unready} of {view.nodes.workers} worker nodes are not ready"
+            then = f"{most}, so Fence waits until others are; {cure(node.name)}"
         else:
-            then = "no worker node of the cluster is ready, so Fence waits until one is"
-        yield "NodeNotReady", f"node {node.name}, with pod {pod.name}, {_state(node)}: {then}"
+            then = f"after {after:g} s its pods are deleted by force"
+        yield reason, f"node {node.name}, with pod {pod.name}, {_state(node)}: {then}"
 
 
 def cure(node: str) -> str:
@@ -112,9 +119,25 @@ def _node(view: View, pod: Pod) -> Node | None:
 
 
 def _given_up(view: View, node: Node) -> bool:
-    # All nodes at once: the control plane or its network has failed, and it comes back.
-    alone = view.nodes is not None and (view.nodes.any_ready or node.out_of_service)
-    return (alone or not node.exists) and node.down_seconds >= _patience(view, node)
+    # Most nodes at once: the control plane or its network has failed, and it comes back.
+    alone = view.nodes is not None and not view.nodes.disrupted
+    return (alone or _promised(node)) and _left(view, node) <= 0
+
+
+def _promised(node: Node) -> bool:
+    """Somebody who knows has said that the machine is off."""
+    return node.out_of_service or not node.exists
+
+
+def _left(view: View, node: Node) -> float:
+    """Seconds until the node's pods are given up."""
+    patience = _patience(view, node)
+    if _promised(node):
+        return patience - node.down_seconds
+    watched = view.nodes.calm_seconds if view.nodes else 0.0
+    if view.outcomes.seen_since is not None:
+        watched = min(watched, (view.now - view.outcomes.seen_since).total_seconds())
+    return max(patience - min(node.down_seconds, watched), CONFIRMATION - watched)
 
 
 def _patience(view: View, node: Node) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from ddpjob_operator.core.status import TERMINAL
 from ddpjob_operator.core.view import Change, View
 
 SPEC_INVALID: Final = "SpecInvalid"
@@ -20,13 +21,32 @@ def why(view: View) -> tuple[str, str] | None:
     """Reason and message of the condition Invalid; None if pods may be made."""
     if view.spec.flaw:
         return SPEC_INVALID, view.spec.flaw
-    may_change = view.spec.suspend or view.status.phase in (None, "Suspended")
-    if may_change or view.status.template_hash in ("", view.spec.template_hash):
+    if not _changed(view) or suspends(view) or view.status.phase in (None, "Suspended"):
         return None
     return TEMPLATE_CHANGED, (
         "spec.template changed while the job was not suspended: pods that run go on, new ones are "
         "not made; change it back, or set spec.suspend to true and to false again to take it"
     )
+
+
+def suspends(view: View) -> bool:
+    """Whether pods are to go: the job is suspended, or was so quicker than could be stored.
+
+    Suspending and resuming are two generations. A template that has changed over two that nobody
+    has acted on was mended as the message above says, only quickly.
+    """
+    unseen = view.job.generation - view.status.observed_generation
+    return view.spec.suspend or (unseen >= 2 and not view.spec.flaw and _changed(view))
+
+
+def acted_on(view: View, phase: str | None) -> int:
+    """The generation to be stored: a suspension only with the phase that follows from it."""
+    waits = suspends(view) and phase not in ("Suspended", *TERMINAL)
+    return view.status.observed_generation if waits else view.job.generation
+
+
+def _changed(view: View) -> bool:
+    return view.status.template_hash not in ("", view.spec.template_hash)
 
 
 def tell(view: View, change: Change) -> Change:

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Refusal
 from ddpjob_operator.core.observe import KIND
-from ddpjob_operator.core.policy import fence
+from ddpjob_operator.core.policy import fence, hold, turn
 from ddpjob_operator.core.ranges import format_ranges
 from ddpjob_operator.core.status import Progress, Replicas, Status
 from ddpjob_operator.core.view import Change, View
@@ -29,7 +29,7 @@ def fill(view: View, change: Change) -> Change:
     """Counts, progress and observedGeneration."""
     status = change.status
     fields = {
-        "observed_generation": view.job.generation,
+        "observed_generation": hold.acted_on(view, status.phase),
         "progress": _progress(status.progress, view.outcomes.progress),
     }
     if status.terminal:
@@ -78,6 +78,7 @@ def stall(view: View, change: Change) -> Change:
 
 def _reasons(view: View) -> Iterator[tuple[str, str]]:
     yield from _refusals(view)
+    yield from turn.reasons(view)
     yield from fence.reasons(view)
     yield from _stuck_deletions(view)
     for pod in view.members.values():
@@ -157,7 +158,8 @@ def refused(view: View, refusal: Refusal) -> tuple[str, str]:
     found = refusal.existing
     if found and passes(view, refusal):
         what = f"{found.kind} {found.name} of an earlier attempt or job is still there"
-        return "WaitingForDeletion", what
+        cure = f" on node {found.node}: {fence.cure(found.node)}" if found.node else ""
+        return "WaitingForDeletion", what + cure
     if found:
         what = f"{found.kind} {found.name} exists and is not ours: delete or rename one of them"
         return "NameConflict", what
@@ -197,7 +199,9 @@ def _progress(old: Progress, new: Progress | None) -> Progress:
 
 
 def _unsupported(view: View, change: Change) -> Change:
-    if view.spec.fence_after is None or view.nodes is not None:
+    if view.spec.fence_after is not None and view.nodes is None:
+        return change  # nobody knows yet
+    if view.spec.fence_after is None or (view.nodes and view.nodes.readable):
         return change.condition("Unsupported", False, "AllSupported", "", view.now)
     message = (
         "spec.nodeLost.policy Fence behaves as Wait, because the operator cannot read nodes: "

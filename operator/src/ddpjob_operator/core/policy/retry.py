@@ -20,6 +20,10 @@ from ddpjob_operator.core.view import View
 #: For a taken name: what stands there is ours and about to go, or another's.
 _OURS: Final = timedelta(seconds=2)
 _FOREIGN: Final = timedelta(seconds=10)
+#: What has stood there for long goes no sooner for being asked: a tenth of that time, at most this.
+_TAKEN_LONG: Final = timedelta(seconds=30)
+#: So many taken names are tried together: a thousand that a dead node holds are two calls each.
+_TAKEN: Final = 50
 #: For any other refusal, in seconds.
 _FIRST: Final = 2.0
 _MOST: Final = 300.0
@@ -48,6 +52,26 @@ def over(known: Outcomes) -> Outcomes:
     return replace(known, setback=None, refusals=kept)
 
 
+def refused(known: Outcomes, replica: int, refusal: Refusal) -> Outcomes:
+    """The creation of a replica's pod was refused."""
+    kept = {r: old for r, old in known.refusals.items() if old.attempt == refusal.attempt}
+    # Of a creation whose fate is unknown only a quorum list can tell.
+    unknown = refusal.code == 0 or refusal.code >= 500
+    return replace(
+        known,
+        refusals={**kept, replica: refusal},
+        confirmed=None if unknown else known.confirmed,
+    )
+
+
+def accepted(known: Outcomes, replica: int) -> Outcomes:
+    """The replica's pod is there, and ours."""
+    if replica not in known.refusals:
+        return known
+    kept = {r: old for r, old in known.refusals.items() if r != replica}
+    return replace(known, refusals=kept)
+
+
 def due(view: View) -> datetime | None:
     """When one pod may be tried after a row of refusals; None: at once.
 
@@ -71,7 +95,34 @@ def resting(view: View, refusal: Refusal | None) -> bool:
     return view.now < rests_until(view, refusal)
 
 
+def ready(view: View) -> list[int]:
+    """Missing replicas whose pods may be tried now. Taken names: those tried longest ago."""
+    refusals, tried = view.refusals, _tried(view)
+    due_now = [r for r in view.missing if not resting(view, refusals.get(r))]
+    taken = sorted((r for r in due_now if r in tried), key=lambda r: tried[r])
+    now = set(taken[:_TAKEN] if all(view.now >= at for at in _pauses(view)) else ())
+    return [r for r in due_now if r not in tried or r in now]
+
+
+def waits(view: View) -> list[datetime]:
+    """When something that met a refusal may be tried again."""
+    found = [*view.refusals.values(), *([view.network_refusal] if view.network_refusal else [])]
+    return [*(rests_until(view, refusal) for refusal in found), *_pauses(view)]
+
+
+def _tried(view: View) -> dict[int, datetime]:
+    """Replicas whose names were taken, and when each was tried last."""
+    return {r: refusal.at for r, refusal in view.refusals.items() if refusal.existing}
+
+
+def _pauses(view: View) -> list[datetime]:
+    """Where more names are taken than are tried together: when the next ones may be."""
+    tried = _tried(view)
+    return [max(tried.values()) + _OURS] if len(tried) > _TAKEN else []
+
+
 def rests_until(view: View, refusal: Refusal) -> datetime:
     """When an object whose name was taken may be tried again."""
     foreign = refusal.existing is not None and not report.passes(view, refusal)
-    return refusal.at + (_FOREIGN if foreign else _OURS)
+    stood = min(_TAKEN_LONG, (refusal.at - (view.begun_at or refusal.at)) / 10)
+    return refusal.at + max(_FOREIGN if foreign else _OURS, stood)

@@ -1,0 +1,37 @@
+"""Stored times that lie far ahead: a clock was wrong then, and has been set right since.
+
+What counts from them (deadlines, healing, the time to live) would not run down before that day. So
+they become now, once. The clocks of two operators may differ by less: then a time that lies ahead
+only runs down later, and nothing earlier than it should.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Final
+
+from ddpjob_operator.core.status import Timings
+
+#: shell/clock.py takes a machine's clock that is set by more for one that was never set before.
+FAR: Final = timedelta(hours=12)
+
+
+def mended(timings: Timings, now: datetime) -> Timings:
+    """The same if no time lies far ahead."""
+
+    def here(at: datetime | None) -> datetime | None:
+        return now if at is not None and at > now + FAR else at
+
+    since, until = timings.attempt_started_at, timings.next_restart_at
+    if since and until and here(since) is now:
+        until = now + (until - since)
+    return replace(
+        timings,
+        started_at=here(timings.started_at),
+        attempt_started_at=here(since),
+        running_at=here(timings.running_at),
+        last_round_at=here(timings.last_round_at),
+        next_restart_at=until,
+        completed_at=here(timings.completed_at),
+    )

@@ -1,0 +1,43 @@
+"""The network objects of a gang that runs, looked at now and then.
+
+Somebody may have changed or deleted them, or another version of the operator makes others. No watch
+tells: a look costs two reads, and at most one write each, every half an hour or so.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from typing import Final
+
+from ddpjob_operator.core import observe, render
+from ddpjob_operator.core.actions import EnsureNetwork, Event
+from ddpjob_operator.core.view import View
+
+_EVERY: Final = timedelta(minutes=30)
+#: After a look at which the API server refused the write.
+_AGAIN: Final = timedelta(minutes=5)
+
+
+def due(view: View) -> datetime | None:
+    """When to look next; after a restart of the operator not at all jobs at once."""
+    since = view.outcomes.network_at or view.outcomes.seen_since
+    if view.status.phase != "Running" or since is None or view.spec.flaw:
+        return None
+    every = _AGAIN if view.network_refusal else _EVERY
+    return since + every * (0.5 + view.chance(1))
+
+
+def looks(view: View) -> tuple[EnsureNetwork, ...]:
+    """One look, if it is time."""
+    at = due(view)
+    if at is None or view.now < at:
+        return ()
+    return (EnsureNetwork(view.status.attempt, render.network(view.job, view.spec)),)
+
+
+def told(what: str, trouble: str = "") -> Event:
+    """What is said once such an object was put right, or could not be."""
+    if trouble:
+        message = f"{what} has been changed and cannot be put right: {trouble}"
+        return Event("Warning", "NetworkNotRepaired", observe.clean(message))
+    return Event("Normal", "NetworkRepaired", f"{what} had been changed")

@@ -1,0 +1,53 @@
+"""What stands where we want an object: whose it is, and what of ours is to be mended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ddpjob_operator.core import observe
+from ddpjob_operator.core.actions import Body, Existing
+
+#: Where anything beside what is wanted changes what it means: another label to be selected by.
+_WHOLE: Final = ("selector", "podSelector", "ingress")
+
+
+def existing(kind: str, obj: Mapping[str, Any]) -> Existing:
+    """An object that already has the name we wanted."""
+    meta = obj["metadata"]
+    owners = meta.get("ownerReferences") or ()
+    owner: Mapping[str, Any] = next((o for o in owners if o.get("controller")), {})
+    attempt = str((meta.get("labels") or {}).get(observe.LABEL_ATTEMPT, ""))
+    return Existing(
+        kind=kind,
+        name=meta["name"],
+        owner_uid=owner.get("uid"),
+        attempt=int(attempt) if attempt.isdecimal() else None,
+        deleting="deletionTimestamp" in meta,
+        owner=f"{owner.get('kind')} {owner.get('name')}" if owner else "",
+        uid=str(meta.get("uid") or ""),
+        node=str((obj.get("spec") or {}).get("nodeName") or ""),
+    )
+
+
+def mended(found: Mapping[str, Any], wanted: Body) -> Body | None:
+    """The object as it should be written; None if its labels and spec say all that is wanted.
+
+    What others have added beside it stays: the API server's defaults, labels of somebody's tools.
+    """
+    parts = {"labels": wanted["metadata"]["labels"]}
+    body = {**found, "metadata": _with(found["metadata"], parts)}
+    body["spec"] = _with(found.get("spec"), wanted["spec"])
+    return None if body == found else body
+
+
+def _with(found: Any, wanted: Any) -> Any:
+    if isinstance(wanted, Mapping) and isinstance(found, Mapping):
+        mended = {
+            key: value if key in _WHOLE else _with(found.get(key), value)
+            for key, value in wanted.items()
+        }
+        return {**found, **mended}
+    if isinstance(wanted, list) and isinstance(found, list) and len(found) == len(wanted):
+        return [_with(old, new) for old, new in zip(found, wanted, strict=True)]
+    return wanted

@@ -1,0 +1,41 @@
+"""The list of all jobs now and then: what it says about sight, however slow it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from ddpjob_operator.shell.api import Listing
+from ddpjob_operator.shell.clock import Clock
+from ddpjob_operator.shell.resync import Resync
+from ddpjob_operator.shell.store import Store
+from support.world import START, job_object
+
+
+class SlowApi:
+    """A list of four jobs that takes 25 s for each."""
+
+    def __init__(self) -> None:
+        self.passed = 0.0
+
+    async def list_all(self, *_: object, keep: Callable[[Any], Any]) -> Listing:
+        items = []
+        for number in range(4):
+            self.passed += 25
+            job = job_object()
+            job["metadata"] |= {"name": f"job-{number}", "uid": f"uid-{number}"}
+            items.append(keep(job))
+        return Listing(items, "7")
+
+
+async def test_a_slow_list_is_no_gap_in_sight() -> None:
+    """Or the startup deadline would begin anew with each, and never pass."""
+    api: Any = SlowApi()
+    clock = Clock(60.0, wall=lambda: START, monotonic=lambda: api.passed)
+    watcher: Any = SimpleNamespace(heard_at=0.0, restart=lambda: None)
+    resync = Resync(api, Store(), (), lambda _: None, watcher, heard=clock.heard)
+    for _ in range(3):
+        await resync._list_all()
+        api.passed += 30
+    assert clock.seen_since() == START
