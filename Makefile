@@ -17,6 +17,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; 
 
 BIN := .venv/bin
 FOREIGN := .venv-foreign/bin
+FOREIGN_TESTS := tests/trainer/test_foreign.py tests/unit/trainer/test_trainer_snapshot_remote.py
 DEVCLUSTER = $(PYTHON) devcluster/devcluster
 PYTEST := $(BIN)/python -m pytest
 # The oldest that the trainer takes, and the newest: trainer/pyproject.toml says the same.
@@ -56,11 +57,20 @@ format: setup ## let ruff format and sort imports
 unit: setup ## tests of pure code and of the operator in a model of a cluster, a minute
 	@$(PYTEST) $(wildcard tests/unit tests/model) $(ARGS)
 
+.PHONY: mutations
+mutations: setup ## decisive lines made wrong, each of which a test must find out; writes docs/mutations.md
+	@PYTHONPATH=tests $(BIN)/python -m mutations
+
 # Hours: every pair of faults, and as many random stories. SOAK=2/8 plays the second of eight shares.
 SOAK ?= 1/1
 .PHONY: soak
-soak: setup ## the model level whole, which make test only samples (hours; SOAK=1/8: a share)
-	@DDPJOB_SOAK=$(SOAK) $(PYTEST) tests/model $(ARGS)
+soak: setup programs ## models and plans whole, which make test only samples (hours; SOAK=1/8: a share)
+	@DDPJOB_SOAK=$(SOAK) $(PYTEST) tests/model tests/api/test_plans.py $(ARGS)
+
+# ARGS='--minutes 30 --seed 7 --json docs/soak.json --page docs/soak.md'
+.PHONY: soak-cluster
+soak-cluster: setup programs images ## jobs on a real cluster under random faults (ARGS='--minutes 30 --seed 7')
+	@PYTHONPATH=$$PYTHONPATH:$(ROOT)/tests $(BIN)/python -m soak.run $(ARGS)
 
 .PHONY: chart
 chart: setup programs ## tests of what the Helm chart renders
@@ -75,9 +85,9 @@ trainer: setup ## training processes on this machine
 	@$(PYTEST) tests/trainer $(ARGS)
 
 .PHONY: foreign
-foreign: setup ## scripts of Lightning, accelerate and transformers, in an environment with these
+foreign: setup ## scripts of Lightning, accelerate and transformers, and S3
 	@$(PYTHON) -m devcluster.venv --requirements requirements --also foreign --link .venv-foreign
-	@$(FOREIGN)/python -m pytest tests/trainer/test_foreign.py $(ARGS)
+	@$(FOREIGN)/python -m pytest $(FOREIGN_TESTS) $(ARGS)
 
 .PHONY: torch-versions
 torch-versions: ## what depends on torch, with the oldest and the newest (5 GB each, not in make test)

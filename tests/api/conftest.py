@@ -7,16 +7,37 @@ from collections.abc import Iterator
 
 import pytest
 
+from api.plans import everything, plan_of, sample
 from support import cluster
+from support.arena import OPEN
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the plans a sample, unless `make soak` or somebody who names plans (-k) wants more."""
+    if config.option.keyword or any("::" in one for one in config.args):
+        return
+    share = os.environ.get("DDPJOB_SOAK", "")
+    every = everything()
+    if share:
+        number, of = map(int, share.split("/"))
+        chosen = {plan.id for plan in every[number - 1 :: of]}
+    else:
+        chosen = {plan.id for plan in sample(every)}
+    left = [item for item in items if (plan := plan_of(item)) and plan.id not in chosen]
+    items[:] = [item for item in items if item not in left]
+    config.hook.pytest_deselected(items=left)
 
 
 @pytest.fixture(scope="session")
 def control_plane() -> Iterator[cluster.Cluster]:
     """A control plane with the DDPJob definition; use a namespace of your own in it."""
-    name = f"t-api-{os.getpid()}"
-    try:
-        plane = cluster.up(name, "--nodes", "0")
-        plane.apply_crd()
+    with cluster.control_plane("api") as plane:
         yield plane
-    finally:
-        cluster.down(name)
+
+
+@pytest.fixture(autouse=True)
+def invariants_hold() -> Iterator[None]:
+    """What the store tells of a test is held against the invariants, whatever the test is about."""
+    yield
+    for stage in OPEN:
+        stage.verify()

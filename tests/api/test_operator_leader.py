@@ -12,6 +12,9 @@ from support.cluster import Cluster
 from support.proxy import Fault
 from support.rest import Object, eventually
 
+#: So that whoever takes over need not wait long.
+SHORT = ("--lease-seconds", "5")
+
 
 @pytest.fixture
 def stage(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
@@ -27,8 +30,8 @@ def holder(stage: Arena) -> str:
 
 @pytest.mark.fault("O5")
 def test_the_second_stands_by_and_takes_over(stage: Arena) -> None:
-    first = stage.start_operator()
-    second = stage.operator(name="op-b").start()
+    first = stage.start_operator(*SHORT)
+    second = stage.operator(*SHORT, name="op-b").start()
     second.wait_ready()
     eventually("the second stands by", lambda: "standing by" in second.log())
     gang = f"gang-{secrets.token_hex(2)}"
@@ -46,20 +49,20 @@ def test_the_second_stands_by_and_takes_over(stage: Arena) -> None:
 
 @pytest.mark.fault("O5")
 def test_sigterm_ends_in_order_and_frees_the_lease(stage: Arena) -> None:
-    operator = stage.start_operator()
+    operator = stage.start_operator(*SHORT)
     gang = f"gang-{secrets.token_hex(2)}"
     stage.apply(gang)
     stage.wait_phase(gang, "Running")
     assert operator.terminate() == 0
     assert holder(stage) == ""
     assert "Traceback" not in operator.log()
-    second = stage.operator(name="op-b").start()
+    second = stage.operator(*SHORT, name="op-b").start()
     second.wait_leading(seconds=20)
 
 
 @pytest.mark.fault("O5")
 def test_who_cannot_renew_stops_and_the_process_ends(stage: Arena) -> None:
-    operator = stage.start_operator()
+    operator = stage.start_operator(*SHORT)
     stage.proxy.faults = [
         Fault("answer", lambda call: "/leases/" in call.path, times=10_000, code=500)
     ]
@@ -77,7 +80,7 @@ def test_a_standby_becomes_ready_but_writes_nothing(stage: Arena) -> None:
     }
     stage.rest.post(path, body)
     stage.apply("gang")
-    operator = stage.operator().start()
+    operator = stage.operator(*SHORT).start()
     operator.wait_ready()
     assert stage.quiet_resyncs() == []
     assert stage.status("gang") == {}

@@ -120,14 +120,21 @@ def test_fence_takes_a_watch_that_is_behind_at_no_word(
         ready = [c["status"] for c in (obj.get("status") or {}).get("conditions") or ()]
         return bool(obj["metadata"].get("name") == machine.name and ready == ["True"])
 
+    def lists_nodes(call: Call) -> bool:
+        return call.path == "/api/v1/nodes" and call.method == "GET" and not call.watches
+
     stage.proxy.swallow = comes_back
+    # A list, every 20 s here, would tell before Fence has to ask.
+    stage.proxy.faults = [Fault("answer", lists_nodes, times=10_000)]
     try:
         machine.ready("Unknown")
         node_not_ready(stage, gang)
         stage.proxy.clear()
         machine.ready("True")
         eventually(
-            "the node is read", lambda: [c for c in stage.proxy.calls if c.path == machine.path]
+            "the node is read",
+            lambda: [c for c in stage.proxy.calls if c.path == machine.path],
+            seconds=60,  # a new operator counts 20 s at least
         )
         stage.wait_status(
             gang,

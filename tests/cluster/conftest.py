@@ -11,6 +11,8 @@ import pytest
 
 from devcluster import host
 from support import site as support
+from support.chronicle import Chronicle
+from support.cluster import wait_for
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -24,6 +26,28 @@ def site() -> Iterator[support.Site]:
     """The cluster with the operator and an empty namespace."""
     with support.installed("test") as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def chronicle(site: support.Site) -> Iterator[Chronicle]:
+    """What the API server's watch tells of the tests' namespace."""
+    with Chronicle(site.cluster.kubeconfig, site.namespace) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def invariants(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every write of every test is held against the invariants, and no pod outlives its job."""
+    if "site" not in request.fixturenames:
+        yield
+        return
+    chronicle: Chronicle = request.getfixturevalue("chronicle")
+    yield
+    assert chronicle.violations() == []
+    wait_for(
+        lambda: (chronicle.violations(), chronicle.orphans()) == ([], []) or None,
+        f"pods of jobs that are gone to go: {chronicle.orphans()}", 60,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support import cluster
 from support.cluster import wait_for
+from support.plane import Plane
 from support.site import Site, digits, job
 
 Record = Callable[[str, float], None]  # pytest's record_property
@@ -35,7 +32,7 @@ def test_an_evicted_pod_is_a_disruption_and_loses_no_step(
     failure, restarts = after["lastFailure"], after["restarts"]
     assert (failure["class"], failure["reason"]) == ("Disruption", "EvictionByEvictionAPI")
     assert (restarts["total"], restarts["charged"]) == (1, 0)
-    assert resumed_from(site, name) >= reached
+    assert site.resumed_from(name) >= reached
     site.wait_phase(name, "Succeeded")
     assert site.result(name) == undisturbed(STEPS)
     site.delete(name)
@@ -145,12 +142,13 @@ def test_the_api_server_is_away_while_a_gang_trains(site: Site, undisturbed: Und
     site.apply(digits(name, steps=STEPS, step_seconds=0.4, every=5))
     site.wait_running(name, 1, snapshot_after=0)
     volume = volume_of(site)
-    kill_api_server(site)
+    plane = Plane(site.cluster)
+    plane.kill("apiserver")
     try:
         reached = newest(volume, name)
         wait_for(lambda: newest(volume, name) >= reached + 50 or None, "50 steps more", 120)
     finally:
-        cluster.up(site.cluster.name, "--nodes", "2")
+        plane.repair()
     after = site.wait_phase(name, "Succeeded")
     restarts = after["restarts"]
     assert (after["attempt"], restarts["total"], restarts["inPlace"]) == (1, 0, 0), after
@@ -169,14 +167,6 @@ def evict(site: Site, pod: str) -> None:
     }
     path = f"/api/v1/namespaces/{site.namespace}/pods/{pod}/eviction"
     site.kubectl("create", "--raw", path, "-f", "-", input=json.dumps(body), check=True)
-
-
-def resumed_from(site: Site, name: str) -> int:
-    def said() -> int | None:
-        found = re.search(r"resuming after step (\d+)", site.kubectl("logs", f"{name}-0").stdout)
-        return int(found.group(1)) if found else None
-
-    return wait_for(said, f"{name} to resume", 60)
 
 
 def request_cpu(site: Site, container: dict[str, Any], share: float) -> None:
@@ -234,18 +224,3 @@ def volume_of(site: Site) -> Path:
 def newest(volume: Path, name: str) -> int:
     manifests = (volume / name).glob("*/step-*.json")
     return max((int(path.stem.split("-")[1]) for path in manifests), default=0)
-
-
-def kill_api_server(site: Site) -> None:
-    """By its command line: that of this cluster names its directory."""
-    home = str(site.cluster.kubeconfig.parent)
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                words = (entry / "cmdline").read_text()
-            except OSError:
-                continue  # it has ended meanwhile
-            if "kube-apiserver\0" in words and home in words:
-                os.kill(int(entry.name), signal.SIGKILL)
-                return
-    raise AssertionError("no API server runs")

@@ -12,6 +12,7 @@ import pytest
 from support.cluster import wait_for
 from support.site import SYSTEM, Site, digits
 
+Record = Callable[[str, float], None]  # pytest's record_property
 Undisturbed = Callable[[int], dict[str, str]]
 STEPS = 150  # as other tests have, so that one undisturbed run serves all
 NODES = ("node1", "node2")
@@ -139,5 +140,27 @@ def test_under_wait_the_job_says_what_ends_it_and_that_does(
     finally:
         key = "node.kubernetes.io/out-of-service:NoExecute-"
         site.cluster.kubectl("taint", "node", dead, key, check=True)
+    assert site.result(name) == undisturbed(STEPS)
+    site.delete(name)
+
+
+@pytest.mark.fault("N12")
+def test_a_node_reboots_under_a_gang(
+    site: Site, undisturbed: Undisturbed, machines: None, record_property: Record
+) -> None:
+    """Its power goes and comes back long before anybody calls it lost: the kubelet tells."""
+    name = "rebooted"
+    node = next(node for node in NODES if node != site.leader()[1])
+    site.apply(preferring(digits(name, steps=STEPS, step_seconds=0.2, every=5), node))
+    before = site.wait_running(name, 1, snapshot_after=0)
+    assert node in nodes_of(site, name)
+    site.cluster.node("stop", node)
+    site.cluster.node("start", node)
+    after = site.wait_running(name, 2)
+    record_property("recovery_seconds", after["timings"]["lastRecoverySeconds"])
+    assert after["lastFailure"]["node"] == node
+    assert (after["restarts"]["total"], after["restarts"]["charged"]) == (1, 0), after["failures"]
+    assert site.resumed_from(name) >= before["progress"]["snapshotStep"]
+    site.wait_phase(name, "Succeeded")
     assert site.result(name) == undisturbed(STEPS)
     site.delete(name)

@@ -7,36 +7,49 @@ reaches them through the proxy only.
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support.history import History
 from support.operator import OperatorProcess, write_kubeconfig
 from support.pods import HandKubelet
 from support.proxy import Call, Proxy
 from support.rest import JOBS, Object, Rest, RestError, eventually
+from support.rights import Rights
 
-#: Quick, so that tests need not wait; the defaults are for clusters.
-FLAGS = ("--lease-seconds", "3", "--resync-seconds", "1", "--progress-seconds", "0.5")
+#: Quick, so that tests need not wait; the defaults are for clusters. Only the lease is long, lest
+#: it be lost on a busy machine: the next process has the same name, and takes it at once.
+FLAGS = ("--lease-seconds", "30", "--resync-seconds", "1", "--progress-seconds", "0.5")
 
 
 @dataclass
 class Arena:
-    """What a test plays with. ``rest`` reaches the API server directly, not by the proxy."""
+    """What a test plays with. ``rest`` reaches the API server directly, not by the proxy.
+
+    ``history`` is what the store tells of jobs and pods: ``verify`` holds it to the invariants.
+    """
 
     rest: Rest
     namespace: str
     folder: Path
     proxy: Proxy
     kubelet: HandKubelet
+    history: History
     operators: list[OperatorProcess] = field(default_factory=list)
+    of_many: bool = False  # one of many that share the machine
+    breaks: Callable[[], None] | None = None  # makes its operators wrong
+    _token_file: Path | None = None
 
     def operator(self, *flags: str, name: str = "op-a") -> OperatorProcess:
         """An operator for this namespace, not started yet."""
-        kubeconfig = write_kubeconfig(self.folder / "kubeconfig", self.proxy.url, self.namespace)
-        made = OperatorProcess(kubeconfig, self.namespace, self.folder, *FLAGS, *flags, name=name)
+        path = self.folder / "kubeconfig"
+        kubeconfig = write_kubeconfig(path, self.proxy.url, self.namespace, self._token_file)
+        how: Any = {"name": name, "forked": self.of_many, "breaks": self.breaks}
+        made = OperatorProcess(kubeconfig, self.namespace, self.folder, *FLAGS, *flags, **how)
         self.operators.append(made)
         return made
 
@@ -47,6 +60,28 @@ class Arena:
         made.wait_leading()
         self.proxy.kill = made.kill
         return made
+
+    def use_token(self, token: str) -> None:
+        """What operators started later prove themselves by, and those there when they ask again."""
+        path = self.folder / "token.json"
+        spare = path.with_suffix(".new")
+        status = {"token": token, "expirationTimestamp": "2000-01-01T00:00:00Z"}
+        credential = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential"}
+        spare.write_text(json.dumps({**credential, "status": status}))
+        spare.rename(path)
+        self._token_file = path
+
+    def rights(self) -> Rights:
+        """The operator's own account, which from now on is asked for what it may do."""
+        found = Rights(self.rest, self.namespace)
+        self.use_token(found.token)
+        self.proxy.own_rights = True
+        return found
+
+    def verify(self) -> None:
+        """Hold what happened since the last time against the invariants; raises Violation."""
+        self.history.state.deposed |= len({o.name for o in self.operators}) > 1
+        self.history.verify(self.proxy.made, lambda: self.proxy.unanswered)
 
     def job_path(self, name: str = "") -> str:
         return f"{JOBS}/namespaces/{self.namespace}/ddpjobs" + (f"/{name}" if name else "")
@@ -139,21 +174,39 @@ class Arena:
         return self.proxy.writes()
 
 
+#: All stages that are up: after each test what happened on them is judged (api/conftest.py).
+OPEN: list[Arena] = []
+
+
 @contextlib.contextmanager
-def arena(kubeconfig: Path, folder: Path) -> Iterator[Arena]:
-    """A fresh namespace with proxy and hand kubelet; everything in it goes at the end."""
+def arena(kubeconfig: Path, folder: Path, *, of_many: bool = False) -> Iterator[Arena]:
+    """A fresh namespace with proxy and hand kubelet; everything in it goes at the end.
+
+    ``of_many``: it is judged by whoever made it, it looks only when woken, and its namespace
+    stays: to remove one costs the API server as much as a story.
+    """
     rest = Rest(kubeconfig)
     namespace = f"t-{secrets.token_hex(4)}"
     body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
     rest.post("/api/v1/namespaces", body)
     account = f"/api/v1/namespaces/{namespace}/serviceaccounts/default"
-    eventually("the namespace's ServiceAccount", lambda: rest.find(account))
-    with Proxy(rest) as proxy, HandKubelet(rest, namespace) as kubelet:
-        stage = Arena(rest, namespace, folder, proxy, kubelet)
+    eventually("the namespace's ServiceAccount", lambda: rest.find(account), 120)
+    with (
+        History(rest, namespace) as history,
+        Proxy(rest) as proxy,
+        HandKubelet(rest, namespace, period=1.0 if of_many else 0.04) as kubelet,
+    ):
+        stage = Arena(rest, namespace, folder, proxy, kubelet, history, of_many=of_many)
+        history.listeners.append(lambda *_: kubelet.wake.set())
+        if not of_many:
+            OPEN.append(stage)
         try:
             yield stage
+            stage.verify()
         finally:
+            OPEN[:] = [one for one in OPEN if one is not stage]
             for operator in stage.operators:
                 operator.kill()
-            with contextlib.suppress(RestError):
-                rest.delete(f"/api/v1/namespaces/{namespace}")
+            if not of_many:
+                with contextlib.suppress(RestError):
+                    rest.delete(f"/api/v1/namespaces/{namespace}")

@@ -5,10 +5,12 @@ Only the `devcluster` command and kubectl are used, as a user would use them.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -72,6 +74,18 @@ def up(name: str, *args: str, timeout: float = 1800) -> Cluster:
 def down(name: str) -> None:
     """Remove the cluster and everything that it made."""
     _devcluster(name, "down", timeout=300)
+
+
+@contextmanager
+def control_plane(purpose: str) -> Iterator[Cluster]:
+    """One of this process's own, without nodes and with the DDPJob definition."""
+    name = f"t-{purpose}-{os.getpid()}"
+    try:
+        plane = up(name, "--nodes", "0")
+        plane.apply_crd()
+        yield plane
+    finally:
+        down(name)
 
 
 def wait_for(probe: Callable[[], T | None], what: str, timeout: float = 30) -> T:

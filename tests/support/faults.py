@@ -55,6 +55,10 @@ FAULTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "A6": ("away for minutes while a gang trains", "it trains on; no failure is counted"),
         "A7": ("etcd is restored from a snapshot", "the store begins anew; no attempt twice"),
         "A8": ("it, or the CRD, is not there yet", "the operator says so and waits"),
+        "A9": (
+            "each right of the operator is lost, its token ends; both are given back",
+            "it waits, and goes on; no failure is counted",
+        ),
     },
     "Pods and nodes": {
         "N1": (
@@ -71,6 +75,7 @@ FAULTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "N9": ("no room for all pods", "all or none; two gangs do not block each other"),
         "N10": ("pods that end slowly at SIGTERM", "the next attempt waits until they are gone"),
         "N11": ("labels of a pod taken off or forged", "no loop, no second gang"),
+        "N12": ("the node reboots", "told as such, free of charge; the gang goes on"),
     },
     "The training": {
         "T1": ("SIGKILL of any rank at any moment", "every bit and every loss as undisturbed"),

@@ -27,7 +27,9 @@ from support.objects import (
     labels,
     leaving,
     name,
+    node,
     owner,
+    ready,
     replica,
     status,
     succeeded,
@@ -36,7 +38,7 @@ from support.objects import (
     uid_of,
 )
 
-JOBS, PODS, SERVICES = observe.PLURAL, "pods", "services"
+JOBS, PODS, SERVICES, NODES = observe.PLURAL, "pods", "services", "nodes"
 
 
 class Violation(AssertionError):  # noqa: N818 - it is what it says
@@ -78,6 +80,7 @@ class State:
     late: set[str] = field(default_factory=set)  # pods
     tampered: set[str] = field(default_factory=set)  # pods whose labels somebody changed
     top: dict[str, int] = field(default_factory=dict)  # highest attempt of any pod, by job
+    silent: set[str] = field(default_factory=set)  # nodes: their pods are lost, and look well
     hurt: dict[str, set[int]] = field(default_factory=dict)  # attempts with a loss, by job
     done: dict[str, int] = field(default_factory=dict)  # attempt that has succeeded, by job
     proven: dict[str, set[tuple[int, int]]] = field(default_factory=dict)  # successes, by job
@@ -102,6 +105,8 @@ class State:
             _put(self.services, write)
             if write.kind == "DELETED" and not write.by:
                 self.unserved.add(owner(write.obj) or "")
+        elif write.plural == NODES:
+            self._notice_silence(write)
         elif write.plural == PODS and (job := owner(write.obj)) is not None:
             if untimely(self, write):
                 self.late.add(write.uid)
@@ -111,8 +116,17 @@ class State:
             _put(self.pods.setdefault(job, {}), write)
             self.top[job] = max(self.top.get(job, 0), attempt(write.obj) or 0)
             self._notice_success(job, write)
-            if write.kind == "DELETED" or hurt(write.obj):
+            if write.kind == "DELETED" or hurt(write.obj) or node(write.obj) in self.silent:
                 self.hurt.setdefault(job, set()).add(attempt(write.obj) or 0)
+
+    def _notice_silence(self, write: Write) -> None:
+        if write.kind != "DELETED" and ready(write.obj):
+            self.silent.discard(name(write.obj))
+            return
+        self.silent.add(name(write.obj))
+        for job, pods in self.pods.items():
+            lost = {attempt(pod) or 0 for pod in pods.values() if node(pod) == name(write.obj)}
+            self.hurt.setdefault(job, set()).update(lost)
 
     def _notice_success(self, job: str, write: Write) -> None:
         known = self.jobs.get(job)
@@ -328,8 +342,8 @@ def i11_ownership(state: State, write: Write) -> str | None:
     """Nothing is written to, or deleted, that a job of ours does not own by uid."""
     if not write.by or write.plural == JOBS or write.kind == "ADDED":
         return None
-    whose = owner(write.obj)
-    return None if whose in state.jobs or state.deposed else f"{name(write.obj)} is not ours"
+    known = {*state.jobs, *state.top}  # a job may have been deleted a moment ago
+    return None if owner(write.obj) in known or state.deposed else f"{name(write.obj)} is not ours"
 
 
 def i12_spec_untouched(state: State, write: Write) -> str | None:

@@ -60,6 +60,17 @@ def succeeded(pod: Object) -> bool:
     return end is not None and end.get("exitCode") == 0 and not leaving(pod)
 
 
+def node(pod: Object) -> str:
+    """The name of the node that it is on; "" before it is on one."""
+    return str(pod["spec"].get("nodeName") or "")
+
+
+def ready(node: Object) -> bool:
+    """Not so if its kubelet, or the node controller in its place, says otherwise."""
+    told = {c["type"]: c["status"] for c in status(node).get("conditions") or ()}
+    return told.get("Ready", "True") == "True"
+
+
 def hurt(pod: Object) -> bool:
     """It ended badly, was restarted, or is being removed."""
     known = pod.get("status") or {}

@@ -10,22 +10,28 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
 
+from support.forked import Forked
 from support.rest import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def write_kubeconfig(path: Path, server: str, namespace: str) -> Path:
-    """A kubeconfig for a plain http server, such as the proxy."""
+def write_kubeconfig(
+    path: Path, server: str, namespace: str, token_file: Path | None = None
+) -> Path:
+    """A kubeconfig for a plain http server, such as the proxy; a token is asked for anew."""
+    user = {"exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": "cat",
+                     "args": [str(token_file)], "interactiveMode": "Never"}}  # fmt: skip
     config = {
         "apiVersion": "v1",
         "kind": "Config",
         "clusters": [{"name": "test", "cluster": {"server": server}}],
-        "users": [{"name": "test", "user": {}}],
+        "users": [{"name": "test", "user": user if token_file else {}}],
         "contexts": [
             {
                 "name": "test",
@@ -39,11 +45,22 @@ def write_kubeconfig(path: Path, server: str, namespace: str) -> Path:
 
 
 class OperatorProcess:
-    """One operator for one namespace. ``name`` is its pod name, so its identity in the lease."""
+    """One operator for one namespace. ``name`` is its pod name, so its identity in the lease.
+
+    ``forked``: by a fork server, for tests that start hundreds; ``breaks`` then makes it wrong.
+    """
 
     def __init__(
-        self, kubeconfig: Path, namespace: str, folder: Path, *flags: str, name: str = "op-a"
+        self,
+        kubeconfig: Path,
+        namespace: str,
+        folder: Path,
+        *flags: str,
+        name: str = "op-a",
+        forked: bool = False,
+        breaks: Callable[[], None] | None = None,
     ) -> None:
+        self.name, self._forked, self._breaks = name, forked, breaks
         self.log_path = folder / f"operator-{name}.log"
         self._command = [
             *(sys.executable, "-m", "ddpjob_operator"),
@@ -57,11 +74,14 @@ class OperatorProcess:
             "POD_NAME": name,
         }
         self._offset = 0
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | Forked | None = None
 
     def start(self) -> OperatorProcess:
         """Start it, or start it again; do not wait."""
         self._offset = self.log_path.stat().st_size if self.log_path.exists() else 0
+        if self._forked:
+            self.process = Forked(self._command[2:], self._env, self.log_path, self._breaks)
+            return self
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 self._command, env=self._env, stdout=log, stderr=log, cwd="/"

@@ -11,13 +11,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
 from support.rest import Object, Rest, RestError
 
-_PERIOD = 0.04  # seconds between looks
 _HEARTBEAT = 5.0  # the node controller evicts the pods of a silent node
 
 
@@ -25,13 +24,18 @@ class HandKubelet:
     """Looks after the pods of one namespace. Use it as a context manager.
 
     ``start_pods`` False leaves new pods Pending; ``remove_pods`` False leaves deleted pods
-    Terminating, as a node that does not answer would.
+    Terminating, as a node that does not answer would; ``keeps`` does so for one of them.
     """
 
-    def __init__(self, rest: Rest, namespace: str, pod_ip: str = "10.255.0.1") -> None:
+    def __init__(
+        self, rest: Rest, namespace: str, pod_ip: str = "10.255.0.1", period: float = 0.04
+    ) -> None:
         self.rest, self.namespace, self.pod_ip = rest, namespace, pod_ip
         self.node = f"hand-{namespace}"
+        self._period = period  # seconds between looks, unless it is woken
+        self.wake = threading.Event()
         self.start_pods = self.remove_pods = True
+        self.keeps: Callable[[Object], bool] = lambda _: False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name=self.node, daemon=True)
         self._heartbeat_at = 0.0
@@ -47,6 +51,7 @@ class HandKubelet:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
+        self.wake.set()
         self._thread.join(10)
         with contextlib.suppress(RestError):
             self.rest.delete(f"/api/v1/nodes/{self.node}")
@@ -82,7 +87,9 @@ class HandKubelet:
         self._patch(name, status)
 
     def _loop(self) -> None:
-        while not self._stop.wait(_PERIOD):
+        while not self._stop.is_set():
+            self.wake.wait(self._period)
+            self.wake.clear()
             try:
                 if time.monotonic() - self._heartbeat_at > _HEARTBEAT:
                     self._heartbeat()
@@ -96,7 +103,7 @@ class HandKubelet:
         # Whoever deletes or replaces a pod at this very moment wins.
         with self._races():
             if "deletionTimestamp" in meta:
-                if self.remove_pods:
+                if self.remove_pods and not self.keeps(pod):
                     self.rest.delete(f"{self.path}/{name}", grace=0, uid=meta["uid"])
             elif self.start_pods and not pod["spec"].get("nodeName"):
                 self._bind(name, meta["uid"])

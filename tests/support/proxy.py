@@ -8,6 +8,7 @@ be refused, lost on the way there or on the way back, or be the operator's last.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import threading
@@ -25,14 +26,30 @@ from support.rest import Object, Rest
 #: kill-commit: it arrives, but the operator dies before it hears the answer.
 #: kill-reply: the operator dies right after the answer went out.
 #: answer: a made-up error instead of forwarding; with ``text`` no Status but that, as from
-#: something in between. lose-call: the connection breaks before, lose-reply: after it was
-#: carried out.
-Harm = Literal["kill-before", "kill-commit", "kill-reply", "answer", "lose-call", "lose-reply"]
+#: something in between. answer-after: that error though it was carried out. lose-call: the
+#: connection breaks before, lose-reply: after it was carried out.
+#: late: as lose-call, but it was only held up, and arrives when another call passes (``until``).
+#: again: it is carried out, and once more then. stale: a list shows the store as of ``version``.
+Harm = Literal[
+    "kill-before",
+    "kill-commit",
+    "kill-reply",
+    "answer",
+    "answer-after",
+    "lose-call",
+    "lose-reply",
+    "late",
+    "again",
+    "stale",
+]
 
 
 @dataclass(slots=True)
 class Call:
-    """One request as it arrived; ``code`` is what the API server said, None if not asked."""
+    """One request as it arrived; ``code`` is what the API server said, None if not asked.
+
+    ``found``: the metadata of the object that it answered a write with.
+    """
 
     method: str
     path: str
@@ -40,12 +57,17 @@ class Call:
     agent: str = ""
     body: Object | None = None
     code: int | None = None
+    found: Object = field(default_factory=dict)
 
     @property
     def is_write(self) -> bool:
         """A write of the operator proper: its Lease and Events are not counted."""
         side = "/leases" in self.path or "/events" in self.path
         return self.method != "GET" and not side
+
+    @property
+    def watches(self) -> bool:
+        return "watch=true" in self.query
 
     @property
     def target(self) -> str:
@@ -58,7 +80,10 @@ class Call:
 
 @dataclass(slots=True)
 class Fault:
-    """Meets the calls that ``match``, after letting ``skip`` of them pass, ``times`` times."""
+    """Meets the calls that ``match``, after letting ``skip`` of them pass, ``times`` times.
+
+    Watches are met only ``watches`` True. ``then`` is called when it has met one.
+    """
 
     harm: Harm
     match: Callable[[Call], bool]
@@ -68,6 +93,21 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     text: str | None = None
     met: int = 0
+    watches: bool = False
+    until: Callable[[Call], bool] = lambda _: True
+    version: str = ""
+    then: Callable[[], None] = lambda: None
+
+
+@dataclass(slots=True)
+class _Held:
+    """A request that is delivered when another one passes."""
+
+    call: Call
+    url: str
+    data: bytes
+    headers: dict[str, str]
+    until: Callable[[Call], bool] | None
 
 
 class Proxy:
@@ -76,9 +116,18 @@ class Proxy:
     def __init__(self, rest: Rest) -> None:
         self._rest = rest
         self.calls: list[Call] = []
+        self.made: list[Call] = []  # writes that the API server took; clear() leaves them
+        self.past: list[Call] = []  # those before the store was set back
         self.faults: list[Fault] = []
         self.kill: Callable[[], None] = lambda: None
+        self.notice: Callable[[Call], None] = lambda _: None  # each call, before it is met
         self.swallow: Callable[[Object], bool] = lambda _: False
+        self.repeat: Callable[[Object], bool] = lambda _: False
+        self.stall: Callable[[Object], float] = lambda _: 0.0  # it and all after it, so long
+        self.tokens: set[str] | None = None  # the only ones that are let in; None: everybody
+        self.own_rights = False  # the operator's token goes on to the API server, not ours
+        self.unanswered = 0  # writes that were forwarded and not answered yet
+        self._held: list[_Held] = []
         self.errors_next: list[tuple[str, int]] = []  # (path end, code) of ERROR events
         self.url = ""
         self._streams: set[web.StreamResponse] = set()
@@ -88,7 +137,7 @@ class Proxy:
 
     def __enter__(self) -> Proxy:
         self._thread.start()
-        assert self._ready.wait(10), "the proxy did not start"
+        assert self._ready.wait(60), "the proxy did not start"
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -137,33 +186,77 @@ class Proxy:
         call.agent = request.headers.get("User-Agent", "")
         call.body = json.loads(data) if data else None
         self.calls.append(call)
-        if request.query.get("watch") == "true":
-            return await self._watch(request, call)
+        self.notice(call)
+        if self.tokens is not None and _token(request) not in self.tokens:
+            return _status(401, "Unauthorized", {})
         fault = self._meet(call)
-        if fault and fault.harm in ("kill-before", "lose-call", "answer"):
+        url = self._rest.server + request.path_qs
+        if fault and fault.harm == "stale":
+            url += f"&resourceVersion={fault.version}&resourceVersionMatch=Exact"
+        copy = _Held(call, url, data, self._headers(request), fault.until if fault else None)
+        if fault and fault.harm == "late":
+            self._held.append(copy)
+        if fault and fault.harm in ("kill-before", "lose-call", "answer", "late"):
             return self._instead(request, fault)
-        async with self._session.request(
-            request.method,
-            self._rest.server + request.path_qs,
-            data=data or None,
-            headers=_headers(request, self._rest.token),
-            skip_auto_headers=("Content-Type",),
-        ) as answer:
-            body = await answer.read()
-            call.code = answer.status
-            reply = web.Response(body=body, status=answer.status, headers=_pass(answer))
+        await self.deliver_held(call)
+        if call.watches:
+            with contextlib.suppress(aiohttp.ClientError):
+                return await self._watch(request, call)
+            return _break(request)
+        try:
+            reply = await self._forward(call, url, data, self._headers(request))
+        except aiohttp.ClientError:  # the API server is not there
+            return _break(request)
+        if fault and fault.harm == "again":
+            self._held.append(copy)
         if fault:
-            await self._afterwards(request, fault, reply)
+            return await self._afterwards(request, fault, reply)
         return reply
+
+    async def _forward(
+        self, call: Call, url: str, data: bytes, headers: dict[str, str]
+    ) -> web.Response:
+        self.unanswered += call.is_write
+        try:
+            async with self._session.request(
+                call.method,
+                url,
+                data=data or None,
+                headers=headers,
+                skip_auto_headers=("Content-Type",),
+            ) as answer:
+                body = await answer.read()
+        finally:
+            self.unanswered -= call.is_write
+        call.code = answer.status
+        if call.is_write and answer.status < 300:
+            with contextlib.suppress(RecursionError):  # nested too deep for Python: nobody's write
+                call.found = json.loads(body).get("metadata") or {}
+                self.made.append(call)
+        return web.Response(body=body, status=answer.status, headers=_pass(answer))
+
+    async def deliver_held(self, passing: Call | None = None) -> None:
+        """Let what was held up arrive: what waits for this call, or all."""
+        due = [one for one in self._held if not (passing and one.until) or one.until(passing)]
+        self._held = [one for one in self._held if one not in due]
+        for one in due:
+            again = Call(one.call.method, one.call.path, one.call.query, "held up", one.call.body)
+            self.calls.append(again)
+            await self._forward(again, one.url, one.data, one.headers)
+
+    def release(self) -> None:
+        """Let all that was held up arrive, and wait until it has."""
+        asyncio.run_coroutine_threadsafe(self.deliver_held(), self._loop).result(60)
 
     def _meet(self, call: Call) -> Fault | None:
         for fault in self.faults:
-            if fault.times > 0 and fault.match(call):
+            if fault.times > 0 and (fault.watches or not call.watches) and fault.match(call):
                 if fault.skip > 0:
                     fault.skip -= 1
                     continue
                 fault.times -= 1
                 fault.met += 1
+                fault.then()
                 return fault
         return None
 
@@ -171,30 +264,26 @@ class Proxy:
         if fault.harm == "answer" and fault.text is not None:
             return web.Response(text=fault.text, status=fault.code, headers=fault.headers)
         if fault.harm == "answer":
-            status = {
-                "kind": "Status",
-                "apiVersion": "v1",
-                "status": "Failure",
-                "code": fault.code,
-                "reason": "Injected",
-                "message": "injected by the test",
-            }
-            return web.json_response(status, status=fault.code, headers=fault.headers)
+            return _status(fault.code, "Injected", fault.headers)
         if fault.harm == "kill-before":
             self.kill()
         return _break(request)
 
     async def _afterwards(
         self, request: web.Request, fault: Fault, reply: web.StreamResponse
-    ) -> None:
+    ) -> web.StreamResponse:
+        if fault.harm in ("again", "stale"):
+            return reply
+        if fault.harm == "answer-after":
+            return _status(fault.code, "Injected", fault.headers)
         if fault.harm == "kill-reply":
             await reply.prepare(request)
             await reply.write_eof()
             self.kill()
-            return
+            return reply
         if fault.harm == "kill-commit":
             self.kill()
-        _break(request)
+        return _break(request)
 
     async def _watch(self, request: web.Request, call: Call) -> web.StreamResponse:
         stream = web.StreamResponse(headers={"Content-Type": "application/json"})
@@ -207,7 +296,7 @@ class Proxy:
                 await stream.write(json.dumps(event).encode() + b"\n")
                 return stream
         async with self._session.get(
-            self._rest.server + request.path_qs, headers=_headers(request, self._rest.token)
+            self._rest.server + request.path_qs, headers=self._headers(request)
         ) as answer:
             call.code = answer.status
             if answer.status != 200:
@@ -224,12 +313,28 @@ class Proxy:
         buffer = b""
         async for chunk in answer.content.iter_any():
             *lines, buffer = (buffer + chunk).split(b"\n")
-            for line in lines:
-                if line and not self.swallow(json.loads(line)):
-                    try:
+            for line in filter(None, lines):
+                try:
+                    event = json.loads(line)
+                except RecursionError:  # nested too deep for Python: no fault is about that
+                    await stream.write(line + b"\n")
+                    continue
+                if self.swallow(event):
+                    continue
+                await asyncio.sleep(self.stall(event))
+                try:
+                    for _ in range(1 + self.repeat(event)):
                         await stream.write(line + b"\n")
-                    except ConnectionError:
-                        return
+                except ConnectionError:
+                    return
+
+    def _headers(self, request: web.Request) -> dict[str, str]:
+        wanted = ("Content-Type", "Accept", "User-Agent")
+        headers = {name: request.headers[name] for name in wanted if name in request.headers}
+        token = _token(request) if self.own_rights else self._rest.token
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
+        return headers
 
 
 def _break(request: web.Request) -> web.StreamResponse:
@@ -239,12 +344,20 @@ def _break(request: web.Request) -> web.StreamResponse:
     return web.Response(status=502)
 
 
-def _headers(request: web.Request, token: str | None) -> dict[str, str]:
-    wanted = ("Content-Type", "Accept", "User-Agent")
-    headers = {name: request.headers[name] for name in wanted if name in request.headers}
-    if token:
-        headers["Authorization"] = f"Bearer {token}"
-    return headers
+def _token(request: web.Request) -> str:
+    return request.headers.get("Authorization", "").removeprefix("Bearer ")
+
+
+def _status(code: int, reason: str, headers: dict[str, str]) -> web.Response:
+    status = {
+        "kind": "Status",
+        "apiVersion": "v1",
+        "status": "Failure",
+        "code": code,
+        "reason": reason,
+        "message": "injected by the test",
+    }
+    return web.json_response(status, status=code, headers=headers)
 
 
 def _pass(answer: aiohttp.ClientResponse) -> dict[str, Any]:

@@ -57,9 +57,10 @@ class Rest:
         path: str,
         body: Object | None = None,
         content_type: str = "application/json",
+        accept: str = "application/json",
     ) -> Object:
         """One request; RestError unless it succeeds. A stale connection is tried once more."""
-        headers = {"Accept": "application/json", "Content-Type": content_type}
+        headers = {"Accept": accept, "Content-Type": content_type}
         if self.token:
             headers["Authorization"] = f"Bearer {self.token}"
         data = json.dumps(body).encode() if body is not None else None
@@ -93,6 +94,11 @@ class Rest:
 
     def items(self, path: str) -> list[Object]:
         return list(self.get(path).get("items") or [])
+
+    def list_metadata(self, path: str) -> Object:
+        """A list of which the objects have their metadata only."""
+        kind = "as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+        return self.call("GET", path, accept=f"application/json;{kind}")
 
     def post(self, path: str, body: Object) -> Object:
         return self.call("POST", path, body)

@@ -15,15 +15,16 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from devcluster import binaries
 from support import cluster
 from support.cluster import ROOT, Cluster, wait_for
+from support.plane import is_first, processes_with, send
 
 IMAGES = ("ddpjob/operator:0.1.0", "ddpjob/trainer:0.1.0")
 SYSTEM = "ddpjob-system"
+OPERATOR_LABEL = "app.kubernetes.io/name=ddpjob-operator"
 CLAIM = "snapshots"
 #: Sends a signal to the child of PID 1 that has a rank's record in memory, as soon as there is one.
 #: Other children are spares and their fork server; without these the oldest is the one, at once.
@@ -138,8 +139,9 @@ class Site:
 
     def operator_log(self, *args: str) -> str:
         """What all operators wrote that a kubelet can still tell of."""
-        words = ("logs", "-l", "app.kubernetes.io/name=ddpjob", "--prefix", *args)
-        return self.cluster.kubectl("-n", SYSTEM, *words).stdout
+        return self.cluster.kubectl(
+            "-n", SYSTEM, "logs", "-l", OPERATOR_LABEL, "--prefix", *args
+        ).stdout
 
     # --- disturbing -----------------------------------------------------------------------
 
@@ -165,17 +167,23 @@ class Site:
         node = "jsonpath={.spec.nodeName}"
         return pod, self.cluster.kubectl(*get, node, "pod", pod, check=True).stdout
 
-    def kill_operator(self) -> None:
-        """SIGKILL the operator's process, from outside its container."""
-        labels = "app.kubernetes.io/name=ddpjob"
+    def kill_operator(self, *, pods_too: bool = False) -> None:
+        """SIGKILL the operator's processes, from outside their containers.
+
+        ``pods_too``: new pods come at once, where a kubelet waits longer before each restart.
+        """
         found = json.loads(
             self.cluster.kubectl(
-                "-n", SYSTEM, "get", "pods", "-l", labels, "-o", "json", check=True
+                "-n", SYSTEM, "get", "pods", "-l", OPERATOR_LABEL, "-o", "json", check=True
             ).stdout
         )["items"]
         names = {pod["metadata"]["name"] for pod in found}
-        for process in _processes_with_hostname(names):
-            os.kill(process, signal.SIGKILL)
+        assert names, f"no pod of the operator with label {OPERATOR_LABEL}"
+        for name in names:  # HOSTNAME in a pod is the pod's name
+            send([pid for pid in processes_with(HOSTNAME=name) if is_first(pid)], signal.SIGKILL)
+        if pods_too:
+            force = ("--grace-period=0", "--force", "--wait=false")
+            self.cluster.kubectl("-n", SYSTEM, "delete", "pod", *force, *names)
 
     # --- results --------------------------------------------------------------------------
 
@@ -183,6 +191,16 @@ class Site:
         """The `key=value` lines that digits.py prints at its end."""
         log = self.kubectl("logs", f"{name}-0", check=True).stdout
         return dict(re.findall(r"(\w+)=(\S+)\s*$", log, re.MULTILINE))
+
+    def resumed_from(self, name: str) -> int:
+        """The step of the snapshot that rank 0 says it resumed from, as soon as it has."""
+
+        def said() -> int | None:
+            log = self.kubectl("logs", f"{name}-0").stdout
+            found = re.search(r"resuming after step (\d+)", log)
+            return int(found.group(1)) if found else None
+
+        return wait_for(said, f"{name} to resume from a snapshot", 90)
 
     def delete(self, name: str) -> None:
         """Delete a job and wait until nothing of it is left."""
@@ -259,23 +277,8 @@ def _helm_install(plane: Cluster) -> None:
     helm = binaries.ensure(["helm"], print)["helm"]
     command = [helm, "--kubeconfig", plane.kubeconfig, "upgrade", "--install", "ddpjob"]
     command += [ROOT / "charts" / "ddpjob", "--namespace", SYSTEM, "--create-namespace"]
-    command += ["--set", "progressSeconds=1", "--wait", "--timeout", "180s"]
+    # On a cluster that an interrupted run has left, the operator is to be of this checkout, too.
+    command += ["--set", f"progressSeconds=1,podAnnotations.installed=at-{uuid.uuid4().hex[:6]}"]
+    command += ["--wait", "--timeout", "180s"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
-
-
-def _processes_with_hostname(names: set[str]) -> list[int]:
-    """PID 1 of the containers of these pods: HOSTNAME in a pod is the pod's name."""
-    wanted = {f"HOSTNAME={name}".encode() for name in names}
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        try:
-            variables = set((entry / "environ").read_bytes().split(b"\0"))
-            levels = re.search(r"^NSpid:.*\t(\d+)$", (entry / "status").read_text(), re.MULTILINE)
-        except OSError:
-            continue  # it has ended meanwhile
-        if variables & wanted and levels and levels.group(1) == "1":
-            found.append(int(entry.name))
-    return found

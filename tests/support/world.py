@@ -6,6 +6,7 @@ that a whole story of a gang runs in a millisecond. A hand plays user and kubele
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -17,7 +18,7 @@ import yaml
 
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import observe
-from ddpjob_operator.core.nodes import Node, Nodes
+from ddpjob_operator.core.nodes import FORBIDDEN, Node, Nodes
 from ddpjob_operator.core.plan import plan
 from ddpjob_operator.core.policy import retry
 from support.cluster import ROOT
@@ -78,12 +79,19 @@ class Machines:
     gone: dict[str, datetime] = field(default_factory=dict)
     out_of_service: set[str] = field(default_factory=set)
     read: dict[str, datetime] = field(default_factory=dict)
+    others_up: int = 0  # workers without a pod of the gang
+    others_down: int = 0
+    calm_since: datetime | None = None  # None: always
     #: What a read brings to light: the cache of the watch was behind.
     truth: Callable[[], None] = lambda: None
 
     def seen(self, now: datetime) -> Nodes:
         known = {name: self._one(name, now) for name in ("node1", "node2")}
-        return Nodes(any(node.exists and node.ready for node in known.values()), known)
+        there = [node for node in known.values() if node.exists]
+        unready = len([node for node in there if not node.ready])
+        others = self.others_up + self.others_down
+        calm = (now - self.calm_since).total_seconds() if self.calm_since else math.inf
+        return Nodes(len(there) + others, unready + self.others_down, calm, known)
 
     def _one(self, name: str, now: datetime) -> Node:
         since = self.gone.get(name, self.down.get(name))
@@ -111,7 +119,8 @@ class World:
     refuse: Callable[[act.CreatePod], act.Refusal | None] = lambda _: None
     refuse_network: Callable[[act.EnsureNetwork], act.Refusal | None] = lambda _: None
     prunes: frozenset[str] = frozenset()  # fields of the status that an older CRD does not know
-    machines: Machines | None = None  # None: the operator may not read nodes
+    machines: Machines | None = None
+    nodes: Nodes | None = FORBIDDEN  # without machines
     graceful: bool = False  # deletions wait until finish_deletions()
     job_deleted: bool = False
     serial: int = 0
@@ -120,7 +129,7 @@ class World:
     # --- the operator ---------------------------------------------------------------------
 
     def plan(self) -> act.Plan:
-        nodes = self.machines.seen(self.now) if self.machines else None
+        nodes = self.machines.seen(self.now) if self.machines else self.nodes
         outcomes = replace(self.outcomes, seen=self._seen())
         return plan(observe.job(self.job), [observe.pod(p) for p in self.pods.values()],
                     outcomes, self.now, nodes)  # fmt: skip

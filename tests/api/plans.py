@@ -1,0 +1,179 @@
+"""Every plan: a fault, and the moment of the story at which it comes.
+
+The moments are learned: `trace.json` holds the operator's writes and the store's events of a
+story that nothing disturbed, by name (roles.py); a test plays it anew and compares. An id such as
+`create-pod-2-of-1/crash-after-commit` is the same in every run:
+python -m pytest tests/api/test_plans.py -k 'ID' plays that plan, and no other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+
+from api import arms
+from api.story import PATIENCE, Play
+from support.arena import arena
+from support.cluster import ROOT, Cluster
+
+TRACE = Path(__file__).with_name("trace.json")
+#: `make test` plays one plan of so many, and one of each kind.
+THINNED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``kind`` names what is done, ``place`` when. ``group`` is the test that plays it."""
+
+    place: str
+    kind: str
+    group: str
+    arm: Callable[[Play, str], None]
+
+    @property
+    def id(self) -> str:
+        return self.place if self.kind == "pair" else f"{self.place}/{self.kind}"
+
+
+def plan_of(item: pytest.Item) -> Plan | None:
+    """The plan that a test plays; a ``plan`` of another level's tests is none of ours."""
+    found = getattr(getattr(item, "callspec", None), "params", {}).get("plan")
+    return found if isinstance(found, Plan) else None
+
+
+def everything() -> list[Plan]:
+    """All plans, in the order of the story."""
+    trace = json.loads(TRACE.read_text())
+    single = [*_writes(trace["writes"]), *_views(trace), *_others(trace["writes"]), *_rights(),
+              *_restores()]  # fmt: skip
+    found = [*single, *_pairs(single)]
+    ids = " ".join(plan.id for plan in found)
+    assert all(ids.count(plan.id) == 1 for plan in found), "an id must name one plan and no other"
+    return found
+
+
+def sample(plans: Sequence[Plan]) -> list[Plan]:
+    """Some of them, always the same, with each kind among them."""
+    ranked = sorted(plans, key=lambda plan: hashlib.sha256(plan.id.encode()).hexdigest())
+    first = {plan.kind: plan for plan in reversed(ranked)}
+    chosen = {plan.id for plan in [*first.values(), *ranked[::THINNED]]}
+    return [plan for plan in plans if plan.id in chosen]
+
+
+def _writes(roles: Sequence[str]) -> Iterator[Plan]:
+    for place, (kind, arm) in itertools.product(roles, arms.AT_A_WRITE.items()):
+        yield Plan(place, kind, "writes", arm)
+
+
+#: Where views go wrong and others act: at the writes that change what is to be done.
+TURNS = ("status-starting-1", "status-running-1", "status-restarting-2", "status-starting-2",
+         "status-running-2", "status-succeeded-2")  # fmt: skip
+
+
+def _views(trace: dict[str, list[str]]) -> Iterator[Plan]:
+    for place, (kind, arm) in itertools.product(TOLD, arms.OF_AN_EVENT.items()):
+        assert place in trace["events"], f"no story has the event {place}"
+        yield Plan(place, kind, "views", arm)
+    for replica in (0, 2):  # the other has failed, and goes at once
+        yield Plan(f"pod-{replica}-of-1-leaving", "slow-to-end", "pods", arms.slow_to_end)
+    for place, (kind, arm) in itertools.product(TURNS, arms.OF_A_VIEW.items()):
+        yield Plan(place, kind, "views", arm)
+
+
+#: Events that an operator waits for, and of its own doing one each.
+TOLD = ("job-new-0", "job-starting-1", "pod-0-of-1-created", "pod-2-of-1-running",
+        "pod-1-of-1-failed", "pod-0-of-1-leaving", "pod-0-of-1-deleted", "pod-1-of-2-created",
+        "pod-2-of-2-running", "pod-0-of-2-succeeded", "pod-2-of-2-deleted")  # fmt: skip
+
+
+def _others(roles: Sequence[str]) -> Iterator[Plan]:
+    for place, (kind, arm) in itertools.product(TURNS, arms.OF_ANOTHER.items()):
+        yield Plan(place, kind, kind, arm)
+    assert set(TURNS) <= set(roles)
+
+
+def _rights() -> Iterator[Plan]:
+    """Each verb of the chart's roles, lost and given back."""
+    rules = chart_rules()
+    for rule, resource, verb in arms.verbs(rules):
+        place = f"{verb}-{resource.replace('/', '-')}"
+        yield Plan(place, "right-lost", "rights", arms.lose_right(rules, rule, verb))
+
+
+#: So many of all pairs of a fault at a write with another one.
+PAIRS = 200
+
+
+def _pairs(plans: Sequence[Plan]) -> Iterator[Plan]:
+    """Two faults in one story, chosen by chance that is always the same."""
+    writes = [plan for plan in plans if plan.group == "writes"]
+    others = [plan for plan in plans if plan.group in ("writes", "views", "pods")]
+    chance = random.Random(1)
+    chosen: dict[str, Plan] = {}
+    while len(chosen) < PAIRS:
+        one, two = chance.choice(writes), chance.choice(others)
+        place, kind = f"{_colon(one)}+{_colon(two)}", "pair"
+        if one != two:
+            chosen[place] = Plan(place, kind, "pairs", partial(_arm_both, one, two))
+    yield from chosen.values()
+
+
+def _colon(plan: Plan) -> str:
+    return f"{plan.place}:{plan.kind}"
+
+
+def _arm_both(one: Plan, two: Plan, play: Play, place: str) -> None:
+    for plan in (one, two):
+        plan.arm(play, plan.place)
+    play.certain = False  # where the first changes the course the second may find nothing
+
+
+#: From a later moment back to an earlier one.
+SET_BACK = (
+    "status-running-1-to-status-starting-1",
+    "status-restarting-2-to-status-running-1",
+    "status-starting-2-to-status-restarting-2",
+    "status-running-2-to-create-pod-0-of-1",
+    "status-succeeded-2-to-status-starting-2",
+    "delete-job-to-status-running-2",
+)
+
+
+def _restores() -> Iterator[Plan]:
+    """Played on a control plane of their own (restore.py)."""
+    for place in SET_BACK:
+        yield Plan(place, "etcd-restored", "restores", lambda play, place: None)
+
+
+def play(
+    plane: Cluster,
+    folder: Path,
+    plan: Plan | None,
+    breaks: Callable[[], None] | None = None,
+    patience: float = PATIENCE,
+) -> Play:
+    """The story with that plan, from its beginning to its end; with ``breaks`` a wrong operator."""
+    with arena(plane.kubeconfig, folder, of_many=True) as stage:
+        stage.breaks = breaks
+        made = Play(stage, patience=patience)
+        if plan is not None:
+            plan.arm(made, plan.place)
+        return made.run()
+
+
+def chart_rules() -> list[arms.Rule]:
+    """What the chart lets the operator do."""
+    objects = (ROOT / "manifests" / "install.yaml").read_text().split("\n---\n")
+    roles = [one for one in objects if "\nkind: ClusterRole\n" in one or "\nkind: Role\n" in one]
+    found = [yaml.safe_load(one) for one in roles]
+    mine = [one for one in found if one["metadata"]["name"].startswith("ddpjob-operator")]
+    return [rule for one in mine for rule in one["rules"]]

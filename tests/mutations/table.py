@@ -1,0 +1,70 @@
+"""The mutations: one decisive line each, made wrong in the way in which it is easily got wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CORE, SHELL = "operator/src/ddpjob_operator/core/", "operator/src/ddpjob_operator/shell/"
+TRAINER = "trainer/src/ddpjob_trainer/"
+SNAPSHOT = TRAINER + "snapshot/ondisk/"
+CORE_TESTS, SHELL_TESTS = "tests/unit/operator_core/", "tests/unit/operator_shell/"
+TRAINER_TESTS = "tests/unit/trainer/"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """``old``, which stands once in ``file``, becomes ``new``; a test of ``tests`` must fail."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTATIONS = (
+    Mutation("a node is given up on the word of a watch", CORE + "policy/fence.py",
+             "_given_up(view, node) and _just_read(node)", "_given_up(view, node)",
+             CORE_TESTS + "test_plan_nodes.py"),
+    Mutation("a silence counts that the operator did not see", CORE + "policy/fence.py",
+             "patience - min(node.down_seconds, watched)", "patience - node.down_seconds",
+             CORE_TESTS + "test_plan_nodes.py"),
+    Mutation("nodes are given up though most are silent", CORE + "nodes.py",
+             "return unready == workers or most", "return unready == workers",
+             CORE_TESTS + "test_plan_nodes.py"),
+    Mutation("pods are made beside pods of an older attempt", CORE + "plan.py",
+             "return _confirmed(view) and not view.others and _due(view)", "return _due(view)",
+             CORE_TESTS + "test_plan_restart.py"),
+    Mutation("one restart fewer than maxRestarts", CORE + "policy/restart.py",
+             "restarts.charged > limits.max_restarts", "restarts.charged >= limits.max_restarts",
+             CORE_TESTS + "test_plan_restart.py"),
+    Mutation("a program that ends with 0 when told to go has succeeded", CORE + "classify.py",
+             "return ended and not pod.deleting", "return ended",
+             CORE_TESTS + "test_plan_hostile.py"),
+    Mutation("an attempt's number comes twice after a restore of etcd", CORE + "view.py",
+             "return max([self.status.attempt, *believed]) + 1", "return self.status.attempt + 1",
+             CORE_TESTS + "test_plan_hostile.py"),
+    Mutation("suspend, edit, resume is taken for an edit if quick", CORE + "policy/hold.py",
+             "unseen >= 2", "unseen >= 9", CORE_TESTS + "test_plan_hold.py"),
+    Mutation("a gang that waits for quota never has its turn", CORE + "policy/turn.py",
+             "_EVERYBODYS: Final = 2 / 3", "_EVERYBODYS: Final = 1",
+             CORE_TESTS + "test_plan_turn.py"),
+    Mutation("the barrier sees no older pod", SHELL + "executor.py",
+             "alone=all(p.attempt is not None and p.attempt >= action.attempt for p in now.pods)",
+             "alone=True", SHELL_TESTS + "test_shell_executor.py"),
+    Mutation("what no restart can cure is restarted in place", TRAINER + "launcher/hub/rounds.py",
+             "cause is not None and cause.code in FINAL_EXIT_CODES", "False",
+             TRAINER_TESTS + "test_rounds_decide.py"),
+    Mutation("a zombie's chain is followed", SNAPSHOT + "lineage.py",
+             "key=lambda start: start.turn)", "key=lambda start: -start.sequence)",
+             TRAINER_TESTS + "test_trainer_snapshot_store.py"),
+    Mutation("a file of a snapshot counts before it is durable", SNAPSHOT + "disk.py",
+             "            os.fsync(fd)\n    finally:", "            pass\n    finally:",
+             TRAINER_TESTS + "test_trainer_snapshot_store.py"),
+    Mutation("a damaged file of a snapshot is loaded", TRAINER + "snapshot/load.py",
+             "if _checksum(stream, file) != file.crc32:", "if _checksum(stream, file) < 0:",
+             TRAINER_TESTS + "test_trainer_snapshot_store.py"),
+    Mutation("`ddpjob-trainer snapshot verify` compares no checksum", SNAPSHOT + "manifest.py",
+             "if crc != file.crc32:", "if crc < 0:",
+             TRAINER_TESTS + "test_trainer_snapshot_tool.py"),
+)  # fmt: skip

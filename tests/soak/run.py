@@ -1,0 +1,306 @@
+"""The soak: jobs on a real cluster under faults drawn from a seed, for as long as you like.
+
+    make soak-cluster ARGS='--minutes 30 --seed 7 --json docs/soak.json --page docs/soak.md'
+
+Ends with 1 when a run ended in other weights, a job stood still or failed, or an invariant did not
+hold. A seed plays the same faults in the same order again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from devcluster.failure import Failure
+from soak import paced_text
+from soak.disturbances import FAULTS, Draw, Stage, draws
+from soak.gangs import CLAIM, KINDS, PACED, Gang, Position
+from soak.record import Hit, Record, page
+from support import site as sites
+from support.chronicle import Chronicle
+from support.cluster import ROOT, wait_for
+from support.rest import RestError
+from support.site import Site
+
+NAME = "t-soak"
+_FROZEN = 600.0  # seconds after a fault is over in which each job must have trained on
+_TROUBLE = (
+    OSError, RestError, AssertionError, Failure, http.client.HTTPException,
+    subprocess.SubprocessError,
+)  # fmt: skip
+
+
+@dataclass
+class Soak:
+    """``baseline``: the runs before the first fault, which say what is right."""
+
+    stage: Stage
+    chronicle: Chronicle
+    record: Record
+    began: float = field(default_factory=time.monotonic)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def say(self, line: str) -> None:
+        print(f"[{time.monotonic() - self.began:7.1f}] {line}", flush=True)
+
+    def wrong(self, what: str) -> None:
+        self.say(f"WRONG: {what}")
+        self.record.wrong.append(what)
+
+    # --- jobs -----------------------------------------------------------------------------
+
+    def baseline(self) -> None:
+        """Each kind once, undisturbed, all side by side."""
+        for gang in self.stage.gangs:
+            gang.begin()
+        for gang in self.stage.gangs:
+            run = wait_for(gang.tick, f"the undisturbed run of {gang.kind.name}", 900)
+            assert run.phase == "Succeeded", gang.site.explain(gang.name)
+            assert len(gang.reference) == 2, gang.results()
+            self.say(f"{run.name}: {run.seconds:.0f} s, {gang.reference}")
+
+    def tend(self, gang: Gang, last: bool) -> None:
+        """Judge a run that has ended and begin the next one."""
+        run = gang.tick()
+        if run is None and gang.runs[-1].phase == "":
+            return
+        if run is not None and gang.number > 1:
+            self.say(f"{run.name} {run.phase}, {run.seconds:.0f} s, {run.attempts} attempts,"
+                     f" {dict(run.restarts)}, weights {run.weights}")  # fmt: skip
+            self.record.runs.append(asdict(run))
+            if run.phase != "Succeeded" or run.weights != "equal":
+                self.wrong(f"{run.name} {run.phase}, weights {run.weights}")
+                self.say(gang.site.explain(run.name))
+        if not last:
+            gang.remove()
+            gang.begin()
+
+    def tend_all(self) -> None:
+        """In a thread: until the soak ends."""
+        while not self.ended.wait(0.3):
+            for gang in self.stage.gangs:
+                try:
+                    self.tend(gang, last=False)
+                except _TROUBLE:
+                    continue  # the API server is away: again in a moment
+                except Exception as error:
+                    traceback.print_exc()
+                    self.wrong(f"the soak itself: {error!r}")
+
+    # --- faults ---------------------------------------------------------------------------
+
+    def disturb(self, draw: Draw) -> Hit:
+        """One fault, what comes on top of it, and the wait until everybody trains on."""
+        entry = FAULTS.entries[draw.kind]
+        concerned = [self.stage.gangs[draw.gang]] if entry.alone else list(self.stage.gangs)
+        now = time.monotonic()
+        target = f"{self.stage.gangs[draw.gang].name} replica {draw.replica}"
+        hit = Hit(draw.kind, round(now - self.began, 1), target if entry.alone else "all")
+        more = f", then {draw.second.kind}" if draw.second else ""
+        self.say(f"{draw.kind}: {hit.target}, for {draw.hold:.0f} s{more}")
+        try:
+            with entry.fault(self.stage, draw):
+                began = time.monotonic()
+                waits = Waits(concerned, began)
+                self._on_top(draw, hit, began)
+                while time.monotonic() < began + draw.hold:
+                    waits.look()
+                    time.sleep(0.1)
+                hit.held = round(time.monotonic() - began, 1)
+        except _TROUBLE as error:
+            hit.missed = str(error)[:300]
+            self.say(f"missed: {hit.missed}")
+            return hit
+        if draw.second:
+            waits = Waits(list(self.stage.gangs), began)
+        if left := waits.until(time.monotonic() + _FROZEN):
+            self.wrong(f"{draw.kind} at {hit.at:.0f} s: {', '.join(left)} stand still")
+            for gang in concerned:
+                self.say(gang.site.explain(gang.name))
+        hit.trains, hit.told = waits.slowest()
+        self.say(f"  trains on after {hit.trains} s, told after {hit.told} s")
+        return hit
+
+    def _on_top(self, draw: Draw, hit: Hit, began: float) -> None:
+        if draw.second is None:
+            return
+        while time.monotonic() < began + min(draw.wait, draw.hold + 3):
+            time.sleep(0.1)
+        hit.second = draw.second.kind
+        with suppress(*_TROUBLE), FAULTS.entries[draw.second.kind].fault(self.stage, draw.second):
+            pass
+
+    def check(self) -> None:
+        """Hold what the watch has told since the last time against the invariants."""
+        try:
+            for what in self.chronicle.violations(60):
+                self.wrong(what)
+        except AssertionError as error:
+            self.say(f"not checked now: {error}")
+        self.record.writes, self.record.gaps = self.chronicle.writes, self.chronicle.gaps
+
+
+class Waits:
+    """When each gang has trained on, and when its status has told so."""
+
+    def __init__(self, gangs: list[Gang], began: float) -> None:
+        self._began = began
+        # Steps that were on their way when it hit may still be finished.
+        self._from = {g.kind.name: _further(g.position, 2) for g in gangs}
+        self._gangs = gangs
+        self._trains: dict[str, float] = {}
+        self._told: dict[str, float] = {}
+
+    def look(self) -> list[str]:
+        """Who has not yet trained on, or not told so."""
+        now = time.monotonic()
+        for gang in self._gangs:
+            kind = gang.kind.name
+            if gang.position > self._from[kind]:
+                self._trains.setdefault(kind, max(gang.reached_at, self._began) - self._began)
+            if gang.told > self._from[kind] or gang.number > self._from[kind][0]:
+                self._told.setdefault(kind, now - self._began)
+        done = self._trains.keys() & self._told.keys()
+        return [g.name for g in self._gangs if g.kind.name not in done]
+
+    def until(self, deadline: float) -> list[str]:
+        while (left := self.look()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+    def slowest(self) -> tuple[float | None, float | None]:
+        """Of the gangs, in seconds."""
+        slow = [round(max(s.values()), 1) if s else None for s in (self._trains, self._told)]
+        return slow[0], slow[1]
+
+
+def _further(position: Position, steps: int) -> Position:
+    return position[0], position[1] + steps
+
+
+# --- The cluster --------------------------------------------------------------------------
+
+
+@contextmanager
+def small_volume(megabytes: int) -> Iterator[Path]:
+    """A disk that can be filled. It is there before the nodes, so that they see it."""
+    with tempfile.TemporaryDirectory(prefix="ddpjob-soak-") as directory:
+        size = f"size={megabytes}m,mode=777"
+        subprocess.run(["mount", "-t", "tmpfs", "-o", size, "soak", directory], check=True)
+        try:
+            yield Path(directory)
+        finally:
+            subprocess.run(["umount", "-l", directory], check=True)
+
+
+def furnish(site: Site, volume: Path) -> None:
+    """The claim on the small volume, and the script that slows examples down."""
+    size = {"storage": "1Gi"}
+    spec = {
+        "capacity": size, "accessModes": ["ReadWriteMany"], "storageClassName": "",
+        "hostPath": {"path": str(volume)},
+        "claimRef": {"namespace": site.namespace, "name": CLAIM},
+    }  # fmt: skip
+    claim = {
+        "accessModes": ["ReadWriteMany"], "storageClassName": "", "volumeName": site.namespace,
+        "resources": {"requests": size},
+    }  # fmt: skip
+    site.apply(
+        {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": site.namespace},
+         "spec": spec},
+        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": CLAIM},
+         "spec": claim},
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": PACED},
+         "data": {"paced.py": paced_text()}},
+    )  # fmt: skip
+
+
+def play(soak: Soak, args: argparse.Namespace) -> None:
+    """Faults until the time is over; then whatever runs is let end."""
+    soak.baseline()
+    soak.began = time.monotonic()
+    tender = threading.Thread(target=soak.tend_all, daemon=True)
+    tender.start()
+    only = args.only.split(",") if args.only else ()
+    for draw in draws(args.seed, len(soak.stage.gangs), only):
+        if time.monotonic() > soak.began + 60 * args.minutes:
+            break
+        soak.record.hits.append(soak.disturb(draw))
+        soak.check()
+        save(soak.record, args)
+        time.sleep(draw.rest)
+    soak.ended.set()
+    tender.join()
+    soak.say("time is over: the last runs are let end")
+    for gang in soak.stage.gangs:
+
+        def over(gang: Gang = gang) -> bool | None:
+            with suppress(*_TROUBLE):
+                soak.tend(gang, last=True)
+            return bool(gang.runs[-1].phase) or None
+
+        try:
+            wait_for(over, f"{gang.name} to end", 600)
+        except AssertionError as error:
+            soak.wrong(str(error))
+    soak.check()
+    for what in soak.chronicle.orphans():
+        soak.wrong(what)
+
+
+def save(record: Record, args: argparse.Namespace) -> None:
+    if args.json:
+        record.save(args.json)
+    if args.page:
+        kinds = {n: (e.fault.__doc__ or n).rstrip(".") for n, e in FAULTS.entries.items()}
+        args.page.write_text(page(json.loads(json.dumps(asdict(record))), kinds))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=30, help="of faults (30)")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="which faults (random)")
+    parser.add_argument("--only", help="kinds of faults, by commas: " + ", ".join(FAULTS.entries))
+    parser.add_argument("--json", type=Path, help="what was seen goes there")
+    parser.add_argument("--page", type=Path, help="and there, as a page of docs/")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse()
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    record = Record(args.seed, args.minutes, commit, datetime.now(UTC).date().isoformat())
+    print(f"seed {args.seed}", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # taking the cluster down
+    with small_volume(256) as volume, sites.installed(NAME) as site:
+        furnish(site, volume)
+        kubeconfig = site.cluster.kubeconfig
+        with Chronicle(kubeconfig, site.namespace, deposed=True) as chronicle:
+            gangs = [Gang(kind, site, chronicle, volume) for kind in KINDS]
+            soak = Soak(Stage(site, gangs, volume), chronicle, record)
+            try:
+                play(soak, args)
+            except Exception as error:
+                traceback.print_exc()
+                soak.wrong(f"the soak itself: {error!r}")
+            save(record, args)
+    print(f"{len(record.hits)} faults, {len(record.runs)} runs, {len(record.wrong)} wrong")
+    return 1 if record.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
