@@ -1,0 +1,170 @@
+"""A stand-in for the kubelets and the scheduler of a large cluster; no container runs.
+
+It binds each pod that appears to one made-up node, reports it Running, and removes the object of a
+deleted pod, all at once and each write with the pod's uid as precondition: a write that is late
+never meets the next pod of that name. What it leaves out is what takes a real node its time:
+scheduling, images, sandboxes, volumes, the end of processes. With `--state ADDRESS` it also
+answers GET /state there for all pods, as a launcher does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from harness.wire import METADATA, Client, Refused, Wire
+from support.rest import Object, Rest
+
+NODE = "stand-in"
+METRICS_PORT = 9400
+_HEARTBEAT = 5.0
+_STEPS_PER_SECOND = 3
+#: Written by somebody else in the same moment: the pod is gone, or another one's.
+_RACES = (404, 409, 422)
+
+
+class Kubelets:
+    """All pods of the cluster that no scheduler of the cluster's own looks after."""
+
+    def __init__(self, kubeconfig: Path, namespaces: set[str], ip: str) -> None:
+        self._kubeconfig, self._namespaces, self._ip = kubeconfig, namespaces, ip
+        self._rest = Rest(kubeconfig)
+        self._wire = Wire(self._rest)
+        self._started: set[str] = set()
+        self._ended: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        node: Object = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}}
+        self._rest.post("/api/v1/nodes", node)
+        self._keep(self._beat())
+        async with Client(self._kubeconfig) as client:
+            while True:
+                try:
+                    async for event in client.watch("/api/v1/pods", accept=METADATA):
+                        self._look(event["type"], event["object"]["metadata"])
+                except Refused as error:  # the next watch begins with all that is there
+                    print(f"stand-in kubelets: watching again: {error}", file=sys.stderr)
+
+    def _look(self, kind: str, meta: Object) -> None:
+        uid = meta["uid"]
+        if meta["namespace"] not in self._namespaces:
+            return
+        if kind == "DELETED":
+            self._started.discard(uid)
+            self._ended.discard(uid)
+        elif "deletionTimestamp" in meta:
+            if uid not in self._ended:
+                self._ended.add(uid)
+                self._keep(self._end(meta))
+        elif uid not in self._started:
+            self._started.add(uid)
+            self._keep(self._start(meta))
+
+    def _keep(self, work: object) -> None:
+        task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        self._tasks.add(task)
+        task.add_done_callback(self._over)
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception():
+            print(f"stand-in kubelets: {task.exception()!r}", file=sys.stderr, flush=True)
+
+    async def _start(self, meta: Object) -> None:
+        path = f"/api/v1/namespaces/{meta['namespace']}/pods/{meta['name']}"
+        target = {"apiVersion": "v1", "kind": "Node", "name": NODE}
+        known = {"name": meta["name"], "uid": meta["uid"]}
+        body = {"apiVersion": "v1", "kind": "Binding", "metadata": known, "target": target}
+        if await self._call("POST", f"{path}/binding", body):
+            patch = {"metadata": {"uid": meta["uid"]}, "status": running(self._ip)}
+            await self._call("PATCH", f"{path}/status", patch, "merge-patch+json")
+
+    async def _end(self, meta: Object) -> None:
+        options = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "gracePeriodSeconds": 0,
+            "preconditions": {"uid": meta["uid"]},
+        }
+        path = f"/api/v1/namespaces/{meta['namespace']}/pods/{meta['name']}"
+        await self._call("DELETE", path, options)
+
+    async def _call(self, method: str, path: str, body: Object, kind: str = "json") -> bool:
+        code = await self._wire.call(method, path, body, kind)
+        if code >= 300 and code not in _RACES:
+            raise RuntimeError(f"{method} {path}: {code}")
+        return code < 300
+
+    async def _beat(self) -> None:
+        """Over a connection of its own: a silent node's pods would be evicted."""
+        wire = Wire(self._rest, 1)
+        while True:
+            ready = {"type": "Ready", "status": "True", "reason": "StandIn", "message": ""}
+            times = {"lastHeartbeatTime": now(), "lastTransitionTime": now()}
+            patch = {"status": {"conditions": [{**ready, **times}]}}
+            path = f"/api/v1/nodes/{NODE}/status"
+            await wire.call("PATCH", path, patch, "merge-patch+json")
+            await asyncio.sleep(_HEARTBEAT)
+
+
+def running(ip: str) -> Object:
+    """The status of a pod whose container runs."""
+    return {"phase": "Running", "podIP": ip, "podIPs": [{"ip": ip}], **_status(True, "running")}
+
+
+def failed() -> Object:
+    """The status of a pod whose container has ended with exit code 1."""
+    return {"phase": "Failed", **_status(False, "terminated")}
+
+
+def _status(ready: bool, state: str) -> Object:
+    told: Object = {"startedAt": now()}
+    if state == "terminated":
+        told |= {"exitCode": 1, "reason": "Error", "finishedAt": now()}
+    kinds = {"PodScheduled": True, "Initialized": True, "ContainersReady": ready, "Ready": ready}
+    container = {"name": "trainer", "image": "train", "imageID": "", "restartCount": 0}
+    return {
+        "startTime": now(),
+        "conditions": [
+            {"type": kind, "status": str(value), "lastTransitionTime": now()}
+            for kind, value in kinds.items()
+        ],
+        "containerStatuses": [{**container, "ready": ready, "state": {state: told}}],
+    }
+
+
+def now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """GET /state: training goes on."""
+    await reader.readuntil(b"\r\n\r\n")
+    step = int(time.time() * _STEPS_PER_SECOND) % 10_000_000
+    state = {"step": step, "totalSteps": 10**7, "loss": 1000 / step, "snapshotStep": step - 9}
+    body = json.dumps({**state, "samplesPerSecond": 96.0}).encode()
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    writer.write(head.encode() + body)
+    writer.close()
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kubeconfig", type=Path, required=True)
+    parser.add_argument("--namespaces", required=True)
+    parser.add_argument("--state", default="", help="address at which all pods answer /state")
+    args = parser.parse_args()
+    if args.state:
+        await asyncio.start_server(answer, args.state, METRICS_PORT)
+    kubelets = Kubelets(args.kubeconfig, set(args.namespaces.split(",")), args.state or "10.0.0.1")
+    await kubelets.run()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,376 @@
+"""How long large gangs and many gangs take to be created and restarted, beside a bare script.
+
+A real API server, etcd and controllers, the operator as it ships, and a stand-in for the kubelets
+(harness/kubelets.py) that lets no pod wait. So all that is measured is writes, watches and what the
+operator adds to them: creation is from the POST of the DDPJobs, a restart from the end of one
+pod's container, both until status.phase is Running. The script writes the same objects.
+`--idle` measures memory, processor time and calls of an operator that has nothing to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import operator_memory as fleet
+from harness import kubelets, report
+from harness.bare import Script
+from harness.wire import Client
+
+from support import cluster
+from support.operator import OperatorProcess
+from support.rest import JOBS, Object, Rest, eventually
+
+OURS, SCRIPT = "ours", "script"  # namespaces; the operator serves the first alone
+_PODS = "/api/v1/namespaces/{}/pods"
+_JOBS = JOBS + "/namespaces/{}/ddpjobs"
+_COLLECTIONS = (
+    _JOBS,
+    _PODS,
+    "/api/v1/namespaces/{}/services",
+    "/apis/networking.k8s.io/v1/namespaces/{}/networkpolicies",
+)
+_WRITES = ("POST", "PUT", "PATCH", "DELETE", "create", "update", "patch", "delete")
+_COUNTED = ("pods", "ddpjobs", "services", "networkpolicies")
+_PATIENCE = 200.0
+
+
+@dataclass
+class Sample:
+    """One case once. Processor seconds of the operator, or of the script, and of the API server."""
+
+    seconds: float
+    own_cpu: float
+    server_cpu: float
+    writes: int  # of pods, jobs and network objects, by all parties
+    own_writes: int
+
+
+class Bench:
+    """Both ways on one control plane."""
+
+    def __init__(self, client: Client, rest: Rest, operator: OperatorProcess) -> None:
+        self._client, self._rest, self._operator = client, rest, operator
+        self._number = 0
+
+    # --- what is measured ---
+
+    async def gang(self, way: str, size: int) -> dict[str, Sample]:
+        """Create one gang and restart it."""
+        job = self._job(size)
+        if way == SCRIPT:
+            script = Script(self._client, SCRIPT, job)
+            made = await self._sample(way, script.create)
+            watching = asyncio.Event()
+            work = asyncio.ensure_future(script.restart(watching))
+            await watching.wait()
+
+            async def again() -> None:
+                await self._fail(SCRIPT, script.pods[0]["metadata"]["name"])
+                await work
+
+        else:
+            name = job["metadata"]["name"]
+
+            async def create() -> None:
+                await self._running([job])
+
+            async def again() -> None:
+                since = await self._client.version(_JOBS.format(OURS))
+                await self._fail(OURS, f"{name}-0")
+                await self._until_running({name}, 2, since)
+
+            made = await self._sample(way, create)
+        remade = await self._sample(way, again)
+        await self._clear(way)
+        return {f"create {size}": made, f"restart {size}": remade}
+
+    async def gangs(self, way: str, count: int, size: int) -> dict[str, Sample]:
+        """Create many gangs at once."""
+        sample = await self._sample(way, lambda: self.create_gangs(way, count, size))
+        await self._clear(way)
+        return {f"create {count} x {size}": sample}
+
+    async def create_gangs(self, way: str, count: int, size: int) -> None:
+        jobs = [self._job(size) for _ in range(count)]
+        if way == SCRIPT:
+            scripts = [Script(self._client, SCRIPT, job) for job in jobs]
+            # One watch for all, as every script has it that makes more than one gang.
+            await Script.create_all(self._client, SCRIPT, scripts)
+            return
+        await self._running(jobs)
+
+    # --- how ---
+
+    def _job(self, size: int) -> Object:
+        self._number += 1
+        meta = {"namespace": OURS, "name": f"gang-{self._number}"}
+        spec = {"replicas": size, "nprocPerNode": 1, "template": fleet.template()}
+        return {
+            "apiVersion": "ddpjob.dev/v1alpha1",
+            "kind": "DDPJob",
+            "metadata": meta,
+            "spec": spec,
+        }
+
+    async def _sample(self, way: str, work: Callable[[], Awaitable[None]]) -> Sample:
+        before, began = self._counters(way), time.monotonic()
+        async with asyncio.timeout(_PATIENCE):
+            await work()
+        seconds = time.monotonic() - began
+        after = self._counters(way)
+        own, server, writes, own_writes = (b - a for a, b in zip(before, after, strict=True))
+        return Sample(
+            round(seconds, 3), round(own, 2), round(server, 2), int(writes), int(own_writes)
+        )
+
+    def _counters(self, way: str) -> tuple[float, float, float, float]:
+        text = self._rest.call("GET", "/metrics")["message"]
+        cpu = re.search(r"^process_cpu_seconds_total (\S+)", text, re.MULTILINE)
+        assert cpu is not None
+        all_writes = written("apiserver_request_total", text)
+        if way == SCRIPT:
+            return time.process_time(), float(cpu[1]), all_writes, self._client.writes
+        own = written("ddpjob_api_requests_total", self._operator.probe("/metrics")[1])
+        return fleet.cpu(self._operator), float(cpu[1]), all_writes, own
+
+    async def _fail(self, namespace: str, pod: str) -> None:
+        path = f"{_PODS.format(namespace)}/{pod}/status"
+        await self._client.text("PATCH", path, {"status": kubelets.failed()})
+
+    async def _running(self, jobs: list[Object]) -> None:
+        """Post them, until all run."""
+        path = _JOBS.format(OURS)
+        since = await self._client.version(path)
+        posts = [self._client.text("POST", path, job) for job in jobs]
+        names = {job["metadata"]["name"] for job in jobs}
+        await asyncio.gather(self._until_running(names, 1, since), *posts)
+
+    async def _until_running(self, names: set[str], attempt: int, since: str) -> None:
+        left = set(names)
+        async with aclosing(self._client.watch(_JOBS.format(OURS), since)) as events:
+            async for event in events:
+                job = event["object"]
+                status = job.get("status", {})
+                if status.get("phase") == "Running" and status["attempt"] >= attempt:
+                    left.discard(job["metadata"]["name"])
+                    if not left:
+                        return
+
+    async def _clear(self, way: str) -> None:
+        """Remove all and wait until it is gone; the controllers' work on it counts for nobody."""
+        options = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0}
+        for collection in _COLLECTIONS:
+            await self._client.text("DELETE", collection.format(way), options)
+        for collection in _COLLECTIONS:
+            path = collection.format(way) + "?limit=1"
+            async with asyncio.timeout(_PATIENCE):
+                while (await self._client.call("GET", path))["items"]:  # noqa: ASYNC110 - theirs
+                    await asyncio.sleep(0.2)
+        await asyncio.sleep(1.0)
+
+
+def written(metric: str, text: str) -> float:
+    """Successful writes of what a gang is made of, by Prometheus' text format."""
+    total = 0.0
+    for line in re.findall(rf"^{metric}{{.*", text, re.MULTILINE):
+        fields = dict(re.findall(r'(\w+)="([^"]*)"', line))
+        if (
+            fields["verb"] in _WRITES
+            and fields["resource"] in _COUNTED
+            and fields["code"][0] == "2"
+        ):
+            total += float(line.rsplit(" ", 1)[1])
+    return total
+
+
+# --- an operator that has nothing to do ---
+
+
+def finished(rest: Rest, sizes: dict[str, int]) -> None:
+    """Post the jobs that are over, before there is an operator that would begin them."""
+    spec = {"replicas": sizes["gang"], "template": fleet.template()}
+    for number in range(sizes["finished"]):
+        fleet.post_job(rest, OURS, f"done-{number}", spec, fleet.ended())
+
+
+async def idle(bench: Bench, operator: OperatorProcess, sizes: dict[str, int]) -> Object:
+    """Fill the cluster, wait until the start is over, and look for a while."""
+    await bench.create_gangs(OURS, sizes["running"], sizes["gang"])
+    await asyncio.sleep(sizes["settle"])
+    spent, asked, began = fleet.cpu(operator), requests(operator), time.monotonic()
+    await asyncio.sleep(sizes["seconds"])
+    seconds = time.monotonic() - began
+    share = (fleet.cpu(operator) - spent) / seconds
+    calls = {
+        what: round((count - asked.get(what, 0.0)) / seconds, 3)
+        for what, count in requests(operator).items()
+        if count > asked.get(what, 0.0)
+    }
+    total = round(sum(calls.values()), 2)
+    return {**fleet.memory(operator), "processor_share": share, "calls": total, "by": calls}
+
+
+def requests(operator: OperatorProcess) -> dict[str, float]:
+    """Finished calls so far, by verb and resource."""
+    found: dict[str, float] = {}
+    text = operator.probe("/metrics")[1]
+    for line in re.findall(r"^ddpjob_api_requests_total{.*", text, re.MULTILINE):
+        fields = dict(re.findall(r'(\w+)="([^"]*)"', line))
+        what = f"{fields['verb']} {fields['resource']}"
+        found[what] = found.get(what, 0.0) + float(line.rsplit(" ", 1)[1])
+    return found
+
+
+# --- the frame ---
+
+
+async def measure(args: Any, plane: cluster.Cluster, operator: OperatorProcess) -> dict[str, Any]:
+    rest = Rest(plane.kubeconfig)
+    async with Client(plane.kubeconfig) as client:
+        bench = Bench(client, rest, operator)
+        if args.idle:
+            return {"idle": await idle(bench, operator, args.sizes)}
+        await bench.gang(OURS, 5)  # imports, connections, caches
+        await bench.gang(SCRIPT, 5)
+        found: dict[str, dict[str, list[Sample]]] = {}
+        for case in args.cases:
+            for number in range(args.repeats):
+                ways = (OURS, SCRIPT) if number % 2 == 0 else (SCRIPT, OURS)
+                for way in ways:
+                    count, _, size = case.rpartition("x")
+                    samples = (
+                        await bench.gangs(way, int(count), int(size))
+                        if count
+                        else await bench.gang(way, int(size))
+                    )
+                    for name, sample in samples.items():
+                        found.setdefault(name, {}).setdefault(way, []).append(sample)
+                        print(f"{name}, {way}: {sample.seconds:.2f} s", flush=True)
+        return found
+
+
+def rows(found: dict[str, dict[str, list[Sample]]]) -> list[list[object]]:
+    table: list[list[object]] = []
+    for case, ways in found.items():
+        ours, script = ways[OURS], ways[SCRIPT]
+        ratios = [a.seconds / b.seconds for a, b in zip(ours, script, strict=True)]
+        seconds = [report.spread([s.seconds for s in ways[way]], 2) for way in (OURS, SCRIPT)]
+        row: list[object] = [case, *seconds, report.spread(ratios, 2)]
+        for field, form in (
+            ("own_cpu", ".2f"),
+            ("server_cpu", ".1f"),
+            ("own_writes", ".0f"),
+            ("writes", ".0f"),
+        ):
+            medians = (statistics.median(getattr(s, field) for s in ways[w]) for w in ways)
+            row.append(" / ".join(format(value, form) for value in medians))
+        table.append(row)
+    return table
+
+
+def options() -> Any:
+    parser = report.options((__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--cases", default="100,1000,200x5", help="sizes of gangs; AxB: A gangs of B"
+    )
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--idle", action="store_true", help="1,000 finished jobs and 200 that run")
+    parser.add_argument(
+        "--source",
+        type=Path,
+        default=report.ROOT,
+        metavar="DIR",
+        help="measure the operator/src of another checkout",
+    )
+    args = parser.parse_args()
+    args.sizes = {"running": 200, "gang": 5, "finished": 1000, "settle": 60, "seconds": 60}
+    if args.quick:
+        args.cases, args.repeats = "20,10x5", 1
+        args.sizes = {"running": 20, "gang": 2, "finished": 50, "settle": 5, "seconds": 10}
+    args.cases = args.cases.split(",")
+    return args
+
+
+def main() -> int:
+    args = options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the cluster must go all the same
+    facts = report.machine()
+    name = f"t-scale-{os.getpid()}"
+    children: list[Any] = []
+    try:
+        plane = cluster.up(name, "--nodes", "0")
+        plane.apply_crd()
+        rest = Rest(plane.kubeconfig)
+        for space in (OURS, SCRIPT):
+            body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": space}}
+            rest.post("/api/v1/namespaces", body)
+            account = f"/api/v1/namespaces/{space}/serviceaccounts/default"
+            eventually("the ServiceAccount", lambda path=account: rest.find(path))
+        with tempfile.TemporaryDirectory() as folder:
+            children.append(stand_in(plane.kubeconfig, rest.url.hostname if args.idle else ""))
+            if args.idle:
+                finished(rest, args.sizes)
+            operator = OperatorProcess(plane.kubeconfig, OURS, Path(folder))
+            operator._env["PYTHONPATH"] = str(args.source / "operator/src")
+            operator.start()
+            children.append(operator.process)
+            operator.wait_ready(300)
+            operator.wait_leading(120)
+            try:
+                found = asyncio.run(measure(args, plane, operator))
+            except BaseException:
+                print(operator.log()[-3000:], file=sys.stderr)
+                raise
+            operator.terminate()
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+        cluster.down(name)
+    facts["load_after"] = round(os.getloadavg()[0], 2)
+    tell(args, facts, found)
+    return 0
+
+
+def stand_in(kubeconfig: Path, address: str | None) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "harness.kubelets", "--kubeconfig", str(kubeconfig)]
+    command += ["--namespaces", f"{OURS},{SCRIPT}", "--state", address or ""]
+    paths = [str(report.ROOT / part) for part in ("bench", "tests", "devcluster/src")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.Popen(command, env=environment)
+
+
+def tell(args: Any, facts: dict[str, Any], found: dict[str, Any]) -> None:
+    if args.idle:
+        idle = found["idle"]
+        print(json.dumps(idle, indent=1))
+        report.finish("idle", facts, {"sizes": args.sizes, **found}, args.json)
+        return
+    header = (
+        *("case", "s: ours", "s: script", "ratio", "own processor s: ours / script"),
+        *("API server's processor s", "own writes", "writes of all"),
+    )
+    print("\n" + report.table(header, rows(found)))
+    print(f"\nload before {facts['load_before']}, after {facts['load_after']}")
+    samples = {
+        c: {w: [asdict(s) for s in all_] for w, all_ in ways.items()} for c, ways in found.items()
+    }
+    report.finish("scale", facts, {"repeats": args.repeats, "cases": samples}, args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
