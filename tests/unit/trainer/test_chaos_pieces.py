@@ -209,10 +209,12 @@ def test_a_rank_that_never_finished_is_a_difference(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--nproc", "0", "x"), "--nproc 0 must be at least 1"),
-        (("--nproc", "3", "--kills", "0", "x"), "--kills 0 must be at least 1"),
+        (("--nproc", "0", "x"), "--nproc=0 must be at least 1"),
+        (("--nproc", "3", "--kills", "0", "x"), "--kills=0 must be at least 1"),
         (("--nproc", "3", "missing.py"), "missing.py: no such script"),
-        (("--nproc", "3", "--patience", "0", "x"), "--patience 0 must be more"),
+        (("--nproc", "3", "--patience", "0", "x"), "--patience=0.0 must be more"),
+        (("--nproc", "3", "--patience", "nan", "x"), "--patience=nan must be more"),
+        (("--nproc", "1000000", "x"), "--nproc=1000000 must be at most 1024"),
     ],
 )
 def test_bad_options_end_with_64(arguments, complaint, capsys) -> None:  # type: ignore[no-untyped-def]

@@ -78,6 +78,20 @@ def test_time_without_a_failure_that_counts_as_progress(script, env, given, seco
         plan(script, env, heal_after=-1)
 
 
+@pytest.mark.parametrize(
+    ("given", "refusal"),
+    [
+        ({"nproc": 0}, "--nproc=0 must be at least 1"),
+        ({"nproc": 100_000}, "--nproc=100000 must be at most 1024"),
+        ({"metrics_port": -1}, "--metrics-port=-1 must be at least 0"),
+        ({"metrics_port": 99_999}, "--metrics-port=99999 must be at most 65535"),
+    ],
+)
+def test_a_number_that_cannot_be_is_refused(script, given, refusal):  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=refusal):
+        plan(script, {}, **given)
+
+
 def test_the_progress_path(script):  # type: ignore[no-untyped-def]
     told = POD | {contract.PROGRESS_PATH: "/data/ckpt"}
     assert plan(script, POD).progress_path is None

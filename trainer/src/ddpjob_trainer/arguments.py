@@ -19,6 +19,8 @@ from ddpjob_trainer.errors import ConfigError
 
 #: Whole numbers end where a float cannot hold them any more, as JSON readers and metrics do.
 GREATEST = 2**53
+#: More processes than any machine has a use for: a slip of the finger, not a wish.
+MOST_PROCESSES = 1024
 
 
 def whole(name: str, value: Any, *, least: int = 0, most: int = GREATEST) -> int:

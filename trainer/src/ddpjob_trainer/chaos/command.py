@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from ddpjob_trainer import contract
+from ddpjob_trainer.arguments import MOST_PROCESSES, real, whole
 from ddpjob_trainer.chaos.disturbance import ChaosError
 from ddpjob_trainer.chaos.experiment import Result, Settings, run
 from ddpjob_trainer.chaos.kills import SIGNALS
@@ -114,11 +115,10 @@ def _ask_to_end(signum: int, frame: FrameType | None) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name, least in (("nproc", 1), ("kills", 1), ("every", 1)):
-        if getattr(options, name) < least:
-            raise ConfigError(f"--{name} {getattr(options, name)} must be at least {least}")
-    if options.patience <= 0:
-        raise ConfigError(f"--patience {options.patience:g} must be more than 0 seconds")
+    whole("--nproc", options.nproc, least=1, most=MOST_PROCESSES)
+    for name in ("kills", "every"):
+        whole(f"--{name}", getattr(options, name), least=1)
+    real("--patience", options.patience)
     is_script = options.program.endswith(".py") and not options.module
     if is_script and not Path(options.program).is_file():
         raise ConfigError(f"{options.program}: no such script")

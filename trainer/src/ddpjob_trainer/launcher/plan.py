@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpjob_trainer import contract
+from ddpjob_trainer.arguments import MOST_PROCESSES, whole
 from ddpjob_trainer.environment import (
     EVENTS,
     RUN_ID,
@@ -155,8 +156,10 @@ def make_plan(
     """
     command = command_line(program)
     standalone = env.replica is None
-    if nproc is not None and nproc < 1:
-        raise ConfigError(f"--nproc {nproc} must be at least 1")
+    if nproc is not None:
+        whole("--nproc", nproc, least=1, most=MOST_PROCESSES)
+    if metrics_port is not None:
+        whole("--metrics-port", metrics_port, most=65535)
     if not standalone and env.nproc and nproc and nproc != env.nproc:
         raise ConfigError(
             f"--nproc {nproc} contradicts nprocPerNode {env.nproc} of the DDPJob: leave it out"

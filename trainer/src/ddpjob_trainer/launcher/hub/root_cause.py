@@ -55,6 +55,20 @@ def decide(exits: Sequence[Exit], running: int, now: float) -> Exit | float | No
     return until
 
 
+def ended_early(exits: Collection[Exit], cause: Exit | None) -> str:
+    """Words on ranks that ended with 0 while the rest still trained, "" if none did.
+
+    A success is no failure, but where nothing else failed the others lost their peer by it.
+    """
+    if cause is None or cause.code != ExitCode.PEER_LOST:
+        return ""
+    ranks = sorted(exit_.rank for exit_ in exits if exit_.status == 0 and exit_.at <= cause.at)
+    if not ranks:
+        return ""
+    who = f"rank {', '.join(map(str, ranks[:8]))}"
+    return f"{who} ended with exit code 0 while others trained: sys.exit() on some ranks only?"
+
+
 def kind(failure: Exit | None, *, exception: str, terminated: bool) -> ReportKind:
     """Name the end for the termination report. ``terminated``: SIGTERM had been received."""
     if failure is None:

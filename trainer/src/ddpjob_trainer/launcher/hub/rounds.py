@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from ddpjob_trainer.contract import PERMANENT_EXIT_CODES, STATE_MAX_ROUNDS, ExitCode, Round
-from ddpjob_trainer.launcher.hub.root_cause import Exit, first_failure, kind
+from ddpjob_trainer.launcher.hub.root_cause import Exit, ended_early, first_failure, kind
 
 #: A fresh start would meet the same: fail at once.
 FINAL_EXIT_CODES = PERMANENT_EXIT_CODES | {ExitCode.DIVERGED}
@@ -85,7 +85,9 @@ def decide(
     if cause is not None and cause.code in limits.final:
         return Verdict(None, cause, f"a rule of the job ends it at exit code {cause.code}")
     if failures > limits.budget:
-        return Verdict(None, cause, f"failed {failures} times without progress in between")
+        why = f"failed {failures} times without progress in between"
+        early = ended_early(exits, cause)
+        return Verdict(None, cause, f"{why}; {early}" if early else why)
     record = _record(history.round, cause, newest, nproc=nproc, at=at)
     following = replace(
         history,
