@@ -27,6 +27,8 @@ def train(run: ddp.Run, odd: str) -> None:
             step.commit()
             if odd == "evaluate" and run.is_main and step.index == 1:
                 run.evaluate(DATA, total)
+            if odd == "sum" and run.is_main and step.index == 1:
+                run.sum(1.0)
             if odd == "error" and run.rank == 1 and step.index == 1:
                 raise KeyError("mine")
     if odd == "loop":
@@ -40,6 +42,7 @@ def train(run: ddp.Run, odd: str) -> None:
         ("loop", "is in run.evaluate() and rank 0 in the start of run.steps()"),
         ("finish", "rank 1 left the loop before it began"),
         ("evaluate", "in step 1"),
+        ("sum", "rank 0 in run.sum()"),
     ],
 )
 def test_a_call_on_one_rank_only_is_refused(gang, odd, words):  # type: ignore[no-untyped-def]
