@@ -204,7 +204,6 @@ while True:
     assert content["rounds"][0]["code"] == 3
 
 
-@pytest.mark.fault("T10")
 @contextmanager
 def traced(pid: int) -> Iterator[None]:
     """Its end is not seen by its parent, as that of one that waits for a disk or a device."""
@@ -249,6 +248,7 @@ sys.exit(7)
     assert "round 1: rank 1 ended" in err
 
 
+@pytest.mark.fault("T10")
 def test_a_worker_that_not_even_sigkill_ends_is_left_and_named(script, tmp_path, wait_until):  # type: ignore[no-untyped-def]
     report = tmp_path / "report"
     program = script(
