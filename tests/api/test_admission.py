@@ -90,6 +90,15 @@ BAD = {
     "nprocPerNode 65": Bad("spec.nprocPerNode", 65, ("spec.nprocPerNode", "from 1 to 64")),
     "nprocPerNode quoted": Bad("spec.nprocPerNode", "4", ("spec.nprocPerNode", "without quotes")),
     "nprocPerNode gpu": Bad("spec.nprocPerNode", "gpu", ("spec.nprocPerNode", '"auto"')),
+    **{
+        f"more processes than GPUs, {limit!r}": Bad(
+            f"{TRAINER}.resources.limits",
+            {"nvidia.com/gpu": limit, "memory": "1Gi"},
+            ("spec.nprocPerNode", "nvidia.com/gpu", "GPU of its own"),
+            base={"nprocPerNode": 8},
+        )
+        for limit in (1, 7, "4")
+    },
     "port 80": Bad("spec.port", 80, ("spec.port", "1024")),
     "metrics port 70000": Bad("spec.metrics.port", 70000, ("spec.metrics.port", "65535")),
     "ports equal": Bad("spec.metrics.port", 29500, ("spec.metrics", "must differ from spec.port")),
@@ -338,7 +347,13 @@ def test_refuses(plane: Cluster, case: Bad) -> None:
 
 def test_the_base_of_bad_cases_is_good(plane: Cluster) -> None:
     """So that what is refused above is refused for the change alone."""
-    for base in ({}, {"snapshot": SNAPSHOT}, {"replicas": 10000}, {"replicas": 11}):
+    for base in (
+        {},
+        {"snapshot": SNAPSHOT},
+        {"replicas": 10000},
+        {"replicas": 11},
+        {"nprocPerNode": 8},
+    ):
         assert apply(plane, ddpjob("base", **base), "--dry-run=server") == ""
 
 
@@ -382,6 +397,18 @@ GOOD = {
         {"creationTimestamp": None, "labels": {"team": "a"}},
     ),
     "nprocPerNode 64": ("spec.nprocPerNode", 64),
+    **{
+        f"GPUs for each process, {limit!r}": (
+            "spec",
+            changed(ddpjob(nprocPerNode=4), f"{TRAINER}.resources.limits", limits)["spec"],
+        )
+        for limit, limits in {
+            4: {"nvidia.com/gpu": 4, "cpu": 0.5},
+            "8": {"nvidia.com/gpu": "8", "memory": "1Gi"},
+            "0": {"nvidia.com/gpu": 0},
+            "of MIG": {"nvidia.com/mig-1g.5gb": 1},
+        }.items()
+    },
     "any snapshot volume": (
         "spec.snapshot",
         {"path": "/a/b", "volume": {"nfs": {"server": "s", "path": "/p"}}},
@@ -410,7 +437,7 @@ def test_accepts(plane: Cluster, path: str, value: Any) -> None:
     assert apply(plane, changed(ddpjob("good"), path, value), "--dry-run=server") == ""
 
 
-@pytest.mark.parametrize("name", ["digits.yaml", "plain-torchrun.yaml"])
+@pytest.mark.parametrize("name", ["digits.yaml", "gpu-check.yaml", "plain-torchrun.yaml"])
 def test_accepts_the_examples(plane: Cluster, name: str) -> None:
     for body in example(name):
         assert apply(plane, body, "--dry-run=server") == ""

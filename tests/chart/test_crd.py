@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from ddpjob_operator.core import contract, spec
+from ddpjob_trainer import cli
 from devcluster import binaries
 from support.cluster import CRD, ROOT
 from support.manifest import changed, ddpjob, example
@@ -182,8 +183,20 @@ def test_digits_snapshots_lie_on_its_claim() -> None:
 def test_example_scripts_exist() -> None:
     for _, body in jobs():
         (container,) = body["spec"]["template"]["spec"]["containers"]
-        (script,) = (word for word in container["command"] if word.startswith("/workspace/"))
-        assert (ROOT / script.removeprefix("/workspace/")).is_file(), script
+        for word in container["command"]:
+            if word.startswith("/workspace/"):
+                assert (ROOT / word.removeprefix("/workspace/")).is_file(), word
+
+
+def test_the_check_of_gpus_is_one_pod_per_node_with_a_command_that_exists() -> None:
+    (job,) = example("gpu-check.yaml")
+    pod = job["spec"]["template"]["spec"]
+    (apart,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert apart["topologyKey"] == "kubernetes.io/hostname"
+    assert apart["labelSelector"] == {"matchLabels": {"ddpjob.dev/job-name": "gpu-check"}}
+    program, *words = pod["containers"][0]["command"]
+    assert program == "ddpjob-trainer"
+    assert cli._parser().parse_args(words).command == "gpu-check"
 
 
 def test_the_job_in_the_readme_is_a_job(validate: Callable[[Any], None]) -> None:

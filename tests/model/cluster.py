@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from ddpjob_operator.core import observe
-from ddpjob_operator.core.status import parse_time
+from ddpjob_operator.core.lenient import parse_time
 from ddpjob_operator.shell import errors
 from support.invariants import Write
 from support.objects import ended
@@ -210,11 +210,19 @@ class Cluster:
 
     # --- kubelets, scheduler, garbage collector ---
 
+    def fitting(self, pod: Object) -> list[str]:
+        """Nodes that are heard of and that its affinity allows, of which all terms say the same."""
+        required = "requiredDuringSchedulingIgnoredDuringExecution"
+        affinity = (pod["spec"].get("affinity") or {}).get("nodeAffinity") or {}
+        terms = affinity.get(required, {}).get("nodeSelectorTerms", [])
+        kept_off = {field["values"][0] for term in terms for field in term["matchFields"]}
+        return [n for n in self.nodes if n not in self.silent and n not in kept_off]
+
     def start(self, pod: Object) -> None:
         """A scheduler binds it and a kubelet runs it."""
         name = pod["metadata"]["name"]
-        heard = [n for n in self.nodes if n not in self.silent]
-        node = pod["spec"].get("nodeName") or heard[self._uid % len(heard)]
+        fitting = self.fitting(pod)
+        node = pod["spec"].get("nodeName") or fitting[self._uid % len(fitting)]
         spec = {**pod["spec"], "nodeName": node}
         state = {"running": {"startedAt": stamp(self.now)}}
         new = self.update("pods", name, spec=spec, status=self._pod_status(pod, "Running", state))

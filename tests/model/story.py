@@ -200,8 +200,8 @@ class World:
 
     def _can_start(self, pod: Object) -> bool:
         fresh = pod["status"].get("phase") == "Pending" and self.cluster.hears(pod)
-        room = any(node not in self.cluster.silent for node in self.cluster.nodes)
-        return fresh and room and "deletionTimestamp" not in pod["metadata"]
+        room = pod["spec"].get("nodeName") or self.cluster.fitting(pod)
+        return fresh and bool(room) and "deletionTimestamp" not in pod["metadata"]
 
     def _end_one(self, job: Object) -> bool:
         found, name = status(job), job["metadata"]["name"]

@@ -28,7 +28,7 @@ from support.objects import ended, status
 
 LOOP = asyncio.new_event_loop()
 JOBS = ("a", "b")
-CODES = (0, 1, 2, 75, 76, 137, 143)
+CODES = (0, 1, 2, 74, 75, 76, 137, 143)
 INDEX = st.integers(0, 5)
 SPECS = st.fixed_dictionaries(
     {"replicas": st.integers(1, 3)},

@@ -76,6 +76,10 @@ FAULTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "N10": ("pods that end slowly at SIGTERM", "the next attempt waits until they are gone"),
         "N11": ("labels of a pod taken off or forged", "no loop, no second gang"),
         "N12": ("the node reboots", "told as such, free of charge; the gang goes on"),
+        "N13": (
+            "a GPU fails (the program's last words say so)",
+            "the attempt ends, free of charge; the next one is kept off that node",
+        ),
     },
     "The training": {
         "T1": ("SIGKILL of any rank at any moment", "every bit and every loss as undisturbed"),

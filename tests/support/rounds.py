@@ -235,11 +235,11 @@ class Training:
         return "\n".join(texts)
 
 
-def patched(directory: Path, constant: str, value: float) -> dict[str, str]:
+def patched(directory: Path, constant: str, value: object) -> dict[str, str]:
     """Environment in which a launcher has another value for a constant in its package."""
     module, _, name = constant.rpartition(".")
     (directory / "sitecustomize.py").write_text(
-        f"import ddpjob_trainer.launcher.{module} as module\nmodule.{name} = {value}\n"
+        f"import ddpjob_trainer.launcher.{module} as module\nmodule.{name} = {value!r}\n"
     )
     return {"PYTHONPATH": f"{directory}{os.pathsep}{SOURCES}"}
 

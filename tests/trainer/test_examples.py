@@ -6,16 +6,19 @@ import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from ddpjob_trainer.telemetry.event_log import read_losses
 from support.launching import NO_ROUNDS
 
 ROOT = Path(__file__).parents[2]
 DIGITS = str(ROOT / "examples/digits.py")
+GPT2 = str(ROOT / "examples/gpt2.py")
 PLAIN = str(ROOT / "examples/plain_torchrun.py")
 LAUNCHER = (sys.executable, "-m", "ddpjob_trainer", "run", "--nproc", "3")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3")
@@ -126,3 +129,33 @@ def test_digits_killed_and_started_anew_equals_torchruns(tmp_path, undisturbed):
     assert value("weights_sha256", resumed) == value("weights_sha256", undisturbed)
     assert value("test_accuracy", resumed) == value("test_accuracy", undisturbed)
     assert json.loads(report.read_bytes())["kind"] == "success"
+
+
+TINY = (
+    *("--layers", "2", "--heads", "2", "--width", "32", "--context", "16", "--vocabulary", "64"),
+    *("--global-batch", "24", "--micro-batches", "2", "--total-steps", "60", "--lr", "0.01"),
+)
+
+
+def test_gpt2_learns_at_a_tiny_size(tmp_path):  # type: ignore[no-untyped-def]
+    """bf16, weight decay by groups, clipping, a cosine, accumulation; the loss in the forward."""
+    events = tmp_path / "events.jsonl"
+    command = (*LAUNCHER, "--events", str(events), GPT2, *TINY)
+    first = value("weights_sha256", finish(*command))
+    losses = read_losses(events)
+    assert losses[60] < 0.75 * losses[1]  # ln 64 is what knowing nothing costs
+    assert value("weights_sha256", finish(*command)) == first
+
+
+def test_gpt2_reads_a_file_of_tokens_and_has_its_124m_parameters(tmp_path):  # type: ignore[no-untyped-def]
+    tokens = tmp_path / "tokens.bin"
+    tokens.write_bytes(bytes(1024) + struct.pack("<4000H", *(n * 7 % 64 for n in range(4000))))
+    out = finish(sys.executable, GPT2, *TINY, "--total-steps", "3", "--data", str(tokens),
+                 "--skip", "1024", "--micro-batches", "1")  # fmt: skip
+    assert re.search(r"^step 3/3 loss", out, re.MULTILINE)
+    layers, width, context, words = 12, 768, 1024, 50304
+    block = 12 * width * width + 13 * width
+    assert layers * block + (words + context) * width + 2 * width == 124_475_904
+    layers, width, context, words = 2, 32, 16, 64
+    block = 12 * width * width + 13 * width
+    assert value("parameters", out) == str(layers * block + (words + context) * width + 2 * width)

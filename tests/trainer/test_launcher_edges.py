@@ -11,13 +11,17 @@ import select
 import shlex
 import signal
 import subprocess
+import time
 import urllib.request
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from ddpjob_trainer.launcher.hub.hub import BARRIER_SECONDS
 from support.launching import RUN, SOURCES, free_ports, launch, launched, run
+from support.rounds import patched
 
 _PTRACE_SEIZE = 0x4206
 
@@ -200,9 +204,52 @@ while True:
     assert content["rounds"][0]["code"] == 3
 
 
+@contextmanager
+def traced(pid: int) -> Iterator[None]:
+    """Its end is not seen by its parent, as that of one that waits for a disk or a device."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    assert libc.ptrace(_PTRACE_SEIZE, pid, None, None) == 0, os.strerror(ctypes.get_errno())
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)  # lets go of it
+
+
+def test_a_worker_that_takes_longer_to_end_than_the_barrier_is_waited_for(  # type: ignore[no-untyped-def]
+    script, tmp_path, wait_until
+):
+    """As one with a GPU does, whose driver first gives back its memory."""
+    program = script(
+        f"""
+if os.environ["DDPJOB_ROUND"] == "1":
+    sys.exit(0)
+if rank == 0:
+    open({str(tmp_path)!r} + "/pid", "w").write(str(os.getpid()) + "\\n")
+    time.sleep(600)
+while not os.path.exists({str(tmp_path)!r} + "/traced"):
+    time.sleep(0.01)
+sys.exit(7)
+"""
+    )
+    pid = tmp_path / "pid"
+    env = patched(tmp_path, "plan._EXIT_SECONDS", 120.0)
+    with launched("--nproc", "2", program, env=env) as process:
+        wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"), "rank 0", 30)
+        with traced(int(pid.read_text())):
+            (tmp_path / "traced").touch()
+            stat = Path(f"/proc/{int(pid.read_text())}/stat")
+            wait_until(lambda: ") Z " in stat.read_text(), "rank 0 was killed", 30)
+            time.sleep(BARRIER_SECONDS + 2)  # what is tested is that so long is not too long
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "round 1: rank 1 ended" in err
+
+
 @pytest.mark.fault("T10")
 def test_a_worker_that_not_even_sigkill_ends_is_left_and_named(script, tmp_path, wait_until):  # type: ignore[no-untyped-def]
-    """The dead process of a tracer is not seen by its parent, as one that waits for a dead disk."""
     report = tmp_path / "report"
     program = script(
         f"""
@@ -215,20 +262,11 @@ sys.exit(7)
 """
     )
     pid = tmp_path / "pid"
-    with launch("--nproc", "2", "--termination-log", str(report), program) as process:
-        try:
-            wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"), "rank 0", 30)
-            libc = ctypes.CDLL(None, use_errno=True)
-            libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
-            assert libc.ptrace(_PTRACE_SEIZE, int(pid.read_text()), None, None) == 0, os.strerror(
-                ctypes.get_errno()
-            )
+    with launched("--nproc", "2", "--termination-log", str(report), program) as process:
+        wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"), "rank 0", 30)
+        with traced(int(pid.read_text())):
             (tmp_path / "traced").touch()
-            _, err = process.communicate(timeout=60)
-        finally:
-            process.kill()
-            with suppress(ChildProcessError):
-                os.waitpid(int(pid.read_text()), 0)  # lets go of it
+            _, err = process.communicate(timeout=120)
     assert process.returncode == 7, err
     content = json.loads(report.read_bytes())
     assert (content["rank"], content["code"]) == (1, 7)

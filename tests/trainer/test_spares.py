@@ -219,6 +219,34 @@ def test_what_kills_spares_again_and_again_is_not_tried_for_ever(tmp_path, who):
     assert line == f"launcher: no warm spares: {who} died 3 times in a row\n"
 
 
+@pytest.mark.parametrize("who", ["a spare", "the fork server"])
+def test_a_process_in_wait_that_holds_a_gpu_is_let_go(tmp_path, wait_until, who):  # type: ignore[no-untyped-def]
+    """A file stands for the driver's. The round that follows does without spares."""
+    driver = tmp_path / "nvidia-uvm"
+    driver.touch()
+    opens = f"import os\nif os.environ.get('DDPJOB_ROUND', '1') == '1': f = open({str(driver)!r})\n"
+    (tmp_path / "torch.py").write_text("raise ImportError('not in this test')")
+    (tmp_path / ("mine.py" if who == "a spare" else "safetensors.py")).write_text(opens)
+    script = tmp_path / "script.py"
+    first = "import mine\n" if who == "a spare" else ""
+    script.write_text(
+        first + "import os, sys, time\nrank = int(os.environ['RANK'])\n" + FRESH + BARE
+        + "print(round_, flush=True)\nif round_ == '0': time.sleep(600)\n"
+    )  # fmt: skip
+    env = patched(tmp_path, "processes.devices._DRIVER", (str(driver),))
+    with launched("--nproc", "2", str(script), env=env) as launcher:
+        assert launcher.stderr is not None
+        line = launcher.stderr.readline()
+        assert line == f"launcher: no warm spares: an import has opened {driver}\n"
+        wait_until(lambda: len(children(launcher.pid)) == 2, "only workers are left")
+        for pid in children(launcher.pid):
+            kill(pid)
+        out, err = launcher.communicate(timeout=DEADLINE)
+    assert launcher.returncode == 0, err
+    assert sorted(re.findall(r"\d$", out, re.MULTILINE)) == ["0", "0", "1", "1"]
+    assert "no warm spares" not in err
+
+
 def test_spares_that_were_asked_for_come_without_our_library_too(tmp_path, wait_until):  # type: ignore[no-untyped-def]
     (tmp_path / "torch.py").write_text("raise ImportError('not in this test')")
     script = tmp_path / "script.py"

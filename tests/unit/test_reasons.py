@@ -18,7 +18,7 @@ OTHERS = {
     *("Normal", "Warning"),  # types of Events
     *("DisruptionTarget", "PodScheduled", "Ready", "Completed", "Error", "ErrImagePull"),  # pods'
     *("Exists", "NoExecute", "FallbackToLogsOnError", "Memory", "Ingress", "None"),  # pods' fields
-    *("True", "False", "TCP", "RANK", "PYTHONUNBUFFERED", "ExitCode", "Signal"),
+    *("True", "False", "TCP", "RANK", "PYTHONUNBUFFERED", "ExitCode", "Signal", "NotIn"),
 }
 #: Words of Kubernetes that the page explains and no source has to know.
 KUBERNETES = {

@@ -96,6 +96,20 @@ properties:
           format: int32
           minimum: 1
           maximum: 65535
+  resources:
+    description: What the container asks for, as in any pod.
+    type: object
+    x-kubernetes-preserve-unknown-fields: true
+    properties:
+      limits:
+        description: The most that the container gets.
+        type: object
+        x-kubernetes-preserve-unknown-fields: true
+        properties:
+          nvidia.com/gpu:
+            description: GPUs of the container, and of nprocPerNode auto.
+            x-kubernetes-int-or-string: true
+            maxLength: 20
   volumeMounts:
     description: Volumes mounted into the container.
     type: array

@@ -27,11 +27,12 @@ properties:
     type: string
   class:
     description: >-
-      What kind of failure it was. Permanent, Diverged and Invalid end the job; Infrastructure
-      and Disruption are not charged to restart.maxRestarts. Killed is SIGKILL without a word from
-      Kubernetes: look for the kernel's OOM killer on the node.
+      What kind of failure it was. Permanent, Diverged and Invalid end the job; Hardware (a GPU
+      failed; its node is avoided), Infrastructure and Disruption are not charged to
+      restart.maxRestarts. Killed is SIGKILL without a word from Kubernetes: look for the kernel's
+      OOM killer on the node.
     type: string
-    enum: [Permanent, Diverged, OOM, Hang, Killed, User, Infrastructure, Disruption, Startup, Deadline, Invalid]
+    enum: [Permanent, Hardware, Diverged, OOM, Hang, Killed, User, Infrastructure, Disruption, Startup, Deadline, Invalid]
   reason:
     description: Short cause in CamelCase, for example Error, OOMKilled, Evicted, PodDeleted.
     type: string
@@ -267,6 +268,16 @@ properties:
     x-kubernetes-list-type: atomic
     items:
       {{- include "ddpjob.crd.failure" . | nindent 6 }}
+  avoidedNodes:
+    description: >-
+      Nodes on which a GPU failed, the newest last. New pods are kept off them, until a gang finds no
+      room elsewhere within startupDeadlineSeconds or the job is suspended and resumed.
+    type: array
+    maxItems: 16
+    x-kubernetes-list-type: set
+    items:
+      type: string
+      maxLength: 253
   timings:
     description: Points in time (UTC, of the operator's clock) and durations.
     type: object

@@ -183,13 +183,22 @@ def test_ranges(text: object, found: set[int]):
 @pytest.mark.parametrize(
     ("nproc", "limits", "expected"),
     [("auto", {}, 1), ("auto", {"nvidia.com/gpu": "8"}, 8), ("auto", {"nvidia.com/gpu": 2}, 2),
-     ("auto", {"nvidia.com/gpu": "0"}, 1), (4, {}, 4), ("4", {}, 4)],
+     ("auto", {"nvidia.com/gpu": "0"}, 1), (4, {}, 4), ("4", {}, 4), (2, {"nvidia.com/gpu": 4}, 2),
+     (3, {"nvidia.com/gpu": "0"}, 3), (3, {"nvidia.com/mig-1g.5gb": 1}, 3)],
 )  # fmt: skip
 def test_nproc_per_node(nproc: object, limits: dict[str, Any], expected: int):
     template = {"spec": {"containers": [{"name": "t", "resources": {"limits": limits}}]}}
     found = spec.parse({"nprocPerNode": nproc, "template": template, "replicas": 2})
     assert found.nproc_per_node == expected
     assert found.world_size == 2 * expected
+
+
+@pytest.mark.parametrize(("nproc", "gpus"), [(8, "4"), ("2", 1), (3, "2")])
+def test_more_processes_than_gpus_are_refused(nproc: object, gpus: object):
+    limits = {"nvidia.com/gpu": gpus}
+    template = {"spec": {"containers": [{"name": "t", "resources": {"limits": limits}}]}}
+    with pytest.raises(spec.SpecError, match=rf"spec\.nprocPerNode is {nproc}, but .* is {gpus},"):
+        spec.parse({"nprocPerNode": nproc, "template": template, "replicas": 2})
 
 
 def test_a_template_without_containers_is_refused():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddpjob_operator.core import actions as act
-from ddpjob_operator.core.status import parse_time
+from ddpjob_operator.core.lenient import parse_time
 from support.world import World, job_object
 
 

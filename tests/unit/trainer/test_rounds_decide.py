@@ -52,6 +52,12 @@ def test_what_a_restart_cannot_cure_ends_the_attempt(code):  # type: ignore[no-u
     assert verdict_of(History(), exits(KILLED, code)).next is not None
 
 
+def test_a_gpu_that_failed_is_not_tried_again_and_explains_the_others():
+    verdict = verdict_of(History(), exits(KILLED, 1, 74), snapshot_step=50)
+    assert (verdict.next, verdict.cause.rank) == (None, 2)
+    assert "a GPU failed" in verdict.why
+
+
 def test_an_exit_code_that_the_users_rules_fail_ends_the_attempt() -> None:
     def following(code: int) -> History | None:
         limits = Limits(3, final=frozenset({3, 42}))

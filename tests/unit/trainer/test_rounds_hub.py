@@ -12,6 +12,7 @@ from ddpjob_trainer.launcher.hub.hub import BARRIER_SECONDS, Hub
 from ddpjob_trainer.launcher.hub.messages import (
     Done,
     End,
+    Exiting,
     Failed,
     Finished,
     Go,
@@ -140,6 +141,33 @@ def test_who_does_not_stop_ends_the_attempt() -> None:
     assert scene.told() == scene.everyone(end)
 
 
+def test_who_says_that_its_processes_still_end_is_waited_for() -> None:
+    """A GPU's memory is given back for seconds after a kill."""
+    scene = Scene()
+    scene.hub.receive(2, Exiting(0), 0.5)  # nothing has been stopped yet
+    scene.fails(1, -9, now=1.0)
+    scene.stops(0, 1, now=2.0)
+    for second in range(3, 60):
+        scene.hub.receive(2, Exiting(0), float(second))
+        assert scene.hub.tick(second + 0.5) == second + BARRIER_SECONDS
+    scene.hub.receive(2, Exiting(7), 60.0)  # of another round
+    assert scene.hub.tick(60.5) == 59.0 + BARRIER_SECONDS
+    scene.told()
+    scene.stops(2, now=61.0)
+    assert isinstance(scene.told()[2][0], Go)
+
+
+def test_who_does_not_say_so_any_more_ends_the_attempt() -> None:
+    scene = Scene()
+    scene.fails(1, -9, now=1.0)
+    scene.stops(0, 1, now=2.0)
+    scene.hub.receive(2, Exiting(0), 10.0)
+    scene.told()
+    scene.hub.tick(15.0)
+    end = End(2, "replica 2 did not stop within 14 s", graceful=False)
+    assert scene.told() == scene.everyone(end)
+
+
 def test_who_comes_late_learns_where_things_stand() -> None:
     scene = Scene(here=(0, 1))
     scene.fails(1, -9)
@@ -252,6 +280,7 @@ def test_nobody_speaks_for_another() -> None:
         GANG,
         Failed(2, (Exit(3, 1, -9, 0.5, exception="é", step=4),), 1),
         Stopped(0, (), -1),
+        Exiting(3),
         Go(1, ({"round": 0, "rank": 1, "kind": "signal", "at": "now"},)),
         End(-1, "x", graceful=True),
         Finished(),

@@ -14,6 +14,7 @@ from ddpjob_trainer import contract
 from ddpjob_trainer.chaos import command as chaos
 from ddpjob_trainer.environment import EVENTS, read_launcher
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.gpu_check import command as gpu_check
 from ddpjob_trainer.launcher import torchrun
 from ddpjob_trainer.task import command as task
 
@@ -64,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_snapshot(commands)
     chaos.add(commands)
+    gpu_check.add(commands)
     task.add(commands, _add_launcher)
     return parser
 
@@ -237,6 +239,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(words)
     if options.command == "chaos":
         return chaos.main(options)
+    if options.command == "gpu-check":
+        return gpu_check.main(options)
     if options.command == "snapshot":
         return _snapshot(options)
     if options.command == "task":

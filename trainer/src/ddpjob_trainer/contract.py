@@ -79,6 +79,7 @@ class ExitCode(IntEnum):
     USAGE = 2
     BAD_CONFIG = 64
     DIVERGED = 70  # ranks disagree, or the NaN policy said stop
+    HARDWARE = 74  # a GPU failed, not the program: another machine may do better
     PEER_LOST = 75  # collateral: another rank died first
     HANG = 76
     CONFIG = 78
@@ -106,7 +107,7 @@ STATE_MAX_ROUNDS: Final = 10
 STATE_MAX_STACKS_BYTES: Final = 16 * 1024
 
 ReportKind = Literal[
-    "success", "exit", "signal", "exception", "peerLost", "sigterm", "hang", "diverged"
+    "success", "exit", "signal", "exception", "peerLost", "sigterm", "hang", "diverged", "hardware"
 ]
 
 

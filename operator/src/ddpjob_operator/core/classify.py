@@ -20,6 +20,7 @@ from ddpjob_operator.core.status import Failure
 #: Classes from the strongest cause to the weakest.
 SEVERITY: Final = (
     "Permanent",
+    "Hardware",  # before what it may have brought about: other bits, a hang, peers that fail
     "Diverged",
     "OOM",
     "Hang",
@@ -30,12 +31,13 @@ SEVERITY: Final = (
     "Collateral",
 )
 #: Not the user's doing: restarted without touching maxRestarts.
-FREE: Final = frozenset({"Infrastructure", "Disruption"})
+FREE: Final = frozenset({"Hardware", "Infrastructure", "Disruption"})
 #: Trying again cannot help.
 FATAL: Final = frozenset({"Permanent", "Diverged"})
 
 _CODES: Final[Mapping[int, str]] = {
     contract.ExitCode.DIVERGED: "Diverged",
+    contract.ExitCode.HARDWARE: "Hardware",
     contract.ExitCode.PEER_LOST: "Collateral",
     contract.ExitCode.HANG: "Hang",
     contract.ExitCode.SIGTERM: "Collateral",  # it was asked to end; who asked is the cause
@@ -48,6 +50,7 @@ _KINDS: Final[Mapping[str, str]] = {
     "hang": "hang: no sign of life for longer than spec.hang allows",
     "diverged": "diverged: the ranks disagree, or the NaN policy says stop",
     "peerLost": "peerLost: another rank was gone first",
+    "hardware": "hardware: a GPU failed, not the program",
 }
 
 

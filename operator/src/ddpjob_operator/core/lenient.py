@@ -5,8 +5,14 @@ Everything that comes from the API server passes here once; the rest of the core
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, Final
+
+_LABEL: Final = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_NAME: Final = re.compile(rf"{_LABEL}(\.{_LABEL})*")
+_NAME_MAX: Final = 253
 
 
 def mapping(value: object) -> Mapping[str, Any]:
@@ -40,3 +46,22 @@ def opt_number(value: object) -> float | None:
 def text(value: object) -> str:
     """The string, or an empty one."""
     return value if isinstance(value, str) else ""
+
+
+def names(value: object) -> tuple[str, ...]:
+    """The names of objects in an array, each once: DNS subdomains, as Kubernetes has them."""
+    found = (name for name in sequence(value) if isinstance(name, str) and len(name) <= _NAME_MAX)
+    return tuple(dict.fromkeys(name for name in found if _NAME.fullmatch(name)))
+
+
+def parse_time(value: object) -> datetime | None:
+    """The RFC 3339 time, or None."""
+    if not isinstance(value, str):
+        return None
+    try:
+        at = datetime.fromisoformat(value)
+    except ValueError:
+        return None
+    if not 1 < at.year <= 9000:  # adding a deadline or a time zone to it would overflow
+        return None
+    return at if at.tzinfo else at.replace(tzinfo=UTC)

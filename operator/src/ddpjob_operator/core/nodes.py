@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
 
-from ddpjob_operator.core.lenient import mapping, sequence, text
-from ddpjob_operator.core.status import parse_time
+from ddpjob_operator.core.lenient import mapping, parse_time, sequence, text
 
 #: An administrator's word that the machine is off: Kubernetes then lets go of its pods.
 OUT_OF_SERVICE: Final = "node.kubernetes.io/out-of-service"

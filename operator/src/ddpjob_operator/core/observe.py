@@ -14,8 +14,8 @@ from datetime import datetime
 from typing import Any, Final, cast
 
 from ddpjob_operator.core import contract, packed
-from ddpjob_operator.core.lenient import mapping, sequence
-from ddpjob_operator.core.status import Progress, parse_time
+from ddpjob_operator.core.lenient import mapping, parse_time, sequence
+from ddpjob_operator.core.status import Progress
 
 GROUP: Final = "ddpjob.dev"
 VERSION: Final = "v1alpha1"

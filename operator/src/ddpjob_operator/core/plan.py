@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import Final
+from typing import Any, Final
 
 from ddpjob_operator.core import classify, render
 from ddpjob_operator.core import spec as spec_module
@@ -31,6 +31,7 @@ from ddpjob_operator.core.nodes import Nodes
 from ddpjob_operator.core.observe import Job, Pod
 from ddpjob_operator.core.policy import (
     ahead,
+    avoid,
     fence,
     finish,
     heal,
@@ -132,6 +133,7 @@ def _start(view: View, change: Change) -> Change:
         timings=replace(change.status.timings, started_at=view.now),
         restarts=replace(change.status.restarts, consecutive=0, released=0),
     )
+    change = avoid.nothing(change, "the job was suspended and resumed")
     message = f"creating {view.spec.replicas} pods, attempt {change.status.attempt}"
     change = change.condition("Suspended", False, reason, "", view.now)
     # What was refused before may be mended now.
@@ -333,8 +335,13 @@ def _creations(view: View) -> tuple[Action, ...]:
     due_now = retry.ready(view)[: 1 if outcomes.setback else _BATCH]
     return (
         *(_unlabelled(refusals[r]) for r in due_now if _hidden(view, refusals.get(r))),
-        *(CreatePod(r, attempt, render.pod(view.job, view.spec, attempt, r)) for r in due_now),
+        *(CreatePod(r, attempt, _pod(view, r)) for r in due_now),
     )
+
+
+def _pod(view: View, replica: int) -> dict[str, Any]:
+    status = view.status
+    return render.pod(view.job, view.spec, status.attempt, replica, status.avoided_nodes)
 
 
 def _hidden(view: View, refusal: Refusal | None) -> bool:

@@ -6,12 +6,13 @@ added, and our variables come first so that the user's may refer to them as $(RA
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Any, Final
 
 from ddpjob_operator.core import classify, contract, observe, packed
-from ddpjob_operator.core.lenient import integer, mapping
+from ddpjob_operator.core.lenient import integer, mapping, sequence
 from ddpjob_operator.core.observe import Job
 from ddpjob_operator.core.spec import Restart, Spec
 
@@ -33,8 +34,13 @@ def network(job: Job, spec: Spec) -> tuple[dict[str, Any], ...]:
     return tuple(bodies)
 
 
-def pod(job: Job, spec: Spec, attempt: int, replica: int) -> dict[str, Any]:
-    """The pod of one replica in one attempt; its name and hostname are `<job>-<replica>`."""
+def pod(
+    job: Job, spec: Spec, attempt: int, replica: int, avoided: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The pod of one replica in one attempt; its name and hostname are `<job>-<replica>`.
+
+    ``avoided``: names of nodes that it must not be scheduled to.
+    """
     template = spec.template.packed.unpack()
     meta, body = mapping(template.get("metadata")), template["spec"]
     name = f"{job.name}-{replica}"
@@ -42,6 +48,8 @@ def pod(job: Job, spec: Spec, attempt: int, replica: int) -> dict[str, Any]:
     body["restartPolicy"] = "Never"
     body.setdefault("automountServiceAccountToken", False)
     body.setdefault("enableServiceLinks", False)
+    if avoided and not body.get("nodeName"):  # one that is named meets no scheduler
+        body["affinity"] = _kept_off(avoided, mapping(body.get("affinity")))
     body["tolerations"] = _tolerations(body.get("tolerations") or [])
     # With 0 its object would go before its containers, and with it what the barrier looks for. The
     # CRD refuses that; a job that an older one took is mended here.
@@ -228,6 +236,21 @@ def _mount(body: dict[str, Any], trainer: dict[str, Any], spec: Spec) -> None:
         volumes.append({"name": SHM_VOLUME, "emptyDir": {"medium": "Memory"}})
         mounts.append({"name": SHM_VOLUME, "mountPath": "/dev/shm"})
     body["volumes"], trainer["volumeMounts"] = volumes, mounts
+
+
+def _kept_off(nodes: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The template's affinity, and none of the nodes; by name, for hostname labels may differ."""
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    node_affinity = mapping(given.get("nodeAffinity"))
+    # A matchField takes one value; all in a term must hold, and one of the terms.
+    not_these = [{"key": "metadata.name", "operator": "NotIn", "values": [n]} for n in nodes]
+    terms = [
+        # An empty term matches nothing, and must not begin to.
+        {**term, "matchFields": [*sequence(term.get("matchFields")), *not_these]} if term else term
+        for term in sequence(mapping(node_affinity.get(required)).get("nodeSelectorTerms"))
+    ]
+    terms = terms or [{"matchFields": not_these}]
+    return {**given, "nodeAffinity": {**node_affinity, required: {"nodeSelectorTerms": terms}}}
 
 
 def _tolerations(given: list[Any]) -> list[Any]:

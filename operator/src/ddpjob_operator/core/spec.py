@@ -143,14 +143,19 @@ def parse(raw: Mapping[str, Any]) -> Spec:
 
 
 def _nproc(value: object, template: Template) -> int:
-    if isinstance(value, int) and value >= 1:
-        return value
-    if isinstance(value, str) and value.isdecimal() and int(value) >= 1:
-        return int(value)
-    if value != "auto":
+    gpus = int(template.gpus) if template.gpus.isdecimal() else 0
+    if value == "auto":
+        return gpus or 1
+    given = int(str(value)) if str(value).isdecimal() else 0
+    if given < 1:
         raise SpecError(f'spec.nprocPerNode: must be "auto" or a number >= 1, not {value!r}')
-    gpus = template.gpus
-    return int(gpus) if gpus.isdecimal() and int(gpus) > 0 else 1
+    if 0 < gpus < given:
+        raise SpecError(
+            f"spec.nprocPerNode is {given}, but the limit nvidia.com/gpu of the trainer container"
+            f" is {gpus}, and a process needs a GPU of its own: leave it out (auto), or raise the"
+            " limit"
+        )
+    return given
 
 
 def _restart(raw: Mapping[str, Any]) -> Restart:

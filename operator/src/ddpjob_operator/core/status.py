@@ -7,11 +7,20 @@ not parse counts as absent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, get_args
 
-from ddpjob_operator.core.lenient import integer, mapping, opt_integer, opt_number, sequence, text
+from ddpjob_operator.core.lenient import (
+    integer,
+    mapping,
+    names,
+    opt_integer,
+    opt_number,
+    parse_time,
+    sequence,
+    text,
+)
 from ddpjob_operator.core.ranges import format_ranges, parse_ranges
 
 Phase = Literal["Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
@@ -19,24 +28,13 @@ PHASES: Final = get_args(Phase)
 TERMINAL: Final = ("Succeeded", "Failed")
 #: status.failures keeps this many, newest last; an unbounded list would hit etcd's limit.
 MAX_FAILURES: Final = 10
+#: status.avoidedNodes keeps this many, newest last.
+MAX_AVOIDED: Final = 16
 
 
 def format_time(at: datetime) -> str:
     """RFC 3339 in UTC with microseconds (MicroTime), as the API server prints it."""
     return at.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-
-
-def parse_time(text: object) -> datetime | None:
-    """The inverse of format_time; also takes whole seconds. None if it is no time."""
-    if not isinstance(text, str):
-        return None
-    try:
-        at = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    if not 1 < at.year <= 9000:  # adding a deadline or a time zone to it would overflow
-        return None
-    return at if at.tzinfo else at.replace(tzinfo=UTC)
 
 
 def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,6 +183,7 @@ class Status:
     succeeded: frozenset[int] = frozenset()
     progress: Progress = field(default_factory=Progress)
     failures: tuple[Failure, ...] = ()
+    avoided_nodes: tuple[str, ...] = ()  # a GPU there failed: new pods go elsewhere
     timings: Timings = field(default_factory=Timings)
 
     @property
@@ -221,17 +220,12 @@ def to_dict(status: Status) -> dict[str, Any]:
             "templateHash": status.template_hash,
             "restarts": _restarts_to_dict(status.restarts),
             "ready": f"{status.replicas.ready}/{status.replicas.desired}",
-            "replicas": {
-                "desired": status.replicas.desired,
-                "active": status.replicas.active,
-                "ready": status.replicas.ready,
-                "succeeded": status.replicas.succeeded,
-                "failed": status.replicas.failed,
-            },
+            "replicas": asdict(status.replicas),
             "succeededReplicas": format_ranges(status.succeeded),
             "progress": _progress_to_dict(status.progress) or None,
             "lastFailure": last.to_dict() if last else None,
             "failures": [f.to_dict() for f in status.failures] or None,
+            "avoidedNodes": list(status.avoided_nodes) or None,
             "timings": _timings_to_dict(status.timings) or None,
         }
     )
@@ -271,6 +265,7 @@ def from_dict(body: object) -> Status:
         succeeded=parse_ranges(raw.get("succeededReplicas")),
         progress=_progress_from_dict(mapping(raw.get("progress"))),
         failures=tuple(_failures(raw.get("failures"))),
+        avoided_nodes=names(raw.get("avoidedNodes"))[-MAX_AVOIDED:],
         timings=_timings_from_dict(mapping(raw.get("timings"))),
     )
 

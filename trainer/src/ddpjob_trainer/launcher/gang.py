@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from ddpjob_trainer import contract
+from ddpjob_trainer import contract, gpu_faults
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.output import OutputPump, exception_in
 from ddpjob_trainer.launcher.plan import Plan
@@ -16,8 +16,6 @@ from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.liveness.heartbeat import RankState, read_state
 
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-#: A killed process that waits for a disk or a device that does not answer ends when that does.
-UNKILLABLE_SECONDS = 10.0
 
 #: Start a worker: (local rank, stdout, stderr) -> pid, or None: it will come. Raises OSError.
 Starter = Callable[[int, int, int], int | None]
@@ -129,6 +127,8 @@ class Gang:
             status, exception = self._condemned[local_rank]
         if not exception and status > 0 and not ours:
             exception = exception_in(self._pump.tail(rank))
+        if not ours:
+            status, exception = gpu_faults.judge(status, exception, self._pump.tail(rank))
         step = state.step if state and state.phase != "startup" else -1
         self.exits.append(Exit(rank, local_rank, status, now, ours, exception[:400], step))
 
@@ -203,7 +203,7 @@ class Gang:
                     self._kill(pid, now)
                 self._recall(signal.SIGKILL, now)
         for pid in [pid for pid in self._pids if pid in self._killed]:
-            due = self._killed[pid] + UNKILLABLE_SECONDS
+            due = self._killed[pid] + self._plan.exit_seconds
             if now < due:
                 dues.append(due)
             else:
@@ -223,8 +223,9 @@ class Gang:
         """Count as gone whom not even SIGKILL has ended: nobody can say when it will."""
         rank = self._plan.rank(self._pids[pid])
         words = (
-            f"rank {rank} (pid {pid}) was killed, but has not ended for {UNKILLABLE_SECONDS:g} s:"
-            f" it waits for a disk or device that does not answer ({children.where(pid)})"
+            f"rank {rank} (pid {pid}) was killed, but has not ended for"
+            f" {self._plan.exit_seconds:g} s: it waits for a disk or device that does not answer"
+            f" ({children.where(pid)})"
         )
         self.unkillable[pid] = words
         self._say(words)

@@ -27,6 +27,7 @@ class LauncherMetrics:
 
     round: int = 0
     workers: int = 0
+    teardown_seconds: float = 0.0
     rounds: Counter[str] = field(default_factory=Counter)  # by kind
     hangs: Counter[str] = field(default_factory=Counter)  # by phase
 

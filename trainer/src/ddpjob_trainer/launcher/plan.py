@@ -22,6 +22,7 @@ from ddpjob_trainer.environment import (
     terminal_columns,
 )
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.launcher.processes import devices
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.processes.source import sets_environment_first, uses_our_library
 from ddpjob_trainer.launcher.scratch import Scratch
@@ -29,6 +30,10 @@ from ddpjob_trainer.liveness.hang import Deadlines
 
 DEFAULT_ROUNDS_WITHOUT_PROGRESS = 3
 DEFAULT_HEAL_AFTER_SECONDS = 3600
+#: A killed process that waits for a disk or a device that does not answer ends when that does.
+_EXIT_SECONDS = 10.0
+#: One that has a GPU gives its memory back first: seconds, and more after an error of the GPU.
+_EXIT_SECONDS_WITH_GPUS = 60.0
 
 
 class CannotStartError(Exception):
@@ -53,6 +58,7 @@ class Plan:
     uid: str
     attempt: int
     grace_seconds: float
+    exit_seconds: float  # a killed process may take so long to end
     metrics_port: int | None
     termination_log: Path | None
     standalone: bool
@@ -181,6 +187,7 @@ def make_plan(
         uid=run_id if standalone else env.identity.uid,
         attempt=env.identity.attempt,
         grace_seconds=env.grace_seconds,
+        exit_seconds=_EXIT_SECONDS_WITH_GPUS if devices.any_here() else _EXIT_SECONDS,
         metrics_port=metrics_port or env.metrics_port,
         termination_log=termination_log,
         standalone=standalone,
@@ -203,6 +210,8 @@ def common_environment(plan: Plan, base: Mapping[str, str] = os.environ) -> dict
     env = dict(base)
     env.setdefault("OMP_NUM_THREADS", "1")
     env.setdefault("PYTHONUNBUFFERED", "1")
+    # Whether CUDA is there is asked of NVML, not of the driver, which no fork survives.
+    env.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     env[TERMINAL] = str(terminal_columns())
     if plan.events is not None:
         env[EVENTS] = str(plan.events)

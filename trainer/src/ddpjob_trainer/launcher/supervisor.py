@@ -21,12 +21,13 @@ from ddpjob_trainer import trace
 from ddpjob_trainer.contract import State
 from ddpjob_trainer.launcher import endpoints, membership, termination
 from ddpjob_trainer.launcher.events import Events
-from ddpjob_trainer.launcher.gang import UNKILLABLE_SECONDS, Gang
+from ddpjob_trainer.launcher.gang import Gang
 from ddpjob_trainer.launcher.hangs import HangResponse
 from ddpjob_trainer.launcher.hub import root_cause
 from ddpjob_trainer.launcher.hub.messages import (
     Done,
     End,
+    Exiting,
     Failed,
     Finished,
     Go,
@@ -58,8 +59,10 @@ _TICK_SECONDS = 1.0
 _HEALTHY_SECONDS = 10.0
 #: When no round can follow: what a worker may still say or write after another one failed.
 _LAST_WORDS_SECONDS = 1.0
-#: The hub answers a failure in milliseconds; a barrier takes 5 s at most.
+#: The hub answers a failure in milliseconds; a barrier takes as long as processes take to end.
 _ANSWER_SECONDS = 10.0
+#: Between two words to the hub that killed processes have not ended yet.
+_EXITING_SECONDS = 1.0
 #: Workers that have succeeded can be needed again, by a round; not for ever.
 _SUCCESS_SECONDS = 60.0
 #: For the progress path: a file server that does not answer must not hold us up.
@@ -84,6 +87,7 @@ class Supervisor:
         self._phase = _Phase.RUNNING
         self._since = self._tick  # when the phase began, or the first failure was told
         self._told = 0  # exits that the hub knows of
+        self._exiting_told = 0.0  # when it was told last that killed processes have not ended
         self._known = termination.Known()
         # Beside the hub, which asks for it.
         self._progress = ProgressPath(plan.progress_path if plan.replica == 0 else None)
@@ -289,7 +293,10 @@ class Supervisor:
             self._lose(link.lost, now)
         waiting = {_Phase.RUNNING: self._ended.waiting_since, _Phase.SUCCEEDED: 0.0}
         since = waiting.get(self._phase, self._since)
-        if since and now - since > _ANSWER_SECONDS and self._ended.end is None:
+        patience = _ANSWER_SECONDS
+        if self._phase in (_Phase.STOPPING, _Phase.STOPPED):  # here or elsewhere they take so long
+            patience += self._plan.exit_seconds
+        if since and now - since > patience and self._ended.end is None:
             self._lose("it does not answer", now)
 
     def _lose(self, why: str, now: float) -> None:
@@ -329,10 +336,17 @@ class Supervisor:
             self._gang.stop(now, last_words=_LAST_WORDS_SECONDS)
 
     def _stopped_at_last(self, now: float) -> None:
-        """Say so when nothing of the round is left here."""
+        """Say so when nothing of the round is left here; and until then, that it takes its time."""
         gang = self._gang
-        if self._phase is not _Phase.STOPPING or not gang.is_gone(self._starter.spared()):
+        if self._phase is not _Phase.STOPPING:
             return
+        if not gang.is_gone(self._starter.spared()):
+            patient = now - self._since < self._plan.exit_seconds
+            if patient and now - max(self._since, self._exiting_told) >= _EXITING_SECONDS:
+                self._exiting_told = now
+                self._member.link.send(Exiting(gang.round), now)
+            return
+        self._counted.teardown_seconds = now - self._since
         self._enter(_Phase.STOPPED, now)
         trace.mark("stopped")
         self._known = self._known.after(gang)
@@ -374,7 +388,7 @@ class Supervisor:
         hopeless = self._gang.unkillable
         left = children.end_all(
             lambda pid, status: self._gang.ended(pid, status, time.monotonic()),
-            UNKILLABLE_SECONDS,
+            self._plan.exit_seconds,
             hopeless,
         )
         others = [str(pid) for pid in left if pid not in hopeless]

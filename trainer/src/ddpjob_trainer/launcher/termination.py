@@ -200,7 +200,7 @@ def make_report(
         report["code"] = failure.code
         if failure.status < 0:
             report["signal"] = -failure.status
-        if exception and failure.status > 0 and not elsewhere:
+        if exception and failure.status in (*range(1, 256), -signal.SIGABRT) and not elsewhere:
             report["exception"] = exception[:_MAX_LINE]
         report["log"] = [line[:_MAX_LINE] for line in log]
     if state is not None:

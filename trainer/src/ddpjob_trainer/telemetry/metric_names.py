@@ -86,5 +86,11 @@ LAUNCHER: Final = (
     Spec("rounds", "counter", "Restarts in place, by what ended the round.", ("kind",)),
     Spec("round", "gauge", "The present round, from 0.", ()),
     Spec("workers", "gauge", "Training processes that run in this pod.", ()),
+    Spec(
+        "teardown_seconds",
+        "gauge",
+        "How long the processes of the last round took to end once they were killed.",
+        (),
+    ),
     Spec("hangs", "counter", "Processes ended because they hung, by phase.", ("phase",)),
 )

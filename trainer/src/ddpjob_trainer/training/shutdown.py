@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
+from ddpjob_trainer import gpu_faults
 from ddpjob_trainer.comm.world import brief, is_misconfiguration, is_peer_loss, leave
 from ddpjob_trainer.contract import ExitCode
 from ddpjob_trainer.errors import ConfigError, DivergedError, PeerLostError
@@ -211,6 +212,8 @@ def exit_code_of(error: BaseException) -> int:
     """Exit code of the contract for an error that ends the process."""
     if is_peer_loss(error):
         return ExitCode.PEER_LOST
+    if isinstance(error, RuntimeError) and gpu_faults.is_fault(str(error)):
+        return ExitCode.HARDWARE
     if isinstance(error, ConfigError) or is_misconfiguration(error):
         return ExitCode.BAD_CONFIG
     if isinstance(error, DivergedError):

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Refusal
 from ddpjob_operator.core.observe import KIND
-from ddpjob_operator.core.policy import fence, hold, turn
+from ddpjob_operator.core.policy import avoid, fence, hold, turn
 from ddpjob_operator.core.ranges import format_ranges
 from ddpjob_operator.core.status import Progress, Replicas, Status
 from ddpjob_operator.core.view import Change, View
@@ -86,7 +86,7 @@ def _reasons(view: View) -> Iterator[tuple[str, str]]:
             yield pod.waiting_reason, f"pod {pod.name}: {pod.waiting_message}"
     for pod in view.members.values():
         if pod.unschedulable and not pod.node and not _fresh(view, SCHEDULING_PATIENCE):
-            yield "Unschedulable", f"pod {pod.name}: {pod.unschedulable}"
+            yield "Unschedulable", f"pod {pod.name}: {pod.unschedulable}{avoid.words(view)}"
     for pod in view.members.values():
         started = classify.running(pod) or pod.trainer.state == "terminated"
         if pod.node and not started and not _fresh(view):

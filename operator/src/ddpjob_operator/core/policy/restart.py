@@ -1,7 +1,7 @@
 """What follows a lost member: a new attempt or the end of the job. Budgets live here.
 
 A charged restart is the user's doing and counts against maxRestarts; a free one
-(disruption, infrastructure) counts against maxDisruptions. heal.py gives both back.
+(disruption, infrastructure, hardware) counts against maxDisruptions. heal.py gives both back.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Measurement
-from ddpjob_operator.core.policy import finish, hold
+from ddpjob_operator.core.policy import avoid, finish, hold
 from ddpjob_operator.core.spec import Spec
 from ddpjob_operator.core.status import MAX_FAILURES, Failure, Restarts, Timings
 from ddpjob_operator.core.view import Change, View
@@ -26,7 +26,7 @@ _DEFAULT_ACTION = {
 def after(view: View, change: Change, loss: Failure) -> Change:
     """Record the loss, then start a new attempt or fail, as rules and budgets say."""
     change = _record(view, change, loss)
-    action = _action(view, loss)
+    action = _action(view, change.status.restarts, loss)
     if action == "Fail":
         return finish.fail(view, change, "PermanentFailure", describe(loss))
     free = action == "RestartFree"
@@ -47,7 +47,7 @@ def after(view: View, change: Change, loss: Failure) -> Change:
     wait = f" in {delay:g} s" if delay else ""
     message = f"attempt {view.status.attempt} ended: {describe(loss)}; restarting{wait} ({count})"
     change = new_attempt(view, change, "Restarting", delay)
-    change = change.with_status(restarts=restarts)
+    change = avoid.node_of(view, change.with_status(restarts=restarts), loss)
     change = change.condition("Running", False, "Restarting", message, view.now)
     return change.tell("Warning", "Restarting", message).measure(
         Measurement("restarts_total", 1, loss.cls)
@@ -101,10 +101,12 @@ def describe(loss: Failure) -> str:
     return f"replica {loss.replica}{rank}{node}: {loss.reason}{code} [{loss.cls}]"
 
 
-def _action(view: View, loss: Failure) -> str:
+def _action(view: View, old: Restarts, loss: Failure) -> str:
     member = view.members.get(loss.replica)
     reasons = {loss.reason, loss.cls} | (classify.raw_reasons(member) if member else set())
     default = _DEFAULT_ACTION.get(loss.cls, "Restart")
+    if loss.cls == "Hardware" and not avoid.is_free(view, _in_a_row(view, old)):
+        default = "Restart"
     return view.spec.restart.ruled(loss.exit_code, reasons) or default
 
 
@@ -113,18 +115,22 @@ def _count(view: View, old: Restarts, free: bool) -> Restarts:
         total=old.total + 1,
         charged=old.charged + (not free),
         disruptions=old.disruptions + free,
-        consecutive=(0 if _ran_long(view) else old.consecutive) + 1,
+        consecutive=_in_a_row(view, old) + 1,
         in_place=old.in_place,
         snapshot_step=view.snapshot_step,
         file_at=view.file_at,
     )
 
 
-def _ran_long(view: View) -> bool:
-    """Longer than the longest backoff: not a crash loop, so the next restart is immediate."""
+def _in_a_row(view: View, old: Restarts) -> int:
+    """Restarts before this one without progress or a long run in between.
+
+    Longer than the longest backoff is no crash loop, so the next restart is immediate.
+    """
     since = view.status.timings.running_at
     longest = timedelta(seconds=view.spec.restart.max_seconds)
-    return since is not None and view.now - since > longest
+    ran_long = since is not None and view.now - since > longest
+    return 0 if ran_long else old.consecutive
 
 
 def _record(view: View, change: Change, loss: Failure) -> Change:

@@ -12,7 +12,7 @@ from typing import Final
 
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Measurement, Refusal
-from ddpjob_operator.core.policy import hold, report, restart
+from ddpjob_operator.core.policy import avoid, hold, report, restart
 from ddpjob_operator.core.policy.release import release
 from ddpjob_operator.core.status import Failure
 from ddpjob_operator.core.view import Change, View
@@ -74,7 +74,8 @@ def advance(view: View, change: Change) -> Change:
     waiting = [pod for pod in view.members.values() if pod.unschedulable or not pod.node]
     if waiting:
         what = f"pod {waiting[0].name}: {waiting[0].unschedulable or 'no scheduler has seen it'}"
-        return release(view, change, "Unschedulable", what)
+        change = avoid.nothing(change, "no room elsewhere")
+        return release(view, change, "Unschedulable", what + avoid.words(view))
     return restart.after(view, change, _too_slow(view))
 
 

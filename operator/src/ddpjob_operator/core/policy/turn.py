@@ -14,9 +14,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from ddpjob_operator.core.actions import Waiter
-from ddpjob_operator.core.lenient import mapping, sequence
+from ddpjob_operator.core.lenient import mapping, parse_time, sequence
 from ddpjob_operator.core.observe import Job
-from ddpjob_operator.core.status import parse_time
 from ddpjob_operator.core.view import View
 
 #: Phases of a gang that waits for quota, or tries once more.

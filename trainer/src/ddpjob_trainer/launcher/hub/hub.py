@@ -14,6 +14,7 @@ from ddpjob_trainer.launcher.hub import root_cause, rounds
 from ddpjob_trainer.launcher.hub.messages import (
     Done,
     End,
+    Exiting,
     Failed,
     Finished,
     Go,
@@ -28,7 +29,7 @@ from ddpjob_trainer.launcher.hub.messages import (
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.hub.rounds import History, Limits
 
-#: From the first Stop until the last launcher has stopped its workers.
+#: From Stop, or from a launcher's last word that its workers still end, until all have ended.
 BARRIER_SECONDS = 5.0
 
 _Post = Callable[[int, Message], None]
@@ -67,6 +68,7 @@ class Hub:
         self._stopped: set[int] = set()
         self._done: set[int] = set()
         self._snapshot_step = -1
+        self._stop_at = 0.0
         self._barrier_at: float | None = None
 
     @property
@@ -110,7 +112,7 @@ class Hub:
         if isinstance(message, Leaving):
             self._end(End(-1, f"the launcher of replica {replica} was told to end", graceful=True))
             return
-        if not isinstance(message, Failed | Stopped | Done):
+        if not isinstance(message, Failed | Exiting | Stopped | Done):
             raise ValueError(f"a launcher must not say {type(message).__name__}")
         if message.round != self.history.round:
             return
@@ -118,6 +120,10 @@ class Hub:
             self._done.add(replica)
             if len(self._done) == self._gang.replicas:
                 self._end(Finished())
+            return
+        if isinstance(message, Exiting):
+            if self._barrier_at is not None:
+                self._barrier_at = now + BARRIER_SECONDS
             return
         self._note(replica, message.exits, now)
         if isinstance(message, Failed):
@@ -169,7 +175,8 @@ class Hub:
             missing = sorted(set(range(self._gang.replicas)) - self._stopped)
             which = ", ".join(map(str, missing[:8]))
             cause = root_cause.first_failure(self._exits.values())
-            self._end(_end(cause, f"replica {which} did not stop within {BARRIER_SECONDS:g} s"))
+            took = now - self._stop_at
+            self._end(_end(cause, f"replica {which} did not stop within {took:.0f} s"))
         return None
 
     def _stop_when_due(self, now: float) -> float | None:
@@ -182,6 +189,7 @@ class Hub:
             self._end(_end(found, "a launcher whose workers had succeeded is gone"))
             return None
         self._phase = _Phase.STOPPING
+        self._stop_at = now
         self._barrier_at = now + BARRIER_SECONDS
         self._tell_all(Stop(self.history.round))
         return self._barrier_at

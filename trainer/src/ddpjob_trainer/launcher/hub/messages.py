@@ -37,6 +37,13 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class Exiting:
+    """Workers of this round were killed and have not all ended: their GPUs take their time."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stopped:
     """No process of this round is left here. ``exits``: of all workers."""
 
@@ -104,7 +111,10 @@ class Finished:
     """All workers everywhere ended with 0."""
 
 
-Message = Hello | Failed | Stopped | Done | Leaving | Welcome | Refused | Stop | Go | End | Finished
+Message = (
+    Hello | Failed | Exiting | Stopped | Done | Leaving
+    | Welcome | Refused | Stop | Go | End | Finished
+)  # fmt: skip
 _TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in Message.__args__}
 _HINTS = {kind: get_type_hints(kind) for kind in (*_TYPES.values(), Exit)}
 _ROUND_HINTS = {name: int if hint is int else str for name, hint in get_type_hints(Round).items()}

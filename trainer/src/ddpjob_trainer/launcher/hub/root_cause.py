@@ -33,9 +33,14 @@ class Exit:
         return 128 - self.status if self.status < 0 else self.status
 
 
-def _order(exit_: Exit) -> tuple[bool, float, bool, int]:
-    """Causes before collateral, then by time; of those seen at once a signal comes first."""
-    return (exit_.code == ExitCode.PEER_LOST, exit_.at, exit_.status > 0, exit_.local_rank)
+def _order(exit_: Exit) -> tuple[int, float, bool, int]:
+    """Causes before collateral, then by time; of those seen at once a signal comes first.
+
+    A GPU that failed explains the others, whenever it was told.
+    """
+    ranks: dict[int, int] = {ExitCode.HARDWARE: 0, ExitCode.PEER_LOST: 2}
+    first = ranks.get(exit_.code, 1)
+    return (first, exit_.at, exit_.status > 0, exit_.local_rank)
 
 
 def first_failure(exits: Collection[Exit]) -> Exit | None:
@@ -81,6 +86,7 @@ def kind(failure: Exit | None, *, exception: str, terminated: bool) -> ReportKin
         ExitCode.PEER_LOST: "peerLost",
         ExitCode.HANG: "hang",
         ExitCode.DIVERGED: "diverged",
+        ExitCode.HARDWARE: "hardware",
         ExitCode.SIGTERM: "sigterm",
     }
     return named.get(failure.code) or ("exception" if exception else "exit")

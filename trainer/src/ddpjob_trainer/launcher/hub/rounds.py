@@ -82,6 +82,8 @@ def decide(
         return Verdict(None, cause, "restart in place is off")
     if cause is not None and cause.code in FINAL_EXIT_CODES:
         return Verdict(None, cause, f"exit code {cause.code} cannot be cured by a restart")
+    if cause is not None and cause.code == ExitCode.HARDWARE:
+        return Verdict(None, cause, "a GPU failed, and a restart in place would meet it again")
     if cause is not None and cause.code in limits.final:
         return Verdict(None, cause, f"a rule of the job ends it at exit code {cause.code}")
     if failures > limits.budget:

@@ -281,7 +281,13 @@ class Spares:
             one.pid = int(str(body["pid"]))
             if one.call is not None:
                 self._deliver(local_rank, one, one.call, now)
-        if "ready" in body:
+        if "unfit" in body and one.called_at is None:  # else it is a worker by now
+            self._drop(local_rank)
+            if self._count:  # the others will say the same
+                self._off(str(body["unfit"]))
+                self._kill_server()
+            return
+        if "ready" in body or "unfit" in body:
             one.ready = True
             self._deaths = 0
             if self.full and all(other.ready for other in self._spares.values()):

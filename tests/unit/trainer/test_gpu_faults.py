@@ -1,0 +1,105 @@
+"""Whose fault an end was, by what CUDA, the driver and NCCL say of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ddpjob_trainer.contract import ExitCode
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.gpu_faults import is_fault, judge
+from ddpjob_trainer.training.shutdown import exit_code_of
+
+ECC = "CUDA error: uncorrectable ECC error encountered"
+NCCL = """\
+[PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: {}
+Exception raised from run at /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1901:
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x96 (0x7b99599e31b6 in libc10.so)
+frame #1: <unknown function> + 0x9caa4 (0x7b995a69caa4 in /lib/x86_64-linux-gnu/libc.so.6)
+"""
+
+
+def aborted(words: str) -> list[str]:
+    """The last lines of a process that NCCL's watchdog has ended."""
+    said = NCCL.format(words)
+    thrown = "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  "
+    return ["step 17", *(f"[rank1]:[E1123 12:00:00 ProcessGroupNCCL.cpp:2057] {said}{thrown}{said}"
+                         ).splitlines()]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"torch.AcceleratorError: {ECC}",
+        "RuntimeError: CUDA error: unspecified launch failure",
+        "RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable",
+        "ncclUnhandledCudaError: ... Last error:\nCuda failure 719 'unspecified launch failure'",
+        "HIP error: uncorrectable ECC error encountered",
+        "Error 802: system not yet initialized",
+        "NVRM: Xid (PCI:0000:1b:00): 79, pid=4711, name=python, GPU has fallen off the bus.",
+        "NVRM: Xid (PCI:0000:1b:00): 94, pid=4711, Contained: SM (0x1). RST: No, D-RST: No",
+        "Unable to determine the device handle for GPU0000:1B:00.0: GPU is lost.",
+    ],
+)
+def test_a_gpu_that_failed_is_told_by_its_words(text: str) -> None:
+    assert is_fault(text)
+    assert exit_code_of(RuntimeError(text)) == ExitCode.HARDWARE
+    assert judge(1, text, ["Traceback (most recent call last):"])[0] == ExitCode.HARDWARE
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: an illegal memory access was encountered",
+        "CUDA error: device-side assert triggered",
+        "CUDA out of memory. Tried to allocate 20.00 GiB",
+        "NVRM: Xid (PCI:0000:1b:00): 31, pid=4711, name=python, MMU Fault",
+        "the database is lost",
+    ],
+)
+def test_what_the_program_did_is_its_own(text: str) -> None:
+    assert not is_fault(text)
+    assert exit_code_of(RuntimeError(text)) == 1
+    assert judge(1, text, [text]) == (1, text)
+
+
+def test_an_error_of_torch_that_names_its_gpu_has_the_code() -> None:
+    made = getattr(torch, "AcceleratorError", RuntimeError)
+    assert issubclass(made, RuntimeError)
+    assert exit_code_of(ValueError(ECC)) == 1  # a check of the user's own
+    assert exit_code_of(ConfigError(ECC)) == ExitCode.BAD_CONFIG
+
+
+def test_nccl_ends_a_process_whose_gpu_failed() -> None:
+    code, words = judge(-6, "", aborted(ECC))
+    assert code == ExitCode.HARDWARE
+    assert ECC in words
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9) ran 600081 ms",
+        "NCCL error: remote process exited or there was a network error, NCCL version 2.27.3",
+    ],
+)
+def test_nccl_ends_a_process_whose_peer_is_gone(words: str) -> None:
+    code, told = judge(-6, "", aborted(words))
+    assert code == ExitCode.PEER_LOST
+    assert words[:40] in told
+
+
+def test_nccl_ends_a_process_for_what_the_program_did() -> None:
+    assert_failed = "CUDA error: device-side assert triggered"
+    code, told = judge(-6, "", aborted(assert_failed))
+    assert code == -6
+    assert assert_failed in told
+
+
+@pytest.mark.parametrize("status", [-9, -11, 3, 75, 76, 64])
+def test_an_end_that_says_what_it_means_is_not_judged(status: int) -> None:
+    assert judge(status, "ValueError: x", aborted(ECC)) == (status, "ValueError: x")
+
+
+def test_an_abort_without_a_word_stays_what_it_is() -> None:
+    assert judge(-6, "", ["Fatal Python error: Aborted"]) == (-6, "")

@@ -1,0 +1,120 @@
+"""Starts what the checks measure, each under a launcher of its own, and reads what it wrote."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddpjob_trainer.environment import TRACE
+
+#: What takes longer hangs; the launcher's own deadlines end it long before.
+_LIMIT_SECONDS = 900.0
+_OF_THE_POD = ("DDPJOB_", "PET_", "TORCHELASTIC_")
+_OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
+              "MASTER_PORT")  # fmt: skip
+_LAST = 3  # lines of output that a failed launch is told by
+
+
+@dataclass(frozen=True)
+class Setup:
+    """``facts``: what environment() found. ``directory``: for all that the checks write."""
+
+    nproc: int
+    cuda: bool
+    directory: Path
+    facts: Mapping[str, Any]
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    def place(self) -> Path:
+        """A new directory."""
+        path = self.directory / str(next(self._numbers))
+        path.mkdir()
+        return path
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One that has ended. ``results``: what its processes wrote, by rank. ``place``: its files."""
+
+    code: int
+    output: str
+    results: list[dict[str, Any]]
+    report: dict[str, Any]
+    place: Path
+
+    def why(self) -> str:
+        """A few words on an end that was not wanted."""
+        lines = [line for line in self.output.splitlines() if line.strip()]
+        return f"exit code {self.code}: " + " | ".join(line[:200] for line in lines[-_LAST:])
+
+
+def run(
+    setup: Setup,
+    program: str,
+    *arguments: str,
+    options: tuple[str, ...] = (),
+    env: Mapping[str, str] | None = None,
+) -> Launch:
+    """Run a module of this package in ``nproc`` processes. Raises subprocess.TimeoutExpired."""
+    place = setup.place()
+    report = place / "report.json"
+    command = [
+        *(sys.executable, "-m", "ddpjob_trainer", "run", "--nproc", str(setup.nproc)),
+        *("--termination-log", str(report), "--events", str(place / "events.jsonl"), *options),
+        *("-m", f"{__package__}.{program}", *arguments, "--out", str(place)),
+    ]
+    more = {
+        "DDPJOB_SNAPSHOT_DIR": str(place / "snapshots"), TRACE: str(place / "trace"),
+        **_device(setup), **(env or {}),
+    }  # fmt: skip
+    code, output = _complete(command, more)
+    files = sorted(place.glob("rank-*.json"), key=lambda path: int(path.stem[5:]))
+    results = [json.loads(path.read_text()) for path in files]
+    told = json.loads(report.read_text()) if report.exists() else {}
+    return Launch(code, output, results, told, place)
+
+
+def chaos(setup: Setup, *arguments: str, kills: int) -> Launch:
+    """Kill a training of the workload at random, and compare it with an undisturbed one."""
+    place = setup.place()
+    command = [
+        *(sys.executable, "-m", "ddpjob_trainer", "chaos", "--nproc", str(setup.nproc)),
+        *("--kills", str(kills), "--every", "3", "--signals", "KILL"),
+        *("-m", f"{__package__}.workload", *arguments, "--out", str(place)),
+    ]
+    code, output = _complete(command, _device(setup))
+    return Launch(code, output, [], {}, place)
+
+
+def alone(module: str, *arguments: str) -> tuple[int, str]:
+    """Run a module of this package in one process without a launcher: exit code and output."""
+    return _complete([sys.executable, "-m", f"{__package__}.{module}", *arguments], {})
+
+
+def _device(setup: Setup) -> dict[str, str]:
+    return {} if setup.cuda else {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def _complete(command: list[str], more: Mapping[str, str]) -> tuple[int, str]:
+    # In a pod of a DDPJob, too, these gangs are this machine's alone.
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_OF_THE_POD) and name not in _OF_A_RANK
+    }
+    process = subprocess.Popen(
+        command, env={**env, **more}, text=True, errors="replace",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=_LIMIT_SECONDS)
+    finally:
+        process.kill()  # a launcher takes its workers along
+    return process.returncode, output

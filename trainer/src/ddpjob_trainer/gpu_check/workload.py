@@ -1,0 +1,231 @@
+"""The trainings that the checks kill, hang, time and compare: small, and of what people train.
+
+`--plain` is the same loop by hand on DistributedDataParallel, for a comparison of speed and memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+import ddpjob_trainer as ddp
+from ddpjob_trainer.environment import TRACE
+from ddpjob_trainer.launcher.processes import devices
+
+_SAMPLES, _PER_RANK, _CLASSES, _LENGTH = 512, 8, 10, 16
+_HANG_CYCLES = 1 << 40  # of the GPU's clock: minutes
+_SPARES_SECONDS = 120.0
+
+
+class Block(nn.Module):
+    """Attention and a layer after it, with dropout in both."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, width)
+        self.qkv = nn.Linear(width, 3 * width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(samples, tokens, width) -> the same shape."""
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        drop = 0.1 if self.training else 0.0
+        found = functional.scaled_dot_product_attention(q, k, v, dropout_p=drop)
+        return x + functional.dropout(
+            self.out(found.transpose(1, 2).flatten(2)), 0.1, self.training
+        )
+
+
+def transformer() -> nn.Module:
+    """Tokens -> logits of the whole sequence's class."""
+    blocks = [Block(64) for _ in range(3)]
+    return nn.Sequential(
+        nn.Embedding(256, 64), *blocks, nn.Flatten(), nn.Linear(64 * _LENGTH, _CLASSES)
+    )
+
+
+def cnn() -> nn.Module:
+    """Tokens, as an image -> logits."""
+    return nn.Sequential(
+        nn.Embedding(256, 16), nn.Unflatten(1, (4, 4)), Channels(),
+        nn.Conv2d(16, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(),
+        nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(),
+        nn.Flatten(), nn.Dropout(0.1), nn.Linear(64 * 16, _CLASSES),
+    )  # fmt: skip
+
+
+class Channels(nn.Module):
+    """(samples, height, width, channels) -> channels second."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As the class says."""
+        return x.movedim(-1, 1)
+
+
+def wide(width: int) -> nn.Module:
+    """Many parameters, little to compute."""
+    return nn.Sequential(
+        nn.Embedding(256, 64), nn.Flatten(), nn.Linear(64 * _LENGTH, width), nn.ReLU(),
+        nn.Linear(width, width), nn.ReLU(), nn.Linear(width, _CLASSES),
+    )  # fmt: skip
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", choices=("cnn", "transformer", "wide"), default="transformer")
+    parser.add_argument("--width", type=int, default=512, help="of model wide")
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--level", default="resume")
+    parser.add_argument("--steps", type=int, default=18)
+    parser.add_argument("--every", type=int, help="steps between snapshots")
+    parser.add_argument("--lose-each", action="store_true", help="round n ends with rank n's death")
+    parser.add_argument("--hang", type=int, default=-1, metavar="RANK")
+    parser.add_argument("--until-spares", action="store_true", help="look at them, in step 4")
+    parser.add_argument("--plain", action="store_true")
+    return parser.parse_args()
+
+
+def _model(options: argparse.Namespace) -> nn.Module:
+    torch.manual_seed(7)
+    made: dict[str, Callable[[], nn.Module]] = {
+        "cnn": cnn, "transformer": transformer, "wide": lambda: wide(options.width)
+    }  # fmt: skip
+    return made[options.model]()
+
+
+def _data() -> TensorDataset:
+    torch.manual_seed(8)
+    tokens = torch.randint(0, 256, (_SAMPLES, _LENGTH))
+    return TensorDataset(tokens, torch.randint(0, _CLASSES, (_SAMPLES,)))
+
+
+def _disturb(options: argparse.Namespace, step: int, device: torch.device) -> None:
+    rank, round_ = int(os.environ["RANK"]), int(os.environ["DDPJOB_ROUND"])
+    if options.lose_each and rank == round_ and step == 4 + 2 * round_:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == options.hang and step == 4:
+        if device.type == "cuda":
+            torch.cuda._sleep(_HANG_CYCLES)  # type: ignore[no-untyped-call]
+        else:
+            time.sleep(600)
+
+
+def _spares() -> dict[str, object]:
+    """How many of the launcher's processes wait for a call, and how many of these hold a GPU."""
+    trace, until = Path(os.environ[TRACE]), time.monotonic() + _SPARES_SECONDS
+    while '"spares"' not in trace.read_text():
+        if time.monotonic() > until:
+            return {"waiting": 0, "held": 0}
+        time.sleep(0.05)
+    tasks = Path(f"/proc/{os.getppid()}/task").glob("*/children")
+    pids = {int(pid) for task in tasks for pid in task.read_text().split()}
+    waiting = [pid for pid in pids if b"fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    held = [pid for pid in waiting if devices.driver_opened(str(pid))]
+    return {"waiting": len(waiting), "held": len(held)}
+
+
+class _Clock:
+    """Seconds of each step, and the peak of memory so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self.marks: list[float] = []
+        self.peaks: list[int] = []
+
+    def step(self) -> None:
+        self.marks.append(time.monotonic())
+        if self._cuda:
+            self.peaks.append(torch.cuda.max_memory_allocated())
+
+    def found(self) -> dict[str, object]:
+        if self._cuda:
+            torch.cuda.synchronize()
+        pairs = zip(self.marks, self.marks[1:], strict=False)
+        return {"seconds": [after - before for before, after in pairs], "peaks": self.peaks}
+
+
+def _train(options: argparse.Namespace) -> dict[str, object]:
+    world = int(os.environ["WORLD_SIZE"])
+    run = ddp.start(
+        total_steps=options.steps, global_batch=_PER_RANK * world, seed=7, level=options.level,
+        precision=options.precision, snapshot_every=options.every, shards=world,
+    )  # fmt: skip
+    net = _model(options)
+    model, _ = run.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
+    clock = _Clock(run.device)
+    seen: dict[str, object] = {}
+    for step in run.steps(_data()):
+        if options.until_spares and run.is_main and step.index == 4:
+            seen = _spares()
+        _disturb(options, step.index, run.device)
+        clock.step()
+        for tokens, labels in step.batches:
+            step.backward(functional.cross_entropy(model(tokens), labels))
+        step.commit()
+    found = {"sha256": run.weights_sha256(), **seen, **clock.found()}
+    run.finish()
+    return found
+
+
+def _plain(options: argparse.Namespace) -> dict[str, object]:
+    cuda = torch.cuda.is_available()
+    local = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    net = _model(options).to(device)
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    clock = _Clock(device)
+    batches = _batches(device)
+    for _ in range(options.steps):
+        clock.step()
+        tokens, labels = next(batches)
+        optimizer.zero_grad(set_to_none=True)
+        functional.cross_entropy(model(tokens), labels).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    found = clock.found()
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def _batches(device: torch.device) -> Iterator[tuple[torch.Tensor, ...]]:
+    data, rank, world = _data(), dist.get_rank(), dist.get_world_size()
+    at = rank * _PER_RANK
+    while True:
+        yield tuple(part.to(device, non_blocking=True) for part in data[at : at + _PER_RANK])
+        at = (at + world * _PER_RANK) % (_SAMPLES - _PER_RANK)
+
+
+def main() -> None:
+    """See the module's own words."""
+    options = _arguments()
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = (_plain if options.plain else _train)(options)
+    found["syncs"] = sum("synchronizing CUDA operation" in str(one.message) for one in caught)
+    path = options.out / f"rank-{os.environ['RANK']}.json"
+    path.write_text(json.dumps({**found, "steps": options.steps}))
+
+
+if __name__ == "__main__":
+    main()

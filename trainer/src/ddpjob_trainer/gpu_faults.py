@@ -1,0 +1,67 @@
+"""What a program says when its GPU has failed, or when NCCL ends it: words, for lack of types.
+
+The words are those of cudaGetErrorString, of the driver and of torch's ProcessGroupNCCL. Never
+imports torch: the launcher reads them in the output of any program.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+
+from ddpjob_trainer.contract import ExitCode
+
+#: What the same program does not meet on another GPU. "an illegal memory access" and "device-side
+#: assert" are not among them: those are the program's.
+_FAULTS = re.compile(
+    "uncorrectable ECC error"
+    "|uncorrectable NVLink error"
+    "|unspecified launch failure"
+    "|hardware stack error"
+    "|all CUDA-capable devices are busy or unavailable"
+    "|CUDA error: unknown error"
+    "|802: system not yet initialized"  # the fabric manager of an NVSwitch machine
+    "|has fallen off the bus"
+    "|GPU is lost"
+)
+_XID = re.compile(r"\bXid \(PCI:[^)]*\): (\d+)")
+#: Those that NVIDIA's device plugin leaves to the program, too.
+_XIDS_OF_PROGRAMS = frozenset({13, 31, 43, 45, 68, 109})
+#: How ProcessGroupNCCL's watchdog ends a process, by SIGABRT.
+_WATCHDOG = "thread terminated with exception"
+_PEER_GONE = re.compile(
+    "ncclRemoteError"
+    "|remote process exited"
+    "|NCCL communicator was aborted"
+    "|Watchdog caught collective operation timeout"
+)
+_UNCAUGHT = re.compile(r"^ *what\(\): +(.+)")
+_MAX_LINE = 400
+
+
+def is_fault(text: str) -> bool:
+    """Whether it tells of a GPU that failed."""
+    if _FAULTS.search(text):
+        return True
+    return any(int(number) not in _XIDS_OF_PROGRAMS for number in _XID.findall(text))
+
+
+def judge(status: int, exception: str, tail: Sequence[str]) -> tuple[int, str]:
+    """What the end of a process counts as: its exit status (-n for signal n) and its last words.
+
+    ``exception``: its last one, "" if none is known. ``tail``: its last lines, oldest first. Only
+    an end that says nothing by itself is judged: exit code 1, and SIGABRT, by which NCCL ends it.
+    """
+    if status not in (1, -signal.SIGABRT):
+        return status, exception
+    fault = next((line for line in (exception, *reversed(tail)) if is_fault(line)), "")
+    if fault:
+        return int(ExitCode.HARDWARE), fault.strip()[:_MAX_LINE]
+    if status == 1:
+        return status, exception
+    words = next((found[1] for line in reversed(tail) if (found := _UNCAUGHT.match(line))), "")
+    ended = next((line for line in reversed(tail) if _WATCHDOG in line), "")
+    if ended and _PEER_GONE.search("\n".join(tail)):
+        return int(ExitCode.PEER_LOST), (words or ended).strip()[:_MAX_LINE]
+    return status, exception or words[:_MAX_LINE]
