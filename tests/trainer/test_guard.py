@@ -109,3 +109,34 @@ def test_the_loop_may_not_step_by_itself(gang):  # type: ignore[no-untyped-def]
 )
 def test_what_is_kept_or_constant_is_none(gang, case):  # type: ignore[no-untyped-def]
     assert gang.run(guarded(case), world=1) == {0: 0}, gang.log(0)
+
+
+def test_what_counts_in_a_plain_attribute_is_found_in_the_loop(gang):  # type: ignore[no-untyped-def]
+    class Momentum(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            self.updates = getattr(self, "updates", 0) + 1
+            return super().step(closure)
+
+    class Queue(nn.Linear):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    def counting(rank: int) -> None:
+        run = ddp.start(total_steps=4, global_batch=6)
+        model = Queue(4, 2)
+        kind = Momentum if run.world_size == 1 else torch.optim.SGD
+        wrapped, _ = run.prepare(model, kind(model.parameters(), lr=0.1))
+        for step in run.steps(DATA):
+            for x, y in step.batches:
+                step.backward(nn.functional.cross_entropy(wrapped(x), y))
+            step.commit()
+        run.finish()
+
+    assert gang.run(counting, world=1) == {0: 64}
+    assert "Momentum.updates changes in each update, but no snapshot would hold it" in gang.log(0)
+    assert gang.run(counting, world=2) == {0: 0, 1: 0}, gang.log(1)
+    assert gang.log(0).count("the model changes 'calls' in the loop") == 1
+    assert "the model changes" not in gang.log(1)

@@ -172,6 +172,21 @@ class Complex(nn.Module):
         return result
 
 
+class Switching(nn.Module):
+    """Freezes its normalisation on the way, once, as a fine-tuning loop does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.norm(self.linear(x))
+        if self.norm.num_batches_tracked == 3:  # type: ignore[operator]
+            self.norm.eval()
+        return result
+
+
 def warm_then_drop(optimizer: torch.optim.Optimizer) -> Any:
     schedulers = torch.optim.lr_scheduler
     parts = [schedulers.LinearLR(optimizer, total_iters=5), schedulers.MultiStepLR(optimizer, [1])]
@@ -215,10 +230,18 @@ class Small:
         (Counting, {}),
         (Caching, {}),
         (Complex, {}),
+        (Switching, {}),
         (lambda: nn.Linear(4, 2), {"scheduler": warm_then_drop}),
         (lambda: nn.Linear(4, 2), {"options": {"seed": np.int64(7)}}),
     ],
-    ids=["extra state", "lazy buffer", "complex buffer", "sequential scheduler", "numpy seed"],
+    ids=[
+        "extra state",
+        "lazy buffer",
+        "complex buffer",
+        "eval",
+        "sequential scheduler",
+        "numpy seed",
+    ],
 )
 def test_a_kill_leaves_no_trace(gang, tmp_path, make, more):  # type: ignore[no-untyped-def]
     trainings = [Small(tmp_path / name, make, **more) for name in ("undisturbed", "disturbed")]

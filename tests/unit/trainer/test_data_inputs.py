@@ -474,3 +474,53 @@ def test_what_a_loaders_workers_draw_belongs_to_its_state():
     stateless = DataLoader(Counting(), num_workers=1)
     reseed_workers(stateless)
     assert not hasattr(stateless.dataset, "state_dict")
+
+
+class Jitter:
+    """A transform with generators of its own."""
+
+    def __init__(self) -> None:
+        self.rngs = {"numpy": np.random.default_rng(1), "old": np.random.RandomState(1)}
+
+
+class OwnNoise(Dataset[torch.Tensor]):
+    """As many write it: what it draws would depend on what this process has drawn before."""
+
+    def __init__(self) -> None:
+        self.transforms = [Jitter()]
+        self.first, self.second = torch.Generator(), torch.Generator()
+        self.python = random.Random(1)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        rngs = self.transforms[0].rngs
+        tensors = [torch.rand((), generator=g) for g in (self.first, self.second)]
+        numbers = [self.python.random(), *(float(rng.random()) for rng in rngs.values())]  # type: ignore[attr-defined]
+        return torch.tensor([*tensors, *numbers])
+
+
+def test_a_datasets_own_generators_depend_on_the_position_only() -> None:
+    def made(batches: Batches, *positions: int) -> torch.Tensor:
+        places = np.array(positions)
+        found: torch.Tensor = batches.make(Work(places, places))
+        return found
+
+    batches, other = (Batches(Subset(OwnNoise(), range(SAMPLES)), None, 5) for _ in range(2))
+    rows = made(batches, 3, 4, 5)
+    made(other, 9)
+    assert torch.equal(made(other, 4)[0], rows[1])
+    assert not torch.equal(rows[0], rows[1])
+    assert len(rows[0].unique()) == 5, "no two generators draw the same"
+
+
+def test_a_dataset_that_changes_its_length_is_refused_at_the_next_epoch() -> None:
+    data = [torch.tensor(float(number)) for number in range(SAMPLES)]
+    source = opened(data)  # two steps an epoch
+    source.begin(range(4), lambda step: [])
+    source.next(0, 0, np.arange(4))
+    data.append(torch.zeros(()))
+    source.next(1, 0, np.arange(8, 12))
+    with pytest.raises(ConfigError, match=r"had 20 samples .* has 21 in epoch 1.*sampler="):
+        source.next(2, 0, np.arange(16, 20))

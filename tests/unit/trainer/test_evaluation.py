@@ -122,3 +122,28 @@ def test_options_are_checked_before_anybody_waits(dataset, batch_size, workers, 
                 "ema": False,
             }
         )
+
+
+def test_gradients_of_a_metric_are_not_those_of_the_next_update() -> None:
+    model = nn.Linear(2, 1)
+    model(torch.ones(2)).sum().backward()
+    before = [parameter.grad for parameter in model.parameters()]
+    values = [gradient.clone() for gradient in before if gradient is not None]
+    with evaluation.evaluating(model), torch.enable_grad():
+        model(torch.ones(2)).sum().backward()
+    after = [parameter.grad for parameter in model.parameters()]
+    assert all(one is other for one, other in zip(before, after, strict=True))
+    assert all(map(torch.equal, values, [gradient for gradient in after if gradient is not None]))
+
+
+def test_shared_buffers_are_no_change_to_a_graph_that_waits() -> None:
+    model = nn.BatchNorm1d(2)
+    loss = model(torch.randn(4, 2)).pow(2).sum()
+
+    class Sharing:
+        def broadcast_tensor(self, tensor: torch.Tensor) -> None:
+            tensor.zero_()
+
+    evaluation.share_buffers(model, Sharing())  # type: ignore[arg-type]
+    assert not model.running_mean.any()
+    loss.backward()

@@ -12,7 +12,14 @@ from torch.optim.lr_scheduler import StepLR
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.update import check_parameters, make_ema, match_schedulers
-from ddpjob_trainer.training.prepare import _has_sparse_gradients, _name, named, place, shaped_like
+from ddpjob_trainer.training.prepare import (
+    _has_sparse_gradients,
+    _name,
+    is_compiled,
+    named,
+    place,
+    shaped_like,
+)
 
 CPU, META = torch.device("cpu"), torch.device("meta")  # meta stands for an accelerator
 
@@ -148,3 +155,28 @@ def test_sparse_gradients_are_known_before_there_are_any(make):
     assert _has_sparse_gradients(model)
     assert not _has_sparse_gradients(model.requires_grad_(False))
     assert not _has_sparse_gradients(make(9, 2))
+
+
+class Timed:
+    """As schedulers of other libraries: the caller counts."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, epoch: int, metric: float | None = None) -> None: ...
+
+
+def test_a_scheduler_that_must_be_told_the_time_is_refused():
+    optimizer = sgd(nn.Linear(1, 1))
+    with pytest.raises(
+        ConfigError, match=r"Timed\): commit\(\) calls its step\(\) without.*register"
+    ):
+        match_schedulers([optimizer], [Timed(optimizer)])
+
+
+def test_a_model_that_its_script_has_compiled_is_known():
+    model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+    assert not is_compiled(model)
+    assert is_compiled(torch.compile(model, backend="eager"))
+    model[0].compile(backend="eager")
+    assert is_compiled(model)

@@ -71,6 +71,18 @@ def test_what_is_changed_between_two_batches_is_refused(change: Callable[[Watche
         watched.backward(1)
 
 
+def test_gradients_that_another_backward_has_left_are_refused() -> None:
+    watched = Watched()
+    watched.backward(0)
+    watched.backward(1)
+    watched.update()
+    watched.updater.forget()
+    watched.touched.before_backward(0, first=True)
+    watched.model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ConfigError, match=r"before the first step\.backward\(\) since the last up"):
+        watched.touched.before_backward(0, first=True)
+
+
 def test_between_two_losses_of_a_batch_the_gradients_of_one_model_may_be_dropped() -> None:
     """As a GAN drops what the generator's loss has left in the discriminator."""
     watched = Watched()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -14,6 +15,7 @@ from ddpjob_trainer.snapshot import shares as division
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.snapshot.write_plan import Captured, Shares, lay_out, measure
 from ddpjob_trainer.state.codec import Flat
+from ddpjob_trainer.state.modes import Modes
 from support.snapshots import memory_source
 
 Make = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
@@ -187,3 +189,64 @@ def test_an_average_may_come_and_go_if_asked_for():  # type: ignore[no-untyped-d
     plain.register("other", torch.Generator())
     with pytest.raises(ConfigError, match=r"register the same names$"):
         plain.restore(memory_source(stored(averaged)), 0, ema_may_differ=True)
+
+
+def test_a_dict_is_kept_and_stays_the_same_object():  # type: ignore[no-untyped-def]
+    model = nn.Linear(2, 2)
+    memory, again = {"best": 0.5, "bad": 2, 7: torch.ones(2)}, {"best": 9.0, "gone": 1}
+    states = [TrainingState(model) for _ in range(2)]
+    for state, values in zip(states, (memory, again), strict=True):
+        state.register("mine", values)
+    snapshot = stored(states[0])
+    memory["best"] = 0.1
+    states[1].restore(memory_source(snapshot), 0)
+    assert again.keys() == memory.keys()
+    assert (again["best"], again["bad"]) == (0.5, 2)
+    assert torch.equal(again[7], torch.ones(2))
+
+
+def test_a_registered_module_of_another_structure_is_refused():  # type: ignore[no-untyped-def]
+    states = [TrainingState(nn.Linear(2, 2)) for _ in range(2)]
+    states[0].register("teacher", nn.Linear(3, 3))
+    states[1].register("teacher", nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match=r"'teacher' does not fit(.|\n)*size mismatch"):
+        states[1].restore(memory_source(stored(states[0])), 0)
+
+
+def test_a_model_that_gets_other_tensors_on_the_way_is_refused():  # type: ignore[no-untyped-def]
+    model = nn.Linear(2, 2)
+    model.register_buffer("queue", torch.zeros(0, 2))
+    model.register_buffer("cache", torch.zeros(1), persistent=False)
+    state = TrainingState(model)
+    state.capture(0)  # as state_sha256() before the loop
+    model.register_buffer("late", None)
+    state.begin()
+    model.queue, model.cache = torch.ones(0, 2), torch.zeros(3)
+    state.capture(0)
+    for name, value in (("queue", torch.zeros(1, 2)), ("late", torch.zeros(3))):
+        before = getattr(model, name)
+        setattr(model, name, value)
+        with pytest.raises(ConfigError, match=f"another '{name}' in the loop.*before prepare"):
+            state.capture(0)
+        setattr(model, name, before)
+    state.capture(0)
+
+
+def test_switches_come_back_as_far_as_the_loop_has_changed_them():  # type: ignore[no-untyped-def]
+    nets = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2)]
+    nets[1][0].bias.requires_grad_(False)  # another version of the script
+    modes = [Modes({"model": net}) for net in nets]
+    nets[0][1].eval()
+    nets[0][0].weight.requires_grad_(False)
+    kept = json.loads(json.dumps(modes[0].changed()))
+    assert kept == {"training": {"model.1": False}, "requires_grad": {"model.0.weight": False}}
+    kept["training"]["gone"] = True
+    modes[1].put_back(kept)
+    assert [part.training for part in nets[1].modules()] == [True, True, False]
+    learning = [parameter.requires_grad for parameter in nets[1].parameters()]
+    assert learning == [False, False, True, True]
+    nets[0][1].train()
+    assert modes[0].changed()["training"] == {}
+    for odd in (None, 5, {"training": [1]}, {"requires_grad": {"model.0.weight": "yes"}}):
+        modes[1].put_back(odd)
+    assert not nets[1][0].weight.requires_grad

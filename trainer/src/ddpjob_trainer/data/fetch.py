@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
+from ddpjob_trainer.data import own_generators
 from ddpjob_trainer.data.permutation import Indices, key64, words
 from ddpjob_trainer.data.seeding import seed_generators
 from ddpjob_trainer.errors import ConfigError
@@ -53,6 +54,7 @@ class Batches:
         self._base, self._subset = _without_subsets(dataset)
         self._at_once = collate is None and _is_plain(self._base, TensorDataset)
         self.draws = collate is not None or not _is_quiet(self._base)
+        self._own: list[Any] | None = None  # the dataset's generators, as this process has them
 
     def make(self, work: Work) -> Any:
         """Return the collated batch. Its random numbers depend on the positions only."""
@@ -75,14 +77,21 @@ class Batches:
             return many(wanted) if many is not None else [self._base[index] for index in wanted]
         keys = words(self._keys[0], positions).tolist()
         if many is not None:
-            seed_generators(keys[0])
+            self._seed(keys[0])
             found: list[Any] = many(wanted)
             return found
         samples = []
         for index, key in zip(wanted, keys, strict=True):
-            seed_generators(key)
+            self._seed(key)
             samples.append(self._base[index])
         return samples
+
+    def _seed(self, key: int) -> None:
+        seed_generators(key)
+        if self._own is None:  # a worker_init_fn may have made some
+            self._own = own_generators.found_in(self._base)
+        if self._own:
+            own_generators.seed(self._own, key)
 
 
 def _without_subsets(dataset: Any) -> tuple[Any, Indices | None]:

@@ -162,6 +162,7 @@ class Indexed:
         self.draws = self._source.draws
         self._options = workers
         self._workers: Workers | None = None
+        self._length, self._epoch = len(source), 0
 
     def start(self) -> None:
         """Start the workers."""
@@ -177,7 +178,10 @@ class Indexed:
         return Work(self.order.samples(positions), positions)
 
     def next(self, step: int, number: int, positions: Indices) -> Any:
-        """Return the batch of these positions."""
+        """Return the batch of these positions. Raises ConfigError for another dataset."""
+        if (epoch := self.epoch(step)) != self._epoch:
+            self._epoch = epoch
+            self._check_length()
         if self._workers is None:
             batch = self._source.make(self._work(positions))
             if self._options.pin_memory:
@@ -187,6 +191,16 @@ class Indexed:
             first, batch = self._workers.next()
             if first == positions[0]:  # else one that the loop's body did not ask for
                 return batch
+
+    def _check_length(self) -> None:
+        now = len(self._source.dataset)
+        if now != self._length:
+            raise ConfigError(
+                f"the dataset had {self._length} samples at the start of run.steps() and has {now}"
+                f" in epoch {self._epoch}: steps are counted by epochs of one length. Keep its"
+                " length and choose samples by sampler=, a function of the epoch; or finish the"
+                " run and start one that goes on with start(allow_changes='data')"
+            )
 
     def epoch(self, step: int) -> int:
         """In which epoch a step lies."""

@@ -272,7 +272,7 @@ def check_parameters(
     """
     known = set(named.values())
     for optimizer in optimizers:
-        if _needs_closure(optimizer):
+        if _needs_arguments(optimizer):
             raise ConfigError(
                 f"{type(optimizer).__name__}.step() needs a closure that computes the loss again"
                 " and again within one update, which commit() does not have: use an optimizer that"
@@ -293,13 +293,13 @@ def check_parameters(
             )
 
 
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+def _needs_arguments(obj: Any) -> bool:
     """Whether step() cannot be called without arguments, as LBFGS's.
 
-    The class is asked: a scheduler hides the object's own step() behind another.
+    The class is asked: a scheduler hides an optimizer's own step() behind another.
     """
     try:
-        inspect.signature(type(optimizer).step).bind(optimizer)
+        inspect.signature(type(obj).step).bind(obj)
     except TypeError:
         return True
     except ValueError:  # it has no signature that Python knows
@@ -344,3 +344,9 @@ def check_scheduler(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
         )
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ConfigError("the scheduler belongs to another optimizer than prepare() was given")
+    if hasattr(type(scheduler), "step") and _needs_arguments(scheduler):
+        raise ConfigError(
+            f"prepare(scheduler={type(scheduler).__name__}): commit() calls its step() without"
+            " arguments, which it does not take. Keep it with run.register('scheduler', scheduler)"
+            " and call it yourself, after step.commit()"
+        )

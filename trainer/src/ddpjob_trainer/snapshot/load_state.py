@@ -28,7 +28,9 @@ def fitting(what: str) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "loading state_dict" not in str(error):
+            raise  # of a module's load_state_dict() only
         raise ConfigError(
             f"what the snapshot holds as {what} does not fit ({type(error).__name__}: {error}): use"
             f" the code that wrote it, or {ANEW}"
@@ -137,7 +139,8 @@ def check_tensors(
         elif name not in caches and source is not None:
             raise ConfigError(
                 f"the snapshot's {name} is {source.dtype} {list(source.shape)}, the"
-                f" model's is {tensor.dtype} {list(tensor.shape)}"
+                f" model's is {tensor.dtype} {list(tensor.shape)}. Restore the model's code, or"
+                f" {ANEW}"
             )
     return found
 

@@ -16,7 +16,12 @@ from ddpjob_trainer.snapshot.load_state import Loader, check_tensors, fitting, u
 from ddpjob_trainer.snapshot.write_plan import Captured
 from ddpjob_trainer.state import rng
 from ddpjob_trainer.state.codec import DTYPES, Flat, flatten, raw, unflatten
-from ddpjob_trainer.state.stateful import GeneratorState, Stateful, lay_out_like_parameters
+from ddpjob_trainer.state.stateful import (
+    Keepable,
+    Stateful,
+    lay_out_like_parameters,
+    stateful,
+)
 
 #: The text of a rank's own state is filled up to a multiple of this: numbers differ in length,
 #: and what keeps its structure need not be divided and laid out anew.
@@ -46,6 +51,10 @@ class _Inventory:
             if type(part).get_extra_state is not usual and id(part) not in known:
                 known.add(id(part))
                 self.extra[path] = part
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of all that must be in a snapshot."""
+        return {n: t.shape for n, t in self.tensors.items() if n not in self.transient}
 
 
 def weights_sha256(module: torch.nn.Module) -> str:
@@ -95,10 +104,9 @@ class TrainingState:
         self.module = module
         self.registered: dict[str, Stateful] = {}
         self.per_rank: dict[str, Stateful] = {}
+        self._begun: dict[str, torch.Size] | None = None  # the model's tensors before the loop
 
-    def register(
-        self, name: str, obj: Stateful | torch.Generator, *, per_rank: bool = False
-    ) -> None:
+    def register(self, name: str, obj: Keepable, *, per_rank: bool = False) -> None:
         """Add an object to the state. Raises ConfigError.
 
         Rank 0's value counts for all ranks; with ``per_rank`` each rank keeps its own, which
@@ -106,22 +114,22 @@ class TrainingState:
         """
         if not isinstance(name, str) or not name:
             raise ConfigError(f"register({name!r}): a name must be a string")
-        if isinstance(obj, torch.Generator):
-            obj = GeneratorState(obj)
+        kept = stateful(obj)
         for method in ("state_dict", "load_state_dict"):
-            if not callable(getattr(obj, method, None)):
+            if not callable(getattr(kept, method, None)):
                 raise ConfigError(f"register({name!r}): {type(obj).__name__} has no {method}()")
         if name in self.registered or name in self.per_rank:
             raise ConfigError(f"register({name!r}): the name is taken; choose another")
-        (self.per_rank if per_rank else self.registered)[name] = obj
+        (self.per_rank if per_rank else self.registered)[name] = kept
 
     def capture(self, rank: int) -> Captured:
         """Return the whole state; its tensors are the live ones, not copies.
 
         Parameters and the optimizers' tensors are equal on all ranks, as DDP keeps them so.
-        Raises UnstorableError.
+        Raises UnstorableError, and ConfigError for a model that a resume would not know again.
         """
         model = _Inventory(self.module)
+        self._check_begun(model)
         state = {
             "model": model.tensors,
             "transient": sorted(model.transient),
@@ -132,6 +140,22 @@ class TrainingState:
         # A state_dict() may be collective: nothing is refused before all have been called.
         flat = flatten(state)
         return Captured(flat, self._shared(flat, model), _own(rank, objects))
+
+    def begin(self) -> None:
+        """The loop begins: a resume begins with the model as the script has made it by now."""
+        self._begun = _Inventory(self.module).shapes()
+
+    def _check_begun(self, model: _Inventory) -> None:
+        shapes = model.shapes()
+        if self._begun is None or shapes == self._begun:
+            return
+        name = min({*shapes.items()} ^ {*self._begun.items()})[0]
+        raise ConfigError(
+            f"the model got another {name!r} in the loop ({_outline(self._begun.get(name))} before,"
+            f" {_outline(shapes.get(name))} now): no resume could put it back into the model that"
+            " the script makes. Give each tensor its name and shape before prepare(), by a first"
+            " forward say; a buffer that is only a cache: register_buffer(..., persistent=False)"
+        )
 
     def _shared(self, flat: Flat, model: _Inventory) -> frozenset[str]:
         parameters = {f"model/{name}" for name in model.parameters}
@@ -202,6 +226,10 @@ class TrainingState:
                 obj.load_state_dict(own["objects"][name])
                 lay_out_like_parameters(obj)
         rng.restore(own["rng"])
+
+
+def _outline(shape: torch.Size | None) -> str:
+    return "none" if shape is None else str(list(shape))
 
 
 def _is_ema(name: str) -> bool:

@@ -21,6 +21,10 @@ class Stateful(Protocol):
         ...
 
 
+#: What register() takes.
+Keepable = Stateful | torch.Generator | dict[Any, Any]
+
+
 class GeneratorState:
     """A torch.Generator, of any device, as something Stateful."""
 
@@ -40,6 +44,33 @@ class GeneratorState:
                 "a registered torch.Generator was of another kind when the snapshot was made:"
                 f" this one is on {self._generator.device} ({error})"
             ) from error
+
+
+class DictState:
+    """A dict of the script's own as something Stateful. It stays the same object."""
+
+    def __init__(self, values: dict[Any, Any]) -> None:
+        self._values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is in it."""
+        return {"values": self._values}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Put it back in the same dict."""
+        values = dict(state["values"])
+        self._values.clear()
+        self._values.update(values)
+
+
+def stateful(obj: Keepable) -> Stateful:
+    """Return what stands for this in the snapshots."""
+    if isinstance(obj, torch.Generator):
+        return GeneratorState(obj)
+    if isinstance(obj, dict) and not hasattr(obj, "state_dict"):
+        return DictState(obj)
+    found: Any = obj
+    return found  # type: ignore[no-any-return]
 
 
 def lay_out_like_parameters(obj: object) -> None:

@@ -27,13 +27,21 @@ _SOLE = ""  # the name of a metric that is one number
 
 @contextlib.contextmanager
 def evaluating(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the module in eval mode, without gradients; put modes and generators back."""
+    """Yield the module in eval mode, without gradients; put modes and generators back.
+
+    Gradients, too: a metric may take some of its own, which the next update must not find.
+    """
     modes = [(part, part.training) for part in module.modules()]  # some may be frozen
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
     module.eval()
     try:
         with torch.no_grad(), rng.preserved():
             yield module
     finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
         for part, training in modes:
             part.training = training
 
@@ -41,7 +49,8 @@ def evaluating(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 def share_buffers(module: torch.nn.Module, world: World) -> None:
     """Give every rank rank 0's buffers: each rank's BatchNorm has seen other samples."""
     for _, buffer in buffers.persistent(module):
-        world.broadcast_tensor(buffer)
+        # .data: a graph that waits for its backward checks the version of what it has saved.
+        world.broadcast_tensor(buffer.data)
 
 
 @dataclass(slots=True)

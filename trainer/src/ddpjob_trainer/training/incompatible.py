@@ -16,6 +16,7 @@ class Facts:
     options: Options
     model: ModelOptions
     device: str  # cpu, cuda
+    compiled: bool = False  # by prepare() or by the script
     has_sync_batchnorm: bool = False
     has_sparse_gradients: bool = False
     overlapped_zero: bool = False
@@ -86,7 +87,7 @@ REFUSALS = (
     Refusal(
         "compile",
         "bucket_cap_mb below 1",
-        lambda f: bool(f.model.compile) and (f.model.bucket_cap_mb or 1) < 1 and not _elastic(f),
+        lambda f: f.compiled and (f.model.bucket_cap_mb or 1) < 1 and not _elastic(f),
         "PyTorch cuts the compiled graph by DDP's buckets, and the first, of 1 MB, is its smallest",
         "Use bucket_cap_mb=1 or more",
     ),

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpjob_trainer import failpoints, trace
 from ddpjob_trainer.comm.world import World, agree
 from ddpjob_trainer.data import fetch
-from ddpjob_trainer.data.inputs import InputOptions, Place, open_input
+from ddpjob_trainer.data.inputs import InputOptions, open_input
 from ddpjob_trainer.data.permutation import Indices
 from ddpjob_trainer.errors import ConfigError, NotCommittedError
 from ddpjob_trainer.gradients.ddp import Averaging, Part
@@ -35,9 +35,9 @@ from ddpjob_trainer.training.agreement import Agreement
 from ddpjob_trainer.training.best import Best
 from ddpjob_trainer.training.logged_means import LoggedMeans
 from ddpjob_trainer.training.parting import Parting
-from ddpjob_trainer.training.prepare import Trained
+from ddpjob_trainer.training.prepare import Trained, is_compiled
 from ddpjob_trainer.training.recorder import Recorder
-from ddpjob_trainer.training.run_config import OF_ALL, fingerprint, run_id
+from ddpjob_trainer.training.run_config import OF_ALL, fingerprint, place, run_id
 from ddpjob_trainer.training.shutdown import Shutdown
 from ddpjob_trainer.training.step import Step, check_loss
 from ddpjob_trainer.training.touched import Touched
@@ -76,7 +76,8 @@ class Loop:
             trained.updater,
             [obj for model in trained.models for obj in (model.wrapped, model.ema)],
             # Such hooks would break compiled graphs.
-            modules=not any(model.options.compile for model in trained.models),
+            modules=not any(is_compiled(model.module) for model in trained.models),
+            say=lambda text: say(0, text) if process.world.rank == 0 else None,
         )
         self._touched = Touched(process.averaging, trained.updater)
         self._options = options
@@ -87,7 +88,9 @@ class Loop:
         self._averaging = process.averaging
         self._recorder = process.recorder
         self._trained = trained
-        self._input = open_input(dataset, given, self._place())
+        self._input = open_input(
+            dataset, given, place(options, process.world, process.progress.alive)
+        )
         self._order = self._input.order
         if self._input.stream is not None:
             trained.state.register("data stream", self._input.stream, per_rank=True)
@@ -159,6 +162,7 @@ class Loop:
 
     def _resume(self) -> None:
         state, config = self._trained.state, self._config
+        self._trained.begin()
         with self._peers("the start of run.steps()"):
             agree(self._world, {name: config[name] for name in OF_ALL} | self._snapshots.facts())
             self._snapshots.check(state)
@@ -171,29 +175,13 @@ class Loop:
         for module, ema in self._trained.updater.emas:
             begin_ema(module, ema)
         self.best = best.unpacked(stored.get("best", {}))
+        self._trained.modes.put_back(stored.get("modes"))
         config["buckets"] = stored.get("buckets")
         config["run_id"] = run_id(stored, self._world.identity)
         self._progress.resumed(self.finished_steps, {**stored, "run_id": config["run_id"]})
         self._recorder.resumed(self.finished_steps)
         self._resumed_after = self.finished_steps
         trace.mark("loaded")
-
-    def _place(self) -> Place:
-        options, world = self._options, self._world
-        shares = options.shards if options.level == "elastic" else world.size
-        return Place(
-            seed=options.seed,
-            rank=world.rank,
-            ranks=world.size,
-            global_batch=options.global_batch,
-            parts=shares * options.micro_batches,
-            level=options.level,
-            tail=options.tail,
-            collate=options.collate,
-            device=world.device,
-            say=lambda text: say(0, text) if world.rank == 0 else None,
-            alive=self._progress.alive,
-        )
 
     def _positions(self, step: int) -> list[Indices]:
         return [part.positions for part in self._averaging.plan(self._order, step)]
@@ -252,8 +240,8 @@ class Loop:
                 " last update: the ranks would drift apart. Call that model, not the one that"
                 " prepare() was given"
             )
+        self._touched.before_backward(number, first=not step.covered)
         step.add(number, loss.detach(), weight)
-        self._touched.before_backward(number)
         self._progress.at("backward")
         counts = step.parts[number].samples and weight != 0
         marked = self._nan.mark(loss) if counts else loss
@@ -388,7 +376,11 @@ class Loop:
             if self._divergence.due(done, needed=last or (due and self._snapshots.has_room)):
                 self._divergence.check(done, self._trained.module, self._trained.compared())
             if due:
-                self._config |= {**self._progress.curves(), "best": best.packed(self.best)}
+                self._config |= {
+                    **self._progress.curves(),
+                    "best": best.packed(self.best),
+                    "modes": self._trained.modes.changed(),
+                }
                 self._snapshots.save(done, self._trained.state, self._config, last=last)
             else:
                 self._snapshots.prepare(self._trained.state)

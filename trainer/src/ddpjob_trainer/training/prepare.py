@@ -29,6 +29,7 @@ from ddpjob_trainer.optim.update import (
 )
 from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.snapshot.training_state import TrainingState
+from ddpjob_trainer.state.modes import Modes
 from ddpjob_trainer.state.stateful import Stateful
 from ddpjob_trainer.training import incompatible
 
@@ -66,6 +67,7 @@ class Trained:
         self.models: list[Model] = []
         self.updater = Updater()
         self.state = TrainingState(torch.nn.Module())
+        self.modes = Modes({})
         self.forwards = 0  # through a wrapper, with gradients, since the last update
 
     def add(
@@ -116,6 +118,19 @@ class Trained:
             for name, obj in registered.items()
             if name not in self._own or isinstance(obj, AveragedModel)
         }
+
+    def modules(self) -> dict[str, torch.nn.Module]:
+        """The models as the loop calls them, and the modules that are registered."""
+        found: dict[str, torch.nn.Module] = {f"model {m.name}": m.wrapped for m in self.models}
+        for name, obj in (self.state.registered | self.state.per_rank).items():
+            if isinstance(obj, torch.nn.Module) and name not in self._own:
+                found[f"registered {name}"] = obj
+        return found
+
+    def begin(self) -> None:
+        """The loop begins: what it switches from here on is in the snapshots."""
+        self.state.begin()
+        self.modes = Modes(self.modules())
 
     def check_unchanged(self) -> None:
         """Raise ConfigError where a model has got other parameters since prepare()."""
@@ -217,6 +232,7 @@ class Trained:
                     self._options,
                     model,
                     self._world.device.type,
+                    compiled=bool(model.compile) or any(map(is_compiled, models.values())),
                     has_sync_batchnorm=any(map(_has_sync_batchnorm, models.values())),
                     # Of these models only: each prepare() clips what it trains.
                     has_sparse_gradients=model is options
@@ -236,6 +252,11 @@ class Trained:
             )
         if any(model.name == name for model in self.models):
             raise ConfigError(f"prepare() was given two models of the name {name!r}")
+        if any(map(torch.nn.parameter.is_lazy, (*module.parameters(), *module.buffers()))):
+            raise ConfigError(
+                "the model has lazy modules whose parameters are not made yet: run a batch through"
+                " it, then make the optimizer, then call prepare()"
+            )
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ConfigError(
                 "the model has no parameter that requires a gradient: one that is not trained is"
@@ -314,6 +335,14 @@ def _has_sparse_gradients(module: torch.nn.Module) -> bool:
     kinds = torch.nn.Embedding, torch.nn.EmbeddingBag
     return any(
         isinstance(part, kinds) and part.sparse and part.weight.requires_grad
+        for part in module.modules()
+    )
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether torch.compile() or Module.compile() has been called on it or a part of it."""
+    return any(
+        part._compiled_call_impl is not None or hasattr(part, "_orig_mod")
         for part in module.modules()
     )
 

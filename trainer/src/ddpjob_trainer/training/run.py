@@ -23,7 +23,7 @@ from ddpjob_trainer.optim.update import Hook
 from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.snapshot import weights
 from ddpjob_trainer.snapshot.training_state import weights_sha256
-from ddpjob_trainer.state.stateful import Stateful
+from ddpjob_trainer.state.stateful import Keepable
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.run_log import checked, number_of
 from ddpjob_trainer.training import evaluation
@@ -136,12 +136,11 @@ class Run:
             wrapped = trained.add(models, optimizers, list(schedulers), given, before_update)
         return shaped_like(model, wrapped), optimizer
 
-    def register(
-        self, name: str, obj: Stateful | torch.Generator, *, per_rank: bool = False
-    ) -> None:
+    def register(self, name: str, obj: Keepable, *, per_rank: bool = False) -> None:
         """Keep one more object in the snapshots.
 
-        It has state_dict() and load_state_dict(), or is a torch.Generator of any device.
+        It has state_dict() and load_state_dict(), or is a torch.Generator of any device, or a dict
+        of numbers, strings, tensors, lists and dicts: counters of yours, a mean, the best so far.
         Rank 0's value is kept; with ``per_rank`` that of each rank, for the same world size.
         """
         self._ready("register()").state.register(name, obj, per_rank=per_rank)

@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import Any
 
 import torch
 
 from ddpjob_trainer.comm.world import World
+from ddpjob_trainer.data.inputs import Place
 from ddpjob_trainer.data.sampler import Epochs
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.options import Options
+from ddpjob_trainer.telemetry.console import say
 
 #: What must be equal on all ranks, lest they wait for different things.
 OF_ALL = (
     "seed", "global_batch", "micro_batches", "tail", "precision", "samples", "order",
     "total_steps", "level", "shards", "nan_policy", "check_every", "resume",
 )  # fmt: skip
+
+
+def place(options: Options, world: World, alive: Callable[[], None]) -> Place:
+    """Return what of the run decides about one rank's batches."""
+    shares = options.shards if options.level == "elastic" else world.size
+    return Place(
+        seed=options.seed,
+        rank=world.rank,
+        ranks=world.size,
+        global_batch=options.global_batch,
+        parts=shares * options.micro_batches,
+        level=options.level,
+        tail=options.tail,
+        collate=options.collate,
+        device=world.device,
+        say=lambda text: say(0, text) if world.rank == 0 else None,
+        alive=alive,
+    )
 
 
 def fingerprint(options: Options, world: World, epochs: Epochs) -> dict[str, Any]:

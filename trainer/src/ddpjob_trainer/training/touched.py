@@ -32,8 +32,17 @@ class Touched:
         self._newest = 0  # number of the batch of the last backward
         self._marks: dict[torch.nn.Parameter, _Mark] = {}
 
-    def before_backward(self, number: int) -> None:
-        """Check that what the batches before have left is there, when another one begins."""
+    def before_backward(self, number: int, *, first: bool = False) -> None:
+        """Check that what the batches before have left is there, when another one begins.
+
+        ``first``: since the last update; so there is nothing yet.
+        """
+        if first and self._left and any(p.grad is not None for p in self._updater.parameters):
+            raise ConfigError(
+                "there are gradients before the first step.backward() since the last update: what"
+                " loss.backward() leaves is not averaged over the ranks. Call step.backward(loss)"
+                " in its place or add the losses up; what is to be dropped: optimizer.zero_grad()"
+            )
         if number > self._newest:
             for parameter, (gradient, version) in self._marks.items():
                 if parameter.grad is not gradient or gradient._version != version:

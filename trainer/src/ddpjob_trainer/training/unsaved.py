@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.update import Updater
 from ddpjob_trainer.snapshot.training_state import TrainingState
+from ddpjob_trainer.training.hidden import Hidden
 
 _STEPS = 2
 
@@ -31,7 +32,13 @@ class Guard:
     """Watches one loop. Raises ConfigError from the use of an unknown object."""
 
     def __init__(
-        self, state: TrainingState, updater: Updater, known: list[object], *, modules: bool
+        self,
+        state: TrainingState,
+        updater: Updater,
+        known: list[object],
+        *,
+        modules: bool,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         optimizers = [unit.optimizer for unit in updater.units]
         self._prepared = {id(part) for optimizer in optimizers for part in _parts(optimizer)}
@@ -50,12 +57,14 @@ class Guard:
         for kind in _with_subclasses(LRScheduler):
             self._watch(kind, "step", self._scheduler_steps)
         self._watch(AveragedModel, "update_parameters", self._averages)
+        self._hidden = Hidden(state.module, updater, self.knows, say)
         self._modules: Any = None
         if modules:
             self._modules = register_module_forward_pre_hook(self._module_called)
 
     def step_ended(self) -> None:
         """One step less to watch modules in."""
+        self._hidden.step_ended()
         if not self._left:
             return
         self._check_frozen()
@@ -85,7 +94,8 @@ class Guard:
         finally:
             self._asleep = before
 
-    def _is_known(self, obj: object) -> bool:
+    def knows(self, obj: object) -> bool:
+        """Whether it is prepared or registered, or a part of what is."""
         kept = [*self._state.registered.values(), *self._state.per_rank.values()]
         if len(kept) != self._registered:  # register() inside the loop
             self._registered = len(kept)
@@ -94,7 +104,7 @@ class Guard:
         return id(obj) in self._known
 
     def _module_called(self, module: torch.nn.Module, args: Any) -> None:
-        if self._asleep or not (module._parameters or module._buffers) or self._is_known(module):
+        if self._asleep or not (module._parameters or module._buffers) or self.knows(module):
             return
         if any(p is not None and p.requires_grad for p in module._parameters.values()):
             raise ConfigError(
@@ -198,7 +208,7 @@ class Guard:
         self._must_be_kept(average, "update_parameters()", "'average', average")
 
     def _must_be_kept(self, obj: object, call: str, words: str) -> None:
-        if not self._is_known(obj):
+        if not self.knows(obj):
             raise ConfigError(
                 f"{type(obj).__name__}.{call} is called in the loop, but no snapshot would hold"
                 f" what it counts: keep it with run.register({words}) before run.steps()"

@@ -1,0 +1,161 @@
+"""State in plain attributes, where no snapshot looks: what is refused, and what is only told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.optim.update import Clip, Unit, Updater
+from ddpjob_trainer.training.hidden import Hidden
+
+
+class Net(nn.Module):
+    """Changes one of its attributes in each step, or none."""
+
+    def __init__(self, change: Callable[[Any], None] = lambda net: None) -> None:
+        super().__init__()
+        self.part = nn.Linear(2, 2)
+        self.change = change
+        self.count, self.rate, self.on = 0, float("nan"), False
+        self.queue = [torch.zeros(2)]
+        self.draws = torch.Generator()
+        self.loss = torch.zeros(())
+
+
+class Plain(torch.optim.SGD):
+    """Not torch's own."""
+
+
+class Counting(Plain):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.updates, self.means = 0, {0: torch.zeros(2)}
+
+
+class Saving(Counting):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "updates": self.updates}
+
+
+class Watched:
+    def __init__(
+        self, net: Net | None = None, kind: Callable[[Any], torch.optim.Optimizer] = Plain
+    ) -> None:
+        self.net = net or Net()
+        self.optimizer = kind(self.net.parameters())
+        self.updater = Updater()
+        self.updater.units.append(Unit(self.optimizer, None, Clip(None, [])))
+        self.known: list[object] = []
+        self.said: list[str] = []
+        self.hidden = Hidden(
+            self.net, self.updater, lambda obj: any(obj is k for k in self.known), self.said.append
+        )
+
+    def step(self, count: int = 3, change: Callable[[], object] = lambda: None) -> None:
+        for _ in range(count):
+            self.net.change(self.net)
+            change()
+            self.hidden.step_ended()
+
+
+def count(net: Any) -> None:
+    net.count += 1
+
+
+def carry(net: Any) -> None:
+    net.queue = [torch.ones(2), *net.queue][:1]
+
+
+def carry_in_place(net: Any) -> None:
+    net.queue[0].add_(1)
+
+
+def draw(net: Any) -> None:
+    torch.rand((), generator=net.draws)
+
+
+def keep_loss(net: Any) -> None:
+    net.loss, net.on = net.part(torch.ones(2)).sum(), not net.on
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [(count, "count"), (carry, "queue"), (carry_in_place, "queue"), (draw, "draws")],
+)
+def test_what_a_module_carries_from_step_to_step_is_told_once(
+    change: Callable[[Any], None], name: str
+) -> None:
+    watched = Watched(Net(change))
+    watched.step(5)
+    (said,) = watched.said
+    assert said.startswith(f"warning: the model changes {name!r} in the loop")
+    assert "register_buffer()" in said
+    assert "run.register(" in said
+
+
+@pytest.mark.parametrize("change", [lambda net: None, keep_loss])
+def test_what_cannot_be_carried_is_not_told_of(change: Callable[[Any], None]) -> None:
+    watched = Watched(Net(change))
+    watched.step()
+    assert not watched.said
+
+
+@pytest.mark.parametrize("name", ["updates", "means"])
+def test_an_optimizer_that_counts_beside_its_state_is_refused(name: str) -> None:
+    watched = Watched(kind=Counting)
+
+    def advance(net: Any) -> None:
+        optimizer: Any = watched.optimizer
+        if name == "updates":
+            optimizer.updates += 1
+        else:
+            optimizer.means[0] += 1
+
+    watched.net.change = advance
+    watched.step(1)
+    with pytest.raises(ConfigError, match=rf"Counting\.{name} changes.*state_dict\(\)"):
+        watched.step(1)
+    watched = Watched(kind=Saving)  # it says itself what counts
+    watched.net.change = advance
+    watched.step()
+
+
+class Decay:
+    """As timm's and other libraries' schedulers are."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.count = 0
+
+    def step(self) -> None:
+        self.count += 1
+        self.optimizer.param_groups[0]["lr"] = 0.1 / self.count
+
+
+def test_a_scheduler_of_another_library_must_be_kept() -> None:
+    watched = Watched()
+    scheduler = Decay(watched.optimizer)
+    watched.step(3)
+    watched.step(1, scheduler.step)
+    with pytest.raises(ConfigError, match=r"Decay changes the learning rate.*run\.register"):
+        watched.step(1, scheduler.step)
+    watched.known.append(scheduler)
+    watched.step(1, scheduler.step)
+
+
+def test_a_rate_that_is_computed_from_the_step_is_nobodys_state() -> None:
+    watched = Watched()
+    scheduler = Decay(watched.optimizer)  # not used
+    trainer = SimpleNamespace(optimizer=watched.optimizer, model=watched.net, seen=0)
+    group = watched.optimizer.param_groups[0]
+    for index in range(4):
+        group["lr"] = 1 / (1 + index)
+        trainer.seen += 1
+        watched.step(1)
+    assert scheduler.count == 0

@@ -1,0 +1,195 @@
+"""Finds state that counts on where no snapshot looks: in plain attributes.
+
+Of an optimizer that is not torch's, of a scheduler that is neither torch's nor registered, of the
+model's modules. Looked at after the first steps of each process: a loop does the same in every one.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.optim.update import Updater
+
+_SECOND = 2
+_DEPTH = 3
+_MOST = 64  # entries of a list or dict that are looked at
+_Known = Callable[[object], bool]
+
+
+class Hidden:
+    """Looks once per step. ``known``: whether a snapshot holds an object; ``say`` warns."""
+
+    def __init__(
+        self, module: torch.nn.Module, updater: Updater, known: _Known, say: Callable[[str], None]
+    ) -> None:
+        self._module = module
+        self._optimizers = [unit.optimizer for unit in updater.units]
+        self._alone = [unit.optimizer for unit in updater.units if unit.scheduler is None]
+        self._known = known
+        self._say = say
+        self._steps = 0
+        self._marks: dict[str, Any] = {}
+        self._rates = self._now()
+        self._schedulers: list[tuple[object, Any]] | None = None  # with their marks
+
+    def step_ended(self) -> None:
+        """Raise ConfigError for what would be lost; warn of what may be."""
+        if self._alone and (rates := self._now()) != self._rates:
+            self._rates = rates
+            self._check_schedulers()
+        if self._steps == _SECOND:
+            return
+        self._steps += 1
+        marks = dict(self._attributes())
+        if self._steps == _SECOND:
+            self._check(marks)
+        self._marks = marks if self._steps < _SECOND else {}
+
+    # --- Attributes of optimizers and of modules -------------------------------------------
+
+    def _attributes(self) -> Iterator[tuple[str, Any]]:
+        for optimizer in self._optimizers:
+            kind = type(optimizer)
+            own = kind.state_dict is not torch.optim.Optimizer.state_dict
+            if own or kind.__module__.startswith("torch."):
+                continue
+            for name, mark in _marks(vars(optimizer), besides=("state", "param_groups")):
+                yield f"optimizer {kind.__name__}.{name}", mark
+        for path, part in self._module.named_modules():
+            if type(part).__module__.startswith("torch.") or _keeps_more(part):
+                continue
+            for name, mark in _marks(vars(part), besides=_MODULES_OWN):
+                yield f"{path}.{name}" if path else name, mark
+
+    def _check(self, marks: Mapping[str, Any]) -> None:
+        changed = [name for name, mark in marks.items() if self._marks.get(name, mark) != mark]
+        for name in changed:
+            if name.startswith("optimizer "):
+                raise ConfigError(
+                    f"{name.removeprefix('optimizer ')} changes in each update, but no snapshot"
+                    " would hold it: an optimizer's state belongs into its self.state[parameter]"
+                    " or its param_groups; or let it have a state_dict() and a load_state_dict() of"
+                    " its own that hold what counts"
+                )
+        if changed:
+            names = ", ".join(map(repr, changed[:3])) + (", ..." if len(changed) > 3 else "")
+            self._say(
+                f"warning: the model changes {names} in the loop, plain attributes that no snapshot"
+                " holds: what is carried from step to step would begin anew after a resume. Make it"
+                " a buffer with register_buffer(), of which rank 0's counts; what each rank has for"
+                " itself belongs into a dict and run.register(name, dict, per_rank=True)"
+            )
+
+    # --- Schedulers ------------------------------------------------------------------------
+
+    def _now(self) -> list[Any]:
+        return [_mark(g["lr"], 0) for optimizer in self._alone for g in optimizer.param_groups]
+
+    def _check_schedulers(self) -> None:
+        """Somebody has changed a learning rate that prepare() knows no scheduler for."""
+        if self._schedulers is None:
+            self._schedulers = [(obj, _own(obj)) for obj in _holders(self._alone)]
+            return
+        for obj, before in self._schedulers:
+            if _own(obj) != before and not self._known(obj):
+                raise ConfigError(
+                    f"{type(obj).__name__} changes the learning rate in the loop, but no snapshot"
+                    " would hold what it counts: keep it with run.register('scheduler', scheduler)"
+                    " before run.steps(), for which it needs state_dict() and load_state_dict(), or"
+                    " compute the rate from step.index"
+                )
+
+
+def _holders(optimizers: list[torch.optim.Optimizer]) -> Iterator[object]:
+    """What has one of these as an attribute, and a step(), but no model: a scheduler."""
+    owners: list[object] = []
+    for optimizer in optimizers:
+        for found in gc.get_referrers(optimizer):
+            owners += gc.get_referrers(found) if isinstance(found, dict) else [found]
+    for owner in {id(owner): owner for owner in owners}.values():
+        own = getattr(owner, "__dict__", None)
+        package = type(owner).__module__.partition(".")[0]
+        if (
+            isinstance(own, dict)
+            and package not in ("torch", "ddpjob_trainer")
+            and any(value is optimizer for value in own.values() for optimizer in optimizers)
+            and callable(getattr(owner, "step", None))
+            and not isinstance(owner, torch.nn.Module | torch.optim.Optimizer | type | ModuleType)
+            and not any(isinstance(value, torch.nn.Module) for value in own.values())
+        ):
+            yield owner
+
+
+def _own(obj: object) -> dict[str, Any]:
+    return dict(_marks(vars(obj)))
+
+
+# --- What a value is, to be compared with what it is later -----------------------------------
+
+_MODULES_OWN = frozenset(vars(torch.nn.Module()))
+
+
+def _keeps_more(module: torch.nn.Module) -> bool:
+    """Whether a snapshot holds what it says itself."""
+    return type(module).get_extra_state is not torch.nn.Module.get_extra_state
+
+
+def _marks(
+    values: Mapping[str, Any], besides: tuple[str, ...] | frozenset[str] = ()
+) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if name not in besides and (mark := _mark(value, _DEPTH)) is not None:
+            yield name, mark
+
+
+def _mark(value: Any, depth: int) -> Any:
+    """What tells a value from its later self; None for what is not taken for state.
+
+    A tensor with a graph is none: it cannot be used in the next step. Of the others the tensor
+    itself is held, or another could be in its place.
+    """
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        return repr(value)  # NaN equals itself then
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad or value.is_inference():
+            return None
+        return _Tensor(value)
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if depth and isinstance(value, dict):
+        return [(repr(k), _mark(v, depth - 1)) for k, v in list(value.items())[:_MOST]]
+    if depth and isinstance(value, list | tuple | deque):
+        return [_mark(part, depth - 1) for part in list(value)[:_MOST]]
+    return None
+
+
+class _Tensor:
+    """Equal to another mark if that is of the same tensor, not changed since."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._version = tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Tensor)
+            and other._tensor is self._tensor
+            and other._version == self._version
+        )
+
+    __hash__ = None  # type: ignore[assignment]
