@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from numbers import Real
 from typing import Any, SupportsFloat
 
@@ -76,6 +78,7 @@ class Pending:
     def __init__(self) -> None:
         self.at_once = False  # outside of steps there is nothing to wait for
         self._rows: list[tuple[int, Values]] = []
+        self._ended: deque[list[tuple[int, Values]]] = deque()  # of steps that are not told yet
         self._names: set[str] = set()
         self._begun = False
 
@@ -90,11 +93,24 @@ class Pending:
         self._names.update(values)
         self._rows.append((step, values))
 
-    def take(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Yield what is to be told now, as numbers: on CUDA this waits for the device."""
+    def step_ended(self) -> None:
+        """What comes from now on belongs to the next step."""
+        self._ended.append(self._rows)
+        self._rows = []
+
+    def take(self, *, step: bool = False) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yield what is to be told now, as numbers: this may wait for the device.
+
+        ``step``: of the oldest step that has ended and is not told, only.
+        """
         if not self._begun:
             return
-        rows, self._rows = self._rows, []
+        if step and self._ended:
+            rows = self._ended.popleft()
+        else:
+            rows = [*chain(*self._ended), *self._rows]
+            self._ended.clear()
+            self._rows = []
         for step, values in rows:
             yield step, {name: _as_float(value) for name, value in values.items()}
 
