@@ -17,8 +17,15 @@ PACKAGE = "ddpjob_trainer"
 BEGIN, END = "<!-- drawn by docs/architecture.py -->\n", "<!-- end -->\n"
 #: Files without an arrow to any folder, which every room may import.
 GROUND = {
-    "accelerator", "arguments", "contract", "environment", "errors", "failpoints", "options", "trace",
-}  # fmt: skip
+    "accelerator",
+    "arguments",
+    "contract",
+    "environment",
+    "errors",
+    "failpoints",
+    "options",
+    "trace",
+}
 
 Arrows = dict[str, set[str]]
 

@@ -1,8 +1,9 @@
 """A device that does its work later: what is asked of a GPU, on the CPU.
 
-It computes at once, as a CPU does. What travels between it and the host is on its way until somebody
-waits: a number read too early is NaN, a batch used too early is NaN, too. Each wait is counted, and
-how much was queued behind what was waited for: nothing means that a GPU would have stood still.
+It computes at once, as a CPU does. What travels between it and the host is on its way until
+somebody waits: a number read too early is NaN, a batch used too early is NaN, too. Each wait is
+counted, and how much was queued behind what was waited for: nothing means that a GPU would have
+stood still.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ class Queued(Accelerator):
         return float(second - first)
 
     # --- Results -------------------------------------------------------------------------
+
+    def kept(self, tensor: torch.Tensor) -> Number:
+        return tensor.clone()
 
     def number(self, tensor: torch.Tensor) -> Number:
         return tensor.detach().view(()).double()

@@ -12,7 +12,7 @@ from ddpjob_trainer.optim.ema import make_ema
 def model() -> nn.Module:
     torch.manual_seed(1)
     half = nn.Linear(3, 3).to(torch.bfloat16)
-    return nn.ModuleDict({"norm": nn.BatchNorm1d(4), "conv": nn.Conv2d(2, 3, 3), "half": half})
+    return nn.ModuleDict({"norm": nn.BatchNorm1d(4), "conv": nn.Conv2d(2, 3, 3), "low": half})
 
 
 def test_its_bits_are_torchs() -> None:

@@ -53,7 +53,7 @@ def test_a_step_may_be_heard_when_the_next_one_is_under_way():
     one = LoggedMeans(world_of(1))
     first = one.add({"a": 1.0})
     reported = one.report()
-    with pytest.raises(ConfigError, match="came after step.commit"):
+    with pytest.raises(ConfigError, match=r"came after step\.commit"):
         one.add({"a": 2.0})
     one.step_ended()
     second = one.add({"b": 5.0})

@@ -54,7 +54,7 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same_and_told_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(staging, "_told_unpinned", False)
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     device = Pins(full=True)
     pool = Pool(device)
     pool.prepare(5000)
@@ -64,7 +64,7 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same_and_told_once(
     assert buffer.memory[8:24].view(torch.float32).tolist() == [0, 1, 2, 3]
     buffer.busy = False
     pool.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
     words = capfd.readouterr().err
     assert words.count("cannot be page-locked (CUDA error: out of memory (2))") == 1
 

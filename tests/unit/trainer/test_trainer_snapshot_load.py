@@ -154,6 +154,7 @@ def test_an_optimizers_state_is_read_where_its_parameters_are(monkeypatch):  # t
     (first, *one), (second, model, optimizer) = training(1), training(2)
     train(*one)
     model.to("meta")
+    model.head.weight = model.embed.weight
     optimizer.param_groups[0]["params"] = list(model.parameters())
     asked: dict[str, torch.device] = {}
     empty = load.Source.empty
@@ -165,7 +166,9 @@ def test_an_optimizers_state_is_read_where_its_parameters_are(monkeypatch):  # t
 
     monkeypatch.setattr(load.Source, "empty", seen)
     second.restore(memory_source(stored(first)), 0)
-    kinds = {name.rpartition("/")[2]: device.type for name, device in asked.items() if "state" in name}
+    kinds = {
+        name.rpartition("/")[2]: device.type for name, device in asked.items() if "state" in name
+    }
     assert kinds == {"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
 
 
@@ -191,7 +194,8 @@ def test_an_average_is_read_in_place():  # type: ignore[no-untyped-def]
     second.restore(source, 0)
     assert first.sha256(0) == second.sha256(0)
     for name, parameter in averages[1].named_parameters():
-        assert targets.get(f"registered/ema/{name}") == parameter.data_ptr(), name
+        if not parameter.is_complex():  # those are stored as pairs
+            assert targets.get(f"registered/ema/{name}") == parameter.data_ptr(), name
 
 
 def test_an_average_is_divided_among_the_ranks_and_copied_beside_training():  # type: ignore[no-untyped-def]

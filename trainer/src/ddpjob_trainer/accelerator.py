@@ -79,6 +79,10 @@ class Accelerator:
 
     # --- Results -------------------------------------------------------------------------
 
+    def kept(self, tensor: torch.Tensor) -> Number:
+        """What a tensor of one element holds now, whatever becomes of it."""
+        return tensor.item()
+
     def number(self, tensor: torch.Tensor) -> Number:
         """A tensor of one element as something to be added up in double precision."""
         return float(tensor)
@@ -125,6 +129,10 @@ class Accelerator:
         """Within loading(): the tensor on the device."""
         return tensor
 
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor in memory from which loaded() need not wait."""
+        return tensor
+
     @contextlib.contextmanager
     def saving(self, ready: Any) -> Iterator[None]:
         """Copies to the host within begin at a mark and run beside later work; wait for them."""
@@ -165,14 +173,14 @@ class Cuda(Accelerator):
     def facts(self) -> dict[str, Any]:
         """Kernels and the order of NCCL's sums are chosen by these."""
         properties = torch.cuda.get_device_properties(self.device)
-        nccl: Any = torch.cuda.nccl  # type: ignore[attr-defined]
+        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         own = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
         return {
             "gpu": properties.name,
             "gpu_memory": properties.total_memory >> 30,
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
-            "nccl": ".".join(map(str, nccl.version())),
+            "nccl": ".".join(map(str, nccl)),
             "tf32": [
                 str(getattr(part, "fp32_precision", getattr(part, "allow_tf32", None)))
                 for part in (torch.backends.cuda.matmul, torch.backends.cudnn)
@@ -182,6 +190,10 @@ class Cuda(Accelerator):
         }
 
     # --- Results -------------------------------------------------------------------------
+
+    def kept(self, tensor: torch.Tensor) -> Number:
+        """A copy on the device."""
+        return tensor.clone() if tensor.is_cuda else tensor.item()
 
     def number(self, tensor: torch.Tensor) -> Number:
         """On the device, as it is."""
@@ -214,7 +226,7 @@ class Cuda(Accelerator):
 
     def mark(self) -> Any:
         """An event."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
@@ -241,6 +253,10 @@ class Cuda(Accelerator):
         moved = tensor.to(self.device, non_blocking=True)
         moved.record_stream(self._model)
         return moved
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Page-locked; torch keeps such memory for reuse."""
+        return tensor if tensor.is_cuda else tensor.pin_memory()
 
     @contextlib.contextmanager
     def saving(self, ready: Any) -> Iterator[None]:
@@ -330,7 +346,9 @@ def was_given_gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> bool
     named = env.get("NVIDIA_VISIBLE_DEVICES", "") not in _NO_GPUS
     with contextlib.suppress(OSError):
         # nvidiactl and the like are there with the driver alone.
-        return named or any(n.removeprefix("nvidia").isdigit() for n in os.listdir(devices))
+        return named or any(
+            path.name.removeprefix("nvidia").isdigit() for path in devices.iterdir()
+        )
     return named
 
 

@@ -130,11 +130,6 @@ def to_device(batch: Any, accelerator: Accelerator) -> Any:
         return map_tensors(batch, accelerator.loaded)
 
 
-def pinned(batch: Any) -> Any:
-    """Put every tensor into page-locked memory."""
-    return map_tensors(batch, lambda tensor: tensor.pin_memory())
-
-
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Replace every tensor in nested tuples, lists and mappings; all else stays as it is."""
     if isinstance(value, torch.Tensor):

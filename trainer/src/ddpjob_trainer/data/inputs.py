@@ -156,6 +156,7 @@ class Indexed:
         self.order = DataOrder(epochs, place.global_batch, place.tail)
         self._source = Batches(source, place.collate, place.seed)
         self.draws = self._source.draws
+        self._pinned = place.accelerator.pinned
         self._options = workers
         self._workers: Workers | None = None
 
@@ -177,7 +178,7 @@ class Indexed:
         if self._workers is None:
             batch = self._source.make(self._work(positions))
             if self._options.pin_memory:
-                batch = fetch.pinned(batch)
+                batch = fetch.map_tensors(batch, self._pinned)
             return batch
         while True:
             first, batch = self._workers.next()

@@ -26,7 +26,6 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gradients.replica_check import hash_tensors
 from ddpjob_trainer.state import rng
 
-
 #: The default level by type of device.
 LEVELS = {"cpu": "resume", "cuda": "off"}
 #: What NCCL would choose by how many GPUs there are and how they are wired, and the order of its

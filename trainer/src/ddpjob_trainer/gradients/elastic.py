@@ -29,7 +29,6 @@ from ddpjob_trainer.gradients.tree_reduce import Gradients, Reduction, add_gradi
 from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.state import buffers, rng
 
-
 N = TypeVar("N", float, Number)
 
 

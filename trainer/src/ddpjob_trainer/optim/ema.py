@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
@@ -13,7 +15,8 @@ class Average(AveragedModel):
     """torch's, in the same bits, without its wait for the GPU: it would copy its counter there."""
 
     def __init__(self, module: torch.nn.Module, decay: float) -> None:
-        super().__init__(module, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
+        self._average: Any = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        super().__init__(module, multi_avg_fn=self._average)
 
     @torch.no_grad()
     def update_parameters(self, model: torch.nn.Module) -> None:
@@ -25,7 +28,7 @@ class Average(AveragedModel):
         for (ours, others), _ in _group_tensors_by_device_and_dtype(
             [[p.detach() for p in mine], [p.detach() for p in theirs]]
         ).values():
-            self.multi_avg_fn(ours, others, self.n_averaged)
+            self._average(ours, others, self.n_averaged)
         for buffer, newest in zip(self.module.buffers(), model.buffers(), strict=True):
             buffer.detach().copy_(newest.detach(), non_blocking=True)
         self.n_averaged += 1

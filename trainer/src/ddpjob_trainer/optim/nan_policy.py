@@ -5,8 +5,8 @@ are equal on all ranks, so each may look at its own; a loss that is not finite o
 made to show in the gradients. Each says what it decided in the step's exchange, so ranks that
 disagree, and hence hold different gradients, end there.
 
-Where a GPU queues its work, to ask before each update would be to wait for it. Policy stop does not:
-the answer is read a step later, before any snapshot, and ends the run all the same.
+Where a GPU queues its work, to ask before each update would be to wait for it. Policy stop does
+not: the answer is read a step later, before any snapshot, and ends the run all the same.
 """
 
 from __future__ import annotations

@@ -85,7 +85,8 @@ class Progress:
             self.at("snapshot")
         elif phase == "done":
             self.at("end")
-            self._tell_logged()
+            if not self._pending.behind:  # else what is known later is told later
+                self._tell_logged()
             self._pending.at_once = True
             self._publish(force=True)
         elif self._activity == "snapshot":

@@ -1,8 +1,8 @@
 """What the ranks tell one another at the end of each step, and what all of them conclude from it.
 
 One exchange per step, which runs beside the update: this rank's losses and their weights, whether
-it was told to stop, what it thinks of the gradients, facts of its snapshots. What hosts say is heard
-when the step ends, what devices have measured perhaps a step later.
+it was told to stop, what it thinks of the gradients, facts of its snapshots. What hosts say is
+heard when the step ends, what devices have measured perhaps a step later.
 """
 
 from __future__ import annotations

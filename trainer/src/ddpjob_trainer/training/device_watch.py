@@ -1,9 +1,9 @@
 """What the device does: for how long, and for the hang watch, while the loop stands still.
 
-A host that is ahead of its GPU may stand anywhere when a GPU hangs: in a launch that finds the queue
-full, or where it waits for a result; and so do the hosts of all ranks, as their GPUs wait for the one
-that hangs. So marks are queued behind each forward, backward and update. The first that has not been
-passed says whether this rank's own work is what it waits for.
+A host that is ahead of its GPU may stand anywhere when a GPU hangs: in a launch that finds the
+queue full, or where it waits for a result; and so do the hosts of all ranks, as their GPUs wait for
+the one that hangs. So marks are queued behind each forward, backward and update. The first that has
+not been passed says whether this rank's own work is what it waits for.
 """
 
 from __future__ import annotations

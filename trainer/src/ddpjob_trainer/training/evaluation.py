@@ -107,7 +107,9 @@ def share_of_metric(
     sums, size = Sums(), len(source.dataset)
     starts = range(world.rank * batch_size, size, world.size * batch_size)
     spans = [fetch.span(start, min(start + batch_size, size)) for start in starts]
-    for span, made in zip(spans, _made(source, spans, workers, pinned=world.accelerator.queues), strict=True):
+    for span, made in zip(
+        spans, _made(source, spans, workers, pinned=world.accelerator.queues), strict=True
+    ):
         alive()
         if source.draws:
             source.seed_after(span)

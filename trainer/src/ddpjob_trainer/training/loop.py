@@ -377,9 +377,7 @@ class Loop:
             last = self.agreement.stop or done == self._options.total_steps
             due = self._snapshots.due(done, last=last)
             # One that will be skipped need not be compared.
-            compare = self._divergence.due(
-                done, needed=last or (due and self._snapshots.has_room)
-            )
+            compare = self._divergence.due(done, needed=last or (due and self._snapshots.has_room))
             # Before a snapshot can hold this step: whoever resumes after it does not tell of it.
             self._trailing.learn(all_steps=last or due or compare or first)
             if self._input.stream is not None and first:

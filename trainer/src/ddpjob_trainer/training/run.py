@@ -32,8 +32,8 @@ from ddpjob_trainer.training.ending import Ending
 from ddpjob_trainer.training.evaluation import Metric, Metrics
 from ddpjob_trainer.training.logged_means import means
 from ddpjob_trainer.training.loop import Loop
-from ddpjob_trainer.training.process import Process
 from ddpjob_trainer.training.prepare import Trained, named, shaped_like
+from ddpjob_trainer.training.process import Process
 from ddpjob_trainer.training.step import Step
 
 Models = torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Module]
@@ -275,7 +275,7 @@ class Run:
         the step; then every rank calls it, with the same names, before step.commit(). Raises
         ConfigError.
         """
-        found = checked(values)
+        found = checked(values, self._process.world.accelerator.kept)
         at = None if step is None else whole("step", step)
         if reduce is not None:
             within = self._loop.logged_means() if self._loop is not None else None

@@ -30,8 +30,8 @@ from ddpjob_trainer.telemetry.event_log import EventLog
 from ddpjob_trainer.telemetry.progress import Progress
 from ddpjob_trainer.telemetry.sink_choice import choose
 from ddpjob_trainer.telemetry.sinks import Sink, Sinks
-from ddpjob_trainer.training.process import Process
 from ddpjob_trainer.training.parting import Parting
+from ddpjob_trainer.training.process import Process
 from ddpjob_trainer.training.recorder import Recorder
 from ddpjob_trainer.training.run import Run
 from ddpjob_trainer.training.shutdown import Shutdown

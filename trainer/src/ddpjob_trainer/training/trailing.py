@@ -1,7 +1,8 @@
 """Finished steps whose losses are still on their way from the device.
 
 To wait for a step that a GPU has just been given would be to leave it without work. So what was
-measured in a step is heard when the next one has been queued, or sooner where something rests on it.
+measured in a step is heard when the next one has been queued, or sooner where something rests on
+it.
 """
 
 from __future__ import annotations
