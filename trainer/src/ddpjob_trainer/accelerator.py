@@ -179,7 +179,7 @@ class Cuda(Accelerator):
             "gpu": properties.name,
             "gpu_memory": properties.total_memory >> 30,
             "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
+            "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
             "nccl": ".".join(map(str, nccl)),
             "tf32": [
                 str(getattr(part, "fp32_precision", getattr(part, "allow_tf32", None)))
