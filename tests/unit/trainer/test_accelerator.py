@@ -78,6 +78,19 @@ def test_a_gpu_that_cannot_be_used_is_no_reason_to_train_on_the_cpu(  # type: ig
     assert "start(device='cpu')" in str(error.value)
 
 
+def test_a_gpu_that_is_counted_and_cannot_be_used(gpus, monkeypatch):  # type: ignore[no-untyped-def]
+    """NVML tells their number without a look at the driver's version."""
+    old = RuntimeError("The NVIDIA driver on your system is too old (found 470).")
+    gpus(1, old)
+
+    def refuse(_: torch.device) -> None:
+        raise old
+
+    monkeypatch.setattr(torch.cuda, "set_device", refuse)
+    with pytest.raises(ConfigError, match="no GPU can be used, though there is one: The NVIDIA"):
+        accelerator.choose("auto", 0, {})
+
+
 def test_what_a_container_was_given(tmp_path: Path) -> None:
     given = accelerator.was_given_gpus
     assert not given({}, tmp_path)

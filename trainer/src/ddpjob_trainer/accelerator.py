@@ -335,7 +335,10 @@ def choose(asked: str, local_rank: int, env: Mapping[str, str]) -> torch.device:
             " or hide the GPUs with CUDA_VISIBLE_DEVICES="
         )
     device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
+    try:
+        torch.cuda.set_device(device)
+    except RuntimeError as error:  # NVML had counted it, see PYTORCH_NVML_BASED_CUDA_CHECK
+        raise _unusable("there is one") from error
     return device
 
 
