@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from ddpjob_trainer.optim.update import check_parameters, match_schedulers
 from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.training.prepare import (
     Trained,
+    _compile,
     _has_sparse_gradients,
     _name,
     _would_move,
@@ -204,3 +206,19 @@ def test_views_of_parameters_that_would_move_are_refused(monkeypatch: pytest.Mon
     world: Any = SimpleNamespace(device=META)
     with pytest.raises(ConfigError, match=r"before the model was on the GPU.*model.to\(run.device"):
         Trained(OPTIONS, None, world)._check({"m": model}, {"o": optimizer}, ModelOptions())  # type: ignore[arg-type]
+
+
+def test_inductor_chooses_no_kernel_by_its_time_where_bits_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """On the CPU there is nothing that it would measure: what it compiles stays as it is."""
+    import torch._inductor.config as inductor
+
+    monkeypatch.setattr(inductor, "deterministic", False)
+    compiled = ModelOptions(compile=True)
+    _compile(nn.Linear(1, 1), OPTIONS, compiled, CPU)
+    _compile(nn.Linear(1, 1), replace(OPTIONS, level="off"), compiled, META)
+    _compile(nn.Linear(1, 1), OPTIONS, ModelOptions(compile="aot_eager"), META)
+    assert not inductor.deterministic
+    _compile(nn.Linear(1, 1), OPTIONS, compiled, META)
+    assert inductor.deterministic
