@@ -119,9 +119,9 @@ class Ranks:
             buffer = tracker.pool.take(image.bytes)
             assert buffer is not None
             buffer.write(0, image.header)
-            buffer.copy(image.now)
+            buffer.copy(image.now, CPU, None)
             if not late:
-                buffer.copy(image.later)
+                buffer.copy(image.later, CPU, None)
             own = tuple((n, DTYPES[t.dtype], tuple(t.shape)) for n, t in captured.own.items())
             make = assembler(step, captured, shares, {}, self.place) if rank == 0 else None
             name = data_name(step, self.place.nonce, rank)
