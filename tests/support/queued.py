@@ -26,7 +26,7 @@ class Queued(Accelerator):
         super().__init__(device)
         self._jobs: list[Callable[[], object]] = []
         self._done = 0
-        self.waits: list[int] = []  # marks behind what was waited for
+        self.waits: list[int] = []  # jobs and marks behind what was waited for
         self._arriving: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
     # --- The queue -----------------------------------------------------------------------
