@@ -151,8 +151,10 @@ class Cluster:
         self.era += 1
         versions = [int(o["metadata"]["resourceVersion"]) for o in self.objects.values()]
         self._version = max(versions, default=1000)
+        # Nodes first: no restore goes back behind them, as kubelets keep theirs.
         in_order = sorted(
-            self.objects.values(), key=lambda o: int(o["metadata"]["resourceVersion"])
+            self.objects.values(),
+            key=lambda o: (_plural(o) != "nodes", int(o["metadata"]["resourceVersion"])),
         )
         # History begins anew: nobody can be held to what is forgotten.
         self.history = [Write("ADDED", _plural(o), o, self.now, "") for o in in_order]
@@ -220,7 +222,8 @@ class Cluster:
 
     def refuse_image(self, pod: Object) -> None:
         """It is bound, and its image cannot be pulled."""
-        spec = {**pod["spec"], "nodeName": self.nodes[0]}
+        heard = [n for n in self.nodes if n not in self.silent]
+        spec = {**pod["spec"], "nodeName": heard[0]}
         state = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
         status = self._pod_status(pod, "Pending", state)
         self.update("pods", pod["metadata"]["name"], spec=spec, status=status)

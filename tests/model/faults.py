@@ -238,7 +238,7 @@ def play(
         while at_ticks and at_ticks[-1].place <= world.ticks:
             EVENTS[at_ticks.pop().what](world)
             world.verify()
-        _take_due(world)
+        take_due(world)
         if not at_ticks and world.over() and not on_calls:
             break
         if not world.tick():
@@ -298,7 +298,7 @@ def _after(world: World, seconds: float, do: Callable[[], object]) -> None:
     world.timers.append((None, world.cluster.now + timedelta(seconds=seconds), do))
 
 
-def _take_due(world: World) -> None:
+def take_due(world: World) -> None:
     due = [
         one
         for one in world.timers

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from ddpjob_operator.core import observe, packed
+from ddpjob_operator.core.ranges import parse_ranges
+from ddpjob_operator.core.status import parse_time
 from support.objects import (
     TERMINAL,
     Object,
@@ -38,6 +40,8 @@ from support.objects import (
     uid_of,
 )
 
+#: So long some replicas may be done and others not before the status must say so.
+LINGERING = timedelta(minutes=11)
 JOBS, PODS, SERVICES, NODES = observe.PLURAL, "pods", "services", "nodes"
 
 
@@ -508,7 +512,10 @@ def i19_explained(state: State, job: Object, now: datetime) -> str | None:
         return None
     mine = [p for p in state.gang(uid_of(job)) if attempt(p) == found.get("attempt")]
     on = {replica(p) for p in mine if _alive(p) or succeeded(p)}
-    if phase == "Running" and len(on) == wanted:
+    done = set(parse_ranges(found.get("succeededReplicas"))) - on  # and their pods are gone
+    began = parse_time((found.get("timings") or {}).get("runningAt"))
+    new = began is not None and now - began < LINGERING
+    if phase == "Running" and len(on | done) == wanted and (new or not done):
         return None
     conditions = found.get("conditions") or ()
     told = [c for c in conditions if c["type"] in ("Stalled", "Invalid") and c["status"] == "True"]

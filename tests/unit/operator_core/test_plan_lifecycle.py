@@ -142,6 +142,14 @@ def test_replicas_that_do_not_end_when_others_are_done_are_told():
     assert world.condition("Stalled")["status"] == "False"
 
 
+@pytest.mark.parametrize("told_before", [False, True])
+def test_replicas_that_do_not_end_are_told_though_the_pods_of_the_others_are_gone(told_before):
+    world = started().run().end(0, 0)
+    world.wait(600 if told_before else 1).vanish(0).wait(600)
+    assert world.condition("Stalled")["reason"] == "WaitingForReplicas"
+    assert world.condition("Stalled")["status"] == "True"
+
+
 def test_a_finished_pod_that_is_drained_is_not_a_lost_one():
     world = started().run().end(0, 0).vanish(0)
     assert world.status["attempt"] == 1

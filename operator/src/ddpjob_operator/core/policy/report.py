@@ -102,8 +102,13 @@ def _reasons(view: View) -> Iterator[tuple[str, str]]:
 
 
 def lingers(view: View) -> datetime | None:
-    """When it is to be told that some replicas are done and others do not end."""
-    done = (view.members[r].trainer.finished_at for r in view.succeeded if r in view.members)
+    """When it is to be told that some replicas are done and others do not end.
+
+    Where a pod that was done is gone, as after a drain, nobody knows since when it was.
+    """
+    began = view.status.timings.running_at
+    pods = (view.members.get(replica) for replica in view.succeeded)
+    done = (pod.trainer.finished_at if pod is not None else began for pod in pods)
     first = min((at for at in done if at is not None), default=None)
     return None if first is None else first + LINGERING
 
@@ -113,9 +118,7 @@ def _lingering(view: View) -> Iterator[tuple[str, str]]:
     if due is not None and view.now >= due:
         done = format_ranges(view.succeeded)
         left = format_ranges(frozenset(range(view.spec.replicas)) - view.succeeded)
-        minutes = f"{LINGERING / timedelta(minutes=1):.0f} minutes"
-        what = f"replicas {done} have succeeded, and for {minutes} {left} have not ended"
-        yield "WaitingForReplicas", what
+        yield "WaitingForReplicas", f"replicas {done} have succeeded, and {left} have not ended"
 
 
 def _refusals(view: View) -> Iterator[tuple[str, str]]:
