@@ -17,6 +17,7 @@ PACKAGE = "ddpjob_trainer"
 BEGIN, END = "<!-- drawn by docs/architecture.py -->\n", "<!-- end -->\n"
 #: Files without an arrow to any folder, which every room may import.
 GROUND = {
+    "accelerator",
     "arguments",
     "contract",
     "environment",

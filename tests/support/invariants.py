@@ -16,8 +16,8 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from ddpjob_operator.core import observe, packed
+from ddpjob_operator.core.lenient import parse_time
 from ddpjob_operator.core.ranges import parse_ranges
-from ddpjob_operator.core.status import parse_time
 from support.objects import (
     TERMINAL,
     Object,

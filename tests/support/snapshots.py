@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ddpjob_trainer import accelerator
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.snapshot import load
 from ddpjob_trainer.snapshot.keeper.writer import Writer, data_name
@@ -24,7 +25,7 @@ from ddpjob_trainer.snapshot.takeover import Loaded, open_store
 from ddpjob_trainer.snapshot.write_plan import Captured, Shares, assembler, lay_out
 from ddpjob_trainer.state.codec import DTYPES, Flat, flatten
 
-CPU = torch.device("cpu")
+CPU = accelerator.of(torch.device("cpu"))
 SOLE = "n"  # tensors below this name are rank 0's alone
 
 
@@ -70,7 +71,7 @@ class Store:
         image = lay_out(captured, shares, rank)
         buffer = Buffer.allocate(0, image.bytes, CPU)
         buffer.write(0, image.header)
-        buffer.copy([*image.now, *image.later])
+        buffer.copy([*image.now, *image.later], CPU, None)
         with memoryview(buffer.memory.numpy().data)[: image.bytes] as content:
             crc = self._writer.write(data_name(step, self.nonce, rank), content)
         buffer.release(CPU)

@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.snapshot import load, manager, pipeline
+from ddpjob_trainer.snapshot import load, manager, staging
 from ddpjob_trainer.snapshot.ondisk import manifest
 from ddpjob_trainer.state.codec import unflatten
 from ddpjob_trainer.telemetry import progress
@@ -333,13 +333,13 @@ def test_who_leaves_the_loop_may_change_the_weights_at_once(gang, tmp_path):  # 
     """Though a thread still copies the snapshot of the step before."""
 
     def program(rank: int) -> None:
-        copy = pipeline.copy_later
+        copy = staging.Buffer.copy
 
         def slow(*arguments: Any) -> None:
             time.sleep(0.5)  # as long as the script below has to be too early
             copy(*arguments)
 
-        pipeline.copy_later = slow
+        setattr(staging.Buffer, "copy", slow)  # noqa: B010
         run = ddp.start(
             total_steps=6, global_batch=6, snapshot_dir=tmp_path / "s", snapshot_every=2,
             snapshot_staging="thread",

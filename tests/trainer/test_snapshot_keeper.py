@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from ddpjob_trainer import accelerator
 from ddpjob_trainer.snapshot import load
 from ddpjob_trainer.snapshot.keeper import client
 from ddpjob_trainer.snapshot.keeper.writer import data_name
@@ -33,7 +34,7 @@ from support.launching import SOURCES
 from support.snapshots import open_snapshots
 
 RANKS = 3
-CPU = torch.device("cpu")
+CPU = accelerator.of(torch.device("cpu"))
 #: Every keeper asks a file what to do at which of its operations, before and after each.
 SEAM = """
 import json, os, signal, time
@@ -118,9 +119,9 @@ class Ranks:
             buffer = tracker.pool.take(image.bytes)
             assert buffer is not None
             buffer.write(0, image.header)
-            buffer.copy(image.now)
+            buffer.copy(image.now, CPU, None)
             if not late:
-                buffer.copy(image.later)
+                buffer.copy(image.later, CPU, None)
             own = tuple((n, DTYPES[t.dtype], tuple(t.shape)) for n, t in captured.own.items())
             make = assembler(step, captured, shares, {}, self.place) if rank == 0 else None
             name = data_name(step, self.place.nonce, rank)

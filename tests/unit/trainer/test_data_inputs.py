@@ -28,6 +28,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from ddpjob_trainer import accelerator
 from ddpjob_trainer.data.fetch import Batches, Work
 from ddpjob_trainer.data.given import Sampled
 from ddpjob_trainer.data.inputs import Indexed, InputOptions, Place, Streamed, open_input
@@ -43,7 +44,7 @@ def place(**changed: Any) -> Place:
     """Two ranks, four samples each."""
     usual: dict[str, Any] = {
         "seed": 5, "rank": 0, "ranks": 2, "global_batch": 8, "parts": 2, "level": "resume",
-        "tail": "drop", "collate": None, "device": torch.device("cpu"),
+        "tail": "drop", "collate": None, "accelerator": accelerator.of(torch.device("cpu")),
         "say": lambda text: None, "alive": lambda: None,
     }  # fmt: skip
     return Place(**{**usual, **changed})

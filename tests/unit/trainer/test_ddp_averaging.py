@@ -6,8 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from ddpjob_trainer.data.sampler import DataOrder, Shuffled
+from ddpjob_trainer.gradients import determinism
 from ddpjob_trainer.gradients.ddp import DdpAveraging
 from ddpjob_trainer.options import Options
 
@@ -37,3 +40,24 @@ def test_buffers_come_from_rank_0_in_the_first_forward_of_each_step_only(models)
                 # As DDP's forward leaves it.
                 model.require_forward_param_sync = graph and model.require_backward_grad_sync
         assert shared == [True] * models + [False] * 4 * models
+
+
+def test_the_warm_up_drops_its_gradients_before_memory_is_taken_for_other_buckets():
+    """Else a GPU would hold a second set of them, in pieces that nothing else fits into."""
+    held: list[bool] = []
+    module = nn.Linear(3, 2)
+    module.weight.grad = kept = torch.ones(2, 3)
+    reducer = SimpleNamespace(
+        _check_reducer_finalized=lambda: None,
+        prepare_for_forward=lambda: None,
+        _rebuild_buckets=lambda: held.append(any(p.grad is not None for p in module.parameters())),
+        prepare_for_backward=lambda _: None,
+    )
+    model: Any = SimpleNamespace(
+        module=module, parameters=module.parameters, reducer=reducer,
+        find_unused_parameters=False, static_graph=False,
+    )  # fmt: skip
+    determinism.warm_up(model, module(torch.ones(1, 3)).sum())
+    assert held == [False]
+    assert module.weight.grad is kept
+    assert module.bias.grad is None

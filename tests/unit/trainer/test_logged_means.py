@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from ddpjob_trainer import accelerator
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.training.logged_means import MOST, LoggedMeans
 
 
+def world_of(size: int) -> Any:
+    return SimpleNamespace(size=size, accelerator=accelerator.of(torch.device("cpu")))
+
+
 def step(calls: list[list[dict[str, Any]]]) -> list[dict[str, float]]:
     """Return what each rank tells after these calls on each."""
-    world: Any = SimpleNamespace(size=len(calls))
+    world = world_of(len(calls))
     ranks = [LoggedMeans(world) for _ in calls]
     told: list[dict[str, Any]] = [{} for _ in calls]
     for rank, mine in enumerate(calls):
@@ -41,3 +46,19 @@ def test_a_name_takes_one_place_however_often_it_is_logged():
     assert step([[full] * 3])[0] == full
     with pytest.raises(ConfigError, match=f"{MOST + 1} names; {MOST} at most"):
         step([[full, {"more": 1.0}]])
+
+
+def test_a_step_may_be_heard_when_the_next_one_is_under_way():
+    """As a GPU's is."""
+    one = LoggedMeans(world_of(1))
+    first = one.add({"a": 1.0})
+    reported = one.report()
+    with pytest.raises(ConfigError, match=r"came after step\.commit"):
+        one.add({"a": 2.0})
+    one.step_ended()
+    second = one.add({"b": 5.0})
+    later = one.report()
+    one.step_ended()
+    one.learn(0, [float(n) for n in reported])
+    one.learn(1, [float(n) for n in later])
+    assert (float(first["a"]), float(second["b"])) == (1.0, 5.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,16 +13,24 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.optim.update import check_parameters, make_ema, match_schedulers
+from ddpjob_trainer.optim import zero
+from ddpjob_trainer.optim.ema import make_ema
+from ddpjob_trainer.optim.update import check_parameters, match_schedulers
+from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.training.prepare import (
+    Trained,
+    _compile,
     _has_sparse_gradients,
     _name,
+    _would_move,
     is_compiled,
     named,
     place,
+    place_state,
     shaped_like,
 )
 
+OPTIONS = Options(total_steps=1, global_batch=1, level="resume", threads=1)
 CPU, META = torch.device("cpu"), torch.device("meta")  # meta stands for an accelerator
 
 
@@ -180,3 +190,61 @@ def test_a_model_that_its_script_has_compiled_is_known():
     assert is_compiled(torch.compile(model, backend="eager"))
     model[0].compile(backend="eager")
     assert is_compiled(model)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.AdamW])
+def test_state_that_an_optimizer_has_made_already_follows_its_parameters(kind: Any):
+    """The counter stays where torch keeps it, unless a kernel reads it."""
+    model = nn.Linear(2, 2)
+    optimizer = kind(model.parameters(), lr=0.1)
+    if kind is torch.optim.AdamW:  # makes its own in the first step
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    before = list(model.parameters())
+    place(model, META)
+    # On a GPU these are the same objects; torch makes new ones on meta only.
+    moved = dict(zip(before, model.parameters(), strict=True))
+    optimizer.param_groups[0]["params"] = list(moved.values())
+    for parameter, now in moved.items():
+        optimizer.state[now] = optimizer.state.pop(parameter)
+    place_state(optimizer)
+    assert optimizer.state
+    for state in optimizer.state.values():
+        found = {name: value.device for name, value in state.items()}
+        assert found.pop("step") == CPU
+        assert set(found.values()) == {META}
+    optimizer.param_groups[0]["capturable"] = True
+    place_state(optimizer)
+    assert {state["step"].device for state in optimizer.state.values()} == {META}
+
+
+def test_views_of_parameters_that_would_move_are_refused(monkeypatch: pytest.MonkeyPatch):
+    """ZeRO's, made before the model is on the GPU."""
+    model = nn.Linear(2, 2)
+    assert _would_move({"model": model}, META)
+    assert not _would_move({"model": model}, CPU)
+    assert not _would_move({"model": nn.Linear(2, 2, device=META)}, META)
+    optimizer: Any = sgd(model)
+    optimizer.parameters_as_bucket_view = True
+    assert not zero.has_views(optimizer), "a plain one has none, whatever it is called"
+    monkeypatch.setattr(zero, "is_zero", lambda _: True)
+    assert zero.has_views(optimizer)
+    world: Any = SimpleNamespace(device=META)
+    with pytest.raises(ConfigError, match=r"before the model was on the GPU.*model.to\(run.device"):
+        Trained(OPTIONS, None, world)._check({"m": model}, {"o": optimizer}, ModelOptions())  # type: ignore[arg-type]
+
+
+def test_inductor_chooses_no_kernel_by_its_time_where_bits_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """On the CPU there is nothing that it would measure: what it compiles stays as it is."""
+    import torch._inductor.config as inductor
+
+    monkeypatch.setattr(inductor, "deterministic", False)
+    compiled = ModelOptions(compile=True)
+    _compile(nn.Linear(1, 1), OPTIONS, compiled, CPU)
+    _compile(nn.Linear(1, 1), replace(OPTIONS, level="off"), compiled, META)
+    _compile(nn.Linear(1, 1), OPTIONS, ModelOptions(compile="aot_eager"), META)
+    assert not inductor.deterministic
+    _compile(nn.Linear(1, 1), OPTIONS, compiled, META)
+    assert inductor.deterministic

@@ -18,8 +18,8 @@ def refused(**options: object) -> BaseException:
     """What our code raises when a script, this file, asks for it."""
     given = {
         "total_steps": 0, "global_batch": 6, "seed": 0, "level": "resume", "threads": 1,
-        "collate": None, "micro_batches": 1, "shards": 8, "tail": "drop", "precision": "fp32",
-        "nan_policy": "stop", "check_every": 0, "resume": None, **options,
+        "collate": None, "device": "auto", "micro_batches": 1, "shards": 8, "tail": "drop",
+        "precision": "fp32", "nan_policy": "stop", "check_every": 0, "resume": None, **options,
     }  # fmt: skip
     with pytest.raises(ConfigError) as found:
         Options.among(given).check(3)

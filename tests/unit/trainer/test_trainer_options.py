@@ -47,6 +47,8 @@ TABLE: list[tuple[str, str, Facts, Facts]] = [  # both names, what is refused, a
      facts({}, {"sync_batchnorm": False}, "cpu")),
     ("compile", "bucket_cap_mb", facts({}, {"bucket_cap_mb": 0.5}, "cpu", compiled=True),
      facts({}, {"bucket_cap_mb": 1.0}, "cpu", compiled=True)),
+    ("compile='cudagraphs'", "level='resume'", facts({}, {"compile": "cudagraphs"}, "cuda"),
+     facts({"level": "off"}, {"compile": "cudagraphs"}, "cuda")),
     ("clip_grad_norm", "sparse gradients",
      facts({}, {"clip_grad_norm": 1.0}, "cpu", has_sparse_gradients=True),
      facts({}, {}, "cpu", has_sparse_gradients=True)),

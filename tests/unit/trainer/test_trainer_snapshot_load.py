@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.optim.ema import make_ema
 from ddpjob_trainer.snapshot import load
 from ddpjob_trainer.snapshot.ondisk import manifest
 from ddpjob_trainer.snapshot.training_state import TrainingState
@@ -146,6 +147,69 @@ def test_what_does_not_fit_overwrites_nothing(change):  # type: ignore[no-untype
     with pytest.raises(ConfigError):
         second.restore(memory_source(flat), 0)
     assert second.sha256(0) == before
+
+
+def test_an_optimizers_state_is_read_where_its_parameters_are(monkeypatch):  # type: ignore[no-untyped-def]
+    """Meta stands for a GPU: eight of them need not fit into their host's memory at once."""
+    (first, *one), (second, model, optimizer) = training(1), training(2)
+    train(*one)
+    model.to("meta")
+    model.head.weight = model.embed.weight
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    asked: dict[str, torch.device] = {}
+    empty = load.Source.empty
+
+    def seen(self: Any, names: Any, device: torch.device | None = None) -> Any:
+        found = empty(self, names, device)
+        asked.update({name: tensor.device for name, tensor in found.items()})
+        return found
+
+    monkeypatch.setattr(load.Source, "empty", seen)
+    second.restore(memory_source(stored(first)), 0)
+    kinds = {
+        name.rpartition("/")[2]: device.type for name, device in asked.items() if "state" in name
+    }
+    assert kinds == {"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
+
+
+def test_an_average_is_read_in_place():  # type: ignore[no-untyped-def]
+    (first, one, _), (second, two, _) = training(1), training(2)
+    averages = []
+    for state, model in ((first, one), (second, two)):
+        average = make_ema(model, 0.9)
+        assert average is not None
+        average.update_parameters(model)
+        state.register("ema", average)
+        state.averages.add("ema")
+        averages.append(average)
+    source = memory_source(stored(first))
+    targets: dict[str, int] = {}
+    read = source.read
+
+    def seen(names: Any, into: Any) -> None:
+        targets.update({name: tensor.data_ptr() for name, tensor in into.items()})
+        read(names, into)
+
+    source.read = seen  # type: ignore[method-assign]
+    second.restore(source, 0)
+    assert first.sha256(0) == second.sha256(0)
+    for name, parameter in averages[1].named_parameters():
+        if not parameter.is_complex():  # those are stored as pairs
+            assert targets.get(f"registered/ema/{name}") == parameter.data_ptr(), name
+
+
+def test_an_average_is_divided_among_the_ranks_and_copied_beside_training():  # type: ignore[no-untyped-def]
+    """Only updates change it, from parameters that are equal; its buffers are each rank's own."""
+    state, model, _ = training(1)
+    average = make_ema(model, 0.9)
+    assert average is not None
+    state.register("ema", average)
+    assert not {n for n in state.capture(0).shared if n.startswith("registered/ema/")}, "a script's"
+    state.averages.add("ema")
+    shared = {n for n in state.capture(0).shared if n.startswith("registered/ema/")}
+    assert "registered/ema/module.conv.weight" in shared
+    assert "registered/ema/module.calls" not in shared
+    assert "registered/ema/n_averaged" not in shared
 
 
 def test_no_second_copy_is_held(tmp_path: Path):  # type: ignore[no-untyped-def]

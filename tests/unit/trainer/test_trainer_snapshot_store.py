@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ddpjob_trainer import accelerator
 from ddpjob_trainer.errors import PeerLostError
 from ddpjob_trainer.snapshot import load
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
@@ -281,7 +282,7 @@ def _load_only(directory: Path) -> list[int]:
 
 
 def test_a_state_that_grows_a_little_each_time_does_not_get_new_memory_each_time():  # type: ignore[no-untyped-def]
-    pool = Pool(torch.device("cpu"))
+    pool = Pool(accelerator.of(torch.device("cpu")))
     pool.prepare(1 << 20)
     seen = {}
     for turn in range(20):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.optim.update import begin_ema, make_ema
+from ddpjob_trainer.optim.ema import begin_ema, make_ema
 from ddpjob_trainer.snapshot import shares as division
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.snapshot.write_plan import Captured, Shares, lay_out, measure

@@ -16,6 +16,7 @@ from ddpjob_trainer.options import CHANGES, SnapshotOptions
 from ddpjob_trainer.snapshot import weights
 from ddpjob_trainer.snapshot.compatible import compare
 from ddpjob_trainer.training.best import Best, is_better, packed, unpacked
+from ddpjob_trainer.training.run_config import take_layout
 
 
 class Tied(nn.Module):
@@ -167,6 +168,31 @@ def test_another_batch_or_other_data_only_if_asked_for(changed, asked, capsys): 
     assert "as allow_changes says" in capsys.readouterr().err
     compare(RUN, RUN, 0, SnapshotOptions(allow_changes=[asked]).changes)
     assert not capsys.readouterr().err
+
+
+def test_another_gpu_is_told_and_an_older_snapshot_is_not_blamed(capsys):  # type: ignore[no-untyped-def]
+    exact = ("micro_batches", "precision", "level", "threads", "torch", "device", "world_size")
+    mine = {**RUN, **dict.fromkeys(exact, 1), "level": "resume"}
+    here = {**mine, "accelerator": {"gpu": "H100", "nccl": "2.28.9"}}
+    compare(here, here, 0, ())
+    compare(mine, here, 0, ())
+    compare({**here, "accelerator": {"gpu": "A100", "nccl": "2.28.9"}}, here, 1, ())
+    assert not capsys.readouterr().err
+    other = {"gpu": "A100", "nccl": "2.28.9", "NCCL_ALGO": "Tree"}
+    compare({**here, "accelerator": other}, here, 0, ())
+    words = capsys.readouterr().err
+    assert "warning: gpu was A100 and is H100: the result will not equal" in words
+    assert "warning: NCCL_ALGO was Tree and is None" in words
+    assert "nccl was" not in words
+
+
+def test_sums_in_another_order_are_told_from_other_buckets():  # type: ignore[no-untyped-def]
+    config = {"buckets": None}
+    assert take_layout(config, "layout/sums") == ""
+    assert config == {"buckets": "layout/sums"}
+    assert take_layout(config, "layout/sums") == ""
+    assert "added up in another order, by other GPUs" in take_layout(config, "layout/other")
+    assert "travel in other buckets than before the snapshot" in take_layout(config, "new/other")
 
 
 @pytest.mark.parametrize("name", ["seed", "tail"])

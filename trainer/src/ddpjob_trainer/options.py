@@ -41,6 +41,9 @@ class Options(Arguments):
     level: str = _option(
         "bits kept over restarts; on CUDA off, else", "resume", choices=("off", "resume", "elastic")
     )
+    device: str = _option(
+        "a GPU where the container has one, else the CPU", "auto", choices=("auto", "cuda", "cpu")
+    )
     shards: int = _option("equal parts of the global batch at level elastic", 8, least=1)
     micro_batches: int = _option("gradients accumulated per step", 1, least=1)
     tail: str = _option("an epoch's incomplete last batch", "drop", choices=("drop", "pad", "join"))

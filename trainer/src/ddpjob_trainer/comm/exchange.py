@@ -1,17 +1,67 @@
 """What the ranks tell one another besides gradients: losses, whether to stop, facts of snapshots.
 
 One exchange per step. It starts before the optimizer's update and is waited for after the loop's
-body, so the network's latency hides behind both.
+body, so the network's latency hides behind both. Where a GPU queues its work, what it measures
+travels apart from what hosts know, by the backend that gradients take, and waits for no host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 
+from ddpjob_trainer.accelerator import Number, Reading
 from ddpjob_trainer.comm.world import World, peer_loss
+
+Sums = dict[str, list[float]]
+Numbers = Mapping[str, Sequence[Number]]
+
+
+class _Message:
+    """Numbers under names, being added up."""
+
+    def __init__(self, counts: Mapping[str, int], work: dist.Work | None, reading: Reading) -> None:
+        self._counts = counts
+        self._work = work
+        self._reading = reading
+        self._sums: Sums | None = None
+
+    def sums(self) -> Sums:
+        if self._sums is None:
+            self._sums = self._hear()
+        return self._sums
+
+    def _hear(self) -> Sums:
+        if self._work is not None:
+            with peer_loss():
+                self._work.wait()
+            self._work = None
+        values = self._reading.values()
+        sums: Sums = {}
+        start = 0
+        for name, count in self._counts.items():
+            sums[name] = values[start : start + count]
+            start += count
+        return sums
+
+
+class Sent:
+    """One step's numbers. Each may be waited for by one rank alone, and asked for again."""
+
+    def __init__(self, told: _Message, measured: _Message) -> None:
+        self._told = told
+        self._measured = measured
+
+    def told(self) -> Sums:
+        """Wait for the hosts; return the sums over all ranks. Raises PeerLostError."""
+        return self._told.sums()
+
+    def measured(self) -> Sums:
+        """Wait for the devices, too."""
+        return self._measured.sums()
 
 
 class Exchange:
@@ -19,30 +69,36 @@ class Exchange:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._counts: dict[str, int] = {}
-        self._tensor = torch.empty(0)
-        self._work: dist.Work | None = None
 
-    def start(self, numbers: Mapping[str, Sequence[float]]) -> None:
-        """Send numbers under names; names and counts are the same on every rank."""
-        self._counts = {name: len(values) for name, values in numbers.items()}
-        flat = [value for values in numbers.values() for value in values]
-        self._tensor = torch.tensor(flat, dtype=torch.float64)
-        group = self._world.control
+    def start(self, numbers: Numbers, measured: Collection[str] = ()) -> Sent:
+        """Send numbers under names; names and counts are the same on every rank.
+
+        ``measured``: names of those that a device may yet have to compute.
+        """
+        if not self._world.accelerator.queues:
+            message = self._send(numbers)
+            return Sent(message, message)
+        told = {name: values for name, values in numbers.items() if name not in measured}
+        later = {name: values for name, values in numbers.items() if name in measured}
+        return Sent(self._send(told), self._queue(later))
+
+    def _send(self, numbers: Numbers) -> _Message:
+        tensor = torch.tensor(list(chain(*numbers.values())), dtype=torch.float64)
+        group, work = self._world.control, None
         if self._world.size > 1 and group is not None:
             with peer_loss():
                 # Not dist.all_reduce(), whose checks take longer than the rest of this.
-                self._work = group.allreduce([self._tensor])
+                work = group.allreduce([tensor])
+        return _Message(_counts(numbers), work, Reading(tensor))
 
-    def wait(self) -> dict[str, list[float]]:
-        """Return the sums over all ranks, a second time too. Raises PeerLostError."""
-        if self._work is not None:
+    def _queue(self, numbers: Numbers) -> _Message:
+        accelerator = self._world.accelerator
+        vector, work = accelerator.numbers(list(chain(*numbers.values()))), None
+        if self._world.size > 1:
             with peer_loss():
-                self._work.wait()
-            self._work = None
-        values: list[float] = self._tensor.tolist()
-        sums, start = {}, 0
-        for name, count in self._counts.items():
-            sums[name] = values[start : start + count]
-            start += count
-        return sums
+                work = dist.all_reduce(vector, async_op=True)
+        return _Message(_counts(numbers), None, accelerator.read(vector, work))
+
+
+def _counts(numbers: Numbers) -> dict[str, int]:
+    return {name: len(values) for name, values in numbers.items()}

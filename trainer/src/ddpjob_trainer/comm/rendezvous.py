@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as distributed_c10d
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from ddpjob_trainer import failpoints
+from ddpjob_trainer import accelerator, failpoints
 from ddpjob_trainer.comm.teardown import holds_group
 from ddpjob_trainer.comm.world import World, brief, peer_loss
 from ddpjob_trainer.environment import WorkerEnvironment
@@ -32,6 +33,7 @@ _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.5
 _IDENTITY_KEY = "ddpjob/identity"
 _NOT_READY = "rank 0 is not ready yet"
+_FINE = "1"
 
 
 class _Waiting:
@@ -156,7 +158,7 @@ def _ask(store: Store, name: str, mine: dict[str, str | int]) -> str:
     return f"another job or an earlier attempt answers: {theirs}"
 
 
-def _rendezvous(env: WorkerEnvironment, deadline: float) -> Store:
+def _rendezvous(env: WorkerEnvironment, deadline: float, device: torch.device) -> Store:
     """Return a store that all ranks of this incarnation, and no others, have joined."""
     waiting = _Waiting(env.rank, deadline)
     card = _card(env)
@@ -176,13 +178,16 @@ def _rendezvous(env: WorkerEnvironment, deadline: float) -> Store:
     waiting.advanced()
     store = PrefixStore(env.identity.key, tcp)
     failpoints.reach("rendezvous")
-    _gather_all(store, env, waiting)
+    _gather_all(store, env, waiting, f"{device.type} {accelerator.of(device).name()}")
     return store
 
 
-def _gather_all(store: Store, env: WorkerEnvironment, waiting: _Waiting) -> None:
-    """Wait until every rank is here, so that later timeouts mean a lost peer."""
-    store.set(f"here/{env.rank}", "1")
+def _gather_all(store: Store, env: WorkerEnvironment, waiting: _Waiting, device: str) -> None:
+    """Wait until every rank is here, so that later timeouts mean a lost peer.
+
+    ``device``: its type, and a name that no two ranks may share. Raises ConfigError where they do.
+    """
+    store.set(f"here/{env.rank}", device)
     if env.rank == 0:
         missing = list(range(1, env.world_size))
         found = len(missing)
@@ -194,32 +199,40 @@ def _gather_all(store: Store, env: WorkerEnvironment, waiting: _Waiting) -> None
             if missing:
                 names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
                 waiting.pause(f"{len(missing)} of {env.world_size} ranks are missing: {names}")
-        store.set("all-here", "1")
-        return
+        devices = [store.get(f"here/{rank}").decode() for rank in range(env.world_size)]
+        store.set("all-here", _misfit(devices) or _FINE)
     while not store.check(["all-here"]):
         waiting.pause("rank 0 still waits for other ranks")
+    verdict = store.get("all-here").decode()
+    if verdict != _FINE:
+        raise ConfigError(verdict)
 
 
-def _device(env: WorkerEnvironment) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if env.local_rank >= count:
-        raise ConfigError(
-            f"LOCAL_RANK={env.local_rank}, but this machine shows {count} GPUs: lower nprocPerNode"
-            " or hide the GPUs with CUDA_VISIBLE_DEVICES="
-        )
-    device = torch.device("cuda", env.local_rank)
-    torch.cuda.set_device(device)
-    return device
+def _misfit(devices: Sequence[str]) -> str:
+    """Why these cannot train together, "" if they can: NCCL would wait, or fail in other words."""
+    kinds = [device.partition(" ")[0] for device in devices]
+    for rank, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            return (
+                f"rank {rank} trains on {kind} and rank 0 on {kinds[0]}: give every pod GPUs, or"
+                " use start(device='cpu')"
+            )
+    first: dict[str, int] = {}
+    for rank, device in enumerate(devices):
+        name = device.partition(" ")[2]
+        if name and first.setdefault(name, rank) != rank:
+            return (
+                f"ranks {first[name]} and {rank} have the same GPU, {name}: give each process one"
+                " of its own, by LOCAL_RANK or CUDA_VISIBLE_DEVICES"
+            )
+    return ""
 
 
-def join(env: WorkerEnvironment, started: float) -> World:
+def join(env: WorkerEnvironment, started: float, device: torch.device) -> World:
     """Meet the other ranks. ``started``: monotonic time from which the deadline counts.
 
-    Raises ConfigError, PeerLostError.
+    ``device``: that of this process, see accelerator.choose(). Raises ConfigError, PeerLostError.
     """
-    device = _device(env)
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=env.deadlines.last_resort)
     # All ranks are here now: one that does not connect soon has died in between.
@@ -227,7 +240,7 @@ def join(env: WorkerEnvironment, started: float) -> World:
     if env.world_size == 1:
         store: Store = HashStore()
     else:
-        store = _rendezvous(env, started + env.deadlines.startup)
+        store = _rendezvous(env, started + env.deadlines.startup, device)
         store.set_timeout(connecting)
     with peer_loss():
         dist.init_process_group(

@@ -12,7 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +23,8 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch._C._distributed_c10d import Store
 
+from ddpjob_trainer import accelerator
+from ddpjob_trainer.accelerator import Accelerator
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.errors import ConfigError, PeerLostError
 
@@ -80,6 +82,10 @@ class World:
     identity: Identity
     control: dist.ProcessGroup | None  # gloo, for CPU tensors, also where gradients go through NCCL
     store: Store | None  # for what must not wait for all ranks
+    accelerator: Accelerator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.accelerator = accelerator.of(self.device)
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Add up a few numbers over all ranks; the order of additions is always the same."""

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
+from ddpjob_trainer.accelerator import Accelerator
 from ddpjob_trainer.data import own_generators
 from ddpjob_trainer.data.permutation import Indices, key64, words
 from ddpjob_trainer.data.seeding import seed_generators
@@ -126,11 +127,16 @@ def span(start: int, end: int) -> Indices:
     return np.arange(start, end, dtype=np.int64)
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Move every tensor in nested tuples, lists and dicts."""
-    if device.type == "cpu":
+def to_device(batch: Any, accelerator: Accelerator) -> Any:
+    """Move every tensor in nested tuples, lists and dicts; those in page-locked memory do not wait.
+
+    A host that is ahead of its GPU, as one that reads no result is, needs no thread to fetch ahead:
+    the batch travels beside the steps before.
+    """
+    if not accelerator.queues:
         return batch  # where datasets live
-    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    with accelerator.loading():
+        return map_tensors(batch, accelerator.loaded)
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

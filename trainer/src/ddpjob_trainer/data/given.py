@@ -122,7 +122,7 @@ def take_apart(
     workers = WorkerOptions(
         loader.num_workers,
         loader.prefetch_factor or 2,
-        pin_memory=bool(loader.pin_memory) and place.device.type == "cuda",
+        pin_memory=bool(loader.pin_memory) and place.accelerator.queues,
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,
         timeout=loader.timeout,

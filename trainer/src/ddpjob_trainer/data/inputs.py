@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import torch
 from torch.utils.data import IterableDataset
 
+from ddpjob_trainer.accelerator import Accelerator
 from ddpjob_trainer.arguments import Arguments
 from ddpjob_trainer.data import fetch, given
 from ddpjob_trainer.data.fetch import Batches, Collate, Work
@@ -52,7 +52,7 @@ class Place:
     level: str
     tail: str
     collate: Collate | None
-    device: torch.device
+    accelerator: Accelerator
     say: Say
     alive: Callable[[], None]
 
@@ -114,12 +114,8 @@ def _check(options: InputOptions) -> None:
 
 
 def _workers(options: InputOptions, place: Place) -> WorkerOptions:
-    count = options.workers or 0
-    pinned = options.pin_memory
-    if pinned is None:
-        pinned = bool(count)
-    pinned = pinned and place.device.type == "cuda"
-    return WorkerOptions(count, options.prefetch or 2, pin_memory=pinned)
+    pinned = place.accelerator.queues and options.pin_memory is not False
+    return WorkerOptions(options.workers or 0, options.prefetch or 2, pin_memory=pinned)
 
 
 def _refuse_for_loader(source: Any, options: InputOptions) -> None:
@@ -160,6 +156,7 @@ class Indexed:
         self.order = DataOrder(epochs, place.global_batch, place.tail)
         self._source = Batches(source, place.collate, place.seed)
         self.draws = self._source.draws
+        self._pinned = place.accelerator.pinned
         self._options = workers
         self._workers: Workers | None = None
         self._length, self._epoch = len(source), 0
@@ -185,7 +182,7 @@ class Indexed:
         if self._workers is None:
             batch = self._source.make(self._work(positions))
             if self._options.pin_memory:
-                batch = fetch.map_tensors(batch, lambda tensor: tensor.pin_memory())
+                batch = fetch.map_tensors(batch, self._pinned)
             return batch
         while True:
             first, batch = self._workers.next()

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpjob_trainer.accelerator import Number
 from ddpjob_trainer.comm.teardown import holds_ddp
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.data.permutation import Indices
@@ -95,7 +96,7 @@ class Averaging(Protocol):
         """
         ...
 
-    def losses(self, values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    def losses(self, values: Sequence[Number], weights: Sequence[float]) -> list[Number]:
         """Numbers to add up over all ranks, from the parts' losses on this one.
 
         ``weights``: none at all where samples weigh equally.
@@ -239,6 +240,7 @@ class DdpAveraging:
             if awake and not self._warm:
                 self._warm = True
                 determinism.warm_up(self._models[0], loss)
+                self._world.accelerator.release()
             loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         if awake and not determinism.is_reduced(self._models[0]):
             self._check_frozen()
@@ -269,9 +271,9 @@ class DdpAveraging:
                 " their own: run.prepare([first, second], [its_optimizer, other_optimizer])"
             )
 
-    def losses(self, values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    def losses(self, values: Sequence[Number], weights: Sequence[float]) -> list[Number]:
         """One number per rank: adding zeros to it is exact, wherever it stands in a message."""
-        slots = [0.0] * self._world.size
+        slots: list[Number] = [0.0] * self._world.size
         each = self._counted(weights) if weights else [part.samples for part in self._parts]
         # What counts for nothing may be anything, also what times 0 is no number.
         total = sum(n * value for n, value in zip(each, values, strict=True) if n)
@@ -302,7 +304,12 @@ class DdpAveraging:
             return None
         if self._several:
             return f"{self._cap_mb or CAP_MB:g} MB in the order of the parameters"
-        return determinism.bucket_layout(self._models[0]) if self._warm else None
+        if not self._warm:
+            return None
+        layout = determinism.bucket_layout(self._models[0])
+        if self._world.accelerator.queues and self._world.size > 1:
+            layout += f"/{determinism.order_of_sums(self._models[0], self._world.rank)}"
+        return layout
 
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")

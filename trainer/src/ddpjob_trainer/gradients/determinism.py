@@ -18,21 +18,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob_trainer import failpoints
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.gradients.replica_check import hash_tensors
 from ddpjob_trainer.state import rng
 
+#: The default level by type of device.
+LEVELS = {"cpu": "resume", "cuda": "off"}
+#: What NCCL would choose by how many GPUs there are and how they are wired, and the order of its
+#: sums with it.
+_NCCL = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0"}
 
-def choose_level(level: str | None, device: torch.device) -> str:
-    """Return the level to keep: ``resume`` by default on the CPU, ``off`` on CUDA."""
-    if level is None:
-        return "resume" if device.type == "cpu" else "off"
-    return level
 
-
-def pin_arithmetic(level: str, threads: int) -> None:
+def pin_arithmetic(level: str, threads: int, device: torch.device) -> None:
     """Fix what changes results: the number of threads, and kernels that are not deterministic."""
     torch.set_num_threads(threads)
     if level == "off":
@@ -43,6 +44,9 @@ def pin_arithmetic(level: str, threads: int) -> None:
     # Only speed: by default every torch.empty would be filled with NaN.
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
     torch.backends.cudnn.benchmark = False
+    if level == "resume" and device.type == "cuda":  # elastic adds up by itself
+        for name, value in _NCCL.items():  # read when the ranks meet; the user's own stay
+            os.environ.setdefault(name, value)
 
 
 def warm_up(model: DistributedDataParallel, loss: torch.Tensor) -> None:
@@ -67,6 +71,8 @@ def warm_up(model: DistributedDataParallel, loss: torch.Tensor) -> None:
         for buffer, before in buffers:
             buffer.data.copy_(before)  # .data: the graph checks the version of what it has saved
         # What DistributedDataParallel does between two steps, without the forward in between.
+        for parameter, _ in gradients:
+            parameter.grad = None  # before memory is taken for other buckets
         reducer: Any = model.reducer
         reducer.prepare_for_forward()
         reducer._rebuild_buckets()
@@ -159,3 +165,21 @@ def buckets(model: DistributedDataParallel) -> list[list[str]]:
 def bucket_layout(model: DistributedDataParallel) -> str:
     """Hash which parameters lie in which bucket, in which order: equal layouts, equal bits."""
     return hashlib.sha256(json.dumps(buckets(model)).encode()).hexdigest()[:16]
+
+
+def order_of_sums(model: DistributedDataParallel, rank: int) -> str:
+    """Hash what the backend makes of known numbers, in pieces as large as the buckets.
+
+    NCCL adds up in an order that depends on how the GPUs are wired, and on which ranks they are.
+    Collective.
+    """
+    of = dict(model.module.named_parameters())
+    found = []
+    for names in buckets(model):
+        first = of[names[0]]
+        seeded = torch.Generator(first.device).manual_seed(rank)
+        count = sum(of[name].numel() for name in names)
+        numbers = torch.rand(count, generator=seeded, device=first.device).to(first.dtype)
+        dist.all_reduce(numbers)
+        found.append(int(hash_tensors([numbers])[0]))
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]

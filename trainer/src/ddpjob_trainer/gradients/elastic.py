@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpjob_trainer.accelerator import Number
 from ddpjob_trainer.comm.teardown import holds_ddp
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.data.sampler import DataOrder
@@ -27,6 +28,8 @@ from ddpjob_trainer.gradients.shard_tree import Partial
 from ddpjob_trainer.gradients.tree_reduce import Gradients, Reduction, add_gradients
 from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.state import buffers, rng
+
+N = TypeVar("N", float, Number)
 
 
 class ElasticAveraging:
@@ -55,6 +58,7 @@ class ElasticAveraging:
         """
         _refuse(module)
         model = DistributedDataParallel(module)  # gives every rank rank 0's parameters and buffers
+        _free_reducer(model)
         holds_ddp(model)
         model.require_backward_grad_sync = False  # what no_sync() sets for a while
         model.require_forward_param_sync = False
@@ -160,7 +164,7 @@ class ElasticAveraging:
         # What is drawn from here on must not depend on which shard this rank computed last.
         rng.reseed(self._options.seed, self._step, self._count + 1)
 
-    def losses(self, values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    def losses(self, values: Sequence[Number], weights: Sequence[float]) -> list[Number]:
         """One number per shard: adding zeros to it is exact in any order."""
         if weights:
             pairs = zip(values, weights, strict=True)
@@ -171,8 +175,8 @@ class ElasticAveraging:
         """One number per shard."""
         return self._by_shard(weights)
 
-    def _by_shard(self, values: Sequence[float]) -> list[float]:
-        slots = [0.0] * self._count
+    def _by_shard(self, values: Sequence[N]) -> list[N]:
+        slots: list[Any] = [0.0] * self._count
         for part, value in zip(self._parts, values, strict=False):  # there may be none
             slots[part.shard] += value
         return slots
@@ -190,6 +194,19 @@ class ElasticAveraging:
     def layout(self) -> str | None:
         """Nothing but the number of shards decides the order of additions."""
         return None
+
+
+class _NoReducer:
+    """What DDP's forward still asks."""
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+def _free_reducer(model: DistributedDataParallel) -> None:
+    """Its buckets, as large as the gradients, would lie idle."""
+    setattr(model, "logger", None)  # noqa: B010 - it holds the reducer
+    setattr(model, "reducer", _NoReducer())  # noqa: B010
 
 
 def _refuse(module: torch.nn.Module) -> None:

@@ -23,7 +23,10 @@ from ddpjob_trainer.state import buffers
 from ddpjob_trainer.state.stateful import Stateful
 
 _Hashes = npt.NDArray[np.int64]
-_ROW = 1 << 16  # 8-byte words that are mixed at once: half a megabyte, which a CPU's cache holds
+#: 8-byte words that are mixed at once: half a megabyte, which a CPU's cache holds; a GPU needs more
+#: in a kernel. Ranks that compare have devices of one type.
+_ROW = 1 << 16
+_ROW_OF = {"cuda": 1 << 22}
 _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # odd: multiplying loses nothing modulo 2**64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -46,7 +49,7 @@ def _hash(tensor: torch.Tensor) -> torch.Tensor:
     for part in (words, rest):
         if not part.numel():
             continue
-        rows = torch.split(part, _ROW)
+        rows = torch.split(part, _ROW_OF.get(part.device.type, _ROW))
         mixed = rows[0].clone()
         for row in rows[1:]:  # mixed = mixed * multiplier + row, one pass over memory
             mixed_part = mixed[: row.numel()]
@@ -77,7 +80,8 @@ def _weights(count: int, device: torch.device) -> torch.Tensor:
     """Odd numbers that look random, equal everywhere."""
     if device not in _weights_of:
         with np.errstate(over="ignore"):
-            x = np.arange(1, _ROW + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+            row = _ROW_OF.get(device.type, _ROW)
+            x = np.arange(1, row + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
             x = (x ^ (x >> np.uint64(31))) * np.uint64(0xBF58476D1CE4E5B9)
             x = (x ^ (x >> np.uint64(29))) | np.uint64(1)
         _weights_of[device] = torch.from_numpy(x.view(np.int64)).to(device)

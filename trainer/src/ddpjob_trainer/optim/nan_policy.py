@@ -4,6 +4,9 @@ All ranks must decide alike, before the update, and without asking one another. 
 are equal on all ranks, so each may look at its own; a loss that is not finite on one rank only is
 made to show in the gradients. Each says what it decided in the step's exchange, so ranks that
 disagree, and hence hold different gradients, end there.
+
+Where a GPU queues its work, to ask before each update would be to wait for it. Policy stop does
+not: the answer is read a step later, before any snapshot, and ends the run all the same.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ddpjob_trainer.accelerator import Number
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.errors import DivergedError
 from ddpjob_trainer.telemetry.console import say
@@ -28,42 +32,67 @@ class NanPolicy:
         self._policy = policy
         self._world = world
         self.skipped = 0  # updates, in this process
-        self._refused = 0  # of the step last reported
+        self.refused = 0  # of the step last reported
         self._refused_before = 0  # in the midst of this step
+        self._queues = world is not None and world.accelerator.queues
+        #: Updates are made before it is known whether they were allowed.
+        self._late = policy == "stop" and self._queues
+        self._found: list[torch.Tensor] = []  # of this step then: more than 0, if not finite
         self._flags: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}  # see _all_finite
 
     def mark(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss; its gradient will be NaN if the loss is not finite."""
         if self._policy == "ignore":
             return loss
-        if loss.device.type == "cpu":
+        if not self._queues:
             return loss if math.isfinite(loss.item()) else loss * math.nan
         return loss * (loss.detach() * 0 + 1)  # decided on the device: nothing waits for it
 
-    def report(self, losses: Sequence[float], *, allowed: bool) -> list[float]:
+    def report(self, losses: Sequence[Number], *, allowed: bool) -> list[Number]:
         """Numbers to add up over all ranks: who found losses or gradients that are not finite.
 
         ``allowed``: whether an update that follows is.
         """
-        bad = not all(map(math.isfinite, losses))
         number = self._world.rank + 1.0
-        self._refused = self._refused_before + (not allowed)
+        bad = _any_odd(losses)
+        self.refused = self._refused_before + (not allowed)
         self._refused_before = 0
-        return [float(bad), number * bad, float(self._refused), number * (self._refused > 0)]
+        if not self._found:
+            return [bad, number * bad, float(self.refused), number * (self.refused > 0)]
+        found = (torch.stack(self._found) > 0).any().double()
+        self._found.clear()
+        return [bad, number * bad, found, number * found]
 
     def allows(
-        self, parameters: Sequence[torch.nn.Parameter], grad_norm: torch.Tensor | None
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        grad_norm: torch.Tensor | None,
+        *,
+        now: bool = False,
     ) -> bool:
-        """Whether averaged gradients may be applied. ``grad_norm``: of all of them, if known."""
+        """Whether averaged gradients may be applied. ``grad_norm``: of all of them, if known.
+
+        ``now``: the step's report is out already.
+        """
         if self._policy == "ignore":
             return True
         gradients = [_values(p.grad) for p in parameters if p.grad is not None]
+        if self._late and not now:
+            found = (self._look(group).clone() for group in _alike(gradients))
+            self._found += [one.to(self._world.device) for one in found]
+            return True
         if grad_norm is not None and math.isfinite(grad_norm.item()):
             return True  # it need not be otherwise: squares may overflow where their roots do not
         return all(map(self._all_finite, _alike(gradients)))
 
     def _all_finite(self, gradients: list[torch.Tensor]) -> bool:
-        """In one call of torch's: a step may be so short that one call per tensor would show."""
+        return not self._look(gradients).item()
+
+    def _look(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """One number, more than 0 if one of them is not finite.
+
+        In one call of torch's: a step may be so short that one call per tensor would show.
+        """
         device = gradients[0].device
         if device not in self._flags:
             zero = torch.zeros(1, device=device, dtype=torch.float32)
@@ -74,8 +103,9 @@ class NanPolicy:
             # GradScaler's; multiplied by one, gradients keep their bits.
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, one)
         except RuntimeError:  # complex, or a layout that it does not know
-            return all(map(_finite, gradients))
-        return not found.item()
+            for gradient in gradients:
+                found += ~_finite(gradient)
+        return found
 
     def refuse(
         self,
@@ -97,7 +127,7 @@ class NanPolicy:
         if reported is None:
             self._refused_before += 1
         else:
-            self._check_agreement(step, reported, first)
+            self._check_agreement(step, reported, self.refused, first)
         broken = next((n for n, p in parameters.items() if not _finite(p.detach())), None)
         if broken is not None:
             raise DivergedError(
@@ -112,20 +142,34 @@ class NanPolicy:
             say(0, f"{text}. The update is skipped, number {self.skipped} of this process")
 
     def after(
-        self, step: int, loss: float, losses: Sequence[torch.Tensor], reported: Sequence[float]
+        self,
+        step: int,
+        loss: float,
+        losses: Sequence[torch.Tensor],
+        reported: Sequence[float],
+        refused: int,
     ) -> None:
-        """Look at what all reported, and at the step's mean loss.
+        """Look at what all reported of a step, and at its mean loss. ``refused``: by this rank.
 
         Raises DivergedError where ranks disagree, or where gradients did not show the loss.
         """
-        self._check_agreement(step, reported)
+        if self._late and reported[2] == self._world.size:
+            values = [float(value) for value in losses]
+            raise DivergedError(
+                f"step {step}: gradients are not finite; {self._losses(values, reported)}. The"
+                " update was made, since a GPU's answer is read a step later; no snapshot was made"
+                " of it. start(nan_policy='skip') leaves such updates out"
+            )
+        self._check_agreement(step, reported, refused)
         if self._policy == "stop" and not math.isfinite(loss):
             values = [float(value) for value in losses]
             raise DivergedError(f"step {step}: {self._losses(values, reported)}")
 
-    def _check_agreement(self, step: int, reported: Sequence[float], first: str = "") -> None:
+    def _check_agreement(
+        self, step: int, reported: Sequence[float], refused: int, first: str = ""
+    ) -> None:
         count, total = reported[2:]
-        if count != self._refused * self._world.size:
+        if count != refused * self._world.size:
             where = f"rank {total - 1:.0f}" if count == 1 else "some ranks only"
             raise DivergedError(
                 f"step {step}: averaged gradients, which are equal on all ranks, are not finite on"
@@ -160,5 +204,16 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
     return gradient._values() if gradient.is_sparse else gradient
 
 
-def _finite(tensor: torch.Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
+def _finite(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.isfinite(tensor).all()
+
+
+def _any_odd(values: Sequence[Number]) -> Number:
+    """1.0 if one of them is not finite, else 0.0."""
+    measured = [value for value in values if isinstance(value, torch.Tensor)]
+    known = [value for value in values if not isinstance(value, torch.Tensor)]
+    if not all(map(math.isfinite, known)):
+        return 1.0
+    if not measured:
+        return 0.0
+    return (~torch.isfinite(torch.stack(measured))).any().double()

@@ -9,11 +9,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
+from ddpjob_trainer.accelerator import Accelerator
 from ddpjob_trainer.errors import ConfigError
 
 Parameters = list[torch.nn.Parameter]
@@ -58,6 +59,7 @@ class Updater:
         #: Of each prepare() that has one, and what that trains.
         self.hooks: list[tuple[Hook, set[torch.nn.Parameter]]] = []
         self.parameters: Parameters = []  # of all models
+        self._norm: SupportsFloat | None = None
         self._named: Mapping[str, torch.nn.Parameter] = {}
         self._unheld: dict[str, torch.nn.Parameter] = {}
 
@@ -68,12 +70,17 @@ class Updater:
         self._named = named
         self._unheld = {name: p for name, p in named.items() if p not in held}
 
-    def readings(self) -> dict[str, float]:
-        """Gauges for the metrics, asked for now and then: on CUDA a float() waits for the GPU."""
+    def readings(self, accelerator: Accelerator) -> dict[str, float]:
+        """Gauges for the metrics, asked for now and then.
+
+        A GPU is not waited for: its norm is that of the time before.
+        """
         found = {"learning_rate": float(self.units[0].optimizer.param_groups[0]["lr"])}
         norms = [unit.clip.norm for unit in self.units if unit.clip.norm is not None]
         if norms:
-            found["grad_norm"] = float(norms[0])
+            before, self._norm = self._norm, accelerator.soon({"": norms[0]})[""]
+            told = before if accelerator.queues and before is not None else self._norm
+            found["grad_norm"] = float(told)
         return found
 
     def find(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[Unit]:
@@ -200,8 +207,15 @@ class Updater:
         if self.scaler is None:
             unit.optimizer.step()
             return True
+        if getattr(unit.optimizer, "_step_supports_amp_scaling", False):  # fused
+            self.scaler.step(unit.optimizer)
+            return not self._overflowed(unit)
+        # What step() would do; asked before the update, so that a GPU has less to be waited for.
+        if not self.is_unscaled(unit):
+            self.scaler.unscale_(unit.optimizer)
+        applied = not self._overflowed(unit)
         self.scaler.step(unit.optimizer)
-        return not self._overflowed(unit)
+        return applied
 
     def is_unscaled(self, unit: Unit) -> bool:
         """Whether the script itself has called the scaler's unscale_()."""
@@ -232,33 +246,6 @@ def held_by(optimizers: Iterable[torch.optim.Optimizer]) -> dict[torch.nn.Parame
     return {
         p: None for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]
     }
-
-
-def make_ema(module: torch.nn.Module, decay: float | None) -> AveragedModel | None:
-    """Return an exponential moving average of the parameters; buffers are the newest.
-
-    Raises ConfigError for a model that cannot be copied.
-    """
-    if decay is None:
-        return None
-    try:
-        ema = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        if "deepcopy" not in str(error):
-            raise
-        raise ConfigError(
-            "ema: the model cannot be copied, since a parametrization such as"
-            " torch.nn.utils.weight_norm keeps a computed tensor in it: use"
-            " torch.nn.utils.parametrizations.weight_norm, or ema=None"
-        ) from error
-    ema.requires_grad_(False)
-    return ema
-
-
-def begin_ema(module: torch.nn.Module, ema: AveragedModel) -> None:
-    """Let an average of which nothing is known yet begin with the weights as they are now."""
-    if not int(ema.n_averaged):
-        ema.module.load_state_dict(module.state_dict())
 
 
 def check_parameters(

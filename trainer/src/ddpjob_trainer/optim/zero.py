@@ -37,6 +37,17 @@ def is_overlapped(optimizer: Any) -> bool:
     return is_zero(optimizer) and bool(getattr(optimizer, "_overlap_with_ddp", False))
 
 
+def inner(optimizer: Any) -> torch.optim.Optimizer:
+    """What holds the state: the optimizer itself, but of this one."""
+    found: torch.optim.Optimizer = optimizer.optim if is_zero(optimizer) else optimizer
+    return found
+
+
+def has_views(optimizer: Any) -> bool:
+    """Whether it has made views of the parameters, which must not move then."""
+    return is_zero(optimizer) and bool(getattr(optimizer, "parameters_as_bucket_view", False))
+
+
 class ZeroState:
     """Stands for the optimizer in the training state. Every rank must call both methods."""
 

@@ -54,10 +54,15 @@ def compare(stored: Config, mine: Config, rank: int, allowed: Collection[str]) -
     if rank != 0 or mine["level"] == "off":
         return
     exact = ("micro_batches", "precision", "level", "threads", "torch", "device")
-    for name in exact if elastic else ("world_size", *exact):
-        if stored.get(name) != mine[name]:
+    names = exact if elastic else ("world_size", *exact)
+    pairs = [(name, stored.get(name), mine[name]) for name in names]
+    are = mine.get("accelerator", {})
+    were = stored.get("accelerator", are)  # older versions did not say
+    pairs += [(name, were.get(name), are.get(name)) for name in sorted(were.keys() | are.keys())]
+    for name, was, now in pairs:
+        if was != now:
             say(
                 0,
-                f"warning: {name} was {stored.get(name)} and is {mine[name]}: the result will"
+                f"warning: {name} was {was} and is {now}: the result will"
                 " not equal an undisturbed run's bit for bit",
             )

@@ -128,10 +128,12 @@ class Source:
         except _WRONG as error:
             raise InvalidSnapshotError(f"the manifest's tree is wrong: {error}") from error
 
-    def empty(self, names: Callable[[str], bool]) -> dict[str, torch.Tensor]:
-        """New memory for tensors, to be read into."""
+    def empty(
+        self, names: Callable[[str], bool], device: torch.device | None = None
+    ) -> dict[str, torch.Tensor]:
+        """New memory for tensors, to be read into. ``device``: of those with dimensions."""
         return {
-            name: torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+            name: torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=device if shape else None)
             for name, (dtype, shape) in self.manifest.tensors.items()
             if names(name)
         }

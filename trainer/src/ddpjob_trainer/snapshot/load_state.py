@@ -83,11 +83,24 @@ class Loader:
             raise ConfigError(f"the snapshot keeps a tensor of the model as {name!r}; {ANEW}")
         return str(name)
 
-    def read_object(self, *path: str) -> Any:
-        """Return the part of the state below a path, in memory that nobody else has."""
+    def read_object(
+        self,
+        *path: str,
+        into: Mapping[str, torch.Tensor] | None = None,
+        device: torch.device | None = None,
+    ) -> Any:
+        """Return the part of the state below a path, in memory that nobody else has.
+
+        ``into``: tensors that may be overwritten at once, by their names below the path, where they
+        have the stored shape. ``device``: where all others are to be that are more than a number.
+        """
         prefix = "/".join(path) + "/"
         manifest = self._source.manifest
-        tensors = self._source.empty(lambda name: name.startswith(prefix))
+        tensors = self._source.empty(lambda name: name.startswith(prefix), device)
+        for name, tensor in (into or {}).items():
+            found = tensors.get(prefix + name)
+            if found is not None and (found.shape, found.dtype) == (tensor.shape, tensor.dtype):
+                tensors[prefix + name] = tensor
         self._read(lambda name: name.startswith(prefix), tensors)
         node = manifest.tree
         for name in path:

@@ -27,7 +27,7 @@ from ddpjob_trainer.snapshot.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.pipeline import Part, Place, Tracker
 from ddpjob_trainer.snapshot.remote.client import Uploads, fetch_if_newer
 from ddpjob_trainer.snapshot.restore import Opened, open_together
-from ddpjob_trainer.snapshot.staging import Buffer, Copy, mark
+from ddpjob_trainer.snapshot.staging import Buffer, Copy
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.snapshot.write_plan import Captured, Image, Shares, assembler, lay_out, measure
 from ddpjob_trainer.state.codec import UnstorableError
@@ -49,7 +49,7 @@ class Snapshots:
         self._world = world
         self._progress = progress
         self._later = settings.staging == "thread" or (
-            settings.staging == "auto" and world.device.type == "cuda"
+            settings.staging == "auto" and world.accelerator.queues
         )
         self._tracker: Tracker | None = None
         self._hook: RemovableHandle | None = None
@@ -238,7 +238,7 @@ class Snapshots:
             assert self._place is not None, "restore() comes first"
             assert self._world.store is not None
             reports = PartReports(self._world.store, self._place.writers)
-            self._tracker = Tracker(self._world.rank, self._place, reports, self._world.device)
+            self._tracker = Tracker(self._world.rank, self._place, reports, self._world.accelerator)
         if self._later and self._hook is None:
             # Optimizers that the loop's body steps itself must wait as well.
             self._hook = register_optimizer_step_pre_hook(lambda *_: self.before_update())
@@ -297,19 +297,18 @@ class Snapshots:
             image.bytes,
             buffer,
             later,
-            mark(self._world.device) if later else None,
+            self._world.accelerator.mark() if later else None,
             Report(rank, own=own, fingerprint=structure.fingerprint),
             assembler(step, captured, shares, config, place) if rank == 0 else None,
         )
 
     def _fill(self, buffer: Buffer, image: Image) -> tuple[Copy, ...]:
         """Copy what must be copied now; return the rest."""
+        accelerator = self._world.accelerator
         buffer.write(0, image.header)
-        buffer.copy(image.now)
-        if self._later:
-            return image.later
-        buffer.copy(image.later)
-        return ()
+        now = image.now if self._later else (*image.now, *image.later)
+        buffer.copy(now, accelerator, accelerator.mark())
+        return image.later if self._later else ()
 
     def prepare(self, state: TrainingState) -> None:
         """Between snapshots: start, once, what the first one needs, in the background."""

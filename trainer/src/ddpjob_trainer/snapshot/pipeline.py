@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import torch
-
+from ddpjob_trainer.accelerator import Accelerator
 from ddpjob_trainer.errors import PeerLostError
 from ddpjob_trainer.snapshot.keeper.client import END_SECONDS, KeeperProcess
 from ddpjob_trainer.snapshot.ondisk.manifest import Manifest
 from ddpjob_trainer.snapshot.part_reports import PartReports, Report
-from ddpjob_trainer.snapshot.staging import Buffer, Copy, Pool, copy_later, shared_file
+from ddpjob_trainer.snapshot.staging import Buffer, Copy, Pool, shared_file
 from ddpjob_trainer.telemetry.console import say
 
 _LOOK_MILLISECONDS = 10  # how often rank 0 looks for the others' results
@@ -55,7 +55,7 @@ class Part:
     bytes: int
     buffer: Buffer
     later: tuple[Copy, ...]
-    ready: torch.Event | None
+    ready: Any  # the accelerator's mark at which the state was complete
     report: Report
     assemble: Assemble | None
 
@@ -82,12 +82,14 @@ class _Snapshot:
 class Tracker:
     """The thread, and what the training thread may ask of it. Its methods never raise OSError."""
 
-    def __init__(self, rank: int, place: Place, reports: PartReports, device: torch.device) -> None:
+    def __init__(
+        self, rank: int, place: Place, reports: PartReports, accelerator: Accelerator
+    ) -> None:
         self._rank = rank
         self._place = place
         self._reports = reports
-        self._device = device
-        self.pool = Pool(device)
+        self._accelerator = accelerator
+        self.pool = Pool(accelerator)
         self._changed = threading.Condition()
         self._queue: deque[Part | int] = deque()  # a number: prepare buffers of that size
         self._parts: dict[int, Part] = {}  # by step: being copied or written
@@ -184,6 +186,7 @@ class Tracker:
 
     def _run(self) -> None:
         try:
+            self._accelerator.enter()
             while not self._closing:
                 self._wait()
                 while self._queue:
@@ -226,7 +229,7 @@ class Tracker:
                 self.pool.prepare(task)
                 return
             try:
-                copy_later(task.buffer, task.later, self._device, task.ready)
+                task.buffer.copy(task.later, self._accelerator, task.ready)
             finally:
                 with self._changed:
                     self._copying -= 1

@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 
+from ddpjob_trainer.accelerator import Accelerator
+from ddpjob_trainer.telemetry.console import say
+
 _PAGE = mmap.PAGESIZE
 _SLACK = 16
 
@@ -32,10 +35,11 @@ class Buffer:
     size: int
     memory: torch.Tensor  # uint8, the whole of it
     busy: bool = False
+    _pinned: bool = False
     _map: mmap.mmap | None = field(default=None, repr=False)
 
     @classmethod
-    def allocate(cls, number: int, size: int, device: torch.device) -> Buffer:
+    def allocate(cls, number: int, size: int, accelerator: Accelerator) -> Buffer:
         """Reserve the memory now, so that no copy ever waits for it. Raises OSError."""
         size = -(-size // _PAGE) * _PAGE
         fd = shared_file()
@@ -47,15 +51,12 @@ class Buffer:
             raise
         memory = torch.frombuffer(shared, dtype=torch.uint8)
         memory.zero_()  # maps every page, outside the GIL
-        if device.type == "cuda":
-            # Copies from the GPU run beside its kernels only into memory that it knows.
-            _register(memory)
-        return cls(number, fd, size, memory, _map=shared)
+        return cls(number, fd, size, memory, _pinned=_pin(memory, accelerator), _map=shared)
 
-    def release(self, device: torch.device) -> None:
+    def release(self, accelerator: Accelerator) -> None:
         """Give the memory back; the keeper's mapping of it lives on until it drops it."""
-        if device.type == "cuda":
-            _unregister(self.memory)
+        if self._pinned:
+            accelerator.unpin(self.memory)
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._map = None  # unmapped once the tensor above has let go of it
         os.close(self.fd)
@@ -65,29 +66,43 @@ class Buffer:
         end = offset + len(data)
         self.memory[offset:end].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
-    def copy(self, copies: Sequence[Copy], *, wait: bool = True) -> None:
-        """Copy flat tensors in. ``wait`` False: a GPU's copies may still run afterwards."""
-        for offset, tensor in copies:
-            source = tensor.detach().contiguous().view(-1).view(torch.uint8)
-            target = self.memory[offset : offset + source.numel()]
-            target.copy_(source, non_blocking=not wait)
+    def copy(self, copies: Sequence[Copy], accelerator: Accelerator, ready: Any) -> None:
+        """Copy flat tensors in, as they are at the mark ``ready``, and wait until they are there.
+
+        All at once: on a GPU one wait for each would be the most of it.
+        """
+        with accelerator.saving(ready):
+            for offset, tensor in copies:
+                source = tensor.detach().contiguous().view(-1).view(torch.uint8)
+                target = self.memory[offset : offset + source.numel()]
+                target.copy_(source, non_blocking=accelerator.queues)
 
 
-def _register(memory: torch.Tensor) -> None:
-    cudart: Any = torch.cuda.cudart  # torch gives it no types
-    torch.cuda.check_error(int(cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)))
+_told_unpinned = False
 
 
-def _unregister(memory: torch.Tensor) -> None:
-    cudart: Any = torch.cuda.cudart
-    cudart().cudaHostUnregister(memory.data_ptr())
+def _pin(memory: torch.Tensor, accelerator: Accelerator) -> bool:
+    """A GPU's copies run beside its kernels only into memory that it knows; else they are slow."""
+    global _told_unpinned
+    try:
+        return accelerator.pin(memory)
+    except RuntimeError as error:
+        if not _told_unpinned:
+            _told_unpinned = True
+            text = str(error).strip().partition("\n")[0]
+            say(
+                0,
+                f"warning: memory to stage snapshots in cannot be page-locked ({text}): copies take"
+                " longer. Look at the memory and memlock limits of the pod",
+            )
+        return False
 
 
 class Pool:
     """Two buffers, so that one can be filled while the other is written. Threads may share it."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
         self._lock = threading.Lock()
         self._buffers: list[Buffer | None] = [None, None]
 
@@ -119,7 +134,7 @@ class Pool:
         with self._lock:
             for buffer in self._buffers:
                 if buffer is not None:
-                    buffer.release(self._device)
+                    buffer.release(self._accelerator)
             self._buffers = []
 
     def _fit(self, number: int, size: int) -> Buffer | None:
@@ -129,9 +144,9 @@ class Pool:
         if buffer is None or buffer.size < size:
             if buffer is not None:
                 self._buffers[number] = None
-                buffer.release(self._device)
+                buffer.release(self._accelerator)
                 size += size // _SLACK  # what has grown may grow again
-            buffer = self._buffers[number] = Buffer.allocate(number, size, self._device)
+            buffer = self._buffers[number] = Buffer.allocate(number, size, self._accelerator)
         return buffer
 
 
@@ -142,27 +157,3 @@ def shared_file() -> int:
     except OSError:  # forbidden by a sandbox; then by way of the page cache
         with tempfile.TemporaryFile(prefix="ddpjob-snapshot-") as file:
             return os.dup(file.fileno())
-
-
-def copy_later(
-    buffer: Buffer, copies: Sequence[Copy], device: torch.device, ready: torch.Event | None
-) -> None:
-    """Copy while the main thread computes; return when all is in the buffer.
-
-    ``ready``: on CUDA, recorded where the state was complete. Copies go on a stream of their own.
-    """
-    if device.type != "cuda":
-        buffer.copy(copies)
-        return
-    torch.cuda.set_device(device)
-    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(side):
-        if ready is not None:
-            side.wait_event(ready)
-        buffer.copy(copies, wait=False)
-    side.synchronize()
-
-
-def mark(device: torch.device) -> torch.Event | None:
-    """On CUDA an event after all work queued so far, elsewhere None."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None

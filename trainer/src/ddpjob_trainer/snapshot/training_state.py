@@ -105,6 +105,8 @@ class TrainingState:
         self.registered: dict[str, Stateful] = {}
         self.per_rank: dict[str, Stateful] = {}
         self._begun: dict[str, torch.Size] | None = None  # the model's tensors before the loop
+        #: Names of averages that only updates change, from the parameters.
+        self.averages: set[str] = set()
 
     def register(self, name: str, obj: Keepable, *, per_rank: bool = False) -> None:
         """Add an object to the state. Raises ConfigError.
@@ -125,8 +127,9 @@ class TrainingState:
     def capture(self, rank: int) -> Captured:
         """Return the whole state; its tensors are the live ones, not copies.
 
-        Parameters and the optimizers' tensors are equal on all ranks, as DDP keeps them so.
-        Raises UnstorableError, and ConfigError for a model that a resume would not know again.
+        Parameters, their averages and the optimizers' tensors are equal on all ranks, as DDP keeps
+        them so. Raises UnstorableError, and ConfigError for a model that a resume would not know
+        again.
         """
         model = _Inventory(self.module)
         self._check_begun(model)
@@ -166,6 +169,10 @@ class TrainingState:
             if isinstance(obj, torch.optim.Optimizer)
             and all(p in known for group in obj.param_groups for p in group["params"])
         )
+        for name in self.averages:
+            average = self.registered[name]
+            assert isinstance(average, torch.nn.Module)  # its buffers are of each rank's batches
+            parameters.update(f"registered/{name}/{key}" for key, _ in average.named_parameters())
         return frozenset(n for n in flat.tensors if n in parameters or n.startswith(optimizers))
 
     def sha256(self, rank: int) -> str:
@@ -204,7 +211,10 @@ class TrainingState:
             if name not in self.registered:
                 continue
             obj = self.registered[name]
-            value = loader.read_object("registered", name)
+            # Never a second copy of it all on the host: there are as many ranks as GPUs.
+            value = loader.read_object(
+                "registered", name, into=self._live(name), device=_device_of(obj)
+            )
             with fitting(repr(name)):
                 obj.load_state_dict(value)
                 lay_out_like_parameters(obj)
@@ -212,6 +222,15 @@ class TrainingState:
         own = loader.read_named("rank/", prefix)
         with fitting(f"rank {rank}'s own"):
             self._restore_own(own, prefix)
+
+    def _live(self, name: str) -> dict[str, torch.Tensor]:
+        if name not in self.averages:
+            return {}
+        return {
+            key: value
+            for key, value in self.registered[name].state_dict().items()
+            if isinstance(value, torch.Tensor)
+        }
 
     def _restore_own(self, found: Mapping[str, torch.Tensor], prefix: str) -> None:
         tree = found.get(f"{prefix}tree")
@@ -230,6 +249,14 @@ class TrainingState:
 
 def _outline(shape: torch.Size | None) -> str:
     return "none" if shape is None else str(list(shape))
+
+
+def _device_of(obj: Stateful) -> torch.device | None:
+    """Where an optimizer's state belongs, None: on the host, until the object moves it."""
+    if not isinstance(obj, torch.optim.Optimizer):
+        return None
+    devices = {p.device for group in obj.param_groups for p in group["params"]}
+    return devices.pop() if len(devices) == 1 else None
 
 
 def _is_ema(name: str) -> bool:

@@ -54,6 +54,8 @@ class Progress:
         self._last = 0.0  # when the last step ended
         self._first = True  # no step of this process has ended yet
         self._seconds: dict[Activity, float] = dict.fromkeys(ACTIVITIES, 0.0)
+        self._of_device: Mapping[Activity, float] = {}  # grows beside
+        self._published: dict[Activity, float] = {}  # of that
         self._activity: Activity = "build"
         self._since = time.monotonic()
         self._metrics.stage("rendezvous", rendezvous_seconds)
@@ -83,7 +85,8 @@ class Progress:
             self.at("snapshot")
         elif phase == "done":
             self.at("end")
-            self._tell_logged()
+            if not self._pending.behind:  # else what is known later is told later
+                self._tell_logged()
             self._pending.at_once = True
             self._publish(force=True)
         elif self._activity == "snapshot":
@@ -139,6 +142,26 @@ class Progress:
         """What a snapshot keeps so that sinks go on without a gap: plain values, for JSON."""
         return {"untold": packed(self._sinks.untaken())}
 
+    def body_ended(self) -> None:
+        """The script has done its part of a step; stepped() will tell of it."""
+        self._pending.step_ended()
+
+    def stands(self, activity: Activity) -> None:
+        """From another thread: what this rank's device does while the loop stands still."""
+        self._writer.mark(activity)
+
+    def measured_by(self, seconds: Mapping[Activity, float]) -> None:
+        """Take a device's own seconds, which only ever grow, in the place of the host's.
+
+        To queue a forward takes a host no time that would tell anything.
+        """
+        self._of_device = seconds
+
+    @property
+    def since(self) -> tuple[Activity, float]:
+        """What this rank does, and since when, in monotonic seconds."""
+        return self._activity, self._since
+
     def stepped(self, step: int, loss: float) -> None:
         """A step has ended. ``loss``: its mean over all ranks."""
         self.alive()
@@ -158,7 +181,7 @@ class Progress:
         if self._first:
             self._first = False
             metrics.stage("first_step", seconds)
-        self._tell_logged()
+        self._tell_logged(step=True)
         if self._rank == 0:
             self._show(step, loss, rate)
         if self._events is not None:
@@ -236,6 +259,9 @@ class Progress:
         if not metrics.due(force=force):
             return
         metrics.set("heartbeat_timestamp_seconds", time.time())
+        for activity, total in list(self._of_device.items()):
+            self._seconds[activity] = total - self._published.get(activity, 0.0)
+            self._published[activity] = total
         for activity, seconds in self._seconds.items():
             if seconds:
                 metrics.add("phase_seconds", seconds, activity)
@@ -247,10 +273,10 @@ class Progress:
     def _read(self) -> Mapping[str, float]:
         return self._readings() if self._readings is not None else {}
 
-    def _tell_logged(self) -> None:
-        for step, values in self._pending.take():
-            self._event("log", step=step, values={n: exact(v) for n, v in values.items()})
-            self._sinks.log(step, values)
+    def _tell_logged(self, *, step: bool = False) -> None:
+        for number, values in self._pending.take(step=step):
+            self._event("log", step=number, values={n: exact(v) for n, v in values.items()})
+            self._sinks.log(number, values)
 
     def _event(self, event: str, **fields: object) -> None:
         if self._events is not None:

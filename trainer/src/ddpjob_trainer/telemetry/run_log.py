@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from numbers import Real
 from typing import Any, SupportsFloat
 
 import torch
 
+from ddpjob_trainer.accelerator import Number
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.telemetry.event_log import exact
 from ddpjob_trainer.telemetry.sinks import Row
 
-Number = float | torch.Tensor
+Keep = Callable[[torch.Tensor], Number]
 Values = Mapping[str, SupportsFloat]  # read when they are told
 
 
-def checked(values: Mapping[str, object]) -> Values:
-    """Return what can be kept until it is told, without waiting for a device.
+def checked(values: Mapping[str, object], keep: Keep = torch.Tensor.item) -> Values:
+    """Return what can be kept until it is told. ``keep``: makes that of a tensor.
 
     Raises ConfigError for anything but numbers and tensors of one element.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"run.log() needs a dict of numbers by name, not {values!r:.80}")
-    return {_name(name): number_of(f"run.log(): {name!r}", value) for name, value in values.items()}
+    return {
+        _name(name): number_of(f"run.log(): {name!r}", value, keep)
+        for name, value in values.items()
+    }
 
 
 def _name(name: object) -> str:
@@ -33,17 +39,18 @@ def _name(name: object) -> str:
     return name
 
 
-def number_of(what: str, value: object) -> Number:
-    """A number that a script gives, or a tensor of one element. Raises ConfigError."""
+def number_of(what: str, value: object, keep: Keep = torch.Tensor.item) -> Number:
+    """A number that a script gives, or what is kept of a tensor of one element.
+
+    Raises ConfigError.
+    """
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex():
             raise ConfigError(
                 f"{what} is a tensor {list(value.shape)} of {value.dtype}; give one real number, as"
                 " value.mean()"
             )
-        value = value.detach()
-        # The script may go on adding to it before it is told.
-        return value.item() if value.device.type == "cpu" else value.clone()
+        return keep(value.detach())
     if isinstance(value, Real):  # numpy's numbers, too
         return _as_float(value)
     raise ConfigError(
@@ -76,6 +83,7 @@ class Pending:
     def __init__(self) -> None:
         self.at_once = False  # outside of steps there is nothing to wait for
         self._rows: list[tuple[int, Values]] = []
+        self._ended: deque[list[tuple[int, Values]]] = deque()  # of steps that are not told yet
         self._names: set[str] = set()
         self._begun = False
 
@@ -90,13 +98,31 @@ class Pending:
         self._names.update(values)
         self._rows.append((step, values))
 
-    def take(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Yield what is to be told now, as numbers: on CUDA this waits for the device."""
+    @property
+    def behind(self) -> bool:
+        """Whether a step has ended that is not told yet."""
+        return bool(self._ended)
+
+    def step_ended(self) -> None:
+        """What comes from now on belongs to the next step."""
+        self._ended.append(self._rows)
+        self._rows = []
+
+    def take(self, *, step: bool = False) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yield what is to be told now, as numbers: this may wait for the device.
+
+        ``step``: of the oldest step that has ended and is not told, only.
+        """
         if not self._begun:
             return
-        rows, self._rows = self._rows, []
-        for step, values in rows:
-            yield step, {name: _as_float(value) for name, value in values.items()}
+        if step and self._ended:
+            rows = self._ended.popleft()
+        else:
+            rows = [*chain(*self._ended), *self._rows]
+            self._ended.clear()
+            self._rows = []
+        for number, values in rows:
+            yield number, {name: _as_float(value) for name, value in values.items()}
 
     def without_users(self, values: Mapping[str, float]) -> dict[str, float]:
         """Of the run's own numbers, those whose names the script does not use itself."""

@@ -1,7 +1,8 @@
 """What the ranks tell one another at the end of each step, and what all of them conclude from it.
 
 One exchange per step, which runs beside the update: this rank's losses and their weights, whether
-it was told to stop, what it thinks of the gradients, facts of its snapshots.
+it was told to stop, what it thinks of the gradients, facts of its snapshots. What hosts say is
+heard when the step ends, what devices have measured perhaps a step later.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ddpjob_trainer.comm.exchange import Exchange
+from ddpjob_trainer.comm.exchange import Exchange, Sent
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.errors import ConfigError, NotCommittedError
 from ddpjob_trainer.gradients.ddp import Averaging
@@ -19,6 +20,9 @@ from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training.logged_means import LoggedMeans
 from ddpjob_trainer.training.shutdown import Shutdown
 from ddpjob_trainer.training.step import Step
+
+#: Of what is exchanged, that which a GPU computes.
+_MEASURED = frozenset({"not finite", "losses", "logged"})
 
 
 class Agreement:
@@ -39,18 +43,19 @@ class Agreement:
         self._nan = nan
         self._exchange = Exchange(world)
         self.logged = LoggedMeans(world)
+        self._sent: Sent | None = None  # of the step last committed
         self.stop = False  # a rank has been told to stop
 
     def start(self, step: Step, *, allowed: bool) -> None:
         """Tell the others of a step. ``allowed``: whether its gradients may be applied."""
-        losses = [float(loss) for loss in step.losses]
+        losses = [self._world.accelerator.number(loss) for loss in step.losses]
         weights = step.weights or [1.0] * len(losses)
         counted = [
             loss
             for loss, part, weight in zip(losses, step.parts, weights, strict=True)
             if part.samples and weight
         ]
-        self._exchange.start(
+        step.sent = self._sent = self._exchange.start(
             {
                 "stop": [float(self._shutdown.signal > 0)],
                 "snapshots": self._snapshots.report(),
@@ -59,34 +64,50 @@ class Agreement:
                 "weights": self._averaging.weights(step.weights),
                 "weighted": [float(bool(step.weights))],
                 "logged": self.logged.report(),
-            }
+            },
+            measured=_MEASURED,
         )
+        step.refused = self._nan.refused
 
-    def finish(self, step: Step) -> float:
-        """Hear the others, after the loop's body. Return the step's mean loss.
+    def finish(self, step: Step) -> None:
+        """Hear the other hosts, after the loop's body.
 
-        Raises DivergedError and ConfigError where the ranks do not agree, PeerLostError.
+        Raises ConfigError where the ranks do not agree, PeerLostError.
         """
-        heard = self._exchange.wait()
+        heard = _sent(step).told()
         self.stop = heard["stop"][0] > 0
         self._snapshots.learn(heard["snapshots"])
         self._check_weighted(step, heard["weighted"][0])
-        self.logged.learn(step.index, heard["logged"])
+        self.logged.step_ended()
+
+    def learn(self, step: Step) -> float:
+        """Hear of a finished step what was measured, each once. Return its mean loss.
+
+        Raises DivergedError and ConfigError where the ranks do not agree.
+        """
+        self.logged.learn(step.index, _sent(step).measured()["logged"])
+        return self.check_finite(step)
+
+    def check_finite(self, step: Step) -> float:
+        """Return a committed step's mean loss. Raises DivergedError."""
         loss = self.mean_loss(step)
-        self._nan.after(step.index, loss, step.losses, heard["not finite"])
+        reported = _sent(step).measured()["not finite"]
+        self._nan.after(step.index, loss, step.losses, reported, step.refused)
         return loss
 
     def wait(self) -> None:
         """Leave no exchange under way."""
-        self._exchange.wait()
+        if self._sent is not None:
+            self._sent.told()
+            self._sent.measured()
 
-    def not_finite(self) -> Sequence[float]:
+    def not_finite(self, step: Step) -> Sequence[float]:
         """Wait for the others; return the sums of NanPolicy.report()."""
-        return self._exchange.wait()["not finite"]
+        return _sent(step).measured()["not finite"]
 
     def factor(self, step: Step) -> float:
         """Wait for the others; return what gradients of weighted losses are to be multiplied by."""
-        heard = self._exchange.wait()
+        heard = _sent(step).told()
         self._check_weighted(step, heard["weighted"][0])
         factor = self._averaging.factor(heard["weights"])
         if not math.isfinite(factor):
@@ -102,9 +123,10 @@ class Agreement:
             raise NotCommittedError(f"step {step.index}: its loss is known after step.commit()")
         if step.mean is None:
             with self._shutdown.listening:  # a rank may ask for it alone
-                heard = self._exchange.wait()
-            weights = heard["weights"] if step.weights else None
-            step.mean = self._averaging.mean_loss(heard["losses"], weights)
+                sent = _sent(step)
+                weights = sent.told()["weights"] if step.weights else None
+                losses = sent.measured()["losses"]
+            step.mean = self._averaging.mean_loss(losses, weights)
         return step.mean
 
     def compare_streams(self, first: bytes) -> None:
@@ -123,3 +145,8 @@ class Agreement:
                 f"step {step.index}: {count:.0f} of {self._world.size} ranks have given"
                 " step.backward(weight=...): give it on every rank, or on none"
             )
+
+
+def _sent(step: Step) -> Sent:
+    assert step.sent is not None, "start() comes first"
+    return step.sent

@@ -12,7 +12,8 @@ import sys
 from ddpjob_trainer import failpoints
 from ddpjob_trainer.comm.teardown import leave_group
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.training.loop import Loop, Process
+from ddpjob_trainer.training.loop import Loop
+from ddpjob_trainer.training.process import Process
 
 
 class Ending:

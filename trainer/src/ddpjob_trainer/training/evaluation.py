@@ -116,24 +116,26 @@ def share_of_metric(
     sums, size = Sums(), len(source.dataset)
     starts = range(world.rank * batch_size, size, world.size * batch_size)
     spans = [fetch.span(start, min(start + batch_size, size)) for start in starts]
-    for span, made in zip(spans, _made(source, spans, workers, world.device), strict=True):
+    for span, made in zip(
+        spans, _made(source, spans, workers, pinned=world.accelerator.queues), strict=True
+    ):
         alive()
         if source.draws:
             source.seed_after(span)
-        batch = fetch.to_device(made, world.device)
+        batch = fetch.to_device(made, world.accelerator)
         sums.add(metric(module, batch), len(span), float(len(span)) if mean else 1.0)
     return sums
 
 
 def _made(
-    source: fetch.Batches, spans: Sequence[Indices], workers: int, device: torch.device
+    source: fetch.Batches, spans: Sequence[Indices], workers: int, *, pinned: bool
 ) -> Iterator[Any]:
     """Yield batches, made here or by processes that live as long as this."""
     work = (fetch.Work(span, span) for span in spans)
     if not workers or not spans:
         yield from map(source.make, work)
         return
-    pool = Workers(source, WorkerOptions(workers, pin_memory=device.type == "cuda"))
+    pool = Workers(source, WorkerOptions(workers, pin_memory=pinned))
     try:
         pool.begin(work)
         for _ in spans:

@@ -92,6 +92,13 @@ REFUSALS = (
         "Use bucket_cap_mb=1 or more",
     ),
     Refusal(
+        "compile='cudagraphs'",
+        "level='resume'",
+        lambda f: f.model.compile == "cudagraphs" and f.options.level == "resume",
+        "the first backward of a process runs twice, and a recorded one overwrites its own memory",
+        "Use compile=True, or level='off'",
+    ),
+    Refusal(
         "several models",
         "level='elastic'",
         lambda f: _elastic(f) and f.several_models,

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import SupportsFloat
 
+import torch
+
+from ddpjob_trainer.accelerator import Number
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.telemetry.run_log import Values
@@ -40,6 +44,7 @@ class LoggedMeans:
         self._world = world
         self._means: dict[str, Mean] = {}
         self._told = False
+        self._reported: deque[dict[str, Mean]] = deque()  # of steps that are not yet known
 
     def add(self, values: Values) -> Values:
         """Take values of a step; return the means to be of names that are new in it.
@@ -62,9 +67,10 @@ class LoggedMeans:
             self._means[name].mine.append(value)
         return found
 
-    def report(self) -> list[float]:
+    def report(self) -> list[Number]:
         """Of this step, to be added up over all ranks."""
         self._told = True
+        self._reported.append(self._means)
         if not self._means:  # as in nearly every step of most runs
             return [0.0] * (2 * _HASHES + 2 * MOST)
         names = sorted(self._means)
@@ -72,13 +78,16 @@ class LoggedMeans:
         hashes = [float(int.from_bytes(digest[2 * at : 2 * at + 2])) for at in range(_HASHES)]
         logged = [self._means[name].mine for name in names]
         free = [0.0] * (MOST - len(names))
-        sums = [sum(map(float, values)) for values in logged]
+        sums = [sum(map(self._number, values)) for values in logged]
         counts = [float(len(values)) for values in logged]
         return [*hashes, *(number**2 for number in hashes), *sums, *free, *counts, *free]
 
     def learn(self, step: int, sums: Sequence[float]) -> None:
-        """Hear the others. Raises ConfigError on every rank when not all gave the same names."""
-        means, self._means, self._told = self._means, {}, False
+        """Hear the others of the oldest step that is not known yet.
+
+        Raises ConfigError on every rank when not all gave the same names.
+        """
+        means = self._reported.popleft()
         size = self._world.size
         pairs = zip(sums[:_HASHES], sums[_HASHES : 2 * _HASHES], strict=True)
         # The same test on all ranks: their hashes are equal if these have no variance.
@@ -86,6 +95,15 @@ class LoggedMeans:
             self._refuse(step, sorted(means))
         for place, name in enumerate(sorted(means), 2 * _HASHES):
             means[name].value = sums[place] / sums[place + MOST]
+
+    def step_ended(self) -> None:
+        """What is added from now on is of the next step."""
+        self._means, self._told = {}, False
+
+    def _number(self, value: SupportsFloat) -> Number:
+        if isinstance(value, torch.Tensor):
+            return self._world.accelerator.number(value)
+        return float(value)
 
     def _refuse(self, step: int, mine: Sequence[str]) -> None:
         blobs = self._world.gather_bytes("run.log()", json.dumps(mine).encode())

@@ -8,54 +8,40 @@ may update several times, with some of the optimizers each.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob_trainer import failpoints, trace
-from ddpjob_trainer.comm.world import World, agree
+from ddpjob_trainer.comm.world import agree
 from ddpjob_trainer.data import fetch
 from ddpjob_trainer.data.inputs import InputOptions, open_input
 from ddpjob_trainer.data.permutation import Indices
 from ddpjob_trainer.errors import ConfigError, NotCommittedError
-from ddpjob_trainer.gradients.ddp import Averaging, Part
+from ddpjob_trainer.gradients.ddp import Part
 from ddpjob_trainer.gradients.replica_check import DivergenceCheck
+from ddpjob_trainer.optim.ema import begin_ema
 from ddpjob_trainer.optim.nan_policy import NanPolicy
-from ddpjob_trainer.optim.update import Unit, begin_ema
+from ddpjob_trainer.optim.update import Unit
 from ddpjob_trainer.options import Options
-from ddpjob_trainer.snapshot.manager import Snapshots
 from ddpjob_trainer.state import rng
 from ddpjob_trainer.state.buffers import Backup
 from ddpjob_trainer.telemetry.console import say
-from ddpjob_trainer.telemetry.progress import Progress
 from ddpjob_trainer.training import best
 from ddpjob_trainer.training.agreement import Agreement
 from ddpjob_trainer.training.best import Best
+from ddpjob_trainer.training.device_watch import DeviceWatch
 from ddpjob_trainer.training.logged_means import LoggedMeans
-from ddpjob_trainer.training.parting import Parting
 from ddpjob_trainer.training.prepare import Trained, is_compiled
-from ddpjob_trainer.training.recorder import Recorder
-from ddpjob_trainer.training.run_config import OF_ALL, fingerprint, place, run_id
-from ddpjob_trainer.training.shutdown import Shutdown
+from ddpjob_trainer.training.process import Process
+from ddpjob_trainer.training.run_config import OF_ALL, fingerprint, place, run_id, take_layout
 from ddpjob_trainer.training.step import Step, check_loss
 from ddpjob_trainer.training.touched import Touched
+from ddpjob_trainer.training.trailing import Trailing
 from ddpjob_trainer.training.unsaved import Guard
 from ddpjob_trainer.training.warm_start import begin_with
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """What one process of a run works with."""
-
-    world: World
-    shutdown: Shutdown
-    progress: Progress
-    snapshots: Snapshots
-    averaging: Averaging
-    recorder: Recorder
-    parting: Parting
 
 
 class Loop:
@@ -96,7 +82,7 @@ class Loop:
             trained.state.register("data stream", self._input.stream, per_rank=True)
         self._averaging.plan(self._order, 0)  # says now if it cannot be divided
         self._config = fingerprint(options, process.world, self._order.epochs)
-        self._progress.built(trained.updater.readings)
+        self._progress.built(partial(trained.updater.readings, process.world.accelerator))
         trace.mark("built")
         self._nan = NanPolicy(options.nan_policy, process.world)
         self.agreement = Agreement(
@@ -111,6 +97,8 @@ class Loop:
         self._step: Step | None = None
         self.within_step = False  # its body runs
         self._ended = False  # with its last step
+        self._device_watch = DeviceWatch(process.world.accelerator, process.progress)
+        self._trailing = Trailing(process, self.agreement)
         self._generator = self._steps()
         self._layout_known = False
 
@@ -125,6 +113,7 @@ class Loop:
             try:
                 self._input.start()
                 self._resume()
+                self._device_watch.start()
                 while self.finished_steps < self._options.total_steps:
                     step = self._begin()
                     self.within_step = True
@@ -142,6 +131,7 @@ class Loop:
                 raise
             finally:
                 self.within_step = False
+                self._device_watch.stop()
                 self._input.close()
                 self.guard.stop()
             with self._peers("the end of run.steps()"):
@@ -155,6 +145,11 @@ class Loop:
         if not self._ended:
             self._parting.leave(self._step)
         self.agreement.wait()
+        self._trailing.learn(all_steps=True)
+
+    def check_finite(self) -> None:
+        """Wait for what was measured in the steps so far. Raises DivergedError."""
+        self._trailing.check_finite(self._step)
 
     def logged_means(self) -> LoggedMeans | None:
         """What takes them, within a step's body."""
@@ -201,7 +196,7 @@ class Loop:
         for number, part in enumerate(parts):
             self._progress.at("data")
             batch = self._input.next(index, number, part.positions)
-            batch = fetch.to_device(batch, self._world.device)
+            batch = fetch.to_device(batch, self._world.accelerator)
             if self._input.draws:  # whoever made it: what is drawn from here on is the same
                 rng.reseed(self._options.seed, index, part.shard, int(part.positions[0]))
             elif part.reseed:
@@ -247,9 +242,11 @@ class Loop:
         marked = self._nan.mark(loss) if counts else loss
         # Where nobody waits for another ranks may have more calls than others.
         waits = self._averaging.waits
+        self._device_watch.queued("forward")
         with self._peers(f"step {step.index}") if waits else self._shutdown.listening:
             scaled = trained.updater.scale(marked)
             self._averaging.backward(scaled, number, weight=weight, retain_graph=retain_graph)
+        self._device_watch.queued("backward")
         self._touched.after_backward(weighted=weight is not None)
         self._progress.at("body")
 
@@ -289,6 +286,7 @@ class Loop:
                     self._trained.updater.multiply(units, self.agreement.factor(step))
                 self._apply(step, units, allowed=allowed, told=True)
         self._progress.at("body")
+        self._device_watch.queued("update")
         failpoints.reach("step")
         step.committed = True
 
@@ -323,7 +321,7 @@ class Loop:
             return
         if not allowed:
             losses = [float(loss) for loss in step.losses]
-            reported = self.agreement.not_finite() if told else None
+            reported = self.agreement.not_finite(step) if told else None
             self._nan.refuse(step.index, self._trained.module, losses, reported)
             self._trained.updater.forget()
         self._progress.skipped_update()
@@ -340,7 +338,9 @@ class Loop:
         with rng.preserved():
             rng.reseed(self._options.seed, step.index, -1 - step.updates)
             measured = updater.before_update(units)
-        return updater.scaler is not None or all(self._nan.allows(*one) for one in measured)
+        return updater.scaler is not None or all(
+            self._nan.allows(*one, now=True) for one in measured
+        )
 
     def mean_loss(self, step: Step) -> float:
         """See Step.loss."""
@@ -348,32 +348,29 @@ class Loop:
 
     def _compare_layout(self) -> None:
         self._layout_known = True
-        layout = self._averaging.layout()
-        before = self._config["buckets"]
-        self._config["buckets"] = layout
-        if before not in (None, layout) and self._world.rank == 0:
-            say(
-                0,
-                "warning: gradients travel in other buckets than before the snapshot: the"
-                " result will not equal an undisturbed run's bit for bit",
-            )
+        warning = take_layout(self._config, self._averaging.layout())
+        if warning and self._world.rank == 0:
+            say(0, warning)
 
     def _end(self, step: Step) -> None:
         """After the loop's body, so that what it does after commit() is in the snapshot too."""
         self.guard.step_ended()
         done = self.finished_steps = step.index + 1
         self._progress.at("agreement")
+        first = done == self._resumed_after + 1
         with self._peers(f"step {step.index}"):
-            loss = self.agreement.finish(step)
-            if self._input.stream is not None and done == self._resumed_after + 1:
-                self.agreement.compare_streams(self._input.stream.first)
-            # Before a snapshot can hold this step: whoever resumes after it does not tell of it.
-            self._recorder.stepped(done, step.losses)
-            self._progress.stepped(done, loss)
+            self.agreement.finish(step)
+            self._progress.body_ended()
+            self._trailing.add(step)
             last = self.agreement.stop or done == self._options.total_steps
             due = self._snapshots.due(done, last=last)
             # One that will be skipped need not be compared.
-            if self._divergence.due(done, needed=last or (due and self._snapshots.has_room)):
+            compare = self._divergence.due(done, needed=last or (due and self._snapshots.has_room))
+            # Before a snapshot can hold this step: whoever resumes after it does not tell of it.
+            self._trailing.learn(all_steps=last or due or compare or first)
+            if self._input.stream is not None and first:
+                self.agreement.compare_streams(self._input.stream.first)
+            if compare:
                 self._divergence.check(done, self._trained.module, self._trained.compared())
             if due:
                 self._config |= {
@@ -384,7 +381,7 @@ class Loop:
                 self._snapshots.save(done, self._trained.state, self._config, last=last)
             else:
                 self._snapshots.prepare(self._trained.state)
-        if done == self._resumed_after + 1:
+        if first:
             trace.mark("step")
         self._recorder.wait(done)
         if self.agreement.stop and done < self._options.total_steps:

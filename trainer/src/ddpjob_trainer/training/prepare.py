@@ -17,6 +17,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gradients.ddp import Averaging
 from ddpjob_trainer.optim import zero
 from ddpjob_trainer.optim.amp import autocast_forward, make_scaler
+from ddpjob_trainer.optim.ema import make_ema
 from ddpjob_trainer.optim.update import (
     Clip,
     Hook,
@@ -24,7 +25,6 @@ from ddpjob_trainer.optim.update import (
     Updater,
     check_parameters,
     held_by,
-    make_ema,
     match_schedulers,
 )
 from ddpjob_trainer.options import ModelOptions, Options
@@ -156,18 +156,20 @@ class Trained:
         for part in (module, ema.module if ema is not None else None):
             if part is not None:
                 autocast_forward(part, self._options.precision, self._world.device)
-        _compile(module, self._options, options)
+        _compile(module, self._options, options, self._world.device)
         wrapped = self._averaging.wrap(module, options)
         self.models.append(Model(name, module, wrapped, options, ema))
         if ema is not None:
             self.updater.emas.append((module, ema))
             self._register(_name("ema", name, "model"), ema)
+            self.state.averages.add(_name("ema", name, "model"))
         return wrapped
 
     def _add_optimizer(
         self, name: str, optimizer: torch.optim.Optimizer, scheduler: Any, clip: Clip
     ) -> None:
         is_zero = zero.is_zero(optimizer)
+        place_state(zero.inner(optimizer))
         if is_zero:
             holds_group(optimizer, "process_group")
         state = zero.ZeroState(optimizer, self._world) if is_zero else optimizer
@@ -215,6 +217,12 @@ class Trained:
         for name, module in models.items():
             self._check_model(name, module)
         for name, optimizer in optimizers.items():
+            if zero.has_views(optimizer) and _would_move(models, self._world.device):
+                raise ConfigError(
+                    "ZeroRedundancyOptimizer(parameters_as_bucket_view=True) was made before the"
+                    " model was on the GPU, whose parameters it holds views of: call"
+                    " model.to(run.device) first"
+                )
             if any(optimizer is unit.optimizer for unit in self.updater.units):
                 raise ConfigError("prepare() was given the same optimizer twice")
             if _name("optimizer", name, "optimizer") in self._own:
@@ -304,10 +312,33 @@ def place(module: torch.nn.Module, device: torch.device) -> None:
 
     One that lies on several devices would be folded into one.
     """
+    if _lies_on_cpu(module):
+        module.to(device)
+
+
+def _lies_on_cpu(module: torch.nn.Module) -> bool:
     tensors = [*module.parameters(), *module.buffers()]
     devices = {tensor.device for tensor in tensors}
-    if len(devices) <= 1 and all(found.type == "cpu" for found in devices):
-        module.to(device)
+    return len(devices) <= 1 and all(found.type == "cpu" for found in devices)
+
+
+def _would_move(models: Mapping[str, torch.nn.Module], device: torch.device) -> bool:
+    return device.type != "cpu" and any(map(_lies_on_cpu, models.values()))
+
+
+def place_state(optimizer: torch.optim.Optimizer) -> None:
+    """Move the state that an optimizer has made already, as Adagrad does, to its parameters.
+
+    Counters stay where torch keeps them: on the CPU, unless a kernel reads them.
+    """
+    for group in optimizer.param_groups:
+        kernel_counts = group.get("capturable") or group.get("fused")
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                moves = isinstance(value, torch.Tensor) and value.device != parameter.device
+                if moves and (name != "step" or kernel_counts):
+                    state[name] = value.to(parameter.device)
 
 
 def _kinds(kind: type) -> str:
@@ -347,10 +378,19 @@ def is_compiled(module: torch.nn.Module) -> bool:
     )
 
 
-def _compile(module: torch.nn.Module, options: Options, model_options: ModelOptions) -> None:
+def _compile(
+    module: torch.nn.Module, options: Options, model_options: ModelOptions, device: torch.device
+) -> None:
     """Compile in place: parameters keep their names, the module stays the user's."""
     if not model_options.compile:
         return
+    backend = "inductor" if model_options.compile is True else model_options.compile
+    if options.level != "off" and device.type != "cpu" and backend == "inductor":
+        # It would choose kernels by how long they take, and with them the order of additions.
+        import torch._inductor.config as inductor
+
+        if hasattr(inductor, "deterministic"):
+            setattr(inductor, "deterministic", True)  # noqa: B010
     if options.level != "off":
         # The warm-up runs backward twice on one graph; donated buffers would be gone by then.
         import torch._functorch.config as functorch
@@ -358,7 +398,6 @@ def _compile(module: torch.nn.Module, options: Options, model_options: ModelOpti
         setattr(functorch, "donated_buffer", False)  # noqa: B010
     from torch._dynamo import config, trace_rules
 
-    backend = "inductor" if model_options.compile is True else model_options.compile
     # Module.compile() looks at frames that are not torch's own: a Sequential has none, and nothing
     # would be compiled, silently.
     with config.patch(wrap_top_frame=bool(trace_rules.check(module.forward))):

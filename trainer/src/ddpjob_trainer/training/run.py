@@ -31,8 +31,9 @@ from ddpjob_trainer.training.best import Best, is_better
 from ddpjob_trainer.training.ending import Ending
 from ddpjob_trainer.training.evaluation import Metric, Metrics
 from ddpjob_trainer.training.logged_means import means
-from ddpjob_trainer.training.loop import Loop, Process
+from ddpjob_trainer.training.loop import Loop
 from ddpjob_trainer.training.prepare import Trained, named, shaped_like
+from ddpjob_trainer.training.process import Process
 from ddpjob_trainer.training.step import Step
 
 Models = torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Module]
@@ -273,12 +274,13 @@ class Run:
         the step; then every rank calls it, with the same names, before step.commit(). Raises
         ConfigError.
         """
-        found = checked(values)
+        found = checked(values, self._process.world.accelerator.kept)
         at = None if step is None else whole("step", step)
         if reduce is not None:
             within = self._loop.logged_means() if self._loop is not None else None
             found = means(within if at is None else None, reduce, found)
         if self.is_main and found:
+            found = self._process.world.accelerator.soon(found)
             self._process.progress.log(self._step_to_log() if at is None else at, found)
 
     def _step_to_log(self) -> int:
@@ -300,6 +302,8 @@ class Run:
         trained = self._ready("save()")
         file, ema = place("path", path), flag("ema", ema)
         if self.is_main:
+            if self._loop is not None:
+                self._loop.check_finite()
             module = trained.module
             if ema or model is not None:
                 module = trained.model_of(model).weights(ema=ema)

@@ -35,7 +35,7 @@ def place(options: Options, world: World, alive: Callable[[], None]) -> Place:
         level=options.level,
         tail=options.tail,
         collate=options.collate,
-        device=world.device,
+        accelerator=world.accelerator,
         say=lambda text: say(0, text) if world.rank == 0 else None,
         alive=alive,
     )
@@ -60,8 +60,23 @@ def fingerprint(options: Options, world: World, epochs: Epochs) -> dict[str, Any
         "threads": options.threads,
         "world_size": world.size,
         "device": world.device.type,
+        "accelerator": world.accelerator.facts(),
         "torch": torch.__version__,
     }
+
+
+def take_layout(config: dict[str, Any], layout: str | None) -> str:
+    """Put an Averaging's layout() into the configuration; return a warning if it was another."""
+    before, config["buckets"] = config["buckets"], layout
+    if before in (None, layout):
+        return ""
+    what = "travel in other buckets"
+    if str(before).partition("/")[0] == str(layout).partition("/")[0]:
+        what = "are added up in another order, by other GPUs or over other links,"
+    return (
+        f"warning: gradients {what} than before the snapshot: the"
+        " result will not equal an undisturbed run's bit for bit"
+    )
 
 
 def run_id(stored: Mapping[str, Any], identity: Identity) -> str:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ddpjob_trainer import failpoints, trace
+from ddpjob_trainer import accelerator, failpoints, trace
 from ddpjob_trainer.comm.rendezvous import join
 from ddpjob_trainer.data import fetch
 from ddpjob_trainer.environment import SnapshotSettings, WorkerEnvironment, read_worker
@@ -30,8 +30,8 @@ from ddpjob_trainer.telemetry.event_log import EventLog
 from ddpjob_trainer.telemetry.progress import Progress
 from ddpjob_trainer.telemetry.sink_choice import choose
 from ddpjob_trainer.telemetry.sinks import Sink, Sinks
-from ddpjob_trainer.training.loop import Process
 from ddpjob_trainer.training.parting import Parting
+from ddpjob_trainer.training.process import Process
 from ddpjob_trainer.training.recorder import Recorder
 from ddpjob_trainer.training.run import Run
 from ddpjob_trainer.training.shutdown import Shutdown
@@ -46,6 +46,7 @@ def start(
     global_batch: int,
     seed: int = 0,
     level: str | None = None,
+    device: str = "auto",
     shards: int = 8,
     micro_batches: int = 1,
     tail: str = "drop",
@@ -72,6 +73,8 @@ def start(
     ``global_batch``: samples per step over all processes; the processes must divide it.
     ``level``: ``resume`` (equal bits after any restart at the same world size; the default on
     the CPU), ``elastic`` (equal bits at any world size) or ``off`` (the default on CUDA).
+    ``device``: ``cuda``, ``cpu``, or ``auto``: the GPU if the container was given one. A GPU that
+    cannot be used is an error, not a reason to train on the CPU.
     ``shards``: level elastic cuts the global batch into so many equal parts, which the processes
     share; at most so many processes can take part.
     ``micro_batches``: batches per step and process (level elastic: per step and shard); their
@@ -118,16 +121,18 @@ def start(
     trace.configure(env.trace, env.rank, env.identity.round)
     trace.mark("start")
     failpoints.reach("import")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     options = Options.among(
         given
         | {
-            "level": determinism.choose_level(level, device),
+            "level": determinism.LEVELS["cpu"] if level is None else level,
             "threads": (env.threads or 1) if threads is None else threads,
         }
     )
+    place = accelerator.choose(options.device, env.local_rank, os.environ)
+    if level is None:
+        options = replace(options, level=determinism.LEVELS[place.type])
     options.check(env.world_size)
-    determinism.pin_arithmetic(options.level, options.threads)
+    determinism.pin_arithmetic(options.level, options.threads, place)
     reporting = Reporting.among(given)
     chosen = _chosen_sinks(reporting, env)
     settings = _snapshot_settings(env.snapshot, SnapshotOptions.among(given))
@@ -143,7 +148,7 @@ def start(
     writer.mark("rendezvous")
     joining = time.monotonic()
     try:
-        world = join(env, begun)
+        world = join(env, begun, place)
     except RuntimeError as error:
         shutdown.if_peer_lost(error)
         raise

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ddpjob_trainer.comm.exchange import Sent
 from ddpjob_trainer.errors import ConfigError, NotCommittedError
 from ddpjob_trainer.gradients.ddp import Part
 from ddpjob_trainer.telemetry.run_log import number_of
@@ -43,6 +44,8 @@ class Step:
     committed: bool = False
     handed: int = 0  # batches that the body has got
     mean: float | None = None  # its loss over all ranks, once it is known
+    sent: Sent | None = None  # what the ranks tell one another of it
+    refused: int = 0  # updates of it that this rank has refused
     covered: int = 0  # batches with a backward since the last update
     updates: int = 0
     _ahead: bool = False  # a backward came when a later batch had been got already

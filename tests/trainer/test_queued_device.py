@@ -1,0 +1,246 @@
+"""The loop on a device that does its work later, as a GPU does: equal bits, and nothing waits.
+
+The device is a stand-in, see support.queued; three ranks train on it, over gloo.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import TensorDataset
+
+import ddpjob_trainer as ddp
+from ddpjob_trainer import accelerator
+from ddpjob_trainer.snapshot.ondisk import manifest
+from support.queued import Queued
+from support.snapshots import await_snapshot
+
+STEPS = 12
+ALL_0 = dict.fromkeys(range(3), 0)
+ALL_70 = dict.fromkeys(range(3), 70)
+
+
+class Looks(TorchDispatchMode):
+    """Counts what would wait for a GPU: a look at a number, or a condition on one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class Training:
+    directory: Path
+    level: str = "resume"
+    policy: str = "stop"
+    every: int = 4
+    options: dict[str, Any] = field(default_factory=dict)
+    weighted: bool = False
+    bad: int = -1  # index of a step whose loss is NaN on rank 1
+    die: tuple[int, int] = (-1, -1)
+    stop: int = -1  # index of a step in which rank 1 gets SIGTERM
+    ask: bool = False  # rank 0 alone asks for each step's loss
+
+    def __call__(self, rank: int) -> None:
+        run = ddp.start(
+            total_steps=STEPS, global_batch=48, level=self.level, nan_policy=self.policy,
+            snapshot_dir=self.directory / "snapshots", snapshot_every=self.every, seed=5,
+            events=self.directory / "events", shards=6, check_every=100, snapshot_staging="thread",
+        )  # fmt: skip
+        model = nn.Sequential(nn.Linear(32, 96), nn.Dropout(0.2), nn.ReLU(), nn.Linear(96, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+        wrapped, _ = run.prepare(model, optimizer, bucket_cap_mb=0.01, **self.options)
+        data = TensorDataset(torch.randn(96, 32), torch.randint(0, 8, (96,)))
+        device = accelerator.of(torch.device("cpu"))
+        looks: dict[int, int] = {}
+        with Looks() as looked:
+            for step in run.steps(data):
+                looks[step.index] = looked.count
+                before = len(device.waits) if isinstance(device, Queued) else 0
+                self._train(rank, step, run, wrapped)
+                if isinstance(device, Queued):
+                    looked.count += len(device.waits) - before
+        looks = {n: looks[n + 1] - count for n, count in looks.items() if n and n + 1 in looks}
+        run.finish()
+        waits = device.waits if isinstance(device, Queued) else []
+        (self.directory / f"result-{rank}").write_text(
+            json.dumps([run.weights_sha256(), run.state_sha256(), looks, waits])
+        )
+
+    def _train(self, rank: int, step: Any, run: ddp.Run, wrapped: nn.Module) -> None:
+        if rank == 1 and step.index == self.stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        for x, y in step.batches:
+            loss = nn.functional.cross_entropy(wrapped(x), y)
+            if rank == 1 and step.index == self.bad:
+                loss = loss * math.nan
+            step.backward(loss, weight=len(x) if self.weighted else None)
+        run.log({"doubled": loss.detach() * 2})
+        run.log({"mean": loss.detach()}, reduce="mean")
+        step.commit()
+        if self.ask and rank == 0:
+            assert math.isfinite(step.loss)
+        if step.index and step.index % self.every == 0:
+            await_snapshot(max((self.directory / "snapshots").glob("0*")), step.index)
+        if (rank, step.index) == self.die:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def results(self) -> list[Any]:
+        return [json.loads((self.directory / f"result-{rank}").read_text()) for rank in range(3)]
+
+    def told(self) -> list[Any]:
+        """What the event log holds, but for times."""
+        found = []
+        for line in (self.directory / "events").read_text().splitlines():
+            event = json.loads(line)
+            if event["event"] in ("step", "log"):
+                values = (event["event"], event["step"], event.get("loss"), event.get("values"))
+                found.append(values)
+        return found
+
+    def steps(self) -> set[int]:
+        return {int(p.stem.split("-")[1]) for p in self.directory.glob("*/*/step-*.json")}
+
+
+@pytest.fixture
+def queued(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    """From here on ranks train on the stand-in."""
+
+    def use() -> None:
+        device = Queued(torch.device("cpu"))
+        monkeypatch.setattr(accelerator, "of", lambda _: device)
+
+    return use
+
+
+def fresh(path: Path, **changes: Any) -> Training:
+    path.mkdir()
+    return Training(path, **changes)
+
+
+@pytest.mark.parametrize("level", ["resume", "elastic"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"weighted": True, "options": {"clip_grad_norm": 0.5}}, {"options": {"ema": 0.9}}],
+    ids=["plain", "weighted", "ema"],
+)
+def test_equal_bits_and_words(gang, tmp_path, queued, level, changes):  # type: ignore[no-untyped-def]
+    usual = fresh(tmp_path / "usual", level=level, **changes)
+    assert gang.run(usual) == ALL_0, gang.log(0)
+    queued()
+    later = fresh(tmp_path / "later", level=level, ask=True, **changes)
+    assert gang.run(later) == ALL_0, gang.log(0)
+    assert [r[:2] for r in later.results()] == [r[:2] for r in usual.results()]
+    assert later.told() == usual.told()
+    assert len(later.told()) == 3 * STEPS
+
+
+def test_nothing_waits_for_what_has_just_been_queued(gang, tmp_path, queued):  # type: ignore[no-untyped-def]
+    queued()
+    training = fresh(tmp_path / "later", every=100)
+    assert gang.run(training) == ALL_0, gang.log(0)
+    for *_, looks, waits in training.results():
+        assert list(looks.values()) == [0] * (STEPS - 2), looks
+        # The first and the last step are waited for; behind all others lies their update and the
+        # whole next step: forward, backward, what was measured, update.
+        assert sum(behind < 5 for behind in waits) <= 2, waits
+        assert len(waits) >= STEPS - 1, "each step was heard"
+
+
+@pytest.mark.parametrize("level", ["resume", "elastic"])
+def test_a_kill_and_a_resume(gang, tmp_path, queued, level):  # type: ignore[no-untyped-def]
+    queued()
+    undisturbed = fresh(tmp_path / "undisturbed", level=level)
+    assert gang.run(undisturbed) == ALL_0, gang.log(0)
+    disturbed = fresh(tmp_path / "disturbed", level=level, die=(2, 6))
+    assert gang.run(disturbed) == {0: 75, 1: 75, 2: -9}
+    disturbed.die = (-1, -1)
+    assert gang.run(disturbed) == ALL_0, gang.log(0)
+    assert "resuming after step 4" in gang.log(0)
+    assert [r[:2] for r in disturbed.results()] == [r[:2] for r in undisturbed.results()]
+    assert disturbed.told()[-1] == undisturbed.told()[-1]
+
+
+@pytest.mark.parametrize("bad", [3, 5, STEPS - 1])
+def test_a_loss_that_is_not_finite_ends_all_before_a_snapshot_holds_it(  # type: ignore[no-untyped-def]
+    gang, tmp_path, queued, bad
+):
+    """3 is followed by a snapshot, 5 by a step, the last one by nothing."""
+    queued()
+    training = fresh(tmp_path / "bad", bad=bad)
+    assert gang.run(training) == ALL_70, gang.log(0)
+    for rank in range(3):
+        log = gang.log(rank)
+        assert f"step {bad}: gradients are not finite; the loss of rank 1 is" in log
+        assert "no snapshot was made of it" in log
+    assert training.steps() == {step for step in (4, 8, 12) if step <= bad}
+
+
+def test_skip_asks_before_each_update(gang, tmp_path, queued):  # type: ignore[no-untyped-def]
+    usual = fresh(tmp_path / "usual", policy="skip", bad=5)
+    assert gang.run(usual) == ALL_0, gang.log(0)
+    queued()
+    later = fresh(tmp_path / "later", policy="skip", bad=5)
+    assert gang.run(later) == ALL_0, gang.log(0)
+    assert [r[:2] for r in later.results()] == [r[:2] for r in usual.results()]
+    assert gang.log(0).count("The update is skipped, number 1") == 2, "of both runs"
+
+
+def test_sigterm_ends_in_a_snapshot(gang, tmp_path, queued):  # type: ignore[no-untyped-def]
+    queued()
+    training = fresh(tmp_path / "stopped", stop=5)
+    codes = gang.run(training)
+    assert codes == {0: 75, 1: 128 + signal.SIGTERM, 2: 75}, gang.log(0)
+    assert 6 in training.steps()
+    training.stop = -1
+    assert gang.run(training) == ALL_0, gang.log(0)
+    assert "resuming after step 6" in gang.log(0)
+
+
+@dataclass
+class Idle:
+    """What DDP holds at each level."""
+
+    directory: Path
+    level: str
+
+    def __call__(self, rank: int) -> None:
+        run = ddp.start(total_steps=2, global_batch=12, level=self.level, shards=6)
+        model, _ = nn.Linear(4, 4), None
+        wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        for step in run.steps(TensorDataset(torch.randn(24, 4))):
+            for (x,) in step.batches:
+                step.backward(wrapped(x).sum())
+            step.commit()
+        has = hasattr(wrapped.reducer, "_get_zeros_like_grad_buckets")
+        run.finish()
+        (self.directory / f"held-{rank}").write_text(str(has))
+
+
+@pytest.mark.parametrize(("level", "held"), [("elastic", "False"), ("resume", "True")])
+def test_elastic_keeps_no_buckets_that_it_never_uses(gang, tmp_path, level, held):  # type: ignore[no-untyped-def]
+    assert gang.run(Idle(tmp_path, level)) == ALL_0, gang.log(0)
+    assert [(tmp_path / f"held-{rank}").read_text() for rank in range(3)] == [held] * 3
+
+
+def test_the_order_of_sums_is_in_the_snapshot(gang, tmp_path, queued):  # type: ignore[no-untyped-def]
+    queued()
+    training = fresh(tmp_path / "probed")
+    assert gang.run(training) == ALL_0, gang.log(0)
+    (path,) = training.directory.glob("*/*/step-*12.json")
+    layout, _, sums = manifest.read(path).config["buckets"].partition("/")
+    assert len(layout) == len(sums) == 16

@@ -1,0 +1,87 @@
+"""What a rank is said to do while its loop stands still: what its own device does."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ddpjob_trainer import accelerator
+from ddpjob_trainer.liveness.hang import WAITING
+from ddpjob_trainer.training.device_watch import DeviceWatch
+from support.queued import Queued
+
+
+class Progress:
+    """Takes down what is told."""
+
+    def __init__(self) -> None:
+        self.since = ("forward", 100.0)
+        self.told: list[str] = []
+        self.seconds: dict[str, float] = {}
+
+    def stands(self, activity: str) -> None:
+        self.told.append(activity)
+
+    def measured_by(self, seconds: dict[str, float]) -> None:
+        self.seconds = seconds
+
+
+@pytest.fixture
+def watch() -> Any:
+    device, progress = Queued(torch.device("cpu")), Progress()
+    found = DeviceWatch(device, progress)  # type: ignore[arg-type]
+    for _ in range(2):
+        for activity in ("forward", "backward", "update"):
+            found.queued(activity)  # type: ignore[arg-type]
+    return SimpleNamespace(device=device, progress=progress, look=found.look, watch=found)
+
+
+def test_a_gpu_that_hangs_in_its_own_work_is_told_from_one_that_waits(watch: Any) -> None:
+    watch.look(200.0)
+    assert watch.progress.told == ["forward"], "wherever its host stands"
+    watch.device.run(1)
+    watch.look(201.0)
+    assert watch.progress.told == ["forward", "backward"]
+    assert "backward" in WAITING, "for gradients of others"
+    watch.device.run(2)
+    watch.look(202.0)
+    assert watch.progress.told[-1] == "update"
+    assert not {"forward", "update"} & WAITING
+
+
+def test_what_does_not_change_is_told_once_and_no_sign_of_life(watch: Any) -> None:
+    for now in (200.0, 201.0, 260.0):
+        watch.look(now)
+    assert watch.progress.told == ["forward"]
+    watch.progress.since = ("data", 261.0)
+    watch.look(261.5)
+    assert watch.progress.told == ["forward"], "the loop moves: it speaks for itself"
+    watch.look(300.0)
+    assert watch.progress.told == ["forward"] * 2
+
+
+def test_a_host_that_hangs_speaks_for_itself(watch: Any) -> None:
+    watch.device.run(6)
+    watch.look(200.0)
+    assert watch.progress.told == []
+
+
+def test_seconds_are_the_devices_own(watch: Any) -> None:
+    watch.watch.start()
+    watch.watch.stop()
+    watch.device.run(6)
+    watch.look(0.0)
+    assert watch.progress.seconds == {"forward": 1.0, "backward": 2.0, "update": 2.0}
+
+
+def test_nothing_is_watched_where_nothing_is_queued() -> None:
+    progress = Progress()
+    watch = DeviceWatch(accelerator.of(torch.device("cpu")), progress)  # type: ignore[arg-type]
+    watch.queued("forward")
+    watch.start()
+    watch.look(1e9)
+    assert progress.told == []
+    assert progress.seconds == {}

@@ -1,0 +1,121 @@
+"""Memory that snapshots are staged in, where a GPU copies into it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddpjob_trainer.accelerator import Accelerator
+from ddpjob_trainer.snapshot import pipeline, staging
+from ddpjob_trainer.snapshot.pipeline import Place, Tracker
+from ddpjob_trainer.snapshot.staging import Buffer, Pool
+
+
+class Pins(Accelerator):
+    """Takes down what is asked of it. ``full``: nothing can be page-locked any more."""
+
+    queues = True
+
+    def __init__(self, *, full: bool = False) -> None:
+        super().__init__(torch.device("cpu"))
+        self.full = full
+        self.pinned: list[int] = []
+        self.calls: list[tuple[str, int]] = []
+
+    def enter(self) -> None:
+        self.calls.append(("enter", threading.get_ident()))
+
+    def pin(self, memory: torch.Tensor) -> bool:
+        self.calls.append(("pin", threading.get_ident()))
+        if self.full:
+            raise RuntimeError("CUDA error: out of memory (2)\nsee the documentation")
+        self.pinned.append(memory.data_ptr())
+        return True
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        self.pinned.remove(memory.data_ptr())
+
+
+def test_what_is_pinned_is_unpinned() -> None:
+    device = Pins()
+    pool = Pool(device)
+    pool.prepare(5000)
+    assert len(device.pinned) == 2
+    pool.close()
+    assert device.pinned == []
+
+
+def test_memory_that_cannot_be_pinned_is_used_all_the_same_and_told_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(staging, "_told_unpinned", False)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    device = Pins(full=True)
+    pool = Pool(device)
+    pool.prepare(5000)
+    buffer = pool.take(5000)
+    assert buffer is not None
+    buffer.copy([(8, torch.arange(4.0))], device, None)
+    assert buffer.memory[8:24].view(torch.float32).tolist() == [0, 1, 2, 3]
+    buffer.busy = False
+    pool.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    words = capfd.readouterr().err
+    assert words.count("cannot be page-locked (CUDA error: out of memory (2))") == 1
+
+
+def test_the_thread_says_which_gpu_is_its_own_before_it_asks_for_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each rank's would make a context on the first."""
+    monkeypatch.setattr(pipeline, "KeeperProcess", Keeper)
+    device = Pins()
+    reports: Any = None
+    tracker = Tracker(0, Place(tmp_path, 1, "n", 2, (0,)), reports, device)
+    tracker.prepare(5000)
+    try:
+        assert Keeper.made.wait(30)
+    finally:
+        tracker.close()
+    names = [name for name, thread in device.calls if thread != threading.get_ident()]
+    assert names[0] == "enter"
+
+
+class Keeper:
+    """Is told what to do, and does nothing."""
+
+    made = threading.Event()
+
+    def __init__(self) -> None:
+        self.channel = os.eventfd(0)
+        self.made.set()
+
+    def tell(self, *_: object) -> None:
+        pass
+
+    def answers(self) -> list[Any]:
+        return []
+
+    def end(self, seconds: float = 0) -> None:
+        os.close(self.channel)
+
+
+def test_copies_are_waited_for_once() -> None:
+    waits: list[Any] = []
+
+    class Counts(Pins):
+        def saving(self, ready: Any) -> Any:
+            waits.append(ready)
+            return super().saving(ready)
+
+    device = Counts()
+    buffer = Buffer.allocate(0, 100, device)
+    buffer.copy([(n, torch.ones(1)) for n in range(0, 64, 4)], device, "mark")
+    assert waits == ["mark"]
+    assert buffer.memory[:64].view(torch.float32).tolist() == [1.0] * 16
+    buffer.release(device)

@@ -1,0 +1,369 @@
+"""What a process computes on: all that is asked of CUDA's streams and memory, and of a CPU instead.
+
+A CPU has done its work when a call returns. A GPU queues it, and whoever looks at a result waits
+for all that was queued before. So results travel to the host beside the work and are read when
+they are needed, a step later at best. Everything of that kind goes through here, which keeps a
+stand-in for tests small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+import torch
+
+from ddpjob_trainer.errors import ConfigError
+
+CHOICES = ("auto", "cuda", "cpu")
+#: A number that the host knows, or a tensor of one element on the device.
+Number = float | torch.Tensor
+
+_FIRST_PAUSE_SECONDS = 20e-6
+_LONGEST_PAUSE_SECONDS = 1e-3
+#: Of NCCL's variables, those that decide about no bits.
+_NCCL_OTHER = ("NCCL_DEBUG", "NCCL_SOCKET", "NCCL_IB", "NCCL_NET", "NCCL_CONF", "NCCL_COMM_ID")
+#: What a container runtime says when it has given a container no GPU, or all that there may be.
+_NO_GPUS = ("", "all", "none", "void")
+#: Of torch's words on why there is no CUDA, those that no other node would change.
+_SETUP = ("sees none", "not compiled", "no NVIDIA driver", "driver on your system is too old")
+
+
+class Reading:
+    """Numbers on their way to the host."""
+
+    def __init__(self, vector: torch.Tensor) -> None:
+        self._host = vector
+
+    def values(self) -> list[float]:
+        """Wait for them."""
+        found: list[float] = self._host.tolist()
+        return found
+
+
+class Read:
+    """One number of a Reading, which float() waits for."""
+
+    def __init__(self, reading: Reading, index: int) -> None:
+        self._reading = reading
+        self._index = index
+
+    def __float__(self) -> float:
+        return self._reading.values()[self._index]
+
+
+class Accelerator:
+    """A CPU: whatever is asked for is done when the call returns."""
+
+    queues = False  # work is done some time after the call
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def enter(self) -> None:
+        """Of a new thread: what it asks CUDA for is asked of this device, not of the first."""
+
+    def name(self) -> str:
+        """What no other process of a run may have; "": it may be shared."""
+        return ""
+
+    def facts(self) -> dict[str, Any]:
+        """What of it decides about bits, besides its type; plain values, for JSON."""
+        return {}
+
+    # --- Results -------------------------------------------------------------------------
+
+    def kept(self, tensor: torch.Tensor) -> Number:
+        """What a tensor of one element holds now, whatever becomes of it."""
+        return tensor.item()
+
+    def number(self, tensor: torch.Tensor) -> Number:
+        """A tensor of one element as something to be added up in double precision."""
+        return float(tensor)
+
+    def numbers(self, values: Sequence[Number]) -> torch.Tensor:
+        """Put numbers into one float64 vector on the device."""
+        return torch.tensor(values, dtype=torch.float64)
+
+    def read(self, vector: torch.Tensor, work: Any = None) -> Reading:
+        """Have a vector travel to the host. ``work``: the collective that makes it, if any."""
+        if work is not None:
+            work.wait()
+        return Reading(vector)
+
+    def soon(self, values: Mapping[str, SupportsFloat]) -> Mapping[str, SupportsFloat]:
+        """Have the tensors among these travel to the host, too."""
+        measured = [name for name, value in values.items() if isinstance(value, torch.Tensor)]
+        if not self.queues or not measured:
+            return values
+        tensors = [values[name] for name in measured]
+        reading = self.read(self.numbers([self.number(t) for t in tensors]))  # type: ignore[arg-type]
+        return {**values, **{name: Read(reading, i) for i, name in enumerate(measured)}}
+
+    def mark(self) -> Any:
+        """A place behind all that is queued now; None: nothing ever is."""
+        return None
+
+    def passed(self, mark: Any) -> bool:
+        """Whether all before the mark is done."""
+        return True
+
+    def seconds(self, first: Any, second: Any) -> float:
+        """Time between two marks that are passed."""
+        return 0.0
+
+    # --- Memory --------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Copies to the device within run beside earlier work, and before what comes later."""
+        yield
+
+    def loaded(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Within loading(): the tensor on the device."""
+        return tensor
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor in memory from which loaded() need not wait."""
+        return tensor
+
+    @contextlib.contextmanager
+    def saving(self, ready: Any) -> Iterator[None]:
+        """Copies to the host within begin at a mark and run beside later work; wait for them."""
+        yield
+
+    def pin(self, memory: torch.Tensor) -> bool:
+        """Let copies run beside the device's work. Whether unpin() is to be called.
+
+        Raises RuntimeError where it cannot be.
+        """
+        return False
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """Undo it."""
+
+    def release(self) -> None:
+        """Give back memory that is kept for reuse and lies in other pieces than will be needed."""
+
+
+class Cuda(Accelerator):
+    """One GPU, that of this process."""
+
+    queues = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._in, self._out, self._model = (torch.cuda.Stream(device) for _ in range(3))  # type: ignore[no-untyped-call]
+        self._of_thread = threading.local()  # a loss must not wait behind gigabytes of a snapshot
+
+    def enter(self) -> None:
+        """CUDA's device belongs to the thread; without it a context is made on GPU 0."""
+        torch.cuda.set_device(self.device)
+
+    def name(self) -> str:
+        """The UUID; of a MIG instance its own."""
+        return str(torch.cuda.get_device_properties(self.device).uuid)
+
+    def facts(self) -> dict[str, Any]:
+        """Kernels and the order of NCCL's sums are chosen by these."""
+        properties = torch.cuda.get_device_properties(self.device)
+        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        own = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+        return {
+            "gpu": properties.name,
+            "gpu_memory": properties.total_memory >> 30,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+            "nccl": ".".join(map(str, nccl)),
+            "tf32": [
+                str(getattr(part, "fp32_precision", getattr(part, "allow_tf32", None)))
+                for part in (torch.backends.cuda.matmul, torch.backends.cudnn)
+            ],
+            "ranks_per_node": os.environ.get("LOCAL_WORLD_SIZE", "1"),
+            **{name: value for name, value in own.items() if not name.startswith(_NCCL_OTHER)},
+        }
+
+    # --- Results -------------------------------------------------------------------------
+
+    def kept(self, tensor: torch.Tensor) -> Number:
+        """A copy on the device."""
+        return tensor.clone() if tensor.is_cuda else tensor.item()
+
+    def number(self, tensor: torch.Tensor) -> Number:
+        """On the device, as it is."""
+        if not tensor.is_cuda:
+            return float(tensor)
+        return tensor.detach().view(()).to(self.device, torch.float64, non_blocking=True)
+
+    def numbers(self, values: Sequence[Number]) -> torch.Tensor:
+        """Without a wait: what the host knows comes from page-locked memory."""
+        known = [0.0 if isinstance(value, torch.Tensor) else value for value in values]
+        host = torch.tensor(known, dtype=torch.float64, pin_memory=True)
+        vector = host.to(self.device, non_blocking=True)
+        measured = [(i, v) for i, v in enumerate(values) if isinstance(v, torch.Tensor)]
+        if measured:
+            places = [vector[i] for i, _ in measured]
+            torch._foreach_copy_(places, [v.detach().view(()) for _, v in measured])
+        return vector
+
+    def read(self, vector: torch.Tensor, work: Any = None) -> Reading:
+        """Beside what is queued later."""
+        host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+        self._out.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._out):
+            if work is not None:
+                work.wait()  # of NCCL: it is this stream that waits
+            host.copy_(vector, non_blocking=True)
+            vector.record_stream(self._out)
+            event = self._out.record_event()
+        return _Queued(host, event)
+
+    def mark(self) -> Any:
+        """An event."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def passed(self, mark: Any) -> bool:
+        """Raises RuntimeError for what the GPU has failed in since."""
+        return bool(mark.query())
+
+    def seconds(self, first: Any, second: Any) -> float:
+        """Of the device's clock."""
+        return float(first.elapsed_time(second)) / 1000
+
+    # --- Memory --------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """On a stream that never waits for the model's."""
+        self._model = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._in):
+            yield
+        self._model.wait_stream(self._in)
+
+    def loaded(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its memory belongs to the copying stream and is used by the model's."""
+        moved = tensor.to(self.device, non_blocking=True)
+        moved.record_stream(self._model)
+        return moved
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Page-locked; torch keeps such memory for reuse."""
+        return tensor if tensor.is_cuda else tensor.pin_memory()
+
+    @contextlib.contextmanager
+    def saving(self, ready: Any) -> Iterator[None]:
+        """From any thread."""
+        stream = getattr(self._of_thread, "stream", None)
+        if stream is None:
+            stream = self._of_thread.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        if ready is not None:
+            stream.wait_event(ready)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+
+    def pin(self, memory: torch.Tensor) -> bool:
+        """Register memory that CUDA has not allocated."""
+        cudart: Any = torch.cuda.cudart  # torch gives it no types
+        found = int(cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+        if found:
+            with contextlib.suppress(RuntimeError):
+                # CUDA tells of an error twice: else this thread's next kernel would be blamed.
+                torch.ones(1, device=self.device)
+        torch.cuda.check_error(found)
+        return True
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """What it says does not matter any more."""
+        cudart: Any = torch.cuda.cudart
+        cudart().cudaHostUnregister(memory.data_ptr())
+
+    def release(self) -> None:
+        """It waits for the device: not for every step."""
+        torch.cuda.empty_cache()
+
+
+class _Queued(Reading):
+    def __init__(self, host: torch.Tensor, event: torch.Event) -> None:
+        super().__init__(host)
+        self._event = event
+
+    def values(self) -> list[float]:
+        # Not synchronize(), in which no signal is handled and a core spins.
+        pause = _FIRST_PAUSE_SECONDS
+        while not self._event.query():
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        return super().values()
+
+
+@functools.cache
+def of(device: torch.device) -> Accelerator:
+    """The one of a device; one per process."""
+    return Cuda(device) if device.type == "cuda" else Accelerator(device)
+
+
+# --- Which one ------------------------------------------------------------------------------
+
+
+def choose(asked: str, local_rank: int, env: Mapping[str, str]) -> torch.device:
+    """Return the device of this process, and make it CUDA's current one.
+
+    ``asked``: one of CHOICES; auto is a GPU where the container was given one. Raises ConfigError
+    rather than train on the CPU where a GPU was meant.
+    """
+    if asked == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        if asked == "auto" and not was_given_gpus(env):
+            return torch.device("cpu")
+        raise _unusable("start() asks for one" if asked == "cuda" else "there is one")
+    count = torch.cuda.device_count()
+    # One visible device per process, as Slurm and some device plugins have it.
+    index = local_rank if count > 1 else 0
+    if index >= count:
+        raise ConfigError(
+            f"LOCAL_RANK={local_rank}, but this machine shows {count} GPUs: lower nprocPerNode"
+            " or hide the GPUs with CUDA_VISIBLE_DEVICES="
+        )
+    device = torch.device("cuda", index)
+    try:
+        torch.cuda.set_device(device)
+    except RuntimeError as error:  # NVML had counted it, see PYTORCH_NVML_BASED_CUDA_CHECK
+        raise _unusable("there is one") from error
+    return device
+
+
+def was_given_gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> bool:
+    """Whether this container has NVIDIA GPUs, whatever torch can do with them."""
+    if env.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):  # hidden on purpose
+        return False
+    named = env.get("NVIDIA_VISIBLE_DEVICES", "") not in _NO_GPUS
+    with contextlib.suppress(OSError):
+        # nvidiactl and the like are there with the driver alone.
+        return named or any(
+            path.name.removeprefix("nvidia").isdigit() for path in devices.iterdir()
+        )
+    return named
+
+
+def _unusable(though: str) -> Exception:
+    """In torch's words. What no other node would do better is a ConfigError."""
+    words = "torch sees none"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        words = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    text = (
+        f"no GPU can be used, though {though}: {words}. Look at the node's driver, the pod's"
+        " runtimeClassName and the image's torch; to train on the CPU: start(device='cpu')"
+    )
+    return ConfigError(text) if any(known in words for known in _SETUP) else RuntimeError(text)

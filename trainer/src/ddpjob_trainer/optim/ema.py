@@ -1,0 +1,61 @@
+"""The exponential moving average of a model's parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+from ddpjob_trainer.errors import ConfigError
+
+
+class Average(AveragedModel):
+    """torch's, in the same bits, without its wait for the GPU: it would copy its counter there."""
+
+    def __init__(self, module: torch.nn.Module, decay: float) -> None:
+        self._average: Any = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        super().__init__(module, multi_avg_fn=self._average)
+
+    @torch.no_grad()
+    def update_parameters(self, model: torch.nn.Module) -> None:
+        """Take in the model as it is now. Its buffers are taken over."""
+        if not int(self.n_averaged):  # on the CPU, whatever the model's device
+            super().update_parameters(model)
+            return
+        mine, theirs = list(self.parameters()), list(model.parameters())
+        for (ours, others), _ in _group_tensors_by_device_and_dtype(
+            [[p.detach() for p in mine], [p.detach() for p in theirs]]
+        ).values():
+            self._average(ours, others, self.n_averaged)
+        for buffer, newest in zip(self.module.buffers(), model.buffers(), strict=True):
+            buffer.detach().copy_(newest.detach(), non_blocking=True)
+        self.n_averaged += 1
+
+
+def make_ema(module: torch.nn.Module, decay: float | None) -> Average | None:
+    """Return an exponential moving average of the parameters; buffers are the newest.
+
+    Raises ConfigError for a model that cannot be copied.
+    """
+    if decay is None:
+        return None
+    try:
+        ema = Average(module, decay)
+    except RuntimeError as error:
+        if "deepcopy" not in str(error):
+            raise
+        raise ConfigError(
+            "ema: the model cannot be copied, since a parametrization such as"
+            " torch.nn.utils.weight_norm keeps a computed tensor in it: use"
+            " torch.nn.utils.parametrizations.weight_norm, or ema=None"
+        ) from error
+    ema.requires_grad_(False)
+    return ema
+
+
+def begin_ema(module: torch.nn.Module, ema: AveragedModel) -> None:
+    """Let an average of which nothing is known yet begin with the weights as they are now."""
+    if not int(ema.n_averaged):
+        ema.module.load_state_dict(module.state_dict())

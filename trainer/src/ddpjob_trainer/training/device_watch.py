@@ -1,0 +1,73 @@
+"""What the device does: for how long, and for the hang watch, while the loop stands still.
+
+A host that is ahead of its GPU may stand anywhere when a GPU hangs: in a launch that finds the
+queue full, or where it waits for a result; and so do the hosts of all ranks, as their GPUs wait for
+the one that hangs. So marks are queued behind each forward, backward and update. The first that has
+not been passed says whether this rank's own work is what it waits for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from ddpjob_trainer.accelerator import Accelerator
+from ddpjob_trainer.liveness.heartbeat import Activity
+from ddpjob_trainer.telemetry.progress import Progress
+
+_LOOK_SECONDS = 1.0
+
+
+class DeviceWatch:
+    """A thread, where there is a queue to be watched."""
+
+    def __init__(self, accelerator: Accelerator, progress: Progress) -> None:
+        self._accelerator = accelerator
+        self._progress = progress
+        self._marks: deque[tuple[Activity, Any]] = deque()
+        self._passed: Any = None  # the newest mark that was
+        self._seconds: dict[Activity, float] = {"forward": 0.0, "backward": 0.0, "update": 0.0}
+        self._over = threading.Event()
+        self._told: tuple[float, Activity] | None = None
+
+    def start(self) -> None:
+        """Look now and then, until stop()."""
+        if self._accelerator.queues:
+            self._progress.measured_by(self._seconds)
+            threading.Thread(target=self._run, name="device watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._over.set()
+
+    def queued(self, activity: Activity) -> None:
+        """All that has been queued since the last mark is of this activity."""
+        if self._accelerator.queues:
+            self._marks.append((activity, self._accelerator.mark()))
+
+    def look(self, now: float) -> None:
+        """Tell what the device does if the loop has given no sign of life for a while.
+
+        Once, and again when it does something else: what never changes is a hang.
+        """
+        while self._marks and self._accelerator.passed(self._marks[0][1]):
+            activity, mark = self._marks.popleft()
+            if self._passed is not None:
+                self._seconds[activity] += self._accelerator.seconds(self._passed, mark)
+            self._passed = mark
+        since = self._progress.since[1]
+        if not self._marks or now - since < _LOOK_SECONDS:
+            return
+        found = (since, self._marks[0][0])
+        if found != self._told:
+            self._told = found
+            self._progress.stands(found[1])
+
+    def _run(self) -> None:
+        while not self._over.wait(_LOOK_SECONDS):
+            try:
+                self.look(time.monotonic())
+            except RuntimeError:  # of CUDA; the main thread hears of it, too
+                return

@@ -1,0 +1,26 @@
+"""The parts of one process of a run, made by start()."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ddpjob_trainer.comm.world import World
+from ddpjob_trainer.gradients.ddp import Averaging
+from ddpjob_trainer.snapshot.manager import Snapshots
+from ddpjob_trainer.telemetry.progress import Progress
+from ddpjob_trainer.training.parting import Parting
+from ddpjob_trainer.training.recorder import Recorder
+from ddpjob_trainer.training.shutdown import Shutdown
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What one process of a run works with."""
+
+    world: World
+    shutdown: Shutdown
+    progress: Progress
+    snapshots: Snapshots
+    averaging: Averaging
+    recorder: Recorder
+    parting: Parting
