@@ -96,7 +96,8 @@ def test_fence_deletes_by_force_and_the_gang_runs_elsewhere(
     before = {p["metadata"]["uid"] for p in stage.kubelet.pods(gang)}
     stage.proxy.clear()
     machine.ready("Unknown")
-    status = stage.wait_phase(gang, "Running", attempt=2)
+    # A new operator counts 20 s at least.
+    status = stage.wait_phase(gang, "Running", attempt=2, seconds=90)
     failure = status["lastFailure"]
     assert (failure["reason"], failure["class"]) == ("NodeLost", "Infrastructure")
     assert (failure["node"], status["restarts"]["charged"]) == (machine.name, 0)

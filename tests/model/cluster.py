@@ -230,7 +230,8 @@ class Cluster:
 
     def refuse_image(self, pod: Object) -> None:
         """It is bound, and its image cannot be pulled."""
-        spec = {**pod["spec"], "nodeName": self.nodes[0]}
+        heard = [n for n in self.nodes if n not in self.silent]
+        spec = {**pod["spec"], "nodeName": heard[0]}
         state = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
         status = self._pod_status(pod, "Pending", state)
         self.update("pods", pod["metadata"]["name"], spec=spec, status=status)

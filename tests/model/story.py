@@ -22,6 +22,8 @@ from support.objects import attempt, ended, replica, status
 WATCHED = (observe.PLURAL, "pods", "nodes")
 #: Nobody may be silent for longer.
 PATIENCE = timedelta(seconds=60)
+#: Of a restart's waits.
+LONGEST_WAIT = timedelta(minutes=10)
 #: What becomes of a replica of an attempt while its gang runs: an exit code, or None: it goes on.
 Fate = Callable[[str, int, int], int | None]
 
@@ -70,6 +72,7 @@ class World:
         self.frozen: set[tuple[str, str]] = set()  # watches that deliver nothing
         self.pulls = True  # images can be pulled: pods start
         self._era = 0
+        self._skewed_at = self.cluster.now - LONGEST_WAIT - PATIENCE
         self.named = 0
         #: What is to happen at a tick, or at a time.
         self.timers: list[tuple[int | None, datetime | None, Callable[[], object]]] = []
@@ -231,7 +234,11 @@ class World:
         """Whoever waits for long, undisturbed, has said for what."""
         last = self.cluster.history[-1].at
         quiet = last is not None and self.cluster.now - last > PATIENCE
-        sane = all(not (o.blind or o.task or o.skew) for o in self.operators)
+        if any(o.skew for o in self.operators):
+            self._skewed_at = self.cluster.now
+        sane = all(not (o.blind or o.task) for o in self.operators)
+        # Times that were written by another clock are wrong for as long as a wait may last.
+        sane &= self.cluster.now - self._skewed_at > LONGEST_WAIT
         if quiet and sane and self.operators and not (self.frozen or self.wire.gated):
             for job in self.state.jobs.values():
                 wrong = i19_explained(self.state, job, self.cluster.now)

@@ -7,13 +7,15 @@ and skewed clocks do. live() plays one again by its seed.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from datetime import timedelta
 from random import Random
+from typing import Any
 
 import pytest
 
 from ddpjob_operator.core import observe
-from model.cluster import START
+from model.cluster import NODES, START
 from model.faults import EVENTS, UNSEEN, take_due
 from model.story import World, job_body
 from model.wire import Call
@@ -23,9 +25,35 @@ JOBS = ("job", "b", "c")  # users' events are done to the first
 WORK = timedelta(hours=2)
 BETWEEN_SECONDS = 300.0  # between two events, in the mean
 BAD_CALLS = 0.01
+CRASHES = 0.0005  # of a replica, each time it is looked at
 #: They weaken what an operator can be held to, from then on: for other days.
 DEPOSING = ("second", "restore-2", "restore-8")
 NEVER_AT_REST = 5000
+VOLUME = {"persistentVolumeClaim": {"claimName": "x"}}
+FENCE = {
+    "nodeLost": {"policy": "Fence", "afterSeconds": 30},
+    "snapshot": {"path": "/snapshots", "volume": VOLUME},
+}
+#: Of each new job one. Budgets are large or small: to fail by them is an end, too.
+SPECS: tuple[dict[str, Any], ...] = (
+    {},
+    FENCE,
+    {**FENCE, "restart": {"maxRestarts": 1000}},
+    {"restart": {"maxRestarts": 1000, "maxDisruptions": 1000, "healAfterSeconds": 600}},
+    {"replicas": 1, "ttlSecondsAfterFinished": 60},
+    {"startupDeadlineSeconds": 60, "cleanPodPolicy": "All"},
+    {"activeDeadlineSeconds": 5400, "replicas": 2},
+)
+
+
+def _node_for_long(world: World) -> None:
+    """Twenty minutes: longer than Fence and the eviction wait."""
+    world.cluster.silence(NODES[0])
+    back = world.cluster.now + timedelta(minutes=20)
+    world.timers.append((None, back, world.cluster.heal_nodes))
+
+
+ALL: dict[str, Callable[[World], None]] = {**EVENTS, "node-for-long": _node_for_long}
 
 
 def live(loop: asyncio.AbstractEventLoop, seed: int, hours: float, *, deposed: bool) -> World:
@@ -33,12 +61,14 @@ def live(loop: asyncio.AbstractEventLoop, seed: int, hours: float, *, deposed: b
     draw = Random(seed)
     world = World(loop)
     world.state.deposed = deposed
-    names = [name for name in EVENTS if deposed or name not in DEPOSING]
+    names = [name for name in ALL if deposed or name not in DEPOSING]
     began: dict[tuple[str, int], object] = {}
 
     def fate(job: str, attempt: int, replica: int) -> int | None:
         uid = world.cluster.job(job)["metadata"]["uid"]  # type: ignore[index]
         since = began.setdefault((uid, attempt), world.cluster.now)
+        if draw.random() < CRASHES:
+            return draw.choice((1, 2, 3, 75, 76, 137, 143))
         return 0 if world.cluster.now - since >= WORK else None  # type: ignore[operator]
 
     def gate(call: Call) -> str:
@@ -56,12 +86,12 @@ def live(loop: asyncio.AbstractEventLoop, seed: int, hours: float, *, deposed: b
             if world.over(name):
                 if world.cluster.job(name) is not None:
                     world.cluster.delete(observe.PLURAL, name)
-                world.cluster.create(observe.PLURAL, job_body(name, restart={"maxRestarts": 1000}))
+                world.cluster.create(observe.PLURAL, job_body(name, **draw.choice(SPECS)))
         if now >= next_at:
             next_at = now + timedelta(seconds=draw.expovariate(1 / BETWEEN_SECONDS))
             world.timers.append((None, next_at, lambda: None))
             world.cluster.quota = draw.choice((None, None, None, 4, 5, 7))
-            EVENTS[draw.choice(names)](world)
+            ALL[draw.choice(names)](world)
             world.verify()
         take_due(world)
         if not world.tick():
