@@ -17,13 +17,12 @@ from ddpjob_trainer.optim import zero
 from ddpjob_trainer.optim.ema import make_ema
 from ddpjob_trainer.optim.update import check_parameters, match_schedulers
 from ddpjob_trainer.options import ModelOptions, Options
+from ddpjob_trainer.training.compiled import compile_in_place, is_compiled
 from ddpjob_trainer.training.prepare import (
     Trained,
-    _compile,
     _has_sparse_gradients,
     _name,
     _would_move,
-    is_compiled,
     named,
     place,
     place_state,
@@ -242,9 +241,9 @@ def test_inductor_chooses_no_kernel_by_its_time_where_bits_are_kept(
 
     monkeypatch.setattr(inductor, "deterministic", False)
     compiled = ModelOptions(compile=True)
-    _compile(nn.Linear(1, 1), OPTIONS, compiled, CPU)
-    _compile(nn.Linear(1, 1), replace(OPTIONS, level="off"), compiled, META)
-    _compile(nn.Linear(1, 1), OPTIONS, ModelOptions(compile="aot_eager"), META)
+    compile_in_place(nn.Linear(1, 1), OPTIONS, compiled, CPU)
+    compile_in_place(nn.Linear(1, 1), replace(OPTIONS, level="off"), compiled, META)
+    compile_in_place(nn.Linear(1, 1), OPTIONS, ModelOptions(compile="aot_eager"), META)
     assert not inductor.deterministic
-    _compile(nn.Linear(1, 1), OPTIONS, compiled, META)
+    compile_in_place(nn.Linear(1, 1), OPTIONS, compiled, META)
     assert inductor.deterministic

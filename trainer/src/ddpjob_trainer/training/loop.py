@@ -32,9 +32,10 @@ from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training import best
 from ddpjob_trainer.training.agreement import Agreement
 from ddpjob_trainer.training.best import Best
+from ddpjob_trainer.training.compiled import is_compiled
 from ddpjob_trainer.training.device_watch import DeviceWatch
 from ddpjob_trainer.training.logged_means import LoggedMeans
-from ddpjob_trainer.training.prepare import Trained, is_compiled
+from ddpjob_trainer.training.prepare import Trained
 from ddpjob_trainer.training.process import Process
 from ddpjob_trainer.training.run_config import OF_ALL, fingerprint, place, run_id, take_layout
 from ddpjob_trainer.training.step import Step, check_loss

@@ -32,6 +32,7 @@ from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.modes import Modes
 from ddpjob_trainer.state.stateful import Stateful
 from ddpjob_trainer.training import incompatible
+from ddpjob_trainer.training.compiled import compile_in_place, is_compiled
 
 T = TypeVar("T")
 
@@ -156,7 +157,7 @@ class Trained:
         for part in (module, ema.module if ema is not None else None):
             if part is not None:
                 autocast_forward(part, self._options.precision, self._world.device)
-        _compile(module, self._options, options, self._world.device)
+        compile_in_place(module, self._options, options, self._world.device)
         wrapped = self._averaging.wrap(module, options)
         self.models.append(Model(name, module, wrapped, options, ema))
         if ema is not None:
@@ -368,37 +369,3 @@ def _has_sparse_gradients(module: torch.nn.Module) -> bool:
         isinstance(part, kinds) and part.sparse and part.weight.requires_grad
         for part in module.modules()
     )
-
-
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether torch.compile() or Module.compile() has been called on it or a part of it."""
-    return any(
-        part._compiled_call_impl is not None or hasattr(part, "_orig_mod")
-        for part in module.modules()
-    )
-
-
-def _compile(
-    module: torch.nn.Module, options: Options, model_options: ModelOptions, device: torch.device
-) -> None:
-    """Compile in place: parameters keep their names, the module stays the user's."""
-    if not model_options.compile:
-        return
-    backend = "inductor" if model_options.compile is True else model_options.compile
-    if options.level != "off" and device.type != "cpu" and backend == "inductor":
-        # It would choose kernels by how long they take, and with them the order of additions.
-        import torch._inductor.config as inductor
-
-        if hasattr(inductor, "deterministic"):
-            setattr(inductor, "deterministic", True)  # noqa: B010
-    if options.level != "off":
-        # The warm-up runs backward twice on one graph; donated buffers would be gone by then.
-        import torch._functorch.config as functorch
-
-        setattr(functorch, "donated_buffer", False)  # noqa: B010
-    from torch._dynamo import config, trace_rules
-
-    # Module.compile() looks at frames that are not torch's own: a Sequential has none, and nothing
-    # would be compiled, silently.
-    with config.patch(wrap_top_frame=bool(trace_rules.check(module.forward))):
-        module.compile(backend=backend)
