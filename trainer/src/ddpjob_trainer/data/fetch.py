@@ -33,6 +33,7 @@ def check(dataset: object) -> None:
     if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
         raise ConfigError(
             f"{type(dataset).__name__} is not a map-style dataset: it needs __len__ and __getitem__"
+            + (", as its .dataset may have" if hasattr(dataset, "batch_sampler") else "")
         )
 
 

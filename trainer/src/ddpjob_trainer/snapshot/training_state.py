@@ -22,10 +22,12 @@ from ddpjob_trainer.state.stateful import (
     lay_out_like_parameters,
     stateful,
 )
+from ddpjob_trainer.telemetry.console import say
 
 #: The text of a rank's own state is filled up to a multiple of this: numbers differ in length,
 #: and what keeps its structure need not be divided and laid out anew.
 _TREE_BYTES = 4096
+_COMPARED = 1 << 20  # elements of a tensor that is compared with what was stored
 
 
 class _Inventory:
@@ -215,9 +217,12 @@ class TrainingState:
             value = loader.read_object(
                 "registered", name, into=self._live(name), device=_device_of(obj)
             )
+            wanted = flatten(value) if _is_the_scripts(obj) else None
             with fitting(repr(name)):
                 obj.load_state_dict(value)
                 lay_out_like_parameters(obj)
+            if wanted is not None:
+                _check_taken(name, wanted, flatten(obj.state_dict()), rank)
         prefix = _own_prefix(rank)
         own = loader.read_named("rank/", prefix)
         with fitting(f"rank {rank}'s own"):
@@ -245,6 +250,26 @@ class TrainingState:
                 obj.load_state_dict(own["objects"][name])
                 lay_out_like_parameters(obj)
         rng.restore(own["rng"])
+
+
+def _is_the_scripts(obj: object) -> bool:
+    own = type(obj).__module__.startswith(("torch.", "ddpjob_trainer."))
+    return not own and not isinstance(obj, torch.optim.Optimizer)
+
+
+def _check_taken(name: str, wanted: Flat, found: Flat, rank: int) -> None:
+    """Tell of a load_state_dict() that has passed over what it was given, as strict=False does."""
+    taken = wanted.tree == found.tree and all(
+        torch.equal(tensor.cpu(), found.tensors[key].cpu())
+        for key, tensor in wanted.tensors.items()
+        if key in found.tensors and tensor.numel() <= _COMPARED
+    )
+    if not taken and rank == 0:
+        say(
+            0,
+            f"warning: {name!r} is not what the snapshot holds of it after its load_state_dict():"
+            " its state_dict() says something else. What it has passed over begins anew",
+        )
 
 
 def _outline(shape: torch.Size | None) -> str:
