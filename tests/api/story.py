@@ -139,16 +139,20 @@ class Play:
             self._end(pod, 0)
 
     def _watch_idle(self) -> None:
-        """Let the operator look twice at a gang that is well."""
-        before = len(self.stage.proxy.calls)
+        """Let the operator look twice at a gang that is well.
+
+        One whose view is old yet may tell of that and take it back first.
+        """
         end = time.monotonic() + 10
         path = self.stage.job_path()
-        while time.monotonic() < end:
-            calls = self.stage.proxy.calls[before:]
-            if sum(c.path == path and not c.watches and c.code == 200 for c in calls) >= 2:
-                break
+        before, looks, wrote = len(self.stage.proxy.calls), 0, list[str]()
+        while time.monotonic() < end and looks < 2:
             time.sleep(_LOOK)
-        self.idle += [c.target for c in self.stage.proxy.calls[before:] if c.is_write]
+            calls = self.stage.proxy.calls[before:]
+            looks = sum(c.path == path and not c.watches and c.code == 200 for c in calls)
+            if writes := [c.target for c in calls if c.is_write]:
+                before, looks, wrote = before + len(calls), 0, writes
+        self.idle = wrote if looks < 2 else []
 
     def _end(self, pod: Object, code: int) -> None:
         if pod["metadata"]["uid"] not in self.finished:

@@ -247,7 +247,12 @@ class Cluster:
         self.exits[pod["metadata"]["uid"]] = code
 
     def report(self) -> bool:
-        """After the store was set back, kubelets tell again what they know."""
+        """After the store was set back, nodes and kubelets tell again what they know."""
+        for name in self.nodes:
+            told = "taints" not in self.objects["nodes", NAMESPACE, name]["spec"]
+            if told == (name in self.silent):
+                self._set_node(name, ready=not told)
+                return True
         for pod in self.pods():
             uid = pod["metadata"]["uid"]
             if self.hears(pod) and pod["spec"].get("nodeName") and not ended(pod):

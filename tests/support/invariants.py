@@ -104,6 +104,10 @@ class State:
         """Let the write happen."""
         if write.plural == JOBS:
             _put(self.jobs, write)
+            if write.kind == "ADDED":  # a job of before the history began
+                told = status(write.obj)
+                done = {(told.get("attempt", 0), r) for r in _done(told)}
+                self.proven.setdefault(write.uid, set()).update(done)
             self.done.pop(write.uid, None) if write.kind == "DELETED" else None
         elif write.plural == SERVICES:
             _put(self.services, write)
@@ -512,7 +516,7 @@ def i19_explained(state: State, job: Object, now: datetime) -> str | None:
         return None
     mine = [p for p in state.gang(uid_of(job)) if attempt(p) == found.get("attempt")]
     on = {replica(p) for p in mine if _alive(p) or succeeded(p)}
-    done = set(parse_ranges(found.get("succeededReplicas"))) - on  # and their pods are gone
+    done = _done(found) - on  # and their pods are gone
     began = parse_time((found.get("timings") or {}).get("runningAt"))
     new = began is not None and now - began < LINGERING
     if phase == "Running" and len(on | done) == wanted and (new or not done):
@@ -525,6 +529,10 @@ def i19_explained(state: State, job: Object, now: datetime) -> str | None:
     if waits and waits > now.strftime("%Y-%m-%dT%H:%M:%S"):
         return None
     return f"{name(job)} is {phase} with {len(on)} of {wanted} alive, and nothing says why"
+
+
+def _done(found: Object) -> set[int]:
+    return set(parse_ranges(found.get("succeededReplicas")))
 
 
 AT_REST = (i6_cleaned, i18_counts, i19_explained)
