@@ -87,12 +87,12 @@ def _pod(index: int, do: str) -> Callable[[World], None]:
 def _node(world: World) -> None:
     """A node is not heard of for a minute, then comes back."""
     world.cluster.silence(NODES[0])
-    _after(world, 60, world.cluster.heal_nodes)
+    after(world, 60, world.cluster.heal_nodes)
 
 
 def _suspend(world: World) -> None:
     _edit(world, suspend=True)
-    _after(world, 20, lambda: _edit(world, suspend=False))
+    after(world, 20, lambda: _edit(world, suspend=False))
 
 
 def _mend(world: World) -> None:
@@ -145,7 +145,7 @@ def _jump(hours: int) -> Callable[[World], None]:
 def _pull(world: World) -> None:
     """Images cannot be pulled for half an hour: longer than the startup deadline."""
     world.pulls = False
-    _after(world, 1800, lambda: _void(setattr(world, "pulls", True)))
+    after(world, 1800, lambda: _void(setattr(world, "pulls", True)))
 
 
 def _restore(back: int) -> Callable[[World], None]:
@@ -294,7 +294,8 @@ def _later(world: World, ticks: int, do: Callable[[], object]) -> None:
     world.timers.append((world.ticks + ticks, None, do))
 
 
-def _after(world: World, seconds: float, do: Callable[[], object]) -> None:
+def after(world: World, seconds: float, do: Callable[[], object] = lambda: None) -> None:
+    """Do something at a time from now; without anything, time does not jump over it."""
     world.timers.append((None, world.cluster.now + timedelta(seconds=seconds), do))
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from ddpjob_operator.core import observe
 from model.cluster import NODES, START
-from model.faults import EVENTS, UNSEEN, take_due
+from model.faults import EVENTS, UNSEEN, after, take_due
 from model.story import World, job_body
 from model.wire import Call
 from support.invariants import Violation
@@ -49,8 +49,7 @@ SPECS: tuple[dict[str, Any], ...] = (
 def _node_for_long(world: World) -> None:
     """Twenty minutes: longer than Fence and the eviction wait."""
     world.cluster.silence(NODES[0])
-    back = world.cluster.now + timedelta(minutes=20)
-    world.timers.append((None, back, world.cluster.heal_nodes))
+    after(world, 20 * 60, world.cluster.heal_nodes)
 
 
 ALL: dict[str, Callable[[World], None]] = {**EVENTS, "node-for-long": _node_for_long}
@@ -88,8 +87,9 @@ def live(loop: asyncio.AbstractEventLoop, seed: int, hours: float, *, deposed: b
                     world.cluster.delete(observe.PLURAL, name)
                 world.cluster.create(observe.PLURAL, job_body(name, **draw.choice(SPECS)))
         if now >= next_at:
-            next_at = now + timedelta(seconds=draw.expovariate(1 / BETWEEN_SECONDS))
-            world.timers.append((None, next_at, lambda: None))
+            seconds = draw.expovariate(1 / BETWEEN_SECONDS)
+            next_at = now + timedelta(seconds=seconds)
+            after(world, seconds)
             world.cluster.quota = draw.choice((None, None, None, 4, 5, 7))
             ALL[draw.choice(names)](world)
             world.verify()

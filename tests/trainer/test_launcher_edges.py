@@ -218,22 +218,24 @@ def traced(pid: int) -> Iterator[None]:
             os.waitpid(pid, 0)  # lets go of it
 
 
+def until_traced(folder: Path) -> str:
+    """A program of which rank 0 stays and rank 1 fails once rank 0 is traced."""
+    return f"""
+if rank == 0:
+    open({str(folder)!r} + "/pid", "w").write(str(os.getpid()) + "\\n")
+    time.sleep(600)
+while not os.path.exists({str(folder)!r} + "/traced"):
+    time.sleep(0.01)
+sys.exit(7)
+"""
+
+
 def test_a_worker_that_takes_longer_to_end_than_the_barrier_is_waited_for(  # type: ignore[no-untyped-def]
     script, tmp_path, wait_until
 ):
     """As one with a GPU does, whose driver first gives back its memory."""
-    program = script(
-        f"""
-if os.environ["DDPJOB_ROUND"] == "1":
-    sys.exit(0)
-if rank == 0:
-    open({str(tmp_path)!r} + "/pid", "w").write(str(os.getpid()) + "\\n")
-    time.sleep(600)
-while not os.path.exists({str(tmp_path)!r} + "/traced"):
-    time.sleep(0.01)
-sys.exit(7)
-"""
-    )
+    second_round = 'if os.environ["DDPJOB_ROUND"] == "1":\n    sys.exit(0)\n'
+    program = script(second_round + until_traced(tmp_path))
     pid = tmp_path / "pid"
     env = patched(tmp_path, "plan._EXIT_SECONDS", 120.0)
     with launched("--nproc", "2", program, env=env) as process:
@@ -251,16 +253,7 @@ sys.exit(7)
 @pytest.mark.fault("T10")
 def test_a_worker_that_not_even_sigkill_ends_is_left_and_named(script, tmp_path, wait_until):  # type: ignore[no-untyped-def]
     report = tmp_path / "report"
-    program = script(
-        f"""
-if rank == 0:
-    open({str(tmp_path)!r} + "/pid", "w").write(str(os.getpid()) + "\\n")
-    time.sleep(600)
-while not os.path.exists({str(tmp_path)!r} + "/traced"):
-    time.sleep(0.01)
-sys.exit(7)
-"""
-    )
+    program = script(until_traced(tmp_path))
     pid = tmp_path / "pid"
     with launched("--nproc", "2", "--termination-log", str(report), program) as process:
         wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"), "rank 0", 30)
