@@ -18,7 +18,6 @@ Verdict = Literal["PASS", "WARN", "FAIL", "SKIP"]
 
 _GIB = 1 << 30
 _SHM = 1 * _GIB
-_TEARDOWN_SECONDS = 60.0
 _FREE = 0.95
 _STALL = 0.01
 _SPEED = 0.97
