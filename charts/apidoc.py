@@ -103,7 +103,7 @@ def _type(field: Schema) -> str:
         return "map of string"
     if field.get("format") == "date-time":
         return "time"
-    return str(field["type"])
+    return str(field.get("type", "quantity"))  # the only fields whose type is left open
 
 
 def _default(field: Schema, required: bool) -> str:

@@ -1,4 +1,4 @@
-"""Produces manifests/crd.yaml, manifests/install.yaml and docs/api.md from the Helm chart.
+"""Produces manifests/{crd,install}.yaml, docs/api.md and the chart's README from the chart.
 
     .venv/bin/python charts/render.py            write the files
     .venv/bin/python charts/render.py --check    exit 1 and name the files that differ
@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import apidoc
+import chartdoc
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,10 +59,11 @@ def helm_template(*args: str) -> list[str]:
 def render() -> dict[Path, str]:
     """Return the text of every produced file by path."""
     definition = helm_template("--show-only", "templates/crd.yaml")
-    everything = [NAMESPACE_MANIFEST, *helm_template()]
+    everything = [NAMESPACE_MANIFEST, *helm_template("--skip-tests")]
     return {
         ROOT / "manifests" / "crd.yaml": HEADER + "---\n".join(definition),
         ROOT / "manifests" / "install.yaml": HEADER + "---\n".join(everything),
+        CHART / "README.md": chartdoc.render((CHART / "values.yaml").read_text()),
         ROOT / "docs" / "api.md": apidoc.render(yaml.safe_load(definition[0])),
     }
 

@@ -277,8 +277,14 @@ def verbs(rules: list[Rule]) -> Iterator[tuple[Rule, str, str]]:
                 yield rule, resource, verb
 
 
-def lose_right(rules: list[Rule], rule: Rule, verb: str) -> Arm:
-    """For its first seconds it lacks one verb of one rule."""
+#: So long after the first refusal. Of one that does not wait there would be hundreds by then.
+LOST = 3.0
+REFUSED_AT_MOST = 30
+
+
+def lose_right(rules: list[Rule], rule: Rule, resource: str, verb: str) -> Arm:
+    """It lacks one verb of one rule until it has missed it; it says so, and does not storm."""
+    words = f'cannot {verb} resource "{resource}"'
 
     def arm(play: Play, place: str) -> None:
         play.outcome.deaths += 20  # without its lease it ends
@@ -286,8 +292,48 @@ def lose_right(rules: list[Rule], rule: Rule, verb: str) -> Arm:
         less = [{**r, "verbs": [v for v in r["verbs"] if v != verb]} if r == rule else r
                 for r in rules]  # fmt: skip
         play.eager = True
-        rights = play.stage.rights()
+        stage = play.stage
+        rights = stage.rights()
         rights.give(less)
-        play.later(6.0, partial(rights.give, rules))
+        put_right = _spoil(play, place)
+
+        def missed() -> list[str]:
+            return [call.target for call in stage.proxy.calls if call.code == 403]
+
+        def wait() -> None:
+            play.later(LOST if missed() else 0.5, give_back if missed() else wait)
+
+        def give_back() -> None:
+            assert len(missed()) <= REFUSED_AT_MOST, missed()
+            rights.give(rules)
+            put_right()
+
+        def said() -> bool:
+            events = (str((call.body or {}).get("message")) for call in stage.proxy.calls)
+            logs = (operator.log_path.read_text() for operator in stage.operators)
+            return any(words in one for one in (*events, *logs))
+
+        play.later(0, wait)
+        play.armed.append(said)
 
     return arm
+
+
+def _spoil(play: Play, place: str) -> Callable[[], None]:
+    """Make the operator use a right that it seldom needs; what undoes that."""
+    rest, stage = play.stage.rest, play.stage
+    if place == "get-pods":
+        spec = {"schedulerName": "hand", "containers": [{"name": "c", "image": "i"}]}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "job-1"}, "spec": spec}
+        rest.post(stage.path("pods"), pod)
+        return lambda: void(rest.delete(stage.path("pods", "job-1"), grace=0))
+    groups = {"update-services": "/api/v1", "update-networkpolicies": "/apis/networking.k8s.io/v1"}
+    if place in groups:
+        path = stage.path(place.removeprefix("update-"), "job", groups[place])
+        wrong = {"selector": {"a": "b"}} if "services" in place else {"ingress": []}
+        play.moments["status-restarting-2"] = lambda: void(rest.merge(path, {"spec": wrong}))
+    return lambda: None
+
+
+def void(_: object) -> None:
+    """For a lambda that gives nothing back."""

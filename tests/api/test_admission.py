@@ -11,7 +11,7 @@ import pytest
 
 from ddpjob_operator.core import contract
 from support.cluster import ROOT, Cluster
-from support.manifest import DELETE, as_json, changed, ddpjob, example
+from support.manifest import DELETE, as_json, changed, ddpjob, documented, example, examples
 
 NAMESPACE = "admission"
 TRAINER = "spec.template.spec.containers.0"
@@ -437,10 +437,15 @@ def test_accepts(plane: Cluster, path: str, value: Any) -> None:
     assert apply(plane, changed(ddpjob("good"), path, value), "--dry-run=server") == ""
 
 
-@pytest.mark.parametrize("name", ["digits.yaml", "gpu-check.yaml", "plain-torchrun.yaml"])
+@pytest.mark.parametrize("name", examples())
 def test_accepts_the_examples(plane: Cluster, name: str) -> None:
     for body in example(name):
         assert apply(plane, body, "--dry-run=server") == ""
+
+
+@pytest.mark.parametrize(("place", "body"), documented(), ids=[place for place, _ in documented()])
+def test_accepts_what_the_pages_show(plane: Cluster, place: str, body: dict[str, Any]) -> None:
+    assert apply(plane, body, "--dry-run=server") == "", place
 
 
 def test_keeps_the_template_as_written(plane: Cluster) -> None:

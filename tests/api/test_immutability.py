@@ -163,7 +163,8 @@ def test_status_is_written_apart(plane: Cluster, stored: dict[str, Any]) -> None
     }
     assert replace(plane, {**stored, "status": status}) == ""
     get = ("get", "ddp", name, "-n", NAMESPACE)
-    assert "status" not in json.loads(plane.kubectl(*get, "-o", "json", check=True).stdout)
+    found = json.loads(plane.kubectl(*get, "-o", "json", check=True).stdout)
+    assert found["status"] == {"observedGeneration": -1}, "the definition's default, no more"
     patch = ("patch", "ddpjob", name, "-n", NAMESPACE, "--subresource=status", "--type=merge")
     plane.kubectl(*patch, "-p", json.dumps({"status": status}), check=True)
     header, row = plane.kubectl(*get, "-o", "wide", check=True).stdout.splitlines()
@@ -178,6 +179,14 @@ def test_status_is_written_apart(plane: Cluster, stored: dict[str, Any]) -> None
     assert "status.phase" in refused.stderr
 
 
-def test_is_part_of_get_all(plane: Cluster, stored: dict[str, Any]) -> None:
-    done = plane.kubectl("get", "all", "-n", NAMESPACE, "-o", "name", check=True)
-    assert f"ddpjob.ddpjob.dev/{stored['metadata']['name']}" in done.stdout
+def test_is_listed_by_its_short_name_and_not_among_all(
+    plane: Cluster, stored: dict[str, Any]
+) -> None:
+    """`kubectl get all` is for what everybody runs, and tools that prune by it would find jobs."""
+    name = f"ddpjob.ddpjob.dev/{stored['metadata']['name']}"
+    listed = {
+        what: plane.kubectl("get", what, "-n", NAMESPACE, "-o", "name", check=True).stdout
+        for what in ("ddp", "all")
+    }
+    assert name in listed["ddp"]
+    assert name not in listed["all"]

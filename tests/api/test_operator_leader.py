@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -83,7 +84,7 @@ def test_a_standby_becomes_ready_but_writes_nothing(stage: Arena) -> None:
     operator = stage.operator(*SHORT).start()
     operator.wait_ready()
     assert stage.quiet_resyncs() == []
-    assert stage.status("gang") == {}
+    assert stage.status("gang") == {"observedGeneration": -1}, "the default: nobody has seen it"
     assert "ddpjob_leader 0.0" in operator.probe("/metrics")[1]
 
 
@@ -107,3 +108,28 @@ def test_two_that_both_act_harm_nothing(stage: Arena) -> None:
     made = [c.target for c in stage.proxy.calls if c.method == "POST" and c.code == 201]
     pods = [target for target in made if "pods/" in target]
     assert len(pods) == len(gangs) * 3 * 3, "each member of each attempt was created once"
+
+
+@pytest.mark.fault("O4", "O5")
+def test_a_leader_that_is_paused_past_its_lease_harms_nothing_when_it_goes_on(
+    stage: Arena,
+) -> None:
+    """As a node does that swaps, or a virtual machine that moves: it wakes up as the leader."""
+    first = stage.start_operator(*SHORT)
+    second = stage.operator(*SHORT, name="op-b").start()
+    second.wait_ready()
+    gang = f"gang-{secrets.token_hex(2)}"
+    stage.apply(gang)
+    stage.wait_phase(gang, "Running")
+    assert first.process is not None
+    first.process.send_signal(signal.SIGSTOP)
+    stage.kubelet.finish(f"{gang}-1", 1, "boom")
+    stage.wait_phase(gang, "Running", attempt=2, seconds=60)
+    assert holder(stage) == "op-b"
+    first.process.send_signal(signal.SIGCONT)
+    assert first.wait(60) == 1
+    assert "lost the lease" in first.log()
+    stage.kubelet.finish(f"{gang}-2", 1, "boom")
+    status = stage.wait_phase(gang, "Running", attempt=3, seconds=60)
+    assert status["restarts"]["total"] == 2
+    assert stage.attempts(gang) == [(f"{gang}-{r}", "3") for r in range(3)]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Iterator
 
 import pytest
+import yaml
 
 from support.arena import Arena, arena
-from support.cluster import Cluster
-from support.rest import Object, eventually
+from support.cluster import ROOT, Cluster
+from support.rest import Object, RestError, eventually
 
 
 @pytest.fixture(scope="module")
@@ -176,3 +178,25 @@ def test_a_template_that_changed_behind_the_rules_back_freezes_nothing(
     stage.rest.merge(path, {"spec": {"template": {"spec": back}}})
     assert stage.wait_phase(gang, "Running")["attempt"] == 2
     assert stage.condition(gang, "Invalid")["status"] == "False"
+
+
+def test_a_quota_of_jobs_refuses_one_too_many(stage: Arena, gang: str) -> None:
+    """That of docs/operations.md, with room for one."""
+    text = (ROOT / "docs" / "operations.md").read_text()
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    quota: Object = yaml.safe_load(block)
+    (kind,) = quota["spec"]["hard"]
+    quota["spec"]["hard"][kind] = "1"
+    stage.rest.post(stage.path("resourcequotas"), quota)
+    path = stage.path("resourcequotas", quota["metadata"]["name"])
+    # The controller learns of kinds that are not built in by and by.
+    eventually("the quota counts", lambda: stage.rest.get(path).get("status", {}).get("used"), 90)
+    stage.apply(gang)
+    try:
+        with pytest.raises(RestError) as refused:
+            stage.apply(f"{gang}-b")
+    finally:
+        stage.rest.delete(path)
+    assert refused.value.code == 403
+    assert f"exceeded quota: ddpjobs, requested: {kind}=1, used: {kind}=1" in str(refused.value)
+    stage.wait_phase(gang, "Running")

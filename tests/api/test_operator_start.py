@@ -56,10 +56,11 @@ def test_the_watch_alone_is_enough(stage: Arena) -> None:
     stage.wait_phase("gang", "Running")
     stage.rest.merge(stage.job_path("gang"), {"spec": {"suspend": True}})
     stage.wait_phase("gang", "Suspended")
+    # A namespace is told of from the first scrape on that finds a job there.
+    told = lambda count: f'phase="Suspended"}} {count}' in operator.probe("/metrics")[1]  # noqa: E731
+    eventually("its phase is told", lambda: told(1.0))
     stage.rest.delete(stage.job_path("gang"))
-    eventually(
-        "its deletion is known", lambda: 'phase="Suspended"} 0.0' in operator.probe("/metrics")[1]
-    )
+    eventually("its deletion is told", lambda: told(0.0))
 
 
 def test_json_logs_are_json_line_by_line(stage: Arena) -> None:

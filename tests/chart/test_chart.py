@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from typing import Any
@@ -57,13 +58,14 @@ def test_renders_these_objects_by_default(template: Template) -> None:
         "CustomResourceDefinition/ddpjobs.ddpjob.dev",
         "ClusterRole/ddpjob-edit",
         "ClusterRole/ddpjob-view",
-        "ClusterRole/ddpjob-operator",
-        "ClusterRoleBinding/ddpjob-operator",
+        "ClusterRole/ops:ddpjob-operator",
+        "ClusterRoleBinding/ops:ddpjob-operator",
         "Role/ddpjob-operator-lease",
         "RoleBinding/ddpjob-operator-lease",
         "Service/ddpjob-operator-metrics",
         "PodDisruptionBudget/ddpjob-operator",
         "Deployment/ddpjob-operator",
+        "Pod/ddpjob-operator-test",  # of `helm test`
     }
 
 
@@ -119,7 +121,32 @@ def test_arguments_are_the_operators_own(template: Template) -> None:
     ports = [port["containerPort"] for port in container["ports"]]
     assert ports == [parsed.probe_port]
     assert [variable["name"] for variable in container["env"]] == ["POD_NAME", "POD_NAMESPACE"]
+    values = ("--set", "workers=3,resyncSeconds=40,leaseSeconds=20,extraArgs={--probe-host,::}")
+    tuned = settings.parse(operator(template(*values))["args"], {})
+    assert tuned.metrics_from == (), "empty: everybody"
+    assert (tuned.workers, tuned.resync_seconds, tuned.lease_seconds) == (3, 40, 20)
+    assert tuned.probe_host == "::"
     assert settings.parse(operator(template())["args"], {}).namespaces == ()
+
+
+def test_who_may_read_metrics_besides_the_operator(template: Template) -> None:
+    objects = template("--set", "networkPolicy.metricsFrom[0].podSelector.matchLabels.a=b")
+    own, given = settings.parse(operator(objects)["args"], {}).metrics_from
+    assert given == {"podSelector": {"matchLabels": {"a": "b"}}}
+    assert own["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "ops"}}
+    pods = objects["Deployment/ddpjob-operator"]["spec"]["template"]["metadata"]["labels"]
+    assert own["podSelector"]["matchLabels"].items() <= pods.items()
+
+
+def test_pods_of_another_releases_gangs_are_left_to_its_operator(template: Template) -> None:
+    """A release that serves some namespaces judges labels there only."""
+    name = "ValidatingAdmissionPolicyBinding/ops.ddpjob-operator.gang-labels"
+    on = "admissionPolicies.gangLabels.enabled=true"
+    assert "matchResources" not in template("--set", on)[name]["spec"]
+    selector = template("--set", f"{on},namespaces={{a,b}}")[name]["spec"]["matchResources"]
+    assert selector["namespaceSelector"]["matchExpressions"] == [
+        {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["a", "b"]}
+    ]
 
 
 def test_image_follows_the_chart(template: Template) -> None:
@@ -128,11 +155,82 @@ def test_image_follows_the_chart(template: Template) -> None:
     assert operator(template("--set", "image.tag=t"))["image"] == "ddpjob/operator:t"
 
 
+def test_a_digest_wins_over_a_tag(template: Template) -> None:
+    digest = "sha256:" + 64 * "a"
+    given = template("--set", f"image.digest={digest},image.tag=t,image.repository=r/o")
+    assert operator(given)["image"] == f"r/o@{digest}"
+
+
+def test_two_releases_share_no_object(helm: Helm, template: Template) -> None:
+    """But for the definition and the users' roles, which the second one leaves out."""
+    second = ("--set", "crds.enabled=false,rbac.userRoles=false")
+
+    def objects(release: str, namespace: str) -> set[tuple[str, str, str]]:
+        done = helm("template", release, str(CHART), "--namespace", namespace, *second)
+        found = [body for body in yaml.safe_load_all(done.stdout) if body]
+        metas = [(body["kind"], body["metadata"]) for body in found]
+        return {(kind, meta.get("namespace", ""), meta["name"]) for kind, meta in metas}
+
+    first = objects("ddpjob", "ops")
+    assert first.isdisjoint(objects("ddpjob", "elsewhere"))
+    assert first.isdisjoint(objects("other", "ops"))
+    lease = "--lease-name={}-operator"
+    assert lease.format("ddpjob") in operator(template())["args"]
+    done = helm("template", "other", str(CHART))
+    assert lease.format("other") in done.stdout
+    assert lease.format("ddpjob") not in done.stdout
+
+
+@pytest.mark.parametrize("release", ["a" * 53, "a.b"])
+def test_any_release_name_gives_valid_names(helm: Helm, release: str) -> None:
+    done = helm("template", release, str(CHART))
+    for body in filter(None, yaml.safe_load_all(done.stdout)):
+        if body["kind"] == "Service":
+            assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", body["metadata"]["name"])
+
+
+def test_labels_and_accounts_may_be_nothing(template: Template) -> None:
+    none = "metrics.dashboard.enabled=true,metrics.dashboard.labels=null"
+    assert "ConfigMap/ddpjob-operator-dashboard" in template("--set", none)
+    policy = "admissionPolicies.restricted"
+    none = f"{policy}.enabled=true,{policy}.serviceAccounts=null"
+    assert "ValidatingAdmissionPolicy/ops.ddpjob-operator.restricted" in template("--set", none)
+
+
+def test_common_labels_are_everywhere_and_select_nothing(template: Template) -> None:
+    on = "commonLabels.team=a,metrics.podMonitor.enabled=true,metrics.dashboard.enabled=true"
+    objects = template("--set", on)
+    for name, body in objects.items():
+        if not name.startswith("CustomResourceDefinition/"):
+            assert body["metadata"]["labels"]["team"] == "a", name
+    deployment = objects["Deployment/ddpjob-operator"]["spec"]
+    assert deployment["template"]["metadata"]["labels"]["team"] == "a"
+    assert "team" not in deployment["selector"]["matchLabels"], "an upgrade could not change it"
+
+
+def test_ids_can_be_left_to_openshift(template: Template) -> None:
+    none = "podSecurityContext.runAsUser=null,podSecurityContext.runAsGroup=null"
+    context = pod_spec(template("--set", none))["securityContext"]
+    assert context == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+
+
+def test_more_environment_comes_after_our_own(template: Template) -> None:
+    container = operator(template("--set", "env[0].name=HTTPS_PROXY,env[0].value=http://p"))
+    assert container["env"][-1] == {"name": "HTTPS_PROXY", "value": "http://p"}
+    assert container["env"][0]["name"] == "POD_NAME"
+
+
+def test_no_rights_for_an_account_that_nobody_named(helm: Helm) -> None:
+    done = helm("template", str(CHART), "--set", "serviceAccount.create=false")
+    assert done.returncode != 0
+    assert "serviceAccount.name" in done.stderr
+
+
 def test_cluster_wide_rights(template: Template) -> None:
     objects = template()
-    assert rights(objects["ClusterRole/ddpjob-operator"]) == {**RIGHTS, **NODE_RIGHTS}
-    binding = objects["ClusterRoleBinding/ddpjob-operator"]
-    assert binding["roleRef"]["name"] == "ddpjob-operator"
+    assert rights(objects["ClusterRole/ops:ddpjob-operator"]) == {**RIGHTS, **NODE_RIGHTS}
+    binding = objects["ClusterRoleBinding/ops:ddpjob-operator"]
+    assert binding["roleRef"]["name"] == "ops:ddpjob-operator"
     account = {"kind": "ServiceAccount", "name": "ddpjob-operator", "namespace": "ops"}
     assert binding["subjects"] == [account]
     assert pod_spec(objects)["serviceAccountName"] == "ddpjob-operator"
@@ -141,7 +239,7 @@ def test_cluster_wide_rights(template: Template) -> None:
 def test_rights_in_namespaces_only(template: Template) -> None:
     objects = template("--set", "namespaces={a,b}")
     assert not any(name.startswith("ClusterRoleBinding/") for name in objects)
-    assert "ClusterRole/ddpjob-operator" not in objects
+    assert "ClusterRole/ops:ddpjob-operator" not in objects
     for namespace in ("a", "b"):
         assert rights(objects[f"Role/{namespace}/ddpjob-operator"]) == RIGHTS
         binding = objects[f"RoleBinding/{namespace}/ddpjob-operator"]
@@ -149,8 +247,18 @@ def test_rights_in_namespaces_only(template: Template) -> None:
         assert binding["subjects"][0]["namespace"] == "ops"
 
 
+def test_labels_of_gangs_are_kept_where_this_release_serves_only(template: Template) -> None:
+    """Elsewhere another release's operator makes them."""
+    name = "ValidatingAdmissionPolicyBinding/ops.ddpjob-operator.gang-labels"
+    on = "admissionPolicies.gangLabels.enabled=true"
+    assert "matchResources" not in template("--set", on)[name]["spec"]
+    found = template("--set", f"{on},namespaces={{a,b}}")[name]["spec"]["matchResources"]
+    there = {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["a", "b"]}
+    assert found == {"namespaceSelector": {"matchExpressions": [there]}}
+
+
 def test_rights_to_read_nodes_beside_those_in_namespaces(template: Template) -> None:
-    name = "ddpjob-operator-nodes"
+    name = "ops:ddpjob-operator-nodes"
     assert f"ClusterRole/{name}" not in template("--set", "rbac.nodes=true"), "it has them"
     objects = template("--set", "namespaces={a},rbac.nodes=true")
     assert rights(objects[f"ClusterRole/{name}"]) == NODE_RIGHTS
@@ -201,9 +309,12 @@ def test_definition_outlives_the_release(template: Template) -> None:
     [
         ("crds.enabled=false", "CustomResourceDefinition/ddpjobs.ddpjob.dev"),
         ("metrics.service.enabled=false", "Service/ddpjob-operator-metrics"),
-        ("rbac.create=false", "ClusterRole/ddpjob-operator"),
+        ("rbac.create=false", "ClusterRole/ops:ddpjob-operator"),
         ("rbac.userRoles=false", "ClusterRole/ddpjob-edit"),
-        ("serviceAccount.create=false", "ServiceAccount/ddpjob-operator"),
+        (
+            "serviceAccount.create=false,serviceAccount.name=mine",
+            "ServiceAccount/ddpjob-operator",
+        ),
     ],
 )
 def test_parts_can_be_left_out(template: Template, values: str, absent: str) -> None:
@@ -213,7 +324,7 @@ def test_parts_can_be_left_out(template: Template, values: str, absent: str) -> 
 def test_own_service_account(template: Template) -> None:
     objects = template("--set", "serviceAccount.create=false,serviceAccount.name=mine")
     assert pod_spec(objects)["serviceAccountName"] == "mine"
-    assert objects["ClusterRoleBinding/ddpjob-operator"]["subjects"][0]["name"] == "mine"
+    assert objects["ClusterRoleBinding/ops:ddpjob-operator"]["subjects"][0]["name"] == "mine"
 
 
 def test_disruption_budget_needs_two(template: Template) -> None:
@@ -264,6 +375,15 @@ def test_service_monitor(template: Template, helm: Helm) -> None:
         ("image.pullPolicy=Sometimes", "/image/pullPolicy"),
         ("progressSeconds=0", "/progressSeconds"),
         ("metrics.serviceMonitor.enable=true", "enable"),
+        ("image.digest=abc", "/image/digest"),
+        ("workers=0", "/workers"),
+        ("env[0].value=x", "/env/0"),
+        ("workers=null", "workers"),
+        ("log.level=null", "level"),
+        ("commonLabels.app\\.kubernetes\\.io/name=x", "app.kubernetes.io/name"),
+        ("podLabels.app\\.kubernetes\\.io/name=x", "app.kubernetes.io/name"),
+        ("networkPolicy.metricsFrom[0].foo=bar", "/networkPolicy/metricsFrom/0"),
+        ("networkPolicy.metricsFrom[0].podSelector=null", "/networkPolicy/metricsFrom/0"),
     ],
 )
 def test_values_schema_refuses(helm: Helm, values: str, names: str) -> None:

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -20,7 +19,7 @@ from ddpjob_operator.core import contract, spec
 from ddpjob_trainer import cli
 from devcluster import binaries
 from support.cluster import CRD, ROOT
-from support.manifest import changed, ddpjob, example
+from support.manifest import changed, ddpjob, documented, example, examples
 
 Schema = dict[str, Any]
 
@@ -145,9 +144,7 @@ def validate(root: Schema) -> Callable[[Any], None]:
 
 
 def jobs() -> list[tuple[str, dict[str, Any]]]:
-    folder: Path = ROOT / "manifests" / "examples"
-    files = sorted(path.name for path in folder.glob("*.yaml"))
-    return [(f, body) for f in files for body in example(f) if body["kind"] == "DDPJob"]
+    return [(f, body) for f in examples() for body in example(f) if body["kind"] == "DDPJob"]
 
 
 @pytest.mark.parametrize(("file", "body"), jobs(), ids=[file for file, _ in jobs()])
@@ -165,7 +162,7 @@ def test_examples_are_restricted(file: str, body: dict[str, Any]) -> None:
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     for container in pod["containers"]:
-        assert container["image"] == "ddpjob/trainer:0.1.0"
+        assert container["image"] in ("ddpjob/trainer:0.1.0", "example/trainer-s3:1")
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert "hostPath" not in json.dumps(body)
@@ -204,6 +201,13 @@ def test_the_job_in_the_readme_is_a_job(validate: Callable[[Any], None]) -> None
     (block,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert len(block.splitlines()) == 15  # as README is asked to show
     validate(yaml.safe_load(block))
+
+
+@pytest.mark.parametrize(("place", "body"), documented(), ids=[place for place, _ in documented()])
+def test_jobs_that_the_pages_show_fit_the_schema(
+    place: str, body: dict[str, Any], validate: Callable[[Any], None]
+) -> None:
+    validate(body)
 
 
 def test_smallest_job_fits(validate: Callable[[Any], None]) -> None:

@@ -71,6 +71,6 @@ def test_rights_are_the_verbs_in_use(template: Any) -> None:
     for key, verb in used():
         wanted.setdefault(key, set()).add(verb)
     objects = template()
-    given = rights(objects["ClusterRole/ddpjob-operator"])
+    given = rights(objects["ClusterRole/ops:ddpjob-operator"])
     given |= rights(objects["Role/ddpjob-operator-lease"])
     assert given == wanted

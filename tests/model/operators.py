@@ -21,6 +21,7 @@ from ddpjob_operator.shell.api import Listing, Resource
 from ddpjob_operator.shell.clock import Clock
 from ddpjob_operator.shell.executor import Executor
 from ddpjob_operator.shell.informer import NodeInformer, PodInformer
+from ddpjob_operator.shell.metrics import Metrics
 from ddpjob_operator.shell.nodes import NodeCache
 from ddpjob_operator.shell.reconciler import Reconciler
 from ddpjob_operator.shell.resync import Resync
@@ -175,9 +176,7 @@ class Operator:
         )
         self.queue = ModelQueue(self.clock)
         self.api = ModelApi(self)
-        metrics: Any = SimpleNamespace(
-            reconcile=SimpleNamespace(observe=lambda _: None), record=lambda _: None
-        )
+        metrics = Metrics()
         recorder: Any = SimpleNamespace(
             send=lambda job, events: self.events.extend((job.key, e) for e in events)
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,11 @@ from devcluster.layout import Layout
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("DEVCLUSTER_HOME", str(tmp_path / "home"))
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("DDPJOB_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "home"
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own may be too long for sockets
+        monkeypatch.setenv("DEVCLUSTER_HOME", f"{folder}/home")
+        yield Path(folder, "home")
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_only_our_released_volumes_are_removed(phase: str, by: str, released: bo
         ("etcd", "etcd Version: 3.6.8\nGit SHA: x", True),
         ("etcd", "etcd Version: 3.4.23", False),
         ("etcd", "", False),
-        ("coredns", "CoreDNS-1.15.0\nlinux/amd64", True),
+        ("coredns", "CoreDNS-1.14.1\nlinux/amd64", True),
         ("coredns", "CoreDNS-1.11.1", False),
         ("kwok", "kwok version v0.8.0 go1.26", True),
     ],

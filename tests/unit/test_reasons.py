@@ -17,7 +17,8 @@ OTHERS = {
     *("Pending", "Starting", "Running", "Restarting", "Succeeded", "Failed"),  # phases
     *("Normal", "Warning"),  # types of Events
     *("DisruptionTarget", "PodScheduled", "Ready", "Completed", "Error", "ErrImagePull"),  # pods'
-    *("Exists", "NoExecute", "FallbackToLogsOnError", "Memory", "Ingress", "None"),  # pods' fields
+    *("Exists", "NoExecute", "FallbackToLogsOnError", "Memory", "Ingress", "None"),
+    "ClusterFirstWithHostNet",  # pods' fields
     *("True", "False", "TCP", "RANK", "PYTHONUNBUFFERED", "ExitCode", "Signal", "NotIn"),
 }
 #: Words of Kubernetes that the page explains and no source has to know.

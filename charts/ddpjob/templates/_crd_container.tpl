@@ -110,6 +110,13 @@ properties:
             description: GPUs of the container, and of nprocPerNode auto.
             x-kubernetes-int-or-string: true
             maxLength: 20
+          {{- include "ddpjob.crd.quantities" . | nindent 10 }}
+      requests:
+        description: What the scheduler keeps free for the container.
+        type: object
+        x-kubernetes-preserve-unknown-fields: true
+        properties:
+          {{- include "ddpjob.crd.quantities" . | nindent 10 }}
   volumeMounts:
     description: Volumes mounted into the container.
     type: array
@@ -143,4 +150,15 @@ properties:
     items:
       type: object
       x-kubernetes-preserve-unknown-fields: true
+{{- end }}
+
+{{/* Numbers stay what they are (cpu: 0.5); a word must be a quantity, or the API server's own error names no field. */}}
+{{- define "ddpjob.crd.quantities" -}}
+{{- range list "cpu" "memory" "ephemeral-storage" }}
+{{ . }}:
+  description: A quantity, such as 500m, 2 or 16Gi.
+  x-kubernetes-preserve-unknown-fields: true
+  maxLength: 64
+  pattern: ^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?$
+{{- end }}
 {{- end }}

@@ -79,7 +79,8 @@ properties:
   nprocPerNode:
     description: >-
       Training processes per pod: a number from 1 to 64, or "auto": the limit nvidia.com/gpu
-      of the trainer container, else 1. Immutable.
+      (or amd.com/gpu, gpu.intel.com/xe, gpu.intel.com/i915) of the trainer container, else 1. MIG
+      slices and ResourceClaims are not counted. Immutable.
     x-kubernetes-int-or-string: true
     default: auto
     x-kubernetes-validations:
@@ -92,7 +93,8 @@ properties:
     {{- include "ddpjob.crd.template" . | nindent 4 }}
   port:
     description: >-
-      Port of the rendezvous on replica 0 (MASTER_PORT), 1024 to 65535. Immutable.
+      Port of the rendezvous on replica 0 (MASTER_PORT), 1024 to 65535. Immutable. With hostNetwork
+      the default stands for a port from 20000 to 24999 that each attempt draws anew.
     type: integer
     format: int32
     minimum: 1024
@@ -459,7 +461,9 @@ properties:
     default: {}
     properties:
       port:
-        description: Port in every pod, 1024 to 65535, other than spec.port. Immutable.
+        description: >-
+          Port in every pod, 1024 to 65535, other than spec.port. Immutable. With hostNetwork the
+          default stands for a port from 25000 to 29999 that each replica draws anew in each attempt.
         type: integer
         format: int32
         minimum: 1024
@@ -476,7 +480,8 @@ properties:
       enabled:
         description: >-
           Whether the operator creates a NetworkPolicy that lets only members of the gang
-          reach each other's ports, and everyone the metrics port. Immutable.
+          reach each other's ports, and the metrics port everyone, or those whom the operator's
+          --metrics-from names. Immutable.
         type: boolean
         default: true
         x-kubernetes-validations:

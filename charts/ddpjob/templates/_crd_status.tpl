@@ -63,9 +63,12 @@ properties:
 {{- define "ddpjob.crd.status" -}}
 description: What the operator observed and decided. Only the operator writes it.
 type: object
+# Who waits for the operator's first word must not take its absence for success.
+default: {observedGeneration: -1}
 properties:
   observedGeneration:
-    description: metadata.generation that this status speaks about.
+    description: >-
+      metadata.generation that this status speaks about; -1 before the operator has seen the job.
     type: integer
     format: int64
   phase:
@@ -84,8 +87,9 @@ properties:
     maxLength: 1024
   conditions:
     description: >-
-      Conditions: Running, Complete, Failed, Suspended, Stalled (something outside holds the
-      job up, for example ImagePullBackOff, Unschedulable, QuotaExceeded, NameConflict),
+      Conditions: Ready (true while the phase is Running or Succeeded), Running, Complete, Failed,
+      Suspended, Stalled (something outside holds the job up, for example ImagePullBackOff,
+      Unschedulable, QuotaExceeded, NameConflict; or it has failed),
       Invalid (no pod can be made of the spec; the message names the field; it waits until the
       spec is mended) and Unsupported (a field
       is set that this version does not act on).
@@ -140,7 +144,7 @@ properties:
     type: string
     maxLength: 128
   ready:
-    description: Ready replicas of all, for example "2/3".
+    description: Ready replicas of all, for example "2/3"; absent once the job has ended.
     type: string
   restarts:
     description: How often the gang came back.

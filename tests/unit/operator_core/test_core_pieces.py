@@ -184,7 +184,10 @@ def test_ranges(text: object, found: set[int]):
     ("nproc", "limits", "expected"),
     [("auto", {}, 1), ("auto", {"nvidia.com/gpu": "8"}, 8), ("auto", {"nvidia.com/gpu": 2}, 2),
      ("auto", {"nvidia.com/gpu": "0"}, 1), (4, {}, 4), ("4", {}, 4), (2, {"nvidia.com/gpu": 4}, 2),
-     (3, {"nvidia.com/gpu": "0"}, 3), (3, {"nvidia.com/mig-1g.5gb": 1}, 3)],
+     (3, {"nvidia.com/gpu": "0"}, 3), (3, {"nvidia.com/mig-1g.5gb": 1}, 3),
+     ("auto", {"amd.com/gpu": 8}, 8), ("auto", {"gpu.intel.com/xe": 4, "cpu": 1}, 4),
+     ("auto", {"nvidia.com/gpu": "0", "amd.com/gpu": 4}, 4),
+     ("auto", {"gpu.intel.com/i915": "2"}, 2), ("auto", {"nvidia.com/mig-1g.5gb": 2}, 1)],
 )  # fmt: skip
 def test_nproc_per_node(nproc: object, limits: dict[str, Any], expected: int):
     template = {"spec": {"containers": [{"name": "t", "resources": {"limits": limits}}]}}
@@ -193,11 +196,12 @@ def test_nproc_per_node(nproc: object, limits: dict[str, Any], expected: int):
     assert found.world_size == 2 * expected
 
 
+@pytest.mark.parametrize("kind", ["nvidia.com/gpu", "amd.com/gpu"])
 @pytest.mark.parametrize(("nproc", "gpus"), [(8, "4"), ("2", 1), (3, "2")])
-def test_more_processes_than_gpus_are_refused(nproc: object, gpus: object):
-    limits = {"nvidia.com/gpu": gpus}
-    template = {"spec": {"containers": [{"name": "t", "resources": {"limits": limits}}]}}
-    with pytest.raises(spec.SpecError, match=rf"spec\.nprocPerNode is {nproc}, but .* is {gpus},"):
+def test_more_processes_than_gpus_are_refused(nproc: object, gpus: object, kind: str):
+    template = {"spec": {"containers": [{"name": "t", "resources": {"limits": {kind: gpus}}}]}}
+    says = rf"spec\.nprocPerNode is {nproc}, but the limit {kind} .* is {gpus},"
+    with pytest.raises(spec.SpecError, match=says):
         spec.parse({"nprocPerNode": nproc, "template": template, "replicas": 2})
 
 
@@ -278,6 +282,7 @@ def test_a_toleration_of_everything_needs_no_other():
 def test_the_pod_is_ours_and_never_restarts_by_itself():
     body = render_pod({"spec": {"containers": [{"name": "t"}]}})
     assert body["spec"]["restartPolicy"] == "Never"
+    assert body["spec"]["automountServiceAccountToken"] is False
     assert (body["spec"]["hostname"], body["spec"]["subdomain"]) == ("job-1", "job")
     (owner,) = body["metadata"]["ownerReferences"]
     assert owner["controller"] is True
@@ -306,3 +311,20 @@ def test_a_pod_is_there_for_as_long_as_its_containers_may_run(given: object, gra
     assert found["terminationGracePeriodSeconds"] == grace
     env = {v["name"]: v["value"] for v in found["containers"][0]["env"]}
     assert env[contract.GRACE_SECONDS] == str(grace)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, [{"name": "metrics", "containerPort": 9400}]),
+        ([{"containerPort": 80}],
+         [{"containerPort": 80}, {"name": "metrics", "containerPort": 9400}]),
+        ([{"containerPort": 9400}], [{"containerPort": 9400}]),
+        ([{"name": "metrics", "containerPort": 80}], [{"name": "metrics", "containerPort": 80}]),
+    ],
+)  # fmt: skip
+def test_the_metrics_port_is_declared_unless_the_template_has_one(given: object, expected: object):
+    container = {"name": "trainer", "image": "i", **({"ports": given} if given else {})}
+    obj = job_object(template={"spec": {"containers": [container]}})
+    body = render.pod(observe.job(obj), spec.parse(obj["spec"]), 1, 0)
+    assert body["spec"]["containers"][0]["ports"] == expected

@@ -148,6 +148,15 @@ def test_after_a_restore_of_etcd_no_attempt_comes_twice():
     assert world.attempts() == {5}
 
 
+def test_a_job_whose_status_was_taken_away_can_be_suspended():
+    """Until then it acts on no generation, and the CRD's -1 is none that a condition may name."""
+    world = started().run()
+    world.job["status"] = {"observedGeneration": -1}
+    world.patch(suspend=True)
+    assert (world.phase, world.pods) == ("Suspended", {})
+    assert world.status["observedGeneration"] == 2
+
+
 def test_a_drain_of_a_plain_program_is_not_charged_to_it():
     world = started().run().terminate(2)
     world.end(0, 1)  # "connection closed by peer" of a script that knows no exit code 75
@@ -229,7 +238,8 @@ def test_a_pod_that_outlives_its_grace_on_a_dead_node_is_told_while_running():
 
 def test_counts_after_the_end_and_while_suspended():
     world = started().run().end(0, 2)
-    assert (world.status["replicas"]["active"], world.status["ready"]) == (0, "0/3")
+    assert world.status["replicas"]["active"] == 0
+    assert "ready" not in world.status, "0/3 would read as trouble"
     world = started().run().end(0, 0).patch(suspend=True)
     assert world.status.get("succeededReplicas", "") == ""
 

@@ -181,6 +181,19 @@ def test_out_of_service_while_the_kubelet_answers_is_its_business():
     assert world.status["attempt"] == 1
 
 
+def test_a_node_of_which_no_watch_has_told_yet_is_no_trouble():
+    """A new machine: its first pod may be told of before it."""
+    world = running()
+    assert world.machines
+    world.machines.gone["node2"] = world.now
+    world.machines.guessed.add("node2")
+    world.settle()
+    assert (world.condition("Stalled") or {"status": "False"})["status"] == "False"
+    world.machines.guessed.clear()
+    world.settle()
+    assert world.condition("Stalled")["reason"] == "NodeNotReady"
+
+
 def test_a_deleted_node_takes_its_pods_along_at_once_under_fence():
     world = running(**FENCE)
     assert world.machines

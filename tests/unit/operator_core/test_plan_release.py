@@ -31,6 +31,31 @@ def unscheduled(world: World, replica: int) -> World:
     return world
 
 
+@pytest.mark.parametrize(
+    ("volume", "running", "named"),
+    [
+        ({"persistentVolumeClaim": {"claimName": "disk"}}, (0,), True),
+        ({"persistentVolumeClaim": {"claimName": "disk"}}, (2,), False),  # on the same node
+        ({"persistentVolumeClaim": {"claimName": "disk"}}, (), False),
+        ({"emptyDir": {}}, (0,), False),
+    ],
+)
+def test_a_claim_that_another_node_may_hold_is_named(
+    volume: dict[str, object], running: tuple[int, ...], named: bool
+):
+    """Told at once where it shows, and as the failure once the deadline has passed."""
+    world = started(snapshot={"path": "/s", "volume": volume})
+    for replica in range(3):
+        world.waiting(replica, "ContainerCreating")
+    for replica in running:
+        world.run(replica)
+    told = world.waiting(0 if 2 in running else 1, "ContainerCreating").wait(20)
+    said = told.condition("Stalled")["message"]
+    assert ("Multi-Attach, claim disk is ReadWriteOnce and held on node1" in said) == named
+    world.wait(600)
+    assert ("Multi-Attach" in world.status["lastFailure"]["message"]) == named
+
+
 @pytest.mark.parametrize("code", [0, 401, 403, 409, 500, 503])
 @pytest.mark.parametrize("what", ["pod", "service"])
 def test_what_the_cluster_refuses_is_waited_for_and_charged_to_nobody(what: str, code: int):

@@ -180,8 +180,8 @@ async def test_a_stored_status_is_known_at_once_and_only_then_told(stage: Stage)
     assert stage.outcomes.status_written_at == NOW
     assert [event.reason for event in stage.recorder.sent] == ["Started"]
     value = stage.metrics.registry.get_sample_value
-    assert value("ddpjob_restarts_total", {"class": "User"}) == 1
-    assert value("ddpjob_rounds_total", {"class": "Hang"}) == 2
+    assert value("ddpjob_restarts_total", {"namespace": "ns", "class": "User"}) == 1
+    assert value("ddpjob_rounds_total", {"namespace": "ns", "class": "Hang"}) == 2
     (body,) = stage.api.bodies
     assert body["metadata"]["resourceVersion"] == "5"
 

@@ -90,9 +90,29 @@ def test_a_node_that_was_ready_while_nobody_looked_counts_anew(
 def test_a_list_and_a_read_confirm_and_an_event_does_not(cache: NodeCache, clock: Clock) -> None:
     cache.replace_all([node(3)])
     clock.seconds += 30
-    cache.put(node(4, "Unknown"))
     assert look(cache).read_seconds == 30
+    cache.put(node(4, "Unknown"))
+    assert look(cache).read_seconds is None
     cache.put(node(4, "Unknown"), quorum=True)
+    assert look(cache).read_seconds == 0
+
+
+def test_a_read_says_nothing_of_what_a_watch_tells_later(cache: NodeCache, clock: Clock) -> None:
+    """A list of seconds ago, when the node was ready, is no word on its silence since."""
+    cache.replace_all([node(3)])
+    clock.seconds += 5
+    cache.put(node(4, "Unknown", since=1))
+    assert look(cache).read_seconds is None
+    cache.put(node(4, "Unknown", since=1), quorum=True)
+    clock.seconds += 1
+    cache.put(node(5, "Unknown", since=1))
+    assert look(cache).read_seconds == 1, "no news: the read still holds"
+    cache.put(node(6, "Unknown", since=2))
+    assert look(cache).read_seconds is None, "it was back in between"
+    cache.put(node(7, "Unknown", since=2), quorum=True)
+    cache.remove("a")
+    assert look(cache).read_seconds is None
+    cache.remove("a", quorum=True)
     assert look(cache).read_seconds == 0
 
 
@@ -120,7 +140,10 @@ def test_a_pod_may_be_told_of_before_its_node(cache: NodeCache, clock: Clock) ->
     cache.replace_all([])
     assert not look(cache).exists
     clock.seconds += 3
-    assert look(cache) == Node("a", exists=False, ready=False, down_seconds=3)
+    found = Node("a", exists=False, ready=False, down_seconds=3)
+    assert look(cache) == replace(found, guessed=True)
+    assert cache.replace_all([]) == ["a"], "a list without it is a word"
+    assert look(cache) == found
     cache.put(node(3, "False", since=-100))
     assert look(cache).down_seconds == 0
 

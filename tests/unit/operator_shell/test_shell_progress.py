@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from ddpjob_operator.core import contract
+from ddpjob_operator.core import contract, observe, packed, ports, render, spec
 from ddpjob_operator.core.observe import LABEL_ATTEMPT, LABEL_REPLICA
 from ddpjob_operator.shell.progress import ProgressReader, _url
 from ddpjob_operator.shell.store import Key, Store
@@ -112,6 +112,27 @@ async def test_news_reach_the_outcomes_and_the_queue_once() -> None:
     assert changed == [("ns", "job")], "the same answer again is no news"
 
 
+DRAWN = ports.of(
+    packed.template({"spec": {"hostNetwork": True}}), ports.MASTER, ports.METRICS, "u1", 1, 0
+).metrics
+
+
+@pytest.mark.parametrize("port", [ports.MASTER, DRAWN], ids=["default", "taken"])
+@pytest.mark.parametrize("host_network", [False, True])
+async def test_it_asks_where_the_pod_was_told_to_answer(host_network: bool, port: int) -> None:
+    template = {"spec": {"hostNetwork": host_network, "containers": [{"name": "trainer"}]}}
+    obj = {**job(9400), "spec": {"replicas": 1, "template": template, "port": port}}
+    store = Store()
+    store.put_job(obj)
+    store.put_pod(pod(replica=0, ip="192.0.2.7"))
+    seen = observe.job(obj)
+    (trainer,) = render.pod(seen, spec.parse(seen.spec), 1, 0)["spec"]["containers"]
+    env = {variable["name"]: variable["value"] for variable in trainer["env"]}
+    address = ProgressReader(store, lambda _: None, lambda: True)._address(seen)
+    assert address == f"http://192.0.2.7:{env[contract.METRICS_PORT]}/state"
+    assert host_network == (env[contract.METRICS_PORT] != "9400")
+
+
 @needs_address
 async def test_a_round_is_news_though_training_stands_where_it_stood() -> None:
     count = 0
@@ -132,15 +153,20 @@ async def test_a_round_is_news_though_training_stands_where_it_stood() -> None:
 
 
 @needs_address
-@pytest.mark.parametrize("attempt", [0, 2, "1", None])
-async def test_the_answer_of_another_attempts_launcher_is_ignored(attempt: object) -> None:
+@pytest.mark.parametrize(
+    "other", [{"attempt": 0}, {"attempt": 2}, {"attempt": "1"}, {"attempt": None},
+              {"attempt": 1, "uid": "u2"}]
+)  # fmt: skip
+async def test_the_answer_of_another_attempts_or_gangs_launcher_is_ignored(
+    other: dict[str, object],
+) -> None:
     """Its address may belong to somebody else by now, or the gang was just replaced."""
     asked = 0
 
     async def state(request: web.Request) -> web.StreamResponse:
         nonlocal asked
         asked += 1
-        return web.json_response({"attempt": attempt, "round": 5, "step": 7})
+        return web.json_response({**other, "round": 5, "step": 7})
 
     async with reading(state) as (store, changed):
         await until(lambda: asked >= 3)

@@ -290,16 +290,6 @@ def test_a_list_too_is_something_that_was_known() -> None:
         store.check_list("nodes", "39", store.newest("nodes"))
 
 
-def test_phases_are_counted_from_what_is_stored() -> None:
-    store = stored()
-    store.put_job(job(6, uid="u2", name="b", phase="Running"))
-    store.put_job(job(6, uid="u3", name="c", phase="Running"))
-    store.put_job(job(6, uid="u4", name="d", phase="Nonsense"))
-    counts = store.count_phases()
-    assert (counts["Pending"], counts["Running"], counts["Failed"]) == (1, 2, 0)
-    assert "Nonsense" not in counts
-
-
 def test_who_had_a_pod_is_known_after_it_is_gone_for_the_newest_attempts() -> None:
     store = stored()
     for attempt in range(1, 7):

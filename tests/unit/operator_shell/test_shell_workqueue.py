@@ -216,3 +216,24 @@ async def test_a_key_that_rests_is_worked_on_once_when_the_rest_is_over() -> Non
         queue.add("a")
         await asyncio.sleep(1)
         assert len(times) == 3, "after a rest at once"
+
+
+async def test_groups_take_turns_however_long_the_line_of_one_is() -> None:
+    """One namespace with hundreds of jobs that crash is not to make another's gang wait."""
+    queue: WorkQueue[str] = WorkQueue(group=lambda key: key[0])
+    order: list[str] = []
+
+    async def work(key: str) -> None:
+        order.append(key)
+        await asyncio.sleep(1)
+        if len(order) == 2:
+            queue.add("b2")
+        if key != "b1":
+            queue.add(key)  # comes back and back
+
+    for number in range(100):
+        queue.add(f"a{number}")
+    queue.add("b1")
+    async with working(queue, work, workers=1):
+        await asyncio.sleep(5)
+    assert order[:5] == ["a0", "b1", "a1", "b2", "a2"]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from ddpjob_trainer import accelerator
-from ddpjob_trainer.comm.rendezvous import _misfit
-from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer import accelerator, gpu_devices
+from ddpjob_trainer.comm.rendezvous import _misfit, _unmatched
+from ddpjob_trainer.contract import ExitCode
+from ddpjob_trainer.errors import ConfigError, HardwareError
+from ddpjob_trainer.training.shutdown import exit_code_of
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def test_by_the_local_rank_or_the_one_that_is_visible(gpus):  # type: ignore[no-
 
 def test_no_gpu_is_fine_where_none_was_given(gpus, monkeypatch):  # type: ignore[no-untyped-def]
     gpus(0, AssertionError("Torch not compiled with CUDA enabled"))
-    monkeypatch.setattr(accelerator, "was_given_gpus", lambda env: False)
+    monkeypatch.setattr(gpu_devices, "given", lambda env: False)
     assert accelerator.choose("auto", 0, {}) == CPU
     with pytest.raises(ConfigError, match=r"start\(\) asks for one: Torch not compiled"):
         accelerator.choose("cuda", 0, {})
@@ -61,21 +61,38 @@ def test_no_gpu_is_fine_where_none_was_given(gpus, monkeypatch):  # type: ignore
         (RuntimeError("Found no NVIDIA driver on your system. Please\ncheck"), ConfigError),
         (None, ConfigError),
         # Another node may do better.
-        (RuntimeError("CUDA unknown error - this may be due to ..."), RuntimeError),
-        (RuntimeError("No CUDA GPUs are available"), RuntimeError),
+        (RuntimeError("CUDA unknown error - this may be due to ..."), HardwareError),
+        (RuntimeError("No CUDA GPUs are available"), HardwareError),
     ],
 )
 def test_a_gpu_that_cannot_be_used_is_no_reason_to_train_on_the_cpu(  # type: ignore[no-untyped-def]
     gpus, monkeypatch, complaint, kind
 ):
     gpus(0, complaint)
-    monkeypatch.setattr(accelerator, "was_given_gpus", lambda env: True)
+    monkeypatch.setattr(gpu_devices, "given", lambda env: True)
     with pytest.raises(kind) as error:
         accelerator.choose("auto", 0, {})
     assert type(error.value) is kind
+    codes = {ConfigError: ExitCode.BAD_CONFIG, HardwareError: ExitCode.HARDWARE}
+    assert exit_code_of(error.value) == codes[kind]
     words = str(complaint or "torch sees none").splitlines()[0].rstrip(".")
     assert f"no GPU can be used, though there is one: {words}. " in str(error.value)
     assert "start(device='cpu')" in str(error.value)
+
+
+def test_what_no_other_node_would_do_better_is_the_users_to_mend(gpus, monkeypatch, tmp_path):  # type: ignore[no-untyped-def]
+    """CUDA has the same words for it as for a GPU that is lost."""
+    gpus(0, RuntimeError("No CUDA GPUs are available"))
+    monkeypatch.setattr(gpu_devices, "_DEV", tmp_path)
+    with pytest.raises(ConfigError, match=r"No CUDA GPUs are available\. Ask for nvidia\.com/gpu"):
+        accelerator.choose("cuda", 0, {})
+    for name in ("nvidia0", "nvidia1"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match="begins with 2, GPUs here are 0 to 1: leave it out"):
+        accelerator.choose("auto", 0, {"CUDA_VISIBLE_DEVICES": "2"})
+    for visible in ("1", "GPU-8f7a"):
+        with pytest.raises(HardwareError):
+            accelerator.choose("auto", 0, {"CUDA_VISIBLE_DEVICES": visible})
 
 
 def test_a_gpu_that_is_counted_and_cannot_be_used(gpus, monkeypatch):  # type: ignore[no-untyped-def]
@@ -91,24 +108,16 @@ def test_a_gpu_that_is_counted_and_cannot_be_used(gpus, monkeypatch):  # type: i
         accelerator.choose("auto", 0, {})
 
 
-def test_what_a_container_was_given(tmp_path: Path) -> None:
-    given = accelerator.was_given_gpus
-    assert not given({}, tmp_path)
-    assert not given({}, tmp_path / "no such folder")
-    for name in ("nvidiactl", "nvidia-uvm", "null"):
-        (tmp_path / name).touch()
-    assert not given({}, tmp_path), "a driver alone is no GPU"
-    assert not given({"NVIDIA_VISIBLE_DEVICES": "all"}, tmp_path), "NVIDIA's images say so always"
-    assert given({"NVIDIA_VISIBLE_DEVICES": "GPU-8f7a"}, tmp_path)
-    (tmp_path / "nvidia0").touch()
-    assert given({}, tmp_path)
-    assert given({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path)
-    for hidden in ("", "-1"):
-        assert not given({"CUDA_VISIBLE_DEVICES": hidden}, tmp_path)
-
-
 def test_ranks_that_cannot_train_together() -> None:
     assert _misfit(["cpu "] * 3) == ""
     assert _misfit(["cuda GPU-a", "cuda GPU-b"]) == ""
     assert "rank 1 trains on cpu and rank 0 on cuda" in _misfit(["cuda GPU-a", "cpu "])
     assert "ranks 0 and 2 have the same GPU, GPU-a" in _misfit([f"cuda GPU-{n}" for n in "aba"])
+
+
+def test_ranks_name_as_many_interfaces() -> None:
+    assert _unmatched(["", "eth0", "ens5"]) == "", "gloo finds one where none is named"
+    assert _unmatched(["eth0,eth1", "ens5,ens6"]) == ""
+    said = _unmatched(["eth0,eth1", "ens5,ens6", "eth0"])
+    assert "GLOO_SOCKET_IFNAME names 1 on rank 2 ('eth0') and 2 on rank 0 ('eth0,eth1')" in said
+    assert "names 2 on rank 1 ('a,b') and 1 on rank 0 ('')" in _unmatched(["", "a,b"])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ddpjob_trainer import gpu_devices
 from ddpjob_trainer.contract import ExitCode
 from ddpjob_trainer.environment import read_launcher
 from ddpjob_trainer.launcher import termination
@@ -18,7 +19,7 @@ from ddpjob_trainer.launcher.hub.messages import End
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.plan import make_plan
-from ddpjob_trainer.launcher.processes import children, devices
+from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.processes.fork_server import Program
 
 NEVER = 4194304  # above every pid: nothing is ever reaped
@@ -54,7 +55,7 @@ def run_until_nobody(gang: Gang, now: float) -> float:
 
 
 def test_a_worker_that_cannot_be_killed_counts_as_gone_after_10_s(tmp_path, sent, monkeypatch):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(devices, "_DEV", tmp_path)  # no GPU
+    monkeypatch.setattr(gpu_devices, "_DEV", tmp_path)  # no GPU
     gang, said = make_gang(tmp_path)
     gang.ended(NEVER + 1, 3, 1.0)
     gang.stop(1.0, last_words=0)
@@ -69,20 +70,11 @@ def test_a_worker_that_cannot_be_killed_counts_as_gone_after_10_s(tmp_path, sent
 
 def test_where_there_are_gpus_an_end_is_waited_for_longer(tmp_path, sent, monkeypatch):  # type: ignore[no-untyped-def]
     (tmp_path / "nvidia0").touch()
-    monkeypatch.setattr(devices, "_DEV", tmp_path)
+    monkeypatch.setattr(gpu_devices, "_DEV", tmp_path)
     gang, said = make_gang(tmp_path)
     gang.stop(1.0, last_words=0)
     assert run_until_nobody(gang, 1.0) == pytest.approx(61.0, abs=0.1)
     assert "has not ended for 60 s" in said[0]
-
-
-def test_what_is_no_gpu_counts_as_none(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(devices, "_DEV", tmp_path)
-    for name in ("null", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / name).touch()
-    assert not devices.any_here()
-    (tmp_path / "kfd").touch()
-    assert devices.any_here()
 
 
 def test_a_spare_that_was_killed_before_it_was_known_is_waited_for(tmp_path, sent, monkeypatch):  # type: ignore[no-untyped-def]

@@ -90,23 +90,6 @@ def test_what_is_refused_says_what_to_do(words, env, message):  # type: ignore[n
         translate(words, env)
 
 
-@pytest.mark.parametrize(
-    ("visible", "nodes", "gpus"),
-    [
-        (None, ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"], 2),
-        (None, [], 0),
-        ("", ["nvidia0"], 0),
-        ("1,3", ["nvidia0"], 2),
-        ("0,-1,1", ["nvidia0"], 1),
-    ],
-)
-def test_gpus_are_counted_without_cuda(tmp_path, monkeypatch, visible, nodes, gpus):  # type: ignore[no-untyped-def]
-    for name in nodes:
-        (tmp_path / name).touch()
-    env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert torchrun._gpus(env, tmp_path) == gpus
-
-
 def test_auto_falls_back_to_processors(monkeypatch):  # type: ignore[no-untyped-def]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert translate("--nproc-per-node auto", {})["nproc"] >= 1

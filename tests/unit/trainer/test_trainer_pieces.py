@@ -117,9 +117,11 @@ def test_the_last_time_of_the_progress_path_is_in_report_and_state():
     known = KNOWN.with_modified(1_500_000_000_123_456_789)
     made = termination.make_report(None, None, [], round_=0, terminated=False, known=known)
     assert made["fileModifiedAt"] == "2017-07-14T02:40:00.123456Z"
-    body = endpoints.state_body(None, attempt=1, round_=0, known=known)
+    body = endpoints.state_body(None, uid="u", attempt=1, round_=0, known=known)
+    assert body["uid"] == "u"
     assert body["fileModifiedAt"] == "2017-07-14T02:40:00.123456Z"
-    assert "fileModifiedAt" not in endpoints.state_body(None, attempt=1, round_=0, known=KNOWN)
+    body = endpoints.state_body(None, attempt=1, round_=0, known=KNOWN)
+    assert (body["uid"], "fileModifiedAt" in body) == ("", False)
 
 
 def test_log_lines_go_oldest_first_when_the_report_is_too_long():  # type: ignore[no-untyped-def]

@@ -36,6 +36,7 @@ class Measurement:
 
     name: Literal[
         "restarts_total",
+        "finished_total",
         "rounds_total",
         "detection_seconds",
         "recovery_seconds",
@@ -215,4 +216,5 @@ class Outcomes:
     pruned: tuple[Body, Body] | None = None  # the last status as sent and as stored, if they differ
     seen: frozenset[int] = frozenset()  # replicas of this attempt that once had a pod
     waiters: tuple[Waiter, ...] = ()  # in the job's namespace, those who have waited longest
+    metrics_from: tuple[Body, ...] = ()  # NetworkPolicyPeers of the settings; none: everybody
     seen_since: datetime | None = None  # since when this process has seen and acted without a gap

@@ -41,6 +41,7 @@ class Node:
 
     ``down_seconds``: for how long this process has seen that it is not ready.
     ``read_seconds``: how long ago a quorum last told of it; None if only a watch has.
+    ``guessed``: no list and no watch has told of it yet, only a pod that is there.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Node:
     out_of_service: bool = False
     down_seconds: float = 0.0
     read_seconds: float | None = None
+    guessed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

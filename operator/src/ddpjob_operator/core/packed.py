@@ -16,7 +16,9 @@ from typing import Any, Final
 from ddpjob_operator.core.lenient import mapping, sequence
 
 TRAINER_CONTAINER: Final = "trainer"
-GPU: Final = "nvidia.com/gpu"
+#: Resources of which a process takes one. Not MIG's: CUDA shows one slice to a process, whatever
+#: the container has. How many devices a ResourceClaim gives is not in the pod.
+GPUS: Final = ("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/xe", "gpu.intel.com/i915")
 TEMPLATE_BYTES: Final = 128 * 1024
 VOLUME_BYTES: Final = 16 * 1024
 
@@ -37,12 +39,17 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """spec.template. ``gpus``: the trainer's limit as written; ``ports``: all declared ones."""
+    """spec.template. ``gpus``: the trainer's limit of ``gpu`` as written; ``ports``: all declared.
+
+    ``host_network``: its pods are on their node's network.
+    """
 
     packed: Packed
     has_trainer: bool
+    gpu: str
     gpus: str
     ports: frozenset[int]
+    host_network: bool
 
 
 def pack(raw: Mapping[str, Any], field: str, limit: int) -> Packed:
@@ -72,12 +79,17 @@ def template(raw: object) -> Template:
     trainer = trainer_container(body)
     containers = [*sequence(body.get("containers")), *sequence(body.get("initContainers"))]
     declared = [port for c in containers for port in sequence(mapping(c).get("ports"))]
+    limits = mapping(mapping(trainer.get("resources")).get("limits"))
+    given = (name for name in GPUS if str(limits.get(name, 0)) != "0")
+    gpu = next(given, GPUS[0])
     numbers = (mapping(port).get("containerPort") for port in declared)
     return Template(
         packed=pack(whole, "spec.template", TEMPLATE_BYTES),
         has_trainer=bool(trainer),
-        gpus=str(mapping(mapping(trainer.get("resources")).get("limits")).get(GPU, "")),
+        gpu=gpu,
+        gpus=str(limits.get(gpu, "")),
         ports=frozenset(number for number in numbers if isinstance(number, int)),
+        host_network=body.get("hostNetwork") is True,
     )
 
 

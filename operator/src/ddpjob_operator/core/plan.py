@@ -329,7 +329,8 @@ def _creations(view: View) -> tuple[Action, ...]:
     if outcomes.network_attempt != attempt:
         if retry.resting(view, outcomes.network_refusal):
             return ()
-        return (EnsureNetwork(attempt, render.network(view.job, view.spec)),)
+        bodies = render.network(view.job, view.spec, outcomes.metrics_from)
+        return (EnsureNetwork(attempt, bodies),)
     refusals = view.refusals
     # What refused one pod refuses the others too: one goes first.
     due_now = retry.ready(view)[: 1 if outcomes.setback else _BATCH]

@@ -8,29 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import chain
 from typing import Any, Final
 
-from ddpjob_operator.core import classify, contract, observe, packed
+from ddpjob_operator.core import classify, contract, observe, packed, ports
 from ddpjob_operator.core.lenient import integer, mapping, sequence
 from ddpjob_operator.core.observe import Job
 from ddpjob_operator.core.spec import Restart, Spec
 
 SNAPSHOT_VOLUME: Final = "ddpjob-snapshot"
 SHM_VOLUME: Final = "ddpjob-shm"
+METRICS_PORT: Final = "metrics"
 #: Kubernetes' default of 300 s would hold a gang on a dead node for five minutes.
 NODE_LOST_TOLERATION_SECONDS: Final = 30
 DEFAULT_GRACE_SECONDS: Final = 30
-#: Those that a process without rights may open.
-_PORTS: Final = range(1024, 65536)
 _NODE_TAINTS: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 
 
-def network(job: Job, spec: Spec) -> tuple[dict[str, Any], ...]:
-    """What must stand before the first pod: the Service, then the NetworkPolicy."""
+def network(
+    job: Job, spec: Spec, metrics_from: Sequence[Mapping[str, Any]] = ()
+) -> tuple[dict[str, Any], ...]:
+    """What must stand before the first pod: the Service, then the NetworkPolicy.
+
+    ``metrics_from``: NetworkPolicyPeers that may read metrics; none: everybody.
+    """
     bodies = [_service(job, spec)]
     if spec.network_policy:
-        bodies.append(_network_policy(job, spec))
+        bodies.append(_network_policy(job, spec, metrics_from))
     return tuple(bodies)
 
 
@@ -63,6 +66,12 @@ def pod(
     # Only PYTHONUNBUFFERED can be in both: it is a default, not a part of the contract.
     trainer["env"] = [*(v for v in ours if v["name"] not in names), *given]
     trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
+    if spec.template.host_network:
+        # Else its DNS is the node's, which does not know the gang. No port is declared: it would
+        # be the node's, and one pod fit on each.
+        body.setdefault("dnsPolicy", "ClusterFirstWithHostNet")
+    else:
+        _declare_metrics_port(trainer, spec.metrics_port)
     _mount(body, trainer, spec)
     return {
         "apiVersion": "v1",
@@ -80,16 +89,6 @@ def pod(
         },
         "spec": body,
     }
-
-
-def hub_port(spec: Spec) -> int:
-    """Where launcher 0 co-ordinates rounds: the first port after spec.port that is free.
-
-    Taken are spec.metrics.port and what any container of the template declares.
-    """
-    taken = {spec.metrics_port, *spec.template.ports}
-    ports = chain(range(spec.port + 1, _PORTS.stop), range(spec.port - 1, _PORTS.start - 1, -1))
-    return next(port for port in ports if port not in taken)
 
 
 def pod_labels(job: Job, attempt: int, replica: int) -> dict[str, str]:
@@ -132,6 +131,8 @@ def _meta(job: Job) -> dict[str, Any]:
 
 
 def _service(job: Job, spec: Spec) -> dict[str, Any]:
+    """Its ports are for the reader: without an address of its own it forwards nothing."""
+    hub = ports.hub(spec.template, spec.port, spec.metrics_port)
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -143,19 +144,21 @@ def _service(job: Job, spec: Spec) -> dict[str, Any]:
             "selector": {observe.LABEL_JOB_UID: job.uid},
             "ports": [
                 {"name": "master", "port": spec.port, "targetPort": spec.port},
-                {"name": "hub", "port": hub_port(spec), "targetPort": hub_port(spec)},
+                {"name": "hub", "port": hub, "targetPort": hub},
                 {"name": "metrics", "port": spec.metrics_port, "targetPort": spec.metrics_port},
             ],
         },
     }
 
 
-def _network_policy(job: Job, spec: Spec) -> dict[str, Any]:
-    """torch's store and gloo/NCCL have no authentication: only the gang may connect.
-
-    The metrics port stays open to all, for Prometheus and the operator.
-    """
+def _network_policy(
+    job: Job, spec: Spec, metrics_from: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """torch's store and gloo/NCCL have no authentication: only the gang may connect."""
     selector = {"matchLabels": {observe.LABEL_JOB_UID: job.uid}}
+    metrics: dict[str, Any] = {"ports": [{"protocol": "TCP", "port": spec.metrics_port}]}
+    if metrics_from:
+        metrics["from"] = [dict(peer) for peer in metrics_from]
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -165,7 +168,7 @@ def _network_policy(job: Job, spec: Spec) -> dict[str, Any]:
             "policyTypes": ["Ingress"],
             "ingress": [
                 {"from": [{"podSelector": selector}]},
-                {"ports": [{"protocol": "TCP", "port": spec.metrics_port}]},
+                metrics,
             ],
         },
     }
@@ -173,14 +176,15 @@ def _network_policy(job: Job, spec: Spec) -> dict[str, Any]:
 
 def _env(job: Job, spec: Spec, attempt: int, replica: int, grace: int) -> list[dict[str, str]]:
     master = f"{job.name}-0.{job.name}.{job.namespace}.svc"
+    found = ports.of(spec.template, spec.port, spec.metrics_port, job.uid, attempt, replica)
     env = {
         "MASTER_ADDR": master,
-        "MASTER_PORT": spec.port,
+        "MASTER_PORT": found.master,
         "PET_NNODES": spec.replicas,
         "PET_NPROC_PER_NODE": spec.nproc_per_node,
         "PET_NODE_RANK": replica,
         "PET_MASTER_ADDR": master,
-        "PET_MASTER_PORT": spec.port,
+        "PET_MASTER_PORT": found.master,
         # A straggler of an older attempt must not join this one.
         "PET_RDZV_ID": f"{job.uid}-{attempt}",
         contract.NAME: job.name,
@@ -190,8 +194,8 @@ def _env(job: Job, spec: Spec, attempt: int, replica: int, grace: int) -> list[d
         contract.REPLICA: replica,
         contract.REPLICAS: spec.replicas,
         contract.NPROC_PER_NODE: spec.nproc_per_node,
-        contract.METRICS_PORT: spec.metrics_port,
-        contract.HUB_PORT: hub_port(spec),
+        contract.METRICS_PORT: found.metrics,
+        contract.HUB_PORT: found.hub,
         contract.GRACE_SECONDS: grace,
         contract.IN_PLACE_MAX_WITHOUT_PROGRESS: spec.restart.in_place,
         contract.IN_PLACE_FINAL_EXIT_CODES: _final_exit_codes(spec.restart),
@@ -221,6 +225,14 @@ def _final_exit_codes(restart: Restart) -> str:
     """After these the user's rules want no restart, so none in place either."""
     codes = (c for c in range(1, 256) if restart.ruled(c, classify.reasons_of(c)) == "Fail")
     return ",".join(map(str, codes))
+
+
+def _declare_metrics_port(trainer: dict[str, Any], number: int) -> None:
+    """Named, so that a PodMonitor finds it; a port of the template by that name stays."""
+    declared = sequence(trainer.get("ports"))
+    taken = [mapping(port) for port in declared]
+    if not any(p.get("name") == METRICS_PORT or p.get("containerPort") == number for p in taken):
+        trainer["ports"] = [*declared, {"name": METRICS_PORT, "containerPort": number}]
 
 
 def _mount(body: dict[str, Any], trainer: dict[str, Any], spec: Spec) -> None:

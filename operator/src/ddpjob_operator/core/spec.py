@@ -10,7 +10,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ddpjob_operator.core import packed
+from ddpjob_operator.core import packed, ports
 from ddpjob_operator.core.lenient import integer, mapping, text
 from ddpjob_operator.core.packed import Packed, Template
 
@@ -127,7 +127,7 @@ def parse(raw: Mapping[str, Any]) -> Spec:
         replicas=integer(raw.get("replicas"), 1),
         nproc_per_node=_nproc(raw.get("nprocPerNode", "auto"), template),
         template=template,
-        port=integer(raw.get("port"), 29500),
+        port=integer(raw.get("port"), ports.MASTER),
         suspend=bool(raw.get("suspend", False)),
         restart=_restart(mapping(raw.get("restart"))),
         snapshot=snapshot,
@@ -137,7 +137,7 @@ def parse(raw: Mapping[str, Any]) -> Spec:
         active_deadline=raw.get("activeDeadlineSeconds"),
         ttl=raw.get("ttlSecondsAfterFinished"),
         clean_pod_policy=str(raw.get("cleanPodPolicy", "Running")),
-        metrics_port=integer(mapping(raw.get("metrics")).get("port"), 9400),
+        metrics_port=integer(mapping(raw.get("metrics")).get("port"), ports.METRICS),
         network_policy=bool(mapping(raw.get("networkPolicy")).get("enabled", True)),
     )
 
@@ -151,7 +151,7 @@ def _nproc(value: object, template: Template) -> int:
         raise SpecError(f'spec.nprocPerNode: must be "auto" or a number >= 1, not {value!r}')
     if 0 < gpus < given:
         raise SpecError(
-            f"spec.nprocPerNode is {given}, but the limit nvidia.com/gpu of the trainer container"
+            f"spec.nprocPerNode is {given}, but the limit {template.gpu} of the trainer container"
             f" is {gpus}, and a process needs a GPU of its own: leave it out (auto), or raise the"
             " limit"
         )

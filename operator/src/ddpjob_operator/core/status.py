@@ -208,7 +208,9 @@ class Status:
 
 def to_dict(status: Status) -> dict[str, Any]:
     """The JSON form, absent values left out."""
-    last = status.last_failure
+    last, replicas = status.last_failure, status.replicas
+    # Of a job that has ended "0/3" would read as trouble.
+    ready = "" if status.terminal else f"{replicas.ready}/{replicas.desired}"
     return _present(
         {
             "observedGeneration": status.observed_generation,
@@ -219,8 +221,8 @@ def to_dict(status: Status) -> dict[str, Any]:
             "membersSince": status.members_since,
             "templateHash": status.template_hash,
             "restarts": _restarts_to_dict(status.restarts),
-            "ready": f"{status.replicas.ready}/{status.replicas.desired}",
-            "replicas": asdict(status.replicas),
+            "ready": ready,
+            "replicas": asdict(replicas),
             "succeededReplicas": format_ranges(status.succeeded),
             "progress": _progress_to_dict(status.progress) or None,
             "lastFailure": last.to_dict() if last else None,
@@ -239,7 +241,8 @@ def from_dict(body: object) -> Status:
     return Status(
         phase=phase if phase in PHASES else None,
         reason=text(raw.get("reason")),
-        observed_generation=integer(raw.get("observedGeneration")),
+        # The CRD's default is -1, which a condition may not say: nothing was acted on.
+        observed_generation=max(0, integer(raw.get("observedGeneration"))),
         conditions=tuple(_conditions(raw.get("conditions"))),
         attempt=integer(raw.get("attempt")),
         members_since=integer(raw.get("membersSince")),

@@ -55,7 +55,10 @@ class App:
         self._metrics = Metrics()
         self._store = Store()
         self._clock = Clock(settings.resync_seconds + _AWAY, stepped=self._store.forget_outcomes)
-        self._queue: WorkQueue[Key] = WorkQueue(self._metrics.queue_latency.observe)
+        self._queue: WorkQueue[Key] = WorkQueue(
+            self._metrics.queue_latency.observe,
+            group=lambda key: key[0],  # namespaces take turns
+        )
         self._api = Api(credentials, self._metrics.count_call)
         self._recorder = Recorder(self._api, settings.identity)
         # Of its own connections: a slow list or a full pool must not cost the lease.
@@ -73,7 +76,13 @@ class App:
             self._api, self._store, self._recorder, self._metrics, leads=leads, now=self._clock.now
         )
         self._reconciler = Reconciler(
-            self._store, self._queue, executor, self._metrics, leads, self._clock
+            self._store,
+            self._queue,
+            executor,
+            self._metrics,
+            leads,
+            self._clock,
+            settings.metrics_from,
         )
         self._watcher = JobWatcher(credentials, settings.namespaces, self._on_job_event)
         self._resync = Resync(
@@ -218,7 +227,7 @@ class App:
         return missing
 
     def _expose(self) -> None:
-        self._metrics.expose_jobs(self._store.count_phases)
+        self._metrics.expose_jobs(lambda: self._store.jobs() if self._elector.leads() else [])
         self._metrics.expose_watch_ages(self._watch_ages)
         self._metrics.queue_depth.set_function(lambda: len(self._queue))
 

@@ -189,7 +189,7 @@ class Executor:
             log.error("%s/%s: an old or new CRD drops fields of its status", *job.key)
         self._learn(job.uid, lambda known: replace(known, status_written_at=at, pruned=pruned))
         self._recorder.send(job, action.events)
-        self._metrics.record(action.measurements)
+        self._metrics.record(job.namespace, action.measurements)
         for event in action.events:
             log.info("%s/%s: %s: %s (uid %s)", *job.key, event.reason, event.message, job.uid)
         return True
@@ -283,7 +283,7 @@ class Executor:
                     if seen and existing.attempt == action.attempt and not existing.deleting:
                         self._learn(job.uid, lambda known: retry.accepted(known, action.replica))
                         return None
-            refusal = self._refusal(action.attempt, error, existing)
+            refusal = self._refusal(job, action.attempt, error, existing)
             before = self._store.outcomes(job.uid).refusals.get(action.replica)
             self._learn(job.uid, lambda known: retry.refused(known, action.replica, refusal))
             if error.code == 409 and not _same(before, refusal):
@@ -329,13 +329,13 @@ class Executor:
             except errors.ApiError as refused:
                 error = refused
             if error.code != 409:
-                return self._refusal(attempt, error, None)
+                return self._refusal(job, attempt, error, None)
             found = await self._read_back(resource, job, name)
         existing = standing.existing(kind, found) if found else None
         if found and existing and existing.owner_uid == job.uid and not existing.deleting:
             await self._mend(job, found, body)
             return None
-        return self._refusal(attempt, error, existing)
+        return self._refusal(job, attempt, error, existing)
 
     async def _mend(self, job: observe.Job, found: Object, body: Body) -> None:
         """Put right what somebody has changed: one write, and no other before the next look."""
@@ -358,7 +358,10 @@ class Executor:
         except errors.NotFound:
             return None
 
-    def _refusal(self, attempt: int, error: errors.ApiError, existing: Existing | None) -> Refusal:
+    def _refusal(
+        self, job: observe.Job, attempt: int, error: errors.ApiError, existing: Existing | None
+    ) -> Refusal:
+        self._metrics.count_refusal(job.namespace, error.code)
         return Refusal(
             attempt=attempt,
             code=error.code,

@@ -1,12 +1,16 @@
 """All metrics of the operator, for /metrics. No label ever holds the name of a job.
 
 What happened to jobs is counted once, after the status write that stored it (see
-executor.py); what is true now is computed when somebody asks.
+executor.py); what is true now is computed when somebody asks, by the leader alone: sums over
+all operators count nothing twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import platform
+import time
+from collections import Counter as Counts
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 
 from prometheus_client import (
     CollectorRegistry,
@@ -14,41 +18,63 @@ from prometheus_client import (
     Gauge,
     GCCollector,
     Histogram,
-    PlatformCollector,
+    Info,
     ProcessCollector,
     disable_created_metrics,
 )
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from ddpjob_operator import __version__
+from ddpjob_operator.core import classify, observe, status
 from ddpjob_operator.core.actions import Measurement
 
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _SLOW = (0.1, 0.25, 0.5, 1, 2, 3, 5, 7.5, 10, 15, 30, 60, 120, 300, 600, 1800)
+#: Seconds without a job after which a namespace's series end: long past every alert's window.
+_FORGET_AFTER = 86_400.0
 _STEPS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 
 
 class Metrics:
-    """One registry and the instruments in it."""
+    """One registry and the instruments in it. ``clock`` is monotonic."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._counted: set[str] = (
+            set()
+        )  # namespaces of counters; their jobs may be gone by a scrape
         # Half as many series; nobody asks for the others.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
         self.restarts = Counter(
             "ddpjob_restarts",
             "Restarts of gangs, by the class of the failure",
-            ["class"],
+            ["namespace", "class"],
             registry=self.registry,
         )
         self.rounds = Counter(
             "ddpjob_rounds",
             "Restarts of processes in place, by the class of the failure",
-            ["class"],
+            ["namespace", "class"],
             registry=self.registry,
+        )
+        self.finished = Counter(
+            "ddpjob_finished",
+            "DDPJobs that have ended, by how",
+            ["namespace", "result"],
+            registry=self.registry,
+        )
+        self.refused = Counter(
+            "ddpjob_refused_creations",
+            "Pods, Services and NetworkPolicies that the API server refused to create",
+            ["namespace", "code"],
+            registry=self.registry,
+        )
+        Info("ddpjob_build", "The operator's version", registry=self.registry).info(
+            {"version": __version__, "python": platform.python_version()}
         )
         self.detection = self._histogram(
             "ddpjob_detection_seconds", "From a failure to the stored decision", _SLOW
@@ -88,25 +114,53 @@ class Metrics:
         """One finished call to the API server."""
         self.api_requests.labels(verb, resource, str(code)).inc()
 
-    def record(self, measurements: Iterable[Measurement]) -> None:
-        """What a stored transition measured."""
+    def record(self, namespace: str, measurements: Iterable[Measurement]) -> None:
+        """What a stored transition of a job in that namespace measured."""
         histograms = {
             "detection_seconds": self.detection,
             "recovery_seconds": self.recovery,
             "time_to_running_seconds": self.time_to_running,
             "lost_steps": self.lost_steps,
         }
-        counters = {"restarts_total": self.restarts, "rounds_total": self.rounds}
+        counters = {
+            "restarts_total": self.restarts,
+            "rounds_total": self.rounds,
+            "finished_total": self.finished,
+        }
         for measurement in measurements:
             if measurement.name in counters:
+                self._counted.add(namespace)
                 counter = counters[measurement.name]
-                counter.labels(measurement.label or "unknown").inc(measurement.value)
+                counter.labels(namespace, measurement.label or "Unknown").inc(measurement.value)
             else:
                 histograms[measurement.name].observe(measurement.value)
 
-    def expose_jobs(self, count_phases: Callable[[], Mapping[str, int]]) -> None:
-        """ddpjob_jobs{phase}, computed from the store on every scrape."""
-        self.registry.register(_Computed("ddpjob_jobs", "DDPJobs by phase", "phase", count_phases))
+    def count_refusal(self, namespace: str, code: int) -> None:
+        """A creation that the API server refused."""
+        self._counted.add(namespace)
+        self.refused.labels(namespace, str(code)).inc()
+
+    def expose_jobs(self, jobs: Callable[[], Iterable[observe.Job]]) -> None:
+        """ddpjob_jobs{namespace,phase} and ddpjob_stalled{namespace,reason}, at every scrape.
+
+        ``jobs()``: all that this operator is to tell of, none while another one leads.
+        """
+        counted = self._counted
+        self.registry.register(_Jobs(jobs, self._begin, self._forget, counted, self._clock))
+
+    def _begin(self, namespace: str) -> None:
+        """Counters of a namespace begin at 0: what appears at 1 has no increase for Prometheus."""
+        for kind in (*classify.SEVERITY, "Unknown"):
+            self.restarts.labels(namespace, kind)
+            self.rounds.labels(namespace, kind)
+        for result in status.TERMINAL:
+            self.finished.labels(namespace, result)
+        self.refused.labels(namespace, "403")
+
+    def _forget(self, namespace: str) -> None:
+        self._counted.discard(namespace)
+        for counter in (self.restarts, self.rounds, self.finished, self.refused):
+            counter.remove_by_labels({"namespace": namespace})
 
     def expose_watch_ages(self, ages: Callable[[], Mapping[str, float]]) -> None:
         """ddpjob_watch_age_seconds{resource}: since the API server last said anything."""
@@ -118,6 +172,63 @@ class Metrics:
                 ages,
             )
         )
+
+
+class _Jobs(Collector):
+    """What the jobs are at now. ``begin``, ``forget``: told of namespaces that come and go."""
+
+    def __init__(
+        self,
+        jobs: Callable[[], Iterable[observe.Job]],
+        begin: Callable[[str], None],
+        forget: Callable[[str], None],
+        counted: Set[str],
+        clock: Callable[[], float],
+    ) -> None:
+        self._jobs, self._begin, self._forget, self._clock = jobs, begin, forget, clock
+        self._counted = counted
+        self._seen: dict[str, float] = {}  # namespace -> when it had a job last
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        yield GaugeMetricFamily("ddpjob_jobs", "DDPJobs by phase", labels=["namespace", "phase"])
+        yield GaugeMetricFamily(
+            "ddpjob_stalled",
+            "DDPJobs that are not as they should be, by the reason that their status gives",
+            labels=["namespace", "reason"],
+        )
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        phases: Counts[tuple[str, str]] = Counts()
+        stalled: Counts[tuple[str, str]] = Counts()
+        namespaces = set()
+        for job in self._jobs():
+            namespaces.add(job.namespace)
+            known = job.status.get("phase")
+            phase = known if isinstance(known, str) and known in status.PHASES else "Pending"
+            phases[job.namespace, phase] += 1
+            reason = job.status.get("reason")
+            if reason and isinstance(reason, str) and phase not in status.TERMINAL:
+                stalled[job.namespace, reason] += 1
+        self._mind(namespaces)
+        jobs, reasons = self.describe()
+        for namespace in sorted(self._seen):
+            for phase in status.PHASES:  # zeros too: a series that goes away says nothing
+                jobs.add_metric([namespace, phase], phases[namespace, phase])
+        for labels, count in sorted(stalled.items()):
+            reasons.add_metric(labels, count)
+        yield jobs
+        yield reasons
+
+    def _mind(self, namespaces: set[str]) -> None:
+        now = self._clock()
+        # Some were counted in and have no job any more, when the first scrape comes.
+        new = (namespaces | self._counted) - self._seen.keys()
+        for namespace in sorted(new):
+            self._begin(namespace)
+        self._seen.update(dict.fromkeys(namespaces | new, now))
+        for namespace in [n for n, at in self._seen.items() if now - at > _FORGET_AFTER]:
+            del self._seen[namespace]
+            self._forget(namespace)
 
 
 class _Computed(Collector):

@@ -22,12 +22,16 @@ Slim = tuple[Record, int | None]  # with its resourceVersion
 
 @dataclass(slots=True)
 class _Seen:
-    """``record`` None: there is no such node. Times are of the monotonic clock."""
+    """``record`` None: there is no such node. Times are of the monotonic clock.
+
+    ``read_at``: when a quorum told of it as it is here; none has of what a watch has told since.
+    """
 
     record: Record | None
     version: int | None
     down_since: float | None
     read_at: float | None = None
+    guessed: bool = False  # nobody has said so yet
 
 
 class NodeCache:
@@ -59,7 +63,8 @@ class NodeCache:
         old = self._nodes.get(found.name)
         if not quorum and old and old.record and _older(version, old.version):
             return False
-        read_at = self._clock() if quorum else old.read_at if old else None
+        read = old.read_at if old and old.record == found else None
+        read_at = self._clock() if quorum else read
         since = None if found.ready else self._silent_since(found, old)
         self._keep(found.name, _Seen(found, version, since, read_at))
         return old is None or _shown(old.record) != _shown(found)
@@ -67,18 +72,19 @@ class NodeCache:
     def remove(self, name: str, *, quorum: bool = False) -> bool:
         """The node is gone; True if that is news."""
         old, now = self._nodes.get(name), self._clock()
-        since = old.down_since if old and old.record is None else now
-        read_at = now if quorum else old.read_at if old else None
+        since, read = (old.down_since, old.read_at) if old and old.record is None else (now, None)
+        read_at = now if quorum else read
         self._keep(name, _Seen(None, None, since, read_at))
         gone = [name for name, seen in self._nodes.items() if seen.record is None]
         for forgotten in gone[:-_REMEMBERED]:
             del self._nodes[forgotten]
-        return old is None or old.record is not None
+        return old is None or old.record is not None or old.guessed
 
     def replace_all(self, items: Iterable[Slim]) -> list[str]:
         """A full list, from a quorum. The names of the nodes with news."""
         listed = {slim[0].name: slim for slim in items}
-        gone = [n for n, seen in self._nodes.items() if seen.record and n not in listed]
+        told = {n for n, seen in self._nodes.items() if seen.record or seen.guessed}
+        gone = [name for name in told if name not in listed]
         changed = [name for name in gone if self.remove(name)]
         changed += [name for name, slim in listed.items() if self.put(slim, quorum=True)]
         self._known, self._forbidden = True, False
@@ -95,7 +101,7 @@ class NodeCache:
 
     def _one(self, name: str) -> Node:
         # A pod may be told of before its new node is: since when it is missing counts from now.
-        seen = self._nodes.setdefault(name, _Seen(None, None, self._clock()))
+        seen = self._nodes.setdefault(name, _Seen(None, None, self._clock(), guessed=True))
         now, found = self._clock(), seen.record
         return Node(
             name=name,
@@ -104,6 +110,7 @@ class NodeCache:
             out_of_service=found is not None and found.out_of_service,
             down_seconds=0.0 if seen.down_since is None else now - seen.down_since,
             read_seconds=None if seen.read_at is None else now - seen.read_at,
+            guessed=seen.guessed,
         )
 
     def _keep(self, name: str, seen: _Seen) -> None:

@@ -20,7 +20,8 @@ from datetime import UTC, datetime
 
 import aiohttp
 
-from ddpjob_operator.core import contract, observe
+from ddpjob_operator.core import contract, observe, packed, ports
+from ddpjob_operator.core.lenient import integer, mapping
 from ddpjob_operator.core.status import Progress
 from ddpjob_operator.shell.store import Key, Store
 
@@ -28,7 +29,6 @@ log = logging.getLogger(__name__)
 
 _TIMEOUT = 2.0
 _IN_PARALLEL = 32  # of those that answered last time, and as many of the others
-_DEFAULT_PORT = 9400
 
 
 class ProgressReader:
@@ -101,9 +101,11 @@ class ProgressReader:
             self._silent.add(job.uid)
             return
         self._silent.discard(job.uid)
-        attempt = job.status.get("attempt")
-        if isinstance(raw, dict) and raw.get("attempt", attempt) != attempt:
-            return  # the pod's address was given to another, or the gang was replaced meanwhile
+        ours = (job.uid, job.status.get("attempt"))
+        if isinstance(raw, dict) and (
+            (raw.get("uid") or job.uid, raw.get("attempt", ours[1])) != ours
+        ):
+            return  # the address or the port is another's now, or the gang was replaced meanwhile
         found, rounds = observe.progress(raw, datetime.now(UTC)), observe.rounds(raw)
         known = self._store.outcomes(job.uid)
         if found is None or (_same(found, known.progress) and rounds == known.rounds):
@@ -115,9 +117,11 @@ class ProgressReader:
         attempt = job.status.get("attempt")
         for pod in self._store.pods_of(job.uid):
             if (pod.replica, pod.attempt) == (0, attempt) and pod.trainer.state == "running":
-                metrics = job.spec.get("metrics")
-                port = metrics.get("port") if isinstance(metrics, dict) else None
-                return _url(pod.ip, port if isinstance(port, int) else _DEFAULT_PORT)
+                master = integer(job.spec.get("port"), ports.MASTER)
+                metrics = integer(mapping(job.spec.get("metrics")).get("port"), ports.METRICS)
+                template = packed.template(job.spec.get("template"))
+                found = ports.of(template, master, metrics, job.uid, pod.attempt or 0, 0)
+                return _url(pod.ip, found.metrics)
         return None
 
 

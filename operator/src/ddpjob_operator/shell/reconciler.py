@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ddpjob_operator.core import observe
+from ddpjob_operator.core.actions import Body
 from ddpjob_operator.core.plan import plan
 from ddpjob_operator.shell import errors
 from ddpjob_operator.shell.clock import Clock
@@ -41,9 +42,11 @@ class Reconciler:
         metrics: Metrics,
         leads: Callable[[], bool],
         clock: Clock,
+        metrics_from: tuple[Body, ...] = (),
     ) -> None:
         self._store, self._queue, self._executor = store, queue, executor
         self._metrics, self._leads, self._clock = metrics, leads, clock
+        self._metrics_from = metrics_from
         self._busy: dict[Key, int] = {}
 
     async def reconcile(self, key: Key) -> None:
@@ -88,6 +91,7 @@ class Reconciler:
             seen=seen,
             seen_since=self._clock.seen_since(),
             waiters=self._store.waiters(job.namespace),
+            metrics_from=self._metrics_from,
         )
         todo = plan(job, snapshot.pods, outcomes, now, snapshot.nodes)
         if todo.actions:

@@ -7,11 +7,13 @@ POD_NAMESPACE) and KUBECONFIG come from the environment, as every Kubernetes too
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ddpjob_operator import __version__
 
@@ -24,6 +26,7 @@ class Settings:
     workers: int = 8
     progress_seconds: float = 15.0
     resync_seconds: float = 30.0
+    metrics_from: tuple[dict[str, Any], ...] = ()  # NetworkPolicyPeers; empty: everybody
     probe_host: str = "0.0.0.0"
     probe_port: int = 8080
     lease_name: str = "ddpjob-operator"
@@ -44,6 +47,7 @@ def parse(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.env
         workers=args.workers,
         progress_seconds=args.progress_seconds,
         resync_seconds=args.resync_seconds,
+        metrics_from=args.metrics_from,
         probe_host=args.probe_host,
         probe_port=args.probe_port,
         lease_name=args.lease_name,
@@ -96,6 +100,14 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         default=30.0,
         metavar="S",
         help="list all DDPJobs every S seconds, to find those that vanished while a watch was down",
+    )
+    scope.add_argument(
+        "--metrics-from",
+        type=_peers,
+        default=(),
+        metavar="JSON",
+        help="a list of NetworkPolicyPeers: only they, the operator must be one, and the gang may"
+        " reach a gang's metrics port; empty lets everybody",
     )
     _cluster_flags(parser, environ)
     _process_flags(parser)
@@ -155,6 +167,18 @@ def _positive(text: str) -> float:
     if not 0 < value < 86400:
         raise argparse.ArgumentTypeError(f"{text} is not above 0 and below 86400 seconds")
     return value
+
+
+def _peers(text: str) -> tuple[dict[str, Any], ...]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"no JSON: {error}") from None
+    if not isinstance(found, list) or not all(isinstance(peer, dict) and peer for peer in found):
+        raise argparse.ArgumentTypeError(
+            'not a list of NetworkPolicyPeers, as in [{"podSelector": {...}}]'
+        )
+    return tuple(found)
 
 
 def _at_least_one(text: str) -> int:

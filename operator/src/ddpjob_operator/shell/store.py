@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ddpjob_operator.core import observe, status
+from ddpjob_operator.core import observe
 from ddpjob_operator.core.actions import Outcomes, Waiter
 from ddpjob_operator.core.nodes import Nodes
 from ddpjob_operator.core.policy import turn
@@ -214,15 +214,6 @@ class Store:
             bisect.insort(there, new)
         if not there:
             del self._waiters[job.namespace]
-
-    def count_phases(self) -> dict[str, int]:
-        """How many jobs are in each phase; all phases are there, for steady metrics."""
-        counts: dict[str, int] = dict.fromkeys(status.PHASES, 0)
-        for job in self._jobs.values():
-            phase = job.status.get("phase") or "Pending"
-            if phase in counts:
-                counts[phase] += 1
-        return counts
 
     # --- outcomes ---
 

@@ -3,13 +3,15 @@
 The rules are those of client-go's work queue: a key that comes back while it is being worked
 on is worked on once more afterwards; a key that fails comes back after a growing delay.
 Beyond them a key may be given a rest: whatever asks for it meanwhile is answered at its end.
+And there is a line per group of keys, which take turns: a hundred keys of one group that come
+back and back make no key of another wait for more than one of them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
 
@@ -20,10 +22,15 @@ _MAX_DELAY = 30.0
 
 
 class WorkQueue(Generic[K]):
-    """``observe_latency(seconds)`` is told how long each key stood in line."""
+    """``observe_latency(seconds)`` is told how long each key stood in line; ``group(key)``."""
 
-    def __init__(self, observe_latency: Callable[[float], None] = lambda _: None) -> None:
-        self._line: deque[K] = deque()
+    def __init__(
+        self,
+        observe_latency: Callable[[float], None] = lambda _: None,
+        group: Callable[[K], Hashable] = lambda _: None,
+    ) -> None:
+        self._lines: OrderedDict[Hashable, deque[K]] = OrderedDict()  # whose turn it is comes first
+        self._group = group
         self._waiting: dict[K, float] = {}  # in line, since when
         self._working: set[K] = set()
         self._again: set[K] = set()  # came back while being worked on
@@ -36,7 +43,7 @@ class WorkQueue(Generic[K]):
         self._observe_latency = observe_latency
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._waiting)
 
     def add(self, key: K) -> None:
         """Put the key in line, once."""
@@ -50,7 +57,7 @@ class WorkQueue(Generic[K]):
             self.add_after(key, rest)
             return
         self._waiting[key] = _now()
-        self._line.append(key)
+        self._lines.setdefault(self._group(key), deque()).append(key)
         self._wake.set()
 
     def add_after(self, key: K, delay: float) -> None:
@@ -123,10 +130,13 @@ class WorkQueue(Generic[K]):
             await asyncio.sleep(0)  # work that waited for nothing lets others have their turn
 
     async def _take(self) -> K:
-        while self._closed or not self._line:
+        while self._closed or not self._lines:
             self._wake.clear()
             await self._wake.wait()
-        key = self._line.popleft()
+        group, line = self._lines.popitem(last=False)
+        key = line.popleft()
+        if line:
+            self._lines[group] = line  # at the end
         self._observe_latency(_now() - self._waiting.pop(key))
         self._working.add(key)
         self._rests.pop(key, None)

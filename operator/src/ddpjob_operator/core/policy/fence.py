@@ -73,6 +73,8 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
     """Why the gang waits for a machine, and what a person can do about it."""
     after = view.spec.fence_after
     for pod, node in _silent(view):
+        if node.guessed:  # a new one, of which the watch has not told yet: no word of trouble
+            continue
         reason = "NodeNotReady"
         if _given_up(view, node) or not node.exists:
             then = "its pods are being removed"

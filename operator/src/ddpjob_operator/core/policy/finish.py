@@ -10,7 +10,15 @@ from datetime import datetime, timedelta
 
 from ddpjob_operator.core import classify
 from ddpjob_operator.core import status as st
-from ddpjob_operator.core.actions import Action, DeleteJob, DeletePod, Event, Plan, WriteStatus
+from ddpjob_operator.core.actions import (
+    Action,
+    DeleteJob,
+    DeletePod,
+    Event,
+    Measurement,
+    Plan,
+    WriteStatus,
+)
 from ddpjob_operator.core.policy import fence
 from ddpjob_operator.core.status import Progress
 from ddpjob_operator.core.view import Change, View
@@ -35,8 +43,12 @@ def succeed(view: View, change: Change) -> Change:
 
 
 def fail(view: View, change: Change, reason: str, message: str) -> Change:
-    """The job has failed for good; the cause is in status.lastFailure if a member failed."""
+    """The job has failed for good; the cause is in status.lastFailure if a member failed.
+
+    Stalled is how kstatus knows a kind that it does not know to have failed.
+    """
     change = _end(view, change, "Failed")
+    change = change.condition("Stalled", True, reason, message, view.now)
     change = change.condition("Running", False, reason, message, view.now)
     change = change.condition("Failed", True, reason, message, view.now)
     return change.tell("Warning", "Failed", f"{reason}: {message}")
@@ -94,6 +106,7 @@ def clean_up(view: View) -> Plan:
 def _end(view: View, change: Change, phase: str) -> Change:
     timings = replace(view.status.timings, completed_at=view.now, next_restart_at=None)
     change = change.condition("Stalled", False, phase, "", view.now)
+    change = change.measure(Measurement("finished_total", 1, phase))
     return change.with_status(phase=phase, timings=timings)
 
 

@@ -11,10 +11,11 @@ from datetime import datetime, timedelta
 
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Refusal
-from ddpjob_operator.core.observe import KIND
+from ddpjob_operator.core.lenient import mapping
+from ddpjob_operator.core.observe import KIND, Pod
 from ddpjob_operator.core.policy import avoid, fence, hold, turn
 from ddpjob_operator.core.ranges import format_ranges
-from ddpjob_operator.core.status import Progress, Replicas, Status
+from ddpjob_operator.core.status import Condition, Progress, Replicas, Status, with_condition
 from ddpjob_operator.core.view import Change, View
 
 #: Shorter than this, creating a container or ending a pod is no stall yet.
@@ -26,7 +27,7 @@ LINGERING = timedelta(minutes=10)
 
 
 def fill(view: View, change: Change) -> Change:
-    """Counts, progress and observedGeneration."""
+    """Counts, progress, observedGeneration and the condition Ready."""
     status = change.status
     fields = {
         "observed_generation": hold.acted_on(view, status.phase),
@@ -39,8 +40,20 @@ def fill(view: View, change: Change) -> Change:
         fields |= {"replicas": _replicas(view), "succeeded": view.succeeded}
     else:
         fields |= {"replicas": Replicas(desired=view.spec.replicas)}
-    change = change.with_status(**fields, reason=_reason(status))
+    conditions = _with_ready(status, view.now)
+    change = change.with_status(**fields, reason=_reason(status), conditions=conditions)
     return _unsupported(view, change)
+
+
+def _with_ready(status: Status, now: datetime) -> tuple[Condition, ...]:
+    """What kstatus asks of a kind that it does not know: Helm, Flux and others wait for it.
+
+    It depends on the phase alone, so that it costs no write of its own, and is told while it is
+    false from the first write on: without it kstatus takes any job for done.
+    """
+    phase = status.phase or "Pending"
+    ready = phase in ("Running", "Succeeded")
+    return with_condition(status.conditions, "Ready", ready, phase, f"phase {phase}", now)
 
 
 def _reason(status: Status) -> str:
@@ -90,7 +103,7 @@ def _reasons(view: View) -> Iterator[tuple[str, str]]:
     for pod in view.members.values():
         started = classify.running(pod) or pod.trainer.state == "terminated"
         if pod.node and not started and not _fresh(view):
-            hint = f"see kubectl describe pod -n {pod.namespace} {pod.name}"
+            hint = f"see kubectl describe pod -n {pod.namespace} {pod.name}{_held(view, pod)}"
             yield "ContainerCreating", f"pod {pod.name} on {pod.node} does not start: {hint}"
     for pod in view.members.values():
         # Two clocks, so only a word, never a decision.
@@ -99,6 +112,20 @@ def _reasons(view: View) -> Iterator[tuple[str, str]]:
             hint = "no scheduler has looked at it yet: does the one of spec.schedulerName run?"
             yield "Unschedulable", f"pod {pod.name}: {hint}"
     yield from _lingering(view)
+
+
+def _held(view: View, pod: Pod) -> str:
+    """What to look for: that another node holds a volume only events tell, which are not read."""
+    claim = mapping(view.spec.snapshot.volume.unpack() if view.spec.snapshot else {})
+    name = mapping(claim.get("persistentVolumeClaim")).get("claimName")
+    elsewhere = (p.node for p in view.members.values() if classify.running(p))
+    holder = next((node for node in elsewhere if node != pod.node), None)
+    if not name or holder is None:
+        return ""
+    return (
+        f"; if its events tell of Multi-Attach, claim {name} is ReadWriteOnce and held on {holder}"
+        ": take one of ReadWriteMany, or upload snapshots"
+    )
 
 
 def lingers(view: View) -> datetime | None:

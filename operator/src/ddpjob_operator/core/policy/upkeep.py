@@ -32,7 +32,8 @@ def looks(view: View) -> tuple[EnsureNetwork, ...]:
     at = due(view)
     if at is None or view.now < at:
         return ()
-    return (EnsureNetwork(view.status.attempt, render.network(view.job, view.spec)),)
+    bodies = render.network(view.job, view.spec, view.outcomes.metrics_from)
+    return (EnsureNetwork(view.status.attempt, bodies),)
 
 
 def told(what: str, trouble: str = "") -> Event:

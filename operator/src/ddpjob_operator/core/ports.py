@@ -1,0 +1,70 @@
+"""Ports of a gang. On the host's network they are the node's, so each attempt draws its own.
+
+There two gangs on a node would take each other's. What is drawn is a hash, so that whoever asks
+gets the same; where a stranger has it, the next attempt draws another. Only the defaults are drawn
+anew: a port that the user has chosen is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from typing import Final
+
+from ddpjob_operator.core.packed import Template
+
+#: Defaults of the CRD.
+MASTER: Final = 29500
+METRICS: Final = 9400
+#: Those that a process without rights may open.
+_OPEN: Final = range(1024, 65536)
+#: Below those of Services on nodes (30000) and those that kernels hand out (32768). The gang has
+#: two side by side, and each replica one, next to those of its neighbours on the node.
+_PAIRS: Final = range(20000, 25000, 2)
+_METRICS: Final = range(25000, 30000)
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Where replica 0 holds torch's store and the launchers' hub, and a replica its pages."""
+
+    master: int
+    hub: int
+    metrics: int
+
+
+def of(
+    template: Template, master: int, metrics: int, uid: str, attempt: int, replica: int
+) -> Ports:
+    """``master`` and ``metrics``: as the spec has them."""
+    if not template.host_network:
+        return Ports(master, hub(template, master, metrics), metrics)
+    draw = int.from_bytes(hashlib.sha256(f"{uid}/{attempt}".encode()).digest()[:8])
+    pairs, pages = _free(frozenset({master, metrics, *template.ports}))
+    first = pairs[draw % len(pairs)]
+    shown = pages[(draw // len(pairs) + replica) % len(pages)]
+    return Ports(
+        master=first if master == MASTER else master,
+        hub=first + 1,
+        metrics=shown if metrics == METRICS else metrics,
+    )
+
+
+@lru_cache(maxsize=64)  # the same for all pods of a gang
+def _free(taken: frozenset[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """What is left to draw from: a hash must not hit what the user has chosen or declared."""
+    pairs = [port for port in _PAIRS if not taken & {port, port + 1}]
+    return pairs or _PAIRS, [port for port in _METRICS if port not in taken] or _METRICS
+
+
+def hub(template: Template, master: int, metrics: int) -> int:
+    """Where launcher 0 co-ordinates rounds: the first port after the master's that is free.
+
+    Taken are that of the pages and what any container of the template declares.
+    """
+    taken = {metrics, *template.ports}
+    ports = chain(range(master + 1, _OPEN.stop), range(master - 1, _OPEN.start - 1, -1))
+    return next(port for port in ports if port not in taken)

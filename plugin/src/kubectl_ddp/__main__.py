@@ -1,0 +1,29 @@
+"""Entry point of the command, of `python -m kubectl_ddp` and of the single file."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+_TERMINATED = 143
+
+
+def main() -> int:
+    """Run the command line; return the exit code."""
+    # The single file starts with whatever python3 is: nothing else has asked for its version.
+    if sys.version_info < (3, 11):  # noqa: UP036
+        print("kubectl-ddp: Python 3.11 or newer is needed on PATH as python3", file=sys.stderr)
+        return 1
+    from kubectl_ddp import cli
+
+    signal.signal(signal.SIGTERM, _end)
+    return cli.run(sys.argv[1:])
+
+
+def _end(*_: object) -> None:
+    """As an exception, so that no kubectl is left behind."""
+    raise SystemExit(_TERMINATED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kubectl_ddp import __version__
+from kubectl_ddp.commands import events, logs, snapshots, stacks, status, suspension
+from kubectl_ddp.failure import Failure
+from kubectl_ddp.kubectl import Kubectl
+from kubectl_ddp.text import clean
+
+_FLAGS = ("namespace", "context", "kubeconfig")
+_INTERRUPTED = 130
+_NOBODY_READS = 141
+
+Command = Callable[[Kubectl, argparse.Namespace], int]
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command; the exit code. Failures are told in one line."""
+    options = parser().parse_args(arguments)
+    given = vars(options)
+    flags = tuple(f"--{name}={given[name]}" for name in _FLAGS if name in given)
+    try:
+        code: int = options.run(Kubectl(flags), options)
+        sys.stdout.flush()
+        return code
+    except Failure as failure:
+        print(f"kubectl-ddp: {clean(str(failure))}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # Python would complain at its end, when it flushes what nobody reads.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _NOBODY_READS
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands. Flags of kubectl may stand before or after the command."""
+    flags = _flags()
+    top = argparse.ArgumentParser(
+        prog="kubectl ddp",
+        description="What a DDPJob does, through your own kubectl: its contexts and rights.",
+        parents=[flags],
+    )
+    top.add_argument("--version", action="version", version=__version__)
+    commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def add(name: str, what: str, run: Command, **more: Any) -> argparse.ArgumentParser:
+        one = commands.add_parser(
+            name, help=what, description=f"{what[0].upper()}{what[1:]}.", parents=[flags], **more
+        )
+        one.set_defaults(run=run)
+        return one
+
+    one = add("status", "all jobs, or one with the table of its gang", status.run)
+    one.add_argument("job", nargs="?", metavar="JOB", help="without it: a line for each job")
+    one.add_argument("-A", "--all-namespaces", action="store_true", help="jobs of all namespaces")
+    _logs(add("logs", "logs of all replicas, each line with its pod", logs.run))
+    one = add("events", "the story of a job and its pods: Events and failures", events.run)
+    _job(one)
+    one = add("stacks", "stacks of the last process that hung, from each pod", stacks.run)
+    _job(one)
+    _replica(one)
+    _job(add("suspend", "remove the pods and keep the job", suspension.suspend))
+    _job(add("resume", "start a suspended job again, from its newest snapshot", suspension.resume))
+    one = add(
+        "snapshots",
+        "the snapshots of a job, looked up in one of its pods",
+        snapshots.run,
+        epilog="Needs the right to create pods/exec, and an image with ddpjob-trainer.",
+    )
+    _job(one)
+    return top
+
+
+def _logs(one: argparse.ArgumentParser) -> None:
+    _job(one)
+    _replica(one)
+    one.add_argument("-f", "--follow", action="store_true", help="go on until the pods end")
+    one.add_argument("--tail", type=int, metavar="N", help="last lines of each (default: all)")
+    one.add_argument("--since", metavar="TIME", help="only what is newer: 30s, 5m, 2h")
+    one.add_argument(
+        "--failed", action="store_true", help="the last failure, and the log of its pod"
+    )
+
+
+def _flags() -> argparse.ArgumentParser:
+    """Without defaults: what stands before the command is not undone behind it."""
+    flags = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    group = flags.add_argument_group("passed on to kubectl")
+    group.add_argument("-n", "--namespace", metavar="NAME", help="default: that of the context")
+    group.add_argument("--context", metavar="NAME", help="of the kubeconfig")
+    group.add_argument("--kubeconfig", metavar="FILE", help="default: $KUBECONFIG, ~/.kube/config")
+    return flags
+
+
+def _job(one: argparse.ArgumentParser) -> None:
+    one.add_argument("job", metavar="JOB", help="name of the DDPJob")
+
+
+def _replica(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--replica", type=int, metavar="N", help="this one only (default: all)")

@@ -1,0 +1,164 @@
+"""`kubectl ddp events`: the story of a job, from its Events, its pods' Events and its failures."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+
+from kubectl_ddp import gang
+from kubectl_ddp.gang import Job, moment
+from kubectl_ddp.kubectl import Kubectl, Object
+from kubectl_ddp.text import NONE, ranges, since, width, wrapped_table
+
+#: The same about other replicas within this time is one line.
+_TOGETHER = timedelta(seconds=60)
+_POD = "<pod>"
+#: What comes first within a second: a failure, what the operator says of it, what pods do then.
+_FAILED, _TOLD, _DONE = range(3)
+_ANY = datetime.min.replace(tzinfo=UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """``first`` and ``last``: when it was seen so. ``order``, ``version``: of equal times."""
+
+    first: datetime
+    last: datetime
+    count: int
+    order: int
+    replicas: tuple[int, ...]
+    reason: str
+    message: str
+    attempt: str = NONE
+    round: str = NONE
+    version: int = 0
+
+    @property
+    def about(self) -> str:
+        """Whom it is about."""
+        if not self.replicas:
+            return "job"
+        return f"replica{'s' * (len(self.replicas) > 1)} {ranges(self.replicas)}"
+
+
+def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
+    """Print it, oldest first; raises Failure."""
+    job = gang.find_job(kubectl, options.job)
+    events = [
+        *_events(kubectl, job, f"involvedObject.kind=DDPJob,involvedObject.name={job.name}"),
+        *_events(kubectl, job, "involvedObject.kind=Pod"),
+    ]
+    found = story(job, events)
+    if not found:
+        print("nothing yet, or it is older than the API server keeps Events (an hour)")
+        return 0
+    print("\n".join(lines(found, datetime.now(UTC), width())))
+    return 0
+
+
+def _events(kubectl: Kubectl, job: Job, selector: str) -> list[Object]:
+    found = kubectl.get("events", "-n", job.namespace, f"--field-selector={selector}")
+    return list(found["items"])
+
+
+def story(job: Job, events: Iterable[Object]) -> list[Happening]:
+    """What happened to a job and its pods in order of time, equal lines together."""
+    found = [one for event in events if (one := _of_event(job, event)) is not None]
+    found += [_of_failure(failure) for failure in job.failures]
+    return sorted(_together(sorted(found, key=_when)), key=_when)
+
+
+def lines(found: Sequence[Happening], now: datetime, columns: int) -> list[str]:
+    """The table."""
+    head = ("AGE", "ABOUT", "ATTEMPT", "ROUND", "REASON", "MESSAGE")
+    rows = [
+        [_age(one, now), one.about, one.attempt, one.round, one.reason, one.message]
+        for one in found
+    ]
+    return wrapped_table(head, rows, columns)
+
+
+def _of_event(job: Job, event: Object) -> Happening | None:
+    """None for those of other jobs, and of a job of this name before this one."""
+    about = event["involvedObject"]
+    replicas: tuple[int, ...] = ()
+    series = event.get("series") or {}
+    last = _first_of(
+        series.get("lastObservedTime"), event.get("lastTimestamp"), event.get("eventTime"),
+        event["metadata"].get("creationTimestamp"),
+    )  # fmt: skip
+    first = _first_of(event.get("firstTimestamp"), event.get("eventTime")) or last
+    if last is None or first is None:
+        return None
+    message = str(event.get("message") or "")
+    if about.get("kind") == "DDPJob":
+        if about.get("uid") != job.uid:
+            return None
+    else:
+        # Pods of attempts that are over had the same names; nobody knows their uids any more.
+        pod = re.fullmatch(rf"{re.escape(job.name)}-(\d{{1,5}})", str(about.get("name", "")))
+        if not pod or int(pod[1]) >= job.replicas:
+            return None
+        if last < (moment(job.obj["metadata"].get("creationTimestamp")) or _ANY):
+            return None
+        replicas = (int(pod[1]),)
+        message = message.replace(str(about["name"]), _POD)
+    count = int(series.get("count") or event.get("count") or 1)
+    reason = str(event.get("reason") or NONE)
+    version = str(event["metadata"].get("resourceVersion", ""))
+    return Happening(
+        first, last, count, _DONE if replicas else _TOLD, replicas, reason, message,
+        version=int(version) if version.isdecimal() else 0,
+    )  # fmt: skip
+
+
+def _of_failure(failure: Object) -> Happening:
+    at = moment(failure.get("detectedAt")) or _ANY
+    said = (f"on {failure['node']}" if "node" in failure else "", failure.get("message", ""))
+    words = [failure.get("class"), failure.get("reason")]
+    return Happening(
+        at, at, 1, _FAILED,
+        (int(failure["replica"]),) if "replica" in failure else (),
+        "/".join(dict.fromkeys(str(word) for word in words if word)) or "Failure",
+        "\n".join(part for part in said if part),
+        str(failure.get("attempt", NONE)),
+        str(failure.get("round", NONE)),
+    )  # fmt: skip
+
+
+def _together(found: Iterable[Happening]) -> list[Happening]:
+    """Equal words about several replicas at about the same time as one."""
+    result: list[Happening] = []
+    places: dict[tuple[str, str], int] = {}
+    for one in found:
+        key = one.reason, one.message
+        place = places.get(key)
+        if one.order == _DONE and place is not None and one.last - result[place].last <= _TOGETHER:
+            old = result[place]
+            replicas = tuple(sorted({*old.replicas, *one.replicas}))
+            count, first = old.count + one.count, min(old.first, one.first)
+            result[place] = replace(old, last=one.last, first=first, count=count, replicas=replicas)
+            continue
+        if one.order == _DONE:
+            places[key] = len(result)
+        result.append(one)
+    return result
+
+
+def _when(one: Happening) -> tuple[datetime, int, int]:
+    """Most Events have whole seconds."""
+    return one.last.replace(microsecond=0), one.order, one.version
+
+
+def _age(one: Happening, now: datetime) -> str:
+    age = since(one.last, now)
+    if one.count <= max(1, len(one.replicas)):
+        return age
+    return f"{age} (x{one.count} over {since(one.first, now)})"
+
+
+def _first_of(*times: str | None) -> datetime | None:
+    return next((moment(time) for time in times if time), None)

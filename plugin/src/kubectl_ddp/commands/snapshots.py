@@ -1,0 +1,39 @@
+"""`kubectl ddp snapshots`: `ddpjob-trainer snapshot ls` in a pod of the job."""
+
+from __future__ import annotations
+
+import argparse
+
+from kubectl_ddp import gang
+from kubectl_ddp.failure import Failure
+from kubectl_ddp.gang import Job
+from kubectl_ddp.kubectl import Kubectl
+
+_DIRECTORY = "DDPJOB_SNAPSHOT_DIR"
+
+
+def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
+    """Print the list; raises Failure."""
+    job = gang.find_job(kubectl, options.job)
+    if not job.spec.get("snapshot"):
+        raise Failure(f"{job.name} has no spec.snapshot, so it makes no snapshots")
+    members = gang.find_members(kubectl, job)
+    alive = [member for _, member in sorted(members.items()) if member.running]
+    if not alive:
+        raise Failure(_without_pods(job))
+    member = alive[0]
+    command = ["ddpjob-trainer", "snapshot", "ls", member.environment(_DIRECTORY)]
+    where = ("-n", job.namespace, member.name, "-c", member.container)
+    kubectl.show("exec", *where, "--", *command)
+    return 0
+
+
+def _without_pods(job: Job) -> str:
+    path = f"{job.spec['snapshot']['path']}/{job.name}"
+    volume = job.spec["snapshot"].get("volume") or {}
+    claim = (volume.get("persistentVolumeClaim") or {}).get("claimName")
+    what = f"claim {claim}" if claim else "its snapshot volume"
+    return (
+        f"no pod of {job.name} runs: resume it, or run `ddpjob-trainer snapshot ls {path}` in a pod"
+        f" that mounts {what} at {job.spec['snapshot']['path']}"
+    )

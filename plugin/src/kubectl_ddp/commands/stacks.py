@@ -1,0 +1,44 @@
+"""`kubectl ddp stacks`: where the threads of a process stood when it was found to hang."""
+
+from __future__ import annotations
+
+import argparse
+
+from kubectl_ddp import gang
+from kubectl_ddp.failure import Failure
+from kubectl_ddp.kubectl import Kubectl
+from kubectl_ddp.text import clean
+
+
+def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
+    """Print them for each pod that has some; raises Failure."""
+    job = gang.find_job(kubectl, options.job)
+    members = gang.find_members(kubectl, job)
+    alive = [(job, replica) for replica, member in sorted(members.items()) if member.running]
+    if options.replica is not None:
+        alive = [pod for pod in alive if pod[1] == options.replica]
+    told, refusal = gang.ask(kubectl, alive, "state")
+    if refusal:
+        raise Failure(refusal)
+    silent = [members[replica].name for (_, _, replica), say in told.items() if not say.state]
+    shown = 0
+    for (_, _, replica), say in told.items():
+        if stacks := say.text("stacks"):
+            place = f"attempt {say.number('attempt'):g}" if say.number("attempt") else ""
+            print(f"--- {members[replica].name}, {place}: the last process that hung")
+            print(clean(stacks).rstrip(), end="\n\n")
+            shown += 1
+    if shown:
+        return 0
+    for failure in reversed(job.failures):
+        if failure.get("class") == "Hang" and options.replica in (None, failure.get("replica")):
+            print(
+                f"the pod of replica {failure.get('replica')} in attempt {failure.get('attempt')}"
+                " is gone; what the status keeps of it:"
+            )
+            print(clean(failure.get("message", "")))
+            return 0
+    if silent:
+        raise Failure(f"no answer from {', '.join(silent)}: its launcher may be starting, or gone")
+    print("no process has hung in the pods that run")
+    return 0

@@ -1,0 +1,203 @@
+"""`kubectl ddp status`: all jobs in a line each, or one with the table of its gang."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from kubectl_ddp import gang
+from kubectl_ddp.gang import Job, Member, Told, moment
+from kubectl_ddp.kubectl import DDPJOBS, Kubectl, Object
+from kubectl_ddp.text import NONE, clean, duration, since, table, width, wrapped
+
+_INDENT = 11
+_LINES = 4  # of a message
+
+
+def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
+    """Print it; raises Failure."""
+    if options.job:
+        lines, refusal = _one(kubectl, options.job)
+    else:
+        lines, refusal = _all(kubectl, everywhere=options.all_namespaces)
+    print("\n".join(lines))
+    if refusal:
+        print(f"no steps and no snapshots of pods: {clean(refusal)}", file=sys.stderr)
+    return 0
+
+
+def _all(kubectl: Kubectl, *, everywhere: bool) -> tuple[list[str], str]:
+    found = kubectl.get(DDPJOBS, *(["-A"] if everywhere else []))["items"]
+    jobs = [Job(obj) for obj in found]
+    if not jobs:
+        return [f"no DDPJobs {'in any namespace' if everywhere else 'in this namespace'}"], ""
+    alive = [(job, 0) for job in jobs if job.phase == "Running"]
+    told, refusal = gang.ask(kubectl, alive, "metrics")
+    head = ["NAME", "PHASE", "REASON", "READY", "RESTARTS", "STEP", "LOSS", "SNAPSHOT"]
+    rows = [
+        job_row(job, told.get((job.namespace, job.name, 0), Told()), time.time()) for job in jobs
+    ]
+    if everywhere:
+        head = ["NAMESPACE", *head]
+        rows = [[job.namespace, *row] for job, row in zip(jobs, rows, strict=True)]
+    return table(head, rows), refusal
+
+
+def _one(kubectl: Kubectl, name: str) -> tuple[list[str], str]:
+    job = gang.find_job(kubectl, name)
+    members = gang.find_members(kubectl, job)
+    alive = [(job, replica) for replica, member in sorted(members.items()) if member.running]
+    by_pod, refusal = gang.ask(kubectl, alive, "state", "metrics")
+    told = {replica: answer for (_, _, replica), answer in by_pod.items()}
+    now = datetime.now(UTC)
+    lines = [*head_lines(job, told, now, width()), "", *gang_table(job, members, told, now)]
+    return lines, refusal
+
+
+def job_row(job: Job, told: Told, now: float) -> list[str]:
+    """One job in the list."""
+    status, progress = job.status, job.status.get("progress") or {}
+    return [
+        job.name,
+        job.phase or NONE,
+        str(status.get("reason") or NONE),
+        str(status.get("ready") or NONE),
+        _restarts(status.get("restarts") or {}),
+        _step(progress),
+        _number(Told(progress).number("loss")),
+        NONE if told.snapshot_at is None else duration(now - told.snapshot_at),
+    ]
+
+
+def head_lines(job: Job, told: Mapping[int, Told], now: datetime, columns: int = 120) -> list[str]:
+    """What is true of the gang as a whole."""
+    status, first = job.status, told.get(0, Told())
+    lines = [("Job", f"{job.namespace}/{job.name}"), ("Phase", job.phase or "not seen yet")]
+    if not job.phase:
+        lines.append(("Reason", "the operator has not looked at it: does it run?"))
+    # Of a job that has failed Stalled says the same once more, for tools that deploy.
+    worth = ("Failed",) if job.phase == "Failed" else ("Invalid", "Stalled")
+    lines += [
+        (one["type"], f"{one['reason']}: {one['message']}")
+        for one in status.get("conditions") or []
+        if one["status"] == "True" and one["type"] in worth
+    ]
+    timings = status.get("timings") or {}
+    if attempt := status.get("attempt"):
+        began = since(moment(timings.get("attemptStartedAt")), now)
+        lines.append(("Attempt", f"{attempt}, begun {began} ago"))
+    lines.append(("Restarts", _budget(status.get("restarts") or {}, job.spec)))
+    # The trainer's own words are newer than those that the operator has taken over.
+    progress = {**(status.get("progress") or {}), **first.state}
+    lines.append(("Progress", _progress(progress)))
+    lines.append(("Snapshot", _snapshot(progress, told, now)))
+    if last := status.get("lastFailure"):
+        lines.append(("Failure", failure_line(last, now)))
+    shown = []
+    for title, text in lines:
+        parts = wrapped(text, columns - _INDENT, _LINES) or [NONE]
+        shown.append(f"{title + ':':<{_INDENT}}{parts[0]}")
+        shown += [" " * _INDENT + part for part in parts[1:]]
+    return shown
+
+
+def gang_table(
+    job: Job, members: Mapping[int, Member], told: Mapping[int, Told], now: datetime
+) -> list[str]:
+    """A line for each replica."""
+    head = ("REPLICA", "NODE", "POD", "READY", "ROUND", "STEP", "STEPS/S", "SNAPSHOT")
+    last = {int(one["replica"]): one for one in job.failures if "replica" in one}
+    rows: list[Sequence[str]] = []
+    for replica in range(job.replicas):
+        member, say = members.get(replica), told.get(replica, Told())
+        place = (
+            [member.node or NONE, member.state, "yes" if member.ready else "no"]
+            if member
+            else [NONE, NONE, NONE]
+        )
+        rows.append(
+            [
+                str(replica),
+                *place,
+                _number(say.number("round")),
+                _number(say.number("step")) if "step" in say.state else say.text("phase") or NONE,
+                NONE if say.rate is None else f"{say.rate:.3g}",
+                NONE if say.snapshot_at is None else duration(now.timestamp() - say.snapshot_at),
+                _brief(last[replica], now) if replica in last else NONE,
+            ]
+        )
+    return table((*head, "LAST FAILURE"), rows)
+
+
+def failure_line(failure: Object, now: datetime) -> str:
+    """Who failed, when, how: one line, then the message that the trainer left."""
+    who = f"replica {failure['replica']}" if "replica" in failure else "the gang"
+    if "rank" in failure:
+        who = f"rank {failure['rank']} in {who}"
+    if "node" in failure:
+        who += f" on {failure['node']}"
+    when = since(moment(failure.get("detectedAt")), now)
+    follows = "restarted in place" if failure.get("inPlace") else "ended the attempt"
+    place = f"attempt {failure.get('attempt', NONE)}, round {failure.get('round', 0)}"
+    first = f"{who}, {when} ago: {_kind(failure)} ({place}; {follows})"
+    return f"{first}\n{failure['message']}" if failure.get("message") else first
+
+
+def _kind(failure: Object) -> str:
+    """Class and reason: User ExitCode1, OOMKilled, Hang."""
+    words = [str(failure[key]) for key in ("class", "reason") if failure.get(key)]
+    class_is_said = len(words) == 2 and words[1].startswith(words[0])
+    return " ".join(words[1:] if class_is_said else words)
+
+
+def _brief(failure: Object, now: datetime) -> str:
+    return f"{_kind(failure)}, {since(moment(failure.get('detectedAt')), now)}"
+
+
+def _restarts(restarts: Object) -> str:
+    total, in_place = restarts.get("total", 0), restarts.get("inPlace", 0)
+    return f"{total} (+{in_place} in place)" if in_place else str(total)
+
+
+def _budget(restarts: Object, spec: Mapping[str, Any]) -> str:
+    limits = spec["restart"]  # the CRD's defaults are filled in
+    charged = f"{restarts.get('charged', 0)} of {limits['maxRestarts']} charged"
+    lost = f"{restarts.get('disruptions', 0)} of {limits['maxDisruptions']} disruptions"
+    return (
+        f"{restarts.get('total', 0)} with new pods ({charged}, {lost}),"
+        f" {restarts.get('inPlace', 0)} in place"
+    )
+
+
+def _step(progress: Mapping[str, Any]) -> str:
+    say = Told(progress)
+    step, total = say.number("step"), say.number("totalSteps")
+    return NONE if step is None else f"{step}/{total}" if total else str(step)
+
+
+def _progress(progress: Mapping[str, Any]) -> str:
+    say = Told(progress)
+    parts = [f"step {_step(progress)}"] if "step" in progress else []
+    for name, words in (("loss", "loss {:.4g}"), ("samplesPerSecond", "{:.4g} samples/s")):
+        number = say.number(name)
+        parts += [words.format(number)] if number is not None else []
+    if not parts and say.text("phase") == "startup":
+        return "starting up"
+    return ", ".join(parts) or "not told: not started, or a program without ddpjob-trainer run"
+
+
+def _snapshot(progress: Mapping[str, Any], told: Mapping[int, Told], now: datetime) -> str:
+    step = Told(progress).number("snapshotStep")
+    if step is None:
+        return "none"
+    known = [one.snapshot_at for one in told.values() if one.snapshot_at is not None]
+    age = f", {duration(now.timestamp() - max(known))} ago" if known else ""
+    return f"step {step}{age}"
+
+
+def _number(value: float | None) -> str:
+    return NONE if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

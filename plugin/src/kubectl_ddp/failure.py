@@ -1,0 +1,7 @@
+"""What ends a command: one line that says what is wrong and what helps."""
+
+from __future__ import annotations
+
+
+class Failure(Exception):  # noqa: N818 - the user's word for it
+    """Told on stderr as `kubectl-ddp: LINE`; the exit code is 1."""

@@ -1,0 +1,261 @@
+"""A job, its pods and what its trainers say, as the commands need them.
+
+The status is the operator's and has the CRD's schema; the pages of trainers are text from
+containers, and count for nothing where they are not what they should be.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from kubectl_ddp import podproxy
+from kubectl_ddp.kubectl import DDPJOBS, Kubectl, Object
+from kubectl_ddp.podproxy import Page
+
+LABEL_UID = "ddpjob.dev/job-uid"
+LABEL_ATTEMPT = "ddpjob.dev/attempt"
+LABEL_REPLICA = "ddpjob.dev/replica"
+ANNOTATION_TRAINER = "ddpjob.dev/trainer"
+FINAL = ("Succeeded", "Failed")
+
+METRIC_SNAPSHOT_AT = "ddpjob_trainer_snapshot_timestamp_seconds"
+METRIC_STEP_SECONDS = "ddpjob_trainer_step_seconds"
+_SAMPLE = re.compile(r"^(\w+)(?:\{[^}\n]*\})? ([-+.\deE]+)$", re.MULTILINE)
+#: Above it nothing that a trainer counts: infinity and numbers of 400 digits are no steps.
+_MOST = 1e18
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A DDPJob as the API server has it."""
+
+    obj: Object
+
+    @property
+    def name(self) -> str:
+        """Of the job."""
+        return str(self.obj["metadata"]["name"])
+
+    @property
+    def namespace(self) -> str:
+        """Where the job and all of it is."""
+        return str(self.obj["metadata"]["namespace"])
+
+    @property
+    def uid(self) -> str:
+        """Of this job, and of no other of its name."""
+        return str(self.obj["metadata"]["uid"])
+
+    @property
+    def spec(self) -> Object:
+        """With the defaults of the CRD."""
+        return dict(self.obj["spec"])
+
+    @property
+    def status(self) -> Object:
+        """Empty until the operator has seen the job."""
+        return dict(self.obj.get("status") or {})
+
+    @property
+    def phase(self) -> str:
+        """Empty as long as the status is."""
+        return str(self.status.get("phase", ""))
+
+    @property
+    def replicas(self) -> int:
+        """Pods of the whole gang."""
+        return int(self.spec["replicas"])
+
+    @property
+    def failures(self) -> list[Object]:
+        """Oldest first; without a history the last one alone."""
+        last = self.status.get("lastFailure")
+        return list(self.status.get("failures") or ([last] if last else []))
+
+    def page(self, name: str, replica: int) -> Page:
+        """Of the pod that a replica has, if it has one."""
+        port = int(self.spec["metrics"]["port"])  # the CRD's default is filled in
+        return Page(self.namespace, f"{self.name}-{replica}", port, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """The pod of one replica."""
+
+    pod: Object
+
+    @property
+    def name(self) -> str:
+        """Of the pod."""
+        return str(self.pod["metadata"]["name"])
+
+    @property
+    def replica(self) -> int:
+        """From 0."""
+        return int(self.pod["metadata"]["labels"][LABEL_REPLICA])
+
+    @property
+    def attempt(self) -> int:
+        """Which it was made for."""
+        return int(self.pod["metadata"]["labels"][LABEL_ATTEMPT])
+
+    @property
+    def node(self) -> str:
+        """Empty while it has none."""
+        return str(self.pod["spec"].get("nodeName", ""))
+
+    @property
+    def container(self) -> str:
+        """Name of the container that trains."""
+        noted = (self.pod["metadata"].get("annotations") or {}).get(ANNOTATION_TRAINER)
+        return str(noted or self.pod["spec"]["containers"][0]["name"])
+
+    @property
+    def ready(self) -> bool:
+        """Whether the trainer container is."""
+        return bool(self._trainer.get("ready"))
+
+    @property
+    def running(self) -> bool:
+        """Whether the trainer container runs."""
+        return "running" in self._state
+
+    @property
+    def started(self) -> bool:
+        """Whether there is a log."""
+        return self.running or "terminated" in self._state
+
+    @property
+    def state(self) -> str:
+        """One word, as `kubectl get pods` has it: Running, Terminating, ImagePullBackOff, ..."""
+        if "deletionTimestamp" in self.pod["metadata"]:
+            return "Terminating"
+        for kind in ("terminated", "waiting"):
+            if reason := self._state.get(kind, {}).get("reason"):
+                return str(reason)
+        status = self.pod.get("status") or {}
+        for condition in status.get("conditions") or []:
+            if condition["type"] == "PodScheduled" and condition["status"] == "False":
+                return str(condition.get("reason") or "Pending")
+        return str(status.get("reason") or status.get("phase", "Pending"))
+
+    def environment(self, name: str) -> str:
+        """A variable of the trainer container, an empty string when it has no such one."""
+        for container in self.pod["spec"]["containers"]:
+            if container["name"] == self.container:
+                for variable in container.get("env") or []:
+                    if variable["name"] == name:
+                        return str(variable.get("value", ""))
+        return ""
+
+    @property
+    def _trainer(self) -> Object:
+        found = (self.pod.get("status") or {}).get("containerStatuses") or []
+        return next((one for one in found if one["name"] == self.container), {})
+
+    @property
+    def _state(self) -> Object:
+        return dict(self._trainer.get("state") or {})
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the trainer of one pod says; fields are None when it does not say them.
+
+    ``state``: the body of /state. ``snapshot_at``: Unix time. ``rate``: steps per second, the mean
+    since the pod began, of the time spent in steps.
+    """
+
+    state: Mapping[str, Any] = field(default_factory=dict)
+    snapshot_at: float | None = None
+    rate: float | None = None
+
+    def number(self, name: str) -> float | None:
+        """A number of the state."""
+        found = self.state.get(name)
+        if not isinstance(found, int | float) or isinstance(found, bool):
+            return None
+        return found if abs(found) < _MOST else None
+
+    def text(self, name: str) -> str:
+        """A text of the state, or an empty one."""
+        found = self.state.get(name)
+        return found if isinstance(found, str) else ""
+
+
+def find_job(kubectl: Kubectl, name: str) -> Job:
+    """Read one; raises Failure."""
+    return Job(kubectl.get(DDPJOBS, name))
+
+
+def find_members(kubectl: Kubectl, job: Job) -> dict[int, Member]:
+    """The job's pods by replica. By uid: a job of the same name may have left some."""
+    found = kubectl.get("pods", "-n", job.namespace, "-l", f"{LABEL_UID}={job.uid}")["items"]
+    ours = [Member(pod) for pod in found if _is_ours(job, pod)]
+    return {one.replica: one for one in sorted(ours, key=lambda one: one.attempt)}
+
+
+def _is_ours(job: Job, pod: Object) -> bool:
+    """Anybody may put labels on a pod: it is the job's if the job owns it under its own name."""
+    meta = pod["metadata"]
+    owners = meta.get("ownerReferences") or []
+    replica, attempt = (meta["labels"].get(label, "") for label in (LABEL_REPLICA, LABEL_ATTEMPT))
+    return (
+        any(one.get("controller") and one["uid"] == job.uid for one in owners)
+        and replica.isdecimal()
+        and attempt.isdecimal()
+        and meta["name"] == f"{job.name}-{replica}"
+    )
+
+
+def ask(
+    kubectl: Kubectl, pods: Iterable[tuple[Job, int]], *names: str
+) -> tuple[dict[tuple[str, str, int], Told], str]:
+    """What the trainers of these replicas say, by namespace, job and replica; a missing right.
+
+    ``names``: the pages to read, of state and metrics.
+    """
+    pods = list(pods)
+    pages = [job.page(name, replica) for job, replica in pods for name in names]
+    answers = podproxy.read(kubectl, pages)
+    told = {}
+    for job, replica in pods:
+        parts = {name: answers.bodies.get(job.page(name, replica), b"") for name in names}
+        told[job.namespace, job.name, replica] = understood(
+            parts.get("state", b""), parts.get("metrics", b"")
+        )
+    return told, answers.refusal
+
+
+def understood(state: bytes, metrics: bytes) -> Told:
+    """Two pages of a trainer, or what is left of them."""
+    try:
+        body = json.loads(state)
+    except (ValueError, RecursionError):
+        body = None
+    steps, seconds, newest = 0.0, 0.0, None
+    for name, value in _SAMPLE.findall(metrics.decode(errors="replace")):
+        try:
+            number = float(value)
+        except ValueError:
+            continue
+        if not abs(number) < _MOST:
+            continue
+        if name == METRIC_SNAPSHOT_AT:
+            newest = max(number, newest or 0.0) or None
+        elif name == f"{METRIC_STEP_SECONDS}_count":
+            steps += number
+        elif name == f"{METRIC_STEP_SECONDS}_sum":
+            seconds += number
+    rate = steps / seconds if seconds > 0 else None
+    return Told(body if isinstance(body, dict) else {}, newest, rate)
+
+
+def moment(text: str | None) -> datetime | None:
+    """A time of the API server (RFC 3339), None for none."""
+    return datetime.fromisoformat(text) if text else None

@@ -1,0 +1,94 @@
+"""The user's own kubectl, and its refusals in words that say what helps."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+from dataclasses import dataclass
+from typing import Any
+
+from kubectl_ddp.failure import Failure
+
+Object = dict[str, Any]
+
+#: With its group: another operator may have a kind of the same name.
+DDPJOBS = "ddpjobs.ddpjob.dev"
+
+_FORBIDDEN = re.compile(
+    r'cannot (?P<verb>\w+) resource "(?P<resource>[^"]+)" in API group "(?P<group>[^"]*)"'
+    r'(?: in the namespace "(?P<namespace>[^"]+)")?'
+)
+_NO_JOB = re.compile(rf'{re.escape(DDPJOBS)} "(?P<name>[^"]+)" not found')
+
+
+@dataclass(frozen=True, slots=True)
+class Kubectl:
+    """``flags`` go before every command: --namespace, --context, --kubeconfig."""
+
+    flags: tuple[str, ...] = ()
+
+    def start(self, *args: str, **streams: Any) -> subprocess.Popen[str]:
+        """Start it, with the ends of its streams as given; Failure without kubectl."""
+        try:
+            return subprocess.Popen(["kubectl", *self.flags, *args], text=True, **streams)
+        except FileNotFoundError:
+            raise Failure(
+                "no kubectl on PATH: install it (https://kubernetes.io/docs/tasks/tools/)"
+            ) from None
+        except OSError as error:
+            raise Failure(f"kubectl does not start: {error.strerror}") from None
+
+    def read(self, *args: str) -> str:
+        """Run it to its end and return its stdout; raises Failure."""
+        process = self.start(*args, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        out, said = process.communicate()
+        if process.returncode:
+            raise Failure(explained(said))
+        return out
+
+    def get(self, *args: str) -> Object:
+        """`kubectl get ARGS -o json`; raises Failure."""
+        found: Object = json.loads(self.read("get", *args, "-o", "json"))
+        return found
+
+    def show(self, *args: str) -> None:
+        """Run it with our own stdout; raises Failure."""
+        process = self.start(*args, stderr=subprocess.PIPE)
+        try:
+            _, said = process.communicate()
+        finally:
+            process.terminate()  # it would follow logs without us
+        if process.returncode == -signal.SIGPIPE:
+            raise BrokenPipeError  # whoever read has had enough: `| head`
+        if process.returncode:
+            raise Failure(explained(said))
+
+
+def explained(said: str) -> str:
+    """One line for what kubectl wrote to stderr."""
+    if f'resource type "{DDPJOBS.partition(".")[0]}"' in said:
+        return (
+            "this cluster has no DDPJobs: install the operator's chart (helm install ddpjob"
+            " charts/ddpjob -n ddpjob-system --create-namespace), or name another --context"
+        )
+    if refusal := forbidden(said):
+        return refusal
+    if missing := _NO_JOB.search(said):
+        return f'no DDPJob "{missing["name"]}" here: `kubectl ddp status -A` shows them all'
+    lines = [line for line in said.splitlines() if line.strip()]  # first those of its libraries
+    return f"kubectl: {lines[-1].strip()}" if lines else "kubectl failed without a word"
+
+
+def forbidden(said: str) -> str:
+    """What right is missing, when that is what the API server says; else an empty string."""
+    found = _FORBIDDEN.search(said)
+    if not found:
+        return ""
+    group = f" of {found['group']}" if found["group"] else ""
+    where = f"in namespace {found['namespace']}" if found["namespace"] else "in all namespaces"
+    return (
+        f"you may not {found['verb']} {found['resource']}{group} {where}: ask for a role with"
+        f" verb {found['verb']} on resource {found['resource']}"
+    )

@@ -1,0 +1,133 @@
+"""Pages of many pods at once, through the API server's pod proxy.
+
+One `kubectl proxy` serves all requests of a command, since a process for each of a thousand pods
+would cost minutes. It listens on a socket in a directory of this user alone, not on a port that
+others of the machine could use with the user's rights, and passes on nothing but these pages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from kubectl_ddp.failure import Failure
+from kubectl_ddp.kubectl import Kubectl, explained, forbidden
+
+_ACCEPTED = r"^/api/v1/namespaces/[^/]+/pods/[^/]+/proxy/(state|metrics)$"
+_SECONDS = 3.0  # for one page ...
+_SECONDS_ALL = 12.0  # ... and for all of them
+_AT_ONCE = 32
+_MAX_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """``name``: state or metrics."""
+
+    namespace: str
+    pod: str
+    port: int
+    name: str
+
+    @property
+    def path(self) -> str:
+        """On the API server."""
+        pod = f"{self.pod}:{self.port}"
+        return f"/api/v1/namespaces/{self.namespace}/pods/{pod}/proxy/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """``bodies`` has the pages that came. ``refusal``: a right that is missing, in words."""
+
+    bodies: dict[Page, bytes]
+    refusal: str = ""
+
+
+def read(kubectl: Kubectl, pages: Iterable[Page]) -> Answers:
+    """Ask for all of them; a pod that does not answer is left out, and holds nobody up.
+
+    Raises Failure when kubectl does not run.
+    """
+    wanted = list(pages)
+    if not wanted:
+        return Answers({})
+    with _serving(kubectl) as path, ThreadPoolExecutor(_AT_ONCE) as pool:
+        give_up = time.monotonic() + _SECONDS_ALL
+        found = list(pool.map(lambda page: _fetch(path, page, give_up), wanted))
+    bodies = {page: body for page, (code, body) in zip(wanted, found, strict=True) if code == 200}
+    # A pod, too, may answer 403 and name a right: believed is what the API server would say.
+    said = [_message(body) for code, body in found if code == 403]
+    ours = next((one for one in said if 'cannot get resource "pods/proxy"' in one), "")
+    return Answers(bodies, "" if bodies else forbidden(ours))
+
+
+@contextlib.contextmanager
+def _serving(kubectl: Kubectl) -> Iterator[str]:
+    """Run kubectl proxy; the path of its socket."""
+    if not hasattr(socket, "AF_UNIX"):
+        raise Failure("steps are read through a Unix socket: run this in Linux, macOS or WSL")
+    with tempfile.TemporaryDirectory(prefix="ddp-") as directory:
+        path = str(Path(directory, "s"))
+        limits = (f"--accept-paths={_ACCEPTED}", "--reject-methods=^(POST|PUT|PATCH|DELETE)$")
+        process = kubectl.start(
+            "proxy", f"--unix-socket={path}", *limits,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        try:
+            assert process.stdout is not None
+            if not process.stdout.readline():  # "Starting to serve on ..."
+                raise Failure(explained(process.communicate()[1]))
+            yield path
+        finally:
+            process.terminate()
+            process.communicate()
+
+
+class _Connection(http.client.HTTPConnection):
+    def __init__(self, path: str, seconds: float) -> None:
+        super().__init__("localhost", timeout=seconds)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def _fetch(path: str, page: Page, give_up: float) -> tuple[int, bytes]:
+    """Status and body; 0 when there is no whole one in time."""
+    deadline = min(give_up, time.monotonic() + _SECONDS)
+    if deadline <= time.monotonic():
+        return 0, b""
+    connection = _Connection(path, deadline - time.monotonic())
+    body = b""
+    try:
+        connection.request("GET", page.path)
+        response = connection.getresponse()
+        while part := response.read1(1 << 16):
+            body += part
+            if len(body) > _MAX_BYTES or time.monotonic() > deadline:
+                return 0, b""
+        return response.status, body
+    except (OSError, http.client.HTTPException):
+        return 0, b""
+    finally:
+        connection.close()
+
+
+def _message(body: bytes) -> str:
+    """Of a Status object of the API server."""
+    try:
+        return str(json.loads(body)["message"])
+    except (ValueError, KeyError, TypeError):
+        return ""

@@ -1,0 +1,212 @@
+"""The chart's ValidatingAdmissionPolicies against a real API server: who may make which pods."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from devcluster import binaries
+from support.cluster import ROOT, Cluster, wait_for
+from support.manifest import as_json, changed, ddpjob
+
+NAMESPACE = "policies"
+OPERATOR = "system:serviceaccount:ops:ddpjob-operator"
+POD = "spec.template.spec"
+VALUES = (
+    "admissionPolicies.podCreators.enabled=true,admissionPolicies.operator.enabled=true,"
+    "admissionPolicies.restricted.enabled=true,admissionPolicies.restricted.serviceAccounts={mine},"
+    "admissionPolicies.gangLabels.enabled=true"
+)
+GANG = {"ddpjob.dev/job-uid": "u"}
+ROLES = """\
+apiVersion: rbac.authorization.k8s.io/v1
+kind: Role
+metadata: {{name: jobs-only, namespace: {namespace}}}
+rules:
+  - {{apiGroups: [ddpjob.dev], resources: [ddpjobs], verbs: ["*"]}}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: RoleBinding
+metadata: {{name: jobs-only, namespace: {namespace}}}
+roleRef: {{apiGroup: rbac.authorization.k8s.io, kind: Role, name: jobs-only}}
+subjects: [{{apiGroup: rbac.authorization.k8s.io, kind: User, name: clerk}}]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {{name: policies-stolen-token}}
+roleRef: {{apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: cluster-admin}}
+subjects: [{{apiGroup: rbac.authorization.k8s.io, kind: User, name: "{operator}"}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def plane(control_plane: Cluster) -> Iterator[Cluster]:
+    """With the policies in effect; they are gone afterwards."""
+    helm = binaries.ensure(["helm"], print)["helm"]
+    chart = str(ROOT / "charts" / "ddpjob")
+    only = ("--set", VALUES, "-s", "templates/policies.yaml")
+    command = (helm, "template", "ddpjob", chart, "-n", "ops", *only)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    control_plane.kubectl("create", "namespace", NAMESPACE, check=True)
+    objects = done.stdout + "---\n" + ROLES.format(namespace=NAMESPACE, operator=OPERATOR)
+    control_plane.kubectl("apply", "-f", "-", input=objects, check=True)
+    try:
+        # The API server takes policies in by and by, each by itself.
+        wait_for(
+            lambda: "may not create pods" in refused(control_plane, ddpjob(), "clerk") or None,
+            "podCreators",
+        )
+        wait_for(
+            lambda: (
+                "hostPID" in refused(control_plane, changed(ddpjob(), f"{POD}.hostPID", True))
+                or None
+            ),
+            "restricted",
+        )
+        wait_for(
+            lambda: "what a DDPJob owns" in refused(control_plane, pod(), OPERATOR) or None,
+            "operator",
+        )
+        wait_for(lambda: refused(control_plane, pod(labels=GANG)) or None, "gangLabels")
+        yield control_plane
+    finally:
+        control_plane.kubectl("delete", "--ignore-not-found", "-f", "-", input=objects)
+        control_plane.kubectl("delete", "ddpjobs", "--all", "-n", NAMESPACE, "--wait=false")
+
+
+def refused(
+    plane: Cluster, body: dict[str, Any], user: str = "", namespace: str = NAMESPACE
+) -> str:
+    """What the API server says if it does not take it, else an empty string."""
+    who = [f"--as={user}"] if user else []
+    dry = ["--dry-run=server", "-n", namespace, "-f", "-"]
+    done = plane.kubectl("create", *dry, *who, input=as_json(body))
+    return done.stderr if done.returncode else ""
+
+
+def pod(**meta: Any) -> dict[str, Any]:
+    containers = [{"name": "trainer", "image": "example/train:1"}]
+    spec = {"containers": containers, "automountServiceAccountToken": False}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p", **meta}, "spec": spec}
+
+
+def owner(kind: str = "DDPJob", api: str = "ddpjob.dev/v1alpha1") -> dict[str, Any]:
+    return {"apiVersion": api, "kind": kind, "name": "j", "uid": "u", "controller": True}
+
+
+def test_who_may_not_create_pods_may_not_create_jobs(plane: Cluster) -> None:
+    says = refused(plane, ddpjob(), "clerk")
+    assert "clerk may not create pods in policies" in says
+    assert "Forbidden" in says
+    assert not refused(plane, ddpjob())
+
+
+def test_who_may_not_create_pods_may_still_label_a_job_but_not_change_it(plane: Cluster) -> None:
+    plane.kubectl(
+        "create", "-n", NAMESPACE, "-f", "-", input=as_json(ddpjob("labelled")), check=True
+    )
+    patch = ("patch", "ddpjob", "labelled", "-n", NAMESPACE, "--as=clerk", "--type=merge", "-p")
+    plane.kubectl(*patch, '{"metadata": {"labels": {"a": "b"}}}', check=True)
+    done = plane.kubectl(*patch, '{"spec": {"suspend": true}}')
+    assert "may not create pods" in done.stderr
+
+
+HOST = {"hostPath": {"path": "/"}}
+PRIVILEGED = {"securityContext": {"privileged": True}}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        (f"{POD}.volumes", [{"name": "v", **HOST}], f"{POD}.volumes: hostPath"),
+        ("spec.snapshot", {"path": "/s", "volume": HOST}, "spec.snapshot.volume"),
+        (f"{POD}.containers.0.securityContext.privileged", True, "privileged"),
+        (f"{POD}.initContainers", [{"name": "i", "image": "i", **PRIVILEGED}], "privileged"),
+        (f"{POD}.hostIPC", True, "hostIPC"),
+        (f"{POD}.hostNetwork", True, f"{POD}.hostNetwork"),
+        (f"{POD}.serviceAccountName", "admin", "admin is not allowed here"),
+        (f"{POD}.serviceAccount", "admin", "admin is not allowed here"),
+        (f"{POD}.containers.0.securityContext", {"capabilities": {"add": ["SYS_ADMIN"]}}, "add"),
+        (f"{POD}.containers.0.ports", [{"containerPort": 80, "hostPort": 80}], "hostPort"),
+    ],
+)  # fmt: skip
+def test_what_reaches_beyond_the_pod_is_refused(
+    plane: Cluster, path: str, value: Any, says: str
+) -> None:
+    assert says in refused(plane, changed(ddpjob(), path, value))
+
+
+def test_an_empty_name_hides_no_account(plane: Cluster) -> None:
+    """Kubernetes takes the deprecated field then."""
+    body = changed(ddpjob(), f"{POD}.serviceAccountName", "")
+    assert "admin is not allowed" in refused(plane, changed(body, f"{POD}.serviceAccount", "admin"))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (f"{POD}.serviceAccountName", "mine"),
+        (f"{POD}.serviceAccountName", "default"),
+        (f"{POD}.volumes", [{"name": "v", "emptyDir": {}}]),
+        ("spec.snapshot", {"path": "/s", "volume": {"persistentVolumeClaim": {"claimName": "c"}}}),
+        (f"{POD}.containers.0.securityContext", {"privileged": False}),
+    ],
+)
+def test_what_does_not_is_taken(plane: Cluster, path: str, value: Any) -> None:
+    assert refused(plane, changed(ddpjob(), path, value)) == ""
+
+
+def test_the_operators_account_makes_only_pods_of_jobs(plane: Cluster) -> None:
+    assert not refused(plane, pod(ownerReferences=[owner()]), OPERATOR)
+    for wrong in (
+        [],
+        [owner("ReplicaSet", "apps/v1")],
+        [owner(api="evil.dev/v1")],
+        [{**owner(), "controller": False}],
+    ):
+        assert "only what a DDPJob owns" in refused(plane, pod(ownerReferences=wrong), OPERATOR)
+    assert "kube-*" in refused(plane, pod(ownerReferences=[owner()]), OPERATOR, "kube-system")
+
+
+def test_the_operators_account_removes_only_pods_of_jobs(plane: Cluster) -> None:
+    for name, owners, stays in (("theirs", [], True), ("ours", [owner()], False)):
+        body = pod(ownerReferences=owners) | {}
+        body["metadata"]["name"] = name
+        plane.kubectl("create", "-n", NAMESPACE, "-f", "-", input=as_json(body), check=True)
+        done = plane.kubectl("delete", "pod", name, "-n", NAMESPACE, f"--as={OPERATOR}", "--force")
+        assert ("only what a DDPJob owns" in done.stderr) == stays
+    plane.kubectl("delete", "pod", "theirs", "-n", NAMESPACE, "--force", check=True)
+
+
+def test_the_operators_account_changes_only_services_of_jobs(plane: Cluster) -> None:
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "theirs"},
+        "spec": {"clusterIP": "None", "ports": [{"port": 80}]},
+    }
+    assert "only what a DDPJob owns" in refused(plane, service, OPERATOR)
+    owned = changed(service, "metadata.ownerReferences", [owner()])
+    assert not refused(plane, owned, OPERATOR)
+    plane.kubectl("create", "-n", NAMESPACE, "-f", "-", input=as_json(service), check=True)
+    patch = ("patch", "service", "theirs", "-n", NAMESPACE, f"--as={OPERATOR}", "--type=merge")
+    own = {"metadata": {"ownerReferences": [owner()]}, "spec": {"externalName": "evil"}}
+    done = plane.kubectl(*patch, "-p", as_json(own))
+    assert "only what a DDPJob owns" in done.stderr, "a change must not make it its own"
+
+
+def test_no_pod_labels_itself_into_a_gang(plane: Cluster) -> None:
+    assert "lets them into a gang's network" in refused(plane, pod(labels=GANG))
+    assert not refused(plane, pod(labels=GANG, ownerReferences=[owner()]), OPERATOR)
+    body = as_json(pod(labels={"a": "b"}))
+    plane.kubectl("create", "-n", NAMESPACE, "-f", "-", input=body, check=True)
+    label = ("label", "pod", "p", "-n", NAMESPACE, "--overwrite")
+    assert "lets them into" in plane.kubectl(*label, "ddpjob.dev/job-uid=u").stderr
+    # What the operator has labelled others may still annotate, but not move to another gang.
+    plane.kubectl(*label, "ddpjob.dev/job-uid=u", f"--as={OPERATOR}", check=True)
+    plane.kubectl(*label, "a=c", check=True)
+    assert "lets them into" in plane.kubectl(*label, "ddpjob.dev/job-uid=v").stderr
+    plane.kubectl("delete", "pod", "p", "-n", NAMESPACE, "--force", check=True)

@@ -1,0 +1,92 @@
+"""What deployment tools see of a job: its health in each phase, and that nothing drifts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.arena import Arena, arena
+from support.cluster import Cluster
+from support.gitops import argo_health, kstatus
+from support.manifest import EXAMPLES
+from support.rest import Object, eventually
+
+
+@pytest.fixture
+def stage(control_plane: Cluster, tmp_path: Path) -> Iterator[Arena]:
+    with arena(control_plane.kubeconfig, tmp_path) as found:
+        yield found
+
+
+def health(stage: Arena, name: str) -> tuple[str, str]:
+    obj = stage.rest.get(stage.job_path(name))
+    return kstatus(obj), argo_health(obj)[0]
+
+
+def test_each_phase_is_what_tools_take_it_for(control_plane: Cluster, stage: Arena) -> None:
+    stage.apply("gang")
+    assert health(stage, "gang") == ("InProgress", "Progressing"), "no operator has seen it"
+    stage.apply("fails", replicas=1, restart={"maxRestarts": 0})
+    stage.apply("waits", replicas=1)
+    conflict = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "waits"}}
+    stage.rest.post(stage.path("services"), {**conflict, "spec": {"ports": [{"port": 1}]}})
+    stage.start_operator()
+    stage.wait_phase("gang", "Running")
+    assert health(stage, "gang") == ("Current", "Healthy")
+    ready = ("wait", "--for=condition=Ready", "ddpjob/gang", "--timeout=10s")
+    control_plane.kubectl("-n", stage.namespace, *ready, check=True)
+    stage.rest.merge(stage.job_path("gang"), {"spec": {"suspend": True}})
+    stage.wait_phase("gang", "Suspended")
+    assert health(stage, "gang") == ("InProgress", "Suspended")
+    stage.rest.merge(stage.job_path("gang"), {"spec": {"suspend": False}})
+    stage.wait_phase("gang", "Running")
+    assert health(stage, "gang") == ("Current", "Healthy")
+    stage.succeed("gang")
+    assert health(stage, "gang") == ("Current", "Healthy")
+
+    stage.wait_phase("fails", "Running")
+    stage.kubelet.finish("fails-0", 1)
+    stage.wait_phase("fails", "Failed")
+    obj = stage.rest.get(stage.job_path("fails"))
+    assert kstatus(obj) == "Failed"
+    assert argo_health(obj)[0] == "Degraded"
+    assert argo_health(obj)[1].startswith("MaxRestartsExceeded: maxRestarts 0 is used up")
+
+    stage.wait_status("waits", "it is stalled", lambda s: s.get("reason") == "NameConflict")
+    obj = stage.rest.get(stage.job_path("waits"))
+    assert kstatus(obj) == "Failed", "docs/gitops.md says so"
+    assert argo_health(obj)[0] == "Progressing", "it is tried again"
+    assert argo_health(obj)[1].startswith("NameConflict: Service waits exists")
+
+
+@pytest.mark.parametrize("how", [(), ("--server-side",)], ids=["client-side", "server-side"])
+def test_nothing_drifts(control_plane: Cluster, stage: Arena, how: tuple[str, ...]) -> None:
+    """The operator has written its status, the API server its defaults: applied again as it is."""
+
+    def kubectl(*words: str) -> str:
+        command = ("-n", stage.namespace, *words, "-R", "-f", str(EXAMPLES))
+        return control_plane.kubectl(*command, check=True).stdout
+
+    def settled() -> list[Object] | None:
+        """As they are once the operator has no more to say."""
+        jobs: list[Object] = stage.rest.get(stage.job_path())["items"]
+        seen = all(kstatus(job) == "Current" for job in jobs)
+        return jobs if seen else None
+
+    stage.start_operator()
+    kubectl("apply", *how)
+    before = eventually("all examples run", settled, 90)
+    assert len(before) > 5
+    assert kubectl("diff", *how) == ""
+    kubectl("apply", *how)
+    after = stage.rest.get(stage.job_path())["items"]
+    assert [applied(job) for job in after] == [applied(job) for job in before]
+
+
+def applied(job: Object) -> Object:
+    """All of a job that is not the operator's."""
+    metadata = {k: v for k, v in job["metadata"].items() if k != "resourceVersion"}
+    fields = [f for f in metadata["managedFields"] if f.get("subresource") != "status"]
+    return {"metadata": {**metadata, "managedFields": fields}, "spec": job["spec"]}

@@ -1,0 +1,65 @@
+"""Who owns what is installed: manifests/install.yaml taken over by helm, one release by the next.
+
+There are no nodes: nothing runs, only objects and their owners are looked at.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from devcluster import binaries
+from support.cluster import ROOT, Cluster
+from support.manifest import as_json, ddpjob
+
+CHART = str(ROOT / "charts" / "ddpjob")
+SYSTEM = "ddpjob-system"
+
+
+@pytest.fixture
+def plane(control_plane: Cluster) -> Iterator[Cluster]:
+    control_plane.kubectl("create", "-f", "-", input=as_json(ddpjob("kept")), check=True)
+    try:
+        yield control_plane
+    finally:
+        for release in ("ddpjob", "other"):
+            helm(control_plane, "uninstall", release, "--ignore-not-found")
+        control_plane.kubectl("delete", "ddpjob", "kept", "--wait=false")
+        control_plane.kubectl("delete", "namespace", SYSTEM, "--wait=false")
+
+
+def helm(plane: Cluster, *args: str) -> subprocess.CompletedProcess[str]:
+    program = binaries.ensure(["helm"], print)["helm"]
+    where = ("--kubeconfig", str(plane.kubeconfig), "-n", SYSTEM)
+    return subprocess.run(
+        [program, *args, *where], capture_output=True, text=True, check=False, timeout=240
+    )
+
+
+def uid(plane: Cluster) -> str:
+    done = plane.kubectl("get", "ddpjob", "kept", "-o", "jsonpath={.metadata.uid}", check=True)
+    return done.stdout
+
+
+def test_a_release_takes_over_what_kubectl_or_another_one_installed(plane: Cluster) -> None:
+    before = uid(plane)
+    everything = str(ROOT / "manifests" / "install.yaml")
+    plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", everything, check=True)
+    refused = helm(plane, "install", "ddpjob", CHART)
+    assert refused.returncode != 0
+    assert "invalid ownership metadata" in refused.stderr
+    done = helm(plane, "install", "ddpjob", CHART, "--take-ownership", "--force-conflicts")
+    assert done.returncode == 0, done.stderr
+    done = helm(plane, "uninstall", "ddpjob")
+    assert done.returncode == 0, done.stderr
+    ours = ("-l", "app.kubernetes.io/part-of=ddpjob")
+    left = plane.kubectl("get", "clusterrole,deployment", "-A", *ours, "-o", "name", check=True)
+    assert left.stdout == "", "nothing of install.yaml but its namespace stays"
+    assert uid(plane) == before, "the definition stays, and all jobs"
+    refused = helm(plane, "install", "other", CHART)
+    assert "ddpjobs.ddpjob.dev" in refused.stderr
+    done = helm(plane, "install", "other", CHART, "--take-ownership")
+    assert done.returncode == 0, done.stderr
+    assert uid(plane) == before

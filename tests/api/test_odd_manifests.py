@@ -1,0 +1,93 @@
+"""What becomes of odd DDPJobs, and when: docs/odd-manifests.md is what was seen."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from api.odd_manifests import ODD, manifest
+from support.arena import Arena, arena
+from support.cluster import ROOT, Cluster
+from support.rest import JOBS, Object, RestError, eventually
+
+PAGE = ROOT / "docs" / "odd-manifests.md"
+_SAID = 260  # characters of a message that the page shows
+
+
+@pytest.fixture(scope="module")
+def stage(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
+    with arena(control_plane.kubeconfig, tmp_path_factory.mktemp("odd")) as found:
+        found.start_operator()
+        yield found
+
+
+def test_each_is_told_what_is_wrong_and_none_is_failed_before_a_pod_ran(stage: Arena) -> None:
+    found: dict[str, tuple[str, str]] = {}
+    jobs: dict[str, str] = {}
+    for number, name in enumerate(ODD):
+        body = manifest(number, name)
+        try:
+            kept = apply(stage, body)
+        except RestError as error:
+            found[name] = ("refused at apply", str(error.body.get("message")))
+        else:
+            jobs[name] = kept["metadata"]["name"]
+    for name, job in jobs.items():
+        found[name] = eventually(f"{name} to come to rest", lambda j=job: at_rest(stage, j), 90)
+    for job in jobs.values():
+        stage.remove(job)
+    page = written({name: found[name] for name in ODD}, stage.namespace)
+    if os.environ.get("DDPJOB_WRITE_PAGES"):
+        PAGE.write_text(page)
+    assert [name for name, (when, _) in found.items() if when in ("Failed", "Succeeded")] == []
+    assert page == PAGE.read_text(), "look, and write it anew: DDPJOB_WRITE_PAGES=1"
+
+
+def apply(stage: Arena, body: dict[str, Any]) -> Object:
+    """As kubectl does: fields that nobody knows are refused."""
+    group = f"/apis/{body['apiVersion']}" if body["apiVersion"] != JOBS[6:] else JOBS
+    path = f"{group}/namespaces/{stage.namespace}/ddpjobs?fieldValidation=Strict"
+    return stage.rest.post(path, body)
+
+
+def at_rest(stage: Arena, job: str) -> tuple[str, str] | None:
+    """When it was told, and what."""
+    status = stage.status(job)
+    if status.get("phase") in ("Failed", "Running", "Succeeded"):
+        what = "good" if status["phase"] == "Running" else str(status["phase"])
+        return what, str((status.get("lastFailure") or {}).get("message", ""))
+    told = {c["type"]: c for c in status.get("conditions") or () if c["status"] == "True"}
+    for kind in ("Invalid", "Stalled"):
+        if kind in told:
+            return f"{kind}: {told[kind]['reason']}", told[kind]["message"]
+    return None
+
+
+def written(found: dict[str, tuple[str, str]], namespace: str) -> str:
+    """The page; what differs from run to run is left out."""
+    lines = [
+        "# Odd manifests",
+        "",
+        f"{len(found)} DDPJobs as people send them by mistake or on purpose, and what each is",
+        "told: at `kubectl apply`, or by a condition of the job (`kubectl describe`), before any",
+        "pod runs. None ends as Failed for it. `good`: the API server takes job and pod as they",
+        "are, and the pod's node has its word (docs/reasons.md).",
+        "`tests/api/test_odd_manifests.py` sends them all to a real API server and holds this page",
+        "to what it saw, in 260 characters at most. What is Invalid is tried again from time to",
+        "time; to mend it, suspend the job, apply the mended manifest, resume. In what is said of",
+        "a pod, `env[34]` is the first of the manifest: those that ddpjob sets come before it.",
+        "",
+        "| | when | what it says |",
+        "|---|---|---|",
+    ]
+    for name, (when, said) in found.items():
+        text = re.sub(r"\s+", " ", said.replace(namespace, "NAMESPACE"))
+        text = re.sub(r"^released all pods, next try in \d+ s: |; suspend the job, .*", "", text)
+        text = text.encode("unicode_escape").decode().replace("|", "\\|").replace("<", "&lt;")
+        text = text if len(text) <= _SAID else f"{text[:_SAID]} …"
+        lines.append(f"| {name} | {when} | {text} |")
+    return "\n".join(lines) + "\n"

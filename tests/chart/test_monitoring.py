@@ -1,0 +1,120 @@
+"""What Prometheus and Grafana get from the chart: it must name what is really there."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from ddpjob_operator.core import observe, render, spec
+from ddpjob_operator.shell.metrics import Metrics
+from ddpjob_trainer.telemetry import metric_names
+from devcluster import host
+from support.cluster import ROOT
+from support.world import job_object
+
+FILES = ROOT / "charts" / "ddpjob" / "files"
+TESTS = ROOT / "tests" / "chart" / "alerts_test.yaml"
+RUNBOOKS = ROOT / "docs" / "runbooks.md"
+#: A metric of ours, and nothing else: such names stand in expressions only.
+NAME = re.compile(r"\bddpjob_[a-z_]+")
+
+Objects = dict[str, dict[str, Any]]
+Template = Callable[..., Objects]
+
+
+def alerts() -> Iterator[dict[str, Any]]:
+    for group in yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"]:
+        yield from group["rules"]
+
+
+def panels() -> Iterator[dict[str, Any]]:
+    for panel in json.loads((FILES / "dashboard.json").read_text())["panels"]:
+        if panel["type"] != "row":
+            yield panel
+
+
+@pytest.fixture(scope="module")
+def known() -> set[str]:
+    """Names of all series that operator and trainers serve."""
+    metrics = Metrics()
+    metrics.expose_jobs(list)
+    metrics.expose_watch_ages(dict)
+    found = set()
+    for one in (*metric_names.WORKER, *metric_names.LAUNCHER):
+        found |= {one.exposed, *(f"{one.full_name}_bucket" for _ in one.buckets)}
+    for family in metrics.registry.collect():
+        ends = {"counter": "_total", "histogram": "_bucket", "info": "_info"}
+        found.add(family.name + ends.get(family.type, ""))
+    return found
+
+
+def test_the_alerts_fire_when_they_should_and_not_else() -> None:
+    host.ensure_packages({"promtool": "prometheus"}, print)
+    for command in (("check", "rules", FILES / "alerts.yaml"), ("test", "rules", TESTS)):
+        done = subprocess.run(["promtool", *command], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_is_tested_both_ways() -> None:
+    fired, silent = set(), set()
+    for story in yaml.safe_load(TESTS.read_text())["tests"]:
+        for case in story["alert_rule_test"]:
+            (fired if case.get("exp_alerts") else silent).add(case["alertname"])
+    assert fired == silent == {alert["alert"] for alert in alerts()}
+
+
+def test_every_alert_has_its_runbook() -> None:
+    headings = re.findall(r"^## (\w+)$", RUNBOOKS.read_text(), re.MULTILINE)
+    assert headings == [alert["alert"] for alert in alerts()]
+    for alert in alerts():
+        assert alert["annotations"]["runbook"] == f"docs/runbooks.md#{alert['alert'].lower()}"
+
+
+def test_alerts_and_panels_ask_for_what_is_served(known: set[str]) -> None:
+    asked = [alert["expr"] for alert in alerts()]
+    asked += [target["expr"] for panel in panels() for target in panel["targets"]]
+    assert len(asked) > 20
+    for expr in asked:
+        names = set(NAME.findall(expr))
+        assert names, expr
+        assert names <= known, expr
+
+
+def test_rules_and_dashboard_come_whole(template: Template) -> None:
+    on = template("--set", "metrics.prometheusRule.enabled=true,metrics.dashboard.enabled=true")
+    rule = on["PrometheusRule/ddpjob-operator"]["spec"]
+    assert rule == yaml.safe_load((FILES / "alerts.yaml").read_text())
+    board = on["ConfigMap/ddpjob-operator-dashboard"]
+    assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
+    text = (FILES / "dashboard.json").read_text()
+    assert json.loads(board["data"]["ddpjob.json"]) == json.loads(text)
+
+
+def test_the_pod_monitor_finds_the_pods_that_the_operator_makes(template: Template) -> None:
+    on = ("--set", "metrics.podMonitor.enabled=true,metrics.podMonitor.labels.team=a")
+    monitor = template(*on)["PodMonitor/ddpjob-operator-trainers"]
+    assert monitor["metadata"]["labels"]["team"] == "a"
+    assert monitor["spec"]["namespaceSelector"] == {"any": True}
+    obj = job_object()
+    pod = render.pod(observe.job(obj), spec.parse(obj["spec"]), 1, 2)
+    (expression,) = monitor["spec"]["selector"]["matchExpressions"]
+    assert expression["key"] in pod["metadata"]["labels"]
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    ports = [port for c in pod["spec"]["containers"] for port in c.get("ports", [])]
+    assert [p["containerPort"] for p in ports if p["name"] == endpoint["port"]] == [9400]
+    labels = {re.sub(r"[^a-zA-Z0-9]", "_", name) for name in pod["metadata"]["labels"]}
+    for rule in endpoint["relabelings"]:
+        (source,) = rule["sourceLabels"]
+        assert source.removeprefix("__meta_kubernetes_pod_label_") in labels
+
+
+def test_monitors_look_where_the_release_serves(template: Template) -> None:
+    on = template("--set", "metrics.podMonitor.enabled=true,namespaces={a,b}")
+    monitor = on["PodMonitor/ddpjob-operator-trainers"]
+    assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["a", "b"]}

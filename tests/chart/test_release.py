@@ -1,0 +1,98 @@
+"""A release without its images: whole, usable, and the same bytes from another checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support import release as support
+from support.cluster import ROOT
+
+Helm = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def build(root: Path, out: Path) -> Path:
+    """Make a draft out of the checkout at ``root``."""
+    command = [sys.executable, root / "release/release.py", "--draft", "--without-images"]
+    source = {"PYTHONPATH": str(ROOT / "devcluster/src"), "SOURCE_DATE_EPOCH": "1790000000"}
+    done = subprocess.run(
+        [*command, "--out", out], env={**os.environ, **source},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    [made] = out.iterdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(ROOT, tmp_path_factory.mktemp("release"))
+
+
+def test_is_whole(made: Path) -> None:
+    version = made.name.removeprefix("ddpjob-")
+    assert {path.name for path in made.iterdir()} == {
+        f"ddpjob-{version}.tgz",
+        f"ddpjob_operator-{version}-py3-none-any.whl",
+        f"ddpjob_trainer-{version}-py3-none-any.whl",
+        "RELEASE_NOTES.md", "SHA256SUMS", "crd.yaml", "install.yaml", "kubectl-ddp",
+        "operator.cdx.json", "trainer.cdx.json",
+    }  # fmt: skip
+    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=made, check=True)
+    assert len((made / "SHA256SUMS").read_text().splitlines()) == 9
+
+
+def test_the_chart_of_a_release_is_the_chart(made: Path, helm: Helm) -> None:
+    [chart] = made.glob("*.tgz")
+    shown = [
+        helm("template", "ddpjob", str(where), "--include-crds").stdout
+        for where in (chart, ROOT / "charts/ddpjob")
+    ]
+    assert shown[0]
+    assert shown[0] == shown[1]
+
+
+@pytest.mark.parametrize(
+    ("image", "locks"), [("operator", ["operator"]), ("trainer", ["torch", "trainer"])]
+)
+def test_bills_name_every_pin_with_its_hashes(made: Path, image: str, locks: list[str]) -> None:
+    text = "".join((ROOT / f"requirements/{lock}.txt").read_text() for lock in locks)
+    bill = json.loads((made / f"{image}.cdx.json").read_text())
+    assert bill["bomFormat"] == "CycloneDX"
+    assert bill["metadata"]["component"]["name"] == f"ddpjob-{image}"
+    named = {(each["name"], each["version"]) for each in bill["components"]}
+    assert named == set(re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE))
+    hashes = {
+        one["content"]
+        for each in bill["components"]
+        for place in each["externalReferences"]
+        for one in place["hashes"]
+    }
+    assert hashes == set(re.findall(r"--hash=sha256:(\w+)", text))
+
+
+def test_another_checkout_gives_the_same_bytes(made: Path, tmp_path: Path) -> None:
+    copy = support.copy_of_the_sources(tmp_path / "elsewhere")
+    again = build(copy, tmp_path / "out")
+    for path in made.iterdir():
+        if path.name in ("RELEASE_NOTES.md", "SHA256SUMS"):  # a draft says which checkout
+            continue
+        assert path.read_bytes() == (again / path.name).read_bytes(), path.name
+
+
+def test_no_byte_code_is_in_a_release(made: Path) -> None:
+    names = [name for wheel in made.glob("*.whl") for name in zipfile.ZipFile(wheel).namelist()]
+    [chart] = made.glob("*.tgz")
+    with tarfile.open(chart) as archive:
+        names += archive.getnames()
+    assert len(names) > 100
+    assert [name for name in names if "__pycache__" in name] == []

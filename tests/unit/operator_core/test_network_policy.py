@@ -1,0 +1,108 @@
+"""What a gang's NetworkPolicy means: which pod may reach which of its ports.
+
+No network plugin runs here: a small evaluator of ingress rules stands in for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from ddpjob_operator.core import observe, render, spec
+from support.world import job_object
+
+NAMESPACE = "kubernetes.io/metadata.name"
+
+
+@dataclass(frozen=True)
+class Pod:
+    namespace: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    assert set(selector) <= {"matchLabels"}, "the evaluator knows no more"
+    return dict(selector.get("matchLabels", {})).items() <= dict(labels).items()
+
+
+def is_peer(peer: Mapping[str, Any], source: Pod, home: str) -> bool:
+    assert set(peer) <= {"podSelector", "namespaceSelector"}, "the evaluator knows no more"
+    wanted = peer.get("namespaceSelector")
+    near = source.namespace == home
+    there = near if wanted is None else selects(wanted, {NAMESPACE: source.namespace})
+    return there and selects(peer.get("podSelector", {}), source.labels)
+
+
+def reaches(policy: Mapping[str, Any], source: Pod, target: Pod, port: int) -> bool:
+    """As a plugin that enforces policies would let a TCP connection through."""
+    home, body = policy["metadata"]["namespace"], policy["spec"]
+    if target.namespace != home or not selects(body["podSelector"], target.labels):
+        return True
+    assert body["policyTypes"] == ["Ingress"]
+    return any(
+        ("from" not in rule or any(is_peer(peer, source, home) for peer in rule["from"]))
+        and (
+            "ports" not in rule
+            or any((p["protocol"], p["port"]) == ("TCP", port) for p in rule["ports"])
+        )
+        for rule in body["ingress"]
+    )
+
+
+def policy_of(*metrics_from: Mapping[str, Any]) -> tuple[Mapping[str, Any], Pod]:
+    """The policy of a job and one of its pods."""
+    obj = job_object()
+    job, parsed = observe.job(obj), spec.read(obj["spec"])
+    _, policy = render.network(job, parsed, metrics_from)
+    made = render.pod(job, parsed, 1, 0)["metadata"]
+    return policy, Pod(made["namespace"], made["labels"])
+
+
+OPERATOR = Pod("ops", {"app": "operator"})
+PROMETHEUS = Pod("monitoring", {"app": "prometheus"})
+NEIGHBOUR = Pod("ns", {"app": "web"})
+OTHER_GANG = Pod("ns", {observe.LABEL_JOB_UID: "another"})
+ELSEWHERE = Pod("elsewhere", {observe.LABEL_JOB_UID: "uid-of-job"})
+STRANGERS = [OPERATOR, PROMETHEUS, NEIGHBOUR, OTHER_GANG, ELSEWHERE]
+PEERS = [
+    {
+        "namespaceSelector": {"matchLabels": {NAMESPACE: "ops"}},
+        "podSelector": {"matchLabels": {"app": "operator"}},
+    },
+    {"namespaceSelector": {"matchLabels": {NAMESPACE: "monitoring"}}},
+]
+
+
+@pytest.mark.parametrize("port", [29500, 29501, 9400, 40000])
+@pytest.mark.parametrize("peers", [[], PEERS])
+def test_a_gang_reaches_itself_on_every_port(port: int, peers: list[Mapping[str, Any]]) -> None:
+    policy, member = policy_of(*peers)
+    assert reaches(policy, member, member, port)
+
+
+@pytest.mark.parametrize("port", [29500, 29501, 40000])
+@pytest.mark.parametrize("peers", [[], PEERS])
+def test_nobody_else_reaches_a_port_of_training(port: int, peers: list[Mapping[str, Any]]) -> None:
+    policy, member = policy_of(*peers)
+    assert [p for p in STRANGERS if reaches(policy, p, member, port)] == []
+
+
+def test_metrics_are_for_everybody_unless_peers_are_named() -> None:
+    policy, member = policy_of()
+    assert [p for p in STRANGERS if reaches(policy, p, member, 9400)] == STRANGERS
+    policy, member = policy_of(*PEERS)
+    assert [p for p in STRANGERS if reaches(policy, p, member, 9400)] == [OPERATOR, PROMETHEUS]
+
+
+def test_a_pod_that_carries_the_label_is_let_in() -> None:
+    """So who may label pods of the namespace may join: admissionPolicies.gangLabels."""
+    policy, member = policy_of()
+    assert reaches(policy, Pod("ns", {observe.LABEL_JOB_UID: "uid-of-job"}), member, 29500)
+
+
+def test_other_pods_of_the_namespace_stay_as_open_as_they_were() -> None:
+    policy, _ = policy_of()
+    assert reaches(policy, PROMETHEUS, NEIGHBOUR, 80)

@@ -1,0 +1,84 @@
+"""Links of all pages lead somewhere, and the threat model names tests that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.cluster import ROOT
+from support.manifest import documented, pages
+
+LINK = re.compile(r"\]\(([^)#\s\[]*)(?:#([^)\s]*))?\)")
+CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+#: Of docs/threat-model.md: a file of tests and one of it.
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", each) for each in HEADING.findall(text))
+    return {re.sub(r"[^\w\- ]", "", each.strip().lower()).replace(" ", "-") for each in plain}
+
+
+def broken(page: Path) -> Iterator[str]:
+    """Links of a page, outside of code, that lead nowhere."""
+    for file, anchor in LINK.findall(CODE.sub("", page.read_text())):
+        if ":" in file:
+            continue
+        there = page.parent / file if file else page
+        if not there.exists() or (
+            anchor and there.suffix == ".md" and anchor not in anchors(there)
+        ):
+            yield f"{file}#{anchor}" if anchor else file
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert list(broken(page)) == []
+
+
+def test_a_link_into_nothing_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One `two`: 3!\n[a](#one-two-3) [b](page.md#two) [c](no.md) `[d](no)`\n")
+    assert list(broken(page)) == ["page.md#two", "no.md"]
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    reached, new = set[Path](), {ROOT / "README.md"}
+    while new:
+        page = new.pop()
+        reached.add(page)
+        linked = {(page.parent / file).resolve() for file, _ in LINK.findall(page.read_text())}
+        new |= {each for each in linked if each.suffix == ".md" and each.exists()} - reached
+    assert [page.name for page in pages() if page.resolve() not in reached] == []
+
+
+def test_jobs_on_pages_are_found() -> None:
+    shown = [place.partition(":")[0] for place, _ in documented()]
+    assert shown.count("README.md") == 1
+    assert shown.count("migration.md") == 4
+
+
+def functions(file: str) -> set[str]:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    tree = ast.parse((ROOT / file).read_text())
+    return {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
+
+
+def test_the_threat_model_names_tests_that_exist() -> None:
+    rows = re.findall(
+        r"^\| (T\d+) \| (.*) \|$", (ROOT / "docs/threat-model.md").read_text(), re.MULTILINE
+    )
+    assert [name for name, _ in rows] == [f"T{number}" for number in range(1, 17)]
+    for name, row in rows:
+        named = TEST.findall(row)
+        assert named, name
+        for file, test in named:
+            assert (ROOT / file).is_file(), f"{name}: {file}"
+            assert test in functions(file), f"{name}: {file} has no {test}"

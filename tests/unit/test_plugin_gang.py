@@ -1,0 +1,279 @@
+"""What the plugin makes of jobs, pods, trainers' pages and Events."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from ddpjob_trainer import contract
+from ddpjob_trainer.telemetry import metric_names
+from kubectl_ddp import gang
+from kubectl_ddp.commands import events, status
+from kubectl_ddp.gang import Job, Member, Told
+
+NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
+
+
+def at(seconds_ago: float) -> str:
+    return (NOW - timedelta(seconds=seconds_ago)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def job(**found: Any) -> Job:
+    return Job(
+        {
+            "metadata": {"name": "d", "namespace": "t", "uid": "u", "creationTimestamp": at(900)},
+            "spec": {
+                "replicas": 2,
+                "metrics": {"port": 9400},
+                "restart": {"maxRestarts": 3, "maxDisruptions": 100},
+            },
+            "status": found,
+        }
+    )
+
+
+def pod(replica: int = 0, *, state: Any = None, **meta: Any) -> dict[str, Any]:
+    labels = {gang.LABEL_REPLICA: str(replica), gang.LABEL_ATTEMPT: "2"}
+    containers = [{"name": "sidecar", "ready": True, "state": {"running": {}}}]
+    if state:
+        containers.append({"name": "trainer", "ready": "running" in state, "state": state})
+    return {
+        "metadata": {
+            "name": f"d-{replica}",
+            "labels": labels,
+            "annotations": {gang.ANNOTATION_TRAINER: "trainer"},
+            **meta,
+        },
+        "spec": {
+            "nodeName": "n1",
+            "containers": [
+                {"name": "sidecar", "env": [{"name": "DIR", "value": "no"}]},
+                {"name": "trainer", "env": [{"name": "DIR", "value": "/s/d"}]},
+            ],
+        },
+        "status": {"phase": "Running", "containerStatuses": containers},
+    }
+
+
+FAILURE = {
+    "attempt": 1, "round": 2, "replica": 1, "rank": 3, "node": "n2", "class": "User",
+    "reason": "ExitCode1", "exitCode": 1, "message": "ValueError: boom\nline",
+    "detectedAt": at(199.5).replace("Z", ".5Z"),
+}  # fmt: skip
+
+
+class TestPages:
+    def test_the_trainer_gives_what_is_read(self) -> None:
+        exposed = {spec.exposed for spec in metric_names.WORKER}
+        assert {gang.METRIC_SNAPSHOT_AT, gang.METRIC_STEP_SECONDS} <= exposed
+        assert {"phase", "round", "attempt", "step", "totalSteps", "loss", "samplesPerSecond",
+                "snapshotStep", "stacks"} <= contract.State.__annotations__.keys()  # fmt: skip
+
+    def test_numbers_of_all_ranks(self) -> None:
+        metrics = (
+            b"# HELP ddpjob_trainer_step_seconds Duration\n"
+            b'ddpjob_trainer_step_seconds_count{rank="0"} 30.0\n'
+            b'ddpjob_trainer_step_seconds_sum{rank="0"} 10.0\n'
+            b'ddpjob_trainer_step_seconds_count{rank="1"} 10.0\n'
+            b'ddpjob_trainer_step_seconds_sum{rank="1"} 10.0\n'
+            b'ddpjob_trainer_step_seconds_bucket{le="0.1",rank="1"} 1e+09\n'
+            b'ddpjob_trainer_snapshot_timestamp_seconds{rank="0"} 1.767e+09\n'
+            b'ddpjob_trainer_snapshot_timestamp_seconds{rank="1"} 1.766e+09\n'
+        )
+        told = gang.understood(b'{"step": 4}', metrics)
+        assert (told.rate, told.snapshot_at, told.number("step")) == (2.0, 1.767e9, 4)
+
+    @pytest.mark.parametrize("state", [b"", b"[1]", b"{", b"\xff", b"[" * 100_000])
+    def test_a_page_that_is_none_counts_for_nothing(self, state: bytes) -> None:
+        assert gang.understood(state, b"ddpjob_trainer_step_seconds_sum ..\n") == Told()
+
+    def test_fields_of_another_type_count_for_nothing(self) -> None:
+        told = Told({"step": True, "loss": "x", "stacks": 3})
+        assert (told.number("step"), told.number("loss"), told.text("stacks")) == (None, None, "")
+
+
+class TestMember:
+    @pytest.mark.parametrize(
+        ("state", "word", "running", "started"),
+        [
+            ({"running": {}}, "Running", True, True),
+            ({"waiting": {"reason": "ImagePullBackOff"}}, "ImagePullBackOff", False, False),
+            ({"terminated": {"reason": "OOMKilled"}}, "OOMKilled", False, True),
+            (None, "Running", False, False),
+        ],
+    )
+    def test_the_trainer_container_decides(
+        self, state: Any, word: str, running: bool, started: bool
+    ) -> None:
+        member = Member(pod(state=state))
+        assert (member.state, member.running, member.started) == (word, running, started)
+        assert member.ready == running
+        assert (member.container, member.environment("DIR")) == ("trainer", "/s/d")
+
+    def test_a_pod_that_goes_and_one_without_a_place(self) -> None:
+        assert Member(pod(state={"running": {}}, deletionTimestamp=at(1))).state == "Terminating"
+        waits = pod()
+        condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+        waits["status"] = {"phase": "Pending", "conditions": [condition]}
+        assert Member(waits).state == "Unschedulable"
+
+
+class TestStatus:
+    def test_a_job_that_nobody_has_seen(self) -> None:
+        assert status.job_row(job(), Told(), 0.0) == ["d", "-", "-", "-", "0", "-", "-", "-"]
+        assert any("does it run?" in line for line in status.head_lines(job(), {}, NOW))
+
+    def test_the_head_has_reason_budget_and_failure(self) -> None:
+        found = job(
+            phase="Starting", attempt=2, reason="Unschedulable", lastFailure=FAILURE,
+            timings={"attemptStartedAt": at(60)},
+            conditions=[
+                {"type": "Stalled", "status": "True", "reason": "Unschedulable", "message": "0/3"},
+                {"type": "Failed", "status": "False", "reason": "Progressing", "message": "no"},
+            ],
+            restarts={"total": 1, "charged": 1, "inPlace": 2},
+            progress={"step": 7, "snapshotStep": 5},
+        )  # fmt: skip
+        lines = [
+            "Job:       t/d",
+            "Phase:     Starting",
+            "Stalled:   Unschedulable: 0/3",
+            "Attempt:   2, begun 60s ago",
+            "Restarts:  1 with new pods (1 of 3 charged, 0 of 100 disruptions), 2 in place",
+            "Progress:  step 7",
+            "Snapshot:  step 5",
+            (
+                "Failure:   rank 3 in replica 1 on n2, 3m19s ago:"
+                " User ExitCode1 (attempt 1, round 2; ended the attempt)"
+            ),
+            "           ValueError: boom",
+            "           line",
+        ]
+        assert status.head_lines(found, {}, NOW) == lines
+
+    def test_failure_is_told_once(self) -> None:
+        true = {"status": "True", "reason": "DeadlineExceeded", "message": "m"}
+        found = job(phase="Failed", conditions=[{"type": t, **true} for t in ("Stalled", "Failed")])
+        lines = status.head_lines(found, {}, NOW)
+        assert [line for line in lines if "DeadlineExceeded" in line] == [
+            "Failed:    DeadlineExceeded: m"
+        ]
+
+    def test_the_trainers_word_is_newer_than_the_status(self) -> None:
+        found = job(progress={"step": 7, "totalSteps": 90, "snapshotStep": 5})
+        told = {0: Told({"step": 9, "snapshotStep": 8}, NOW.timestamp() - 4)}
+        lines = status.head_lines(found, told, NOW)
+        assert "Progress:  step 9/90" in lines
+        assert "Snapshot:  step 8, 4s ago" in lines
+        begins = status.head_lines(job(), {0: Told({"phase": "startup"})}, NOW)
+        assert "Progress:  starting up" in begins
+
+    def test_a_row_for_each_replica_whether_it_has_a_pod_or_not(self) -> None:
+        found = job(failures=[FAILURE, {**FAILURE, "exitCode": 137, "signal": 9, "class": "OOM",
+                                        "reason": "OOMKilled", "detectedAt": at(5)}])  # fmt: skip
+        told = {0: Told({"phase": "startup", "round": 1})}
+        lines = status.gang_table(found, {0: Member(pod(state={"running": {}}))}, told, NOW)
+        assert [line.split() for line in lines[1:]] == [
+            ["0", "n1", "Running", "yes", "1", "startup", "-", "-", "-"],
+            ["1", *["-"] * 7, "OOMKilled,", "5s"],
+        ]
+
+
+def event(reason: str, ago: float, *, about: str = "", uid: str = "u", **more: Any) -> Any:
+    kind = {"kind": "Pod", "name": about} if about else {"kind": "DDPJob", "name": "d", "uid": uid}
+    return {"involvedObject": kind, "reason": reason, "message": reason.lower(),
+            "lastTimestamp": at(ago), "metadata": {}, **more}  # fmt: skip
+
+
+class TestStory:
+    def test_causes_come_before_what_follows_in_the_same_second(self) -> None:
+        found = events.story(
+            job(failures=[FAILURE]),
+            [event("Restarting", 200), event("Killing", 200, about="d-1"), event("Started", 800)],
+        )
+        assert [one.reason for one in found] == [
+            "Started", "User/ExitCode1", "Restarting", "Killing",
+        ]  # fmt: skip
+        assert (found[1].attempt, found[1].round, found[1].about) == ("1", "2", "replica 1")
+
+    def test_others_events_are_left_out(self) -> None:
+        others = [
+            event("OfBefore", 100, uid="old"),
+            event("OtherJob", 100, about="d-x-1"),
+            event("NoReplica", 100, about="d-2"),
+            event("OfBeforeToo", 1000, about="d-1"),
+            event("NoTime", 1) | {"lastTimestamp": None},
+        ]
+        assert events.story(job(), others) == []
+
+    def test_the_same_of_several_replicas_is_one_line_and_counts(self) -> None:
+        pulled = [
+            event("Pulled", 50 - n, about=f"d-{n}", message=f"image of d-{n}") for n in (0, 1)
+        ]
+        backed = event("BackOff", 10, about="d-1", count=7, firstTimestamp=at(300))
+        later = event("Pulled", 47 - 61, about="d-1", message="image of d-1")
+        found = events.story(job(), [*pulled, backed, later])
+        shown = events.lines(found, NOW, 80)
+        assert [line.split()[0] for line in shown] == ["AGE", "49s", "10s", "0s"]
+        assert "replicas 0-1" in shown[1]
+        assert "replica 1" in shown[2]
+        assert shown[1].endswith("image of <pod>")
+        assert shown[2].startswith("10s (x7 over 5m)")
+
+    def test_a_series_tells_its_last_time(self) -> None:
+        series = {"count": 3, "lastObservedTime": "2026-01-01T11:59:00.000000Z"}
+        times = {"eventTime": "2026-01-01T11:00:00.123456Z", "lastTimestamp": None}
+        newer = {**times, "series": series}
+        (one,) = events.story(job(), [event("Unhealthy", 0) | newer])
+        assert (one.count, one.last) == (3, NOW - timedelta(minutes=1))
+        assert events.lines([one], NOW, 80)[1].startswith("60s (x3 over 59m)")
+
+
+class TestStrangers:
+    """Whoever may make a pod or an Event in the namespace: nothing of theirs ends the plugin."""
+
+    @pytest.mark.parametrize("value", ["1e999", "-1e999", "nan", "9" * 400])
+    def test_numbers_that_are_none(self, value: str) -> None:
+        name = f"{gang.METRIC_SNAPSHOT_AT} {value}\n".encode()
+        assert gang.understood(b"{}", name).snapshot_at is None
+        told = gang.understood(f'{{"round": {value.replace("nan", "NaN")}}}'.encode(), b"")
+        assert told.number("round") is None
+
+    def test_a_page_that_would_take_hours_to_search(self) -> None:
+        assert gang.understood(b"{}", b"a{\n" * 1_000_000).snapshot_at is None
+
+    def test_words_instead_of_numbers(self) -> None:
+        told = {0: Told({"step": "x" * 10, "snapshotStep": ["y"], "loss": {}, "totalSteps": "z"})}
+        lines = "\n".join(status.head_lines(job(phase="Running"), told, NOW))
+        assert "xxx" not in lines
+        assert "step -" in lines
+
+    def test_long_words_are_cut(self) -> None:
+        say = {0: Told({"phase": "p" * 1_000_000})}
+        found = {0: Member(pod(state={"running": {}}))}
+        lines = status.gang_table(job(phase="Running"), found, say, NOW)
+        assert max(map(len, lines)) < 1000
+
+    @pytest.mark.parametrize(
+        "meta",
+        [
+            {"ownerReferences": []},
+            {"ownerReferences": [{"uid": "u"}]},
+            {"ownerReferences": [{"controller": True, "uid": "another"}]},
+            {"name": "evil"},
+            {"labels": {}},
+            {"labels": {gang.LABEL_REPLICA: "0", gang.LABEL_ATTEMPT: "x"}},
+        ],
+    )
+    def test_pods_that_only_claim_to_be_members(self, meta: dict[str, Any]) -> None:
+        ours = {"ownerReferences": [{"controller": True, "uid": "u"}]}
+        assert gang._is_ours(job(), pod(**ours))
+        assert not gang._is_ours(job(), pod(**{**ours, **meta}))
+
+    def test_events_about_nothing(self) -> None:
+        event = {"involvedObject": {"kind": "Pod"}, "lastTimestamp": at(1), "metadata": {}}
+        assert events.story(job(), [event]) == []
+        event["involvedObject"] = {}
+        assert events.story(job(), [event]) == []

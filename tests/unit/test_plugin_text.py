@@ -1,0 +1,188 @@
+"""Tables, ages and kubectl's refusals, as the plugin shows them; and what it is made of."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from kubectl_ddp import cli, text
+from kubectl_ddp.failure import Failure
+from kubectl_ddp.gang import LABEL_ATTEMPT, LABEL_REPLICA
+from kubectl_ddp.kubectl import Kubectl, explained
+from support.cluster import wait_for
+
+SOURCE = Path(cli.__file__).parent
+
+
+def test_it_imports_the_standard_library_only() -> None:
+    found = set()
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {name.name for name in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, path
+                found.add(str(node.module))
+    tops = {name.partition(".")[0] for name in found}
+    assert {"argparse", "subprocess", "kubectl_ddp"} <= tops
+    assert tops - {"kubectl_ddp"} <= sys.stdlib_module_names
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (-3, "0s"), (0, "0s"), (119, "119s"), (120, "2m"), (200, "3m20s"), (600, "10m"),
+        (10799, "179m"), (10800, "3h"), (18600, "5h10m"), (28800, "8h"), (172799, "47h"),
+        (172800, "2d"),
+    ],
+)  # fmt: skip
+def test_ages(seconds: float, shown: str) -> None:
+    assert text.duration(seconds) == shown
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    assert text.since(now - timedelta(seconds=seconds), now) == shown
+    assert text.since(None, now) == "-"
+
+
+def test_columns_are_aligned_and_have_no_tail() -> None:
+    assert text.table(("A", "BB", "C"), [["1", "2", ""], ["long", "2", "x"]]) == [
+        "A      BB   C",
+        "1      2",
+        "long   2    x",
+    ]
+
+
+def test_a_long_message_is_wrapped_below_itself_and_cut() -> None:
+    lines = text.wrapped_table(("A", "MESSAGE"), [["1", "word " * 60], ["2", "short"]], 80, 3)
+    assert max(map(len, lines)) <= 80
+    assert lines[1].startswith("1   word word")
+    assert [line.strip() for line in lines[4:]] == ["...", "2   short"]
+    assert all(line.startswith("    word") for line in lines[2:4])
+
+
+def test_an_empty_message_has_its_line() -> None:
+    assert text.wrapped_table(("A", "MESSAGE"), [["1", ""]], 80) == ["A   MESSAGE", "1"]
+
+
+def test_what_moves_a_cursor_is_not_printed() -> None:
+    assert text.clean("a\x1b[2J\tb\r\nc\x07") == "a?[2J   b?\nc?"
+    assert "\x1b" not in "".join(text.table(("A",), [["\x1b[31m"]]))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "shown"), [([], ""), ([3], "3"), ([0, 1, 2, 5], "0-2,5"), ([2, 0, 2], "0,2")]
+)
+def test_ranges(numbers: list[int], shown: str) -> None:
+    assert text.ranges(numbers) == shown
+
+
+#: What kubectl 1.36 wrote to stderr.
+WORDS = {
+    'error: the server doesn\'t have a resource type "ddpjobs"': "install the operator's chart",
+    'Error from server (NotFound): ddpjobs.ddpjob.dev "nope" not found': (
+        'no DDPJob "nope" here: `kubectl ddp status -A`'
+    ),
+    (
+        'Error from server (Forbidden): pods "x" is forbidden: User "bob" cannot get resource'
+        ' "pods/log" in API group "" in the namespace "default"'
+    ): (
+        "you may not get pods/log in namespace default: ask for a role with verb get on resource"
+        " pods/log"
+    ),
+    (
+        'Error from server (Forbidden): ddpjobs.ddpjob.dev is forbidden: User "bob" cannot list'
+        ' resource "ddpjobs" in API group "ddpjob.dev" at the cluster scope'
+    ): "you may not list ddpjobs of ddpjob.dev in all namespaces",
+    (
+        'E1123 18:59:33.625    1184 memcache.go:265] "Unhandled Error" err="refused"\n'
+        "The connection to the server 127.0.0.1:1 was refused - did you specify the right host?\n"
+    ): "kubectl: The connection to the server 127.0.0.1:1 was refused",
+    "": "kubectl failed without a word",
+}
+
+
+@pytest.mark.parametrize(("said", "line"), WORDS.items())
+def test_kubectls_refusals_become_one_line(said: str, line: str) -> None:
+    assert line in explained(said)
+    assert "\n" not in explained(said)
+
+
+def test_without_kubectl_the_cure_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Failure, match="no kubectl on PATH: install it"):
+        Kubectl().read("version")
+    assert cli.run(["status"]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+
+
+def fake_kubectl(folder: Path, script: str) -> dict[str, str]:
+    """An environment in which a shell script is kubectl."""
+    (folder / "kubectl").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "kubectl").chmod(0o755)
+    return {
+        "PATH": f"{folder}:/bin:/usr/bin",
+        "PYTHONPATH": str(SOURCE.parent),
+        "HERE": str(folder),
+    }
+
+
+def test_no_kubectl_is_left_behind(tmp_path: Path) -> None:
+    job = {"metadata": {"name": "j", "namespace": "n", "uid": "u"}, "spec": {"replicas": 1}}
+    running = {"name": "t", "state": {"running": {}}}
+    pod = {
+        "metadata": {
+            "name": "j-0",
+            "labels": {LABEL_REPLICA: "0", LABEL_ATTEMPT: "1"},
+            "ownerReferences": [{"controller": True, "uid": "u"}],
+        },
+        "spec": {"containers": [{"name": "t"}]},
+        "status": {"containerStatuses": [running]},
+    }
+    (tmp_path / "ddpjobs.ddpjob.dev").write_text(json.dumps(job))
+    (tmp_path / "pods").write_text(json.dumps({"items": [pod]}))
+    follows = (
+        '[ $1 = get ] && exec cat "$HERE/$2"; echo $$ > "$HERE/new"; mv "$HERE/new" "$HERE/pid"'
+    )
+    env = fake_kubectl(tmp_path, f"{follows}; exec sleep 300")
+    command = [sys.executable, "-m", "kubectl_ddp", "logs", "-f", "j"]
+    plugin = subprocess.Popen(command, env=env)
+    wait_for(lambda: (tmp_path / "pid").exists() or None, "kubectl to follow", 60)
+    followed = int((tmp_path / "pid").read_text())
+    plugin.terminate()
+    assert plugin.wait(60) == 143
+    gone = Path(f"/proc/{followed}")
+    try:
+        wait_for(lambda: not gone.exists() or None, "kubectl to end", 30)
+    finally:
+        if gone.exists():
+            os.kill(followed, signal.SIGKILL)
+
+
+def test_flags_are_passed_on_from_before_and_behind_the_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in fake_kubectl(tmp_path, 'echo "$@" > "$HERE/said"; exit 1').items():
+        monkeypatch.setenv(name, value)
+    cli.run(["-n", "team", "--context=c", "status", "--kubeconfig", "f", "job"])
+    assert (tmp_path / "said").read_text().split() == [
+        "--namespace=team", "--context=c", "--kubeconfig=f",
+        "get", "ddpjobs.ddpjob.dev", "job", "-o", "json",
+    ]  # fmt: skip
+
+
+def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("status", "logs", "events", "stacks", "suspend", "resume", "snapshots"):
+        with pytest.raises(SystemExit) as ended:
+            cli.run([command, "--help"])
+        assert ended.value.code == 0
+        assert f"usage: kubectl ddp {command}" in capsys.readouterr().out

@@ -1,0 +1,143 @@
+"""What a release refuses, what its notes say, and that its plugin has the same bytes twice."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from devcluster.failure import Failure
+from support import release as support
+from support.cluster import ROOT
+
+DIGEST = f"@sha256:{'a' * 64}"
+
+
+@pytest.fixture(scope="module")
+def release() -> ModuleType:
+    return support.script()
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = support.copy_of_the_sources(tmp_path_factory.mktemp("copied") / "checkout")
+    text = (root / "CHANGELOG.md").read_text()
+    (root / "CHANGELOG.md").write_text(text.replace("- unreleased", "- 2026-12-01", 1))
+    git(root, "init", "--quiet")
+    git(root, "add", "--all")
+    git(root, "commit", "--quiet", "--message", "all")
+    return root
+
+
+@pytest.fixture
+def checkout(copied: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A repository that can be released."""
+    monkeypatch.setenv("DDPJOB_BASE_IMAGE", f"docker.io/library/python:3.11-slim{DIGEST}")
+    yield copied
+    git(copied, "checkout", "--quiet", "--", ".")
+
+
+def git(root: Path, *words: str) -> None:
+    who = ["-c", "user.name=a", "-c", "user.email=a@example.com", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", *who, *words], cwd=root, check=True, capture_output=True)
+
+
+def test_everything_has_the_same_version(release: ModuleType) -> None:
+    found = release.versions()
+    assert len(found) == 10
+    assert release.one_version(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "old"),
+    [
+        ("charts/ddpjob/Chart.yaml", "\nversion: 0"),
+        ("charts/ddpjob/Chart.yaml", 'appVersion: "0'),
+        ("Dockerfile", 'image.version="0'),
+        ("trainer/pyproject.toml", '\nversion = "0'),
+        ("operator/src/ddpjob_operator/__init__.py", '__version__ = "0'),
+        ("devcluster/src/devcluster/images.py", 'VERSION = "0'),
+        ("CHANGELOG.md", "## 0"),
+    ],
+)
+def test_a_version_that_disagrees_is_named(
+    release: ModuleType, checkout: Path, path: str, old: str
+) -> None:
+    text = (checkout / path).read_text()
+    assert old in text
+    (checkout / path).write_text(text.replace(old, f"{old[:-1]}7", 1))
+    with pytest.raises(Failure, match=rf"versions disagree: .*{path} \S*.*7\.1\.0"):
+        release.release(checkout, checkout / "out", draft=True, with_images=False)
+
+
+def test_a_checkout_that_is_ready_is_not_refused(release: ModuleType, checkout: Path) -> None:
+    assert release.not_ready(checkout, "2026-12-01", with_images=True) == []
+
+
+def test_what_is_not_ready_is_refused_with_the_cure(
+    release: ModuleType, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusal() -> str:
+        with pytest.raises(Failure) as caught:
+            release.release(checkout, tmp_path / "out", draft=False, with_images=True)
+        assert not (tmp_path / "out").exists()
+        return str(caught.value)
+
+    (checkout / "new.txt").write_text("")
+    assert "not committed (new.txt): commit them (or make a draft" in refusal()
+    (checkout / "new.txt").unlink()
+
+    (checkout / ".git/info").mkdir(exist_ok=True)
+    (checkout / ".git/info/exclude").write_text("*.log\n")
+    (checkout / "charts/ddpjob/x.log").write_text("")
+    assert "git ignores are in the chart (charts/ddpjob/x.log): remove them" in refusal()
+    (checkout / "charts/ddpjob/x.log").unlink()
+
+    monkeypatch.setenv("DDPJOB_BASE_IMAGE", "python:3.11-slim")
+    assert "python:3.11-slim has no digest: set DDPJOB_BASE_IMAGE=NAME@sha256" in refusal()
+    monkeypatch.delenv("DDPJOB_BASE_IMAGE")
+    assert "localhost/ddpjob/base" in refusal()
+    assert release.not_ready(checkout, "2026-12-01", with_images=False) == []
+
+    changelog = checkout / "CHANGELOG.md"
+    changelog.write_text(changelog.read_text().replace("- 2026-12-01", "- unreleased", 1))
+    assert "dates the version 'unreleased': write the day" in refusal()
+
+
+def test_what_git_does_not_know_is_refused(release: ModuleType, tmp_path: Path) -> None:
+    [lacking] = release.not_ready(tmp_path, "2026-12-01", with_images=False)
+    assert lacking == "this is no git checkout: release from a clone"
+
+
+def test_notes_are_the_changelogs_section(release: ModuleType, checkout: Path) -> None:
+    older = "\n## 0.0.9 - 2026-01-01\n\n### Added\n- Something old.\n"
+    with (checkout / "CHANGELOG.md").open("a") as file:
+        file.write(older)
+    version, date, text = release.newest_section(checkout)
+    assert (version, date) == ("0.1.0", "2026-12-01")
+    notes = release.notes(version, date, text, [], [f"docker.io/ddpjob/operator:0.1.0{DIGEST}"])
+    assert notes.startswith("# ddpjob 0.1.0 (2026-12-01)\n")
+    assert "Something old" not in notes
+    assert "\n## Added\n" in notes
+    assert f"- from the base `docker.io/library/python:3.11-slim{DIGEST}`" in notes
+    assert "Draft" not in notes
+    assert "- no day" in release.notes(version, date, text, ["no day"], [])
+    (checkout / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n")
+    with pytest.raises(Failure, match=r"no section `## X\.Y\.Z - DATE`"):
+        release.newest_section(checkout)
+
+
+def test_the_plugin_has_the_same_bytes_twice(
+    release: ModuleType, checkout: Path, tmp_path: Path
+) -> None:
+    sums = set()
+    for root in (ROOT, checkout):
+        release.plugin(root, tmp_path, 1)
+        sums.add(hashlib.sha256((tmp_path / "kubectl-ddp").read_bytes()).hexdigest())
+    assert len(sums) == 1
+    done = subprocess.run([tmp_path / "kubectl-ddp", "--version"], capture_output=True, check=True)
+    assert done.stdout.split()[-1].decode() == release.one_version(release.versions())

@@ -1,0 +1,313 @@
+"""`ddpjob-trainer local`: what a manifest becomes here, held against CRD and operator."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpjob_operator.core import classify, observe, render, spec
+from ddpjob_operator.core.policy import restart
+from ddpjob_trainer import cli, contract, gpu_devices
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.local import job as local_job
+from ddpjob_trainer.local import restarts
+from ddpjob_trainer.local.command import alone
+from ddpjob_trainer.local.job import Job, expand
+from ddpjob_trainer.local.manifest import DEFAULTS, read
+from support.manifest import EXAMPLES, changed, ddpjob, examples
+from support.world import crd_schema, job_object
+
+ROOT = Path(__file__).parents[3]
+SHELL = {"PATH": "/usr/bin:/bin", "RANK": "9", "DDPJOB_UID": "another", "HF_TOKEN": "s$e"}
+TRAINER = "spec.template.spec.containers.0"
+#: What differs from pod to pod, and from a cluster to this machine.
+OWN = {"MASTER_ADDR", "MASTER_PORT", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_RDZV_ID"}
+OWN |= {contract.UID, contract.METRICS_PORT, contract.HUB_PORT}
+
+
+def plan(text: str, tmp_path: Path, **more: Any) -> Job:
+    folders = more.pop("folders", {"/workspace": ROOT})
+    scratch, snapshots = tmp_path / "scratch", tmp_path / "snapshots"
+    return local_job.make(read(text), SHELL, scratch, snapshots, folders, **more)
+
+
+def body(tmp_path: Path, **changes: Any) -> str:
+    found = changed(ddpjob(), f"{TRAINER}.command", ["true"])
+    for path, value in changes.items():
+        found = changed(found, path.replace("__", "."), value)
+    return json.dumps(found)
+
+
+@pytest.mark.parametrize("name", examples())
+def test_each_example_becomes_a_plan(name: str, tmp_path: Path) -> None:
+    job = plan((EXAMPLES / name).read_text(), tmp_path)
+    ports = range(2000, 2000 + job.ports())
+    for replica in range(job.replicas):
+        env = job.environment(1, replica, ports)
+        first, *rest = job.command(env)
+        assert Path(first).is_file()
+        assert env["DDPJOB_REPLICA"] == str(replica)
+        assert not [word for word in rest if word.startswith("/workspace")]
+    assert job.nproc == {"ladder/2-processes.yaml": 3, "ladder/3-faults.yaml": 3}.get(name, 1)
+
+
+def test_what_init_prints_becomes_a_plan(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    script = tmp_path / "train.py"
+    script.write_text("print(1)\n")
+    assert cli.main(["init", str(script), "--replicas", "3", "--", "--cost", "$(NAME)"]) == 0
+    job = plan(capsys.readouterr().out, tmp_path)
+    [(path, content)] = job.files.items()
+    assert content == b"print(1)\n"
+    words = job.command(job.environment(1, 0, range(job.ports())))
+    assert words[-4:] == ["run", str(path), "--cost", "$(NAME)"]
+    assert job.snapshots == tmp_path / "snapshots/train"
+
+
+def test_defaults_are_those_of_the_crd() -> None:
+    for path, value in DEFAULTS.items():
+        at = crd_schema()["properties"]["spec"]
+        for part in path.split("."):
+            at = at["properties"][part]
+        assert at["default"] == value, path
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("more", ["full", "bare"])
+def test_the_variables_are_the_operators(nproc: int, more: str, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"nprocPerNode": nproc}
+    if more == "full":
+        rules = [
+            {"exitCodes": [7, 137], "action": "Fail"},
+            {"reasons": ["SIGSEGV", "Hang"], "action": "Fail"},
+            {"reasons": ["Error"], "action": "Restart"},
+        ]
+        path = str(tmp_path / "snapshots")  # the same here as in the pods
+        changes |= {
+            "restart": {"rules": rules, "progressPath": "/data/x", "inPlace": {"enabled": False}},
+            "snapshot": {"path": path, "volume": {"emptyDir": {}}, "keep": 5, "resume": "Never"},
+            "hang": {"stepSeconds": 7},
+        }
+    found = job_object(**changes)
+    container = found["spec"]["template"]["spec"]["containers"][0]
+    container["command"] = ["true"]
+    container["env"] = [{"name": "A", "value": "$(RANK) $(DDPJOB_REPLICA) $$(B)"}]
+    found["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = 9
+    pod = render.pod(observe.job(found), spec.parse(found["spec"]), 4, 2)
+    theirs = {one["name"]: one["value"] for one in pod["spec"]["containers"][0]["env"]}
+    theirs["A"] = expand(theirs["A"], theirs)
+    job = plan(json.dumps(found), tmp_path)
+    ours = job.environment(4, 2, range(1, 1 + job.ports()))
+    assert ours.keys() - theirs.keys() == {
+        "PATH", "HF_TOKEN", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
+    }  # fmt: skip
+    assert {n: ours[n] for n in theirs.keys() - OWN} == {n: theirs[n] for n in theirs.keys() - OWN}
+
+
+def test_the_operators_answer_to_each_exit_code(tmp_path: Path) -> None:
+    limits = restarts.limits_of(read(body(tmp_path)))
+    for code in range(1, 256):
+        cls = (classify.reasons_of(code) & {*classify.SEVERITY}).pop()
+        expected = "Permanent" if code in contract.PERMANENT_EXIT_CODES else cls
+        settled = "Infrastructure" if expected == "Collateral" else expected
+        action = restart._DEFAULT_ACTION.get(settled, "Restart")
+        assert limits.action(code) == action, code
+        assert restarts._SEVERITY[restarts.severity(code)] == expected, code
+        for reason in classify.reasons_of(code):
+            ruled = ({"reasons": [reason], "action": "Fail"},)
+            assert code in replace(limits, rules=ruled).final_codes(), (code, reason)
+    order = [cls for cls in classify.SEVERITY if cls in restarts._SEVERITY]
+    assert order == list(restarts._SEVERITY)
+
+
+def test_budgets_delays_and_what_heals_them() -> None:
+    limits = restarts.Limits(2, 1, 1, 3, 0, 100, ())
+    budget = restarts.Budget(limits)
+    assert [budget.after(1, 0, (4, -1))[0] for _ in range(3)] == [0, 1, -1]
+    healed = restarts.Budget(limits)
+    for step in (1, 2, 3):
+        assert healed.after(1, 0, (step, -1))[0] == 0
+    assert healed.after(1, 0, (3, -1))[0] == 1
+    assert healed.after(1, 0, (3, 5))[0] == 0  # progressPath
+    assert healed.after(1, 99, (3, 5))[0] == 0  # longer than the longest delay: no crash loop
+    assert healed.after(1, 100, (3, 5))[0] == 0
+    free = restarts.Budget(limits)
+    assert [free.after(75, 0, (0, 0))[0] for _ in range(2)] == [0, -1]
+    assert free.after(64, 0, (0, 0))[0] < 0
+    many = restarts.Budget(replace(limits, max_restarts=9))
+    assert [many.after(1, 0, (0, 0))[0] for _ in range(5)] == [0, 1, 2, 3, 3]
+
+
+def test_paths_of_the_pods_become_folders_here(tmp_path: Path) -> None:
+    code = tmp_path / "workspace"
+    code.mkdir()
+    (code / "x.py").touch()
+    text = body(
+        tmp_path,
+        **{
+            f"{TRAINER}.command": ["python3", "$(CODE)/x.py", "--out=/snapshots/o"],
+            f"{TRAINER}.args": ["/snapshots2", "http://h/snapshots", "$(NO)", "$$(CODE)"],
+            f"{TRAINER}.env": [{"name": "CODE", "value": "/workspace"}],
+            f"{TRAINER}.workingDir": "/workspace",
+            "spec.snapshot": {"path": "/snapshots", "volume": {"emptyDir": {}}},
+        },
+    )
+    job = plan(text, tmp_path, folders={"/workspace": code})
+    words = job.command(job.environment(1, 0, range(5)))
+    assert words[1:] == [
+        f"{code}/x.py", f"--out={tmp_path}/snapshots/o",
+        "/snapshots2", "http://h/snapshots", "$(NO)", "$(CODE)",
+    ]  # fmt: skip
+    assert job.directory == str(code)
+
+
+def test_words_and_values_are_those_of_the_pods(tmp_path: Path) -> None:
+    """Of the shell's variables a pod knows none, YAML's times are strings, null is none."""
+    line = "cd $(HF_TOKEN); exec python3 train.py"
+    text = f"""
+kind: DDPJob
+metadata: {{name: job}}
+spec:
+  replicas: 1
+  template:
+    spec:
+      volumes: [{{name: files, configMap: {{name: files}}}}]
+      containers:
+        - name: trainer
+          command: [bash, -c, {line!r}, 2026-01-01T00:00:00Z]
+          workingDir: /job
+          env: [{{name: A, value: null}}]
+          envFrom: [{{configMapRef: {{name: more}}, prefix: P_}}, {{secretRef: {{name: s}}}}]
+          volumeMounts: [{{name: files, mountPath: /job}}]
+---
+kind: ConfigMap
+metadata: {{name: files}}
+data: {{train.py: "", day: 2026-01-01}}
+---
+kind: ConfigMap
+metadata: {{name: more}}
+data: {{B: $(A)}}
+"""
+    job = plan(text, tmp_path, folders={})
+    assert job.command(job.variables(1, 0, range(3)))[2:] == [line, "2026-01-01T00:00:00Z"]
+    found = job.environment(1, 0, range(3))
+    assert (found["A"], found["P_B"]) == ("", "$(A)")
+    assert any("envFrom: what is not in the file" in note for note in job.notes)
+    assert job.directory == str(tmp_path / "scratch/0")
+    assert job.files[tmp_path / "scratch/0/day"] == b"2026-01-01"
+
+
+def test_options_and_what_is_left_out(tmp_path: Path) -> None:
+    text = body(
+        tmp_path,
+        spec__suspend=True,
+        spec__template__spec__nodeSelector={"gpu": "yes"},
+        **{
+            f"{TRAINER}.resources": {"limits": {"nvidia.com/gpu": "2"}},
+            f"{TRAINER}.volumeMounts": [{"name": "data", "mountPath": "/data"}],
+            f"{TRAINER}.env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {}}}],
+            "spec.template.spec.containers.1": {"name": "sidecar"},
+        },
+    )
+    job = plan(text, tmp_path)
+    assert (job.replicas, job.nproc) == (3, 2)
+    assert job.environment(1, 0, range(5))["HF_TOKEN"] == "s$e"
+    first, second = job.notes
+    for name in ("container sidecar", "nodeSelector", "spec.suspend", "resources", "image"):
+        assert name in first
+    assert "--map /data=DIR" in second
+    fewer = plan(text, tmp_path, replicas=1, nproc=1)
+    assert fewer.environment(1, 0, range(3))["WORLD_SIZE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({f"{TRAINER}.command": ["python3", "/app/no.py"]}, "command: /app/no.py.*--map /app=DIR"),
+        ({f"{TRAINER}.command": ["/opt/no"]}, "command: /opt/no: not found.*--map /opt=DIR"),
+        ({f"{TRAINER}.command": []}, "command: must be there"),
+        ({f"{TRAINER}.workingDir": "/app"}, "workingDir: /app.*--map /app=DIR"),
+        ({f"{TRAINER}.env": [{"name": "T", "valueFrom": {}}]}, "valueFrom of T.*export T="),
+        ({f"{TRAINER}.env": [{"name": "RANK", "value": "1"}]}, "RANK is the operator's"),
+        ({"spec.replicas": 0}, "replicas: 0 must be"),
+        ({"spec.nprocPerNode": "2"}, "nprocPerNode: '2' must be"),
+        ({"spec.hang": {"stepSeconds": "x"}}, r"spec.hang.stepSeconds: 'x'"),
+        ({"spec.snapshot": {}}, "spec.snapshot.path"),
+        ({"spec.restart": {"rules": [{}]}}, "spec.restart.rules: each needs an action"),
+        ({"spec.restart": {"rules": [{"action": "Frail"}]}}, "rules: each needs an action"),
+        ({"spec.restart": {"rules": [{"action": "Fail", "exitCodes": 3}]}}, "must be lists"),
+        ({"spec.restart": {"rules": ["Fail"]}}, "restart.rules: 'Fail' must be an object"),
+        ({"spec.restart": 3}, "restart: 3 must be an object"),
+        ({"spec.snapshot": "x"}, "snapshot: 'x' must be an object"),
+        ({f"{TRAINER}.command": "true x"}, "command: 'true x' must be a list of strings"),
+        ({f"{TRAINER}.args": ["--lr", 0.1]}, "args: 0.1 must be a string: put it in quotes"),
+        ({f"{TRAINER}.env": {"A": "b"}}, "env: .* must be a list of objects"),
+        ({f"{TRAINER}.env": [{"name": "A", "value": True}]}, "env: A: True must be a string"),
+        ({"spec.template": {"spec": {}}}, "spec.template.spec.containers"),
+        ({"spec.template": {"spec": {"containers": []}}}, "at least one container"),
+        ({"metadata": {}}, "metadata.name"),
+        ({"kind": "Job"}, "0 objects of kind DDPJob"),
+    ],
+)
+def test_refusals_name_field_and_cure(
+    changes: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        plan(body(tmp_path, **changes), tmp_path, folders={})
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["no-such.yaml"], "no-such.yaml"),
+        (["{file}"], "neither YAML nor JSON"),
+        (["{file}", "--map", "x=."], "--map x=.: must be"),
+        (["{file}", "--map", "/=."], "--map /=.: must be"),
+        (["{file}", "--map", "/x=/no/such"], "--map /x=/no/such: must be"),
+        (["{file}", "--replicas", "0"], "--replicas: 0 must be"),
+    ],
+)
+def test_refusals_of_the_command(words, complaint, tmp_path, capsys) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "file").write_text("{a: [")
+    if len(words) > 1:
+        (tmp_path / "file").write_text(body(tmp_path))
+    assert cli.main(["local", *(word.format(file=tmp_path / "file") for word in words)]) == 64
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("has", "chosen", "expected"),
+    [
+        (0, None, None),
+        (6, None, "2,3"),
+        (8, "7,6,5,4,3,2", "5,4"),
+        (5, None, ""),  # too few: the CPU for all
+        (8, "", None),  # hidden already
+    ],
+)
+def test_a_gpu_for_each_process(has, chosen, expected, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(gpu_devices, "count", lambda: has)
+    if chosen is not None:
+        monkeypatch.setitem(SHELL, "CUDA_VISIBLE_DEVICES", chosen)
+    job = plan(body(tmp_path, spec__nprocPerNode=2), tmp_path)
+    found = job.environment(1, 1, range(5)).get("CUDA_VISIBLE_DEVICES")
+    assert found == (chosen if expected is None else expected)
+
+
+def test_our_launcher_is_this_python(tmp_path: Path) -> None:
+    job = plan(body(tmp_path, **{f"{TRAINER}.command": ["ddpjob-trainer", "run", "x"]}), tmp_path)
+    assert job.command({})[:3] == [sys.executable, "-m", "ddpjob_trainer"]
+
+
+def test_two_runs_of_a_manifest_do_not_share_a_folder_of_snapshots(tmp_path: Path) -> None:
+    folder = tmp_path / "job-snapshots" / "job"
+    with alone(folder):
+        assert folder.is_dir(), "a volume is there before the program is"
+        with pytest.raises(ConfigError, match=r"another run .* --snapshots DIR"), alone(folder):
+            pytest.fail("both would write snapshots")
+    with alone(folder):
+        pass
