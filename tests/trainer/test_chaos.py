@@ -86,7 +86,9 @@ def chaos(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-@pytest.mark.parametrize(("nproc", "seed"), [(3, 1), (4, 2), (5, 3)])
+@pytest.mark.parametrize(
+    ("nproc", "seed"), [(3, 1), pytest.param(4, 2, marks=pytest.mark.soak), (5, 3)]
+)
 @pytest.mark.fault("T1", "T2", "T3", "T4")
 def test_ten_kills_leave_every_bit_as_it_was(training, tmp_path, nproc, seed):  # type: ignore[no-untyped-def]
     report = tmp_path / "report.json"

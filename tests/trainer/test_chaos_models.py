@@ -2,7 +2,7 @@
 
 Two models with two optimizers; two optimizers on one model; dict batches with gradient
 accumulation, a moving average and the scaler of fp16; a DataLoader with two workers; a stream with
-a state. With four ranks it is done on a busy machine.
+a state. With four ranks it is done on a busy machine, in `make soak`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from support.launching import SOURCES
 EXAMPLES = SOURCES.parents[1] / "examples"
 SCRIPTS = ("gan.py", "muon.py", "text.py", "loader.py", "stream.py")
 KILLS = 3
+CASES = [
+    *((script, 3) for script in SCRIPTS),
+    *(pytest.param(script, 4, marks=pytest.mark.soak) for script in SCRIPTS),
+]
 
 
-@pytest.mark.parametrize("nproc", [3, 4])
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(("script", "nproc"), CASES)
 @pytest.mark.fault("T1", "T4")
 def test_an_example_survives_kills_bit_for_bit(tmp_path: Path, script: str, nproc: int) -> None:
     report = tmp_path / "report.json"
@@ -35,7 +38,7 @@ def test_an_example_survives_kills_bit_for_bit(tmp_path: Path, script: str, npro
             [
                 *(sys.executable, "-m", "ddpjob_trainer", "chaos", "--nproc", str(nproc)),
                 *("--kills", str(KILLS), "--every", "4", "--seed", str(nproc)),
-                *("--signals", "KILL,TERM"),
+                *("--signals", "KILL,TERM", "--patience", "400"),
                 *("--json", str(report), *program),
             ],
             env={**os.environ, "PYTHONPATH": str(SOURCES)},

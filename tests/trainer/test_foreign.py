@@ -70,7 +70,6 @@ def train(script: Path, directory: Path, wait_until: Callable[..., None]) -> dic
     return found
 
 
-@pytest.mark.slow
 def test_a_killed_rank_of_an_unmodified_script_comes_back_in_place(
     script: Path, tmp_path: Path, wait_until: Callable[..., None]
 ):
@@ -88,7 +87,6 @@ def test_a_killed_rank_of_an_unmodified_script_comes_back_in_place(
     assert outcome(killed) == pytest.approx(outcome(calm), rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.slow
 def test_with_its_adapter_a_script_tells_how_far_it_is_and_is_ended_when_it_hangs(
     script: Path, tmp_path: Path, wait_until: Callable[..., None]
 ):

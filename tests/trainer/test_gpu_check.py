@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,7 +39,13 @@ def test_on_the_cpu(tmp_path: Path, numbers: str) -> None:
     assert set(told.values()) == {"PASS"}, done.stdout
 
 
-@pytest.mark.parametrize("given", [("cnn", "resume", "bf16"), ("transformer", "elastic", "fp16")])
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("cnn", "resume", "bf16"),
+        pytest.param(("transformer", "elastic", "fp16"), marks=pytest.mark.soak),
+    ],
+)
 def test_bits_on_the_cpu(tmp_path: Path, given: tuple[str, str, str]) -> None:
     """Two of the nine trainings of check 5."""
     model, level, precision = given
@@ -47,8 +55,69 @@ def test_bits_on_the_cpu(tmp_path: Path, given: tuple[str, str, str]) -> None:
     assert "identical" in launch.output
 
 
+def test_what_it_has_started_ends_with_it(tmp_path: Path, wait_until: Callable[..., None]) -> None:
+    """Also by SIGKILL: launchers that run on would hold all the GPUs."""
+    there = tmp_path / "pid"
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import os, pathlib, time
+draft = pathlib.Path({str(there)!r} + ".draft")
+draft.write_text(f"{{os.getppid()}} {{os.getpid()}}")
+draft.rename({str(there)!r})
+time.sleep(600)
+""")
+    command = [sys.executable, "-m", "ddpjob_trainer", "run", str(script)]
+    complete = "import sys; from ddpjob_trainer.gpu_check import launches;"
+    complete += " launches._complete(sys.argv[1:], {})"
+    check = subprocess.Popen(
+        [sys.executable, "-c", complete, *command],
+        env={**os.environ, "PYTHONPATH": str(SOURCES)},
+    )  # fmt: skip
+    try:
+        wait_until(there.exists, "a launcher and its worker")
+        started = [Path(f"/proc/{pid}") for pid in there.read_text().split()]
+        assert all(path.exists() for path in started)
+    finally:
+        check.kill()
+        check.wait()
+    try:
+        wait_until(lambda: not any(map(_runs, started)), "nothing runs on")
+    finally:
+        for path in filter(_runs, started):
+            os.kill(int(path.name), signal.SIGKILL)
+
+
+def _runs(process: Path) -> bool:
+    """Not gone, nor waiting for whoever adopts orphans here."""
+    try:
+        return (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     done = gpu_check("--quick")
     assert done.returncode == 64
     assert done.stderr.startswith("gpu-check: no GPU: ")
+
+
+@pytest.mark.soak
+def test_the_benchmark_comes_to_its_table(tmp_path: Path) -> None:
+    """bench/gpu.py with a tiny model: whoever rents a GPU for it is not to find a mistake in it."""
+    report = tmp_path / "report.json"
+    words = ("--quick", "--nproc", "2", "--kills", "1", "--json", str(report))
+    done = subprocess.run(
+        [sys.executable, str(SOURCES.parents[1] / "bench/gpu.py"), *words],
+        env={**os.environ, "PYTHONPATH": str(SOURCES), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=580, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(report.read_text())
+    assert set(found["tokens_per_second"]) == {"off", "resume"}
+    assert min(found["tokens_per_second"].values()) > 0
+    assert {way: len(times) for way, times in found["recovery_seconds"].items()} == {
+        "in place": 1, "new launch": 1,
+    }  # fmt: skip
+    for row in ("tokens/s per process, level off ", "MFU ", "stall, a snapshot every 10 steps "):
+        assert f"\n{row}" in done.stdout

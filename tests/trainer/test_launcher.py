@@ -253,7 +253,7 @@ time.sleep(600)
         state = json.loads(get("/state"))
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", state.pop("updatedAt"))
         assert state == {
-            "version": 1, "attempt": 1, "round": 0, "phase": "step", "step": 12,
+            "version": 1, "uid": "", "attempt": 1, "round": 0, "phase": "step", "step": 12,
             "totalSteps": 40, "loss": 0.5, "snapshotStep": 10,
         }  # fmt: skip
         assert get("/healthz") == "ok\n"

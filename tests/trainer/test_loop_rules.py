@@ -113,9 +113,11 @@ def test_every_generator_is_equal_on_all_ranks_after_start(gang, tmp_path):  # t
     def draw(rank: int) -> None:
         random.seed(rank)
         np.random.seed(rank)
-        ddp.start(total_steps=1, global_batch=6, seed=2**40 + 3)
+        run = ddp.start(total_steps=1, global_batch=6, seed=2**40 + 3)
         drawn = (random.random(), np.random.rand(), float(torch.rand(())))
         (tmp_path / f"drawn-{rank}").write_text(str(drawn))
+        # start() may be over on rank 0, which has the store, while another still joins by it.
+        run.finish()
 
     assert gang.run(draw, world=2) == {0: 0, 1: 0}
     assert (tmp_path / "drawn-0").read_text() == (tmp_path / "drawn-1").read_text()

@@ -18,6 +18,7 @@ import pytest
 from support.launching import launch, launched, run
 from support.rounds import (
     DEADLINE,
+    STEPS,
     Forwarder,
     Outcome,
     Training,
@@ -34,11 +35,17 @@ COLD = ("--spares", "0")
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def done(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """A training that has come to its end, disturbed by nothing."""
     training = Training(tmp_path_factory.mktemp("undisturbed"))
     training.launch(*COLD)
     assert training.codes() == [0], training.errors
-    return training.outcome()
+    return training
+
+
+@pytest.fixture(scope="module")
+def undisturbed(done: Training) -> Outcome:
+    return done.outcome()
 
 
 @pytest.fixture
@@ -242,6 +249,15 @@ def test_a_lost_launcher_ends_the_attempt_and_the_next_goes_on(training, undistu
     training.attempt(4, *COLD)
     assert training.codes() == [0, 0, 0], training.errors
     assert training.outcome() == undisturbed
+
+
+def test_a_job_that_was_done_and_runs_again_trains_no_step(done, undisturbed):  # type: ignore[no-untyped-def]
+    """As a DDPJob does that a backup gave back without its status."""
+    done.launch(*COLD)
+    assert done.codes() == [0], done.errors
+    for rank in range(3):
+        assert len((done.directory / f"losses-{rank}").read_text().splitlines()) == STEPS
+    assert done.outcome() == undisturbed
 
 
 def test_who_waits_for_a_launcher_that_was_told_to_end_does_not_wait_long(training):  # type: ignore[no-untyped-def]

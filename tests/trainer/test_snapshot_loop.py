@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 import ddpjob_trainer as ddp
 from ddpjob_trainer.snapshot import load, staging
 from ddpjob_trainer.snapshot.ondisk import checked_json, manifest
+from ddpjob_trainer.snapshot.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.training_state import weights_sha256
 from ddpjob_trainer.state.codec import unflatten
 from support.snapshots import await_snapshot
@@ -124,7 +125,7 @@ def test_the_last_snapshot_is_not_lost_to_what_only_one_rank_has(gang, tmp_path)
 
 
 def test_what_cannot_be_stored_of_a_shared_out_optimizer_fails_the_snapshot_alone(gang, tmp_path):  # type: ignore[no-untyped-def]
-    """Its state_dict() is collective: the others must not wait for ever."""
+    """Each rank stores its own part: the one that cannot says so."""
 
     def program(rank: int) -> None:
         run = ddp.start(
@@ -143,7 +144,81 @@ def test_what_cannot_be_stored_of_a_shared_out_optimizer_fails_the_snapshot_alon
 
     assert gang.run(program) == {0: 0, 1: 0, 2: 0}, gang.log(0)
     assert list(stored(tmp_path / "snapshots")) == [2, 6]
-    assert re.search("snapshot after step 4 failed: cannot store state/.*odd: a set", gang.log(0))
+    why = "rank 1: cannot store registered/optimizer/state/.*odd: a set"
+    assert re.search(f"snapshot after step 4 failed: {why}", gang.log(0))
+
+
+def shared_out(directory: Path, unseen: int | None = None) -> Callable[[int], None]:
+    """A program whose optimizer's state is divided; it writes down the hashes that it ends with.
+
+    ``unseen``: the rank that does not see the others' snapshots.
+    """
+
+    def program(rank: int) -> None:
+        place = directory / ("elsewhere" if rank == unseen else "snapshots")
+        run = ddp.start(
+            total_steps=8, global_batch=6, snapshot_dir=place, snapshot_every=2,
+            snapshot_staging="thread",
+        )  # fmt: skip
+        model = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 2))
+        groups: Any = [{"params": [*model[0].parameters()]},
+                       {"params": [*model[2].parameters()], "lr": 0.03}]  # fmt: skip
+        optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=0.01)
+        earlier = torch.optim.AdamW(groups, lr=0.01)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        earlier.step()
+        optimizer.load_state_dict(earlier.state_dict())
+        wrapped, _ = run.prepare(model, optimizer, bucket_cap_mb=0.001)
+
+        def each(step: int) -> None:
+            if step in (3, 5):  # so that none up to 6 is left out
+                await_snapshot(max((directory / "snapshots").glob("0*")), step - 1)
+
+        train(run, wrapped, each)
+        (directory / f"end-{rank}").write_text(f"{run.weights_sha256()} {run.state_sha256()}")
+        run.finish()
+
+    return program
+
+
+def test_a_rank_that_dies_within_a_snapshot_of_what_is_shared_out_costs_only_that(gang, tmp_path):  # type: ignore[no-untyped-def]
+    """Its part is on disk and nobody was told; of the one before, another's part is torn."""
+    calm, wild = tmp_path / "calm", tmp_path / "wild"
+    for directory in (calm, wild):
+        directory.mkdir()
+    assert gang.run(shared_out(calm)) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+
+    def killed(rank: int) -> None:
+        post = PartReports.post
+
+        def dies(self: PartReports, step: int, report: Report) -> None:
+            if rank == 1 and step == 6:
+                assert report.bytes > 0, "its part is durable"
+                os.kill(os.getpid(), signal.SIGKILL)
+            post(self, step, report)
+
+        PartReports.post = dies  # type: ignore[method-assign]
+        shared_out(wild)(rank)
+
+    assert gang.run(killed) == {0: 75, 1: -9, 2: 75}, gang.log(0)
+    assert list(stored(wild / "snapshots")) == [2, 4]
+    (part,) = wild.glob("snapshots/*/step-000000000004-*-2.safetensors")
+    content = part.read_bytes()
+    part.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+    assert gang.run(shared_out(wild)) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    assert "resuming after step 2" in gang.log(0)
+    for rank in range(3):
+        assert (wild / f"end-{rank}").read_text() == (calm / f"end-{rank}").read_text()
+
+
+def test_what_a_rank_that_writes_nothing_holds_of_the_optimizer_is_stored_by_rank_0(gang, tmp_path):  # type: ignore[no-untyped-def]
+    assert gang.run(shared_out(tmp_path, unseen=2)) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    assert "1 of 3 ranks do not see rank 0's snapshot directory" in gang.log(0)
+    found = stored(tmp_path / "snapshots")[8]["registered"]["optimizer"]["state"]
+    assert [sorted(entry) for entry in found.values()] == [["exp_avg", "exp_avg_sq", "step"]] * 4
+    assert gang.run(shared_out(tmp_path, unseen=2)) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    assert "resuming after step 8" in gang.log(0)
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("gone"), ValueError("odd")])

@@ -17,12 +17,15 @@ DATA = torch.utils.data.TensorDataset(torch.arange(240.0).reshape(60, 4) / 240)
 
 
 @pytest.mark.fault("S6")
-def test_a_gang_whose_disk_is_lost_goes_on_from_the_store(gang, tmp_path):  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("disks", ["one", "one each"])
+def test_a_gang_whose_disk_is_lost_goes_on_from_the_store(gang, tmp_path, disks):  # type: ignore[no-untyped-def]
+    """A disk for all ranks, or an emptyDir in each pod, which nobody else sees."""
     store = tmp_path / "store"
 
     def program(disk: str, *, lost: bool) -> None:
+        own = "" if disks == "one" else os.environ["RANK"]
         run = ddp.start(
-            total_steps=8, global_batch=6, snapshot_dir=tmp_path / disk, snapshot_every=2,
+            total_steps=8, global_batch=6, snapshot_dir=tmp_path / f"{disk}{own}", snapshot_every=2,
             snapshot_upload="" if disk == "undisturbed" else f"file://{store}",
         )  # fmt: skip
         model = nn.Sequential(nn.Linear(4, 300), nn.Dropout(0.1), nn.Linear(300, 2))
@@ -46,6 +49,8 @@ def test_a_gang_whose_disk_is_lost_goes_on_from_the_store(gang, tmp_path):  # ty
     assert gang.run(lambda rank: program("second", lost=False)) == {0: 0, 1: 0, 2: 0}, gang.log(0)
     assert "fetched the snapshot of step" in gang.log(0)
     assert "resuming after step" in gang.log(0)
+    missed = gang.log(0).count("Give all pods one shared volume")
+    assert missed == (disks == "one each"), "without a store, once; with one it is not missed"
     hashes = [(tmp_path / f"hash-{disk}").read_text() for disk in ("undisturbed", "second")]
     assert hashes[0] == hashes[1]
     assert len(list(store.glob("*/step-000000000008.json"))) == 1  # before the end

@@ -233,7 +233,11 @@ def test_a_process_in_wait_that_holds_a_gpu_is_let_go(tmp_path, wait_until, who)
         first + "import os, sys, time\nrank = int(os.environ['RANK'])\n" + FRESH + BARE
         + "print(round_, flush=True)\nif round_ == '0': time.sleep(600)\n"
     )  # fmt: skip
-    env = patched(tmp_path, "processes.devices._DRIVER", (str(driver),))
+    names = (str(driver),)
+    (tmp_path / "sitecustomize.py").write_text(
+        f"from ddpjob_trainer import gpu_devices\ngpu_devices._DRIVER = {names!r}\n"
+    )
+    env = {"PYTHONPATH": f"{tmp_path}:{SOURCES}"}
     with launched("--nproc", "2", str(script), env=env) as launcher:
         assert launcher.stderr is not None
         line = launcher.stderr.readline()

@@ -14,12 +14,12 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, SupportsFloat
 
 import torch
 
-from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer import gpu_devices
+from ddpjob_trainer.errors import ConfigError, HardwareError
 
 CHOICES = ("auto", "cuda", "cpu")
 #: A number that the host knows, or a tensor of one element on the device.
@@ -29,8 +29,6 @@ _FIRST_PAUSE_SECONDS = 20e-6
 _LONGEST_PAUSE_SECONDS = 1e-3
 #: Of NCCL's variables, those that decide about no bits.
 _NCCL_OTHER = ("NCCL_DEBUG", "NCCL_SOCKET", "NCCL_IB", "NCCL_NET", "NCCL_CONF", "NCCL_COMM_ID")
-#: What a container runtime says when it has given a container no GPU, or all that there may be.
-_NO_GPUS = ("", "all", "none", "void")
 #: Of torch's words on why there is no CUDA, those that no other node would change.
 _SETUP = ("sees none", "not compiled", "no NVIDIA driver", "driver on your system is too old")
 
@@ -318,14 +316,15 @@ def choose(asked: str, local_rank: int, env: Mapping[str, str]) -> torch.device:
     """Return the device of this process, and make it CUDA's current one.
 
     ``asked``: one of CHOICES; auto is a GPU where the container was given one. Raises ConfigError
-    rather than train on the CPU where a GPU was meant.
+    or HardwareError rather than train on the CPU where a GPU was meant.
     """
     if asked == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        if asked == "auto" and not was_given_gpus(env):
+        has = gpu_devices.given(env)
+        if asked == "auto" and not has:
             return torch.device("cpu")
-        raise _unusable("start() asks for one" if asked == "cuda" else "there is one")
+        raise _unusable("start() asks for one" if asked == "cuda" else "there is one", env, has=has)
     count = torch.cuda.device_count()
     # One visible device per process, as Slurm and some device plugins have it.
     index = local_rank if count > 1 else 0
@@ -338,32 +337,29 @@ def choose(asked: str, local_rank: int, env: Mapping[str, str]) -> torch.device:
     try:
         torch.cuda.set_device(device)
     except RuntimeError as error:  # NVML had counted it, see PYTORCH_NVML_BASED_CUDA_CHECK
-        raise _unusable("there is one") from error
+        raise _unusable("there is one", env, has=True) from error
     return device
 
 
-def was_given_gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> bool:
-    """Whether this container has NVIDIA GPUs, whatever torch can do with them."""
-    if env.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):  # hidden on purpose
-        return False
-    named = env.get("NVIDIA_VISIBLE_DEVICES", "") not in _NO_GPUS
-    with contextlib.suppress(OSError):
-        # nvidiactl and the like are there with the driver alone.
-        return named or any(
-            path.name.removeprefix("nvidia").isdigit() for path in devices.iterdir()
-        )
-    return named
+def _unusable(though: str, env: Mapping[str, str], *, has: bool) -> Exception:
+    """In torch's words. ``has``: the container seems to have one.
 
-
-def _unusable(though: str) -> Exception:
-    """In torch's words. What no other node would do better is a ConfigError."""
+    What no other node would do better is a ConfigError.
+    """
     words = "torch sees none"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
         words = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-    text = (
-        f"no GPU can be used, though {though}: {words}. Look at the node's driver, the pod's"
-        " runtimeClassName and the image's torch; to train on the CPU: start(device='cpu')"
-    )
-    return ConfigError(text) if any(known in words for known in _SETUP) else RuntimeError(text)
+    wrong = gpu_devices.misnamed(env)
+    if wrong:
+        last = gpu_devices.count() - 1
+        cure = f"CUDA_VISIBLE_DEVICES begins with {wrong}, GPUs here are 0 to {last}: leave it out"
+    elif has:
+        cure = "Look at the node's driver, the pod's runtimeClassName and the image's torch"
+    else:
+        cure = "Ask for nvidia.com/gpu in the container's limits, and look at the image's torch"
+    text = f"no GPU can be used, though {though}: {words}. {cure}; to train on the CPU:"
+    text += " start(device='cpu')"
+    known = wrong or not has or any(known in words for known in _SETUP)
+    return ConfigError(text) if known else HardwareError(text)

@@ -10,12 +10,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ddpjob_trainer import contract
+from ddpjob_trainer import contract, init
 from ddpjob_trainer.chaos import command as chaos
 from ddpjob_trainer.environment import EVENTS, read_launcher
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu_check import command as gpu_check
 from ddpjob_trainer.launcher import torchrun
+from ddpjob_trainer.local import command as local
 from ddpjob_trainer.task import command as task
 
 _RUN_DESCRIPTION = """\
@@ -66,6 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_snapshot(commands)
     chaos.add(commands)
     gpu_check.add(commands)
+    init.add(commands)
+    local.add(commands)
     task.add(commands, _add_launcher)
     return parser
 
@@ -234,13 +237,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     rest: list[str] = []
-    if words[:1] == ["task"]:
+    if words[:1] in (["task"], ["init"]):
         words, rest = task.split(words)
     options = _parser().parse_args(words)
     if options.command == "chaos":
         return chaos.main(options)
     if options.command == "gpu-check":
         return gpu_check.main(options)
+    if options.command == "init":
+        return init.main(options, rest)
+    if options.command == "local":
+        return local.main(options)
     if options.command == "snapshot":
         return _snapshot(options)
     if options.command == "task":

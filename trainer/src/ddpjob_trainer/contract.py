@@ -155,6 +155,7 @@ class State(TypedDict, total=False):
     """Body of GET /state on the metrics port of a launcher."""
 
     version: int
+    uid: str  # of the job, if it is one's: the address or port may be another gang's by now
     attempt: int
     round: int  # rounds before this one, hence restarts in place
     phase: Literal["startup", "step", "snapshot", "done"]

@@ -8,7 +8,7 @@ Never imports torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,6 +78,7 @@ class WorkerEnvironment:
     local_rank: int
     local_world_size: int
     master: tuple[str, int] | None
+    interfaces: str  # that gloo is to use, with commas between, "": the one it finds
     agent_store: bool  # torchrun's agent already serves the store
     identity: Identity
     snapshot: SnapshotSettings
@@ -224,6 +225,16 @@ def _master(env: Mapping[str, str]) -> tuple[str, int] | None:
     return (address, _integer(env, "MASTER_PORT", 29500, least=1)) if address else None
 
 
+def outside_of_jobs(env: Mapping[str, str], keep: Collection[str] = ()) -> dict[str, str]:
+    """A shell's variables without those that a job sets, but for ``keep``."""
+    return {
+        name: value
+        for name, value in env.items()
+        if name in keep
+        or not (name.startswith(contract.OWN_PREFIX) or name in contract.RESERVED_ENV)
+    }
+
+
 def terminal_columns() -> int:
     """Width of the terminal that standard output is, 0: it is none."""
     try:
@@ -266,6 +277,7 @@ def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
         local_rank=local_rank,
         local_world_size=local_world,
         master=master if world > 1 else None,
+        interfaces=env.get("GLOO_SOCKET_IFNAME", ""),
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
         identity=_identity(env),
         snapshot=_snapshot(env),

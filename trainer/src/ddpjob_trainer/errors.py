@@ -2,7 +2,7 @@
 
 A ConfigError is the user's to cure and trying again cannot help: exit 64. PeerLostError is
 collateral of another rank's death: exit 75, never the root cause. DivergedError means that going
-on would train nothing: exit 70.
+on would train nothing: exit 70. HardwareError: a GPU does not work here, exit 74.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ class PeerLostError(RuntimeError):
 
 class DivergedError(ArithmeticError):
     """The ranks disagree, or the NaN policy says stop. Raised on every rank."""
+
+
+class HardwareError(RuntimeError):
+    """What a GPU should do it does not, and another machine's may. The message names the cure."""
 
 
 class NotCommittedError(RuntimeError):

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ddpjob_trainer import contract
+from ddpjob_trainer.environment import outside_of_jobs
 from ddpjob_trainer.launcher.processes import children
 
 
@@ -87,11 +88,7 @@ def environment_of_job(
     base: Mapping[str, str], directory: Path, uid: str, every: int, hang_seconds: float | None
 ) -> dict[str, str]:
     """What the operator would set, over a shell's environment without another job's variables."""
-    kept = {
-        name: value
-        for name, value in base.items()
-        if not name.startswith(contract.OWN_PREFIX) and name not in contract.RESERVED_ENV
-    }
+    kept = outside_of_jobs(base)
     kept |= {
         contract.UID: uid,
         contract.SNAPSHOT_DIR: str(directory / "snapshots"),

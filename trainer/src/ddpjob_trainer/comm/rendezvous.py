@@ -187,7 +187,7 @@ def _gather_all(store: Store, env: WorkerEnvironment, waiting: _Waiting, device:
 
     ``device``: its type, and a name that no two ranks may share. Raises ConfigError where they do.
     """
-    store.set(f"here/{env.rank}", device)
+    store.set(f"here/{env.rank}", json.dumps([device, env.interfaces]))
     if env.rank == 0:
         missing = list(range(1, env.world_size))
         found = len(missing)
@@ -199,8 +199,9 @@ def _gather_all(store: Store, env: WorkerEnvironment, waiting: _Waiting, device:
             if missing:
                 names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
                 waiting.pause(f"{len(missing)} of {env.world_size} ranks are missing: {names}")
-        devices = [store.get(f"here/{rank}").decode() for rank in range(env.world_size)]
-        store.set("all-here", _misfit(devices) or _FINE)
+        cards = [json.loads(store.get(f"here/{rank}")) for rank in range(env.world_size)]
+        devices, interfaces = zip(*cards, strict=True)
+        store.set("all-here", _misfit(devices) or _unmatched(interfaces) or _FINE)
     while not store.check(["all-here"]):
         waiting.pause("rank 0 still waits for other ranks")
     verdict = store.get("all-here").decode()
@@ -224,6 +225,19 @@ def _misfit(devices: Sequence[str]) -> str:
             return (
                 f"ranks {first[name]} and {rank} have the same GPU, {name}: give each process one"
                 " of its own, by LOCAL_RANK or CUDA_VISIBLE_DEVICES"
+            )
+    return ""
+
+
+def _unmatched(interfaces: Sequence[str]) -> str:
+    """Why gloo cannot connect these, "" if it can: an interface without a partner waits for one."""
+    counts = [len(names.split(",")) for names in interfaces]
+    for rank, count in enumerate(counts):
+        if count != counts[0]:
+            return (
+                f"GLOO_SOCKET_IFNAME names {count} on rank {rank} ({interfaces[rank]!r}) and"
+                f" {counts[0]} on rank 0 ({interfaces[0]!r}), and gloo connects the first with the"
+                " first, the second with the second: name as many interfaces on every rank"
             )
     return ""
 

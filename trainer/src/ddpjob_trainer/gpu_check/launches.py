@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_trainer.environment import TRACE
+from ddpjob_trainer.launcher.processes import children
 
 #: What takes longer hangs; the launcher's own deadlines end it long before.
 _LIMIT_SECONDS = 900.0
@@ -112,6 +113,7 @@ def _complete(command: list[str], more: Mapping[str, str]) -> tuple[int, str]:
     process = subprocess.Popen(
         command, env={**env, **more}, text=True, errors="replace",
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        preexec_fn=children.die_with(os.getpid()),  # noqa: PLW1509
     )  # fmt: skip
     try:
         output, _ = process.communicate(timeout=_LIMIT_SECONDS)

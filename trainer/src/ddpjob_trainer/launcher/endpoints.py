@@ -28,6 +28,7 @@ _MAX_CONNECTIONS = 32
 def state_body(
     state: RankState | None,
     *,
+    uid: str = "",
     attempt: int,
     round_: int,
     known: Known | None = None,
@@ -35,10 +36,11 @@ def state_body(
 ) -> State:
     """Return the JSON object of GET /state for one rank's record.
 
-    ``known``: of earlier rounds, shown while this one starts up. ``stacks``: of the last hang.
+    ``uid``: of the job, if it is one's. ``known``: of earlier rounds, shown while this one starts
+    up. ``stacks``: of the last hang.
     """
     known = known or Known()
-    body: State = {"version": STATE_VERSION, "attempt": attempt, "round": round_}
+    body: State = {"version": STATE_VERSION, "uid": uid, "attempt": attempt, "round": round_}
     if stacks:
         body["stacks"] = stacks
     if known.records:

@@ -42,9 +42,10 @@ class _Worker:
 class OutputPump:
     """Owns the reading ends of all workers' pipes."""
 
-    def __init__(self, log: Log, *, prefixed: bool) -> None:
+    def __init__(self, log: Log, *, prefixed: bool, whose: str = "rank ") -> None:
         self._log = log
         self._prefixed = prefixed
+        self._whose = whose
         self._selector = selectors.DefaultSelector()
         self._workers: dict[int, _Worker] = {}
         self._lock = threading.Lock()  # never held while anything blocks
@@ -57,7 +58,7 @@ class OutputPump:
 
         Raises OSError.
         """
-        prefix = f"[rank {rank}] ".encode() if self._prefixed else b""
+        prefix = f"[{self._whose}{rank}] ".encode() if self._prefixed else b""
         worker = _Worker()
         ends: list[int] = []
         with self._lock:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpjob_trainer import contract
+from ddpjob_trainer import contract, gpu_devices
 from ddpjob_trainer.arguments import MOST_PROCESSES, whole
 from ddpjob_trainer.environment import (
     EVENTS,
@@ -22,7 +22,6 @@ from ddpjob_trainer.environment import (
     terminal_columns,
 )
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.launcher.processes import devices
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.processes.source import sets_environment_first, uses_our_library
 from ddpjob_trainer.launcher.scratch import Scratch
@@ -114,8 +113,8 @@ def _free_port() -> int:
 
 def _rounds(env: LauncherEnvironment, given: int | None, *, standalone: bool) -> int:
     """The command line wins. Between pods rounds need the hub's port from the operator."""
-    if given is not None and given < 0:
-        raise ConfigError(f"--max-rounds-without-progress {given} must be 0 (no rounds) or more")
+    if given is not None:
+        whole("--max-rounds-without-progress", given)
     if env.replicas > 1 and env.hub_port is None:
         return 0
     if given is not None:
@@ -126,8 +125,8 @@ def _rounds(env: LauncherEnvironment, given: int | None, *, standalone: bool) ->
 
 
 def _heal_after(env: LauncherEnvironment, given: int | None, *, standalone: bool) -> int:
-    if given is not None and given < 0:
-        raise ConfigError(f"--heal-after {given} must be 0 (never) or a number of seconds")
+    if given is not None:
+        whole("--heal-after", given)
     default = DEFAULT_HEAL_AFTER_SECONDS if standalone else 0
     return next(found for found in (given, env.heal_after, default) if found is not None)
 
@@ -187,7 +186,7 @@ def make_plan(
         uid=run_id if standalone else env.identity.uid,
         attempt=env.identity.attempt,
         grace_seconds=env.grace_seconds,
-        exit_seconds=_EXIT_SECONDS_WITH_GPUS if devices.any_here() else _EXIT_SECONDS,
+        exit_seconds=_EXIT_SECONDS_WITH_GPUS if gpu_devices.any_here() else _EXIT_SECONDS,
         metrics_port=metrics_port or env.metrics_port,
         termination_log=termination_log,
         standalone=standalone,

@@ -191,9 +191,9 @@ class Supervisor:
             return None
 
     def _state(self) -> State:
-        gang = self._gang
         return endpoints.state_body(
-            gang.state(0),
+            (gang := self._gang).state(0),
+            uid="" if self._plan.standalone else self._plan.uid,
             attempt=self._plan.attempt,
             round_=gang.round,
             known=self._known.with_modified(self._progress.newest),

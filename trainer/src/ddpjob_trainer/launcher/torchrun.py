@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final
 
+from ddpjob_trainer import gpu_devices
 from ddpjob_trainer.environment import LauncherEnvironment
 from ddpjob_trainer.errors import ConfigError
 
@@ -112,19 +111,10 @@ def _processes(text: str) -> int:
         return int(text)
     if text not in ("gpu", "cpu", "auto"):
         raise ConfigError(f"--nproc-per-node {text} must be a number, gpu, cpu or auto")
-    gpus = _gpus(os.environ) if text != "cpu" else 0
+    gpus = gpu_devices.visible(os.environ) if text != "cpu" else 0
     if text == "gpu" and not gpus:
         raise ConfigError("--nproc-per-node gpu: this machine shows none; give a number, or cpu")
     return gpus or len(os.sched_getaffinity(0))
-
-
-def _gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """Of NVIDIA, as CUDA would show them to a process here."""
-    visible = env.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        names = [name for name in visible.split(",") if name.strip()]
-        return len(names[: names.index("-1")] if "-1" in names else names)
-    return sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in devices.glob("nvidia*"))
 
 
 def _check_place(said: Mapping[str, Any], env: LauncherEnvironment) -> None:

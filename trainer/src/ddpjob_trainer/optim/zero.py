@@ -1,13 +1,15 @@
 """ZeroRedundancyOptimizer in snapshots: each rank holds a part of the state, a snapshot all of it.
 
-Its own consolidate_state_dict() gathers on one rank, by pickle; here every rank gets every part,
-as tensors, so that all ranks capture the same state at the same step.
+Each rank writes its own part, under the names that a plain optimizer's state would have. Where the
+whole is asked for every rank gets every part, as tensors; its own consolidate_state_dict() gathers
+on one rank, by pickle.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from ddpjob_trainer.state.codec import (
     flatten,
     unflatten,
 )
-from ddpjob_trainer.state.stateful import lay_out_like_parameters
+from ddpjob_trainer.state.stateful import Divided, lay_out_like_parameters
 
 _MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
 
@@ -48,29 +50,57 @@ def has_views(optimizer: Any) -> bool:
     return is_zero(optimizer) and bool(getattr(optimizer, "parameters_as_bucket_view", False))
 
 
-class ZeroState:
-    """Stands for the optimizer in the training state. Every rank must call both methods."""
+def spans(optimizer: Any, ranks: int) -> bool:
+    """Whether all ranks share its state out, not only some of them."""
+    return not is_zero(optimizer) or optimizer.world_size == ranks
+
+
+class ZeroState(Divided):
+    """Stands for the optimizer in the training state."""
 
     def __init__(self, optimizer: Any, world: World) -> None:
         self._optimizer = optimizer
         self._world = world
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole optimizer state, in the form of a plain optimizer's."""
-        optimizer = self._optimizer
-        optimizer._sync_param_groups(optimizer.param_groups, optimizer.optim.param_groups)
-        # Where consolidate_state_dict() puts the parts, on one rank.
-        optimizer._all_state_dicts = self._gather(optimizer.optim.state_dict())
-        try:
-            state: dict[str, Any] = optimizer.state_dict()
-        finally:
-            optimizer._all_state_dicts = []
-        return state
+        """Return the whole optimizer state, in the form of a plain optimizer's. Collective."""
+        return self._joined(self._gather(self._mine()))
+
+    def part(self) -> dict[str, Any]:
+        """Return the same with this rank's parameters only. No other rank is asked."""
+        parts = self._optimizer._partition_parameters()
+        states = [{"state": {}, "param_groups": groups} for groups in parts]
+        states[self._world.rank] = self._mine()
+        found, held = self._joined(states), self.held()
+        # load_state_dict() of the optimizer itself leaves an entry for each parameter there is.
+        return {**found, "state": {n: s for n, s in found["state"].items() if n in held}}
+
+    def held(self) -> Collection[int]:
+        """Return the numbers of this rank's parameters."""
+        groups = self._optimizer._partition_parameters()[self._world.rank]
+        return {self._optimizer._param_to_index[p] for group in groups for p in group["params"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back this rank's part."""
         self._optimizer.load_state_dict(state)
+        self._optimizer.state.clear()  # a second copy of it, which nothing updates
         lay_out_like_parameters(self._optimizer.optim)
+
+    def _mine(self) -> dict[str, Any]:
+        optimizer = self._optimizer
+        optimizer._sync_param_groups(optimizer.param_groups, optimizer.optim.param_groups)
+        found: dict[str, Any] = optimizer.optim.state_dict()
+        return found
+
+    def _joined(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """Number the ranks' parameters as a plain optimizer would."""
+        # Where consolidate_state_dict() puts the parts, on one rank.
+        self._optimizer._all_state_dicts = states
+        try:
+            joined: dict[str, Any] = self._optimizer.state_dict()
+        finally:
+            self._optimizer._all_state_dicts = []
+        return joined
 
     def _gather(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
         flat, problem = Flat(), ""

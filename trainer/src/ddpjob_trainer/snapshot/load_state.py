@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot.load import Source
-from ddpjob_trainer.state.codec import Flat, member, unflatten
+from ddpjob_trainer.state.codec import Flat, member, tensor_names, unflatten
 
 ANEW = "start anew in another snapshot directory or with snapshot.resume: Never"
 
@@ -88,23 +88,30 @@ class Loader:
         *path: str,
         into: Mapping[str, torch.Tensor] | None = None,
         device: torch.device | None = None,
+        entries: Collection[int] | None = None,
     ) -> Any:
         """Return the part of the state below a path, in memory that nobody else has.
 
         ``into``: tensors that may be overwritten at once, by their names below the path, where they
         have the stored shape. ``device``: where all others are to be that are more than a number.
+        ``entries``: of an optimizer's "state" only these.
         """
         prefix = "/".join(path) + "/"
         manifest = self._source.manifest
-        tensors = self._source.empty(lambda name: name.startswith(prefix), device)
+        node = manifest.tree
+        for name in path:
+            node = member(node, name)
+        if entries is not None:
+            node = _only(node, entries)
+        wanted = {manifest.aliases.get(name, name) for name in tensor_names(node)}
+        tensors = self._source.empty(
+            lambda name: name in wanted and name.startswith(prefix), device
+        )
         for name, tensor in (into or {}).items():
             found = tensors.get(prefix + name)
             if found is not None and (found.shape, found.dtype) == (tensor.shape, tensor.dtype):
                 tensors[prefix + name] = tensor
         self._read(lambda name: name.startswith(prefix), tensors)
-        node = manifest.tree
-        for name in path:
-            node = member(node, name)
         kept = {name: tensor for name, tensor in self._kept.items() if tensor is not None}
         value = unflatten(Flat(node, {**kept, **tensors}, dict(manifest.aliases)))
         return unshared(value, {_place(tensor) for tensor in kept.values()})
@@ -122,6 +129,15 @@ class Loader:
             self._kept[name] = tensor
             if name in into:
                 into[name].detach().copy_(tensor)
+
+
+def _only(node: Any, entries: Collection[int]) -> Any:
+    """An encoded optimizer's state with these entries. What looks otherwise stays as it is."""
+    state = node.get("state") if isinstance(node, dict) else None
+    if not isinstance(state, dict) or "$dict" not in state:
+        return node
+    found = [[n, one] for n, one in state["$dict"] if isinstance(n, int) and n in entries]
+    return {**node, "state": {"$dict": found}}
 
 
 def _group(name: str) -> tuple[str, ...]:

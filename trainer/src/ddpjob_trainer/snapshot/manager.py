@@ -219,11 +219,16 @@ class Snapshots:
         What else goes wrong in user code ends the process: the others may wait for it there.
         """
         try:
-            captured = state.capture(self._world.rank)
+            captured = state.capture(self._world.rank, gathered=self._gathers)
         except UnstorableError as error:
             return str(error)
         self._facts = (captured.structure.fingerprint, captured.main_bytes())
         return captured
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether what a rank holds alone must go to another: not every rank writes."""
+        return self._place is not None and len(self._place.writers) < self._world.size
 
     def _agree(self) -> None:
         self._progress.at("agreement")
@@ -289,7 +294,7 @@ class Snapshots:
             buffer.busy = False
             raise
         structure = captured.structure
-        own = tuple((name, *shape) for name, shape in structure.own)
+        own = tuple((name, *shape) for name, shape in (*structure.own, *structure.part))
         return Part(
             step,
             begun,
@@ -298,7 +303,7 @@ class Snapshots:
             buffer,
             later,
             self._world.accelerator.mark() if later else None,
-            Report(rank, own=own, fingerprint=structure.fingerprint),
+            Report(rank, own=own, fingerprint=structure.fingerprint, parts=captured.part.tree),
             assembler(step, captured, shares, config, place) if rank == 0 else None,
         )
 

@@ -6,20 +6,25 @@ Nothing here waits, and training's collectives are not involved.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
 from ddpjob_trainer.comm.world import peer_loss
 
+#: torch's store closes the connection of who sends it more than 8 MiB at once.
+_MAX_BYTES = 7 << 20
+_CURE = "keep series of numbers in tensors, or have fewer parameters in each rank's part"
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """What became of a rank's part. ``own``: (name, dtype, shape) of what only it has.
 
-    ``fingerprint``: see saving.Structure. ``text`` says why it failed; empty: it is durable.
+    ``parts``: its entries of each optimizer that is divided among the ranks, as JSON.
+    ``fingerprint``: see write_plan.Structure. ``text`` says why it failed; empty: it is durable.
     """
 
     rank: int
@@ -28,6 +33,7 @@ class Report:
     own: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     fingerprint: int = 0
     text: str = ""
+    parts: Mapping[str, list[Any]] = field(default_factory=dict)
 
 
 class PartReports:
@@ -39,8 +45,13 @@ class PartReports:
 
     def post(self, step: int, report: Report) -> None:
         """Tell rank 0. Called once per rank and step."""
+        record = json.dumps({one.name: getattr(report, one.name) for one in fields(report)})
+        if len(record) > _MAX_BYTES:
+            why = f"the list of what it holds alone takes {len(record) >> 20} MiB, more than 7:"
+            self.post(step, Report(report.rank, text=f"{why} {_CURE}"))
+            return
         with peer_loss():
-            self._store.set(f"snapshot/{step}/{report.rank}", json.dumps(asdict(report)))
+            self._store.set(f"snapshot/{step}/{report.rank}", record)
             self._store.add(f"snapshot/{step}", 1)
 
     def complete(self, step: int) -> list[Report] | None:

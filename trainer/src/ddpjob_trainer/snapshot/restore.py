@@ -57,11 +57,12 @@ def open_together(
     writers = _agreed(world, _sees(directory, start))
     if len(writers) < world.size:
         others = [rank for rank in range(world.size) if rank not in writers]
-        tell(
-            f"warning: {len(others)} of {world.size} ranks do not see rank 0's snapshot directory"
-            f" (rank {others[0]} is the first), so they write no part of the snapshots. Give all"
-            " pods one shared volume (ReadWriteMany)"
+        what = (
+            f"{len(others)} of {world.size} ranks do not see rank 0's snapshot directory"
+            f" (rank {others[0]} is the first), so they write no part of the snapshots"
         )
+        cure = "Give all pods one shared volume (ReadWriteMany), or set snapshot_upload"
+        tell(what if settings.upload else f"warning: {what}. {cure}")
     return Opened(start, writers, loaded)
 
 

@@ -15,8 +15,17 @@ from ddpjob_trainer.snapshot.load import Source
 from ddpjob_trainer.snapshot.load_state import Loader, check_tensors, fitting, unshared
 from ddpjob_trainer.snapshot.write_plan import Captured
 from ddpjob_trainer.state import rng
-from ddpjob_trainer.state.codec import DTYPES, Flat, flatten, raw, unflatten
+from ddpjob_trainer.state.codec import (
+    DTYPES,
+    Flat,
+    flatten,
+    member,
+    raw,
+    tensor_names,
+    unflatten,
+)
 from ddpjob_trainer.state.stateful import (
+    Divided,
     Keepable,
     Stateful,
     lay_out_like_parameters,
@@ -99,6 +108,16 @@ def _own(rank: int, objects: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return own
 
 
+def _part(states: Mapping[str, Mapping[int, Any]]) -> Flat:
+    """This rank's entries of divided optimizers, under the names that they have in the whole."""
+    flat = flatten({"registered": {name: {"state": state} for name, state in states.items()}})
+    registered = member(flat.tree, "registered")
+    entries = {name: member(member(registered, name), "state").get("$dict", []) for name in states}
+    # What lies in the same memory is stored twice: only rank 0's aliases get into a manifest.
+    tensors = {n: flat.tensors[flat.aliases.get(n, n)] for n in tensor_names(flat.tree)}
+    return Flat(entries, tensors)
+
+
 class TrainingState:
     """The model and everything registered with it."""
 
@@ -126,25 +145,34 @@ class TrainingState:
             raise ConfigError(f"register({name!r}): the name is taken; choose another")
         (self.per_rank if per_rank else self.registered)[name] = kept
 
-    def capture(self, rank: int) -> Captured:
+    def capture(self, rank: int, *, gathered: bool = False) -> Captured:
         """Return the whole state; its tensors are the live ones, not copies.
 
         Parameters, their averages and the optimizers' tensors are equal on all ranks, as DDP keeps
-        them so. Raises UnstorableError, and ConfigError for a model that a resume would not know
+        them so. ``gathered``: also what is divided among the ranks is there as a whole; that is
+        collective. Raises UnstorableError, and ConfigError for a model that a resume would not know
         again.
         """
         model = _Inventory(self.module)
         self._check_begun(model)
+        registered: dict[str, Any] = {}
+        divided: dict[str, Any] = {}
+        for name, obj in self.registered.items():
+            if gathered or not isinstance(obj, Divided):
+                registered[name] = obj.state_dict()
+            else:
+                found = obj.part()
+                divided[name], registered[name] = found["state"], {**found, "state": {}}
         state = {
             "model": model.tensors,
             "transient": sorted(model.transient),
             "extra": {n: part.get_extra_state() for n, part in model.extra.items()},
-            "registered": {n: obj.state_dict() for n, obj in self.registered.items()},
+            "registered": registered,
         }
         objects = {name: obj.state_dict() for name, obj in self.per_rank.items()}
         # A state_dict() may be collective: nothing is refused before all have been called.
         flat = flatten(state)
-        return Captured(flat, self._shared(flat, model), _own(rank, objects))
+        return Captured(flat, self._shared(flat, model), _own(rank, objects), _part(divided))
 
     def begin(self) -> None:
         """The loop begins: a resume begins with the model as the script has made it by now."""
@@ -178,8 +206,11 @@ class TrainingState:
         return frozenset(n for n in flat.tensors if n in parameters or n.startswith(optimizers))
 
     def sha256(self, rank: int) -> str:
-        """Hash all that a snapshot would hold of this rank; equal states hash equally."""
-        captured, prefix = self.capture(rank), _own_prefix(rank)
+        """Hash all that a snapshot would hold of this rank; equal states hash equally.
+
+        Collective.
+        """
+        captured, prefix = self.capture(rank, gathered=True), _own_prefix(rank)
         own = {f"own/{n.removeprefix(prefix)}": t for n, t in captured.own.items()}
         return flat_sha256(Flat(captured.flat.tree, {**captured.flat.tensors, **own}))
 
@@ -215,7 +246,11 @@ class TrainingState:
             obj = self.registered[name]
             # Never a second copy of it all on the host: there are as many ranks as GPUs.
             value = loader.read_object(
-                "registered", name, into=self._live(name), device=_device_of(obj)
+                "registered",
+                name,
+                into=self._live(name),
+                device=_device_of(obj),
+                entries=obj.held() if isinstance(obj, Divided) else None,
             )
             wanted = flatten(value) if _is_the_scripts(obj) else None
             with fitting(repr(name)):

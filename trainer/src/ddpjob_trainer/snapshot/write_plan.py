@@ -9,7 +9,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ParamSpec, TypeVar
 
@@ -23,7 +23,7 @@ from ddpjob_trainer.snapshot.part_reports import Report
 from ddpjob_trainer.snapshot.pipeline import Assemble, Place
 from ddpjob_trainer.snapshot.shares import Span, divide, whole
 from ddpjob_trainer.snapshot.staging import Copy
-from ddpjob_trainer.state.codec import DTYPES, Flat
+from ddpjob_trainer.state.codec import DTYPES, Flat, member
 
 Shape = tuple[str, tuple[int, ...]]  # dtype, dimensions
 _P = ParamSpec("_P")
@@ -54,6 +54,7 @@ class Structure:
     shapes: tuple[tuple[str, Shape], ...]  # their order counts
     shared: frozenset[str]
     own: tuple[tuple[str, Shape], ...]
+    part: tuple[tuple[str, Shape], ...]
 
     @property
     def fingerprint(self) -> int:
@@ -66,17 +67,21 @@ class Captured:
     """The whole state at one step; tensors are the live ones.
 
     ``shared``: names of those tensors that all ranks hold in equal bits. ``own``: what only this
-    rank has. Rank 0's count for all others.
+    rank has. Rank 0's count for all others. ``part``: this rank's part of optimizers whose state is
+    divided among the ranks; its tree holds the entries that belong into "state" of each.
     """
 
     flat: Flat
     shared: frozenset[str]
     own: Mapping[str, torch.Tensor]
+    part: Flat = field(default_factory=lambda: Flat({}))
 
     @cached_property
     def structure(self) -> Structure:
         """What it consists of."""
-        return Structure(_shapes(self.flat.tensors), self.shared, _shapes(self.own))
+        return Structure(
+            _shapes(self.flat.tensors), self.shared, _shapes(self.own), _shapes(self.part.tensors)
+        )
 
     def check(self) -> None:
         """Raise ValueError for more names and numbers than a manifest can hold."""
@@ -143,7 +148,7 @@ def lay_out(captured: Captured, shares: Shares, writer: int) -> Image:
     Raises ValueError when its header is too large to be read again.
     """
     drawing = _drawing(captured.structure, shares, writer)
-    tensors = {**captured.flat.tensors, **captured.own}
+    tensors = {**captured.flat.tensors, **captured.own, **captured.part.tensors}
     now: list[Copy] = []
     later: list[Copy] = []
     in_order: dict[str, torch.Tensor] = {}  # a copy of what is not, once for all its spans
@@ -176,10 +181,11 @@ class _Drawing:
 
 @_remembered
 def _drawing(structure: Structure, shares: Shares, writer: int) -> _Drawing:
-    shapes = dict((*structure.shapes, *structure.own))
+    shapes = dict((*structure.shapes, *structure.own, *structure.part))
     sole = [name for name, _ in structure.own]
     sole += [name for name, _ in structure.shapes if writer == 0 and name in shares.main]
     spans = [(span, False) for name in sole for span in _whole(name, shapes[name])]
+    spans += [(span, True) for name, shape in structure.part for span in _whole(name, shape)]
     spans += [(span, True) for span in shares.spans[writer]]
     known = {key_of(span): (span, late) for span, late in spans}
     pieces = [Piece(key, shapes[span.tensor][0], span.count) for key, (span, _) in known.items()]
@@ -226,11 +232,21 @@ def assembler(
             files.append(DataFile(name, report.bytes, report.crc32))
             sole = [(n, shapes[n]) for n in shapes if n in shares.main and report.rank == 0]
             for own, dtype, dimensions in report.own:
+                if own in tensors:
+                    raise ValueError(f"rank {report.rank} has {own!r}, as another rank has")
                 tensors[own] = (dtype, dimensions)
                 sole.append((own, (dtype, dimensions)))
             for alone, shape in sole:
                 chunks += chunks_of(_whole(alone, shape), name)
             chunks += chunks_of(shared, name)
+        _join(tree, [report.parts for report in reports])
         return Manifest(step, config, tuple(files), tensors, tuple(chunks), aliases, tree)
 
     return make
+
+
+def _join(tree: Any, parts: Sequence[Mapping[str, list[Any]]]) -> None:
+    """Put each rank's entries into the state of rank 0's optimizers, in a plain one's order."""
+    for name in parts[0]:
+        entries = sorted((e for part in parts for e in part[name]), key=lambda entry: entry[0])
+        member(member(tree, "registered"), name)["state"] = {"$dict": entries} if entries else {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Collection
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +21,26 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any], /) -> Any:
         """Take back what state_dict() returned."""
         ...
+
+
+class Divided(ABC):
+    """Something Stateful of whose "state", by parameter, each rank holds a part."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole. Collective: every rank calls it."""
+
+    @abstractmethod
+    def part(self) -> dict[str, Any]:
+        """Return the same, but of "state" this rank's part only. No other rank is asked."""
+
+    @abstractmethod
+    def held(self) -> Collection[int]:
+        """Which entries of "state" are in this rank's part, if they are there at all."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Take this rank's part, of a state that has at least that."""
 
 
 #: What register() takes.

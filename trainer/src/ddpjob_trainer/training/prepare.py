@@ -224,6 +224,11 @@ class Trained:
                     " model was on the GPU, whose parameters it holds views of: call"
                     " model.to(run.device) first"
                 )
+            if not zero.spans(optimizer, self._world.size):
+                raise ConfigError(
+                    "ZeroRedundancyOptimizer(process_group=...) divides its state among some of"
+                    f" {self._world.size} ranks only: leave process_group out"
+                )
             if any(optimizer is unit.optimizer for unit in self.updater.units):
                 raise ConfigError("prepare() was given the same optimizer twice")
             if _name("optimizer", name, "optimizer") in self._own:

@@ -1,4 +1,4 @@
-"""A ConfigError as a person wants to see it: its message, once, and where the script asked for it.
+"""An error that names its cure, as a person wants to see it: once, and where the script asked.
 
 All ranks of a launcher meet the same one, so the first says it for all that have the same to say.
 A traceback through our code helps nobody who has mistyped an option; DDPJOB_TRAINER_TRACEBACK=1
@@ -16,7 +16,7 @@ from types import TracebackType
 import torch
 
 from ddpjob_trainer.environment import TRACEBACK, state_directory, wants_traceback
-from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.errors import ConfigError, HardwareError
 from ddpjob_trainer.telemetry.console import say
 
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
@@ -24,8 +24,8 @@ _TORCH = f"{Path(torch.__file__).parent}{os.sep}"  # calls our hooks
 
 
 def tell(rank: int, error: BaseException, trace: TracebackType | None) -> bool:
-    """Say a ConfigError in one line; False: nothing was said, the traceback is wanted."""
-    if not isinstance(error, ConfigError) or wants_traceback(os.environ):
+    """Say such an error in one line; False: nothing was said, the traceback is wanted."""
+    if not isinstance(error, ConfigError | HardwareError) or wants_traceback(os.environ):
         return False
     text = f"{type(error).__name__}: {error}"
     if _is_first(text):

@@ -21,7 +21,7 @@ from typing import NoReturn, Self
 from ddpjob_trainer import gpu_faults
 from ddpjob_trainer.comm.world import brief, is_misconfiguration, is_peer_loss, leave
 from ddpjob_trainer.contract import ExitCode
-from ddpjob_trainer.errors import ConfigError, DivergedError, PeerLostError
+from ddpjob_trainer.errors import ConfigError, DivergedError, HardwareError, PeerLostError
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training import refusal
@@ -212,7 +212,9 @@ def exit_code_of(error: BaseException) -> int:
     """Exit code of the contract for an error that ends the process."""
     if is_peer_loss(error):
         return ExitCode.PEER_LOST
-    if isinstance(error, RuntimeError) and gpu_faults.is_fault(str(error)):
+    if isinstance(error, HardwareError) or (
+        isinstance(error, RuntimeError) and gpu_faults.is_fault(str(error))
+    ):
         return ExitCode.HARDWARE
     if isinstance(error, ConfigError) or is_misconfiguration(error):
         return ExitCode.BAD_CONFIG

@@ -25,8 +25,11 @@ def adopt_orphans() -> None:
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _die_with(parent: int) -> Callable[[], None]:
-    """For the child, between fork and exec: SIGKILL when the launcher dies."""
+def die_with(parent: int) -> Callable[[], None]:
+    """For the child, between fork and exec: SIGKILL when the process ``parent`` dies.
+
+    Precisely: when the thread that forked ends.
+    """
 
     def prepare() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -42,6 +45,7 @@ def spawn(
     stdout: int,
     stderr: int,
     pass_fds: Sequence[int] = (),
+    cwd: str | None = None,
 ) -> int:
     """Start a worker in a process group of its own; return its pid. Raises OSError.
 
@@ -54,9 +58,10 @@ def spawn(
         stdout=stdout,
         stderr=stderr,
         pass_fds=pass_fds,
+        cwd=cwd,
         process_group=0,
         # Safe beside our threads: between fork and exec it only calls into a loaded libc.
-        preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509
+        preexec_fn=die_with(os.getpid()),  # noqa: PLW1509
     )
     # We reap with waitpid(-1) ourselves; a set returncode keeps Popen from trying.
     process.returncode = 0

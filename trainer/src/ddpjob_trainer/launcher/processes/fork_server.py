@@ -29,7 +29,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-from ddpjob_trainer.launcher.processes import devices
+from ddpjob_trainer import gpu_devices
 from ddpjob_trainer.launcher.processes.appearance import look_started
 from ddpjob_trainer.launcher.processes.sharing import Shared, share
 from ddpjob_trainer.launcher.processes.watch import Import
@@ -164,7 +164,7 @@ def _wait(line: socket.socket, program: Program, *, called: bool) -> _Script | N
     if not called:
         with contextlib.suppress(BaseException):
             script = _prepare(program)
-    opened = "" if called else devices.driver_opened()
+    opened = "" if called else gpu_devices.driver_opened()
     # A context would hold a GPU's memory in a process that may never be called.
     send(line, {"unfit": f"an import has opened {opened}"} if opened else {"ready": True}, [])
     request = receive(line)
@@ -311,7 +311,7 @@ def main() -> None:
     if (threads := _threads() - before) > 0:  # a fork takes none of them along
         send(control, {"unfit": f"imports have started {threads} threads"}, [])
         os._exit(1)
-    if opened := devices.driver_opened():
+    if opened := gpu_devices.driver_opened():
         send(control, {"unfit": f"an import has opened {opened}"}, [])
         os._exit(1)
     _freeze()

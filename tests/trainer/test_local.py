@@ -1,0 +1,149 @@
+"""`ddpjob-trainer local` with real processes: the same bits, restarts as written, no orphans."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpjob_trainer import cli
+from support.launching import SOURCES
+from support.manifest import changed, ddpjob
+from support.rounds import EVERY, Training, alive
+
+#: Tells who runs, and stays until it is told to end, or killed where it does not listen.
+STAY = """
+import os, signal, sys, time
+if "deaf" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with open(sys.argv[1] + "/at-stay-" + os.environ["RANK"], "w") as out:
+    print(os.getpid(), file=out)
+while True:
+    time.sleep(60)
+"""
+#: Each says in which attempt it ran; once all three have, replica 1 fails in the first attempts.
+FAIL = """
+import glob, os, sys, time
+attempt, replica = os.environ["DDPJOB_ATTEMPT"], os.environ["DDPJOB_REPLICA"]
+open(f"{sys.argv[1]}/ran-{attempt}-{replica}", "w").close()
+while len(glob.glob(f"{sys.argv[1]}/ran-{attempt}-*")) < 3:
+    time.sleep(0.01)
+if replica == "1" and int(attempt) <= int(sys.argv[2]):
+    sys.exit(3)
+while int(attempt) <= int(sys.argv[2]):
+    time.sleep(60)
+"""
+
+
+@contextmanager
+def local(directory: Path, manifest: str, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """A run in ``directory``; killed when the test is over."""
+    (directory / "job.yaml").write_text(manifest)
+    with subprocess.Popen(
+        [sys.executable, "-m", "ddpjob_trainer", "local", "job.yaml", *options],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def initialised(script: Path, capsys: Any, *words: str) -> str:
+    """What `init` prints for three replicas; without spares, which are not the point here."""
+    options = ("--replicas", "3", "--every-steps", str(EVERY), "--name", "job")
+    assert cli.main(["init", str(script), *options, "--", *words]) == 0
+    text = str(capsys.readouterr().out).replace('"run", ', '"run", "--spares", "0", ')
+    grace = "      terminationGracePeriodSeconds: 600\n"  # no test waits for that
+    return text.replace("      containers:\n", f"{grace}      containers:\n")
+
+
+def launchers(driver: int) -> dict[str, int]:
+    """Replica -> pid."""
+    found = {}
+    for pid in map(int, Path(f"/proc/{driver}/task/{driver}/children").read_text().split()):
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        env = dict(entry.partition(b"=")[::2] for entry in entries)
+        found[env[b"DDPJOB_REPLICA"].decode()] = pid
+    return found
+
+
+def snapshots(directory: Path) -> list[Path]:
+    """Manifests of those that are whole."""
+    return list(directory.glob("job-snapshots/job/*/step-*.json"))
+
+
+def test_a_killed_launcher_changes_no_bit(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    outcomes = []
+    for name in ("undisturbed", "disturbed"):
+        training = Training(tmp_path / name)
+        text = initialised(training.script, capsys, str(training.directory))
+        training.script.unlink()  # it runs from the ConfigMap
+        if name == "disturbed":
+            training.hold("1-0-step-9")
+        with local(training.directory, text) as process:
+            if name == "disturbed":
+                training.at("1-0-step-9")
+                training.until(partial(snapshots, training.directory), "a snapshot")
+                os.kill(launchers(process.pid)["1"], signal.SIGKILL)
+            out, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, out
+        outcomes.append(training.outcome())
+    assert outcomes[0] == outcomes[1]
+    steps = (training.directory / "losses-0").read_text().splitlines()
+    assert sum(line.startswith("0 ") for line in steps) == 1, "attempt 2 did not resume"
+    assert "local: attempt 1 ended: job-1 with exit code 137; restarting in 0 s" in out
+    assert "local: attempt 2: replicas 3" in out
+    assert "[job-0] " in out
+
+
+@pytest.mark.parametrize(
+    ("signals", "deaf"),
+    [
+        ([signal.SIGINT], ""),
+        ([signal.SIGTERM], ""),
+        ([signal.SIGINT, signal.SIGINT], "deaf"),
+        ([signal.SIGKILL], "deaf"),
+    ],
+)
+def test_whatever_ends_it_leaves_no_process(signals, deaf, tmp_path, capsys) -> None:  # type: ignore[no-untyped-def]
+    training = Training(tmp_path)
+    training.script.write_text(STAY)
+    with local(tmp_path, initialised(training.script, capsys, str(tmp_path), deaf)) as process:
+        pids = [*training.at("stay"), *launchers(process.pid).values()]
+        process.send_signal(signals[0])
+        if len(signals) > 1:  # two at once would be one
+            assert process.stdout is not None
+            assert any("ending, within" in line for line in process.stdout)
+            process.send_signal(signals[1])
+        out, _ = process.communicate(timeout=90)
+    training.until(lambda: not any(map(alive, pids)), f"no process is left of {pids}\n{out}", 90)
+    expected = -signal.SIGKILL if signal.SIGKILL in signals else 128 + signals[0]
+    assert process.returncode == expected, out
+
+
+@pytest.mark.parametrize(("failures", "code"), [(1, 0), (2, 3)])
+def test_restarts_are_the_manifests(failures: int, code: int, tmp_path: Path) -> None:
+    (tmp_path / "fail.py").write_text(FAIL)
+    body: Mapping[str, Any] = ddpjob(restart={"maxRestarts": 1})
+    command = ["python", "-u", str(tmp_path / "fail.py"), str(tmp_path), str(failures)]
+    body = changed(body, "spec.template.spec.containers.0.command", command)
+    with local(tmp_path, json.dumps(body)) as process:
+        out, _ = process.communicate(timeout=90)
+    assert process.returncode == code, out
+    ran = sorted(path.name[4:] for path in tmp_path.glob("ran-*"))
+    assert ran == [f"{attempt}-{replica}" for attempt in (1, 2) for replica in range(3)]
+    assert ("restart.maxRestarts 1 is used up" in out) == bool(code)

@@ -1,0 +1,127 @@
+"""examples/recipes: each file as its reader starts it, and what it is there to show."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from support.scripts import EXAMPLES, numbers, show
+
+
+@pytest.mark.parametrize("folder", ["mechanics", "recipes"])
+def test_each_example_says_how_to_run_it_and_is_in_the_index(folder: str) -> None:
+    index = (EXAMPLES.parent / "docs/examples.md").read_text()
+    files = sorted((EXAMPLES / folder).glob("*.py"))
+    assert len(files) > 5
+    for file in files:
+        about = file.read_text().split('"""')[1]
+        assert re.search(rf"^    .*{file.name}", about, re.MULTILINE), file
+        assert f"examples/{folder}/{file.name}" in index, file
+
+
+def test_bf16_computes_in_16_bits_and_keeps_32() -> None:
+    out = show("recipes/mixed_precision.py", "--total-steps", "20", nproc=2)
+    assert "layers give torch.bfloat16" in out
+    assert "outputs torch.float32, parameters torch.float32" in out
+    assert numbers("accuracy=", out)[0] > 0.8
+
+
+def test_fp16_leaves_an_update_out_that_overflowed_on_one_rank() -> None:
+    arguments = ("--precision", "fp16", "--overflow-at", "5", "--total-steps", "20")
+    out = show("recipes/mixed_precision.py", *arguments, nproc=2)
+    assert "overflow on the last rank: update left out: True, scale now 2048" in out
+    assert "layers give torch.float16" in out
+    assert numbers("accuracy=", out)[0] > 0.8
+
+
+def test_images_from_folders(tmp_path: Path) -> None:
+    data = tmp_path / "images"
+    out = show("recipes/images.py", "--data", str(data), "--epochs", "4", nproc=2)
+    epochs = re.findall(r"^epoch (\d)/4 top1=([\d.]+) top5=([\d.]+)( best)?$", out, re.MULTILINE)
+    assert [int(number) for number, *_ in epochs] == [1, 2, 3, 4]
+    top1 = [float(one) for _, one, _, _ in epochs]
+    assert top1[-1] > 0.8, "0.1 is chance"
+    assert all(float(five) >= float(one) for _, one, five, _ in epochs)
+    best = [bool(mark) for *_, mark in epochs]
+    assert best == [one > max(top1[:n], default=-1) for n, one in enumerate(top1)]
+    assert (data / "best.safetensors").stat().st_size > 0
+    assert len(list((data / "train").iterdir())) == 10
+
+
+def test_whose_batchnorm_buffers_count() -> None:
+    out = show("recipes/batchnorm.py", nproc=3)
+    first = numbers("DDP, broadcast_buffers=True : running means", out)
+    assert first == pytest.approx([0, 0.1, 0.2], abs=0.08), "rank 0's, and one batch of one's own"
+    own = numbers("DDP, broadcast_buffers=False: running means", out)
+    assert own == pytest.approx([0, 0.65, 1.3], abs=0.08), "each rank's own"
+    assert len(set(numbers("ours, after the last step  : running means", out))) > 1
+    assert len(set(numbers("ours, after evaluate\\(\\)     : running means", out))) == 1
+    assert "SyncBatchNorm refuses      : SyncBatchNorm expected input tensor to be on GPU" in out
+    assert "ours, sync_batchnorm=True  : SyncBatchNorm and training on the CPU do not go" in out
+
+
+def test_uneven_inputs_are_exact_with_our_tail_and_not_with_join() -> None:
+    out = show("recipes/uneven.py", nproc=3)
+    words = ": off the one process's weights by"
+    assert numbers(f"tail='join'{words}", out)[0] < 1e-6
+    for ranks in ("all", "present"):
+        assert numbers(f"Join, divided by {ranks} ranks{words}", out)[0] > 1e-3
+
+
+def test_a_model_on_two_devices() -> None:
+    out = show("recipes/two_devices.py", nproc=2)
+    assert "device_ids=[0]: DistributedDataParallel device_ids and output_device arguments" in out
+    assert numbers("last loss", out)[0] < 0.1 * numbers("first loss", out)[0]
+    assert "2 ranks have equal weights" in out
+
+
+def test_zero_shares_the_state_out_and_changes_no_bit() -> None:
+    zero = show("recipes/zero.py", "--total-steps", "12", nproc=3)
+    plain = show("recipes/zero.py", "--total-steps", "12", "--plain", nproc=3)
+    whole = numbers("bytes: optimizer state", plain)
+    parts = numbers("bytes: optimizer state", zero)
+    assert len(set(whole)) == 1
+    assert sum(parts) == whole[0]
+    assert all(0 < part < whole[0] for part in parts)
+    found = [re.findall(r"^weights_sha256=(\w{64})$", out, re.MULTILINE) for out in (zero, plain)]
+    assert len(found[0]) == 1
+    assert found[0] == found[1]
+
+
+def test_compressing_hooks_halve_the_bytes_and_round() -> None:
+    out = show("recipes/comm_hooks.py", nproc=3)
+    found = {}
+    for hook in ("allreduce", "bf16_compress", "fp16_compress"):
+        for scale in ("1", "1e-05"):
+            found[hook, scale] = numbers(rf"{hook}_hook +gradients x {scale} *:", out)
+    full = found["allreduce", "1"][0]
+    for (hook, scale), (size, error, lost) in found.items():
+        assert size == (full if hook == "allreduce" else full / 2)
+        if hook == "allreduce":
+            assert error == 0
+        elif (hook, scale) != ("fp16_compress", "1e-05"):
+            assert 0 < error < 0.01
+        else:
+            assert lost > 10, "too small for fp16"
+
+
+def test_many_small_layers_travel_in_few_all_reduces() -> None:
+    out = show("recipes/rnn.py", nproc=2)
+    assert numbers("35 parameters, default buckets:", out) == [1]
+    assert numbers("35 parameters, one per parameter:", out) == [35]
+    last, nothing = numbers("last_loss=", out)
+    assert last < 0.5 * nothing
+
+
+def test_backends_and_interfaces() -> None:
+    out = show("recipes/network.py", nproc=2, env={"GLOO_SOCKET_IFNAME": "lo,lo"})
+    assert "gloo" in re.findall("^backends in this PyTorch: (.*)$", out, re.MULTILINE)[0].split()
+    assert "chosen: gloo over lo,lo" in out
+
+
+def test_a_rank_that_names_fewer_interfaces_is_named() -> None:
+    env = {"GLOO_SOCKET_IFNAME": "lo,lo"}
+    out = show("recipes/network.py", "--drop-on", "1", nproc=3, code=64, env=env)
+    assert "GLOO_SOCKET_IFNAME names 1 on rank 1 ('lo') and 2 on rank 0 ('lo,lo')" in out

@@ -1,0 +1,159 @@
+"""Starts all replicas, again and again where the manifest allows it, and leaves no process behind.
+
+A launcher per replica, as pods have: rounds run among them over the hub, and a replica that dies
+is what it is in a cluster. They die with this process, whatever kills it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import time
+from types import FrameType
+
+from ddpjob_trainer.launcher import sockets
+from ddpjob_trainer.launcher.log import Log
+from ddpjob_trainer.launcher.output import OutputPump
+from ddpjob_trainer.launcher.processes import children
+from ddpjob_trainer.launcher.progress_path import ProgressPath
+from ddpjob_trainer.local import restarts
+from ddpjob_trainer.local.job import Job
+from ddpjob_trainer.snapshot.ondisk import manifest as snapshot
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LOOK_SECONDS = 0.05
+#: As the operator's: who lost a peer may have seen it before the peer's own end is known, and once
+#: a member is dead nothing can be saved any more.
+_CAUSE_SECONDS = 5.0
+_LAST_SECONDS = 2.0
+_END_SECONDS = 60.0  # a killed process may have a GPU to give back
+
+
+class Attempts:
+    """One job from its first attempt to its end."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._signals: list[int] = []
+        self._log = Log()
+        self._pump = OutputPump(self._log, prefixed=True, whose=f"{job.manifest.name}-")
+        self._progress = ProgressPath(job.progress_path)
+
+    def run(self) -> int:
+        """The exit code: 0, that of the first that failed, or 128 + the signal that ended us."""
+        for signum in _SIGNALS:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, self._received)
+        children.adopt_orphans()
+        try:
+            return self._run()
+        finally:
+            children.end_all(lambda pid, status: None, _END_SECONDS, ())
+            self._log.flush(hurry=bool(self._signals))
+
+    def _run(self) -> int:
+        for note in self._job.notes:
+            self._say(note)
+        budget, number = restarts.Budget(self._job.limits), 0
+        while True:
+            number += 1
+            began = time.monotonic()
+            codes, stopped = self._attempt(number)
+            if not any((codes | stopped).values()):
+                self._say(f"{self._job.manifest.name} succeeded")
+                return 0
+            if self._signals:
+                return 128 + self._signals[0]
+            failed = {replica: code for replica, code in codes.items() if code}
+            replica = min(failed, key=lambda one: restarts.severity(failed[one]))
+            code = failed[replica]
+            self._progress.look(1.0)
+            progress = (self._snapshot_step(), self._progress.newest)
+            delay, then = budget.after(code, time.monotonic() - began, progress)
+            name = f"{self._job.manifest.name}-{replica}"
+            self._say(f"attempt {number} ended: {name} with exit code {code}; {then}")
+            if delay < 0:
+                return code
+            until = time.monotonic() + delay
+            while time.monotonic() < until and not self._signals:
+                time.sleep(_LOOK_SECONDS)
+            if self._signals:
+                return 128 + self._signals[0]
+
+    def _attempt(self, number: int) -> tuple[dict[int, int], dict[int, int]]:
+        """Exit codes by replica, in order: of their own accord; after they were told to end."""
+        running = self._start(number)
+        codes: dict[int, int] = {}
+        stopped: dict[int, int] = {}
+        told, stop_at, kill_at = 0, math.inf, math.inf
+        while running:
+            for pid, status in children.reap():
+                if pid in running:
+                    replica = running.pop(pid)
+                    self._pump.collect(replica)
+                    code = status if status >= 0 else 128 - status
+                    (stopped if told or stop_at < 0 else codes)[replica] = code
+            now = time.monotonic()
+            failed = [code for code in codes.values() if code]
+            if failed and stop_at > 0:
+                patience = _CAUSE_SECONDS if all(map(restarts.collateral, failed)) else 0.0
+                stop_at = min(stop_at, now + patience)
+                if now >= stop_at:
+                    self._tell(running, signal.SIGTERM)
+                    stop_at, kill_at = -1, now + _LAST_SECONDS
+            if told < len(self._signals):
+                told += 1
+                if told == 1:
+                    self._say(f"ending, within {self._job.grace_seconds} s; Ctrl-C again: at once")
+                self._tell(running, signal.SIGTERM)  # as the kubelet does
+                kill_at = now if told > 1 else min(kill_at, now + self._job.grace_seconds)
+            if now >= kill_at:
+                self._tell(running, signal.SIGKILL)
+            time.sleep(_LOOK_SECONDS)
+        children.end_all(lambda pid, status: None, _END_SECONDS, ())  # what they left behind
+        return codes, stopped
+
+    def _start(self, number: int) -> dict[int, int]:
+        """Pid -> replica."""
+        job = self._job
+        ports = _free_ports(job.ports())
+        where = f"http://127.0.0.1:{ports[2]}/state"
+        self._say(
+            f"attempt {number}: replicas {job.replicas}, processes in each {job.nproc};"
+            f" progress: {where}"
+        )
+        running: dict[int, int] = {}
+        for replica in range(job.replicas):
+            environment = job.environment(number, replica, ports)
+            ends = self._pump.pipes(replica)
+            try:
+                command = job.command(job.variables(number, replica, ports))
+                pid = children.spawn(command, environment, *ends, cwd=job.directory)
+                running[pid] = replica
+            finally:
+                for end in ends:
+                    os.close(end)
+        return running
+
+    def _snapshot_step(self) -> int:
+        found = self._job.snapshots.glob("*/step-*.json") if self._job.snapshots else ()
+        return max((snapshot.step_of(path) or 0 for path in found), default=-1)
+
+    def _tell(self, running: dict[int, int], signum: int) -> None:
+        for pid in running:
+            children.send(pid, signum)
+
+    def _received(self, signum: int, frame: FrameType | None) -> None:
+        self._signals.append(signum)
+
+    def _say(self, text: str) -> None:
+        self._log.put(2, f"local: {text}\n".encode(errors="replace"))
+
+
+def _free_ports(count: int) -> list[int]:
+    """Each another one: all are held until all are known."""
+    with contextlib.ExitStack() as held:
+        bound = [held.enter_context(sockets.bind(0)) for _ in range(count)]
+        return [int(one.getsockname()[1]) for one in bound]

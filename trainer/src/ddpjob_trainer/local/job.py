@@ -1,0 +1,288 @@
+"""What a manifest's replicas are on this machine: command, variables, directories.
+
+The variables are those of the operator's pods (its core/render.py; a test compares them), on
+127.0.0.1. Paths that only the pods have are replaced where the manifest names them.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddpjob_trainer import contract, gpu_devices
+from ddpjob_trainer.environment import TRACEBACK, outside_of_jobs
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.local.manifest import Manifest, count, text
+from ddpjob_trainer.local.restarts import Limits, limits_of
+
+_HOST = "127.0.0.1"
+_VARIABLE = re.compile(r"\$(\$|\(([^()]*)\))")
+_SCRIPT = re.compile(r"\S+\.py")  # with a space it is more likely a line for a shell
+_CONTAINER = "the trainer container's"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All replicas. ``files``: what ConfigMaps hold, to be written before the start."""
+
+    manifest: Manifest
+    uid: str
+    replicas: int
+    nproc: int
+    limits: Limits
+    grace_seconds: int
+    directory: str | None  # the processes' own, None: this one
+    snapshots: Path | None  # where those of this job are
+    progress_path: Path | None
+    files: Mapping[Path, bytes]
+    shell: Mapping[str, str]
+    given: Sequence[tuple[str, str]]  # the container's variables, paths replaced
+    words: Sequence[str]  # its command and arguments, paths replaced
+    notes: Sequence[str]
+
+    def ports(self) -> int:
+        """How many ports environment() wants."""
+        return 2 + self.replicas
+
+    def environment(self, attempt: int, replica: int, ports: Sequence[int]) -> dict[str, str]:
+        """All variables of one replica's launcher."""
+        found = self.variables(attempt, replica, ports)
+        # The cluster's interfaces are not here, and the host's name may have an address elsewhere.
+        found |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        return {**self.shell, **found, **self._gpus(replica)}
+
+    def variables(self, attempt: int, replica: int, ports: Sequence[int]) -> dict[str, str]:
+        """Those that the container has in a pod."""
+        found = self._ours(attempt, replica, ports)
+        for name, value in self.given:
+            found[name] = expand(value, found)
+        return found
+
+    def command(self, variables: Mapping[str, str]) -> list[str]:
+        """What to start with these. Raises ConfigError where this machine does not have it."""
+        first, *rest = (expand(word, variables) for word in self.words)
+        script = next((word for word in (first, *rest) if _SCRIPT.fullmatch(word)), None)
+        if script and not self._has(script):
+            raise ConfigError(f"{_CONTAINER} command: {script}: no such file here; {_cure(script)}")
+        if first == "ddpjob-trainer":
+            return [sys.executable, "-m", "ddpjob_trainer", *rest]
+        found = shutil.which(first, path=variables.get("PATH", self.shell["PATH"]))
+        if found is None and not self._has(first):
+            raise ConfigError(f"{_CONTAINER} command: {first}: not found here; {_cure(first)}")
+        return [found or first, *rest]
+
+    def _has(self, path: str) -> bool:
+        there = Path(self.directory or ".", path)
+        return there in self.files or there.is_file()
+
+    def _ours(self, attempt: int, replica: int, ports: Sequence[int]) -> dict[str, str]:
+        master, hub, *metrics = ports
+        value, limits = self.manifest.setting, self.limits
+        env: dict[str, Any] = {
+            "MASTER_ADDR": _HOST,
+            "MASTER_PORT": master,
+            "PET_NNODES": self.replicas,
+            "PET_NPROC_PER_NODE": self.nproc,
+            "PET_NODE_RANK": replica,
+            "PET_MASTER_ADDR": _HOST,
+            "PET_MASTER_PORT": master,
+            "PET_RDZV_ID": f"{self.uid}-{attempt}",
+            contract.NAME: self.manifest.name,
+            contract.NAMESPACE: self.manifest.namespace,
+            contract.UID: self.uid,
+            contract.ATTEMPT: attempt,
+            contract.REPLICA: replica,
+            contract.REPLICAS: self.replicas,
+            contract.NPROC_PER_NODE: self.nproc,
+            contract.METRICS_PORT: metrics[replica],
+            contract.HUB_PORT: hub,
+            contract.GRACE_SECONDS: self.grace_seconds,
+            contract.IN_PLACE_MAX_WITHOUT_PROGRESS: limits.in_place,
+            contract.IN_PLACE_FINAL_EXIT_CODES: ",".join(map(str, limits.final_codes())),
+            contract.HEAL_AFTER_SECONDS: limits.heal_after,
+            contract.HANG_STARTUP_SECONDS: value("hang.startupSeconds"),
+            contract.HANG_STEP_SECONDS: value("hang.stepSeconds"),
+            contract.HANG_SNAPSHOT_SECONDS: value("hang.snapshotSeconds"),
+            "PYTHONUNBUFFERED": 1,
+        }
+        if self.nproc == 1:
+            env |= {"RANK": replica, "WORLD_SIZE": self.replicas, "GROUP_RANK": replica}
+            env |= {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        if self.snapshots:
+            env |= {
+                contract.SNAPSHOT_DIR: self.snapshots,
+                contract.SNAPSHOT_EVERY_STEPS: value("snapshot.everySteps"),
+                contract.SNAPSHOT_KEEP: value("snapshot.keep"),
+                contract.SNAPSHOT_RESUME: value("snapshot.resume"),
+            }
+        if self.progress_path:
+            env[contract.PROGRESS_PATH] = self.progress_path
+        return {name: str(one) for name, one in env.items()}
+
+    def _gpus(self, replica: int) -> dict[str, str]:
+        """A GPU of its own for each process, as in pods; with too few the CPU for all."""
+        has = gpu_devices.visible(self.shell)
+        if not has:
+            return {}
+        chosen = self.shell.get("CUDA_VISIBLE_DEVICES")
+        names = (
+            [one for one in chosen.split(",") if one] if chosen else [str(n) for n in range(has)]
+        )
+        mine = names[replica * self.nproc : (replica + 1) * self.nproc]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(mine) if self.replicas * self.nproc <= has else ""}
+
+
+def make(
+    manifest: Manifest,
+    shell: Mapping[str, str],
+    scratch: Path,
+    snapshots: Path,
+    folders: dict[str, Path],
+    *,
+    replicas: int | None = None,
+    nproc: int | None = None,
+) -> Job:
+    """``scratch``: for the files of ConfigMaps. ``folders``: a pod's path -> ours.
+
+    Raises ConfigError that names the field.
+    """
+    trainer, snapshot = manifest.trainer, manifest.spec.get("snapshot")
+    files, mounted = _config_maps(manifest, scratch)
+    folders = mounted | folders
+    if snapshot is not None:
+        at = str(snapshot.get("path", "")).rstrip("/")
+        if not at.startswith("/"):
+            raise ConfigError("spec.snapshot.path: must be an absolute directory, like /snapshots")
+        folders = {at: snapshots.absolute()} | folders
+    if not trainer.get("command"):
+        raise ConfigError(
+            f"{_CONTAINER} command: must be there, for what the image starts by itself is not"
+            " known here"
+        )
+    replaced = _Paths(folders)
+    directory = trainer.get("workingDir")
+    to_be_made = {folder for file in files for folder in map(str, file.parents)}
+    if directory is not None and not (
+        (directory := replaced(directory)) in to_be_made or Path(directory).is_dir()
+    ):
+        raise ConfigError(
+            f"{_CONTAINER} workingDir: {directory}: no such folder; {_cure(directory)}"
+        )
+    own = outside_of_jobs(shell, keep=(*contract.USER_ENV, TRACEBACK))
+    own["PATH"] = f"{Path(sys.executable).parent}:{own.get('PATH', '')}"
+    progress = (manifest.spec.get("restart") or {}).get("progressPath")
+    grace = manifest.pod.get("terminationGracePeriodSeconds", 30)
+    found = Job(
+        manifest=manifest,
+        uid=uuid.uuid4().hex,
+        replicas=_first("replicas", replicas, manifest.spec.get("replicas")),
+        nproc=_first("nproc", nproc, manifest.nproc),
+        limits=limits_of(manifest),
+        grace_seconds=max(1, grace if type(grace) is int else 30),
+        directory=directory,
+        snapshots=None if snapshot is None else Path(replaced(at), manifest.name),
+        progress_path=Path(replaced(progress)) if progress else None,
+        files=files,
+        shell=own,
+        given=[(name, replaced(value)) for name, value in _given(manifest, shell)],
+        words=[replaced(word) for word in (*trainer["command"], *(trainer.get("args") or []))],
+        notes=list(_notes(manifest, folders)),
+    )
+    found.command(found.variables(1, 0, range(found.ports())))  # refuses before anything starts
+    return found
+
+
+def _first(name: str, option: int | None, field: object) -> int:
+    return count(f"spec.{name}", field) if option is None else count(f"--{name}", option)
+
+
+def expand(given: str, variables: Mapping[str, str]) -> str:
+    """$(NAME) as Kubernetes does it: an unknown one stays, $$ is a $."""
+
+    def value(found: re.Match[str]) -> str:
+        return "$" if found[1] == "$" else variables.get(found[2], found[0])
+
+    return _VARIABLE.sub(value, given)
+
+
+class _Paths:
+    """Puts our folders in the place of a pod's, wherever a path begins in a text."""
+
+    def __init__(self, folders: Mapping[str, Path]) -> None:
+        self._folders = folders
+        longest = sorted(folders, key=len, reverse=True)
+        any_of = "|".join(map(re.escape, longest)) or r"(?!)"
+        self._pattern = re.compile(rf"(?<![\w.)~/-])(?:{any_of})(?![\w.-])")
+
+    def __call__(self, given: str) -> str:
+        return self._pattern.sub(lambda found: str(self._folders[found[0]]), given)
+
+
+def _config_maps(manifest: Manifest, scratch: Path) -> tuple[dict[Path, bytes], dict[str, Path]]:
+    """Files to write, and the folder or file of each mount of a ConfigMap in the manifest."""
+    kinds = {one.get("name"): one for one in manifest.pod.get("volumes") or []}
+    files: dict[Path, bytes] = {}
+    mounted: dict[str, Path] = {}
+    for number, mount in enumerate(manifest.trainer.get("volumeMounts") or []):
+        source = (kinds.get(mount.get("name")) or {}).get("configMap") or {}
+        held = manifest.config_maps.get(source.get("name", ""))
+        if held is None:
+            continue
+        folder = scratch / str(number)
+        keys = {item["key"]: item["path"] for item in source.get("items") or ()}
+        files |= {folder / keys.get(k, k): v for k, v in held.items() if not keys or k in keys}
+        mounted[mount["mountPath"].rstrip("/")] = folder / mount.get("subPath", "")
+    return files, mounted
+
+
+def _env_source(manifest: Manifest, source: Mapping[str, Any]) -> Mapping[str, bytes] | None:
+    return manifest.config_maps.get((source.get("configMapRef") or {}).get("name", ""))
+
+
+def _given(manifest: Manifest, shell: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    trainer = manifest.trainer
+    for source in trainer.get("envFrom") or []:
+        for key, value in (_env_source(manifest, source) or {}).items():
+            yield f"{source.get('prefix', '')}{key}", value.decode().replace("$", "$$")
+    for variable in trainer.get("env") or []:
+        name = str(variable.get("name"))
+        if outside_of_jobs({name: ""}, keep=contract.USER_ENV) == {}:
+            raise ConfigError(f"{_CONTAINER} env: {name} is the operator's to set: leave it out")
+        if variable.get("value", "") is None:
+            yield name, ""
+        elif "valueFrom" not in variable:
+            yield name, text(f"{_CONTAINER} env: {name}", variable.get("value", ""))
+        elif name in shell:
+            yield name, shell[name].replace("$", "$$")
+        else:
+            raise ConfigError(
+                f"{_CONTAINER} env: valueFrom of {name} is known to a cluster only: give it a"
+                f" value in this shell, export {name}=..."
+            )
+
+
+def _notes(manifest: Manifest, folders: Mapping[str, Path]) -> Iterator[str]:
+    if left_out := manifest.left_out():
+        yield f"without a meaning here: {', '.join(left_out)}"
+    sources = manifest.trainer.get("envFrom") or []
+    if any(_env_source(manifest, source) is None for source in sources):
+        yield "envFrom: what is not in the file is known to a cluster only; export it in this shell"
+    mounts = (str(m.get("mountPath")) for m in manifest.trainer.get("volumeMounts") or [])
+    bare = [one for one in mounts if one.rstrip("/") not in folders and not Path(one).exists()]
+    if bare:
+        yield f"nothing is mounted at {', '.join(bare)}: --map {bare[0]}=DIR gives it a folder"
+
+
+def _cure(path: str) -> str:
+    top = "/".join(path.split("/")[:2]) if path.startswith("/") else ""
+    return (
+        f"--map {top}=DIR names the folder that is {top} in the image"
+        if top
+        else ("it may be in the image only: give it here, or change to its folder")
+    )

@@ -1,0 +1,175 @@
+"""Reads a manifest: the one DDPJob of a file, its ConfigMaps, and the CRD's defaults.
+
+What the API server would refuse is refused here only where it would stand in the way.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ddpjob_trainer.errors import ConfigError
+
+#: The defaults of the CRD that this command needs; tests/unit/trainer/test_local.py compares them.
+DEFAULTS: Final[Mapping[str, Any]] = {
+    "nprocPerNode": "auto",
+    "restart.maxRestarts": 3,
+    "restart.maxDisruptions": 100,
+    "restart.backoff.initialSeconds": 1,
+    "restart.backoff.maxSeconds": 300,
+    "restart.inPlace.enabled": True,
+    "restart.inPlace.maxWithoutProgress": 3,
+    "restart.healAfterSeconds": 3600,
+    "snapshot.everySteps": 50,
+    "snapshot.keep": 3,
+    "snapshot.resume": "Auto",
+    "hang.startupSeconds": 600,
+    "hang.stepSeconds": 300,
+    "hang.snapshotSeconds": 600,
+}
+#: What has a meaning here, by level. The rest is said and left out.
+_SPEC = {"replicas", "template", "nprocPerNode", "restart", "snapshot", "hang"}
+_POD = {"containers", "volumes", "terminationGracePeriodSeconds"}
+_CONTAINER = {"name", "command", "args", "env", "envFrom", "workingDir", "volumeMounts"}
+_GPUS = "nvidia.com/gpu"
+#: What is read below them needs them to be of this kind.
+_OBJECTS = ("restart", "restart.backoff", "restart.inPlace", "snapshot", "hang")
+_LISTS = (("volumes",), ("env", "envFrom", "volumeMounts"), ("restart.rules",))
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A DDPJob as written. ``config_maps``: name -> file -> content."""
+
+    name: str
+    namespace: str
+    spec: Mapping[str, Any]
+    pod: Mapping[str, Any]
+    trainer: Mapping[str, Any]
+    config_maps: Mapping[str, Mapping[str, bytes]]
+
+    def setting(self, path: str) -> Any:
+        """A field below .spec, or the CRD's default. Raises ConfigError."""
+        default = DEFAULTS[path]
+        found: Any = self.spec
+        for part in path.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        if found is None:
+            return default
+        if type(found) is not type(default) or (type(found) is int and found < 0):
+            raise ConfigError(f"spec.{path}: {found!r} must be of the kind of {default!r}")
+        return found
+
+    @property
+    def nproc(self) -> int:
+        """Processes per replica: nprocPerNode; auto: the GPUs of the limit, else 1."""
+        given = self.spec.get("nprocPerNode", DEFAULTS["nprocPerNode"])
+        if given == "auto":
+            limits = (self.trainer.get("resources") or {}).get("limits") or {}
+            gpus = str(limits.get(_GPUS, ""))
+            return int(gpus) if gpus.isdecimal() and int(gpus) else 1
+        return count("spec.nprocPerNode", given)
+
+    def left_out(self) -> list[str]:
+        """Fields that mean nothing on one machine."""
+        levels = (("spec.", self.spec, _SPEC), ("", self.pod, _POD), ("", self.trainer, _CONTAINER))
+        found = {f"{at}{key}" for at, given, used in levels for key in given.keys() - used}
+        others = {f"container {one.get('name')}" for one in self.pod["containers"]}
+        return sorted(found | others - {f"container {self.trainer.get('name')}"})
+
+
+def count(field: str, value: object) -> int:
+    """A whole number from 1 on. Raises ConfigError."""
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{field}: {value!r} must be a whole number, at least 1")
+    return value
+
+
+def text(field: str, value: object) -> str:
+    """A string as written. A number or a Yes has lost how it was. Raises ConfigError."""
+    if not isinstance(value, str):
+        raise ConfigError(f"{field}: {value!r} must be a string: put it in quotes")
+    return value
+
+
+def read(content: str) -> Manifest:
+    """The DDPJob of a file of YAML or JSON. Raises ConfigError."""
+    objects = _objects(content)
+    jobs = [one for one in objects if one.get("kind") == "DDPJob"]
+    if len(jobs) != 1:
+        raise ConfigError(f"{len(jobs)} objects of kind DDPJob in the file: there must be one")
+    meta, spec = _object(jobs[0], "metadata"), _object(jobs[0], "spec")
+    if not isinstance(meta.get("name"), str) or not meta["name"]:
+        raise ConfigError("metadata.name: the job needs a name")
+    pod = _object(_object(spec, "spec.template"), "spec.template.spec")
+    containers = pod.get("containers")
+    if not isinstance(containers, list) or not all(isinstance(c, dict) for c in containers):
+        raise ConfigError("spec.template.spec.containers: must be a list of containers")
+    named = [one for one in containers if one.get("name") == "trainer"] + containers
+    if not named:
+        raise ConfigError("spec.template.spec.containers: at least one container is needed")
+    _check(spec, pod, named[0])
+    maps = {
+        _object(one, "metadata").get("name", ""): {
+            **{key: text(f"data {key}", v).encode() for key, v in _files(one, "data")},
+            **{key: base64.b64decode(text(key, v)) for key, v in _files(one, "binaryData")},
+        }
+        for one in objects
+        if one.get("kind") == "ConfigMap"
+    }
+    return Manifest(meta["name"], meta.get("namespace") or "default", spec, pod, named[0], maps)
+
+
+def _check(spec: Mapping[str, Any], pod: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
+    def kind(given: Mapping[str, Any], path: str, wanted: type, what: str) -> list[Any]:
+        found: Any = given
+        for part in path.split("."):
+            found = found.get(part) if found else None
+        if found is not None and not isinstance(found, wanted):
+            raise ConfigError(f"{path}: {found!r} must be {what}")
+        return found if isinstance(found, list) else []
+
+    for path in _OBJECTS:
+        kind(spec, path, dict, "an object with fields")
+    for given, paths in zip((pod, trainer, spec), _LISTS, strict=True):
+        for path in paths:
+            for one in kind(given, path, list, "a list of objects"):
+                if not isinstance(one, dict):
+                    raise ConfigError(f"{path}: {one!r} must be an object with fields")
+    for path in ("command", "args"):
+        for word in kind(trainer, path, list, "a list of strings"):
+            text(path, word)
+
+
+def _files(config_map: Mapping[str, Any], field: str) -> Iterable[tuple[str, Any]]:
+    return (config_map.get(field) or {}).items()
+
+
+def _object(parent: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    found = parent.get(path.rpartition(".")[2])
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: must be there, an object with fields")
+    return found
+
+
+def _objects(content: str) -> list[dict[str, Any]]:
+    try:
+        found = [json.loads(content)]
+    except ValueError:
+        import yaml  # here: no other command reads YAML, and pods start without it
+
+        class Loader(yaml.SafeLoader):
+            """A time is a string, as it is for kubectl."""
+
+        Loader.yaml_implicit_resolvers = {
+            first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":timestamp")]
+            for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+        try:
+            found = list(yaml.load_all(content, Loader))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"neither YAML nor JSON: {error}") from None
+    return [one for one in found if isinstance(one, dict)]
