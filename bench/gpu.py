@@ -1,9 +1,9 @@
 """GPT-2 124M on this machine's GPUs: tokens per second, MFU, a snapshot's stall, levels, recovery.
 
-The program is examples/gpt2.py as users have it. Recovery is from the SIGKILL of a process to the
-first new step that rank 0 tells of: in place, and by a new launcher, which is what new pods cost
-without Kubernetes' own time. With --quick a tiny model, on the CPU where there is no GPU: then the
-figures only show that it works.
+The program is examples/ladder/5_gpt/train.py as users have it. Recovery is from the SIGKILL of a
+process to the first new step that rank 0 tells of: in place, and by a new launcher, which is what
+new pods cost without Kubernetes' own time. With --quick a tiny model, on the CPU where there is no
+GPU: then the figures only show that it works.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from typing import Any
 
 import torch
 from harness import programs, report
+from mfu import flop_per_token, peak
 
 from ddpjob_trainer.launcher.processes import children
 
-PROGRAM = str(report.ROOT / "examples/gpt2.py")
-#: bf16 without sparsity, as NVIDIA gives it, FLOP/s.
-PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+PROGRAM = str(programs.GPT / "train.py")
 WARM = 10  # steps before the clock
 LIMIT_SECONDS = 900.0
 
@@ -51,21 +50,20 @@ class Size:
 
     @property
     def flop_per_token(self) -> float:
-        """Forward and backward, as nanoGPT and PaLM's appendix B count: 6 N + 12 L W T."""
         places = self.context * self.width
-        return 6 * (self.parameters - places) + 12 * self.layers * self.width * self.context
+        return flop_per_token(self.parameters - places, self.layers, self.width, self.context)
 
     def words(self, nproc: int) -> list[str]:
         batch = self.sequences * self.micro_batches * nproc
         given = {
             "layers": self.layers, "heads": self.heads, "width": self.width,
             "context": self.context, "vocabulary": self.vocabulary,
-            "global-batch": batch, "micro-batches": self.micro_batches,
+            "size": "124m", "sample": 0, "global-batch": batch, "micro-batches": self.micro_batches,
         }  # fmt: skip
         return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
 
-TINY = Size(layers=2, heads=2, width=32, context=16, vocabulary=64, sequences=4)
+TINY = Size(layers=2, heads=2, width=32, context=16, vocabulary=256, sequences=4)
 
 
 class Training:
@@ -178,13 +176,9 @@ def worker(launcher: int, rank: int) -> int:
         for pid in task.read_text().split():
             environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             name = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if f"RANK={rank}".encode() in environ and b"gpt2.py" in name:
+            if f"RANK={rank}".encode() in environ and PROGRAM.encode() in name:
                 return int(pid)
     raise RuntimeError(f"no process of rank {rank}")
-
-
-def peak(gpu: str) -> float | None:
-    return next((flops for name, flops in PEAKS.items() if name in gpu), None)
 
 
 def measure(size: Size, nproc: int, args: Any, gpu: str) -> Mapping[str, Any]:
@@ -230,8 +224,9 @@ def main() -> None:
     size = TINY if args.quick else Size(sequences=args.sequences, micro_batches=args.micro_batches)
     nproc = args.nproc or gpus or 2
     found = measure(size, nproc, args, gpu)
+    each = found["tokens_per_second"]["off"] / nproc
     rows = [
-        ["tokens/s, level off", f"{found['tokens_per_second']['off']:,.0f}", "500,000 per H200"],
+        ["tokens/s per process, level off", f"{each:,.0f}", "500,000 per H200"],
         ["MFU", f"{found['mfu']:.1%}" if found["mfu"] else "-", ""],
         ["level resume, of off", f"{found['level_resume']:.3f}", ""],
         [

@@ -315,11 +315,7 @@ def main() -> int:
         plane = cluster.up(name, "--nodes", "0")
         plane.apply_crd()
         rest = Rest(plane.kubeconfig)
-        for space in (OURS, SCRIPT):
-            body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": space}}
-            rest.post("/api/v1/namespaces", body)
-            account = f"/api/v1/namespaces/{space}/serviceaccounts/default"
-            eventually("the ServiceAccount", lambda path=account: rest.find(path))
+        make_namespaces(rest, OURS, SCRIPT)
         with tempfile.TemporaryDirectory() as folder:
             children.append(stand_in(plane.kubeconfig, rest.url.hostname if args.idle else ""))
             if args.idle:
@@ -346,9 +342,17 @@ def main() -> int:
     return 0
 
 
-def stand_in(kubeconfig: Path, address: str | None) -> subprocess.Popen[bytes]:
+def make_namespaces(rest: Rest, *names: str) -> None:
+    for name in names:
+        body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
+        rest.post("/api/v1/namespaces", body)
+        account = f"/api/v1/namespaces/{name}/serviceaccounts/default"
+        eventually("the ServiceAccount", lambda path=account: rest.find(path))
+
+
+def stand_in(kubeconfig: Path, address: str | None, *more: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "harness.kubelets", "--kubeconfig", str(kubeconfig)]
-    command += ["--namespaces", f"{OURS},{SCRIPT}", "--state", address or ""]
+    command += ["--namespaces", f"{OURS},{SCRIPT}", "--state", address or "", *more]
     paths = [str(report.ROOT / part) for part in ("bench", "tests", "devcluster/src")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.Popen(command, env=environment)

@@ -23,7 +23,9 @@ GROUND = {
     "environment",
     "errors",
     "failpoints",
+    "gpu_devices",
     "gpu_faults",
+    "init",
     "options",
     "trace",
 }

@@ -4,7 +4,8 @@ It binds each pod that appears to one made-up node, reports it Running, and remo
 deleted pod, all at once and each write with the pod's uid as precondition: a write that is late
 never meets the next pod of that name. What it leaves out is what takes a real node its time:
 scheduling, images, sandboxes, volumes, the end of processes. With `--state ADDRESS` it also
-answers GET /state there for all pods, as a launcher does.
+answers GET /state there for all pods, as a launcher does. `--crashing NAMESPACE`: containers there
+end with exit code 1 as soon as they run.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ _RACES = (404, 409, 422)
 class Kubelets:
     """All pods of the cluster that no scheduler of the cluster's own looks after."""
 
-    def __init__(self, kubeconfig: Path, namespaces: set[str], ip: str) -> None:
+    def __init__(self, kubeconfig: Path, namespaces: set[str], ip: str, crashing: str) -> None:
         self._kubeconfig, self._namespaces, self._ip = kubeconfig, namespaces, ip
+        self._crashing = crashing
         self._rest = Rest(kubeconfig)
         self._wire = Wire(self._rest)
         self._started: set[str] = set()
@@ -83,6 +85,9 @@ class Kubelets:
         body = {"apiVersion": "v1", "kind": "Binding", "metadata": known, "target": target}
         if await self._call("POST", f"{path}/binding", body):
             patch = {"metadata": {"uid": meta["uid"]}, "status": running(self._ip)}
+            await self._call("PATCH", f"{path}/status", patch, "merge-patch+json")
+        if meta["namespace"] == self._crashing:
+            patch = {"metadata": {"uid": meta["uid"]}, "status": failed()}
             await self._call("PATCH", f"{path}/status", patch, "merge-patch+json")
 
     async def _end(self, meta: Object) -> None:
@@ -159,10 +164,13 @@ async def main() -> None:
     parser.add_argument("--kubeconfig", type=Path, required=True)
     parser.add_argument("--namespaces", required=True)
     parser.add_argument("--state", default="", help="address at which all pods answer /state")
+    parser.add_argument("--crashing", default="", help="namespace whose containers fail at once")
     args = parser.parse_args()
     if args.state:
         await asyncio.start_server(answer, args.state, METRICS_PORT)
-    kubelets = Kubelets(args.kubeconfig, set(args.namespaces.split(",")), args.state or "10.0.0.1")
+    namespaces = set(args.namespaces.split(","))
+    ip = args.state or "10.0.0.1"
+    kubelets = Kubelets(args.kubeconfig, namespaces, ip, args.crashing)
     await kubelets.run()
 
 

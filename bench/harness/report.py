@@ -10,7 +10,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,19 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in cells]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def told(facts: Mapping[str, Any]) -> str:
+    """Where and when it was measured."""
+    return (
+        f"Measured on {facts['date']}: {facts['cores']} cores ({facts['processor']}), torch"
+        f" {facts['torch']}, CPU and gloo, load before it began {facts['load_before']}."
+    )
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines: list[Sequence[object]] = [header, ("---",) * len(header), *rows]
+    return "".join(f"| {' | '.join(str(cell) for cell in line)} |\n" for line in lines)
 
 
 def finish(name: str, facts: dict[str, Any], result: dict[str, Any], path: Path | None) -> None:

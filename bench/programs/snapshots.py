@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from gpt2 import VOCABULARY, Gpt2
-from torch.nn import functional
+from gpt import GPT, GPT2
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.comm.world import World
@@ -210,9 +209,7 @@ CONFIG = {"seed": 0, "global_batch": 1, "samples": 1, "level": "off"}
 
 
 def real_step(model: torch.nn.Module, optimizer: Any, way: Any, tokens: int) -> None:
-    ids = torch.randint(0, VOCABULARY, (1, tokens + 1))
-    logits = model(ids[:, :-1])
-    functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+    model(torch.randint(0, GPT2["vocabulary"], (1, tokens + 1))).backward()
     way.before_update()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -274,7 +271,7 @@ def main() -> None:
         total_steps=1, global_batch=60, level="off",
         snapshot_dir=args.directory, snapshot_every=1, snapshot_staging=args.staging,
     )  # fmt: skip
-    model, optimizer = Gpt2(), None
+    model, optimizer = GPT(**GPT2), None
     optimizer = torch.optim.AdamW(model.parameters())
     wrapped, _ = run.prepare(model, optimizer)
     fill_optimizer(optimizer)

@@ -56,6 +56,26 @@ class Gpt(nn.Module):
         return self.head(hidden.mean(1))
 
 
+class Rnn(nn.Module):
+    """Many small layers: a stack of cells in a loop over time, each step a handful of tiny kernels.
+
+    What Python does between two kernels takes longer than the kernels.
+    """
+
+    def __init__(self, width: int = 32, layers: int = 6) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList(nn.GRUCell(width, width) for _ in range(layers))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, sequence: torch.Tensor) -> torch.Tensor:
+        state = [sequence.new_zeros(len(sequence), sequence.shape[2]) for _ in self.cells]
+        for element in sequence.unbind(1):
+            below = element
+            for place, cell in enumerate(self.cells):
+                below = state[place] = cell(below, state[place])
+        return self.head(state[-1])
+
+
 def _cnn() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -76,6 +96,7 @@ WORKLOADS = {
     "slow": Workload(
         _cnn, lambda: torch.randn(2048, 1, 16, 16), 10, 24, 0.05, sample_seconds=0.005, workers=4
     ),
+    "rnn": Workload(Rnn, lambda: torch.randn(2048, 16, 32), 10, 16, 0.05),
     "gpt": Workload(Gpt, lambda: torch.randint(0, 256, (2048, 32)), 10, 8, 1.0),
 }
 

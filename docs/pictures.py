@@ -1,0 +1,395 @@
+"""Draws docs/pictures/*.svg from recorded data: `make manifests` after a new recording.
+
+buckets.json and ring.json are recorded by bench/pictures.py, docs/scaling.json by bench/scaling.py,
+dashboard.json by tests/cluster/test_prometheus.py where DDPJOB_WRITE_PAGES=1 is set.
+A test holds each picture equal to what is drawn here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+HERE = Path(__file__).parent
+PICTURES = HERE / "pictures"
+INK, PALE, RED = "#222222", "#bbbbbb", "#c0392b"
+COLOURS = ("#3b6fb6", "#d98c2b", "#4f9d69", "#8e6bb0", "#b65a5a", "#5aa7b6")
+
+Found = Mapping[str, Any]
+
+
+class Picture:
+    """Shapes on a white sheet; coordinates in pixels from the upper left corner."""
+
+    def __init__(self, width: int, height: int, title: str) -> None:
+        size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+        tip = f'<path d="M0 0L8 4L0 8z" fill="{INK}"/>'
+        marker = 'viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6"'
+        self._shapes = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">',
+            f"<title>{escape(title)}</title>",
+            f'<defs><marker id="tip" {marker} orient="auto">{tip}</marker></defs>',
+        ]
+        self.rect(0, 0, width, height, "white")
+        self.text(16, 22, title, size=15)
+
+    def rect(
+        self, x: float, y: float, width: float, height: float, fill: str, edge: str = "none"
+    ) -> None:
+        """``edge``: the colour of its line."""
+        self._shapes.append(
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height:.1f}"'
+            f' fill="{fill}" stroke="{edge}"/>'
+        )
+
+    def line(
+        self,
+        x1: float,
+        y1: float,
+        x2: float,
+        y2: float,
+        colour: str = INK,
+        *,
+        dashes: str = "",
+        arrow: bool = False,
+        width: float = 1.0,
+    ) -> None:
+        """``dashes`` as SVG has them; ``arrow``: a tip at its end."""
+        more = f' stroke-dasharray="{dashes}"' if dashes else ""
+        more += ' marker-end="url(#tip)"' if arrow else ""
+        self._shapes.append(
+            f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"'
+            f' stroke-width="{width}"{more}/>'
+        )
+
+    def curve(self, points: Sequence[tuple[float, float]], colour: str) -> None:
+        """Straight lines from point to point; a dot where there is but one."""
+        there = " ".join(f"{x:.1f},{y:.1f}" for x, y in [*points, points[-1]])
+        look = f'fill="none" stroke="{colour}" stroke-width="1.5" stroke-linecap="round"'
+        self._shapes.append(f'<polyline points="{there}" {look}/>')
+
+    def dot(self, x: float, y: float, colour: str) -> None:
+        """Its centre."""
+        self._shapes.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>')
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        *,
+        size: int = 12,
+        at: str = "start",
+        colour: str = INK,
+    ) -> None:
+        """``at``: start, middle or end of the words is at (x, y)."""
+        self._shapes.append(
+            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{at}"'
+            f' fill="{colour}">{escape(words)}</text>'
+        )
+
+    def svg(self) -> str:
+        """The whole file."""
+        return "\n".join([*self._shapes, "</svg>"]) + "\n"
+
+
+# -- one backward, bucket by bucket -------------------------------------------------------------
+
+
+def buckets(found: Found) -> str:
+    """Time runs to the right; a bar from a bucket's first gradient to its end of all-reduce."""
+    marks, gradients = found["buckets"], found["gradients"]
+    left, top, row, width = 250, 96, 52, 960
+    ended = found["backward"] + found["exposed"]
+    scale = (width - left - 30) / ended
+    base = top + row * len(marks)
+    picture = Picture(
+        width, base + 130, "One backward of DDP: buckets fill, and are reduced meanwhile"
+    )
+
+    def place(seconds: float) -> float:
+        return left + scale * seconds
+
+    picture.text(
+        16,
+        42,
+        f"{found['ranks']} ranks with a core each, gloo; a recorded step of a small GPT, on rank"
+        " 0's clock. Milliseconds since backward began.",
+        colour="#555555",
+    )
+    picture.text(16, 74, "each gradient, when it is ready")
+    parts = of_buckets(gradients, marks)
+    last = place(found["backward"])
+    picture.rect(last, 56, place(ended) - last, base - 56, "#f6e3e0")
+    for number, (mark, own) in enumerate(zip(marks, parts, strict=True)):
+        colour, y = COLOURS[number % len(COLOURS)], top + row * number
+        for gradient in own:
+            picture.line(place(gradient["ready"]), 60, place(gradient["ready"]), 80, colour)
+        begun, ready, done = own[0]["ready"], mark["ready"], mark["done"]
+        picture.text(16, y + 18, f"bucket {number}: {mark['bytes'] / 1e6:.2f} MB")
+        for line, end in ((32, own[0]), (45, own[-1])):
+            picture.text(16, y + line, end["name"], size=10, colour="#777777")
+        picture.rect(place(begun), y + 14, place(ready) - place(begun), 6, colour)
+        picture.rect(place(ready), y + 6, place(done) - place(ready), 22, colour, INK)
+    picture.line(last, 56, last, base + 6, RED, dashes="4 3")
+    step = nice(ended * 1000 / 8)
+    picture.line(left, base + 6, place(ended), base + 6)
+    for tick in range(int(ended * 1000 / step) + 1):
+        x = place(tick * step / 1000)
+        picture.line(x, base + 6, x, base + 11)
+        picture.text(x, base + 25, f"{tick * step:g}", at="middle", size=11)
+    y = base + 52
+    picture.rect(16, y - 6, 40, 6, COLOURS[0])
+    picture.text(
+        64, y, "a bucket fills: its first gradient to its last (names at the left, in order)"
+    )
+    picture.rect(16, y + 10, 40, 16, COLOURS[0], INK)
+    picture.text(
+        64, y + 23, "its all-reduce: handed to gloo when it is full, until all ranks' sum is there"
+    )
+    picture.rect(16, y + 36, 40, 16, "#f6e3e0")
+    exposed, whole = found["exposed"], sum(mark["done"] - mark["ready"] for mark in marks)
+    picture.text(
+        64,
+        y + 49,
+        f"exposed: the last bucket was ready at {1000 * found['backward']:.1f} ms, backward"
+        f" returned at {1000 * ended:.1f}: {1000 * exposed:.1f} ms. The all-reduces' times add"
+        f" up to {1000 * whole:.1f} ms",
+    )
+    return picture.svg()
+
+
+def of_buckets(gradients: list[Found], marks: list[Found]) -> list[list[Found]]:
+    """The gradients in each bucket: rebuilt buckets hold them in the order of their readiness."""
+    parts, rest = [], list(gradients)
+    for mark in marks:
+        own, size = [], 0
+        while size < mark["bytes"]:
+            own.append(rest.pop(0))
+            size += own[-1]["bytes"]
+        parts.append(own)
+    return parts
+
+
+def nice(value: float) -> float:
+    """1, 2 or 5 times a power of ten, at least ``value``."""
+    power = 10 ** math.floor(math.log10(value))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= value)
+
+
+# -- a ring all-reduce, step by step ------------------------------------------------------------
+
+
+def ring(found: Found) -> str:
+    """A row per moment, a block per rank, a cell per chunk with the ranks whose numbers it"
+    " holds."""
+    world, cell, gap = found["ranks"], 44, 46
+    steps = 2 * (world - 1)
+    block = world * cell + gap
+    top, row, left = 112, 74, 150
+    picture = Picture(
+        left + world * block,
+        top + row * steps + 74,
+        f"A ring all-reduce of {world} ranks, as recorded",
+    )
+    picture.text(
+        16,
+        42,
+        f"{found['bytes']:,} bytes in {world} chunks; a cell names the ranks whose numbers the"
+        " chunk is the sum of. An arrow is one message of one chunk.",
+        colour="#555555",
+    )
+    for rank in range(world):
+        x = left + rank * block
+        picture.text(x + world * cell / 2, 74, f"rank {rank}", at="middle", size=14)
+        for chunk in range(world):
+            picture.text(x + (chunk + 0.5) * cell, 96, f"chunk {chunk}", at="middle", size=10)
+    for moment, holds in enumerate(states(found)):
+        y = top + row * moment
+        sends = [one for one in found["sends"] if one["step"] == moment]
+        name = sends[0]["phase"] if sends else "all have the sum"
+        picture.text(16, y + 20, name)
+        if sends:
+            picture.text(16, y + 36, f"step {moment + 1} of {steps}", size=10, colour="#777777")
+        leaving = {(one["from"], one["chunk"]) for one in sends}
+        for (rank, chunk), of in holds.items():
+            x = left + rank * block + chunk * cell
+            edge = RED if (rank, chunk) in leaving else PALE
+            picture.rect(x + 2, y, cell - 4, 30, shade(len(of), world), edge)
+            words = "".join(map(str, sorted(of)))
+            picture.text(x + cell / 2, y + 19, words, at="middle", size=11)
+        for one in sends:
+            centre = (one["chunk"] + 0.5) * cell + left
+            x1, x2 = centre + one["from"] * block, centre + one["to"] * block
+            colour, dashes = (PALE, "5 4") if one["to"] < one["from"] else (INK, "")
+            picture.line(x1, y + 31, x2, y + row - 2, colour, arrow=True, dashes=dashes)
+    sent = {
+        rank: sum(one["bytes"] for one in found["sends"] if one["from"] == rank)
+        for rank in range(world)
+    }
+    told = ", ".join(f"{count:,}" for count in sent.values())
+    picture.text(
+        16,
+        top + row * steps + 58,
+        f"Bytes sent by rank 0 to {world - 1}: {told}. No rank is special;"
+        f" 2 N (W - 1) / W = {2 * found['bytes'] * (world - 1) // world:,}.",
+    )
+    return picture.svg()
+
+
+def states(found: Found) -> list[dict[tuple[int, int], set[int]]]:
+    """(rank, chunk) -> whose numbers it holds, before each step and after the last.
+
+    Rank r put 2^r into every chunk, so the value of a chunk that was sent tells.
+    """
+    world = found["ranks"]
+    holds = {(rank, chunk): {rank} for rank in range(world) for chunk in range(world)}
+    moments = [dict(holds)]
+    for step in range(2 * (world - 1)):
+        for one in found["sends"]:
+            if one["step"] == step:
+                of = {rank for rank in range(world) if int(one["value"]) >> rank & 1}
+                at = (one["to"], one["chunk"])
+                holds[at] = of | holds[at] if one["phase"] == "reduce-scatter" else of
+        moments.append(dict(holds))
+    return moments
+
+
+def shade(count: int, most: int) -> str:
+    """The more ranks, the darker; green when all are in."""
+    light = round(255 - 110 * (count - 1) / max(1, most - 1))
+    return f"#{light:02x}{min(255, light + 30):02x}ff" if count < most else "#9fd6ae"
+
+
+# -- throughput against processes ---------------------------------------------------------------
+
+
+def scaling(found: Found) -> str:
+    """A panel per model and way to scale: samples per second, of one process's."""
+    modes = ("weak", "strong")
+    names = list(found["steps"])
+    side, gap, left, top = 240, 66, 64, 84
+    picture = Picture(
+        left + len(names) * (side + gap),
+        top + 2 * (side + gap) + 40,
+        "Samples per second, as a multiple of one process's",
+    )
+    picture.text(
+        16,
+        42,
+        f"{found['cores']} cores: 1 and 2 processes have one each, 4 share them. 8: the model"
+        " alone. Both axes are logarithmic.",
+        colour="#555555",
+    )
+    for line, mode in enumerate(modes):
+        for column, name in enumerate(names):
+            x, y = left + column * (side + gap), top + line * (side + gap)
+            panel(picture, found, name, mode, x, y, side)
+    y = top + 2 * (side + gap) + 12
+    picture.dot(24, y - 4, COLOURS[0])
+    picture.text(36, y, "measured: median, range")
+    picture.rect(220, y - 12, 10, 16, "#f0d3a8", COLOURS[1])
+    picture.text(238, y, "the ring's model: all communication hidden (top) or none (bottom)")
+    picture.line(680, y - 4, 715, y - 4, PALE, dashes="4 3")
+    picture.text(722, y, "linear")
+    picture.line(785, y - 4, 820, y - 4, RED, dashes="2 3")
+    picture.text(827, y, "all that the cores give")
+    return picture.svg()
+
+
+def panel(
+    picture: Picture, found: Found, name: str, mode: str, left: float, top: float, side: float
+) -> None:
+    """One model, one way to scale; (left, top) is its corner."""
+    low, high = -2.0, 3.0  # powers of two: a quarter to 8
+
+    def x(world: float) -> float:
+        return left + 16 + (side - 32) * math.log2(world) / 3
+
+    def y(times: float) -> float:
+        power = min(high, max(low, math.log2(times)))
+        return top + side - (power - low) / (high - low) * side
+
+    picture.rect(left, top, side, side, "none", PALE)
+    picture.text(left + side / 2, top - 8, f"{name}, {mode} scaling", at="middle")
+    for world in (1, 2, 4, 8):
+        picture.text(x(world), top + side + 16, f"{world}", at="middle", size=11)
+        picture.line(left - 4, y(world), left, y(world))
+        picture.text(left - 8, y(world) + 4, f"{world}", at="end", size=11)
+    for times, words in ((0.5, "1/2"), (0.25, "1/4")):
+        picture.text(left - 8, y(times) + 4, words, at="end", size=11)
+    picture.text(left + side / 2, top + side + 32, "processes", at="middle", size=11)
+    picture.line(x(1), y(1), x(8), y(8), PALE, dashes="4 3")
+    cores = min(4, found["cores"])
+    picture.line(x(cores), y(cores), x(4), y(cores), RED, dashes="2 3")
+    said = found["model"][name][mode]
+    for world, model in said.items():
+        bound = [
+            speed(said["1"][end], model[end], mode, int(world)) for end in ("hidden", "in turn")
+        ]
+        upper, lower = y(max(bound)), y(min(bound))
+        picture.rect(x(int(world)) - 5, upper, 10, max(lower - upper, 2), "#f0d3a8", COLOURS[1])
+    for world, one in found["steps"][name][mode].items():
+        speeds = one["of one process"]
+        at = x(int(world))
+        picture.line(at, y(min(speeds)), at, y(max(speeds)), COLOURS[0], width=2)
+        picture.dot(at, y(statistics.median(speeds)), COLOURS[0])
+
+
+def speed(first: float, seconds: float, mode: str, world: int) -> float:
+    """Samples per second, of one process's; a weak step has ``world`` times as many samples."""
+    return (world if mode == "weak" else 1) * first / seconds
+
+
+# -- the dashboard's panels ---------------------------------------------------------------------
+
+
+def dashboard(found: Found) -> str:
+    """Each panel's series against time; a series that is away leaves a gap."""
+    across, wide, high, plot = 4, 290, 236, 100
+    panels, unit = found["panels"], {"short": "", "none": "", "reqps": ", calls/s"}
+    down = math.ceil(len(panels) / across)
+    picture = Picture(across * wide + 16, down * high + 50, "The dashboard's panels, as recorded")
+    for number, one in enumerate(panels):
+        left, top = 50 + wide * (number % across), 66 + high * (number // across)
+        picture.text(left, top - 10, one["title"] + unit.get(one["unit"], f", {one['unit']}"))
+        values = [v for line in one["series"] for v in line["values"] if v is not None]
+        most, points = nice(max(values, default=0) or 1), len(one["series"][0]["values"])
+        picture.rect(left, top, wide - 50, plot, "none", PALE)
+        for y, words in ((top + 4, f"{most:g}"), (top + plot + 4, "0")):
+            picture.text(left - 6, y, words, at="end", size=11)
+        seconds = f"{found['step'] * points:.0f} s"
+        picture.text(left + wide - 50, top + plot + 14, seconds, at="end", size=11)
+        for row, (line, colour) in enumerate(zip(one["series"], COLOURS, strict=False)):
+            run: list[tuple[float, float]] = []
+            for at, value in enumerate([*line["values"], None]):
+                if value is not None:
+                    x = left + (wide - 50) * (at + 1) / points
+                    run.append((x, top + plot * (1 - max(value, 0) / most)))
+                elif run:
+                    picture.curve(run, colour)
+                    run = []
+            x, y = left - 36 + 140 * (row % 2), top + plot + 36 + 16 * (row // 2)
+            picture.line(x, y - 4, x + 12, y - 4, colour, width=3)
+            picture.text(x + 16, y, line["legend"], size=10)
+    return picture.svg()
+
+
+DRAWN = {"buckets": buckets, "ring": ring, "scaling": scaling, "dashboard": dashboard}
+
+
+def recorded(name: str) -> Found:
+    """What a picture is drawn from."""
+    path = HERE / "scaling.json" if name == "scaling" else PICTURES / f"{name}.json"
+    found: Found = json.loads(path.read_text())
+    return found
+
+
+if __name__ == "__main__":
+    for name, draw in DRAWN.items():
+        (PICTURES / f"{name}.svg").write_text(draw(recorded(name)))
