@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .NOTPARALLEL:
 
 ROOT := $(CURDIR)
-export PYTHONPATH := $(ROOT)/operator/src:$(ROOT)/trainer/src:$(ROOT)/devcluster/src
+export PYTHONPATH := $(ROOT)/operator/src:$(ROOT)/trainer/src:$(ROOT)/plugin/src:$(ROOT)/devcluster/src
 export PYTHONUNBUFFERED := 1
 
 # The first Python that starts and is new enough; 3.11 is what the image and the tests use.
@@ -26,9 +26,14 @@ TORCH_TESTS := tests/unit/trainer $(addprefix tests/trainer/test_,bitwise_resume
 	elastic.py parting.py nan_policy.py)
 # More arguments for a level's pytest, a demo or a benchmark: make unit ARGS='-k restart -x'
 ARGS ?=
-# In the order in which a failure is cheapest to learn of.
-LEVELS := $(wildcard tests/unit tests/model tests/chart tests/api tests/trainer tests/cluster)
-TYPED := operator/src trainer/src devcluster/src
+# In the order in which a failure is cheapest to learn of; but of two processes one takes the
+# cluster's at once, which last about as long as all the others.
+LEVELS := $(wildcard tests/unit tests/cluster tests/model tests/chart tests/api tests/trainer)
+# Without what takes minutes to show what something shorter shows too.
+SHORT := -m "not soak"
+# Two levels at a time, each whole in one process (tests/conftest.py). ARGS=-n0: one after the other
+SIDE_BY_SIDE := -n2 --no-loadscope-reorder
+TYPED := operator/src trainer/src plugin/src devcluster/src
 
 .PHONY: help
 help: ## list the targets
@@ -66,6 +71,7 @@ SOAK ?= 1/1
 .PHONY: soak
 soak: setup programs ## models and plans whole, which make test only samples (hours; SOAK=1/8: a share)
 	@DDPJOB_SOAK=$(SOAK) $(PYTEST) tests/model tests/api/test_plans.py $(ARGS)
+	@$(PYTEST) -m soak tests/trainer $(ARGS)
 
 # ARGS='--minutes 30 --seed 7 --json docs/soak.json --page docs/soak.md'
 .PHONY: soak-cluster
@@ -82,7 +88,7 @@ api: setup programs ## the operator against a real API server and etcd
 
 .PHONY: trainer
 trainer: setup ## training processes on this machine
-	@$(PYTEST) tests/trainer $(ARGS)
+	@$(PYTEST) $(SHORT) tests/trainer $(ARGS)
 
 .PHONY: foreign
 foreign: setup ## scripts of Lightning, accelerate and transformers, and S3
@@ -100,12 +106,12 @@ cluster: setup programs images ## all of it on a real cluster with kubelets and 
 	@$(PYTEST) tests/cluster $(ARGS)
 
 .PHONY: test
-test: setup lint programs images ## lint, then every level in one pytest run
-	@$(PYTEST) $(LEVELS) $(ARGS)
+test: setup lint programs images ## lint, then every level in one pytest run, two at a time
+	@$(PYTEST) $(SHORT) $(LEVELS) $(SIDE_BY_SIDE) $(ARGS)
 
 .PHONY: busy
 busy: setup lint programs images ## make test beside two endless loops, as on any shared machine
-	@$(PYTEST) $(LEVELS) --busy $(ARGS)
+	@$(PYTEST) $(SHORT) $(LEVELS) $(SIDE_BY_SIDE) --busy $(ARGS)
 
 .PHONY: fault-matrix
 fault-matrix: setup programs images ## run the tests of faults and write docs/fault-matrix.md
@@ -119,6 +125,27 @@ programs: setup ## build Kubernetes and its tools (once, kept in the cache)
 .PHONY: images
 images: setup ## build the operator's and the trainer's image
 	@$(DEVCLUSTER) image build operator trainer
+
+# The same bytes from the same source: timestamps are those of the newest commit.
+.PHONY: wheel
+wheel: ## build dist/*.whl of operator and trainer, for images of your own
+	@$(PYTHON) release/release.py wheels; ls dist/*.whl
+
+# Python's own modules only, so it runs on any machine with Python 3.11 or newer and kubectl.
+DIST ?= dist
+.PHONY: plugin
+plugin: ## make dist/kubectl-ddp, the kubectl plugin in a single file
+	@$(PYTHON) release/release.py plugin --out $(DIST)
+	@echo "$(DIST)/kubectl-ddp: copy it to a directory on PATH, then: kubectl ddp --help"
+
+.PHONY: release
+release: ## chart, wheels, plugin, images, bills of materials, notes, checksums (docs/releasing.md)
+	@$(PYTHON) release/release.py $(ARGS)
+
+.PHONY: site
+site: ## dist/site: README and docs/ as a site, every link checked
+	@$(PYTHON) -m devcluster.venv --requirements requirements --only site --link .venv-site
+	@.venv-site/bin/mkdocs build --strict && echo dist/site/index.html
 
 .PHONY: demo
 demo: setup ## train a job on a local cluster, kill a process, delete a pod, compare the weights
@@ -134,9 +161,11 @@ bench: setup ## measure; each benchmark prints a table and writes JSON
 	@for script in bench/*.py; do [ -e "$$script" ] || continue; $(BIN)/python $$script $(ARGS); done
 
 .PHONY: manifests
-manifests: setup ## render manifests/ and docs/api.md from the chart, draw docs/architecture.md
+manifests: setup ## what is made from other files: manifests/, docs/api.md, diagrams, pictures, diffs
 	@$(BIN)/python charts/render.py
 	@$(BIN)/python docs/architecture.py
+	@$(BIN)/python docs/ladder.py
+	@$(BIN)/python docs/pictures.py
 
 .PHONY: lock
 lock: ## pin requirements/*.in again (ARGS=--upgrade: at the newest allowed versions)

@@ -110,7 +110,7 @@ class Arena:
         return next((c for c in found if c["type"] == kind), {})
 
     def wait_status(
-        self, name: str, what: str, check: Callable[[Object], object], seconds: float = 30
+        self, name: str, what: str, check: Callable[[Object], object], seconds: float = 90
     ) -> Object:
         """Wait until the job's status is as wanted and return it."""
 
@@ -125,7 +125,7 @@ class Arena:
             raise AssertionError(f"{error}\nstatus {self.status(name)}\n{log}") from None
 
     def wait_phase(
-        self, name: str, phase: str, attempt: int | None = None, seconds: float = 30
+        self, name: str, phase: str, attempt: int | None = None, seconds: float = 90
     ) -> Object:
         """Wait for a phase, of a certain attempt if one is given; return the status."""
         return self.wait_status(

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,12 +40,20 @@ def launch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Pop
 
 
 @contextmanager
-def launched(*arguments: str, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
-    """A launcher that does not outlive a test that fails; its workers die with it."""
+def launched(
+    *arguments: str, env: dict[str, str] | None = None, seconds: float = 300
+) -> Iterator[subprocess.Popen[str]]:
+    """A launcher that does not outlive a test that fails; its workers die with it.
+
+    So after ``seconds``, when who reads its output finds the end of it.
+    """
     with launch(*arguments, env=env) as process:
+        deadline = threading.Timer(seconds, process.kill)
+        deadline.start()
         try:
             yield process
         finally:
+            deadline.cancel()
             process.kill()
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -57,9 +59,32 @@ def as_json(body: Mapping[str, Any]) -> str:
     return json.dumps(body)
 
 
+def examples() -> list[str]:
+    """Return what example() knows: the files below manifests/examples, folders included."""
+    return sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.yaml"))
+
+
 def example(name: str) -> list[dict[str, Any]]:
     """Return the objects of manifests/examples/NAME."""
     return list(yaml.safe_load_all((EXAMPLES / name).read_text()))
+
+
+def pages() -> list[Path]:
+    """Return the pages for people: those of docs/ and those at the root."""
+    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def documented() -> list[tuple[str, dict[str, Any]]]:
+    """Return (page:line, DDPJob) of every whole DDPJob that a page shows."""
+    found = []
+    for page in pages():
+        text = page.read_text()
+        for block in re.finditer(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            if "\nkind: DDPJob\n" in f"\n{block[1]}":
+                place = f"{page.name}:{text.count(chr(10), 0, block.start()) + 1}"
+                bodies = [each for each in yaml.safe_load_all(block[1]) if each]
+                found += [(place, body) for body in bodies if body["kind"] == "DDPJob"]
+    return found
 
 
 def rights(role: dict[str, Any]) -> dict[tuple[str, str], set[str]]:

@@ -132,7 +132,7 @@ class OperatorProcess:
         except OSError:
             return 0, ""
 
-    def wait_ready(self, seconds: float = 30.0) -> None:
+    def wait_ready(self, seconds: float = 90.0) -> None:
         """Wait until its caches are full."""
 
         def ready() -> bool:
@@ -145,6 +145,6 @@ class OperatorProcess:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log()}") from None
 
-    def wait_leading(self, seconds: float = 30.0) -> None:
+    def wait_leading(self, seconds: float = 90.0) -> None:
         """Wait until it holds the lease."""
         eventually("the operator leads", lambda: "leading as" in self.log(), seconds)

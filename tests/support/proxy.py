@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import re
+import ssl
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -167,7 +168,7 @@ class Proxy:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        connector = aiohttp.TCPConnector(ssl=self._rest.context or True, limit=0)
+        connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self._session:
             app = web.Application(client_max_size=64 << 20)
@@ -223,6 +224,7 @@ class Proxy:
                 url,
                 data=data or None,
                 headers=headers,
+                ssl=self._context(),
                 skip_auto_headers=("Content-Type",),
             ) as answer:
                 body = await answer.read()
@@ -296,7 +298,9 @@ class Proxy:
                 await stream.write(json.dumps(event).encode() + b"\n")
                 return stream
         async with self._session.get(
-            self._rest.server + request.path_qs, headers=self._headers(request)
+            self._rest.server + request.path_qs,
+            headers=self._headers(request),
+            ssl=self._context(),
         ) as answer:
             call.code = answer.status
             if answer.status != 200:
@@ -327,6 +331,10 @@ class Proxy:
                         await stream.write(line + b"\n")
                 except ConnectionError:
                     return
+
+    def _context(self) -> ssl.SSLContext | bool:
+        rest = self._rest
+        return (rest.nobodys_context if self.own_rights else rest.context) or True
 
     def _headers(self, request: web.Request) -> dict[str, str]:
         wanted = ("Content-Type", "Accept", "User-Agent")

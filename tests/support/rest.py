@@ -47,7 +47,10 @@ class Rest:
         self.server: str = cluster["server"].rstrip("/")
         self.url = urllib.parse.urlsplit(self.server)
         base = Path(kubeconfig).parent
-        self.context = _tls(base, cluster, user) if self.url.scheme == "https" else None
+        secure = self.url.scheme == "https"
+        self.context = _tls(base, cluster, user) if secure else None
+        #: For those who have a token: beside a client certificate it would not be looked at.
+        self.nobodys_context = _tls(base, cluster, {}) if secure else None
         self.token: str | None = user.get("token")
         self._local = threading.local()
 
@@ -128,7 +131,7 @@ class Rest:
 
 
 def eventually(
-    what: str, check: Callable[[], T | None], seconds: float = 30.0, every: float = 0.05
+    what: str, check: Callable[[], T | None], seconds: float = 90.0, every: float = 0.05
 ) -> T:
     """Wait until ``check`` gives something true and return it; say what was missing if not."""
     deadline = time.monotonic() + seconds

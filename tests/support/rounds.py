@@ -6,6 +6,7 @@ waits until the file is gone. So a kill lands where the test says, however slow 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -298,11 +299,13 @@ def alive(pid: int) -> bool:
 
 
 def children(pid: int) -> dict[int, str]:
-    """Pid and command line of each child of a process."""
+    """Pid and command line of each child of a process; some may end while one looks."""
     found = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            found[child] = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for child in map(int, (task / "children").read_text().split()):
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                    found[child] = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
     return found
 
 

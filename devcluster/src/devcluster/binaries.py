@@ -1,8 +1,8 @@
 """The programs: found when the machine has them in the right version, else built and cached.
 
-Every Kubernetes component, etcd and kubectl are one binary built from devcluster/kube; CoreDNS,
-KWOK and Helm come by `go install` at pinned versions. Each build is kept in the cache under a
-hash of all that it was made from.
+Every Kubernetes component, etcd and kubectl are one binary built from devcluster/kube, and CoreDNS
+is another, with only the plugins that are used; KWOK and Helm come by `go install` at pinned
+versions. Each build is kept in the cache under a hash of all that it was made from.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from devcluster.cachedir import Log, cache_root, digest, ensure_dir, timed
 from devcluster.failure import Failure
 
 KUBERNETES = "v1.36.3"
+COREDNS = "v1.14.1"  # newer ones would raise what Kubernetes is built from
 MODULES = {
-    "coredns": ("github.com/coredns/coredns", "v1.15.0"),
     "helm": ("helm.sh/helm/v4/cmd/helm", "v4.3.1"),
     "kwok": ("sigs.k8s.io/kwok/cmd/kwok", "v0.8.0"),
 }
 CONTROL_PLANE = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
 NODE = ("kubelet", "kube-proxy", "coredns")
-KUBE = (*CONTROL_PLANE, "kubelet", "kube-proxy")
-ALL = (*KUBE, *MODULES)
+KUBE = (*CONTROL_PLANE, *NODE)
+TOOLBOX = (*KUBE, "helm")  # what the tests need; KWOK is built when it is asked for
 _SOURCE = Path(__file__).resolve().parents[2] / "kube"
 _GO = (1, 26)
 _OLDEST_ETCD = (3, 5)
@@ -56,8 +56,8 @@ def ensure(names: Iterable[str], log: Log) -> dict[str, Path]:
 
 
 def toolbox(log: Log) -> Path:
-    """Return a directory with every program in it, and `kube` when it was built."""
-    programs = ensure(ALL, log)
+    """Return a directory with the programs in it, and `kube` when it was built."""
+    programs = ensure(TOOLBOX, log)
     built = programs["kubelet"].with_name("kube")
     if built.exists():
         programs["kube"] = built
@@ -95,7 +95,9 @@ def is_suitable(name: str, version: str) -> bool:
     if name == "etcd":
         match = re.search(r"etcd Version: (\d+)\.(\d+)", version)
         return match is not None and (int(match[1]), int(match[2])) >= _OLDEST_ETCD
-    wanted = MODULES[name][1] if name in MODULES else KUBERNETES
+    wanted = COREDNS if name == "coredns" else KUBERNETES
+    if name in MODULES:
+        wanted = MODULES[name][1]
     pattern = rf"(?<![\w.])v?{re.escape(wanted.removeprefix('v'))}(?![\w.+-])"
     return re.search(pattern, version) is not None
 
@@ -163,23 +165,15 @@ def _build(
 
 def _build_kube(log: Log) -> Path:
     go, version = _go()
-    sources = [(_SOURCE / file).read_bytes() for file in ("go.mod", "go.sum", "main.go")]
+    files = ("go.mod", "go.sum", "main.go", "coredns/main.go")
+    sources = [(_SOURCE / file).read_bytes() for file in files]
     key = digest(*sources, _KUBE_FLAGS, version, platform.machine())
     home = cache_root() / "bin" / f"kube-{key}"
 
     def make(aside: Path) -> None:
-        command = [
-            go,
-            "build",
-            "-trimpath",
-            "-ldflags",
-            _KUBE_FLAGS,
-            "-o",
-            str(aside / "kube"),
-            ".",
-        ]
-        _build("kube", KUBERNETES, command, _SOURCE, {}, log)
-        for name in KUBE:
+        command = [go, "build", "-trimpath", "-ldflags", _KUBE_FLAGS, "-o", f"{aside}/"]
+        _build("kube", KUBERNETES, [*command, ".", "./coredns"], _SOURCE, {}, log)
+        for name in set(KUBE) - {"coredns"}:
             (aside / name).symlink_to("kube")
         log(f"kube: {(aside / 'kube').stat().st_size / 1e6:.0f} MB")
 

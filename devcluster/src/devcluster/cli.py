@@ -45,7 +45,9 @@ def parser() -> argparse.ArgumentParser:
     node = commands.add_parser("node", help="make a node fail, or come back")
     node.add_argument("verb", choices=("stop", "start", "partition", "heal"))
     node.add_argument("number", type=int, metavar="N")
-    commands.add_parser("build", help="build all programs; print the directory that holds them")
+    commands.add_parser(
+        "build", help="build the programs, all but KWOK; print the directory that holds them"
+    )
     kubectl = commands.add_parser("kubectl", help="run kubectl against the cluster")
     kubectl.add_argument("arguments", nargs=argparse.REMAINDER, metavar="-- ARGS")
     commands.add_parser("list", help="names of all clusters")

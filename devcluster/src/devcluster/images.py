@@ -8,9 +8,11 @@ build gave. Stages that do not change (the base, torch) are taken from buildah's
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import shlex
+import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -103,6 +105,23 @@ def load_into(socket_paths: Sequence[Path], image: str, log: Log) -> None:
     for path in socket_paths:
         load_image(Containerd(path), reference(target), built, log)
     log(f"image {reference(target)} is in {len(socket_paths)} node(s)")
+
+
+def export(target: str, archive: Path, log: Log) -> str:
+    """Write the image of a target as an OCI archive, and return the digest that it has there.
+
+    It is another than in the store, whose layers are not compressed.
+    """
+    build(target, log)
+    store = Store()
+    with locked(store.lock, log), timed(f"writing {archive.name}", log):
+        name = f"localhost/ddpjob/{target}:{image_key(target)}"
+        there = f"oci-archive:{archive}:{reference(target)}"
+        store.buildah(["push", "--quiet", name, there], f"writing {archive}")
+    with tarfile.open(archive) as opened:
+        index = opened.extractfile("index.json")
+        assert index is not None
+        return str(json.load(index)["manifests"][0]["digest"])
 
 
 def configure(subparsers: Any) -> None:

@@ -3,7 +3,8 @@
 `python -m devcluster.venv --link .venv` installs requirements/dev.txt (every hash checked)
 into the cache and points a symlink at it. Nothing of the checkout itself is installed;
 sources are found through PYTHONPATH, so that two checkouts may share one environment.
-`--also foreign` makes another environment, with requirements/foreign.txt on top.
+`--also foreign` makes another environment, with requirements/foreign.txt on top; `--only release`
+one of requirements/release.txt alone.
 `--lock` writes the lock files from the *.in files instead; `--torch VERSION` takes another torch
 than the pinned one, for `make torch-versions`.
 """
@@ -29,12 +30,12 @@ _COME_WITH_TORCH = ("torch==", "triton==", "nvidia-", "cuda-", "sympy==", "setup
 #: Versions that win over what packages not ours ask for.
 _OVERRIDES = "foreign-overrides.in"
 #: dev comes first: it holds all the others, which then keep to its versions.
-_LOCKS = ("dev", "uv", "build", "operator", "torch", "trainer", "foreign")
+_LOCKS = ("dev", "uv", "build", "operator", "torch", "trainer", "foreign", "release", "site")
 
 
-def environment_dir(requirements: Path, also: Sequence[str] = ()) -> Path:
-    """Return where the environment of dev.txt, of those also named and of this Python lives."""
-    locks = [lock.read_bytes() for lock in _lock_files(requirements, also)]
+def environment_dir(requirements: Path, names: Sequence[str] = ("dev",)) -> Path:
+    """Return where the environment of these lock files and of this Python lives."""
+    locks = [lock.read_bytes() for lock in _lock_files(requirements, names)]
     key = digest(_FORMAT, *locks, sys.version, sys.base_prefix, platform.machine())
     return cache_root() / f"venv-{key}"
 
@@ -55,24 +56,26 @@ def ensure_uv(requirements: Path, log: Log) -> Path:
     return home
 
 
-def ensure_environment(requirements: Path, log: Log, also: Sequence[str] = ()) -> Path:
-    """Make the environment unless it is there, and return its directory."""
-    home = environment_dir(requirements, also)
+def ensure_environment(requirements: Path, log: Log, names: Sequence[str] = ("dev",)) -> Path:
+    """Make the environment of lock files unless it is there, and return its directory."""
+    home = environment_dir(requirements, names)
     if home.is_dir():
         return home
     uv = ensure_uv(requirements, log)
-    variables = _uv_variables(uv)
-    what = "the virtual environment"
-    host.require_space(home.parent, _NEEDED_GIBIBYTES, what, "DDPJOB_CACHE")
+    variables = uv_variables(uv)
+    what, torch = "the virtual environment", ""
+    if "dev" in names:
+        torch = " (about 5 GB: torch carries the CUDA libraries)"
+        host.require_space(home.parent, _NEEDED_GIBIBYTES, what, "DDPJOB_CACHE")
 
     def make(aside: Path) -> None:
         create = [str(uv / "bin/uv"), "venv", "--quiet", "--clear", "--relocatable"]
         install = [str(uv / "bin/uv"), "pip", "install", "--require-hashes", "--compile-bytecode"]
         # The locks are whole, and what _OVERRIDES overrules is not asked for again.
         install += ["--no-deps", "--python", str(aside / "bin/python")]
-        with timed(f"making {what} (about 5 GB: torch carries the CUDA libraries)", log):
+        with timed(f"making {what}{torch}", log):
             _run([*create, "--python", sys.executable, str(aside)], variables)
-            locks = [f"--requirement={lock}" for lock in _lock_files(requirements, also)]
+            locks = [f"--requirement={lock}" for lock in _lock_files(requirements, names)]
             _run([*install, *locks], variables)
 
     ensure_dir(home, make, log)
@@ -90,7 +93,7 @@ def ensure_other_torch(requirements: Path, version: str, log: Log) -> Path:
     if home.is_dir():
         return home
     uv = ensure_uv(requirements, log)
-    variables = _uv_variables(uv)
+    variables = uv_variables(uv)
     host.require_space(home.parent, _NEEDED_GIBIBYTES, f"torch {version}", "DDPJOB_CACHE")
     pins = [line.rstrip(" \\") for line in lock.splitlines() if "==" in line and line[0] != " "]
     kept = [pin for pin in pins if not pin.startswith(_COME_WITH_TORCH)]
@@ -121,7 +124,7 @@ def write_locks(requirements: Path, options: Sequence[str], log: Log) -> None:
         common += ["--override", _OVERRIDES] if name == "foreign" else []
         chosen = [*options, "--output-file", f"{name}.txt", f"{name}.in"]
         with timed(f"pinning {name}.txt", log):
-            _run([*compile_one, *common, *chosen], _uv_variables(uv), requirements)
+            _run([*compile_one, *common, *chosen], uv_variables(uv), requirements)
 
 
 def point(link: Path, target: Path) -> None:
@@ -136,11 +139,11 @@ def point(link: Path, target: Path) -> None:
     aside.rename(link)
 
 
-def _lock_files(requirements: Path, also: Sequence[str]) -> list[Path]:
-    return [requirements / f"{name}.txt" for name in ("dev", *also)]
+def _lock_files(requirements: Path, names: Sequence[str]) -> list[Path]:
+    return [requirements / f"{name}.txt" for name in names]
 
 
-def _uv_variables(uv: Path) -> dict[str, str]:
+def uv_variables(uv: Path) -> dict[str, str]:
     """Return the environment for uv: its cache in ours, the index as pip knows it."""
     # A Python of the system may come without pip; the one beside uv reads the same files.
     settings = pypi.pip_settings() or pypi.pip_settings(str(uv / "bin/python"))
@@ -177,6 +180,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--requirements", type=Path, default=Path("requirements"))
     parser.add_argument("--link", type=Path, help="symlink to point at the environment")
     parser.add_argument("--also", action="append", default=[], help="a lock file beside dev.txt")
+    parser.add_argument("--only", metavar="NAME", help="a lock file instead of dev.txt")
     parser.add_argument("--torch", metavar="VERSION", help="take this torch instead of the pinned")
     parser.add_argument("--lock", action="store_true", help="write the lock files instead")
     arguments, options = parser.parse_known_args(words)
@@ -194,7 +198,8 @@ def main(words: Sequence[str] | None = None) -> int:
         if arguments.torch is not None:
             home = ensure_other_torch(requirements, arguments.torch, say)
         else:
-            home = ensure_environment(requirements, say, arguments.also)
+            names = [arguments.only or "dev", *arguments.also]
+            home = ensure_environment(requirements, say, names)
         if arguments.link is not None:
             point(arguments.link, home)
     except Failure as failure:

@@ -1,0 +1,102 @@
+"""Every manifest of manifests/examples that needs no GPU, as a reader applies it, all at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from support.cluster import ROOT
+from support.manifest import example, examples
+from support.site import Site
+
+#: Files that others run (tests/cluster/test_status.py; nearly all of them as digits()), or that ask
+#: for GPUs or an object store.
+ELSEWHERE = {"digits.yaml", "plain-torchrun.yaml", "gpu-check.yaml", "no-shared-storage.yaml"}
+LADDER = {
+    f"ladder/{name}.yaml" for name in ("1-single", "2-processes", "3-faults", "4-machines", "5-gpt")
+}
+HERE = sorted(set(examples()) - ELSEWHERE)
+#: To the commands, where the whole would take minutes.
+SHORTER = {"ladder/5-gpt.yaml": ["--total-steps", "60", "--sample", "60"]}
+
+
+def job(file: str) -> dict[str, Any]:
+    (found,) = (body for body in example(file) if body["kind"] == "DDPJob")
+    return found
+
+
+def initialised() -> list[dict[str, Any]]:
+    """What `ddpjob-trainer init` makes of a script that no image holds."""
+    script = ROOT / "examples" / "ladder" / "3_faults.py"
+    command = [sys.executable, "-m", "ddpjob_trainer", "init", str(script)]
+    command += ["--name", "own-script", "--replicas", "2", "--claim", "1Gi", "--", "--epochs", "2"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "trainer" / "src")},
+    )  # fmt: skip
+    objects = list(yaml.safe_load_all(done.stdout))
+    # Two cores are all that a node of this cluster has, and others run, too.
+    (container,) = objects[-1]["spec"]["template"]["spec"]["containers"]
+    container["resources"]["requests"] = {"cpu": "100m", "memory": "512Mi"}
+    return objects
+
+
+@pytest.fixture(scope="module")
+def applied(site: Site) -> Iterator[None]:
+    for file in HERE:
+        objects = example(file)
+        for body in objects:
+            if body["kind"] == "DDPJob":
+                (container,) = body["spec"]["template"]["spec"]["containers"]
+                container["command"] += SHORTER.get(file, [])
+        site.apply(*objects)
+    site.apply(*initialised())
+    yield
+    for name in (*(job(file)["metadata"]["name"] for file in HERE), "own-script"):
+        site.delete(name)
+
+
+def test_none_has_vanished() -> None:
+    assert set(HERE) == LADDER | {"recipe.yaml"}
+
+
+@pytest.mark.usefixtures("applied")
+@pytest.mark.parametrize("file", HERE)
+def test_it_runs_to_its_end(site: Site, file: str) -> None:
+    body = job(file)
+    name = body["metadata"]["name"]
+    status = site.wait_phase(name, "Succeeded", timeout=540)
+    assert (status["attempt"], status["restarts"]["total"]) == (1, 0)
+    assert status["replicas"]["succeeded"] == body["spec"]["replicas"]
+
+
+@pytest.mark.usefixtures("applied")
+def test_one_machine_or_several_the_weights_are_the_same(site: Site) -> None:
+    """Steps 3 and 4 of the ladder: three processes in one pod, or one in each of three."""
+    results = []
+    for name in ("ladder-3-faults", "ladder-4-machines"):
+        site.wait_phase(name, "Succeeded", timeout=540)
+        results.append(site.result(name))
+    assert results[0] == results[1]
+    assert float(results[0]["test_accuracy"]) > 0.95
+
+
+@pytest.mark.usefixtures("applied")
+def test_the_gpt_has_written_something(site: Site) -> None:
+    site.wait_phase("ladder-5-gpt", "Succeeded", timeout=540)
+    log = site.kubectl("logs", "ladder-5-gpt-0", check=True).stdout
+    assert "\ndef " in log
+    assert 0 < float(site.result("ladder-5-gpt")["loss"]) < 3.4
+
+
+@pytest.mark.usefixtures("applied")
+def test_a_script_that_no_image_holds_runs_from_what_init_prints(site: Site) -> None:
+    status = site.wait_phase("own-script", "Succeeded", timeout=540)
+    assert status["replicas"]["succeeded"] == 2
+    assert 0 < float(site.result("own-script")["test_accuracy"]) < 1

@@ -1,0 +1,104 @@
+"""The kubectl plugin on a gang that trains: what only kubelets and trainers can tell."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from support.cluster import wait_for
+from support.plugin import Plugin
+from support.site import Site, digits
+
+NAME = "watched"
+
+
+@pytest.fixture(scope="module")
+def plugin(site: Site) -> Iterator[Plugin]:
+    """With a gang that trains for as long as the tests of this file need it."""
+    obj = digits(NAME, steps=100_000, hang={"stepSeconds": 10})
+    (trainer,) = obj["spec"]["template"]["spec"]["containers"]
+    talks = 'echo "here is replica $DDPJOB_REPLICA"; exec "$@"'
+    trainer["command"] = ["sh", "-c", talks, "sh", *trainer["command"]]
+    site.apply(obj)
+    site.wait_running(NAME, 1, step=5, snapshot_after=0)
+    yield Plugin(site.cluster.kubeconfig, site.namespace)
+    site.delete(NAME)
+
+
+def gang(plugin: Plugin) -> list[dict[str, str]]:
+    """The table of `status`, a row for each replica."""
+    lines = plugin.says("status", NAME).splitlines()
+    head, *rows = (re.split(r" {2,}", line) for line in lines[lines.index("") + 1 :])
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def test_status_shows_how_far_each_replica_is(site: Site, plugin: Plugin) -> None:
+    def all_told() -> list[dict[str, str]] | None:
+        rows = gang(plugin)
+        told = all(row["STEP"].isdigit() and row["SNAPSHOT"] != "-" for row in rows)
+        return rows if told else None
+
+    rows = wait_for(all_told, "every replica to tell its step", 60)
+    nodes = {pod["spec"]["nodeName"] for pod in site.pods(NAME).values()}
+    assert {row["NODE"] for row in rows} == nodes
+    assert {(row["POD"], row["READY"], row["ROUND"]) for row in rows} == {("Running", "yes", "0")}
+    assert all(float(row["STEPS/S"]) > 0 for row in rows)
+    before = [int(row["STEP"]) for row in rows]
+    wait_for(
+        lambda: (
+            all(int(row["STEP"]) > old for row, old in zip(gang(plugin), before, strict=True))
+            or None
+        ),
+        "the steps to go on",
+        60,
+    )
+
+
+def test_logs_are_of_all_replicas_or_of_one(site: Site, plugin: Plugin) -> None:
+    lines = plugin.says("logs", NAME).splitlines()
+    for replica in range(3):
+        assert f"[pod/{NAME}-{replica}/trainer] here is replica {replica}" in lines
+    (last,) = plugin.says("logs", NAME, "--replica", "1", "--tail", "1").splitlines()
+    assert last.startswith(f"[pod/{NAME}-1/trainer] ")
+    assert "has 0 to 2" in plugin.refuses("logs", NAME, "--replica", "3")
+    assert "has had no failure" in plugin.says("logs", NAME, "--failed")
+
+
+def test_snapshots_are_listed_in_a_pod(site: Site, plugin: Plugin) -> None:
+    head, *rows = plugin.says("snapshots", NAME).splitlines()
+    assert head.split()[:4] == ["DIRECTORY", "ATTEMPT", "ROUND", "STEP"]
+    assert rows
+    assert all(int(row.split()[3]) % 10 == 0 for row in rows)
+
+
+def test_after_a_hang_stacks_and_log_say_where(site: Site, plugin: Plugin) -> None:
+    assert "no process has hung" in plugin.says("stacks", NAME)
+    site.kill_training(f"{NAME}-1", signal="STOP")
+    wait_for(
+        lambda: site.status(NAME)["restarts"].get("inPlace") or None, "the restart in place", 120
+    )
+    # The first to be late is found: the one that is stopped, or one that waits for it.
+    stacks = plugin.says("stacks", NAME)
+    found = re.search(rf"--- ({NAME}-\d), attempt 1", stacks)
+    assert found, stacks
+    stopped = "no answer: it is stopped" in stacks
+    assert (found[1] == f"{NAME}-1") == stopped
+    assert stopped or "(most recent call first)" in stacks
+    failed = plugin.says("logs", NAME, "--failed")
+    assert "Hang" in failed.splitlines()[0]
+    assert f"--- {NAME}-{site.status(NAME)['lastFailure']['replica']}, attempt 1" in failed
+    assert len(failed.splitlines()) > 5
+    assert "RestartedInPlace" in plugin.says("events", NAME)
+
+
+def test_a_suspended_job_says_how_to_look_at_its_snapshots(site: Site, plugin: Plugin) -> None:
+    plugin.says("suspend", NAME)
+    site.wait_phase(NAME, "Suspended")
+    wait_for(lambda: True if not site.pods(NAME) else None, "its pods to go", 60)
+    assert f"snapshot ls /snapshots/{NAME}` in a pod that mounts" in plugin.refuses(
+        "snapshots", NAME
+    )
+    assert "has no pod with a log" in plugin.refuses("logs", NAME)
+    assert {row["POD"] for row in gang(plugin)} == {"-"}

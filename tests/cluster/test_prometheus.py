@@ -1,0 +1,139 @@
+"""A real Prometheus reads operator and trainers by the chart's own monitors, and alerts fire."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from devcluster import binaries
+from support import panels, prometheus
+from support.cluster import ROOT, wait_for
+from support.prometheus import Prometheus
+from support.site import SYSTEM, Site, digits, job
+
+CHART = ROOT / "charts" / "ddpjob"
+#: What takes minutes or hours is to take seconds here; the conditions themselves stay.
+SHORTENED = {
+    "> 900": "> 8",
+    "> 7200": "> 12",
+    "for: 1m\n": "for: 0s\n",
+    "for: 2m\n": "for: 1s\n",
+    "for: 30m\n": "for: 3s\n",
+    ">= 5": ">= 2",
+}
+
+
+@pytest.fixture(scope="module")
+def monitors() -> list[dict[str, Any]]:
+    helm = binaries.ensure(["helm"], print)["helm"]
+    on = "metrics.serviceMonitor.enabled=true,metrics.podMonitor.enabled=true"
+    done = subprocess.run(
+        [helm, "template", "ddpjob", CHART, "-n", SYSTEM, "--set", on],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    found = [body for body in yaml.safe_load_all(done.stdout) if body]
+    return [body for body in found if body["kind"] in ("ServiceMonitor", "PodMonitor")]
+
+
+@pytest.fixture(scope="module")
+def watch(
+    site: Site, monitors: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Prometheus]:
+    rules = (CHART / "files" / "alerts.yaml").read_text()
+    for long, short in SHORTENED.items():
+        assert long in rules, long
+        rules = rules.replace(long, short)
+    folder: Path = tmp_path_factory.mktemp("prometheus")
+    with prometheus.running(site.cluster.kubeconfig, monitors, rules, folder) as found:
+        yield found
+
+
+def wait_firing(watch: Prometheus, name: str, **labels: str) -> None:
+    wait_for(
+        lambda: labels.items() <= watch.firing().get(name, {"": ""}).items() or None,
+        f"{name} {labels} to fire among {watch.firing()}", 90,
+    )  # fmt: skip
+
+
+def wait_resolved(watch: Prometheus, name: str) -> None:
+    wait_for(lambda: name not in watch.firing() or None, f"{name} to be over", 90)
+
+
+def test_everything_is_found_alerts_fire_and_every_panel_has_data(
+    site: Site, watch: Prometheus
+) -> None:
+    wait_for(lambda: len(watch.query("ddpjob_leader")) == 2 or None, "two operators", 60)
+    assert [one["value"][1] for one in watch.query("sum(ddpjob_leader)")] == ["1"]
+    begun = time.time()
+    site.apply(digits("watched", steps=10_000, step_seconds=0.1, every=20))
+    site.wait_running("watched", 1, step=25)
+    here = f'namespace="{site.namespace}",ddpjob="watched"'
+    wait_for(
+        lambda: len(watch.query(f"ddpjob_trainer_step{{{here}}} > 20")) == 3 or None,
+        "a step of each rank", 60,
+    )  # fmt: skip
+    (jobs,) = watch.query(f'sum(ddpjob_jobs{{namespace="{site.namespace}",phase="Running"}})')
+    assert jobs["value"][1] == "1", "told by the leader alone"
+
+    # No progress, and snapshots that grow old: one rank stands still, so all do.
+    site.kill_training("watched-1", signal="STOP")
+    wait_firing(watch, "DDPJobNoProgress", namespace=site.namespace, ddpjob="watched")
+    wait_firing(watch, "DDPJobSnapshotTooOld", namespace=site.namespace, ddpjob="watched")
+    site.kill_training("watched-1", signal="CONT")
+    wait_resolved(watch, "DDPJobNoProgress")
+
+    # A restart loop, and its end.
+    backoff = {"initialSeconds": 1, "maxSeconds": 1}
+    site.apply(
+        job("looping", ["sh", "-c", "exit 3"], restart={"maxRestarts": 3, "backoff": backoff})
+    )
+    wait_firing(watch, "DDPJobRestartLoop", namespace=site.namespace)
+    site.wait_phase("looping", "Failed")
+    wait_firing(watch, "DDPJobFailed", namespace=site.namespace)
+
+    check_panels(site, watch)
+    if os.environ.get("DDPJOB_WRITE_PAGES"):
+        site.kubectl("delete", "pod", "watched-1", "--wait=false", check=True)
+        site.wait_running("watched", 2, step=100)
+        recovered = "ddpjob_recovery_seconds_count > 0"
+        wait_for(lambda: watch.query(recovered) or None, "the recovery to be scraped", 60)
+        panels.write(watch, site.namespace, begun)
+
+    # Nobody leads.
+    scale = ("-n", SYSTEM, "scale", "deployment/ddpjob-operator")
+    site.cluster.kubectl(*scale, "--replicas=0", check=True)
+    wait_firing(watch, "DDPJobOperatorDown")
+    site.cluster.kubectl(*scale, "--replicas=2", check=True)
+    wait_resolved(watch, "DDPJobOperatorDown")
+    for name in ("watched", "looping"):
+        site.delete(name)
+
+
+def check_panels(site: Site, watch: Prometheus) -> None:
+    """Every query of the dashboard returns something, as Grafana would ask it."""
+    asked = 0
+    for panel in panels.shown():
+        for target in panel["targets"]:
+            expression = panels.expression(target, site.namespace)
+            what = f"{panel['title']}: data for {expression}"
+            # Samples per second come with a line of progress, now and then.
+            wait_for(lambda asked=expression: watch.query(asked) or None, what, 60)
+            asked += 1
+    assert asked > 15
+
+
+def test_helm_test_passes(site: Site) -> None:
+    helm = binaries.ensure(["helm"], print)["helm"]
+    where = ("--kubeconfig", site.cluster.kubeconfig, "-n", SYSTEM)
+    done = subprocess.run(
+        [helm, "test", "ddpjob", *where, "--logs", "--timeout", "90s"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,26 @@
+"""Runs the programs of bench/ at their shortest, and lets tests import what they are made of."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+for _part in ("bench", "bench/programs"):
+    if str(ROOT / _part) not in sys.path:
+        sys.path.append(str(ROOT / _part))
+
+
+def quick(name: str, directory: Path, *words: str) -> dict[str, Any]:
+    """What `bench/NAME.py --quick` wrote."""
+    out = directory / f"{name}.json"
+    command = [sys.executable, str(ROOT / f"bench/{name}.py"), "--quick", "--json", str(out)]
+    done = subprocess.run(
+        [*command, *words], capture_output=True, text=True, check=False, timeout=500
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    return found

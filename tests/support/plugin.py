@@ -1,0 +1,78 @@
+"""The kubectl plugin as its user runs it, and users with few rights."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from devcluster import binaries
+from support.cluster import ROOT, Cluster
+
+SOURCE = ROOT / "plugin" / "src"
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """`kubectl ddp` in a namespace, with the rights of a kubeconfig."""
+
+    kubeconfig: Path
+    namespace: str
+
+    def run(self, *args: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+        """Run it; what it wrote is text."""
+        flags = [f"--kubeconfig={self.kubeconfig}", f"--namespace={self.namespace}"]
+        return subprocess.run(
+            [sys.executable, "-m", "kubectl_ddp", *args, *flags],
+            env=environment(), capture_output=True, text=True, timeout=timeout, check=False,
+        )  # fmt: skip
+
+    def says(self, *args: str) -> str:
+        """Its stdout; it must succeed and have nothing to complain of."""
+        done = self.run(*args)
+        assert (done.returncode, done.stderr) == (0, ""), (done.stdout, done.stderr)
+        return done.stdout
+
+    def refuses(self, *args: str) -> str:
+        """Its one line of complaint."""
+        done = self.run(*args)
+        assert (done.returncode, done.stdout) == (1, ""), (done.stdout, done.stderr)
+        (line,) = done.stderr.splitlines()
+        return line
+
+
+def environment(*more: Path) -> dict[str, str]:
+    """PATH with kubectl, and the plugin's source. ``more`` directories of programs."""
+    path = [str(binaries.toolbox(print)), *map(str, more), os.environ["PATH"]]
+    return {**os.environ, "PATH": os.pathsep.join(path), "PYTHONPATH": str(SOURCE)}
+
+
+def user(
+    plane: Cluster, namespace: str, name: str, rules: Sequence[dict[str, Any]], folder: Path
+) -> Plugin:
+    """Make a ServiceAccount with just these rules; the plugin as it would use it."""
+    api = "rbac.authorization.k8s.io"
+    role = {"apiVersion": f"{api}/v1", "kind": "Role", "metadata": {"name": name}, "rules": rules}
+    binding = {
+        "apiVersion": f"{api}/v1",
+        "kind": "RoleBinding",
+        "metadata": {"name": name},
+        "roleRef": {"apiGroup": api, "kind": "Role", "name": name},
+        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
+    }
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}}
+    objects = json.dumps({"apiVersion": "v1", "kind": "List", "items": [account, role, binding]})
+    plane.kubectl("-n", namespace, "apply", "-f", "-", input=objects, check=True)
+    token = plane.kubectl("-n", namespace, "create", "token", name, check=True).stdout.strip()
+    config = yaml.safe_load(plane.kubectl("config", "view", "--raw", check=True).stdout)
+    config["users"] = [{"name": one["name"], "user": {"token": token}} for one in config["users"]]
+    path = folder / f"{name}.kubeconfig"
+    path.write_text(yaml.safe_dump(config))
+    return Plugin(path, namespace)

@@ -1,0 +1,39 @@
+"""release/release.py, which is a script and no package."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+from support.cluster import ROOT
+
+#: What a release is made of.
+SOURCES = (
+    "CHANGELOG.md", "Dockerfile", "charts", "devcluster/src", "manifests", "operator", "plugin",
+    "release", "requirements", "trainer",
+)  # fmt: skip
+
+
+def script(root: Path = ROOT) -> ModuleType:
+    """Load the script of a checkout."""
+    spec = importlib.util.spec_from_file_location("release_script", root / "release/release.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def copy_of_the_sources(target: Path) -> Path:
+    """Copy what a release is made of, as another checkout, whose files are newer."""
+    for name in SOURCES:
+        source, there = ROOT / name, target / name
+        there.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", "dist", "*.egg-info")
+            shutil.copytree(source, there, ignore=ignored, copy_function=shutil.copyfile)
+        else:
+            shutil.copyfile(source, there)
+    return target

@@ -1,0 +1,97 @@
+"""Starts the scripts of examples/ as users do, and reads what they print."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from support.launching import NO_ROUNDS, RUN, SOURCES
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LAUNCHER = (*RUN, "--nproc", "3")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3")
+
+
+def start(*command: str, **env: str) -> subprocess.Popen[str]:
+    sources = os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": sources, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(*command: str, code: int = 0, **env: str) -> str:
+    """Its output; fails unless it ends with this exit code."""
+    with start(*command, **env) as process:
+        try:
+            out, _ = process.communicate(timeout=300)
+        finally:
+            process.kill()
+    assert process.returncode == code, out[-30_000:]
+    return out
+
+
+def show(
+    file: str,
+    *arguments: str,
+    nproc: int,
+    code: int = 0,
+    launcher: tuple[str, ...] = (*RUN, *NO_ROUNDS, "--nproc"),
+    env: dict[str, str] | None = None,
+) -> str:
+    """All that ``examples/file`` printed, without the launcher's `[rank N] `.
+
+    ``code``: how the launcher must end. ``nproc`` 0: without a launcher.
+    """
+    begin = (*launcher, str(nproc)) if nproc else (sys.executable,)
+    one_thread = {"OMP_NUM_THREADS": "1", **(env or {})}
+    out = finish(*begin, str(EXAMPLES / file), *arguments, code=code, **one_thread)
+    return re.sub(r"^\[rank \d+\] ", "", out, flags=re.MULTILINE)
+
+
+def kill_rank_1_after(snapshot: int, *command: str, **env: str) -> tuple[int, str]:
+    """SIGKILL it when the launcher's log tells of the snapshot: exit code, the log from then on."""
+    process = start(*command, **env)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if re.search(rf"step \d+/\d+ .* snapshot {snapshot}$", line):
+            os.kill(workers(process.pid)[1], signal.SIGKILL)
+            break
+    rest = process.stdout.read()
+    return process.wait(timeout=60), rest
+
+
+def value(name: str, output: str) -> str:
+    """Of the one line `name=value`."""
+    found = re.findall(rf"^(?:\[rank 0\] )?{name}=(\S+)$", output, re.MULTILINE)
+    assert len(found) == 1, output[-2000:]
+    return str(found[0])
+
+
+def numbers(pattern: str, output: str) -> list[float]:
+    """The numbers on the one line that begins like ``pattern``, after it."""
+    found = re.findall(rf"^{pattern}(.*)$", output, re.MULTILINE)
+    assert len(found) == 1, output[-3000:]
+    return [float(n) for n in re.findall(r"-?\d+(?:\.\d+)?(?:e[+-]\d+)?", found[0])]
+
+
+def workers(launcher: int) -> dict[int, int]:
+    """Rank -> pid of a launcher's children."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+            environ = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        ranks = [e for e in environ if e.startswith(b"RANK=")]
+        if int(parent) == launcher and ranks:
+            found[int(ranks[0][5:])] = int(entry.name)
+    return found
