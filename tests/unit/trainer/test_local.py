@@ -27,6 +27,7 @@ SHELL = {"PATH": "/usr/bin:/bin", "RANK": "9", "DDPJOB_UID": "another", "HF_TOKE
 TRAINER = "spec.template.spec.containers.0"
 #: What differs from pod to pod, and from a cluster to this machine.
 OWN = {"MASTER_ADDR", "MASTER_PORT", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_RDZV_ID"}
+ITEMS = [{"key": "x", "path": "../../x"}]
 OWN |= {contract.UID, contract.METRICS_PORT, contract.HUB_PORT}
 
 
@@ -249,6 +250,15 @@ def test_options_and_what_is_left_out(tmp_path: Path) -> None:
         ({f"{TRAINER}.env": [{"name": "A", "value": True}]}, "env: A: True must be a string"),
         ({"spec.template": {"spec": {}}}, "spec.template.spec.containers"),
         ({"spec.template": {"spec": {"containers": []}}}, "at least one container"),
+        (
+            {
+                f"{TRAINER}.volumeMounts": [{"name": "files", "mountPath": "/app"}],
+                "spec.template.spec.volumes": [
+                    {"name": "files", "configMap": {"name": "m", "items": ITEMS}}
+                ],
+            },
+            r"items: path '../../x' must stay in the folder",
+        ),
         ({"metadata": {}}, "metadata.name"),
         ({"kind": "Job"}, "0 objects of kind DDPJob"),
     ],
@@ -257,7 +267,33 @@ def test_refusals_name_field_and_cure(
     changes: dict[str, Any], complaint: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        plan(body(tmp_path, **changes), tmp_path, folders={})
+        plan(with_map(body(tmp_path, **changes)), tmp_path, folders={})
+
+
+def with_map(job: str, key: str = "x") -> str:
+    config_map = {"kind": "ConfigMap", "metadata": {"name": "m"}, "data": {key: "1"}}
+    return json.dumps({"kind": "List", "items": [json.loads(job), config_map]})
+
+
+def test_a_list_of_objects_is_read_as_kubectl_prints_it(tmp_path: Path) -> None:
+    assert read(with_map(body(tmp_path))).config_maps == {"m": {"x": b"1"}}
+
+
+@pytest.mark.parametrize(
+    ("written", "complaint"),
+    [
+        (with_map(json.dumps(ddpjob()), "../x"), r"ConfigMap data: '../x' must be a file's name"),
+        (with_map(json.dumps(ddpjob()), ".."), r"ConfigMap data: '..' must be a file's name"),
+        (
+            "kind: ConfigMap\nmetadata: {}\ndata: {1: x}\n---\n" + json.dumps(ddpjob()),
+            "1 must be a",
+        ),
+        ("kind: DDPJob\nspec: {replicas: 1, replicas: 2}", "line 2: replicas is there already"),
+    ],
+)
+def test_refusals_of_what_kubectl_refuses(written: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        read(written)
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,8 @@ def _config_maps(manifest: Manifest, scratch: Path) -> tuple[dict[Path, bytes], 
             continue
         folder = scratch / str(number)
         keys = {item["key"]: item["path"] for item in source.get("items") or ()}
+        if outside := [one for one in keys.values() if ".." in one.split("/") or one[:1] == "/"]:
+            raise ConfigError(f"volumes: items: path {outside[0]!r} must stay in the folder")
         files |= {folder / keys.get(k, k): v for k, v in held.items() if not keys or k in keys}
         mounted[mount["mountPath"].rstrip("/")] = folder / mount.get("subPath", "")
     return files, mounted

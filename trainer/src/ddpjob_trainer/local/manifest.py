@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -35,6 +36,7 @@ _SPEC = {"replicas", "template", "nprocPerNode", "restart", "snapshot", "hang"}
 _POD = {"containers", "volumes", "terminationGracePeriodSeconds"}
 _CONTAINER = {"name", "command", "args", "env", "envFrom", "workingDir", "volumeMounts"}
 _GPUS = "nvidia.com/gpu"
+_KEY: Final = re.compile(r"[-._a-zA-Z0-9]+")
 #: What is read below them needs them to be of this kind.
 _OBJECTS = ("restart", "restart.backoff", "restart.inPlace", "snapshot", "hang")
 _LISTS = (("volumes",), ("env", "envFrom", "volumeMounts"), ("restart.rules",))
@@ -145,7 +147,15 @@ def _check(spec: Mapping[str, Any], pod: Mapping[str, Any], trainer: Mapping[str
 
 
 def _files(config_map: Mapping[str, Any], field: str) -> Iterable[tuple[str, Any]]:
-    return (config_map.get(field) or {}).items()
+    found = config_map.get(field) or {}
+    for key in found:
+        if not _KEY.fullmatch(text(f"ConfigMap {field}", key)) or key.startswith(
+            ".."
+        ):  # ../x would be outside of the folder
+            raise ConfigError(
+                f"ConfigMap {field}: {key!r} must be a file's name: letters, digits, - _ ."
+            )
+    return found.items()
 
 
 def _object(parent: Mapping[str, Any], path: str) -> Mapping[str, Any]:
@@ -162,7 +172,17 @@ def _objects(content: str) -> list[dict[str, Any]]:
         import yaml  # here: no other command reads YAML, and pods start without it
 
         class Loader(yaml.SafeLoader):
-            """A time is a string, as it is for kubectl."""
+            """As kubectl reads: a time is a string, and a key that comes twice is refused."""
+
+            def compose_mapping_node(self, anchor: Any) -> Any:
+                node = super().compose_mapping_node(anchor)
+                known: set[str] = set()
+                for key, _ in node.value:
+                    if str(key.value) in known:
+                        at = key.start_mark.line + 1
+                        raise ConfigError(f"line {at}: {key.value} is there already: keep one")
+                    known.add(str(key.value))
+                return node
 
         Loader.yaml_implicit_resolvers = {
             first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":timestamp")]
@@ -172,4 +192,7 @@ def _objects(content: str) -> list[dict[str, Any]]:
             found = list(yaml.load_all(content, Loader))
         except yaml.YAMLError as error:
             raise ConfigError(f"neither YAML nor JSON: {error}") from None
-    return [one for one in found if isinstance(one, dict)]
+    # `kubectl get -o yaml` of several objects prints one of kind List.
+    lists = [one["items"] for one in found if isinstance(one, dict) and one.get("kind") == "List"]
+    inner = (each for items in lists if isinstance(items, list) for each in items)
+    return [one for one in (*found, *inner) if isinstance(one, dict)]
