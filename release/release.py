@@ -120,6 +120,8 @@ def epoch(root: Path = ROOT) -> int:
     given = os.environ.get("SOURCE_DATE_EPOCH") or git(root, "log", "-1", "--format=%ct")
     if not given:
         raise Failure("no git checkout: set SOURCE_DATE_EPOCH to the seconds to stamp files with")
+    if not given.isdecimal():
+        raise Failure(f"SOURCE_DATE_EPOCH is {given!r}: give whole seconds since 1970")
     return int(given)
 
 
@@ -281,7 +283,7 @@ def main(words: Sequence[str] | None = None) -> int:
         else:
             out.mkdir(parents=True, exist_ok=True)
             {"wheels": wheels, "plugin": plugin}[arguments.part](ROOT, out, epoch())
-    except Failure as failure:
+    except (Failure, OSError) as failure:  # OSError: --out cannot be written
         print(f"release: {failure}", file=sys.stderr)
         return 1
     return 0

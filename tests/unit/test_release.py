@@ -113,6 +113,25 @@ def test_what_git_does_not_know_is_refused(release: ModuleType, tmp_path: Path) 
     assert lacking == "this is no git checkout: release from a clone"
 
 
+@pytest.mark.parametrize(
+    ("time", "out", "complaint"),
+    [("yesterday", "dist", "SOURCE_DATE_EPOCH is 'yesterday'"), ("1", "a-file/dist", "a-file")],
+)
+def test_what_cannot_be_is_said_in_a_line(
+    time: str,
+    out: str,
+    complaint: str,
+    release: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", time)
+    (tmp_path / "a-file").touch()
+    assert release.main(["plugin", "--out", str(tmp_path / out)]) == 1
+    assert complaint in capsys.readouterr().err
+
+
 def test_notes_are_the_changelogs_section(release: ModuleType, checkout: Path) -> None:
     older = "\n## 0.0.9 - 2026-01-01\n\n### Added\n- Something old.\n"
     with (checkout / "CHANGELOG.md").open("a") as file:
