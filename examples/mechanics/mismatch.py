@@ -89,5 +89,9 @@ if args.kinds != ["library"]:
     # that is late included: make it larger than the longest pause that is meant, and no larger.
     # new_group(timeout=...) has one of its own.
     dist.init_process_group("gloo", timeout=limit)
-for kind in args.kinds:
-    globals()[kind]()
+try:
+    for kind in args.kinds:
+        globals()[kind]()
+finally:  # joins gloo's threads: one that outlives Python's end may abort the process (SIGABRT)
+    if dist.is_initialized():
+        dist.destroy_process_group()

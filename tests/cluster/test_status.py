@@ -11,10 +11,13 @@ import pytest
 from support.cluster import ROOT, wait_for
 from support.site import Site, digits, job
 
-#: The API server's words for what a role lacks, as they stand in a line of JSON.
+#: The API server's words for what a role lacks, as they stand in a line of JSON; a list names no
+#: object.
 RIGHT = (
+    r'(?:\\*"(?P<name>[^"\\]+)\\*" )?is forbidden: '
     r'User \\*"(?P<user>[^"\\]+)\\*" cannot (?P<verb>\w+) resource \\*"(?P<resource>[^"\\]+)\\*" '
-    r'in API group \\*"(?P<group>[^"\\]*)\\*"'
+    r'in API group \\*"(?P<group>[^"\\]*)\\*" '
+    r'(?:at the cluster scope|in the namespace \\*"(?P<namespace>[^"\\]+)\\*")'
 )
 
 
@@ -152,5 +155,7 @@ def test_the_operator_was_never_refused_anything(site: Site) -> None:
         right = re.search(RIGHT, line)
         assert right, line
         resource = f"{right['resource']}.{right['group']}".rstrip(".")
-        asked = site.kubectl("auth", "can-i", right["verb"], resource, "--as", right["user"], "-A")
+        what = f"{resource}/{right['name']}" if right["name"] else resource
+        where = ("--namespace", right["namespace"]) if right["namespace"] else ("-A",)
+        asked = site.kubectl("auth", "can-i", right["verb"], what, "--as", right["user"], *where)
         assert asked.stdout.strip() == "yes", line
