@@ -1,7 +1,8 @@
 """The fault matrix: what can go wrong, what must follow, and which tests show it.
 
 A test says `@pytest.mark.fault("O1")`. `make fault-matrix` runs all that do, keeps what came of
-them in docs/fault-matrix.json and writes docs/fault-matrix.md from both.
+them in docs/fault-matrix.json and writes docs/fault-matrix.md from both; so does any other run of
+tests with --fault-matrix, `make test` among them.
 """
 
 from __future__ import annotations
@@ -119,25 +120,21 @@ def names() -> set[str]:
 
 
 class Recorder:
-    """A pytest plugin: takes down what came of the tests of faults."""
+    """A pytest plugin: takes down what came of the tests of faults, whichever process ran them."""
 
     def __init__(self) -> None:
         self.found: dict[str, Found] = {}
+        self.marks = dict(marked())
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(
-        self, item: pytest.Item, call: pytest.CallInfo[None]
-    ) -> Iterator[None]:
-        report: Any = yield
-        rows = [name for mark in item.iter_markers("fault") for name in mark.args]
-        if rows and (report.when == "call" or report.failed):
-            function = report.nodeid.partition("[")[0]
-            found = self.found.setdefault(function, Found())
-            found.passed += report.passed
-            found.failed += report.failed
-            told = [value for name, value in report.user_properties if name == "recovery_seconds"]
-            found.seconds = [*(found.seconds or []), *told]
-        return report
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        function = report.nodeid.partition("[")[0]
+        if function not in self.marks or not (report.when == "call" or report.failed):
+            return
+        found = self.found.setdefault(function, Found())
+        found.passed += report.passed
+        found.failed += report.failed
+        told = [value for name, value in report.user_properties if name == "recovery_seconds"]
+        found.seconds = [*(found.seconds or []), *map(float, told)]
 
     def pytest_sessionfinish(self) -> None:
         """Keep the results of functions that were not run now, as long as they exist."""
@@ -149,10 +146,9 @@ class Recorder:
                 "passed": found.passed, "failed": found.failed, "on": today,
                 **({"recovery": round(statistics.median(seconds), 1)} if seconds else {}),
             }  # fmt: skip
-        marks = dict(marked())
-        there = {name: found for name, found in sorted(kept.items()) if name in marks}
+        there = {name: found for name, found in sorted(kept.items()) if name in self.marks}
         RESULTS.write_text(json.dumps(there, indent=1) + "\n")
-        PAGE.write_text(page(there, marks))
+        PAGE.write_text(page(there, self.marks))
 
 
 def page(results: Mapping[str, Mapping[str, Any]], marks: Mapping[str, list[str]]) -> str:
