@@ -139,6 +139,21 @@ def test_a_program_is_used_only_in_the_right_version(name: str, says: str, suita
     assert binaries.is_suitable(name, says) is suitable
 
 
+def test_another_api_server_takes_the_place_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = {name: Path("/bin/true") for name in ("kube-apiserver", "kubectl")}
+    monkeypatch.setattr(binaries, "_installed", lambda names: {name: ours[name] for name in names})
+    other = tmp_path / "older"
+    monkeypatch.setenv(binaries.OTHER_API_SERVER, str(other))
+    with pytest.raises(Failure, match="name a kube-apiserver"):
+        binaries.ensure(ours, print)
+    other.write_text("")
+    other.chmod(0o755)
+    assert binaries.ensure(ours, print) == {**ours, "kube-apiserver": other}
+    assert binaries.ensure(["kubectl"], print) == {"kubectl": ours["kubectl"]}
+
+
 def node_object(ready: str, *taints: str) -> dict[str, Any]:
     seen = "2026-01-02T03:04:05Z"
     conditions = [{"type": "Ready", "status": ready, "lastHeartbeatTime": seen}]

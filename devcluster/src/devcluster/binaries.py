@@ -20,6 +20,8 @@ from devcluster.cachedir import Log, cache_root, digest, ensure_dir, timed
 from devcluster.failure import Failure
 
 KUBERNETES = "v1.36.3"
+#: A kube-apiserver of another version, to try what holds there; all else stays as it is.
+OTHER_API_SERVER = "DDPJOB_KUBE_APISERVER"
 COREDNS = "v1.14.1"  # newer ones would raise what Kubernetes is built from
 MODULES = {
     "helm": ("helm.sh/helm/v4/cmd/helm", "v4.3.1"),
@@ -52,6 +54,11 @@ def ensure(names: Iterable[str], log: Log) -> dict[str, Path]:
     for name in wanted:
         if name in MODULES:
             found[name] = _find_module(name) or _build_module(name, log) / name
+    other = os.environ.get(OTHER_API_SERVER)
+    if other and "kube-apiserver" in found:
+        if not os.access(other, os.X_OK):
+            raise Failure(f"{OTHER_API_SERVER}={other} is no program: name a kube-apiserver")
+        found["kube-apiserver"] = Path(other).resolve()
     return found
 
 
