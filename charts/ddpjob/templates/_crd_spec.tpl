@@ -44,18 +44,19 @@ x-kubernetes-validations:
     message: >-
       spec.snapshot.path is also a mountPath of the trainer container in spec.template: the
       operator mounts spec.snapshot.volume there; remove that mount or change the path
-  # The name of the limit is nvidia.com/gpu, as CEL has to write it.
+  # The name of the limit is nvidia.com/gpu, as CEL has to write it. Kubernetes 1.30 takes an
+  # int-or-string for three megabytes, whatever its maxLength: no rule may match or convert it.
   - rule: >-
       type(self.nprocPerNode) != int || self.template.spec.containers.all(c,
       c.name != (self.template.spec.containers.exists(t, t.name == 'trainer')
       ? 'trainer' : self.template.spec.containers[0].name)
       || !has(c.resources) || !has(c.resources.limits)
       || !has(c.resources.limits.nvidia__dot__com__slash__gpu)
-      || (type(c.resources.limits.nvidia__dot__com__slash__gpu) == int
-      ? c.resources.limits.nvidia__dot__com__slash__gpu == 0
-      || c.resources.limits.nvidia__dot__com__slash__gpu >= self.nprocPerNode
-      : !string(c.resources.limits.nvidia__dot__com__slash__gpu).matches('^[1-9][0-9]{0,8}$')
-      || int(c.resources.limits.nvidia__dot__com__slash__gpu) >= self.nprocPerNode))
+      || (type(c.resources.limits.nvidia__dot__com__slash__gpu) == string
+      && !(c.resources.limits.nvidia__dot__com__slash__gpu in
+      ['{{ join "', '" (untilStep 1 64 1) }}']))
+      || int(c.resources.limits.nvidia__dot__com__slash__gpu) < 1
+      || int(c.resources.limits.nvidia__dot__com__slash__gpu) >= self.nprocPerNode)
     fieldPath: .nprocPerNode
     message: >-
       spec.nprocPerNode is more than the limit nvidia.com/gpu of the trainer container in
