@@ -76,7 +76,7 @@ def plan(
         return Plan()  # the garbage collector removes what it owns
     status = st.from_dict(job.status)
     timings = ahead.mended(status.timings, now)
-    if timings != status.timings:
+    if timings != status.timings or job.status.get("attempt", 0) != status.attempt:  # forged
         return Plan((WriteStatus(st.to_dict(replace(status, timings=timings))),))
     spec = spec_module.read(job.spec)
     view = look(job, spec, status, pods, outcomes, now, nodes)
