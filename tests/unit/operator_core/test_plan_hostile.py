@@ -236,6 +236,16 @@ def test_a_pod_that_outlives_its_grace_on_a_dead_node_is_told_while_running():
     assert "out-of-service" in world.condition("Stalled")["message"]
 
 
+@pytest.mark.fault("U7")
+def test_a_pod_that_a_finalizer_holds_is_no_matter_of_its_node():
+    world = started().run()
+    world.graceful = True
+    world.end(1, 1).end(0, 143).end(2, 143).wait(60)
+    assert (world.phase, world.status["attempt"]) == ("Restarting", 2)
+    assert world.condition("Stalled")["reason"] == "WaitingForDeletion"
+    assert "finalizers" in world.condition("Stalled")["message"]
+
+
 def test_counts_after_the_end_and_while_suspended():
     world = started().run().end(0, 2)
     assert world.status["replicas"]["active"] == 0
@@ -257,6 +267,7 @@ def test_a_failed_init_container_is_told():
     assert "fetch: exit code 3\nno data set" in world.settle().status["lastFailure"]["message"]
 
 
+@pytest.mark.fault("U3")
 @pytest.mark.parametrize("phase", ["Starting", "Running", "Restarting", "Suspended"])
 @pytest.mark.parametrize(
     "forged",

@@ -224,6 +224,7 @@ def test_peers_that_die_of_a_silent_node_are_charged_to_nobody(code: int):
     assert world.finish_deletions().attempts() == {2}
 
 
+@pytest.mark.fault("U5")
 def test_a_pod_that_cannot_start_since_its_node_is_silent_is_charged_to_nobody():
     """When none is ready Kubernetes evicts nobody, so nothing else tells."""
     world = World(job_object(startupDeadlineSeconds=60), machines=Machines()).settle()

@@ -58,6 +58,7 @@ def test_a_claim_that_another_node_may_hold_is_named(
     assert ("Multi-Attach" in world.status["lastFailure"]["message"]) == named
 
 
+@pytest.mark.fault("U5")
 @pytest.mark.parametrize("code", [0, 401, 403, 409, 500, 503])
 @pytest.mark.parametrize("what", ["pod", "service"])
 def test_what_the_cluster_refuses_is_waited_for_and_charged_to_nobody(what: str, code: int):
@@ -154,6 +155,7 @@ def placed(world: World, replica: int, at: datetime) -> World:
     return world.settle()
 
 
+@pytest.mark.fault("U5")
 @pytest.mark.parametrize("ahead", [0, 3600, -3600])
 def test_who_got_a_node_late_has_the_whole_time_to_start_on_it(ahead: int):
     """Whatever the cluster's clock says, up to twice the time; a node that was slow is no fault."""

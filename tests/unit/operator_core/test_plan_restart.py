@@ -235,6 +235,7 @@ def test_the_kubelets_clock_cannot_hold_up_a_decision():
     assert world.settle().phase == "Starting"
 
 
+@pytest.mark.fault("U4")
 @pytest.mark.parametrize("hours", [1, -1])
 def test_the_cause_is_waited_for_by_our_own_clock(hours: int):
     """Else a kubelet whose clock is off makes what the user did free."""
