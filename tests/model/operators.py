@@ -169,7 +169,7 @@ class Operator:
         self.skew = timedelta()  # of its clock
         self.task: asyncio.Task[None] | None = None
         self.events: list[tuple[Key, Any]] = []
-        self.store = Store()
+        self.store = Store(self._told)
         self.store.nodes = NodeCache(self._monotonic)
         self._clock = Clock(
             wall=self.now, monotonic=self._monotonic, stepped=self.store.forget_outcomes
@@ -202,6 +202,9 @@ class Operator:
     def now(self) -> datetime:
         """What the operator's machine takes for the time."""
         return self.wire.cluster.now + self.skew
+
+    def _told(self) -> datetime:
+        return self._clock.now()
 
     def _monotonic(self) -> float:
         return (self.wire.cluster.now - START).total_seconds()

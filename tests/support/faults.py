@@ -82,6 +82,31 @@ FAULTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "the attempt ends, free of charge; the next one is kept off that node",
         ),
     },
+    "Users, neighbours and clocks": {
+        "U1": (
+            "the template or the spec of a job changes under it",
+            "what runs goes on, losses and successes count; no new pod, and the reason is told",
+        ),
+        "U2": (
+            "a deadline, a suspension or an end of the start as the last replica succeeds",
+            "a gang that has succeeded has succeeded",
+        ),
+        "U3": ("somebody writes into the status", "no loop; the job gets to its end"),
+        "U4": (
+            "a clock is set, or is not that of the others",
+            "no deadline passes early or never; nobody is charged otherwise",
+        ),
+        "U5": (
+            "the cluster is late: quota, a webhook, rights, nodes",
+            "waited for ever more seldom, charged to nobody",
+        ),
+        "U6": ("a pod is deleted before all run", "one restart, counted as a disruption"),
+        "U7": ("a pod's object stays after its end", "waited for, and what to look at is told"),
+        "U8": (
+            "objects as large or as deep as the API server takes",
+            "they are refused with the cure; the operator stays within its memory",
+        ),
+    },
     "The training": {
         "T1": ("SIGKILL of any rank at any moment", "every bit and every loss as undisturbed"),
         "T2": ("a second kill while the first is being recovered from", "the same"),

@@ -422,9 +422,9 @@ properties:
         default: 30
   startupDeadlineSeconds:
     description: >-
-      Seconds from the first pod's creation to all replicas running. Past it everything is
-      released and tried again; charged unless the job waited for capacity or quota, or the
-      cluster refused a pod.
+      Seconds from the first pod's creation to a node for each, and from then on to all replicas
+      running. Past it everything is released and tried again; charged unless the job waited for
+      capacity, quota or a node that is not ready, or the cluster refused a pod.
     type: integer
     format: int32
     minimum: 1

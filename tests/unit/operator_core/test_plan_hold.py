@@ -28,6 +28,7 @@ def mend(world: World, spec: dict[str, Any]) -> World:
     return world.patch(**{field: original[field] for field in spec})
 
 
+@pytest.mark.fault("U1")
 @broken
 def test_a_gang_that_runs_goes_on_to_its_end(reason: str, spec: dict[str, Any]):
     world = started().run().patch(**spec)
@@ -38,6 +39,7 @@ def test_a_gang_that_runs_goes_on_to_its_end(reason: str, spec: dict[str, Any]):
     assert world.end(0, 0).end(1, 0).end(2, 0).phase == "Succeeded"
 
 
+@pytest.mark.fault("U1")
 @broken
 @pytest.mark.parametrize("how", ["killed", "vanished"])
 def test_a_loss_is_counted_the_gang_released_and_nothing_made(
@@ -150,6 +152,7 @@ def test_a_resume_with_such_a_spec_waits_too():
     assert world.patch(nprocPerNode=1).run().phase == "Running"
 
 
+@pytest.mark.fault("U1")
 def test_nothing_under_the_template_is_ever_defaulted():
     """A default would change the hash of every template that is stored without it."""
 

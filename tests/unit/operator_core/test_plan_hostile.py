@@ -236,6 +236,16 @@ def test_a_pod_that_outlives_its_grace_on_a_dead_node_is_told_while_running():
     assert "out-of-service" in world.condition("Stalled")["message"]
 
 
+@pytest.mark.fault("U7")
+def test_a_pod_that_a_finalizer_holds_is_no_matter_of_its_node():
+    world = started().run()
+    world.graceful = True
+    world.end(1, 1).end(0, 143).end(2, 143).wait(60)
+    assert (world.phase, world.status["attempt"]) == ("Restarting", 2)
+    assert world.condition("Stalled")["reason"] == "WaitingForDeletion"
+    assert "finalizers" in world.condition("Stalled")["message"]
+
+
 def test_counts_after_the_end_and_while_suspended():
     world = started().run().end(0, 2)
     assert world.status["replicas"]["active"] == 0
@@ -255,6 +265,53 @@ def test_a_failed_init_container_is_told():
         ],
     }
     assert "fetch: exit code 3\nno data set" in world.settle().status["lastFailure"]["message"]
+
+
+@pytest.mark.fault("U3")
+@pytest.mark.parametrize("phase", ["Starting", "Running", "Restarting", "Suspended"])
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"attempt": 2**31 - 1},
+        {"attempt": 10**9 - 2},  # the next one fits no label that is believed
+        {"attempt": -5},
+        {"membersSince": 7},
+        {"succeededReplicas": "0,5-6"},
+        {"restarts": dict.fromkeys(("total", "disruptions", "consecutive"), 2**31 - 1)},
+        {"timings": {"nextRestartAt": "2026-01-12T00:00:00Z"}},
+    ],
+)
+def test_whatever_somebody_writes_into_the_status_the_job_gets_to_an_end(
+    phase: str, forged: dict[str, object]
+):
+    backoff = {"initialSeconds": 1, "maxSeconds": 1}
+    restart = {"maxDisruptions": 2**31 - 1, "backoff": backoff}
+    world = World(job_object(restart=restart)).settle().run()
+    world.job["status"] |= {"phase": phase} | forged
+    for lost in (True, False):
+        for _ in range(3):
+            world.settle(20)
+            for name, pod in list(world.pods.items()):
+                if name in world.pods and "status" not in pod:
+                    world.run(int(name[-1]))
+            world.wait(60)
+        assert world.phase == "Running"
+        if lost:
+            world.vanish(1)
+    for name in list(world.pods):
+        world.end(int(name[-1]), 0, settle=False)
+    assert world.settle(20).phase == "Succeeded"
+
+
+def test_a_number_of_an_attempt_that_is_none_is_replaced_before_anything_else():
+    """Until then a quorum read, which confirms an attempt by its number, would confirm nothing."""
+    world = started().run()
+    world.job["status"]["attempt"] = 2**31 - 1
+    world.job["spec"]["suspend"] = True
+    first = world.plan().actions[0]
+    assert isinstance(first, act.WriteStatus)
+    assert (first.status["attempt"], first.status["phase"]) == (0, "Running")
+    assert world.settle(20).phase == "Suspended"
 
 
 def test_a_status_from_the_year_9999_is_no_deadline():

@@ -33,6 +33,7 @@ def test_success_needs_every_replica_of_one_attempt():
     assert world.status["succeededReplicas"] == "0-2"
 
 
+@pytest.mark.fault("U2")
 @pytest.mark.parametrize("spec", [{"suspend": True}, {"activeDeadlineSeconds": 1}])
 def test_a_gang_that_has_succeeded_has_whatever_is_asked_for_at_that_moment(spec: dict[str, Any]):
     world = started().run()
@@ -66,6 +67,7 @@ def test_no_deadline_is_decided_on_a_stale_cache(spec: dict[str, Any]):
     assert world.status["restarts"]["total"] == 0
 
 
+@pytest.mark.fault("U2")
 def test_a_suspension_waits_for_a_last_look_at_who_may_be_done():
     world = started().run().wait(30)
     stale = copy.deepcopy(world.pods)
@@ -95,6 +97,7 @@ def test_time_in_which_nobody_saw_or_acted_does_not_count_for_the_start(behind: 
     assert world.status["lastFailure"]["class"] == "Startup"
 
 
+@pytest.mark.fault("U4")
 def test_times_of_a_clock_that_was_a_year_ahead_hold_up_nothing():
     """Deadline, healing and time to live count from now, once; not from next year."""
     job = job_object(activeDeadlineSeconds=3600, ttlSecondsAfterFinished=60)
@@ -457,6 +460,7 @@ def test_the_last_words_of_replica_0_are_the_final_progress():
     assert world.status["progress"]["snapshotStep"] == 400
 
 
+@pytest.mark.fault("U6")
 @pytest.mark.parametrize("how", ["vanished", "deleted"])
 def test_a_member_removed_while_starting_is_a_disruption_like_any_other(how: str):
     world = started(restart={"maxDisruptions": 3}).run(0, 1)

@@ -224,6 +224,16 @@ def test_peers_that_die_of_a_silent_node_are_charged_to_nobody(code: int):
     assert world.finish_deletions().attempts() == {2}
 
 
+@pytest.mark.fault("U5")
+def test_a_pod_that_cannot_start_since_its_node_is_silent_is_charged_to_nobody():
+    """When none is ready Kubernetes evicts nobody, so nothing else tells."""
+    world = World(job_object(startupDeadlineSeconds=60), machines=Machines()).settle()
+    world.run(0, 2).waiting(1, "ContainerCreating")
+    fall_silent(world, "node1", "node2").wait(60)
+    assert (world.phase, world.status["lastFailure"]["reason"]) == ("Restarting", "NodeLost")
+    assert (world.status["attempt"], world.status["restarts"]["charged"]) == (2, 0)
+
+
 def test_a_permanent_failure_is_one_whatever_the_node_does():
     world = fall_silent(running(), "node2").end(0, 2)
     assert world.phase == "Failed"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
+
 import pytest
 
 from ddpjob_operator.core import actions as act
@@ -56,6 +58,7 @@ def test_a_claim_that_another_node_may_hold_is_named(
     assert ("Multi-Attach" in world.status["lastFailure"]["message"]) == named
 
 
+@pytest.mark.fault("U5")
 @pytest.mark.parametrize("code", [0, 401, 403, 409, 500, 503])
 @pytest.mark.parametrize("what", ["pod", "service"])
 def test_what_the_cluster_refuses_is_waited_for_and_charged_to_nobody(what: str, code: int):
@@ -142,6 +145,27 @@ def test_a_pod_that_no_scheduler_has_looked_at_is_waited_for():
     world = started(startupDeadlineSeconds=60).run(0, 1).wait(60)
     assert (world.phase, world.status["restarts"]["total"]) == ("Pending", 0)
     assert "no scheduler" in world.condition("Stalled")["message"]
+
+
+def placed(world: World, replica: int, at: datetime) -> World:
+    """It gets its node, and its image is pulled."""
+    world.waiting(replica, "ContainerCreating")
+    bound = {"type": "PodScheduled", "status": "True", "lastTransitionTime": at.isoformat()}
+    world.pods[f"job-{replica}"]["status"]["conditions"] = [bound]
+    return world.settle()
+
+
+@pytest.mark.fault("U5")
+@pytest.mark.parametrize("ahead", [0, 3600, -3600])
+def test_who_got_a_node_late_has_the_whole_time_to_start_on_it(ahead: int):
+    """Whatever the cluster's clock says, up to twice the time; a node that was slow is no fault."""
+    world = started(startupDeadlineSeconds=60).run(0, 1).wait(55)
+    placed(world, 2, world.now + timedelta(seconds=ahead)).wait(10)
+    late = ahead < 0  # by that clock it had its node all the time
+    assert (world.phase, world.status["attempt"]) == ("Starting", 1) or late
+    world.wait(120)
+    assert world.status["lastFailure"]["class"] == "Startup"
+    assert world.status["restarts"]["charged"] == 1
 
 
 def test_a_pod_that_is_to_be_evicted_is_a_disruption_when_the_time_is_over():

@@ -8,6 +8,8 @@ from datetime import timedelta
 import pytest
 
 from ddpjob_operator.core import actions as act
+from ddpjob_operator.core import observe
+from ddpjob_operator.core.plan import plan
 from ddpjob_operator.core.status import Progress
 from support.world import World, job_object
 
@@ -231,6 +233,26 @@ def test_the_kubelets_clock_cannot_hold_up_a_decision():
     world.end(0, 75, settle=False)
     world.now -= timedelta(hours=1)
     assert world.settle().phase == "Starting"
+
+
+@pytest.mark.fault("U4")
+@pytest.mark.parametrize("hours", [1, -1])
+def test_the_cause_is_waited_for_by_our_own_clock(hours: int):
+    """Else a kubelet whose clock is off makes what the user did free."""
+    world = running()
+    world.now += timedelta(hours=hours)
+    world.end(0, 75, settle=False)
+    world.now -= timedelta(hours=hours)
+    pods = [observe.pod(pod) for pod in world.pods.values()]
+    pods[0] = replace(pods[0], told_at=world.now)
+
+    def phase(after: float) -> str:
+        now = world.now + timedelta(seconds=after)
+        planned = plan(observe.job(world.job), pods, world.outcomes, now).actions
+        written = [a.status["phase"] for a in planned if isinstance(a, act.WriteStatus)]
+        return str(written[0] if written else world.phase)
+
+    assert [phase(0), phase(4.9), phase(5)] == ["Running", "Running", "Restarting"]
 
 
 @pytest.mark.parametrize(

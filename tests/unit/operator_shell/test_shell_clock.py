@@ -31,6 +31,7 @@ class Machine:
         return self.clock.now()
 
 
+@pytest.mark.fault("U4")
 @pytest.mark.parametrize("jump", [HOUR, -HOUR])
 def test_a_jump_is_taken_slowly_and_in_the_end(jump: timedelta):
     machine = Machine()

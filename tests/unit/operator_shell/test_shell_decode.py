@@ -113,6 +113,7 @@ async def test_a_deep_item_of_a_list_is_cut_and_the_others_are_whole(kind: str, 
     assert rest["metadata"] == {"c": 3}
 
 
+@pytest.mark.fault("U8")
 @pytest.mark.parametrize("kind", ["arrays", "objects"])
 def test_a_deep_job_is_read_and_refused(kind: str) -> None:
     job = {
@@ -144,6 +145,7 @@ async def test_lines_of_any_length(size: int) -> None:
     assert found == [b"first", b"x" * 5000, b"last"]
 
 
+@pytest.mark.fault("U8")
 def test_a_template_that_is_too_long_is_not_kept_and_the_cure_is_named() -> None:
     env = [{"name": f"N{n}", "value": "v" * 100} for n in range(2000)]
     raw = {"spec": {"containers": [{"name": "trainer", "env": env}]}}

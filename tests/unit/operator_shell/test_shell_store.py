@@ -307,3 +307,19 @@ def test_after_a_pause_in_leading_nothing_is_confirmed() -> None:
     store.set_outcomes("u1", Outcomes(confirmed=read, network_attempt=3))
     store.doubt_all()
     assert store.outcomes("u1") == Outcomes(network_attempt=3)
+
+
+def test_when_an_end_was_first_seen_is_kept() -> None:
+    times = iter([datetime(2026, 1, 1, tzinfo=UTC), datetime(2027, 1, 1, tzinfo=UTC)])
+    store = Store(lambda: next(times))
+    store.put_job(job(5))
+
+    def told(version: int, state: str) -> datetime | None:
+        found = pod(version)
+        found["status"]["containerStatuses"] = [{"name": "trainer", "state": {state: {}}}]
+        store.put_pod(found)
+        return store.pods_of("u1")[0].told_at
+
+    first = datetime(2026, 1, 1, tzinfo=UTC)
+    seen = [told(6, "running"), told(7, "terminated"), told(8, "terminated")]
+    assert seen == [None, first, first]

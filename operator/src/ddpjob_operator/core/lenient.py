@@ -36,6 +36,11 @@ def integer(value: object, default: int = 0) -> int:
     return default if found is None else found
 
 
+def counter(value: object, limit: int = 2**31 - 1) -> int:
+    """A count, from 0 to below the limit: one more still fits an int32, whoever wrote it."""
+    return min(max(0, integer(value)), limit - 1)
+
+
 def opt_number(value: object) -> float | None:
     """The number, or None."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -121,11 +121,13 @@ class Pod:
     deletion_at: datetime | None = None  # when its grace period is over
     disruption: str = ""  # reason of a true DisruptionTarget condition
     unschedulable: str = ""  # message of PodScheduled=False
+    scheduled_at: datetime | None = None  # when it got its node, by the cluster's clock
     waiting_reason: str = ""  # of the first container that cannot start, e.g. ErrImagePull
     waiting_message: str = ""
     created_at: datetime | None = None
     stopped: bool = False  # every container has ended, whatever the phase still says
     trainer: Container = Container()
+    told_at: datetime | None = None  # when this process first saw its trainer ended, by its clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,7 @@ def pod(obj: Mapping[str, Any]) -> Pod:
     owner = next((o for o in owners if o.get("controller")), mapping(None))
     disruption = _condition(status, "DisruptionTarget", "True")
     unscheduled = _condition(status, "PodScheduled", "False")
+    scheduled = _condition(status, "PodScheduled", "True")
     waiting_reason, waiting_message = _blocked(status)
     return Pod(
         namespace=meta["namespace"],
@@ -191,6 +194,7 @@ def pod(obj: Mapping[str, Any]) -> Pod:
         deletion_at=parse_time(meta.get("deletionTimestamp")),
         disruption=clean(disruption.get("reason"), 64) or ("Unknown" if disruption else ""),
         unschedulable=clean(unscheduled.get("message"), 300),
+        scheduled_at=parse_time(scheduled.get("lastTransitionTime")),
         waiting_reason=waiting_reason,
         waiting_message=waiting_message,
         created_at=parse_time(meta.get("creationTimestamp")),

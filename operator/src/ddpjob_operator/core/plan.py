@@ -76,7 +76,7 @@ def plan(
         return Plan()  # the garbage collector removes what it owns
     status = st.from_dict(job.status)
     timings = ahead.mended(status.timings, now)
-    if timings != status.timings:
+    if timings != status.timings or job.status.get("attempt", 0) != status.attempt:  # forged
         return Plan((WriteStatus(st.to_dict(replace(status, timings=timings))),))
     spec = spec_module.read(job.spec)
     view = look(job, spec, status, pods, outcomes, now, nodes)
@@ -189,13 +189,14 @@ def _loss(view: View) -> Failure | None:
 def _cause_wait(view: View) -> float:
     """Seconds that the cause of a collateral loss may still take to show itself.
 
-    Measured from the kubelet's clock: if it disagrees with ours, the wait is cut short,
-    which costs a worse explanation, never a worse decision. Once all have ended nothing more
-    can show.
+    Measured from when this process saw the first end, for a kubelet's clock may disagree with
+    ours, and a wait cut short would charge nobody for what the user did. Once all have ended
+    nothing more can show.
     """
     if all(_ended(view, pod) for pod in view.members.values()):
         return 0.0
-    ends = [p.trainer.finished_at for p in view.members.values() if not classify.succeeded(p)]
+    lost = [pod for pod in view.members.values() if not classify.succeeded(pod)]
+    ends = (pod.told_at or pod.trainer.finished_at for pod in lost)
     first = min((end for end in ends if end is not None), default=None)
     if first is None or first > view.now:
         return 0.0

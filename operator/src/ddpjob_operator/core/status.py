@@ -7,11 +7,12 @@ not parse counts as absent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, get_args
 
 from ddpjob_operator.core.lenient import (
+    counter,
     integer,
     mapping,
     names,
@@ -28,6 +29,8 @@ PHASES: Final = get_args(Phase)
 TERMINAL: Final = ("Succeeded", "Failed")
 #: status.failures keeps this many, newest last; an unbounded list would hit etcd's limit.
 MAX_FAILURES: Final = 10
+#: The label of a pod holds no more (observe.py); who wrote such a number begins anew.
+MOST_ATTEMPTS: Final = 10**9 - 1
 #: status.avoidedNodes keeps this many, newest last.
 MAX_AVOIDED: Final = 16
 
@@ -237,34 +240,30 @@ def from_dict(body: object) -> Status:
     """Parse .status; whatever does not parse counts as absent."""
     raw = mapping(body)
     restarts, replicas = mapping(raw.get("restarts")), mapping(raw.get("replicas"))
-    phase = raw.get("phase")
+    phase, attempt = raw.get("phase"), integer(raw.get("attempt"))
+    attempt = attempt if 0 <= attempt < MOST_ATTEMPTS else 0
     return Status(
         phase=phase if phase in PHASES else None,
         reason=text(raw.get("reason")),
         # The CRD's default is -1, which a condition may not say: nothing was acted on.
         observed_generation=max(0, integer(raw.get("observedGeneration"))),
         conditions=tuple(_conditions(raw.get("conditions"))),
-        attempt=integer(raw.get("attempt")),
-        members_since=integer(raw.get("membersSince")),
+        attempt=attempt,
+        # Later than that, and its pods would be nobody's.
+        members_since=min(integer(raw.get("membersSince")), attempt + (phase == "Suspended")),
         template_hash=text(raw.get("templateHash")),
         restarts=Restarts(
-            total=integer(restarts.get("total")),
-            charged=integer(restarts.get("charged")),
-            disruptions=integer(restarts.get("disruptions")),
-            consecutive=integer(restarts.get("consecutive")),
-            released=integer(restarts.get("released")),
-            in_place=integer(restarts.get("inPlace")),
-            round=integer(restarts.get("round")),
-            snapshot_step=integer(restarts.get("snapshotStep")),
+            total=counter(restarts.get("total")),
+            charged=counter(restarts.get("charged")),
+            disruptions=counter(restarts.get("disruptions")),
+            consecutive=counter(restarts.get("consecutive")),
+            released=counter(restarts.get("released")),
+            in_place=counter(restarts.get("inPlace")),
+            round=counter(restarts.get("round")),
+            snapshot_step=max(0, integer(restarts.get("snapshotStep"))),
             file_at=parse_time(restarts.get("fileModifiedAt")),
         ),
-        replicas=Replicas(
-            desired=integer(replicas.get("desired")),
-            active=integer(replicas.get("active")),
-            ready=integer(replicas.get("ready")),
-            succeeded=integer(replicas.get("succeeded")),
-            failed=integer(replicas.get("failed")),
-        ),
+        replicas=Replicas(**{f.name: integer(replicas.get(f.name)) for f in fields(Replicas)}),
         succeeded=parse_ranges(raw.get("succeededReplicas")),
         progress=_progress_from_dict(mapping(raw.get("progress"))),
         failures=tuple(_failures(raw.get("failures"))),

@@ -150,6 +150,7 @@ def look(
     """Sort the job's pods. Pods that are not owned by its uid are not seen at all."""
     members: dict[int, Pod] = {}
     others: list[Pod] = []
+    status = replace(status, succeeded=frozenset(n for n in status.succeeded if n < spec.replicas))
     current = status.attempt if status.attempt >= status.members_since else None
     for pod in pods:
         if pod.owner_uid != job.uid:

@@ -15,6 +15,7 @@ import logging
 import signal
 import time
 from collections.abc import Coroutine
+from datetime import datetime
 from typing import Any
 
 from ddpjob_operator import __version__
@@ -53,7 +54,7 @@ class App:
     def __init__(self, settings: Settings, credentials: Credentials) -> None:
         self._settings = settings
         self._metrics = Metrics()
-        self._store = Store()
+        self._store = Store(self._now)
         self._clock = Clock(settings.resync_seconds + _AWAY, stepped=self._store.forget_outcomes)
         self._queue: WorkQueue[Key] = WorkQueue(
             self._metrics.queue_latency.observe,
@@ -207,6 +208,9 @@ class App:
             self._clock.interrupted()
             for key in self._store.all_keys():
                 self._queue.add(key)
+
+    def _now(self) -> datetime:
+        return self._clock.now()
 
     def _idle_times(self) -> dict[str, float]:
         now = time.monotonic()

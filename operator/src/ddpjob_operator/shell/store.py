@@ -11,8 +11,9 @@ from __future__ import annotations
 import bisect
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from typing import Any
 
 from ddpjob_operator.core import observe
@@ -84,9 +85,13 @@ class RewoundError(Exception):
 
 
 class Store:
-    """Jobs by key and uid, pods by their controller's uid, outcomes by job uid."""
+    """Jobs by key and uid, pods by their controller's uid, outcomes by job uid.
 
-    def __init__(self) -> None:
+    ``now()`` is UTC of the operator's clock.
+    """
+
+    def __init__(self, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
+        self._now = now
         self._jobs: dict[Key, observe.Job] = {}
         self._keys: dict[str, Key] = {}  # by job uid
         self._gangs: dict[str, _Gang] = {}  # by job uid
@@ -253,8 +258,12 @@ class Store:
         if former not in (None, owner):
             self._disown(pod.uid)
         if owner is not None:
-            self._gangs.setdefault(owner, _Gang()).pods[pod.uid] = _PodRecord(pod, version)
-            self._gangs[owner].note(pod)
+            gang = self._gangs.setdefault(owner, _Gang())
+            if pod.trainer.state == "terminated":
+                known = gang.pods.get(pod.uid)
+                pod = replace(pod, told_at=(known and known.pod.told_at) or self._now())
+            gang.pods[pod.uid] = _PodRecord(pod, version)
+            gang.note(pod)
             self._owners[pod.uid] = owner
             if pod.node:
                 self._on.setdefault(pod.node, set()).add(pod.uid)

@@ -16,6 +16,9 @@ from ddpjob_operator.core.status import Timings
 #: shell/clock.py takes a machine's clock that is set by more for one that was never set before.
 FAR: Final = timedelta(hours=12)
 
+#: No delay between restarts is longer: spec.restart.backoff's maximum.
+LONGEST_DELAY: Final = timedelta(days=1)
+
 
 def mended(timings: Timings, now: datetime) -> Timings:
     """The same if no time lies far ahead."""
@@ -26,6 +29,8 @@ def mended(timings: Timings, now: datetime) -> Timings:
     since, until = timings.attempt_started_at, timings.next_restart_at
     if since and until and here(since) is now:
         until = now + (until - since)
+    if until and until > (here(since) or now) + LONGEST_DELAY:
+        until = now
     return replace(
         timings,
         started_at=here(timings.started_at),

@@ -158,8 +158,11 @@ def _stuck_deletions(view: View) -> Iterator[tuple[str, str]]:
     """Pods that outlive their grace period (a dead node), and old ones that hold us up."""
     for pod in (*view.members.values(), *view.others):
         if pod.deletion_at and view.now > pod.deletion_at + PATIENCE:
-            cure = fence.cure(pod.node) if pod.node else "it has no node: look at its finalizers"
-            yield "WaitingForDeletion", f"pod {pod.name} has not ended: {cure}"
+            if not pod.node or pod.stopped or pod.phase in ("Succeeded", "Failed"):
+                cure = "nothing of it runs: see its finalizers, and volumes that stay mounted"
+                yield "WaitingForDeletion", f"pod {pod.name} is not gone: {cure}"
+            else:
+                yield "WaitingForDeletion", f"pod {pod.name} has not ended: {fence.cure(pod.node)}"
     if not _fresh(view):
         for pod in view.others:
             where = f"pod {pod.name} of attempt {pod.attempt} on {pod.node or 'no node'}"

@@ -12,7 +12,7 @@ from typing import Final
 
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Measurement, Refusal
-from ddpjob_operator.core.policy import avoid, hold, report, restart
+from ddpjob_operator.core.policy import avoid, fence, hold, report, restart
 from ddpjob_operator.core.policy.release import release
 from ddpjob_operator.core.status import Failure
 from ddpjob_operator.core.view import Change, View
@@ -31,11 +31,17 @@ def deadline(view: View) -> datetime:
     """When all members must run: counted from the first create.
 
     Counted anew after a time in which the operator could not see or act: an API server that was
-    away, a take-over, a clock that was set.
+    away, a take-over, a clock that was set. And from when the last pod got its node, for until then
+    the gang waited for the cluster; by the cluster's clock, but between once and twice the time.
     """
     since, seen = view.begun_at or view.now, view.outcomes.seen_since
     since = max(since, seen or since)
-    return since + timedelta(seconds=view.spec.startup_deadline)
+    patience = timedelta(seconds=view.spec.startup_deadline)
+    if view.missing or not all(pod.node for pod in view.members.values()):
+        return since + patience
+    at = (pod.scheduled_at for pod in view.members.values())
+    placed = max((when for when in at if when is not None), default=since)
+    return min(max(since, placed), since + patience) + patience
 
 
 def late(view: View) -> bool:
@@ -76,7 +82,8 @@ def advance(view: View, change: Change) -> Change:
         what = f"pod {waiting[0].name}: {waiting[0].unschedulable or 'no scheduler has seen it'}"
         change = avoid.nothing(change, "no room elsewhere")
         return release(view, change, "Unschedulable", what + avoid.words(view))
-    return restart.after(view, change, _too_slow(view))
+    silent = fence.suspect(view)
+    return restart.after(view, change, fence.failure(view, silent) if silent else _too_slow(view))
 
 
 def over_quota(refusal: Refusal) -> bool:
