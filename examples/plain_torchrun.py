@@ -27,12 +27,12 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--epochs", type=int, default=15, help="passes over the training set (15)")
 args = parser.parse_args()
 
-dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-rank = dist.get_rank()
-device = torch.device("cpu")
-if torch.cuda.is_available():
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+gpu = torch.cuda.is_available()  # one for each process, by its number on this machine
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+if gpu:
     torch.cuda.set_device(device)
+dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
+rank = dist.get_rank()
 
 digits = load_digits()
 images = torch.tensor(digits.data, dtype=torch.float32) / 16

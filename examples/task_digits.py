@@ -1,6 +1,8 @@
 """The same training as digits.py, for the task runner: no loop, only what is to be trained.
 
-ddpjob-trainer task --nproc 3 task_digits.py --total-steps 360 --global-batch 96 --seed 7
+The runner is ddpjob's, the rest is PyTorch.
+
+    ddpjob-trainer task --nproc 3 task_digits.py --total-steps 360 --global-batch 96 --seed 7
 """
 
 import torch

@@ -337,8 +337,8 @@ def _first_node(found: Found) -> Claim:
         " the others none.",
         "In a ring every rank sends to one neighbour and receives from the other, 2 N (W - 1) / W"
         " bytes each ([picture](pictures/ring.svg)); rank 0 is special only when DDP is"
-        " constructed, where its parameters are broadcast. gloo, counted here, always takes a ring;"
-        " NCCL also takes trees, or lets the switch add up.",
+        " constructed, where its parameters are broadcast. gloo, as PyTorch uses it and as counted"
+        " here, takes a ring; NCCL also takes trees, or lets the switch add up.",
     )
 
 

@@ -5,6 +5,7 @@ Nothing here is measured; the assumptions are the constants.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -55,6 +56,7 @@ MODELS = (
 )
 BACKWARD = 2 / 3  # of forward and backward
 HIDDEN = 0.9  # of backward: the last bucket is ready only at its end
+BUCKET = 25 * 2**20  # bytes: each pays for its messages
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class Case:
 
     @property
     def communication(self) -> float:
-        return self.network.ring.seconds(self.model.nbytes, RANKS)
+        buckets = math.ceil(self.model.nbytes / BUCKET)
+        return buckets * self.network.ring.seconds(self.model.nbytes / buckets, RANKS)
 
     @property
     def exposed(self) -> float:

@@ -104,10 +104,10 @@ at the end, so h is about {hidden:.2f}). So a step takes C + max(0, T - h C), an
   Strong scaling divides C by W and keeps N: it always ends here.
 
 **Computed, not measured**: {ranks} GPUs on a network of one line each, all of whose bandwidth is
-usable; α is 50 µs over TCP and 10 µs over RDMA; gradients in float32. GPT-2 124M at 6 FLOP per
-parameter and token and 40 % of an H100's 989 TFLOPS, ResNet-50 at 2,500 images per second and GPU:
-assumptions, too. *C needed*: seconds of forward and backward per step from which on all of T is
-hidden.
+usable; α is 50 µs over TCP and 10 µs over RDMA; gradients in float32, in buckets of 25 MiB. GPT-2
+124M at 6 FLOP per parameter and token and 40 % of an H100's 989 TFLOPS, ResNet-50 at 2,500 images
+per second and GPU: assumptions, too. *C needed*: seconds of forward and backward per step from
+which on all of T is hidden.
 
 """
 

@@ -31,16 +31,17 @@ held_out = torch.arange(len(images)) % 7 == 0
 train_set = TensorDataset(images[~held_out], labels[~held_out])
 test_set = TensorDataset(images[held_out], labels[held_out])
 
+# A GPU for each process, by its number on this machine; without GPUs the CPU for all.
+gpu = torch.cuda.is_available()
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+if gpu:
+    torch.cuda.set_device(device)
 # The launcher has set MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE; this waits for all the others.
-dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
 rank, world_size = dist.get_rank(), dist.get_world_size()
 assert args.global_batch % world_size == 0, "--global-batch: a multiple of the processes"
 
 torch.manual_seed(7)
-device = torch.device("cpu")
-if torch.cuda.is_available():  # a GPU for each process
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
 
 model = nn.Sequential(
     nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),

@@ -1,4 +1,4 @@
-"""Every collective once, with what goes in and what comes out, and a group of some of the ranks.
+"""The collectives, with what goes in and what comes out, and a group of some of the ranks.
 
     ddpjob-trainer run --nproc 3 collectives.py
     torchrun --nproc-per-node 3 collectives.py
@@ -10,6 +10,7 @@ order; mismatch.py shows what happens otherwise.
 import math
 import os
 import time
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ import torch.distributed as dist
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one for each process here
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+if gpu:
+    torch.cuda.set_device(device)
 dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
 ROOT = 0  # the rank that gives, or gets
 
@@ -71,6 +74,20 @@ pieces = [torch.empty(2, device=device) for _ in range(world)]
 dist.all_gather(pieces, mine())
 assert [p[0] for p in pieces] == list(range(1, world + 1))
 show("all_gather", [p.tolist() for p in pieces])
+
+# --- From all to all: each rank gives one piece to every rank ------------------------------------
+# reduce_scatter adds up what a rank is given. all_gather after it makes an all_reduce: see ring.py.
+warnings.filterwarnings("ignore", ".*reduce_scatter")  # what newer PyTorch says of its own call
+tensor = torch.empty(2, device=device)
+dist.reduce_scatter(tensor, [mine() * (r + 1) for r in range(world)])
+assert tensor[0] == (rank + 1) * sum(range(1, world + 1))
+show("reduce_scatter", f"rank {rank} has {tensor.tolist()}, rank r has r + 1 times as much")
+
+row = torch.arange(world, device=device).float() + 10 * rank
+column = torch.empty_like(row)
+dist.all_to_all_single(column, row)  # a matrix of which each rank has a row, transposed
+assert column.tolist() == [10 * r + rank for r in range(world)]
+show("all_to_all", f"rank {rank} gave {row.tolist()} and has {column.tolist()}")
 
 # --- A group: some of the ranks -----------------------------------------------------------------
 # new_group() is itself a collective: every rank calls it, also those that will not be in it.

@@ -10,6 +10,7 @@ model, so the same four steps are done here by hand, in threads, on the CPU.
 """
 
 import copy
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel, gather, parallel_apply, r
 gpus = list(range(torch.cuda.device_count()))
 real = len(gpus) >= 2
 devices = gpus if real else ["cpu", "cpu", "cpu"]
+Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Blocks(nn.Module):
@@ -42,8 +44,11 @@ def data_parallel_by_hand(model: nn.Module, batch: torch.Tensor) -> torch.Tensor
     replicas = [{name: p.clone() for name, p in model.named_parameters()} for _ in chunks]
     # A module each: functional_call() puts the copies into it for the time of the call.
     modules = [copy.deepcopy(model) for _ in chunks]
+
+    def call(module: nn.Module, replica: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return functional_call(module, replica, (x,))
+
     with ThreadPoolExecutor(len(devices)) as threads:  # parallel_apply: threads share the GIL
-        call = lambda module, replica, x: functional_call(module, replica, (x,))  # noqa: E731
         outputs = list(threads.map(call, modules, replicas, chunks))
     return torch.cat(outputs)  # gather
 
@@ -62,7 +67,7 @@ if real:
     model, batch = model.to(devices[0]), batch.to(devices[0])
 
 
-def gradients_of(forward: object) -> tuple[torch.Tensor, torch.Tensor]:
+def gradients_of(forward: Forward) -> tuple[torch.Tensor, torch.Tensor]:
     """Output, and the gradients that end up in the one model."""
     model.zero_grad()
     output = forward(batch)

@@ -20,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one for each process here
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+if gpu:
+    torch.cuda.set_device(device)
 dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
 CAP = 20_000  # bytes; DDP's default is 25 MiB after a first bucket of 1 MiB
 Map = list[list[str]]

@@ -14,6 +14,8 @@ import torch.distributed as dist
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one for each process here
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+if gpu:
+    torch.cuda.set_device(device)
 # Blocks until all `world` processes have come to MASTER_ADDR:MASTER_PORT.
 dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
 assert world >= 2, "a message needs two processes: --nproc 2"

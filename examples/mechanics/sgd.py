@@ -27,6 +27,8 @@ args = parser.parse_args()
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one for each process here
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+if gpu:
+    torch.cuda.set_device(device)
 dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
 
 # Points in 32 dimensions, of a class each: the same on every rank, by the seed.

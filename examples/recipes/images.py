@@ -4,7 +4,8 @@
 
 The folder is DATA/{train,val}/CLASS/NAME.ppm, one folder per class. Where there is none, the script
 makes one, of drawings in ten classes. Files are read with numpy alone; for JPEG put torchvision's
-ImageFolder in the place of Folder, and leave the rest.
+ImageFolder in the place of Folder, and leave the rest. Lines that use `ddp` or `run` are ddpjob's,
+the rest is PyTorch.
 """
 
 import argparse

@@ -92,17 +92,22 @@ def test_a_checkpoint_by_hand_is_gone_on_from(tmp_path: Path) -> None:
 
 def test_whatever_is_killed_the_weights_are_the_same(tmp_path: Path) -> None:
     """As docs/ladder.md has the reader do it: chaos kills, and compares with an undisturbed run."""
-    report = tmp_path / "report.json"
+    report, kept = tmp_path / "report.json", tmp_path / "kept"
     chaos = (sys.executable, "-m", "ddpjob_trainer", "chaos", "--nproc", "3", "--kills", "2")
-    finish(*chaos, "--every", "10", "--seed", "3", "--json", str(report), FAULTS, *EPOCHS)
+    where = ("--json", str(report), "--keep", str(kept))
+    out = finish(*chaos, "--every", "10", "--seed", "3", *where, FAULTS, *EPOCHS)
     result = json.loads(report.read_text())
     assert result["identical"]
     assert any(kill["how"] in ("in place", "new launch") for kill in result["kills"])
+    for run in ("undisturbed", "disturbed"):  # it names the weights as the script does
+        [shown] = re.findall(rf"^{run}: .* weights (\w{{64}})$", out, re.MULTILINE)
+        assert f"weights_sha256={shown}\n" in (kept / run / "log").read_text()
 
 
 def test_the_script_of_step_3_runs_alone_too() -> None:
     out = finish(sys.executable, FAULTS)
     assert "step 240/240 loss" in out
+    assert "Warning" not in out
     assert float(value("test_accuracy", out)) > 0.95
 
 
@@ -167,6 +172,18 @@ def test_a_file_of_tokens(tmp_path: Path) -> None:
     block = 12 * width * width + 13 * width
     parameters = layers * block + (words_known + context) * width + 2 * width
     assert value("parameters", out) == str(parameters)
+
+
+@pytest.mark.parametrize("count", [2, 300, 301, 601, 899])
+def test_every_sequence_is_trained_on_or_held_out(tmp_path: Path, count: int) -> None:
+    """And none is both: the loss at the end is of text that the model has not seen."""
+    file = tmp_path / "tokens.bin"
+    file.write_bytes(struct.pack(f"<{4 * count}H", *range(4 * count)))
+    sequences = gpt_module("corpus").Sequences
+    trained, held_out = (sequences(3, file, 0, held_out=held) for held in (False, True))
+    firsts = [int(some[i][0]) for some in (trained, held_out) for i in range(len(some))]
+    assert sorted(firsts) == [4 * number for number in range(count)]
+    assert len(held_out) == -(-count // 300)
 
 
 def test_gpt2_has_its_124_million_parameters() -> None:

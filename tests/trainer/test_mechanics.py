@@ -9,6 +9,13 @@ import pytest
 from support.scripts import TORCHRUN, numbers, show
 
 
+def test_spawn_does_what_a_launcher_does() -> None:
+    out = show("mechanics/spawn.py", "--nproc", "3", nproc=0)
+    found = [numbers(rf"rank {rank} is process", out) for rank in range(3)]
+    assert len({pid for pid, *_ in found}) == 3
+    assert numbers("all_reduce over 3 processes:", out) == [6]
+
+
 def test_send_and_recv() -> None:
     out = show("mechanics/send_recv.py", nproc=3, launcher=TORCHRUN[:-1])
     assert numbers("blocking: the sum that came round is", out) == [3]
@@ -29,6 +36,8 @@ def test_collectives() -> None:
         "scatter": [0, 0, 0, 1, 2],
         "gather": [1, 10, 2, 20, 3, 30, 0],
         "all_gather": [1, 10, 2, 20, 3, 30],
+        "reduce_scatter": [0, 6, 60, 1],
+        "all_to_all": [0, 0, 1, 2, 0, 10, 20],
         "all_reduce, group": [4, 40, 0, 2],
     }
     assert {name: numbers(f"{name} +(?=rank|\\[)", out) for name in expected} == expected

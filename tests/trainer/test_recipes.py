@@ -7,18 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.scripts import EXAMPLES, numbers, show
-
-
-@pytest.mark.parametrize("folder", ["mechanics", "recipes"])
-def test_each_example_says_how_to_run_it_and_is_in_the_index(folder: str) -> None:
-    index = (EXAMPLES.parent / "docs/examples.md").read_text()
-    files = sorted((EXAMPLES / folder).glob("*.py"))
-    assert len(files) > 5
-    for file in files:
-        about = file.read_text().split('"""')[1]
-        assert re.search(rf"^    .*{file.name}", about, re.MULTILINE), file
-        assert f"examples/{folder}/{file.name}" in index, file
+from support.scripts import numbers, show
 
 
 def test_bf16_computes_in_16_bits_and_keeps_32() -> None:

@@ -59,9 +59,11 @@ def bare(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
 
 
 FACTS = r"""
-import gc, json, pickle, threading
+import atexit, gc, json, pickle, threading
 class Thing:
     pass
+# What is frozen at Python's end is never collected, and bindings tell of it as leaks.
+atexit.register(lambda: print(f"frozen: {gc.get_freeze_count()}", file=sys.stderr))
 facts = {
     "argv": sys.argv, "path": sys.path, "file": __file__, "name": __name__,
     "spec": getattr(__spec__, "name", None),
@@ -107,6 +109,7 @@ def test_a_script_in_a_spare_sees_what_it_sees_in_a_fresh_interpreter(bare, tmp_
     code, out, err = bare('"""Says what it is."""\n' + BARE + FACTS + ENDS, *words)
     assert code == 1
     assert out == "out of round 0out of round 1", err
+    assert err.count("frozen: 0") == 2, err
     fresh, spare = (json.loads((tmp_path / f"facts-{r}").read_text()) for r in (0, 1))
     assert spare == fresh
     same_tracebacks(err)

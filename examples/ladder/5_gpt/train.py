@@ -4,7 +4,8 @@
     ddpjob-trainer run --nproc 8 train.py --size 124m --compile --data tokens.bin      # 8 GPUs
 
 tokens.bin: token ids as little-endian uint16, one after another, as nanoGPT and llm.c write them
-(a file of llm.c begins with 1024 bytes of its own: --skip 1024).
+(a file of llm.c begins with 1024 bytes of its own: --skip 1024). What is written at the end is then
+token ids. Lines that use `ddp` or `run` are ddpjob's, the rest is PyTorch.
 """
 
 import argparse
@@ -60,7 +61,8 @@ run = ddp.start(
 if torch.cuda.is_available():
     torch.set_float32_matmul_precision("high")
 
-sequences = Sequences(args.context, args.data, args.skip)
+sequences = Sequences(args.context, args.data, args.skip, held_out=False)
+held_out = Sequences(args.context, args.data, args.skip, held_out=True)
 if run.sum(sequences.checksum()) != run.world_size * sequences.checksum():
     raise SystemExit("the ranks read different texts: give all of them the same image, or --data")
 
@@ -102,7 +104,7 @@ for step in run.steps(sequences):
     if run.is_main and gpu and (told := speed.after_step()):
         print(f"step {run.finished_steps}: {told}", flush=True)
 
-some = Subset(sequences, range(0, len(sequences), max(1, len(sequences) // 256)))
+some = Subset(held_out, range(0, len(held_out), 1 + len(held_out) // 512))  # at most 512
 batch = args.global_batch // args.micro_batches // run.world_size
 loss = run.evaluate(some, lambda model, ids: model(ids), batch_size=batch, reduce="mean")
 if run.is_main:

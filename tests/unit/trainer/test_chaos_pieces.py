@@ -178,6 +178,17 @@ def test_any_part_that_differs_is_named(tmp_path: Path, part: str) -> None:
     assert compare.sha256(calm.stories) != compare.sha256(wild.stories)
 
 
+def test_weights_are_shown_as_the_script_knows_them_and_compared_by_their_parts(
+    tmp_path: Path,
+) -> None:
+    calm = run_of(tmp_path / "a", end={**END, "weights": "ee"})
+    assert compare.weights(calm.stories) == "ee"
+    # Of rank 1 they hold buffers that rank 0's overwrite before they are used.
+    wild = run_of(tmp_path / "b", end={**END, "weights": "other"})
+    assert compare.differences(calm.stories, wild.stories) == []
+    assert compare.sha256(calm.stories) == compare.sha256(wild.stories)
+
+
 def test_only_rank_0s_buffers_count(tmp_path: Path) -> None:
     calm, wild = run_of(tmp_path / "a"), run_of(tmp_path / "b", end={**END, "buffers": "other"})
     assert compare.differences(calm.stories, wild.stories) == ["rank 0: buffers differ"]

@@ -12,8 +12,12 @@ _SHOWN = 8
 
 
 def _parts(rank: int, hashes: dict[str, str]) -> dict[str, str]:
-    """DDP overwrites every other rank's buffers with rank 0's before it uses them."""
-    return {name: value for name, value in hashes.items() if rank == 0 or name != "buffers"}
+    """DDP overwrites every other rank's buffers with rank 0's before it uses them.
+
+    "weights" are parameters and buffers in one hash: to be shown.
+    """
+    left_out = {"weights"} if rank == 0 else {"weights", "buffers"}
+    return {name: value for name, value in hashes.items() if name not in left_out}
 
 
 def differences(calm: Sequence[RankStory], wild: Sequence[RankStory]) -> list[str]:
@@ -61,6 +65,6 @@ def sha256(stories: Sequence[RankStory]) -> str:
 
 
 def weights(stories: Sequence[RankStory]) -> str:
-    """Hash of rank 0's parameters at the end, "none" when it never came there."""
+    """What run.weights_sha256() told rank 0 at the end; "none" when it never came there."""
     ends = stories[0].hashes
-    return ends[-1].get("parameters", "none") if ends else "none"
+    return ends[-1].get("weights", "none") if ends else "none"

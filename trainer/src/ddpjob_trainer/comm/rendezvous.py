@@ -34,6 +34,8 @@ _LONGEST_PAUSE_SECONDS = 0.5
 _IDENTITY_KEY = "ddpjob/identity"
 _NOT_READY = "rank 0 is not ready yet"
 _FINE = "1"
+#: Torch 2.13 has it under the private name only, 2.15 warns of that one.
+_set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 
 
 class _Waiting:
@@ -269,7 +271,7 @@ def join(env: WorkerEnvironment, started: float, device: torch.device) -> World:
         if backend != "gloo":
             control = dist.new_group(backend="gloo", timeout=connecting)
         assert control is not None
-        distributed_c10d._set_pg_timeout(timeout, control)
+        _set_timeout(timeout, control)
         store.set_timeout(timeout)
     world = World(env.rank, env.world_size, env.local_rank, device, env.identity, control, store)
     holds_group(world, "control", "store")

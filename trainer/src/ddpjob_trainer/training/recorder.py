@@ -19,7 +19,7 @@ import torch
 
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.failpoints import GATE, GATE_BYTES
-from ddpjob_trainer.snapshot.training_state import TrainingState, flat_sha256
+from ddpjob_trainer.snapshot.training_state import TrainingState, flat_sha256, weights_sha256
 from ddpjob_trainer.state import rng
 from ddpjob_trainer.state.codec import flatten
 
@@ -84,4 +84,5 @@ class Recorder:
             "generators": rng.capture(),
         }
         parts |= {f"registered {n}": obj.state_dict() for n, obj in state.registered.items()}
-        self._line("end", hashes={n: flat_sha256(flatten(part)) for n, part in parts.items()})
+        hashes = {name: flat_sha256(flatten(part)) for name, part in parts.items()}
+        self._line("end", hashes=hashes | {"weights": weights_sha256(module)})

@@ -334,6 +334,8 @@ def main() -> None:
     except BaseException as error:
         _report(error)
         sys.exit(1)
+    finally:
+        gc.unfreeze()  # else what Python's end collects stays: triton would tell of each as a leak
 
 
 def _freeze() -> None:
