@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from support.cluster import ROOT
 from support.manifest import example, examples
@@ -31,13 +34,25 @@ def job(file: str) -> dict[str, Any]:
     return found
 
 
-def initialised() -> list[dict[str, Any]]:
+#: A package with a folder that has a space, a file of bytes, and an import of a sibling.
+PACKAGE = {
+    "own/__init__.py": b"",
+    "own/train.py": b"""
+import os, pathlib
+from . import sibling
+data = pathlib.Path(__file__).with_name("data files").joinpath("\xc3\xa4.bin").read_bytes()
+print(f"rank {os.environ['RANK']} has {sibling.NAME} and {len(data)} bytes")
+""",
+    "own/sibling.py": b"NAME = 'a sibling'\n",
+    "own/data files/\u00e4.bin": b"\xff\x00\xfe",
+}
+
+
+def initialised(here: Path, *words: str) -> list[dict[str, Any]]:
     """What `ddpjob-trainer init` makes of a script that no image holds."""
-    script = ROOT / "examples" / "ladder" / "3_faults.py"
-    command = [sys.executable, "-m", "ddpjob_trainer", "init", str(script)]
-    command += ["--name", "own-script", "--replicas", "2", "--claim", "1Gi", "--", "--epochs", "2"]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=True,
+        [sys.executable, "-m", "ddpjob_trainer", "init", "--replicas", "2", *words],
+        capture_output=True, text=True, check=True, cwd=here,
         env={**os.environ, "PYTHONPATH": str(ROOT / "trainer" / "src")},
     )  # fmt: skip
     objects = list(yaml.safe_load_all(done.stdout))
@@ -48,7 +63,7 @@ def initialised() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def applied(site: Site) -> Iterator[None]:
+def applied(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     for file in HERE:
         objects = example(file)
         for body in objects:
@@ -56,9 +71,16 @@ def applied(site: Site) -> Iterator[None]:
                 (container,) = body["spec"]["template"]["spec"]["containers"]
                 container["command"] += SHORTER.get(file, [])
         site.apply(*objects)
-    site.apply(*initialised())
+    script = ("3_faults.py", "--name", "own-script", "--claim", "1Gi", "--", "--epochs", "2")
+    site.apply(*initialised(ROOT / "examples" / "ladder", *script))
+    here = tmp_path_factory.mktemp("package")
+    for name, content in PACKAGE.items():
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_bytes(content)
+    site.apply(*initialised(here, "-m", "own.train", "--snapshots", "own-script-snapshots"))
     yield
-    for name in (*(job(file)["metadata"]["name"] for file in HERE), "own-script"):
+    names = [job(file)["metadata"]["name"] for file in HERE]
+    for name in (*names, "own-script", "own-train"):
         site.delete(name)
 
 
@@ -100,3 +122,30 @@ def test_a_script_that_no_image_holds_runs_from_what_init_prints(site: Site) -> 
     status = site.wait_phase("own-script", "Succeeded", timeout=540)
     assert status["replicas"]["succeeded"] == 2
     assert 0 < float(site.result("own-script")["test_accuracy"]) < 1
+
+
+@pytest.mark.usefixtures("applied")
+def test_a_package_runs_with_its_folders_and_files(site: Site) -> None:
+    site.wait_phase("own-train", "Succeeded", timeout=540)
+    for rank in (0, 1):
+        log = site.kubectl("logs", f"own-train-{rank}", check=True).stdout
+        assert f"rank {rank} has a sibling and 3 bytes" in log
+
+
+@pytest.mark.usefixtures("applied")
+def test_the_weights_can_be_had_when_all_pods_are_done(site: Site, tmp_path: Path) -> None:
+    """As docs/your-script.md says."""
+    site.wait_phase("own-script", "Succeeded", timeout=540)
+    page = (ROOT / "docs" / "your-script.md").read_text()
+    section = page.partition("\n## The weights\n")[2].partition("\n## ")[0]
+    shown, commands = re.findall(r"^```(?:yaml)?\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    (pod,) = yaml.safe_load_all(shown.replace("train-snapshots", "own-script-snapshots"))
+    site.apply(pod)
+    lines = commands.replace("/snapshots/train", "/snapshots/own-script").strip().splitlines()
+    wait, ls, export, copy, delete = (line.split()[1:] for line in lines[1:])
+    for words in (wait, ls, export):
+        site.kubectl(*words, check=True)
+    there = tmp_path / "model.safetensors"
+    site.kubectl(*copy[:-1], str(there), check=True)
+    assert load_file(there), "no weights"
+    site.kubectl(*delete, check=True)

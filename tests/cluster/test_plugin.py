@@ -67,7 +67,7 @@ def test_logs_are_of_all_replicas_or_of_one(site: Site, plugin: Plugin) -> None:
 
 
 def test_snapshots_are_listed_in_a_pod(site: Site, plugin: Plugin) -> None:
-    head, *rows = plugin.says("snapshots", NAME).splitlines()
+    head, *rows = plugin.says("snapshots", "ls", NAME).splitlines()
     assert head.split()[:4] == ["DIRECTORY", "ATTEMPT", "ROUND", "STEP"]
     assert rows
     assert all(int(row.split()[3]) % 10 == 0 for row in rows)

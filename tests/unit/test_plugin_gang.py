@@ -9,8 +9,9 @@ import pytest
 
 from ddpjob_trainer import contract
 from ddpjob_trainer.telemetry import metric_names
-from kubectl_ddp import gang
-from kubectl_ddp.commands import events, status
+from kubectl_ddp import cli, gang
+from kubectl_ddp.commands import events, snapshots, status
+from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import Job, Member, Told
 
 NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
@@ -62,6 +63,33 @@ FAILURE = {
     "reason": "ExitCode1", "exitCode": 1, "message": "ValueError: boom\nline",
     "detectedAt": at(199.5).replace("Z", ".5Z"),
 }  # fmt: skip
+
+
+def test_a_replica_that_is_not_there_is_refused() -> None:
+    assert gang.chosen(job(), None) == {0, 1}
+    assert gang.chosen(job(), 1) == {1}
+    for replica in (-1, 2):
+        with pytest.raises(Failure, match=f"--replica {replica}: d has 0 to 1"):
+            gang.chosen(job(), replica)
+
+
+def test_all_jobs_or_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["status", "-A", "d"]) == 1
+    assert "-A lists all jobs: leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["d"], ["ls", "d"]])
+def test_snapshots_are_listed_with_the_verb_and_without(words: list[str]) -> None:
+    assert cli.parser().parse_args(["snapshots", *words]).job == "d"
+
+
+def test_of_a_job_that_has_ended_nothing_is_expected_any_more() -> None:
+    for phase, expected in (("Starting", True), ("Succeeded", False), ("Failed", False)):
+        found = job(phase=phase)
+        lines = "\n".join(status.head_lines(found, {}, NOW))
+        assert ("not started yet" in lines) == expected
+        found.obj["spec"]["snapshot"] = {"path": "/s", "volume": {}}
+        assert ("resume it, or" in snapshots._without_pods(found)) == expected
 
 
 class TestPages:

@@ -104,6 +104,15 @@ WORDS = {
         'E1123 18:59:33.625    1184 memcache.go:265] "Unhandled Error" err="refused"\n'
         "The connection to the server 127.0.0.1:1 was refused - did you specify the right host?\n"
     ): "kubectl: The connection to the server 127.0.0.1:1 was refused",
+    (
+        'Error: invalid argument "abc" for "--since" flag: time: invalid duration "abc"\n'
+        "See 'kubectl logs --help' for usage.\n"
+    ): 'kubectl: Error: invalid argument "abc"',
+    (
+        "ddpjob-trainer: /snapshots/a is no directory; give another\n"
+        "command terminated with exit code 1\n"
+    ): "kubectl: ddpjob-trainer: /snapshots/a is no directory",
+    "command terminated with exit code 1\n": "kubectl: command terminated with exit code 1",
     "": "kubectl failed without a word",
 }
 

@@ -76,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
         snapshots.run,
         epilog="Needs the right to create pods/exec, and an image with ddpjob-trainer.",
     )
+    one.add_argument("verb", nargs="?", choices=["ls"], metavar="ls", help="what it does anyway")
     _job(one)
     return top
 

@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import Any
 
 from kubectl_ddp import podproxy
+from kubectl_ddp.failure import Failure
 from kubectl_ddp.kubectl import DDPJOBS, Kubectl, Object
 from kubectl_ddp.podproxy import Page
 
@@ -191,6 +192,15 @@ class Told:
 def find_job(kubectl: Kubectl, name: str) -> Job:
     """Read one; raises Failure."""
     return Job(kubectl.get(DDPJOBS, name))
+
+
+def chosen(job: Job, replica: int | None) -> set[int]:
+    """Replicas that --replica asks for; raises Failure."""
+    if replica is None:
+        return set(range(job.replicas))
+    if not 0 <= replica < job.replicas:
+        raise Failure(f"--replica {replica}: {job.name} has 0 to {job.replicas - 1}")
+    return {replica}
 
 
 def find_members(kubectl: Kubectl, job: Job) -> dict[int, Member]:

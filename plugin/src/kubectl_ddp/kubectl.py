@@ -20,6 +20,7 @@ _FORBIDDEN = re.compile(
     r'cannot (?P<verb>\w+) resource "(?P<resource>[^"]+)" in API group "(?P<group>[^"]*)"'
     r'(?: in the namespace "(?P<namespace>[^"]+)")?'
 )
+_NOTHING_NEW = re.compile(r"See 'kubectl|command terminated with exit code")
 _NO_JOB = re.compile(rf'{re.escape(DDPJOBS)} "(?P<name>[^"]+)" not found')
 
 
@@ -77,8 +78,10 @@ def explained(said: str) -> str:
         return refusal
     if missing := _NO_JOB.search(said):
         return f'no DDPJob "{missing["name"]}" here: `kubectl ddp status -A` shows them all'
-    lines = [line for line in said.splitlines() if line.strip()]  # first those of its libraries
-    return f"kubectl: {lines[-1].strip()}" if lines else "kubectl failed without a word"
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    # First come those of its libraries, last what is true of every error.
+    telling = [line for line in lines if not _NOTHING_NEW.match(line)] or lines
+    return f"kubectl: {telling[-1]}" if telling else "kubectl failed without a word"
 
 
 def forbidden(said: str) -> str:

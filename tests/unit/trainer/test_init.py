@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import re
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,62 @@ def test_a_script_of_an_image_needs_no_config_map(capsys: pytest.CaptureFixture[
     jsonschema.Draft202012Validator(crd_schema()).validate(found["DDPJob"])
 
 
+def placed(objects: dict[str, dict[str, Any]]) -> dict[str, bytes]:
+    """What the pods find below /workspace/job."""
+    (volume,) = objects["DDPJob"]["spec"]["template"]["spec"]["volumes"]
+    held = {key: text.encode() for key, text in objects["ConfigMap"].get("data", {}).items()}
+    binary = objects["ConfigMap"].get("binaryData", {})
+    held |= {key: base64.b64decode(text) for key, text in binary.items()}
+    assert all(re.fullmatch(r"[-._a-zA-Z0-9]+", key) for key in held)
+    items = volume["configMap"].get("items")
+    return {one["path"]: held[one["key"]] for one in items} if items else held
+
+
+def test_files_lie_in_the_pods_as_they_do_here(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flattened, `from models.net import make` would find nothing there."""
+    here = script.parent
+    expected = {
+        script.name: SCRIPT.encode(),
+        "models/__init__.py": b"",
+        "models/net.py": b"n = 1\n",
+        "models/data/net.py": b"n = 2\n",
+        "models.net.py": b"n = 3\n",
+        "sub folder/Wörter.txt": "ä\r\n".encode(),
+        "weights.npy": b"\x93NUMPY\xff\x00",
+    }
+    for name, content in {**expected, ".git/x": b"", "models/__pycache__/net.pyc": b"\xff"}.items():
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_bytes(content)
+    (here.parent / "shared.txt").write_text("s")
+    found = manifest(capsys, script, here, here / "models", here.parent / "shared.txt")
+    assert placed(found) == {**expected, "shared.txt": b"s"}
+    assert trainer(found)["command"][-1] == f"/workspace/job/{script.name}"
+    jsonschema.Draft202012Validator(crd_schema()).validate(found["DDPJob"])
+    monkeypatch.chdir(here)
+    found = manifest(capsys, "-m", "models.net", "--", "--lr", "1")
+    assert placed(found) == {k: v for k, v in expected.items() if k.startswith("models/")}
+    assert trainer(found)["command"][2:] == ["-m", "models.net", "--lr", "1"]
+    assert trainer(found)["workingDir"] == "/workspace/job"
+    assert found["DDPJob"]["metadata"]["name"] == "models-net"
+    found = manifest(capsys, "-m", "models.net", "--image", "r/mine:1")
+    assert placed(found), "what is here travels"
+    found = manifest(capsys, "-m", "theirs.train", "--image", "r/mine:1")
+    assert found.keys() == {"DDPJob"}
+    assert "workingDir" not in trainer(found)
+
+
+def test_an_executable_can_be_executed(
+    script: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (script.parent / "train").write_text("#!/bin/sh\n")
+    for path, mode in ((script, None), (script.parent / "train", 0o755)):
+        found = manifest(capsys, path)
+        (volume,) = found["DDPJob"]["spec"]["template"]["spec"]["volumes"]
+        assert volume["configMap"].get("defaultMode") == mode
+
+
 @pytest.mark.parametrize("name", ["null", "yes", "on", "n", "true", "1.0", "007", "0x10"])
 def test_names_stay_strings(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     (tmp_path / name).write_text("x\n")
@@ -124,30 +182,42 @@ def test_awkward_text_reads_back_as_it_was(text: str) -> None:
     [
         (["nowhere.py"], "nowhere.py: no such file here"),
         (["nowhere.py", "--image", "i"], "nowhere.py: no such file here"),
-        (["/app/train.py"], "with --image"),
+        (["/app/train.py"], "name the --image"),
+        (["FOLDER"], "no such file here"),
+        (["-m", "no.such"], "no.py: no such file here: change to its folder"),
+        (["-m", "1x", "--name", "a"], "1x: not the name of a module"),
         (["/app/train.py", "b.py", "--image", "i"], "b.py: files travel"),
-        (["SCRIPT", "--name", "Bad"], "--name 'Bad'"),
+        (["SCRIPT", "--name", "Bad"], "--name: 'Bad' must be"),
         (["SCRIPT", "--name", "x" * 54], "53 at most"),
         (["SCRIPT", "--snapshots", "a: b"], "--snapshots 'a: b'"),
-        (["SCRIPT", "DOTS"], "letters, digits"),
+        (["SCRIPT", "DOTS"], "may not begin with '..'"),
+        (["SCRIPT", "--claim", "10GB"], "--claim '10GB': must be a size, such as 10Gi"),
+        (["SCRIPT", "--image", ""], "--image: must name an image"),
+        (["SCRIPT", "--replicas", "10001"], "--replicas 10001: at least 1, at most 10000"),
         (["SCRIPT", "--replicas", "0"], "--replicas 0: at least 1"),
         (["SCRIPT", "--every-steps", "0"], "--every-steps 0: at least 1"),
         (["SCRIPT", "--gpus", "-1"], "--gpus -1: at least 0"),
         (["SCRIPT", "--nproc", "0"], "--nproc 0: at least 1"),
-        (["SCRIPT", "SCRIPT"], "each name once"),
-        (["SCRIPT", "BINARY"], "only text files"),
-        (["SCRIPT", "MISSING"], "only text files"),
-        (["SCRIPT", "HUGE"], "a ConfigMap holds"),
+        (["SCRIPT", "TWIN"], "has this place in the pods already"),
+        (["SCRIPT", "MISSING"], "missing: no such file here"),
+        (["SCRIPT", "/dev/null"], "/dev/null: no such file here"),
+        (["SCRIPT", "HUGE"], "huge.txt: a ConfigMap holds"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(
-    script: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    script: Path,
+    words: list[str],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    (script.parent / "binary").write_bytes(b"\xff\xfe")
     (script.parent / "huge.txt").write_text("x" * 1_000_001)
-    names = {"SCRIPT": script, "BINARY": "binary", "MISSING": "missing", "HUGE": "huge.txt"}
-    names["DOTS"] = "..x"
+    names = {"SCRIPT": script, "MISSING": "missing", "HUGE": "huge.txt", "FOLDER": "folder"}
     (script.parent / "..x").write_text("")
+    (script.parent / "folder").mkdir()
+    twin = tmp_path_factory.mktemp("elsewhere") / script.name
+    twin.write_text("")
+    names |= {"DOTS": "..x", "TWIN": str(twin)}
     found = [str(script.parent / names[w]) if w in names else w for w in words]
     assert cli.main(["init", *found]) == 64
     assert says in capsys.readouterr().err

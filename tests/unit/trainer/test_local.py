@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.core import classify, observe, render, spec
+from ddpjob_operator.core import classify, observe, packed, render, spec
 from ddpjob_operator.core.policy import restart
 from ddpjob_trainer import cli, contract, gpu_devices
 from ddpjob_trainer.errors import ConfigError
@@ -18,7 +19,7 @@ from ddpjob_trainer.local import job as local_job
 from ddpjob_trainer.local import restarts
 from ddpjob_trainer.local.command import alone
 from ddpjob_trainer.local.job import Job, expand
-from ddpjob_trainer.local.manifest import DEFAULTS, read
+from ddpjob_trainer.local.manifest import DEFAULTS, GPUS, read
 from support.manifest import EXAMPLES, changed, ddpjob, examples
 from support.world import crd_schema, job_object
 
@@ -206,6 +207,7 @@ def test_options_and_what_is_left_out(tmp_path: Path) -> None:
     text = body(
         tmp_path,
         spec__suspend=True,
+        spec__restart={"maxRestart": 0, "backoff": {"maxSecond": 1}},
         spec__template__spec__nodeSelector={"gpu": "yes"},
         **{
             f"{TRAINER}.resources": {"limits": {"nvidia.com/gpu": "2"}},
@@ -220,6 +222,8 @@ def test_options_and_what_is_left_out(tmp_path: Path) -> None:
     first, second = job.notes
     for name in ("container sidecar", "nodeSelector", "spec.suspend", "resources", "image"):
         assert name in first
+    assert "spec.restart.backoff.maxSecond, spec.restart.maxRestart, " in first
+    assert "spec.restart.backoff," not in first
     assert "--map /data=DIR" in second
     fewer = plan(text, tmp_path, replicas=1, nproc=1)
     assert fewer.environment(1, 0, range(3))["WORLD_SIZE"] == "1"
@@ -240,7 +244,12 @@ def test_options_and_what_is_left_out(tmp_path: Path) -> None:
         ({"spec.snapshot": {}}, "spec.snapshot.path"),
         ({"spec.restart": {"rules": [{}]}}, "spec.restart.rules: each needs an action"),
         ({"spec.restart": {"rules": [{"action": "Frail"}]}}, "rules: each needs an action"),
-        ({"spec.restart": {"rules": [{"action": "Fail", "exitCodes": 3}]}}, "must be lists"),
+        ({"spec.restart": {"rules": [{"action": "Fail", "exitCodes": 3}]}}, "3 must be a list"),
+        ({"spec.restart": {"rules": [{"action": "Fail", "exitCodes": ["3"]}]}}, "list of numbers"),
+        (
+            {"spec.restart": {"maxRestarts": -1}},
+            "maxRestarts: -1 must be a whole number, 0 or more",
+        ),
         ({"spec.restart": {"rules": ["Fail"]}}, "restart.rules: 'Fail' must be an object"),
         ({"spec.restart": 3}, "restart: 3 must be an object"),
         ({"spec.snapshot": "x"}, "snapshot: 'x' must be an object"),
@@ -259,8 +268,31 @@ def test_options_and_what_is_left_out(tmp_path: Path) -> None:
             },
             r"items: path '../../x' must stay in the folder",
         ),
-        ({"metadata": {}}, "metadata.name"),
-        ({"kind": "Job"}, "0 objects of kind DDPJob"),
+        (
+            {
+                f"{TRAINER}.volumeMounts": [{"name": "files", "mountPath": "/app"}],
+                "spec.template.spec.volumes": [
+                    {
+                        "name": "files",
+                        "configMap": {"name": "m", "items": [{"key": "y", "path": "y"}]},
+                    }
+                ],
+            },
+            r"items: key 'y': the ConfigMap has no such one",
+        ),
+        (
+            {
+                f"{TRAINER}.command": ["/app/x"],
+                f"{TRAINER}.volumeMounts": [{"name": "files", "mountPath": "/app"}],
+                "spec.template.spec.volumes": [{"name": "files", "configMap": {"name": "m"}}],
+            },
+            r"command: .*x: may not be executed: chmod \+x, or in a ConfigMap defaultMode",
+        ),
+        ({f"{TRAINER}.env": [{"value": "x"}]}, "env: name: None must be a string"),
+        ({"metadata": {}}, "metadata.name: '' must be"),
+        ({"metadata": {"name": "../x"}}, "metadata.name: '../x' must be"),
+        ({"kind": "Job"}, "0 objects of kind DDPJob in the file, which has ConfigMap, Job"),
+        ({"apiVersion": "ddpjob.dev/v1beta1"}, "apiVersion: 'ddpjob.dev/v1beta1' must be"),
     ],
 )
 def test_refusals_name_field_and_cure(
@@ -268,6 +300,51 @@ def test_refusals_name_field_and_cure(
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
         plan(with_map(body(tmp_path, **changes)), tmp_path, folders={})
+
+
+def test_a_variable_is_what_the_pod_or_the_files_config_map_says(tmp_path: Path) -> None:
+    at = "valueFrom"
+    env: list[dict[str, Any]] = [
+        {"name": "POD", at: {"fieldRef": {"fieldPath": "metadata.name"}}},
+        {"name": "IP", at: {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": "X", at: {"configMapKeyRef": {"name": "m", "key": "x"}}},
+        {"name": "NONE", at: {"secretKeyRef": {"name": "s", "key": "k", "optional": True}}},
+        {"name": "HF_TOKEN", at: {"configMapKeyRef": {"name": "m", "key": "x"}}},
+    ]
+    job = plan(with_map(body(tmp_path, **{f"{TRAINER}.env": env})), tmp_path)
+    found = job.environment(1, 2, range(job.ports()))
+    assert {n: found.get(n) for n in ("POD", "IP", "X", "NONE", "HF_TOKEN")} == {
+        "POD": f"{job.manifest.name}-2", "IP": "127.0.0.1", "X": "1", "NONE": None,
+        "HF_TOKEN": "s$e",  # what is exported comes first
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [{"defaultMode": 0o755}, {"items": [{"mode": 0o500}]}])
+def test_a_file_of_a_config_map_may_be_executed_where_its_mode_says_so(
+    mode: dict[str, Any], tmp_path: Path
+) -> None:
+    for item in mode.get("items", []):
+        item |= {"key": "x", "path": "bin/x"}
+    text = body(
+        tmp_path,
+        **{
+            f"{TRAINER}.command": ["/app/bin/x" if "items" in mode else "/app/x"],
+            f"{TRAINER}.volumeMounts": [{"name": "files", "mountPath": "/app"}],
+            "spec.template.spec.volumes": [{"name": "files", "configMap": {"name": "m", **mode}}],
+        },
+    )
+    job = plan(with_map(text), tmp_path)
+    job.write()
+    assert os.access(job.command(job.variables(1, 0, range(5)))[0], os.X_OK)
+
+
+def test_the_devices_that_the_operator_counts() -> None:
+    assert packed.GPUS == GPUS
+
+
+@pytest.mark.parametrize("meta", [{"generateName": "a-"}, {"name": "a"}, {"name": "x" * 61}])
+def test_names_that_the_api_server_takes(meta: dict[str, Any], tmp_path: Path) -> None:
+    assert read(body(tmp_path, metadata=meta)).name == meta.get("name", "a")
 
 
 def with_map(job: str, key: str = "x") -> str:
@@ -301,6 +378,7 @@ def test_refusals_of_what_kubectl_refuses(written: str, complaint: str) -> None:
     [
         (["no-such.yaml"], "no-such.yaml"),
         (["{file}"], "neither YAML nor JSON"),
+        (["{bytes}"], "bytes: neither YAML nor JSON, but other bytes"),
         (["{file}", "--map", "x=."], "--map x=.: must be"),
         (["{file}", "--map", "/=."], "--map /=.: must be"),
         (["{file}", "--map", "/x=/no/such"], "--map /x=/no/such: must be"),
@@ -309,9 +387,11 @@ def test_refusals_of_what_kubectl_refuses(written: str, complaint: str) -> None:
 )
 def test_refusals_of_the_command(words, complaint, tmp_path, capsys) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "file").write_text("{a: [")
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    files = {name: tmp_path / name for name in ("file", "bytes")}
     if len(words) > 1:
         (tmp_path / "file").write_text(body(tmp_path))
-    assert cli.main(["local", *(word.format(file=tmp_path / "file") for word in words)]) == 64
+    assert cli.main(["local", *(word.format(**files) for word in words)]) == 64
     assert complaint in capsys.readouterr().err
 
 

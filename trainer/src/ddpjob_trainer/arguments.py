@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from numbers import Real
@@ -21,6 +22,7 @@ from ddpjob_trainer.errors import ConfigError
 GREATEST = 2**53
 #: More processes than any machine has a use for: a slip of the finger, not a wish.
 MOST_PROCESSES = 1024
+_JOB_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
 def whole(name: str, value: Any, *, least: int = 0, most: int = GREATEST) -> int:
@@ -166,6 +168,16 @@ class Arguments:
     def offered(cls) -> Iterator[Field[Any]]:
         """Those that a command line has."""
         return (one for one in fields(cls) if "help" in one.metadata)
+
+
+def job_name(what: str, given: object, *, most: int) -> str:
+    """A name that the API server takes for a DDPJob. Raises ConfigError, which names ``what``."""
+    if isinstance(given, str) and len(given) <= most and _JOB_NAME.fullmatch(given):
+        return given
+    raise ConfigError(
+        f"{what}: {given!r} must be lower-case letters, digits and '-', a letter first, {most} at"
+        " most"
+    )
 
 
 def _odd(name: str, value: Any, what: str) -> ConfigError:

@@ -8,13 +8,15 @@ those of the API server, told earlier.
 from __future__ import annotations
 
 import argparse
+import base64
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ddpjob_trainer import contract
+from ddpjob_trainer.arguments import job_name
 from ddpjob_trainer.errors import ConfigError
 
 IMAGE = "ddpjob/trainer:0.1.0"
@@ -22,18 +24,27 @@ IMAGE = "ddpjob/trainer:0.1.0"
 FOLDER = "/workspace/job"
 #: A ConfigMap holds 1 MiB, its other fields included.
 MOST_BYTES = 1_000_000
-_NAME = re.compile(r"[a-z]([-a-z0-9]{0,51}[a-z0-9])?")
 _KEY = re.compile(r"(?!\.\.)[-._a-zA-Z0-9]{1,253}")
+_NOT_IN_KEYS = re.compile(r"[^-._a-zA-Z0-9]")
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTPE]i|[kMGTPE])?")
+#: As the CRD has them.
+_BOUNDS = (
+    ("replicas", 1, 10_000), ("nproc", 1, 64), ("gpus", 0, 64), ("every_steps", 1, 10**9),
+)  # fmt: skip
 _CLAIM_NAME = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
 
 _DESCRIPTION = """\
 Print the manifest of a DDPJob that runs SCRIPT. A script that is on this machine travels in a
 ConfigMap with the other FILES, so the stock image will do; one that is not must be in --image.
+FILES are files and folders, and lie beside SCRIPT in the pods as they do here. What follows -- are
+the script's own arguments.
 """
 _EPILOG = """\
 examples:
   ddpjob-trainer init train.py | kubectl apply --server-side -f -
-  ddpjob-trainer init train.py model.py --replicas 4 --gpus 8 -- --lr 0.1 > job.yaml
+  ddpjob-trainer init train.py models vocab.txt --replicas 4 --gpus 8 -- --lr 0.1 > job.yaml
+  ddpjob-trainer init -m package.train > job.yaml            all of the folder package
   ddpjob-trainer init /app/train.py --image REGISTRY/mine:1 > job.yaml
 
 The claim of --snapshots must exist and offer ReadWriteMany; --claim 10Gi makes it, too.
@@ -52,6 +63,9 @@ def add(commands: Any) -> None:
     parser.add_argument("script", metavar="SCRIPT", help="what `ddpjob-trainer run` is to start")
     parser.add_argument(
         "files", metavar="FILES", nargs="*", type=Path, help="what else it reads or imports"
+    )
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="SCRIPT is a Python module, as in python -m"
     )
     parser.add_argument("--name", help="of the job (default: from the script's name)")
     parser.add_argument("--replicas", type=int, default=2, metavar="N", help="pods (2)")
@@ -79,39 +93,75 @@ def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 def render(args: argparse.Namespace, arguments: Sequence[str]) -> str:
     """The manifest as YAML. Raises ConfigError that names what is wrong and the cure."""
-    local = Path(args.script).is_file()
-    if not local and (args.image == IMAGE or not args.script.startswith("/")):
-        raise ConfigError(
-            f"{args.script}: no such file here; give one, or with --image an absolute path in it"
-        )
-    if not local and args.files:
-        raise ConfigError(f"{args.files[0]}: files travel with a script of this machine only")
-    name = args.name or re.sub(r"[^a-z0-9]+", "-", Path(args.script).stem.lower()).strip("-")
-    if not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"--name {name!r}: lower-case letters, digits and '-', a letter first, 53 at most"
-        )
+    stem = args.script if args.module else Path(args.script).stem
+    derived = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
+    name = job_name("--name", args.name or derived, most=53)
     if args.snapshots and not _CLAIM_NAME.fullmatch(args.snapshots):
         raise ConfigError(f"--snapshots {args.snapshots!r}: not a name of a claim")
-    for option, least in (("replicas", 1), ("every_steps", 1), ("gpus", 0), ("nproc", 1)):
+    if args.claim is not None and not _QUANTITY.fullmatch(args.claim):
+        raise ConfigError(f"--claim {args.claim!r}: must be a size, such as 10Gi")
+    if not args.image.strip():
+        raise ConfigError("--image: must name an image, such as REGISTRY/mine:1")
+    for option, least, most in _BOUNDS:
         value = getattr(args, option)
-        if value is not None and value < least:
-            raise ConfigError(f"--{option.replace('_', '-')} {value}: at least {least}")
-    files = [Path(args.script), *args.files] if local else []
-    return "---\n".join(_parts(args, name, files, arguments))
+        if value is not None and not least <= value <= most:
+            shown = f"--{option.replace('_', '-')} {value}"
+            raise ConfigError(f"{shown}: at least {least}" + f", at most {most}" * (value > most))
+    return "---\n".join(_parts(args, name, _files(args), arguments))
+
+
+def _files(args: argparse.Namespace) -> dict[str, Path]:
+    """What travels, by its path in the pods, the script first. Raises ConfigError."""
+    if args.module and not _MODULE.fullmatch(args.script):
+        raise ConfigError(f"{args.script}: not the name of a module, such as package.train")
+    path = Path(args.script.partition(".")[0] if args.module else args.script)
+    if args.module and not path.is_dir():
+        path = path.with_suffix(".py")
+    here = path.exists() if args.module else path.is_file()
+    if not here and (args.image == IMAGE or not (args.module or args.script.startswith("/"))):
+        cure = "change to its folder, or" if args.module else "give one, or an absolute path and"
+        raise ConfigError(f"{path}: no such file here: {cure} name the --image that it is in")
+    if not here and args.files:
+        raise ConfigError(f"{args.files[0]}: files travel with a script of this machine only")
+    root = path.parent.resolve()
+    found: dict[str, Path] = {}
+    for one in _expanded([path, *args.files] if here else []):
+        at = one.resolve()
+        inner = at.relative_to(root).as_posix() if at.is_relative_to(root) else one.name
+        if found.setdefault(inner, one).resolve() != at:
+            raise ConfigError(f"{one}: {found[inner]} has this place in the pods already")
+    return found
+
+
+def _expanded(paths: Sequence[Path]) -> Iterator[Path]:
+    """Folders as the files in them, but for what is hidden or made by Python."""
+    for path in paths:
+        if not path.is_dir():
+            yield path
+            continue
+        for one in sorted(path.rglob("*")):
+            inner = one.relative_to(path).parts
+            if (
+                one.is_file()
+                and "__pycache__" not in inner
+                and not any(part.startswith(".") for part in inner)
+            ):
+                yield one
 
 
 def _parts(
-    args: argparse.Namespace, name: str, files: Sequence[Path], arguments: Sequence[str]
+    args: argparse.Namespace, name: str, files: Mapping[str, Path], arguments: Sequence[str]
 ) -> Iterator[str]:
     claim = args.snapshots or f"{name}-snapshots"
     if args.claim:
         yield _CLAIM.format(claim=claim, size=_quoted(args.claim))
+    keys = _keys(files)
     if files:
-        yield _config_map(name, files)
-    script = f"{FOLDER}/{files[0].name}" if files else args.script
+        yield _config_map(name, files, keys)
+    at = f"{FOLDER}/{next(iter(files))}" if files else args.script
+    program = ("-m", args.script) if args.module else (at,)
     # Kubernetes would put variables in: $$ is a $ that stays.
-    words = [word.replace("$", "$$") for word in ("ddpjob-trainer", "run", script, *arguments)]
+    words = [word.replace("$", "$$") for word in ("ddpjob-trainer", "run", *program, *arguments)]
     yield _JOB.format(
         name=name,
         replicas=args.replicas,
@@ -120,30 +170,64 @@ def _parts(
         every=args.every_steps,
         image=_quoted(args.image),
         command=", ".join(map(_quoted, words)),
+        directory=_DIRECTORY if args.module and files else "",
         limits=_LIMITS.format(gpus=args.gpus) if args.gpus else "",
         mount=_MOUNT if files else "",
-        volume=_VOLUME.format(name=name) if files else "",
+        volume=_volume(args, name, keys) if files else "",
     )
 
 
-def _config_map(name: str, files: Sequence[Path]) -> str:
-    data, size = {}, 0
+def _keys(files: Mapping[str, Path]) -> dict[str, str]:
+    """Key in the ConfigMap -> path in the pods: keys know no folders, spaces and the like."""
+    found: dict[str, str] = {}
     for path in files:
-        try:
-            text = path.read_bytes().decode()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: {error}; only text files travel in a ConfigMap") from None
-        if path.name in data or not _KEY.fullmatch(path.name):
-            raise ConfigError(f"{path.name}: letters, digits, '-', '_' and '.', each name once")
-        data[path.name], size = text, size + len(text.encode())
-    if size > MOST_BYTES:
+        key = _NOT_IN_KEYS.sub("_", path.replace("/", "."))
+        while key in found:
+            key = f"_{key}"
+        if not _KEY.fullmatch(key):
+            raise ConfigError(f"{path}: may not begin with '..', nor be longer than 253 characters")
+        found[key] = path
+    return found
+
+
+def _volume(args: argparse.Namespace, name: str, keys: Mapping[str, str]) -> str:
+    text = _VOLUME.format(name=name)
+    if not args.module and not args.script.endswith(".py"):
+        text += _EXECUTABLE
+    if any(key != path for key, path in keys.items()):
+        places = (_ITEM.format(key=key, path=_quoted(path)) for key, path in keys.items())
+        text += _ITEMS + "".join(places)
+    return text
+
+
+def _config_map(name: str, files: Mapping[str, Path], keys: Mapping[str, str]) -> str:
+    sizes = {path: _size(path) for path in files.values()}
+    if sum(sizes.values()) > MOST_BYTES:
         raise ConfigError(
-            f"{size} bytes of files: a ConfigMap holds {MOST_BYTES}; build an image, see"
-            " docs/your-script.md"
+            f"{sum(sizes.values())} bytes of files, the largest {max(sizes, key=sizes.__getitem__)}"
+            f": a ConfigMap holds {MOST_BYTES}; build an image, see docs/your-script.md"
         )
-    # Quoted, as `null`, `yes` and `1.0` are no strings for YAML.
-    entries = "".join(f'  "{name}": {_scalar(text)}\n' for name, text in data.items())
-    return _CONFIG_MAP.format(name=name) + entries
+    text = binary = ""
+    for key, inner in keys.items():
+        content = files[inner].read_bytes()
+        # Keys are quoted, as `null`, `yes` and `1.0` are no strings for YAML.
+        try:
+            text += f'  "{key}": {_scalar(content.decode())}\n'
+        except UnicodeDecodeError:
+            binary += f'  "{key}": "{base64.b64encode(content).decode()}"\n'
+    found = _CONFIG_MAP.format(name=name) + (f"data:\n{text}" if text else "")
+    return found + (f"binaryData:\n{binary}" if binary else "")
+
+
+def _size(path: Path) -> int:
+    """In bytes. Raises ConfigError where there is nothing to read."""
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file here")
+    try:
+        with path.open("rb"):
+            return path.stat().st_size
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
 
 
 def _scalar(text: str) -> str:
@@ -179,7 +263,6 @@ apiVersion: v1
 kind: ConfigMap
 metadata:
   name: "{name}-files"
-data:
 """
 _JOB = """\
 # Written by ddpjob-trainer init; `kubectl explain ddpjob.spec` describes every field.
@@ -209,7 +292,7 @@ spec:
         - name: trainer
           image: {image}
           command: [{command}]
-          securityContext:
+{directory}          securityContext:
             allowPrivilegeEscalation: false
             capabilities:
               drop: [ALL]
@@ -222,6 +305,9 @@ _LIMITS = """\
             limits:
               nvidia.com/gpu: {gpus}
 """
+_DIRECTORY = f"""\
+          workingDir: {FOLDER}
+"""
 _MOUNT = f"""\
           volumeMounts:
             - name: files
@@ -232,4 +318,14 @@ _VOLUME = """\
         - name: files
           configMap:
             name: "{name}-files"
+"""
+_EXECUTABLE = """\
+            defaultMode: 0755
+"""
+_ITEMS = """\
+            items:
+"""
+_ITEM = """\
+              - key: "{key}"
+                path: {path}
 """

@@ -21,11 +21,8 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
     members = gang.find_members(kubectl, job)
     if options.failed:
         return _failed(kubectl, job, members, _how_much(options))
-    chosen = members
-    if options.replica is not None:
-        if options.replica >= job.replicas:
-            raise Failure(f"--replica {options.replica}: {job.name} has 0 to {job.replicas - 1}")
-        chosen = {n: one for n, one in members.items() if n == options.replica}
+    wanted = gang.chosen(job, options.replica)
+    chosen = {n: one for n, one in members.items() if n in wanted}
     started = {n: one for n, one in chosen.items() if one.started}
     for n, one in sorted(chosen.items()):
         if n not in started:

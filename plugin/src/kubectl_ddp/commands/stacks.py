@@ -14,9 +14,8 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
     """Print them for each pod that has some; raises Failure."""
     job = gang.find_job(kubectl, options.job)
     members = gang.find_members(kubectl, job)
-    alive = [(job, replica) for replica, member in sorted(members.items()) if member.running]
-    if options.replica is not None:
-        alive = [pod for pod in alive if pod[1] == options.replica]
+    wanted = gang.chosen(job, options.replica)
+    alive = [(job, n) for n, one in sorted(members.items()) if one.running and n in wanted]
     told, refusal = gang.ask(kubectl, alive, "state")
     if refusal:
         raise Failure(refusal)
@@ -31,7 +30,7 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
     if shown:
         return 0
     for failure in reversed(job.failures):
-        if failure.get("class") == "Hang" and options.replica in (None, failure.get("replica")):
+        if failure.get("class") == "Hang" and failure.get("replica") in wanted:
             print(
                 f"the pod of replica {failure.get('replica')} in attempt {failure.get('attempt')}"
                 " is gone; what the status keeps of it:"

@@ -10,7 +10,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from kubectl_ddp import gang
-from kubectl_ddp.gang import Job, Member, Told, moment
+from kubectl_ddp.failure import Failure
+from kubectl_ddp.gang import FINAL, Job, Member, Told, moment
 from kubectl_ddp.kubectl import DDPJOBS, Kubectl, Object
 from kubectl_ddp.text import NONE, clean, duration, since, table, width, wrapped
 
@@ -20,6 +21,8 @@ _LINES = 4  # of a message
 
 def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
     """Print it; raises Failure."""
+    if options.job and options.all_namespaces:
+        raise Failure(f"-A lists all jobs: leave it out, and say -n NAMESPACE for {options.job}")
     if options.job:
         lines, refusal = _one(kubectl, options.job)
     else:
@@ -93,7 +96,7 @@ def head_lines(job: Job, told: Mapping[int, Told], now: datetime, columns: int =
     lines.append(("Restarts", _budget(status.get("restarts") or {}, job.spec)))
     # The trainer's own words are newer than those that the operator has taken over.
     progress = {**(status.get("progress") or {}), **first.state}
-    lines.append(("Progress", _progress(progress)))
+    lines.append(("Progress", _progress(progress, job.phase)))
     lines.append(("Snapshot", _snapshot(progress, told, now)))
     if last := status.get("lastFailure"):
         lines.append(("Failure", failure_line(last, now)))
@@ -179,7 +182,7 @@ def _step(progress: Mapping[str, Any]) -> str:
     return NONE if step is None else f"{step}/{total}" if total else str(step)
 
 
-def _progress(progress: Mapping[str, Any]) -> str:
+def _progress(progress: Mapping[str, Any], phase: str) -> str:
     say = Told(progress)
     parts = [f"step {_step(progress)}"] if "step" in progress else []
     for name, words in (("loss", "loss {:.4g}"), ("samplesPerSecond", "{:.4g} samples/s")):
@@ -187,7 +190,8 @@ def _progress(progress: Mapping[str, Any]) -> str:
         parts += [words.format(number)] if number is not None else []
     if not parts and say.text("phase") == "startup":
         return "starting up"
-    return ", ".join(parts) or "not told: not started, or a program without ddpjob-trainer run"
+    started = "" if phase in FINAL else "not started yet, or "
+    return ", ".join(parts) or f"not told: {started}a program that tells no steps (docs/foreign.md)"
 
 
 def _snapshot(progress: Mapping[str, Any], told: Mapping[int, Told], now: datetime) -> str:

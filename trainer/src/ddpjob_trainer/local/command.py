@@ -69,14 +69,15 @@ def main(options: argparse.Namespace) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="ddpjob-local-") as scratch:
             job = _job(options, Path(scratch))
-            for path, content in job.files.items():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
+            job.write()
             with contextlib.nullcontext() if job.snapshots is None else alone(job.snapshots):
                 return Attempts(job).run()
-    except (ConfigError, OSError, ValueError) as error:
+    except OSError as error:
+        said = f"{error.filename}: {error.strerror}" if error.filename else error
+        print(f"ddpjob-trainer: {said}", file=sys.stderr)
+    except (ConfigError, ValueError) as error:
         print(f"ddpjob-trainer: {error}", file=sys.stderr)
-        return contract.ExitCode.BAD_CONFIG
+    return contract.ExitCode.BAD_CONFIG
 
 
 @contextlib.contextmanager
@@ -98,7 +99,10 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def _job(options: argparse.Namespace, scratch: Path) -> local_job.Job:
-    text = sys.stdin.read() if options.file == "-" else Path(options.file).read_text()
+    try:
+        text = sys.stdin.read() if options.file == "-" else Path(options.file).read_text()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{options.file}: neither YAML nor JSON, but other bytes") from None
     manifest = manifests.read(text)
     snapshots = options.snapshots or Path(f"{manifest.name}-snapshots")
     return local_job.make(

@@ -6,6 +6,7 @@ The variables are those of the operator's pods (its core/render.py; a test compa
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -25,11 +26,18 @@ _HOST = "127.0.0.1"
 _VARIABLE = re.compile(r"\$(\$|\(([^()]*)\))")
 _SCRIPT = re.compile(r"\S+\.py")  # with a space it is more likely a line for a shell
 _CONTAINER = "the trainer container's"
+#: Fields of a pod that have a like here.
+_FIELDS = {
+    "metadata.name": f"$({contract.NAME})-$({contract.REPLICA})",
+    "metadata.namespace": f"$({contract.NAMESPACE})",
+    "spec.nodeName": "localhost",
+    **dict.fromkeys(("status.podIP", "status.hostIP"), _HOST),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """All replicas. ``files``: what ConfigMaps hold, to be written before the start."""
+    """All replicas. ``files``: what ConfigMaps hold, see write()."""
 
     manifest: Manifest
     uid: str
@@ -41,10 +49,19 @@ class Job:
     snapshots: Path | None  # where those of this job are
     progress_path: Path | None
     files: Mapping[Path, bytes]
+    modes: Mapping[Path, int]  # of those of them that want another than a file has
     shell: Mapping[str, str]
     given: Sequence[tuple[str, str]]  # the container's variables, paths replaced
     words: Sequence[str]  # its command and arguments, paths replaced
     notes: Sequence[str]
+
+    def write(self) -> None:
+        """Put the files of ConfigMaps where the processes will look for them."""
+        for path, content in self.files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+            if path in self.modes:
+                path.chmod(self.modes[path])
 
     def ports(self) -> int:
         """How many ports environment() wants."""
@@ -75,6 +92,12 @@ class Job:
         found = shutil.which(first, path=variables.get("PATH", self.shell["PATH"]))
         if found is None and not self._has(first):
             raise ConfigError(f"{_CONTAINER} command: {first}: not found here; {_cure(first)}")
+        there = Path(self.directory or ".", first)
+        if found is None and not (self.modes.get(there, 0) & 0o111 or os.access(there, os.X_OK)):
+            raise ConfigError(
+                f"{_CONTAINER} command: {first}: may not be executed: chmod +x, or in a ConfigMap"
+                " defaultMode: 0755"
+            )
         return [found or first, *rest]
 
     def _has(self, path: str) -> bool:
@@ -153,7 +176,7 @@ def make(
     Raises ConfigError that names the field.
     """
     trainer, snapshot = manifest.trainer, manifest.spec.get("snapshot")
-    files, mounted = _config_maps(manifest, scratch)
+    files, modes, mounted = _config_maps(manifest, scratch)
     folders = mounted | folders
     if snapshot is not None:
         at = str(snapshot.get("path", "")).rstrip("/")
@@ -189,6 +212,7 @@ def make(
         snapshots=None if snapshot is None else Path(replaced(at), manifest.name),
         progress_path=Path(replaced(progress)) if progress else None,
         files=files,
+        modes=modes,
         shell=own,
         given=[(name, replaced(value)) for name, value in _given(manifest, shell)],
         words=[replaced(word) for word in (*trainer["command"], *(trainer.get("args") or []))],
@@ -224,10 +248,13 @@ class _Paths:
         return self._pattern.sub(lambda found: str(self._folders[found[0]]), given)
 
 
-def _config_maps(manifest: Manifest, scratch: Path) -> tuple[dict[Path, bytes], dict[str, Path]]:
-    """Files to write, and the folder or file of each mount of a ConfigMap in the manifest."""
+def _config_maps(
+    manifest: Manifest, scratch: Path
+) -> tuple[dict[Path, bytes], dict[Path, int], dict[str, Path]]:
+    """Files to write, their modes, and what each mount of a ConfigMap in the manifest is here."""
     kinds = {one.get("name"): one for one in manifest.pod.get("volumes") or []}
     files: dict[Path, bytes] = {}
+    modes: dict[Path, int] = {}
     mounted: dict[str, Path] = {}
     for number, mount in enumerate(manifest.trainer.get("volumeMounts") or []):
         source = (kinds.get(mount.get("name")) or {}).get("configMap") or {}
@@ -235,12 +262,19 @@ def _config_maps(manifest: Manifest, scratch: Path) -> tuple[dict[Path, bytes], 
         if held is None:
             continue
         folder = scratch / str(number)
-        keys = {item["key"]: item["path"] for item in source.get("items") or ()}
-        if outside := [one for one in keys.values() if ".." in one.split("/") or one[:1] == "/"]:
-            raise ConfigError(f"volumes: items: path {outside[0]!r} must stay in the folder")
-        files |= {folder / keys.get(k, k): v for k, v in held.items() if not keys or k in keys}
+        items = source.get("items") or [{"key": key, "path": key} for key in held]
+        for item in items:
+            key, path = item.get("key"), str(item.get("path", ""))
+            if ".." in path.split("/") or path[:1] in ("/", ""):
+                raise ConfigError(f"volumes: items: path {path!r} must stay in the folder")
+            if key not in held and not source.get("optional"):
+                raise ConfigError(f"volumes: items: key {key!r}: the ConfigMap has no such one")
+            if key in held:
+                files[folder / path] = held[key]
+                if type(mode := item.get("mode", source.get("defaultMode"))) is int:
+                    modes[folder / path] = mode & 0o777 | 0o600  # it is removed in the end
         mounted[mount["mountPath"].rstrip("/")] = folder / mount.get("subPath", "")
-    return files, mounted
+    return files, modes, mounted
 
 
 def _env_source(manifest: Manifest, source: Mapping[str, Any]) -> Mapping[str, bytes] | None:
@@ -253,20 +287,36 @@ def _given(manifest: Manifest, shell: Mapping[str, str]) -> Iterator[tuple[str, 
         for key, value in (_env_source(manifest, source) or {}).items():
             yield f"{source.get('prefix', '')}{key}", value.decode().replace("$", "$$")
     for variable in trainer.get("env") or []:
-        name = str(variable.get("name"))
+        name = text(f"{_CONTAINER} env: name", variable.get("name"))
         if outside_of_jobs({name: ""}, keep=contract.USER_ENV) == {}:
             raise ConfigError(f"{_CONTAINER} env: {name} is the operator's to set: leave it out")
         if variable.get("value", "") is None:
             yield name, ""
         elif "valueFrom" not in variable:
             yield name, text(f"{_CONTAINER} env: {name}", variable.get("value", ""))
-        elif name in shell:
-            yield name, shell[name].replace("$", "$$")
-        else:
-            raise ConfigError(
-                f"{_CONTAINER} env: valueFrom of {name} is known to a cluster only: give it a"
-                f" value in this shell, export {name}=..."
-            )
+        elif (found := _from(manifest, name, variable["valueFrom"] or {}, shell)) is not None:
+            yield name, found
+
+
+def _from(
+    manifest: Manifest, name: str, source: Mapping[str, Any], shell: Mapping[str, str]
+) -> str | None:
+    """Of a variable with valueFrom; None: an optional one that is not there. Raises ConfigError."""
+    if name in shell:
+        return shell[name].replace("$", "$$")
+    of_pod = (source.get("fieldRef") or {}).get("fieldPath")
+    if of_pod in _FIELDS:
+        return _FIELDS[of_pod]
+    key = source.get("configMapKeyRef") or {}
+    held = manifest.config_maps.get(key.get("name", ""), {}).get(key.get("key", ""))
+    if held is not None:
+        return held.decode(errors="replace").replace("$", "$$")
+    if (key or source.get("secretKeyRef") or {}).get("optional") is True:
+        return None
+    raise ConfigError(
+        f"{_CONTAINER} env: valueFrom of {name} is known to a cluster only: give it a value in this"
+        f" shell, export {name}=..."
+    )
 
 
 def _notes(manifest: Manifest, folders: Mapping[str, Path]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ddpjob_trainer.arguments import job_name
 from ddpjob_trainer.errors import ConfigError
 
 #: The defaults of the CRD that this command needs; tests/unit/trainer/test_local.py compares them.
@@ -35,10 +36,15 @@ DEFAULTS: Final[Mapping[str, Any]] = {
 _SPEC = {"replicas", "template", "nprocPerNode", "restart", "snapshot", "hang"}
 _POD = {"containers", "volumes", "terminationGracePeriodSeconds"}
 _CONTAINER = {"name", "command", "args", "env", "envFrom", "workingDir", "volumeMounts"}
-_GPUS = "nvidia.com/gpu"
+#: As the operator counts them (its core/packed.py).
+GPUS: Final = ("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/xe", "gpu.intel.com/i915")
+_API: Final = "ddpjob.dev/v1alpha1"
+_KINDS: Final = {bool: "true or false", int: "a whole number, 0 or more", str: "a string"}
 _KEY: Final = re.compile(r"[-._a-zA-Z0-9]+")
 #: What is read below them needs them to be of this kind.
 _OBJECTS = ("restart", "restart.backoff", "restart.inPlace", "snapshot", "hang")
+_KNOWN = {*DEFAULTS, *_OBJECTS, "restart.rules", "restart.progressPath"}
+_KNOWN |= {"snapshot.path", "snapshot.volume"}
 _LISTS = (("volumes",), ("env", "envFrom", "volumeMounts"), ("restart.rules",))
 
 
@@ -62,7 +68,7 @@ class Manifest:
         if found is None:
             return default
         if type(found) is not type(default) or (type(found) is int and found < 0):
-            raise ConfigError(f"spec.{path}: {found!r} must be of the kind of {default!r}")
+            raise ConfigError(f"spec.{path}: {found!r} must be {_KINDS[type(default)]}")
         return found
 
     @property
@@ -71,14 +77,20 @@ class Manifest:
         given = self.spec.get("nprocPerNode", DEFAULTS["nprocPerNode"])
         if given == "auto":
             limits = (self.trainer.get("resources") or {}).get("limits") or {}
-            gpus = str(limits.get(_GPUS, ""))
-            return int(gpus) if gpus.isdecimal() and int(gpus) else 1
+            gpus = [str(limits.get(name, "")) for name in GPUS]
+            return next((int(one) for one in gpus if one.isdecimal() and int(one)), 1)
         return count("spec.nprocPerNode", given)
 
     def left_out(self) -> list[str]:
         """Fields that mean nothing on one machine."""
         levels = (("spec.", self.spec, _SPEC), ("", self.pod, _POD), ("", self.trainer, _CONTAINER))
         found = {f"{at}{key}" for at, given, used in levels for key in given.keys() - used}
+        # A misspelt one, too, would be left out, and the API server would refuse it.
+        for path in _OBJECTS:
+            given = self.spec
+            for part in path.split("."):
+                given = given.get(part) or {}
+            found |= {f"spec.{path}.{key}" for key in given if f"{path}.{key}" not in _KNOWN}
         others = {f"container {one.get('name')}" for one in self.pod["containers"]}
         return sorted(found | others - {f"container {self.trainer.get('name')}"})
 
@@ -102,10 +114,15 @@ def read(content: str) -> Manifest:
     objects = _objects(content)
     jobs = [one for one in objects if one.get("kind") == "DDPJob"]
     if len(jobs) != 1:
-        raise ConfigError(f"{len(jobs)} objects of kind DDPJob in the file: there must be one")
+        kinds = ", ".join(sorted({str(one.get("kind")) for one in objects} - {"List"}))
+        raise ConfigError(
+            f"{len(jobs)} objects of kind DDPJob in the file, which has {kinds or 'no object'}:"
+            " there must be one"
+        )
+    if (api := jobs[0].get("apiVersion", _API)) != _API:
+        raise ConfigError(f"apiVersion: {api!r} must be {_API}")
     meta, spec = _object(jobs[0], "metadata"), _object(jobs[0], "spec")
-    if not isinstance(meta.get("name"), str) or not meta["name"]:
-        raise ConfigError("metadata.name: the job needs a name")
+    name = job_name("metadata.name", meta.get("name") or _generated(meta), most=61)
     pod = _object(_object(spec, "spec.template"), "spec.template.spec")
     containers = pod.get("containers")
     if not isinstance(containers, list) or not all(isinstance(c, dict) for c in containers):
@@ -122,7 +139,11 @@ def read(content: str) -> Manifest:
         for one in objects
         if one.get("kind") == "ConfigMap"
     }
-    return Manifest(meta["name"], meta.get("namespace") or "default", spec, pod, named[0], maps)
+    return Manifest(name, meta.get("namespace") or "default", spec, pod, named[0], maps)
+
+
+def _generated(meta: Mapping[str, Any]) -> str:
+    return str(meta.get("generateName") or "").rstrip("-")
 
 
 def _check(spec: Mapping[str, Any], pod: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:

@@ -34,7 +34,7 @@ _SETTLED: Final[Mapping[int, str]] = {
     ExitCode.PEER_LOST: "Infrastructure",
     ExitCode.SIGTERM: "Disruption",
 }
-_MATCHES: Final = ("exitCodes", "reasons")
+_MATCHES: Final = (("exitCodes", int, "numbers"), ("reasons", str, "strings"))
 _ACTIONS: Final = {
     **dict.fromkeys(("Permanent", "Diverged"), "Fail"),
     **dict.fromkeys(("Hardware", "Infrastructure", "Collateral"), "RestartFree"),
@@ -103,8 +103,10 @@ def limits_of(manifest: Manifest) -> Limits:
     rules = (manifest.spec.get("restart") or {}).get("rules") or []
     if not all(rule.get("action") in ("Restart", "RestartFree", "Fail") for rule in rules):
         raise ConfigError("spec.restart.rules: each needs an action: Restart, RestartFree or Fail")
-    if not all(isinstance(rule.get(on, []), list) for rule in rules for on in _MATCHES):
-        raise ConfigError("spec.restart.rules: exitCodes and reasons must be lists")
+    for on, kind, what in _MATCHES:
+        for given in (rule.get(on, []) for rule in rules):
+            if not isinstance(given, list) or not all(type(one) is kind for one in given):
+                raise ConfigError(f"spec.restart.rules: {on}: {given!r} must be a list of {what}")
     on = value("restart.inPlace.enabled") and value("restart.maxRestarts") > 0
     return Limits(
         max_restarts=value("restart.maxRestarts"),

@@ -24,8 +24,9 @@ from ddpjob_trainer.snapshot.reader import Snapshot, read_snapshot
 
 def ls(root: Path) -> int:
     """Print one line per snapshot, newest last; return 0."""
+    everything = list(find(root))  # before the head: it may refuse
     print(f"{'DIRECTORY':<10} {'ATTEMPT':>7} {'ROUND':>5} {'STEP':>10} {'MIB':>9}  STATE")
-    for found in find(root):
+    for found in everything:
         attempt, round_ = (found.start.attempt, found.start.round) if found.start else ("-", "-")
         try:
             size = sum(file.bytes for file in manifest.read(found.path).files) / 2**20
