@@ -39,7 +39,8 @@ def render(text: str) -> str:
     """values.yaml -> the page."""
     values = yaml.safe_load(text)
     rows = (
-        f"| `{path}` | `{json.dumps(_at(values, path))}` | {what} |"
+        # Outside of code <release> would be a tag that nobody sees.
+        f"| `{path}` | `{json.dumps(_at(values, path))}` | {what.replace('<', '&lt;')} |"
         for path, what in _described(text)
     )
     return INTRO + "\n".join(rows) + "\n"

@@ -116,6 +116,7 @@ def test_who_may_not_create_pods_may_still_label_a_job_but_not_change_it(plane: 
 
 HOST = {"hostPath": {"path": "/"}}
 PRIVILEGED = {"securityContext": {"privileged": True}}
+WINDOWS = {"windowsOptions": {"hostProcess": True}}
 
 
 @pytest.mark.parametrize(
@@ -131,6 +132,9 @@ PRIVILEGED = {"securityContext": {"privileged": True}}
         (f"{POD}.serviceAccount", "admin", "admin is not allowed here"),
         (f"{POD}.containers.0.securityContext", {"capabilities": {"add": ["SYS_ADMIN"]}}, "add"),
         (f"{POD}.containers.0.ports", [{"containerPort": 80, "hostPort": 80}], "hostPort"),
+        (f"{POD}.containers.0.securityContext", {"procMount": "Unmasked"}, "procMount"),
+        (f"{POD}.containers.0.securityContext", WINDOWS, "hostProcess"),
+        (f"{POD}.securityContext", WINDOWS, "hostProcess"),
     ],
 )  # fmt: skip
 def test_what_reaches_beyond_the_pod_is_refused(
@@ -143,6 +147,19 @@ def test_an_empty_name_hides_no_account(plane: Cluster) -> None:
     """Kubernetes takes the deprecated field then."""
     body = changed(ddpjob(), f"{POD}.serviceAccountName", "")
     assert "admin is not allowed" in refused(plane, changed(body, f"{POD}.serviceAccount", "admin"))
+
+
+def test_a_suspended_job_is_judged_again_when_it_is_changed(plane: Cluster) -> None:
+    """Also by fields that the definition does not know, as most of a pod are."""
+    body = ddpjob("waits", suspend=True)
+    plane.kubectl("create", "-n", NAMESPACE, "-f", "-", input=as_json(body), check=True)
+    for field in ({"hostPID": True}, {"volumes": [{"name": "v", **HOST}]}):
+        patch = as_json({"spec": {"template": {"spec": field}}})
+        merge = ("patch", "ddpjob", "waits", "-n", NAMESPACE, "--type=merge", "-p", patch)
+        assert "not allowed here" in plane.kubectl(*merge).stderr
+        plane.kubectl(*merge, "--subresource=status", check=True)
+    kept = plane.kubectl("get", "ddpjob", "waits", "-n", NAMESPACE, "-o", "jsonpath={.spec}")
+    assert "hostP" not in kept.stdout, "a write of the status changes no spec"
 
 
 @pytest.mark.parametrize(
@@ -209,4 +226,32 @@ def test_no_pod_labels_itself_into_a_gang(plane: Cluster) -> None:
     plane.kubectl(*label, "ddpjob.dev/job-uid=u", f"--as={OPERATOR}", check=True)
     plane.kubectl(*label, "a=c", check=True)
     assert "lets them into" in plane.kubectl(*label, "ddpjob.dev/job-uid=v").stderr
+    plane.kubectl("delete", "pod", "p", "-n", NAMESPACE, "--force", check=True)
+
+
+def test_nor_does_its_status_or_its_way_to_a_node(plane: Cluster) -> None:
+    """Labels can be changed along with a status, and a Binding brings its own."""
+    # A name of its own: no scheduler must be first.
+    body = pod(labels={"a": "b"})
+    body["spec"]["schedulerName"] = "hand"
+    plane.kubectl("create", "-n", NAMESPACE, "-f", "-", input=as_json(body), check=True)
+    status = ("patch", "pod", "p", "-n", NAMESPACE, "--subresource=status", "--type=merge", "-p")
+    says = plane.kubectl(*status, as_json({"metadata": {"labels": GANG}})).stderr
+    assert "lets them into" in says
+    binding = {
+        "apiVersion": "v1",
+        "kind": "Binding",
+        "metadata": {"name": "p", "labels": GANG},
+        "target": {"kind": "Node", "name": "somewhere"},
+    }
+    pods = f"/api/v1/namespaces/{NAMESPACE}"
+    for path in (f"{pods}/pods/p/binding", f"{pods}/bindings"):
+        done = plane.kubectl("create", "--raw", path, "-f", "-", input=as_json(binding))
+        assert "lets them into" in done.stderr, path
+    # A kubelet tells of pods of gangs, a scheduler finds nodes for them.
+    label = ("label", "pod", "p", "-n", NAMESPACE, "ddpjob.dev/job-uid=u", f"--as={OPERATOR}")
+    plane.kubectl(*label, check=True)
+    plane.kubectl(*status, as_json({"status": {"message": "well"}}), check=True)
+    plain = as_json({**binding, "metadata": {"name": "p"}})
+    plane.kubectl("create", "--raw", f"{pods}/pods/p/binding", "-f", "-", input=plain, check=True)
     plane.kubectl("delete", "pod", "p", "-n", NAMESPACE, "--force", check=True)

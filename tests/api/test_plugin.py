@@ -40,9 +40,12 @@ class Trainers(http.server.BaseHTTPRequestHandler):
         if replica == self.silent:
             self.over.wait(300)
             return
-        if self.path == "/state":
+        path, _, query = self.path.partition("?")
+        if path == "/state":
             state = {**STATE, "step": 41 + replica}
-            page = json.dumps({**state, "stacks": "in forward()\x1b[2J"} if replica else state)
+            named = re.fullmatch("uid=[-0-9a-f]{36}", query)  # strangers are told no stacks
+            stacks = {"stacks": "in forward()\x1b[2J"} if replica and named else {}
+            page = json.dumps({**state, **stacks})
         else:
             page = (
                 f'ddpjob_trainer_snapshot_timestamp_seconds{{rank="0"}} {time.time() - 7200}\n'

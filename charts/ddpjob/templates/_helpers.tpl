@@ -4,12 +4,18 @@
 {{- .Values.fullnameOverride | default (printf "%s-operator" (.Release.Name | replace "." "-" | trunc 46 | trimSuffix "-")) -}}
 {{- end }}
 
+{{/* Never the namespace's default account: every pod there that names none would have the operator's rights. */}}
 {{- define "ddpjob.serviceAccountName" -}}
+{{- $name := .Values.serviceAccount.name -}}
 {{- if .Values.serviceAccount.create -}}
-{{- .Values.serviceAccount.name | default (include "ddpjob.fullname" .) -}}
-{{- else -}}
-{{- required "serviceAccount.name: with serviceAccount.create=false it must name the account to use (the namespace's default account must not get the operator's rights)" .Values.serviceAccount.name -}}
+{{- $name = $name | default (include "ddpjob.fullname" .) -}}
 {{- end -}}
+{{- if not $name -}}
+{{- fail "serviceAccount.name: with serviceAccount.create=false it must name the account to use (the namespace's default account must not get the operator's rights)" -}}
+{{- else if eq $name "default" -}}
+{{- fail "serviceAccount.name: the namespace's default account must not get the operator's rights, which every pod that names no account would have then; give the operator one of its own" -}}
+{{- end -}}
+{{- $name -}}
 {{- end }}
 
 {{/* Of objects that belong to no namespace: two releases of one name must not share them. */}}
@@ -42,5 +48,20 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- with .Values.commonLabels }}
 {{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Call with (list $ .Values.some.labels): ours and theirs, each key once; theirs win. */}}
+{{- define "ddpjob.labelsWith" -}}
+{{- toYaml (merge (dict) (index . 1 | default dict) (include "ddpjob.labels" (index . 0) | fromYaml)) -}}
+{{- end }}
+
+{{/* Where the policies about jobs and gangs hold: elsewhere another release has rules of its own. */}}
+{{- define "ddpjob.servedNamespaces" -}}
+{{- with .Values.namespaces -}}
+matchResources:
+  namespaceSelector:
+    matchExpressions:
+      - {key: kubernetes.io/metadata.name, operator: In, values: {{ toJson . }}}
 {{- end }}
 {{- end }}

@@ -81,7 +81,7 @@ class Job:
     def page(self, name: str, replica: int) -> Page:
         """Of the pod that a replica has, if it has one."""
         port = int(self.spec["metrics"]["port"])  # the CRD's default is filled in
-        return Page(self.namespace, f"{self.name}-{replica}", port, name)
+        return Page(self.namespace, f"{self.name}-{replica}", port, name, self.uid)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,18 +31,19 @@ _MAX_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """``name``: state or metrics."""
+    """``name``: state or metrics. ``uid``: of the job; a launcher tells strangers no stacks."""
 
     namespace: str
     pod: str
     port: int
     name: str
+    uid: str
 
     @property
     def path(self) -> str:
         """On the API server."""
         pod = f"{self.pod}:{self.port}"
-        return f"/api/v1/namespaces/{self.namespace}/pods/{pod}/proxy/{self.name}"
+        return f"/api/v1/namespaces/{self.namespace}/pods/{pod}/proxy/{self.name}?uid={self.uid}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ async def test_news_reach_the_outcomes_and_the_queue_once() -> None:
     asked: list[str] = []
 
     async def state(request: web.Request) -> web.StreamResponse:
-        asked.append(request.path)
+        asked.append(request.path_qs)
         return web.json_response({"step": 7, "totalSteps": 100, "loss": 0.5, "snapshotStep": 5})
 
     async with reading(state) as (store, changed):
@@ -108,7 +108,7 @@ async def test_news_reach_the_outcomes_and_the_queue_once() -> None:
         progress = store.outcomes("u1").progress
     assert progress is not None
     assert (progress.step, progress.total_steps, progress.snapshot_step) == (7, 100, 5)
-    assert set(asked) == {"/state"}
+    assert set(asked) == {"/state?uid=u1"}, "to strangers a launcher tells no rounds"
     assert changed == [("ns", "job")], "the same answer again is no news"
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import urllib.error
 import urllib.request
 
 import pytest
 
+from ddpjob_trainer.contract import State
 from ddpjob_trainer.launcher import endpoints
 from ddpjob_trainer.launcher.metrics import LauncherMetrics
 
@@ -45,3 +48,37 @@ def test_strangers_who_connect_and_say_nothing_make_room_for_others(tmp_path):  
     for one in silent:
         one.close()
     server.end()
+
+
+STATE: State = {
+    "version": 1, "uid": "5c1e", "attempt": 2, "round": 1, "phase": "step", "step": 7,
+    "rounds": [{"round": 0, "exception": "ValueError: password=x"}], "stacks": "in forward()",
+}  # fmt: skip
+PRIVATE = {"uid", "rounds", "stacks"}
+
+
+def test_strangers_are_told_neither_what_admits_them_to_the_hub_nor_stacks(tmp_path):  # type: ignore[no-untyped-def]
+    server = endpoints.serve(0, lambda: tmp_path, LauncherMetrics(), lambda: STATE, lambda: True)
+    port = server.socket.getsockname()[1]
+
+    def ask(query: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/state{query}", timeout=10) as reply:
+            return str(reply.read().decode())
+
+    try:
+        for query in ("", "?", "?uid=", "?UID=5c1e", "?x=5c1e"):
+            told = json.loads(ask(query))
+            assert told == {k: v for k, v in STATE.items() if k not in PRIVATE}, query
+        assert json.loads(ask("?uid=5c1e")) == STATE
+        for query in ("?uid=5c1", "?uid=5c1e0", "?uid=*", "?uid=%C3%BC", "?uid=other&uid=5c1e"):
+            with pytest.raises(urllib.error.HTTPError) as refusal:
+                ask(query)
+            assert (refusal.value.code, b"5c1e" in refusal.value.read()) == (409, False), query
+    finally:
+        server.end()
+
+
+def test_without_a_job_there_is_no_uid_to_name() -> None:
+    alone: State = {**STATE, "uid": ""}
+    assert endpoints.answer(alone, "") == alone
+    assert endpoints.answer(alone, "uid=5c1e") == alone

@@ -152,7 +152,11 @@ class TerminationReport(TypedDict, total=False):
 
 
 class State(TypedDict, total=False):
-    """Body of GET /state on the metrics port of a launcher."""
+    """Body of GET /state?uid=UID on the metrics port of a launcher.
+
+    ``uid``, ``rounds`` and ``stacks`` are for those only who name the job's uid; one that is not
+    this job's gets status 409.
+    """
 
     version: int
     uid: str  # of the job, if it is one's: the address or port may be another gang's by now

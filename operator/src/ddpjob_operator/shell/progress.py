@@ -95,7 +95,7 @@ class ProgressReader:
         if address is None:
             return
         try:
-            raw = await _fetch(session, address)
+            raw = await _fetch(session, address, job.uid)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             log.debug("%s/%s: no progress from %s: %s", *job.key, address, error)
             self._silent.add(job.uid)
@@ -137,9 +137,9 @@ def _url(ip: str, port: int) -> str | None:
     return f"http://{host}:{port}/state"
 
 
-async def _fetch(session: aiohttp.ClientSession, url: str) -> object:
-    headers = {"Accept-Encoding": "identity"}
-    async with session.get(url, allow_redirects=False, headers=headers) as response:
+async def _fetch(session: aiohttp.ClientSession, url: str, uid: str) -> object:
+    headers, params = {"Accept-Encoding": "identity"}, {"uid": uid}
+    async with session.get(url, params=params, allow_redirects=False, headers=headers) as response:
         if response.status != 200:
             raise ValueError(f"status {response.status}")
         body = b""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import math
 import socket
@@ -13,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import TCPServer
 from typing import Any
+from urllib.parse import parse_qs
 
 from ddpjob_trainer.contract import State
 from ddpjob_trainer.launcher.metrics import LauncherMetrics, launcher_metrics, worker_metrics
@@ -68,6 +70,24 @@ def state_body(
     moment = datetime.fromtimestamp(state.updated_at, UTC).replace(microsecond=0)
     body["updatedAt"] = moment.isoformat().replace("+00:00", "Z")
     return body
+
+
+def answer(state: State, query: str) -> State | None:
+    """What GET /state?``query`` is told, None: it asks for another job.
+
+    Who names the job's uid may read the job, and is told all. Others are strangers: the uid would
+    admit them to the hub, and stacks and exceptions tell of the program.
+    """
+    uid = state.get("uid", "")
+    named = parse_qs(query).get("uid", [""])[0]
+    if not uid or hmac.compare_digest(named.encode(), uid.encode()):
+        return state
+    if named:
+        return None
+    told = state.copy()
+    for private in ("uid", "stacks", "rounds"):
+        told.pop(private, None)  # type: ignore[misc]
+    return told
 
 
 class Server(ThreadingHTTPServer):
@@ -138,9 +158,13 @@ def serve(
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            path = self.path.partition("?")[0]
+            path, _, query = self.path.partition("?")
             if path == "/state":
-                self._reply(200, json.dumps(state()).encode(), "application/json")
+                told = answer(state(), query)
+                if told is None:
+                    self._reply(409, b"this is another job\n", "text/plain")
+                else:
+                    self._reply(200, json.dumps(told).encode(), "application/json")
             elif path == "/healthz":
                 well = healthy()
                 self._reply(200 if well else 503, b"ok\n" if well else b"stuck\n", "text/plain")

@@ -119,7 +119,7 @@ class Attempts:
         """Pid -> replica."""
         job = self._job
         ports = _free_ports(job.ports())
-        where = f"http://127.0.0.1:{ports[2]}/state"
+        where = f"http://127.0.0.1:{ports[2]}/state?uid={job.uid}"
         self._say(
             f"attempt {number}: replicas {job.replicas}, processes in each {job.nproc};"
             f" progress: {where}"

@@ -1,0 +1,177 @@
+"""What the values of the chart refuse, and with which words; what they may be."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+
+from support.cluster import ROOT
+
+CHART = ROOT / "charts" / "ddpjob"
+
+Objects = dict[str, dict[str, Any]]
+Template = Callable[..., Objects]
+Helm = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        "serviceAccount.create=false",
+        "serviceAccount.create=false,serviceAccount.name=default",
+        "serviceAccount.name=default",
+        "fullnameOverride=default",
+    ],
+)
+def test_the_default_account_never_gets_the_operators_rights(helm: Helm, values: str) -> None:
+    """Every pod of the namespace that names no account would have them."""
+    done = helm("template", str(CHART), "--set", values)
+    assert done.returncode != 0
+    assert "the namespace's default account must not get the operator's rights" in done.stderr
+
+
+def test_labels_and_accounts_may_be_nothing(template: Template) -> None:
+    none = "metrics.dashboard.enabled=true,metrics.dashboard.labels=null"
+    assert "ConfigMap/ddpjob-operator-dashboard" in template("--set", none)
+    policy = "admissionPolicies.restricted"
+    none = f"{policy}.enabled=true,{policy}.serviceAccounts=null"
+    assert "ValidatingAdmissionPolicy/ops.ddpjob-operator.restricted" in template("--set", none)
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ("replica=2", "replica"),
+        ("image.tags=x", "tags"),
+        ("replicas=two", "/replicas"),
+        ("namespaces={A}", "/namespaces/0"),
+        ("log.level=loud", "/log/level"),
+        ("image.pullPolicy=Sometimes", "/image/pullPolicy"),
+        ("progressSeconds=0", "/progressSeconds"),
+        ("metrics.serviceMonitor.enable=true", "enable"),
+        ("image.digest=abc", "/image/digest"),
+        ("workers=0", "/workers"),
+        ("env[0].value=x", "/env/0"),
+        ("workers=null", "workers"),
+        ("log.level=null", "level"),
+        ("commonLabels.app\\.kubernetes\\.io/name=x", "app.kubernetes.io/name"),
+        ("podLabels.app\\.kubernetes\\.io/name=x", "app.kubernetes.io/name"),
+        ("networkPolicy.metricsFrom[0].foo=bar", "/networkPolicy/metricsFrom/0"),
+        ("networkPolicy.metricsFrom[0].podSelector=null", "/networkPolicy/metricsFrom/0"),
+        ("commonLabels.team=a b", "/commonLabels/team"),
+        ("podLabels.team=a/b", "/podLabels/team"),
+        ("nodeSelector.pool=true", "/nodeSelector/pool"),
+        ("metrics.podMonitor.labels.release=a b", "/metrics/podMonitor/labels/release"),
+        ("serviceAccount.name=Mine", "/serviceAccount/name"),
+        ("leaseName=a..b", "/leaseName"),
+        ("image.repository=null", "repository"),
+    ],
+)
+def test_values_schema_refuses(helm: Helm, values: str, names: str) -> None:
+    done = helm("template", str(CHART), "--set", values)
+    assert done.returncode != 0
+    assert names in done.stderr
+
+
+def test_values_are_described(helm: Helm) -> None:
+    """Every value has a `# --` line above it and a place in the schema."""
+    lines = (CHART / "values.yaml").read_text().splitlines()
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    described = {
+        following.strip().split(":")[0]
+        for line, following in itertools.pairwise(lines)
+        if line.strip().startswith("# -- ")
+    }
+
+    def walk(values: dict[str, Any], node: dict[str, Any]) -> None:
+        for name, value in values.items():
+            inner = node["properties"][name]
+            if isinstance(value, dict) and inner.get("properties"):
+                assert inner["additionalProperties"] is False, name
+                walk(value, inner)
+            else:
+                assert name in described, f"{name} has no `# --` line in values.yaml"
+
+    walk(yaml.safe_load("\n".join(lines)), schema)
+
+
+def sections(values: dict[str, Any]) -> list[str]:
+    """Every value that holds values of ours, as --set names it."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    found = []
+
+    def walk(values: dict[str, Any], node: dict[str, Any], path: str) -> None:
+        for name, value in values.items():
+            inner = node["properties"][name]
+            if isinstance(value, dict) and inner.get("properties"):
+                found.append(f"{path}{name}")
+                walk(value, inner, f"{path}{name}.")
+
+    walk(values, schema, "")
+    return found
+
+
+@pytest.mark.parametrize("section", sections(yaml.safe_load((CHART / "values.yaml").read_text())))
+def test_a_section_that_is_null_is_refused_by_name(helm: Helm, section: str) -> None:
+    """Not by the line of a template, with a nil pointer."""
+    done = helm("template", str(CHART), "--set", f"{section}=null")
+    assert done.returncode != 0
+    assert f"missing property '{section.rpartition('.')[2]}'" in done.stderr
+
+
+def test_a_label_that_is_given_twice_is_there_once(helm: Helm) -> None:
+    """YAML with a key twice is refused by some readers, kustomize for one; the nearer one holds."""
+    values = [
+        "commonLabels.team=common", "podLabels.team=pod", "metrics.dashboard.enabled=true",
+        "podAnnotations.kubectl\\.kubernetes\\.io/default-container=other",
+        "commonLabels.grafana_dashboard=common",
+    ]  # fmt: skip
+    for one in ("serviceMonitor", "podMonitor", "prometheusRule"):
+        values += [f"metrics.{one}.enabled=true", f"metrics.{one}.labels.team={one}"]
+    sets = [word for value in values for word in ("--set", value)]
+    done = helm("template", "ddpjob", str(CHART), *sets)
+    assert done.returncode == 0, done.stderr
+    assert twice(done.stdout) == []
+    labels = {
+        body["kind"]: body["metadata"]["labels"]["team"]
+        for body in yaml.safe_load_all(done.stdout)
+        if body and body["kind"].endswith(("Monitor", "Rule"))
+    }
+    assert labels == {
+        "ServiceMonitor": "serviceMonitor",
+        "PodMonitor": "podMonitor",
+        "PrometheusRule": "prometheusRule",
+    }
+
+
+def twice(text: str) -> list[str]:
+    """Keys that stand twice in one mapping."""
+    found = []
+
+    def walk(node: yaml.Node | None) -> None:
+        if isinstance(node, yaml.MappingNode):
+            names = [key.value for key, _ in node.value]
+            found.extend(name for name in set(names) if names.count(name) > 1)
+            for _, value in node.value:
+                walk(value)
+        elif isinstance(node, yaml.SequenceNode):
+            for value in node.value:
+                walk(value)
+
+    for document in yaml.compose_all(text, yaml.SafeLoader):
+        walk(document)
+    return found
+
+
+def test_the_table_of_values_hides_nothing() -> None:
+    """What looks like a tag is not shown."""
+    rows = [row for row in (CHART / "README.md").read_text().splitlines() if row.startswith("|")]
+    assert len(rows) > 50
+    assert [row for row in rows if "<" in re.sub("`[^`]*`", "", row)] == []
