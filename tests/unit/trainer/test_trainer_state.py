@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -203,6 +204,47 @@ def test_a_dict_is_kept_and_stays_the_same_object():  # type: ignore[no-untyped-
     assert again.keys() == memory.keys()
     assert (again["best"], again["bad"]) == (0.5, 2)
     assert torch.equal(again[7], torch.ones(2))
+
+
+def test_what_a_script_still_holds_of_a_registered_dict_is_filled():  # type: ignore[no-untyped-def]
+    """As its loop goes on with the variables from which it has made the dict."""
+    model = nn.Linear(2, 2)
+    made = []
+    for number in (3.0, 0.0):
+        mean, array, losses, deep = torch.full((2,), number), np.full(2, number), [number], {}
+        deep["mean"] = torch.full((2,), number)[1:]
+        made.append(({"mean": mean, "array": array, "losses": losses, "deep": deep}, deep["mean"]))
+    states = [TrainingState(model) for _ in range(2)]
+    for state, (values, _) in zip(states, made, strict=True):
+        state.register("mine", values)
+        state.register("own", {"mean": values["mean"] + 1}, per_rank=True)
+    values, mean = made[1]
+    held = dict(values)
+    made[0][0]["losses"] += [1.0, 2.0]
+    states[1].restore(memory_source(stored(states[0])), 0)
+    assert all(held[name] is values[name] for name in held)
+    assert held["losses"] == [3.0, 1.0, 2.0]
+    assert mean is held["deep"]["mean"]
+    assert (*held["mean"].tolist(), *held["array"].tolist(), *mean.tolist()) == (3.0,) * 5
+
+
+def test_a_registered_dict_never_writes_into_what_is_not_its_own():  # type: ignore[no-untyped-def]
+    """Its best weights may begin as the model's own, and as those that are the newest."""
+    states = []
+    for number in (1.0, 0.0):
+        model = nn.Linear(2, 2)
+        nn.init.constant_(model.weight, number)
+        begun = torch.full((2,), number)
+        values = {"weights": model.state_dict(), "now": begun, "best": begun}
+        states.append((TrainingState(model), values))
+        states[-1][0].register("best", values)
+    first, again = (values for _, values in states)
+    first["weights"] = {n: t + 5 for n, t in first["weights"].items()}  # type: ignore[attr-defined]
+    first["best"] = first["best"] + 8  # type: ignore[operator]
+    states[1][0].restore(memory_source(stored(states[0][0])), 0)
+    assert states[1][0].module.weight.eq(1).all()
+    assert again["weights"]["weight"].eq(6).all()  # type: ignore[index]
+    assert (*again["now"].tolist(), *again["best"].tolist()) == (1.0, 1.0, 9.0, 9.0)  # type: ignore[attr-defined]
 
 
 def test_a_registered_module_of_another_structure_is_refused():  # type: ignore[no-untyped-def]

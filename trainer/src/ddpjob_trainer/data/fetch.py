@@ -57,6 +57,7 @@ class Batches:
         self._at_once = collate is None and _is_plain(self._base, TensorDataset)
         self.draws = collate is not None or not _is_quiet(self._base)
         self._own: list[Any] | None = None  # the dataset's generators, as this process has them
+        self._collates_own: list[Any] | None = None  # and those of ``collate``
 
     def make(self, work: Work) -> Any:
         """Return the collated batch. Its random numbers depend on the positions only."""
@@ -66,7 +67,11 @@ class Batches:
         samples = self._samples(wanted.tolist(), work.positions)
         if self._collate is None:
             return default_collate(samples)
-        seed_generators(int(words(self._keys[1], work.positions[:1])[0]))
+        key = int(words(self._keys[1], work.positions[:1])[0])
+        seed_generators(key)
+        if self._collates_own is None:
+            self._collates_own = own_generators.found_in(self._collate)
+        own_generators.seed(self._collates_own, key)
         return self._collate(samples)
 
     def seed_after(self, positions: Indices) -> None:

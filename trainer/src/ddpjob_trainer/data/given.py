@@ -23,6 +23,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from ddpjob_trainer.data import own_generators
 from ddpjob_trainer.data.fetch import Collate
 from ddpjob_trainer.data.permutation import Indices, key64
 from ddpjob_trainer.data.sampler import digest
@@ -70,6 +71,7 @@ class Sampled:
         with kept():
             key = key64("sampler", self._seed, epoch)
             seed_generators(key)
+            own_generators.seed(own_generators.found_in(sampler), key)
             if isinstance(getattr(sampler, "generator", None), torch.Generator):
                 sampler.generator.manual_seed(key)
             if not hasattr(sampler, "__iter__"):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from ddpjob_trainer.data import own_generators
 from ddpjob_trainer.data.fetch import Collate, map_tensors
 from ddpjob_trainer.data.permutation import Indices, key64, words
 from ddpjob_trainer.data.reseeded import reseed_workers
@@ -82,6 +83,7 @@ class Stream:
         self._batch = batch
         self._rows = rows
         self._collate = collate or default_collate
+        self._collates_own = own_generators.found_in(collate) if batch is not None else []
         self._key = key64("stream", seed, rank)
         self._say = say
         self._alive = alive
@@ -106,7 +108,7 @@ class Stream:
             if self._iterator is None:
                 self._iterator = self._open()
                 fresh = not self._taken
-            seed_generators(int(words(self._key, np.array([self.total]))[0]))
+            self._seed(self.total)
             batch = self._read(self._iterator)
             if batch is not None:
                 self.first = self.first or _hash(batch[0])
@@ -123,6 +125,12 @@ class Stream:
             self.epoch += 1
             self._taken = 0
 
+    def _seed(self, number: int) -> None:
+        """What is drawn for a batch depends on its number."""
+        key = int(words(self._key, np.array([number]))[0])
+        seed_generators(key)
+        own_generators.seed(self._collates_own, key)
+
     def _read(self, iterator: Iterator[Any]) -> tuple[Any] | None:
         """A batch, or None at the end; an incomplete last batch is dropped."""
         if self._batch is None:
@@ -133,6 +141,8 @@ class Stream:
     def _open(self) -> Iterator[Any]:
         source = self._source
         key = key64(self._key, self.epoch)
+        if self._keeper is None:  # else they are a part of its state, which may have come back
+            own_generators.seed(own_generators.found_in(source), key)
         for holder in _generator_holders(source):
             holder.generator.manual_seed(key)
         seed_generators(key)  # workers' seeds are drawn from torch's
@@ -180,7 +190,7 @@ class Stream:
         self._iterator = self._open()
         for number in range(self.total - count, self.total):
             self._alive()
-            seed_generators(int(words(self._key, np.array([number]))[0]))
+            self._seed(number)
             if self._read(self._iterator) is None:
                 raise ConfigError(f"{name} has become shorter than when the snapshot was made")
         self._say(f"reading {count} batches again took {time.monotonic() - begun:.1f} s")

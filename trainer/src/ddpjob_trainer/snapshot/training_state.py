@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,9 @@ from ddpjob_trainer.state.codec import (
     tensor_names,
     unflatten,
 )
+from ddpjob_trainer.state.in_place import InPlace
 from ddpjob_trainer.state.stateful import (
+    DictState,
     Divided,
     Keepable,
     Stateful,
@@ -240,6 +242,7 @@ class TrainingState:
             with fitting(f"the extra state of {name or 'the model'}"):
                 if name in extra:
                     part.set_extra_state(extra[name])
+        into = InPlace(self._tensors_of_others(model))
         for name in stored["registered"]:
             if name not in self.registered:
                 continue
@@ -254,14 +257,23 @@ class TrainingState:
             )
             wanted = flatten(value) if _is_the_scripts(obj) else None
             with fitting(repr(name)):
-                obj.load_state_dict(value)
-                lay_out_like_parameters(obj)
+                _give(obj, value, into)
             if wanted is not None:
                 _check_taken(name, wanted, flatten(obj.state_dict()), rank)
         prefix = _own_prefix(rank)
         own = loader.read_named("rank/", prefix)
         with fitting(f"rank {rank}'s own"):
-            self._restore_own(own, prefix)
+            self._restore_own(own, prefix, into)
+
+    def _tensors_of_others(self, model: _Inventory) -> Iterator[torch.Tensor]:
+        """Those that do not come back as a part of a registered dict, though one may hold them."""
+        yield from model.tensors.values()
+        for obj in (*self.registered.values(), *self.per_rank.values()):
+            if isinstance(obj, torch.nn.Module):
+                yield from obj.parameters()
+                yield from obj.buffers()
+            elif isinstance(obj, torch.optim.Optimizer):
+                yield from (p for group in obj.param_groups for p in group["params"])
 
     def _live(self, name: str) -> dict[str, torch.Tensor]:
         if name not in self.averages:
@@ -272,7 +284,7 @@ class TrainingState:
             if isinstance(value, torch.Tensor)
         }
 
-    def _restore_own(self, found: Mapping[str, torch.Tensor], prefix: str) -> None:
+    def _restore_own(self, found: Mapping[str, torch.Tensor], prefix: str, into: InPlace) -> None:
         tree = found.get(f"{prefix}tree")
         if tree is None:  # there are more ranks now than when it was written
             return
@@ -282,9 +294,17 @@ class TrainingState:
         own = unshared(unflatten(Flat(node, tensors, aliases)))
         for name, obj in self.per_rank.items():
             if name in own["objects"]:
-                obj.load_state_dict(own["objects"][name])
-                lay_out_like_parameters(obj)
+                _give(obj, own["objects"][name], into)
         rng.restore(own["rng"])
+
+
+def _give(obj: Stateful, value: Any, into: InPlace) -> None:
+    """Let an object take its state back."""
+    if isinstance(obj, DictState):
+        obj.refill(value, into)
+    else:
+        obj.load_state_dict(value)
+        lay_out_like_parameters(obj)
 
 
 def _is_the_scripts(obj: object) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.state.in_place import InPlace
 
 
 class Stateful(Protocol):
@@ -80,9 +81,14 @@ class DictState:
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Put it back in the same dict."""
-        values = dict(state["values"])
-        self._values.clear()
-        self._values.update(values)
+        self.refill(state, InPlace())
+
+    def refill(self, state: dict[str, Any], into: InPlace) -> None:
+        """Put it back, and what is in it into the same tensors, lists and dicts."""
+        values, mine = dict(state["values"]), self._values
+        found = {k: into.put(mine[k], v) if k in mine else v for k, v in values.items()}
+        mine.clear()
+        mine.update(found)
 
 
 def stateful(obj: Keepable) -> Stateful:

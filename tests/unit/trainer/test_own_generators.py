@@ -1,0 +1,145 @@
+"""Generators of a script's own, wherever it keeps them: what they draw depends on the position."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from ddpjob_trainer.data import own_generators
+from ddpjob_trainer.data.fetch import Batches, Work
+from ddpjob_trainer.data.given import Sampled
+from ddpjob_trainer.data.stream import Stream
+
+RNG = np.random.default_rng(1)
+LAZY = random.Random(1)
+
+
+class Shuffles:
+    """A sampler, or a collate function, that draws from its own."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(1)
+
+    def __len__(self) -> int:
+        return 9
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rng.permutation(9).tolist())
+
+    def __call__(self, samples: Sequence[Any]) -> float:
+        return float(self.rng.random())
+
+
+def of_a_closure() -> Callable[[Any], list[int]]:
+    rng = random.Random(1)
+    return lambda _: rng.sample(range(9), 9)
+
+
+def of_the_module(_: Any) -> list[int]:
+    return [int(number) for number in RNG.permutation(9)]
+
+
+def by_another_function(given: Any) -> list[int]:
+    return [*of_the_module(given)]
+
+
+def of_a_default(_: Any, rng: Any = np.random.default_rng(1)) -> list[int]:  # noqa: B008
+    return [int(number) for number in rng.permutation(9)]
+
+
+class Lazy(Dataset[float]):
+    """Its generator is a variable of its module."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> float:
+        return max(LAZY.random() for _ in range(1))
+
+
+class Counted(IterableDataset[float]):
+    def __init__(self) -> None:
+        self.rng = random.Random(1)
+
+    def __iter__(self) -> Iterator[float]:
+        for _ in range(4):
+            yield self.rng.random()
+
+
+MADE: list[Callable[[], Any]] = [
+    Shuffles,
+    of_a_closure,
+    lambda: of_the_module,
+    lambda: by_another_function,
+    lambda: of_a_default,
+    lambda: functools.partial(of_a_default, rng=random.Random(1)),
+    lambda: Shuffles().__iter__,
+]
+
+
+@pytest.mark.parametrize("make", MADE)
+def test_they_are_found(make: Callable[[], Any]) -> None:
+    found = own_generators.found_in(make())
+    assert found
+    assert all(isinstance(one, np.random.Generator | random.Random) for one in found)
+
+
+def test_what_libraries_draw_from_is_not_looked_for() -> None:
+    assert own_generators.found_in(random.shuffle) == []
+    assert own_generators.found_in(torch.utils.data.default_collate) == []
+
+
+@pytest.mark.parametrize("make", MADE[:5])
+def test_a_sampler_gives_an_epoch_the_same_order_whatever_came_before(
+    make: Callable[[], Any],
+) -> None:
+    def order_of(epochs: Sequence[int]) -> list[int]:
+        order = Sampled(5, make(), 9)
+        return [order.samples(epoch, np.arange(9)).tolist() for epoch in epochs][-1]
+
+    assert order_of([0, 1, 2]) == order_of([2])
+    assert order_of([1]) != order_of([2])
+
+
+def made(batches: Batches, *positions: int) -> Any:
+    return batches.make(Work(np.array(positions), np.array(positions)))
+
+
+def test_a_collate_functions_own_depend_on_the_position_only() -> None:
+    batches, other = (Batches([1, 2, 3, 4], Shuffles(), 5) for _ in range(2))
+    made(batches, 0, 1)
+    assert made(batches, 2, 3) == made(other, 2, 3) != made(other, 0, 1)
+
+
+def test_those_of_a_datasets_module_do_too() -> None:
+    batches = Batches(Lazy(), list, 5)
+    first = made(batches, 0, 1)
+    assert made(batches, 0, 1) == first != made(batches, 1, 2)
+
+
+def test_a_stream_that_is_read_again_gives_what_it_gave() -> None:
+    def stream() -> Stream:
+        return Stream(
+            Counted(), batch=2, rows=None, collate=collate, seed=5, rank=0,
+            say=lambda text: None, alive=lambda: None,
+        )  # fmt: skip
+
+    def collate(samples: Sequence[Any]) -> tuple[list[Any], float]:
+        return list(samples), noise(samples)
+
+    noise = Shuffles()
+    before = stream()
+    for _ in range(3):
+        before.next()  # the third is of its second epoch
+    state, wanted = before.state_dict(), before.next()
+    noise = Shuffles()
+    after = stream()
+    after.load_state_dict(state)
+    assert after.next() == wanted
