@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ddpjob_operator.core import actions as act
+from ddpjob_operator.core import packed
 from support.world import World, crd_schema, job_object
 
 OTHER = {"spec": {"containers": [{"name": "trainer", "image": "other"}]}}
@@ -169,3 +170,12 @@ def test_nothing_under_the_template_is_ever_defaulted():
     spec = crd_schema()["properties"]["spec"]
     assert defaults(spec["properties"]["restart"], "restart")  # the search finds them
     assert defaults(spec["properties"]["template"], "template") == []
+
+
+@pytest.mark.fault("U1")
+def test_the_hash_of_a_template_is_that_of_every_version():
+    """It is stored: another way to work it out would hold up all jobs that an upgrade meets."""
+    resources = {"limits": {"cpu": 0.5, "memory": "1Gi"}}
+    trainer = {"name": "trainer", "image": "é", "resources": resources}
+    template = {"spec": {"nodeSelector": {}, "containers": [trainer]}, "metadata": None}
+    assert packed.template(template).packed.digest == "19ae1bda7edf822a"

@@ -226,6 +226,15 @@ def test_the_waits_of_two_gangs_differ_and_those_of_one_do_not_change():
     assert max(one) > 20
 
 
+def test_a_short_backoff_does_not_let_two_gangs_that_held_each_other_up_meet_again():
+    """The waits of two must differ by more than it takes to create a gang."""
+    backoff = {"initialSeconds": 1, "maxSeconds": 1}
+    world = started(restart={"backoff": backoff}, startupDeadlineSeconds=600).run(0, 1)
+    unscheduled(world, 2).wait(600)
+    assert world.phase == "Pending"
+    assert 30 <= pause(world) <= 90
+
+
 def test_who_has_waited_long_tries_more_often():
     def wait_after(hours: int) -> float:
         world = World()

@@ -335,6 +335,20 @@ def test_recovery_time_and_metrics_are_told_with_the_transition():
     assert [e.reason for e in world.events][-2:] == ["Restarting", "Running"]
 
 
+@pytest.mark.fault("U8")
+@pytest.mark.parametrize(("kilobytes", "most"), [(1, 500), (10, 110), (120, 9)])
+def test_a_large_gang_of_a_large_template_is_rendered_a_few_pods_at_a_time(
+    kilobytes: int, most: int
+):
+    """All at once they would be a gigabyte, and hold up all other jobs for a second."""
+    trainer = {"name": "trainer", "args": ["x" * 1000] * kilobytes}
+    world = World(job_object(replicas=700, template={"spec": {"containers": [trainer]}}))
+    while not (made := [a for a in world.plan().actions if isinstance(a, act.CreatePod)]):
+        for action in world.plan().actions:
+            world.carry_out(action)
+    assert most / 2 < len(made) <= most
+
+
 def test_failures_are_bounded():
     world = running(restart={"maxRestarts": 99})
     for _ in range(12):

@@ -30,6 +30,7 @@ class Packed:
     data: bytes
     digest: str
     flaw: str = ""  # why it was not kept
+    size: int = 0  # of that JSON, in bytes
 
     def unpack(self) -> dict[str, Any]:
         """The object as it was written, a new one each time."""
@@ -67,7 +68,8 @@ def pack(raw: Mapping[str, Any], field: str, limit: int) -> Packed:
             "put what is large into a ConfigMap and mount it"
         )
         return Packed(b"", "", flaw)
-    return Packed(zlib.compress(text, 6), hashlib.sha256(text).hexdigest()[:16])
+    digest = hashlib.sha256(text).hexdigest()[:16]
+    return Packed(zlib.compress(text, 6), digest, size=len(text))
 
 
 def template(raw: object) -> Template:

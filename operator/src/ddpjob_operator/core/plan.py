@@ -58,6 +58,8 @@ REPORT_INTERVAL: Final = timedelta(seconds=2)
 PROGRESS_INTERVAL: Final = timedelta(seconds=60)
 #: Pods rendered and created in one round; a gang of 10,000 must not stop the others' rounds.
 _BATCH: Final = 500
+#: And no more of templates than that: as objects they take up to 20 times as much.
+_BATCH_BYTES: Final = 1024 * 1024
 
 
 def plan(
@@ -334,11 +336,17 @@ def _creations(view: View) -> tuple[Action, ...]:
         return (EnsureNetwork(attempt, bodies),)
     refusals = view.refusals
     # What refused one pod refuses the others too: one goes first.
-    due_now = retry.ready(view)[: 1 if outcomes.setback else _BATCH]
+    due_now = retry.ready(view)[: 1 if outcomes.setback else _batch(view)]
     return (
         *(_unlabelled(refusals[r]) for r in due_now if _hidden(view, refusals.get(r))),
         *(CreatePod(r, attempt, _pod(view, r)) for r in due_now),
     )
+
+
+def _batch(view: View) -> int:
+    volume = view.spec.snapshot.volume.size if view.spec.snapshot else 0
+    size = view.spec.template.packed.size + volume
+    return max(1, min(_BATCH, _BATCH_BYTES // max(1, size)))
 
 
 def _pod(view: View, replica: int) -> dict[str, Any]:

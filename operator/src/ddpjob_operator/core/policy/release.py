@@ -44,8 +44,10 @@ def delay(view: View, released: int) -> float:
     timings = view.status.timings
     held = view.now - (timings.attempt_started_at or view.now)
     waited = view.now - (timings.started_at or view.now)
-    longest = min(_LONGEST, view.spec.restart.max_seconds)
+    share = held.total_seconds() * _SHARE_OF_HELD
+    first = max(view.spec.restart.initial_seconds, share)
+    # However short the backoff: gangs that are longer in the making would meet again for ever.
+    longest = min(_LONGEST, max(view.spec.restart.max_seconds, share))
     longest = max(min(_LONGEST_OF_OLD, longest), longest / (1.0 + max(0.0, waited / _OLD)))
-    first = max(view.spec.restart.initial_seconds, held.total_seconds() * _SHARE_OF_HELD)
     doublings = min(released - 1, 60)  # keeps floats finite
     return round(min(longest, first * 2.0**doublings) * (0.5 + view.chance()), 3)
