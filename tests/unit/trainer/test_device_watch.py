@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,6 +76,22 @@ def test_seconds_are_the_devices_own(watch: Any) -> None:
     watch.device.run(6)
     watch.look(0.0)
     assert watch.progress.seconds == {"forward": 1.0, "backward": 2.0, "update": 2.0}
+
+
+def test_its_thread_asks_its_own_gpu() -> None:
+    """CUDA's device belongs to the thread: each rank's would ask, and wake, the first."""
+    entered = threading.Event()
+
+    class Device(Queued):
+        def enter(self) -> None:
+            entered.set()
+
+    watch = DeviceWatch(Device(torch.device("cpu")), Progress())  # type: ignore[arg-type]
+    watch.start()
+    try:
+        assert entered.wait(30)
+    finally:
+        watch.stop()
 
 
 def test_nothing_is_watched_where_nothing_is_queued() -> None:

@@ -66,8 +66,9 @@ class DeviceWatch:
             self._progress.stands(found[1])
 
     def _run(self) -> None:
-        while not self._over.wait(_LOOK_SECONDS):
-            try:
+        try:
+            self._accelerator.enter()
+            while not self._over.wait(_LOOK_SECONDS):
                 self.look(time.monotonic())
-            except RuntimeError:  # of CUDA; the main thread hears of it, too
-                return
+        except RuntimeError:  # of CUDA; the main thread hears of it, too
+            return
