@@ -15,6 +15,7 @@ from ddpjob_trainer.comm.rendezvous import _misfit, _unmatched
 from ddpjob_trainer.contract import ExitCode
 from ddpjob_trainer.data import fetch
 from ddpjob_trainer.errors import ConfigError, HardwareError
+from ddpjob_trainer.state.stateful import stateful
 from ddpjob_trainer.training.shutdown import exit_code_of
 
 CPU = torch.device("cpu")
@@ -190,3 +191,18 @@ def test_packed_sequences_keep_their_sizes_on_the_cpu() -> None:
     assert type(moved) is type(packed)
     assert {moved.data.device.type, moved.unsorted_indices.device.type} == {"meta"}
     assert torch.equal(moved.batch_sizes, packed.batch_sizes)
+
+
+def test_a_registered_dict_has_its_tensors_back_on_their_devices() -> None:
+    """Snapshots are read on the CPU; a script would fail on a GPU, after a resume only."""
+    meta = torch.ones(2, device="meta")
+    kept: dict[str, Any] = {
+        "mean": meta, "deep": {"seen": [meta, 1]}, "here": torch.zeros(1), "n": 1
+    }  # fmt: skip
+    one = torch.ones(2)
+    stored = {"mean": one, "deep": {"seen": [one, 2]}, "here": torch.ones(1), "n": 2, "new": one}
+    stateful(kept).load_state_dict({"values": stored})
+    assert kept["mean"].device == kept["deep"]["seen"][0].device == meta.device
+    assert kept["here"] == torch.ones(1)
+    assert (kept["n"], kept["deep"]["seen"][1]) == (2, 2)
+    assert kept["new"] is one

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -79,10 +79,23 @@ class DictState:
         return {"values": self._values}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Put it back in the same dict."""
-        values = dict(state["values"])
+        """Put it back in the same dict; tensors on the devices of those in their places."""
+        values = {key: _placed(v, self._values.get(key)) for key, v in state["values"].items()}
         self._values.clear()
         self._values.update(values)
+
+
+def _placed(value: Any, before: Any) -> Any:
+    """What a snapshot holds, its tensors on the devices of those before."""
+    if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
+        return value.to(before.device)
+    if isinstance(value, dict) and isinstance(before, Mapping):
+        for key, part in value.items():
+            value[key] = _placed(part, before.get(key))
+    elif isinstance(value, list) and isinstance(before, list):
+        for index, old in enumerate(before[: len(value)]):
+            value[index] = _placed(value[index], old)
+    return value
 
 
 def stateful(obj: Keepable) -> Stateful:
