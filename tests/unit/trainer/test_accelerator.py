@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 
 from ddpjob_trainer import accelerator, gpu_devices
 from ddpjob_trainer.comm.rendezvous import _misfit, _unmatched
 from ddpjob_trainer.contract import ExitCode
+from ddpjob_trainer.data import fetch
 from ddpjob_trainer.errors import ConfigError, HardwareError
+from ddpjob_trainer.state.stateful import stateful
 from ddpjob_trainer.training.shutdown import exit_code_of
 
 CPU = torch.device("cpu")
@@ -121,3 +128,81 @@ def test_ranks_name_as_many_interfaces() -> None:
     said = _unmatched(["eth0,eth1", "ens5,ens6", "eth0"])
     assert "GLOO_SOCKET_IFNAME names 1 on rank 2 ('eth0') and 2 on rank 0 ('eth0,eth1')" in said
     assert "names 2 on rank 1 ('a,b') and 1 on rank 0 ('')" in _unmatched(["", "a,b"])
+
+
+def test_tf32_is_known_by_whichever_words_it_was_chosen() -> None:
+    """cuDNN's own fp32_precision stays "none" when allow_tf32 is taken away."""
+    usual = accelerator.tf32()
+    changes: list[tuple[Any, str, object]] = [
+        (torch.backends.cudnn, "allow_tf32", False),
+        (torch.backends.cuda.matmul, "allow_tf32", True),
+    ]
+    for place, name, value in changes:
+        before = getattr(place, name)
+        setattr(place, name, value)
+        try:
+            assert accelerator.tf32() != usual, name
+        finally:
+            setattr(place, name, before)
+    assert accelerator.tf32() == usual
+
+
+class Stream:
+    """Takes down how often it was waited for."""
+
+    made: list[Stream]
+
+    def __init__(self, device: torch.device) -> None:
+        self.waits = 0
+        self.made.append(self)
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.device], accelerator.Cuda]:
+    """What a GPU is asked, of another device."""
+    monkeypatch.setattr(Stream, "made", [], raising=False)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    return accelerator.Cuda
+
+
+def test_memory_is_not_given_back_in_the_midst_of_a_copy(cuda: Any) -> None:
+    device = cuda(torch.device("cuda", 0))
+    with pytest.raises(MemoryError), device.saving(None):
+        raise MemoryError  # some of the copies are under way
+    assert Stream.made[-1].waits == 1
+    with device.saving(None):
+        pass
+    assert Stream.made[-1].waits == 2
+
+
+def test_a_sparse_batch_gets_to_the_device(cuda: Any) -> None:
+    """torch cannot tell the allocator of it, record_stream(), which others need."""
+    moved = cuda(torch.device("meta")).loaded(torch.eye(3).to_sparse())
+    assert (moved.device.type, moved.layout) == ("meta", torch.sparse_coo)
+
+
+def test_packed_sequences_keep_their_sizes_on_the_cpu() -> None:
+    packed = pack_sequence([torch.ones(1, 2), torch.ones(3, 2)], enforce_sorted=False)
+    moved = fetch.map_tensors({"x": packed}, lambda tensor: tensor.to("meta"))["x"]
+    assert type(moved) is type(packed)
+    assert {moved.data.device.type, moved.unsorted_indices.device.type} == {"meta"}
+    assert torch.equal(moved.batch_sizes, packed.batch_sizes)
+
+
+def test_a_registered_dict_has_its_tensors_back_on_their_devices() -> None:
+    """Snapshots are read on the CPU; a script would fail on a GPU, after a resume only."""
+    meta = torch.ones(2, device="meta")
+    kept: dict[str, Any] = {
+        "mean": meta, "deep": {"seen": [meta, 1]}, "here": torch.zeros(1), "n": 1
+    }  # fmt: skip
+    one = torch.ones(2)
+    stored = {"mean": one, "deep": {"seen": [one, 2]}, "here": torch.ones(1), "n": 2, "new": one}
+    stateful(kept).load_state_dict({"values": stored})
+    assert kept["mean"].device == kept["deep"]["seen"][0].device == meta.device
+    assert kept["here"] == torch.ones(1)
+    assert (kept["n"], kept["deep"]["seen"][1]) == (2, 2)
+    assert kept["new"] is one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,7 +75,38 @@ def test_seconds_are_the_devices_own(watch: Any) -> None:
     watch.watch.stop()
     watch.device.run(6)
     watch.look(0.0)
-    assert watch.progress.seconds == {"forward": 1.0, "backward": 2.0, "update": 2.0}
+    found = {"data": 0.0, "forward": 1.0, "backward": 2.0, "update": 2.0}
+    assert watch.progress.seconds == found
+
+
+def test_a_device_that_waits_for_its_batch_or_evaluates_is_told_from_one_that_computes() -> None:
+    device, progress = Queued(torch.device("cpu")), Progress()
+    watch = DeviceWatch(device, progress)  # type: ignore[arg-type]
+    watch.start()
+    watch.stop()
+    for activity, length in (("update", 1), ("body", 50), ("data", 7), ("forward", 2)):
+        for _ in range(length - 1):
+            device.mark()
+        watch.queued(activity)  # type: ignore[arg-type]
+    device.run(device.mark())
+    watch.look(0.0)
+    assert progress.seconds == {"data": 7.0, "forward": 2.0, "backward": 0.0, "update": 0.0}
+
+
+def test_its_thread_asks_its_own_gpu() -> None:
+    """CUDA's device belongs to the thread: each rank's would ask, and wake, the first."""
+    entered = threading.Event()
+
+    class Device(Queued):
+        def enter(self) -> None:
+            entered.set()
+
+    watch = DeviceWatch(Device(torch.device("cpu")), Progress())  # type: ignore[arg-type]
+    watch.start()
+    try:
+        assert entered.wait(30)
+    finally:
+        watch.stop()
 
 
 def test_nothing_is_watched_where_nothing_is_queued() -> None:

@@ -34,6 +34,8 @@ def aborted(words: str) -> list[str]:
         "RuntimeError: CUDA error: unspecified launch failure",
         "RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable",
         "ncclUnhandledCudaError: ... Last error:\nCuda failure 719 'unspecified launch failure'",
+        "CUDA error: CUDA-capable device(s) is/are busy or unavailable",
+        "CUDA error: system not yet initialized",
         "HIP error: uncorrectable ECC error encountered",
         "Error 802: system not yet initialized",
         "NVRM: Xid (PCI:0000:1b:00): 79, pid=4711, name=python, GPU has fallen off the bus.",
@@ -45,6 +47,26 @@ def test_a_gpu_that_failed_is_told_by_its_words(text: str) -> None:
     assert is_fault(text)
     assert exit_code_of(RuntimeError(text)) == ExitCode.HARDWARE
     assert judge(1, text, ["Traceback (most recent call last):"])[0] == ExitCode.HARDWARE
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this torch has no CUDA to ask")
+@pytest.mark.parametrize(
+    ("codes", "fault"),
+    [
+        # cudaErrorDevicesUnavailable, ECC, NVLink, Contained, HardwareStackError, LaunchFailure,
+        # SystemNotReady, Unknown
+        ((46, 214, 220, 226, 714, 719, 802, 999), True),
+        # Memory, InitializationError, driver, no device, illegal address, assert, instruction
+        ((2, 3, 35, 100, 700, 710, 715), False),
+    ],
+)
+def test_the_words_are_those_of_the_cuda_that_torch_came_with(
+    codes: tuple[int, ...], fault: bool
+) -> None:
+    """It tells them without a GPU."""
+    cudart = torch._C._cudart  # type: ignore[attr-defined]
+    words = [f"CUDA error: {cudart.cudaGetErrorString(cudart.cudaError(code))}" for code in codes]
+    assert [text for text in words if is_fault(text) is not fault] == []
 
 
 @pytest.mark.parametrize(

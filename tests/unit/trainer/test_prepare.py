@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,7 @@ from ddpjob_trainer.optim import zero
 from ddpjob_trainer.optim.ema import make_ema
 from ddpjob_trainer.optim.update import check_parameters, match_schedulers
 from ddpjob_trainer.options import ModelOptions, Options
-from ddpjob_trainer.training.compiled import compile_in_place, is_compiled
+from ddpjob_trainer.training.compiled import is_compiled, keep_bits
 from ddpjob_trainer.training.prepare import (
     Trained,
     _has_sparse_gradients,
@@ -236,14 +235,16 @@ def test_views_of_parameters_that_would_move_are_refused(monkeypatch: pytest.Mon
 def test_inductor_chooses_no_kernel_by_its_time_where_bits_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """On the CPU there is nothing that it would measure: what it compiles stays as it is."""
+    """Whoever compiles. On the CPU it would measure nothing: what it compiles stays as it is."""
+    import torch._functorch.config as functorch
     import torch._inductor.config as inductor
 
-    monkeypatch.setattr(inductor, "deterministic", False)
-    compiled = ModelOptions(compile=True)
-    compile_in_place(nn.Linear(1, 1), OPTIONS, compiled, CPU)
-    compile_in_place(nn.Linear(1, 1), replace(OPTIONS, level="off"), compiled, META)
-    compile_in_place(nn.Linear(1, 1), OPTIONS, ModelOptions(compile="aot_eager"), META)
-    assert not inductor.deterministic
-    compile_in_place(nn.Linear(1, 1), OPTIONS, compiled, META)
+    for config, name in ((inductor, "deterministic"), (functorch, "donated_buffer")):
+        monkeypatch.setattr(config, name, name == "donated_buffer")
+    torch.compile(nn.Linear(1, 1))
+    keep_bits("off", META)
+    assert functorch.donated_buffer
+    keep_bits("resume", CPU)
+    assert (inductor.deterministic, functorch.donated_buffer) == (False, False)
+    keep_bits("resume", META)
     assert inductor.deterministic

@@ -215,3 +215,19 @@ def test_reseeding_gives_torchs_own_stream_without_the_cost_of_cuda_that_never_s
     monkeypatch.delattr(torch.cuda, "manual_seed_all")
     rng.reseed(5, 3, 1)
     assert torch.equal(torch.rand(4), wanted)
+
+
+def test_generators_are_kept_on_the_cpu_where_a_gpu_is_counted_and_broken(monkeypatch):  # type: ignore[no-untyped-def]
+    """start(device='cpu') is the cure that is told there, and must not begin to use CUDA."""
+    import torch
+
+    from ddpjob_trainer.state import rng
+
+    def broken() -> None:
+        raise RuntimeError("No CUDA GPUs are available")
+
+    kept = {**rng.capture(), "cuda": ""}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # NVML counts
+    monkeypatch.setattr(torch.cuda, "_lazy_init", broken)
+    assert "cuda" not in rng.capture()
+    rng.restore(kept)  # of a process that had one

@@ -179,10 +179,7 @@ class Cuda(Accelerator):
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
             "nccl": ".".join(map(str, nccl)),
-            "tf32": [
-                str(getattr(part, "fp32_precision", getattr(part, "allow_tf32", None)))
-                for part in (torch.backends.cuda.matmul, torch.backends.cudnn)
-            ],
+            "tf32": tf32(),
             "ranks_per_node": os.environ.get("LOCAL_WORLD_SIZE", "1"),
             **{name: value for name, value in own.items() if not name.startswith(_NCCL_OTHER)},
         }
@@ -248,6 +245,9 @@ class Cuda(Accelerator):
 
     def loaded(self, tensor: torch.Tensor) -> torch.Tensor:
         """Its memory belongs to the copying stream and is used by the model's."""
+        if tensor.layout is not torch.strided:  # whose memory torch cannot mark so
+            with torch.cuda.stream(self._model):
+                return tensor.to(self.device)
         moved = tensor.to(self.device, non_blocking=True)
         moved.record_stream(self._model)
         return moved
@@ -264,9 +264,11 @@ class Cuda(Accelerator):
             stream = self._of_thread.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         if ready is not None:
             stream.wait_event(ready)
-        with torch.cuda.stream(stream):
-            yield
-        stream.synchronize()
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:  # also of an error in between: the memory is used again, or given back
+            stream.synchronize()
 
     def pin(self, memory: torch.Tensor) -> bool:
         """Register memory that CUDA has not allocated."""
@@ -301,6 +303,16 @@ class _Queued(Reading):
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         return super().values()
+
+
+def tf32() -> list[str]:
+    """Of matrix products, convolutions and RNNs: how their fp32 is computed.
+
+    Not cuDNN's own word, which does not know what `allow_tf32` has said.
+    """
+    backends = torch.backends
+    parts = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)  # type: ignore[attr-defined]
+    return [str(part.fp32_precision).replace("none", "ieee") for part in parts]
 
 
 @functools.cache

@@ -19,9 +19,10 @@ _FAULTS = re.compile(
     "|uncorrectable NVLink error"
     "|unspecified launch failure"
     "|hardware stack error"
-    "|all CUDA-capable devices are busy or unavailable"
+    "|CUDA-capable device.{0,12} busy or unavailable"  # "device(s) is/are", "devices are" before
+    "|peer GPU memory over nvlink or a hardware error"
     "|CUDA error: unknown error"
-    "|802: system not yet initialized"  # the fabric manager of an NVSwitch machine
+    "|(802|CUDA error): system not yet initialized"  # the fabric manager of an NVSwitch machine
     "|has fallen off the bus"
     "|GPU is lost"
 )

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
 from ddpjob_trainer.accelerator import Accelerator
@@ -154,6 +155,9 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
         for key, part in value.items():
             changed[key] = map_tensors(part, change)
         return changed
+    if isinstance(value, PackedSequence):  # its sizes stay on the CPU
+        names = ("data", "sorted_indices", "unsorted_indices")
+        return value._replace(**{n: map_tensors(getattr(value, n), change) for n in names})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(part, change) for part in value))
     if isinstance(value, list | tuple):

@@ -130,11 +130,15 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def fill() -> dict[str, Any]:
-    """Fill the GPU in round 0 and be killed; say in round 1 how much of it is free again."""
-    free, total = torch.cuda.mem_get_info(int(os.environ["LOCAL_RANK"]))
+def fill(first: Path) -> dict[str, Any]:
+    """Fill the GPU in round 0 and be killed; say in round 1 how much of it is free again.
+
+    ``first``: a file for what was free in round 0, a context of CUDA's and other programs apart.
+    """
+    free, _ = torch.cuda.mem_get_info(int(os.environ["LOCAL_RANK"]))
     if os.environ["DDPJOB_ROUND"] != "0":
-        return {"free": free, "total": total}
+        return {"free": free, "before": int(first.read_text())}
+    first.write_text(str(free))
     device, _ = _join()
     held = torch.empty(int(free * _FULL), dtype=torch.uint8, device=device).zero_()
     dist.barrier()
@@ -153,8 +157,10 @@ def main() -> None:
     if options.what == "environment":
         print(json.dumps(environment()))
         return
-    found = {"collectives": collectives, "fill": fill}[options.what]()
-    (options.out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
+    rank = os.environ["RANK"]
+    fills = options.what == "fill"
+    found = fill(options.out / f"free-{rank}") if fills else collectives()
+    (options.out / f"rank-{rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,10 @@ from ddpjob_trainer.environment import TRACE
 _SAMPLES, _PER_RANK, _CLASSES, _LENGTH = 512, 8, 10, 16
 _HANG_CYCLES = 1 << 40  # of the GPU's clock: minutes
 _SPARES_SECONDS = 120.0
+#: Of torch's warning in set_sync_debug_mode().
+_SYNC = "synchronizing CUDA operation"
+
+Warned = list[warnings.WarningMessage]
 
 
 class Block(nn.Module):
@@ -87,6 +91,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", choices=("cnn", "transformer", "wide"), default="transformer")
     parser.add_argument("--width", type=int, default=512, help="of model wide")
+    parser.add_argument("--batch", type=int, default=_PER_RANK, help="samples per process")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--level", default="resume")
     parser.add_argument("--steps", type=int, default=18)
@@ -106,10 +111,11 @@ def _model(options: argparse.Namespace) -> nn.Module:
     return made[options.model]()
 
 
-def _data() -> TensorDataset:
+def _data(least: int = 0) -> TensorDataset:
     torch.manual_seed(8)
-    tokens = torch.randint(0, 256, (_SAMPLES, _LENGTH))
-    return TensorDataset(tokens, torch.randint(0, _CLASSES, (_SAMPLES,)))
+    count = max(_SAMPLES, least)
+    tokens = torch.randint(0, 256, (count, _LENGTH))
+    return TensorDataset(tokens, torch.randint(0, _CLASSES, (count,)))
 
 
 def _disturb(options: argparse.Namespace, step: int, device: torch.device) -> None:
@@ -138,15 +144,18 @@ def _spares() -> dict[str, object]:
 
 
 class _Clock:
-    """Seconds of each step, and the peak of memory so far."""
+    """Seconds of each step; the peak of memory, and the waits for the GPU, so far."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, warned: Warned) -> None:
         self._cuda = device.type == "cuda"
+        self._warned = warned
         self.marks: list[float] = []
         self.peaks: list[int] = []
+        self.syncs: list[int] = []
 
     def step(self) -> None:
         self.marks.append(time.monotonic())
+        self.syncs.append(sum(_SYNC in str(one.message) for one in self._warned))
         if self._cuda:
             self.peaks.append(torch.cuda.max_memory_allocated())
 
@@ -154,20 +163,21 @@ class _Clock:
         if self._cuda:
             torch.cuda.synchronize()
         pairs = zip(self.marks, self.marks[1:], strict=False)
-        return {"seconds": [after - before for before, after in pairs], "peaks": self.peaks}
+        seconds = [after - before for before, after in pairs]
+        return {"seconds": seconds, "peaks": self.peaks, "syncs": self.syncs}
 
 
-def _train(options: argparse.Namespace) -> dict[str, object]:
+def _train(options: argparse.Namespace, warned: Warned) -> dict[str, object]:
     world = int(os.environ["WORLD_SIZE"])
     run = ddp.start(
-        total_steps=options.steps, global_batch=_PER_RANK * world, seed=7, level=options.level,
+        total_steps=options.steps, global_batch=options.batch * world, seed=7, level=options.level,
         precision=options.precision, snapshot_every=options.every, shards=world,
     )  # fmt: skip
     net = _model(options)
     model, _ = run.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
-    clock = _Clock(run.device)
+    clock = _Clock(run.device, warned)
     seen: dict[str, object] = {}
-    for step in run.steps(_data()):
+    for step in run.steps(_data(options.batch * world)):
         if options.until_spares and run.is_main and step.index == 4:
             seen = _spares()
         _disturb(options, step.index, run.device)
@@ -180,7 +190,7 @@ def _train(options: argparse.Namespace) -> dict[str, object]:
     return found
 
 
-def _plain(options: argparse.Namespace) -> dict[str, object]:
+def _plain(options: argparse.Namespace, warned: Warned) -> dict[str, object]:
     cuda = torch.cuda.is_available()
     local = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
@@ -192,7 +202,7 @@ def _plain(options: argparse.Namespace) -> dict[str, object]:
     net = _model(options).to(device)
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    clock = _Clock(device)
+    clock = _Clock(device, warned)
     batches = _batches(device)
     for _ in range(options.steps):
         clock.step()
@@ -221,10 +231,8 @@ def main() -> None:
         torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = (_plain if options.plain else _train)(options)
-    found["syncs"] = sum("synchronizing CUDA operation" in str(one.message) for one in caught)
-    path = options.out / f"rank-{os.environ['RANK']}.json"
-    path.write_text(json.dumps({**found, "steps": options.steps}))
+        found = (_plain if options.plain else _train)(options, caught)
+    (options.out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

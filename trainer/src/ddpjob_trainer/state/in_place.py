@@ -25,7 +25,12 @@ class InPlace:
         self._ids: set[int] = set()
 
     def put(self, there: Any, value: Any) -> Any:
-        """Return what belongs at this place now: ``there``, filled with the value, or the value."""
+        """Return what belongs at this place now: ``there``, filled with the value, or the value.
+
+        Tensors come from a snapshot on the CPU, and go to the device of those that they replace.
+        """
+        if isinstance(there, torch.Tensor) and isinstance(value, torch.Tensor):
+            value = value.to(there.device)
         if type(there) is not type(value) or id(there) in self._ids:
             return value
         if isinstance(there, torch.Tensor):
@@ -59,7 +64,7 @@ class InPlace:
             if there.shape == value.shape and 0 not in there.stride():
                 there.copy_(value)
             else:
-                there.data = value.to(there.device)
+                there.data = value
         return there
 
     def _array(self, there: np.ndarray[Any, Any], value: np.ndarray[Any, Any]) -> Any:

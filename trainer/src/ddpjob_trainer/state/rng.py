@@ -36,7 +36,10 @@ def _unpack(text: str) -> torch.Tensor:
 
 
 def capture() -> dict[str, Any]:
-    """Return the state of every generator of this process, in what JSON can hold."""
+    """Return the state of every generator of this process, in what JSON can hold.
+
+    CUDA's only where the process uses it: to ask would begin to, also on a GPU that is broken.
+    """
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, internal, gauss_next = random.getstate()
     state: dict[str, Any] = {
@@ -44,7 +47,7 @@ def capture() -> dict[str, Any]:
         "numpy": [str(name), np.asarray(keys).tolist(), position, has_gauss, gauss],
         "python": [version, list(internal), gauss_next],
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = _pack(torch.cuda.get_rng_state())
     return state
 
@@ -56,7 +59,7 @@ def restore(state: Mapping[str, Any]) -> None:
     np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, gauss))
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
-    if "cuda" in state and torch.cuda.is_available():
+    if "cuda" in state and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.set_rng_state(_unpack(state["cuda"]))
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
-from ddpjob_trainer.options import ModelOptions, Options
+from ddpjob_trainer.options import ModelOptions
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -15,27 +17,31 @@ def is_compiled(module: torch.nn.Module) -> bool:
     )
 
 
-def compile_in_place(
-    module: torch.nn.Module, options: Options, model_options: ModelOptions, device: torch.device
-) -> None:
+def compile_in_place(module: torch.nn.Module, options: ModelOptions) -> None:
     """Parameters keep their names, the module stays the user's."""
-    if not model_options.compile:
+    if not options.compile:
         return
-    backend = "inductor" if model_options.compile is True else model_options.compile
-    if options.level != "off" and device.type != "cpu" and backend == "inductor":
-        # It would choose kernels by how long they take, and with them the order of additions.
-        import torch._inductor.config as inductor
-
-        if hasattr(inductor, "deterministic"):
-            setattr(inductor, "deterministic", True)  # noqa: B010
-    if options.level != "off":
-        # The warm-up runs backward twice on one graph; donated buffers would be gone by then.
-        import torch._functorch.config as functorch
-
-        setattr(functorch, "donated_buffer", False)  # noqa: B010
+    backend = "inductor" if options.compile is True else options.compile
     from torch._dynamo import config, trace_rules
 
     # Module.compile() looks at frames that are not torch's own: a Sequential has none, and nothing
     # would be compiled, silently.
     with config.patch(wrap_top_frame=bool(trace_rules.check(module.forward))):
         module.compile(backend=backend)
+
+
+def keep_bits(level: str, device: torch.device) -> None:
+    """Before anything runs: what is compiled, by the script or by prepare(), must keep the bits."""
+    if level == "off" or "torch._dynamo" not in sys.modules:  # else there is nothing to compile
+        return
+    # The warm-up runs backward twice on one graph; donated buffers would be gone by then.
+    import torch._functorch.config as functorch
+
+    setattr(functorch, "donated_buffer", False)  # noqa: B010
+    if device.type == "cpu":
+        return
+    # It would choose kernels by how long they take, and with them the order of additions.
+    import torch._inductor.config as inductor
+
+    if hasattr(inductor, "deterministic"):
+        setattr(inductor, "deterministic", True)  # noqa: B010

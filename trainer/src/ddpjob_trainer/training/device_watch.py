@@ -2,8 +2,8 @@
 
 A host that is ahead of its GPU may stand anywhere when a GPU hangs: in a launch that finds the
 queue full, or where it waits for a result; and so do the hosts of all ranks, as their GPUs wait for
-the one that hangs. So marks are queued behind each forward, backward and update. The first that has
-not been passed says whether this rank's own work is what it waits for.
+the one that hangs. So marks are queued behind each batch, forward, backward and update. The first
+that has not been passed says whether this rank's own work is what it waits for.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from ddpjob_trainer.liveness.heartbeat import Activity
 from ddpjob_trainer.telemetry.progress import Progress
 
 _LOOK_SECONDS = 1.0
+#: Whose seconds are the device's; what it does for other ones, their hosts wait for.
+_COUNTED: tuple[Activity, ...] = ("data", "forward", "backward", "update")
 
 
 class DeviceWatch:
@@ -28,7 +30,7 @@ class DeviceWatch:
         self._progress = progress
         self._marks: deque[tuple[Activity, Any]] = deque()
         self._passed: Any = None  # the newest mark that was
-        self._seconds: dict[Activity, float] = {"forward": 0.0, "backward": 0.0, "update": 0.0}
+        self._seconds: dict[Activity, float] = dict.fromkeys(_COUNTED, 0.0)
         self._over = threading.Event()
         self._told: tuple[float, Activity] | None = None
 
@@ -54,7 +56,7 @@ class DeviceWatch:
         """
         while self._marks and self._accelerator.passed(self._marks[0][1]):
             activity, mark = self._marks.popleft()
-            if self._passed is not None:
+            if self._passed is not None and activity in self._seconds:
                 self._seconds[activity] += self._accelerator.seconds(self._passed, mark)
             self._passed = mark
         since = self._progress.since[1]
@@ -66,8 +68,9 @@ class DeviceWatch:
             self._progress.stands(found[1])
 
     def _run(self) -> None:
-        while not self._over.wait(_LOOK_SECONDS):
-            try:
+        try:
+            self._accelerator.enter()
+            while not self._over.wait(_LOOK_SECONDS):
                 self.look(time.monotonic())
-            except RuntimeError:  # of CUDA; the main thread hears of it, too
-                return
+        except RuntimeError:  # of CUDA; the main thread hears of it, too
+            return

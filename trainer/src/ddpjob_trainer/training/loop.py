@@ -186,6 +186,7 @@ class Loop:
 
     def _begin(self) -> Step:
         self._progress.at("data")
+        self._device_watch.queued("body")
         index = self.finished_steps
         parts = self._averaging.parts(self._order, index)
         rng.reseed(self._options.seed, index, self._averaging.outside)
@@ -198,6 +199,7 @@ class Loop:
             self._progress.at("data")
             batch = self._input.next(index, number, part.positions)
             batch = fetch.to_device(batch, self._world.accelerator)
+            self._device_watch.queued("data")
             if self._input.draws:  # whoever made it: what is drawn from here on is the same
                 rng.reseed(self._options.seed, index, part.shard, int(part.positions[0]))
             elif part.reseed:

@@ -32,7 +32,7 @@ from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.modes import Modes
 from ddpjob_trainer.state.stateful import Stateful
 from ddpjob_trainer.training import incompatible
-from ddpjob_trainer.training.compiled import compile_in_place, is_compiled
+from ddpjob_trainer.training.compiled import compile_in_place, is_compiled, keep_bits
 
 T = TypeVar("T")
 
@@ -130,6 +130,7 @@ class Trained:
 
     def begin(self) -> None:
         """The loop begins: what it switches from here on is in the snapshots."""
+        keep_bits(self._options.level, self._world.device)
         self.state.begin()
         self.modes = Modes(self.modules())
 
@@ -157,7 +158,7 @@ class Trained:
         for part in (module, ema.module if ema is not None else None):
             if part is not None:
                 autocast_forward(part, self._options.precision, self._world.device)
-        compile_in_place(module, self._options, options, self._world.device)
+        compile_in_place(module, options)
         wrapped = self._averaging.wrap(module, options)
         self.models.append(Model(name, module, wrapped, options, ema))
         if ema is not None:
