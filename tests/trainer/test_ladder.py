@@ -174,18 +174,6 @@ def test_a_file_of_tokens(tmp_path: Path) -> None:
     assert value("parameters", out) == str(parameters)
 
 
-@pytest.mark.parametrize("count", [2, 300, 301, 601, 899])
-def test_every_sequence_is_trained_on_or_held_out(tmp_path: Path, count: int) -> None:
-    """And none is both: the loss at the end is of text that the model has not seen."""
-    file = tmp_path / "tokens.bin"
-    file.write_bytes(struct.pack(f"<{4 * count}H", *range(4 * count)))
-    sequences = gpt_module("corpus").Sequences
-    trained, held_out = (sequences(3, file, 0, held_out=held) for held in (False, True))
-    firsts = [int(some[i][0]) for some in (trained, held_out) for i in range(len(some))]
-    assert sorted(firsts) == [4 * number for number in range(count)]
-    assert len(held_out) == -(-count // 300)
-
-
 def test_gpt2_has_its_124_million_parameters() -> None:
     gpt = gpt_module("gpt")
     with torch.device("meta"):

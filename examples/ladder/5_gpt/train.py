@@ -61,8 +61,7 @@ run = ddp.start(
 if torch.cuda.is_available():
     torch.set_float32_matmul_precision("high")
 
-sequences = Sequences(args.context, args.data, args.skip, held_out=False)
-held_out = Sequences(args.context, args.data, args.skip, held_out=True)
+sequences = Sequences(args.context, args.data, args.skip)
 if run.sum(sequences.checksum()) != run.world_size * sequences.checksum():
     raise SystemExit("the ranks read different texts: give all of them the same image, or --data")
 
@@ -104,7 +103,7 @@ for step in run.steps(sequences):
     if run.is_main and gpu and (told := speed.after_step()):
         print(f"step {run.finished_steps}: {told}", flush=True)
 
-some = Subset(held_out, range(0, len(held_out), 1 + len(held_out) // 512))  # at most 512
+some = Subset(sequences, range(0, len(sequences), max(1, len(sequences) // 256)))
 batch = args.global_batch // args.micro_batches // run.world_size
 loss = run.evaluate(some, lambda model, ids: model(ids), batch_size=batch, reduce="mean")
 if run.is_main:
