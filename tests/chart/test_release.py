@@ -10,6 +10,7 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,32 @@ def test_no_byte_code_is_in_a_release(made: Path) -> None:
         names += archive.getnames()
     assert len(names) > 100
     assert [name for name in names if "__pycache__" in name] == []
+
+
+def test_the_trainers_wheel_is_all_that_an_image_of_the_users_needs(
+    made: Path, tmp_path: Path
+) -> None:
+    """The third way of docs/your-script.md: nothing of this checkout is on the path."""
+    [wheel] = made.glob("ddpjob_trainer-*.whl")
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    [found] = distributions(path=[str(site)])
+    assert found.metadata["Requires-Python"] == ">=3.11"
+    page = (ROOT / "docs/your-script.md").read_text()
+    assert f"{wheel.name} /tmp/" in page
+    for needed in found.requires or []:
+        name = re.split(r"[ ;<>=\[]", needed, maxsplit=1)[0]
+        assert "extra ==" in needed or name.lower() in page.lower(), f"{name} is not told of"
+    [command] = found.entry_points.select(group="console_scripts", name="ddpjob-trainer")
+    (tmp_path / "train.py").write_text("import os; print('rank', os.environ['RANK'])\n")
+    start = f"import sys, {command.module} as m; sys.exit(m.{command.attr}())"
+    env, output = {**os.environ, "PYTHONPATH": str(site)}, ""
+    for words in (["init", "train.py"], ["local", "-"]):
+        done = subprocess.run(
+            [sys.executable, "-c", start, *words], input=output, cwd=tmp_path,
+            env=env, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        output = done.stdout
+    assert sorted(output.splitlines()) == ["[train-0] rank 0", "[train-1] rank 1"]

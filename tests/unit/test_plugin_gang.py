@@ -13,6 +13,7 @@ from kubectl_ddp import cli, gang
 from kubectl_ddp.commands import events, snapshots, status
 from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import Job, Member, Told
+from kubectl_ddp.kubectl import Kubectl
 
 NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
 
@@ -63,6 +64,37 @@ FAILURE = {
     "reason": "ExitCode1", "exitCode": 1, "message": "ValueError: boom\nline",
     "detectedAt": at(199.5).replace("Z", ".5Z"),
 }  # fmt: skip
+
+
+def test_on_the_hosts_network_each_pod_is_asked_at_its_own_port() -> None:
+    found = pod(1, state={"running": {}})
+    found["spec"]["containers"][1]["env"].append({"name": "DDPJOB_METRICS_PORT", "value": "25007"})
+    assert contract.METRICS_PORT == gang.METRICS_PORT
+    assert job().page("state", 1, Member(found)).path.endswith("/d-1:25007/proxy/state")
+    assert job().page("state", 1, Member(pod(1))).path.endswith("/d-1:9400/proxy/state")
+    assert job().page("state", 1, None).path.endswith("/d-1:9400/proxy/state")
+
+
+def test_in_the_list_the_first_pods_on_the_hosts_network_are_looked_up_together() -> None:
+    host = job()
+    host.obj["spec"]["template"] = {"spec": {"hostNetwork": True}}
+    owner = {"controller": True, "uid": host.uid}
+    ours = pod(0, ownerReferences=[owner])
+    ours["metadata"]["labels"][gang.LABEL_UID] = host.uid
+    stranger = pod(0)
+    stranger["metadata"]["labels"][gang.LABEL_UID] = host.uid
+    calls = []
+
+    class Recorded(Kubectl):
+        def get(self, *args: str) -> dict[str, Any]:
+            calls.append(args)
+            return {"items": [ours, stranger]}
+
+    assert gang.find_first(Recorded(), [host], "-A") == {host.uid: Member(ours)}
+    plain = job()
+    plain.obj["spec"]["template"] = {"spec": {}}
+    assert gang.find_first(Recorded(), [plain]) == {}
+    assert calls == [("pods", "-A", "-l", f"{gang.LABEL_REPLICA}=0")]
 
 
 def test_a_replica_that_is_not_there_is_refused() -> None:

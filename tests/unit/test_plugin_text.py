@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kubectl_ddp import cli, text
+from kubectl_ddp import __main__, cli, text
 from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import LABEL_ATTEMPT, LABEL_REPLICA
 from kubectl_ddp.kubectl import Kubectl, explained
@@ -195,3 +195,15 @@ def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> No
             cli.run([command, "--help"])
         assert ended.value.code == 0
         assert f"usage: kubectl ddp {command}" in capsys.readouterr().out
+
+
+def test_ctrl_c_while_it_starts_shows_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(words: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(cli, "run", interrupted)
+    try:
+        assert __main__.main() == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
+_INTERRUPTED = 130
 _TERMINATED = 143
 
 
@@ -14,10 +15,13 @@ def main() -> int:
     if sys.version_info < (3, 11):  # noqa: UP036
         print("kubectl-ddp: Python 3.11 or newer is needed on PATH as python3", file=sys.stderr)
         return 1
-    from kubectl_ddp import cli
-
     signal.signal(signal.SIGTERM, _end)
-    return cli.run(sys.argv[1:])
+    try:
+        from kubectl_ddp import cli
+
+        return cli.run(sys.argv[1:])
+    except KeyboardInterrupt:  # while it imports
+        return _INTERRUPTED
 
 
 def _end(*_: object) -> None:

@@ -24,6 +24,7 @@ LABEL_REPLICA = "ddpjob.dev/replica"
 ANNOTATION_TRAINER = "ddpjob.dev/trainer"
 FINAL = ("Succeeded", "Failed")
 
+METRICS_PORT = "DDPJOB_METRICS_PORT"
 METRIC_SNAPSHOT_AT = "ddpjob_trainer_snapshot_timestamp_seconds"
 METRIC_STEP_SECONDS = "ddpjob_trainer_step_seconds"
 _SAMPLE = re.compile(r"^(\w+)(?:\{[^}\n]*\})? ([-+.\deE]+)$", re.MULTILINE)
@@ -78,9 +79,16 @@ class Job:
         last = self.status.get("lastFailure")
         return list(self.status.get("failures") or ([last] if last else []))
 
-    def page(self, name: str, replica: int) -> Page:
+    @property
+    def on_host(self) -> bool:
+        """Whether its pods are on the host's network, where each has a port of its own."""
+        return bool((self.spec["template"].get("spec") or {}).get("hostNetwork"))
+
+    def page(self, name: str, replica: int, member: Member | None) -> Page:
         """Of the pod that a replica has, if it has one."""
-        port = int(self.spec["metrics"]["port"])  # the CRD's default is filled in
+        drawn = member.environment(METRICS_PORT) if member else ""
+        # Else that of the spec, where the CRD's default is filled in.
+        port = int(drawn if drawn.isdecimal() else self.spec["metrics"]["port"])
         return Page(self.namespace, f"{self.name}-{replica}", port, name, self.uid)
 
 
@@ -223,19 +231,29 @@ def _is_ours(job: Job, pod: Object) -> bool:
     )
 
 
+def find_first(kubectl: Kubectl, jobs: Iterable[Job], *where: str) -> dict[str, Member]:
+    """The pods of replica 0 on the host's network, by uid of the job; one call for all."""
+    on_host = {job.uid: job for job in jobs if job.on_host}
+    if not on_host:
+        return {}
+    found = kubectl.get("pods", *where, "-l", f"{LABEL_REPLICA}=0")["items"]
+    uids = [(pod["metadata"]["labels"].get(LABEL_UID), pod) for pod in found]
+    return {uid: Member(pod) for uid, pod in uids if uid in on_host and _is_ours(on_host[uid], pod)}
+
+
 def ask(
-    kubectl: Kubectl, pods: Iterable[tuple[Job, int]], *names: str
+    kubectl: Kubectl, pods: Iterable[tuple[Job, int, Member | None]], *names: str
 ) -> tuple[dict[tuple[str, str, int], Told], str]:
     """What the trainers of these replicas say, by namespace, job and replica; a missing right.
 
     ``names``: the pages to read, of state and metrics.
     """
     pods = list(pods)
-    pages = [job.page(name, replica) for job, replica in pods for name in names]
+    pages = [job.page(name, n, member) for job, n, member in pods for name in names]
     answers = podproxy.read(kubectl, pages)
     told = {}
-    for job, replica in pods:
-        parts = {name: answers.bodies.get(job.page(name, replica), b"") for name in names}
+    for job, replica, member in pods:
+        parts = {name: answers.bodies.get(job.page(name, replica, member), b"") for name in names}
         told[job.namespace, job.name, replica] = understood(
             parts.get("state", b""), parts.get("metrics", b"")
         )

@@ -453,11 +453,27 @@ def test_progress_is_written_ever_more_seldom(minutes: int, most: int):
     assert world.status["progress"]["step"] == minutes * 4
 
 
-def test_the_last_words_of_replica_0_are_the_final_progress():
+@pytest.mark.parametrize("polled", [None, 380])
+def test_the_last_words_of_replica_0_are_the_final_progress(polled: int | None):
+    """A job that is done would read 380/400: what was polled is older than its report."""
     report = '{"version":1,"kind":"success","step":400,"loss":0.01,"snapshotStep":400}'
-    world = started().run().end(1, 0).end(2, 0).end(0, 0, message=report)
-    assert world.status["progress"]["step"] == 400
+    world = started().run()
+    if polled:
+        told = Progress(step=polled, total_steps=400, snapshot_step=350, updated_at=world.now)
+        world.outcomes = replace(world.outcomes, progress=told)
+    world.end(1, 0).end(2, 0).end(0, 0, message=report)
+    assert world.status["phase"] == "Succeeded"
+    assert world.status["progress"]["step"] == world.status["progress"]["totalSteps"] == 400
     assert world.status["progress"]["snapshotStep"] == 400
+
+
+def test_of_what_ends_without_last_words_the_newest_poll_is_kept():
+    world = started(restart={"maxRestarts": 0}).run()
+    told = Progress(step=38, updated_at=world.now)
+    world.outcomes = replace(world.outcomes, progress=told)
+    world.end(1, 1)
+    assert world.status["phase"] == "Failed"
+    assert world.status["progress"]["step"] == 38
 
 
 @pytest.mark.fault("U6")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,12 @@ import pytest
 from ddpjob_trainer import contract
 from ddpjob_trainer.environment import read_launcher
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.launcher.plan import DEFAULT_ROUNDS_WITHOUT_PROGRESS, Plan, make_plan
+from ddpjob_trainer.launcher.plan import (
+    DEFAULT_ROUNDS_WITHOUT_PROGRESS,
+    Plan,
+    common_environment,
+    make_plan,
+)
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from support.launching import SOURCES
 
@@ -148,3 +154,15 @@ def test_an_interrupt_right_after_the_start_is_a_plain_end(when):  # type: ignor
         check=False,
     )
     assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_where_the_root_is_read_only_temporary_files_go_to_memory(script, monkeypatch):  # type: ignore[no-untyped-def]
+    """torch._dynamo asks for a temporary directory when it is imported."""
+    made = plan(script, POD)
+    assert "TMPDIR" not in common_environment(made, {})
+
+    def nowhere() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    assert common_environment(made, {})["TMPDIR"] == "/dev/shm"

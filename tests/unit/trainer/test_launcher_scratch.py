@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections import namedtuple
 from pathlib import Path
 
@@ -93,3 +94,17 @@ def test_without_room_anywhere_the_error_names_places_and_cure(tmp_path, full): 
     assert list(tmp_path.iterdir()) == [scratch.path]
     full.clear()
     assert scratch.begin(1).is_dir()  # somebody has made room
+
+
+def test_a_read_only_root_has_no_temporary_directory(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    """`readOnlyRootFilesystem: true`; /dev/shm is a volume of the operator's."""
+
+    def nowhere() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    scratch = Scratch(1, (str(tmp_path), None))
+    assert scratch.path.parent == tmp_path
+    scratch.close()
+    with pytest.raises(NoRoomError, match="set TMPDIR to a directory"):
+        Scratch(1, (None,))

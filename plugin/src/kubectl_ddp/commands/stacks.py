@@ -15,7 +15,7 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
     job = gang.find_job(kubectl, options.job)
     members = gang.find_members(kubectl, job)
     wanted = gang.chosen(job, options.replica)
-    alive = [(job, n) for n, one in sorted(members.items()) if one.running and n in wanted]
+    alive = [(job, n, one) for n, one in sorted(members.items()) if one.running and n in wanted]
     told, refusal = gang.ask(kubectl, alive, "state")
     if refusal:
         raise Failure(refusal)

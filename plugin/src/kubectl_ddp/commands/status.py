@@ -34,11 +34,14 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
 
 
 def _all(kubectl: Kubectl, *, everywhere: bool) -> tuple[list[str], str]:
-    found = kubectl.get(DDPJOBS, *(["-A"] if everywhere else []))["items"]
+    where = ["-A"] if everywhere else []
+    found = kubectl.get(DDPJOBS, *where)["items"]
     jobs = [Job(obj) for obj in found]
     if not jobs:
         return [f"no DDPJobs {'in any namespace' if everywhere else 'in this namespace'}"], ""
-    alive = [(job, 0) for job in jobs if job.phase == "Running"]
+    running = [job for job in jobs if job.phase == "Running"]
+    first = gang.find_first(kubectl, running, *where)
+    alive = [(job, 0, first.get(job.uid)) for job in running]
     told, refusal = gang.ask(kubectl, alive, "metrics")
     head = ["NAME", "PHASE", "REASON", "READY", "RESTARTS", "STEP", "LOSS", "SNAPSHOT"]
     rows = [
@@ -53,7 +56,7 @@ def _all(kubectl: Kubectl, *, everywhere: bool) -> tuple[list[str], str]:
 def _one(kubectl: Kubectl, name: str) -> tuple[list[str], str]:
     job = gang.find_job(kubectl, name)
     members = gang.find_members(kubectl, job)
-    alive = [(job, replica) for replica, member in sorted(members.items()) if member.running]
+    alive = [(job, n, member) for n, member in sorted(members.items()) if member.running]
     by_pod, refusal = gang.ask(kubectl, alive, "state", "metrics")
     told = {replica: answer for (_, _, replica), answer in by_pod.items()}
     now = datetime.now(UTC)

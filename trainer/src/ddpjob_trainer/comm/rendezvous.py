@@ -20,6 +20,7 @@ import torch.distributed.distributed_c10d as distributed_c10d
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from ddpjob_trainer import accelerator, failpoints
+from ddpjob_trainer.comm import interfaces
 from ddpjob_trainer.comm.teardown import holds_group
 from ddpjob_trainer.comm.world import World, brief, peer_loss
 from ddpjob_trainer.environment import WorkerEnvironment
@@ -257,6 +258,8 @@ def join(env: WorkerEnvironment, started: float, device: torch.device) -> World:
         store: Store = HashStore()
     else:
         store = _rendezvous(env, started + env.deadlines.startup, device)
+        assert env.master is not None
+        interfaces.choose(env.master[0])  # rank 0 has a name by now
         store.set_timeout(connecting)
     with peer_loss():
         dist.init_process_group(

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import sys
+import tempfile
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from ddpjob_trainer.liveness.hang import Deadlines
 
 DEFAULT_ROUNDS_WITHOUT_PROGRESS = 3
 DEFAULT_HEAL_AFTER_SECONDS = 3600
+#: In a DDPJob a volume that the operator mounts.
+_MEMORY = "/dev/shm"
 #: A killed process that waits for a disk or a device that does not answer ends when that does.
 _EXIT_SECONDS = 10.0
 #: One that has a GPU gives its memory back first: seconds, and more after an error of the GPU.
@@ -212,6 +215,10 @@ def common_environment(plan: Plan, base: Mapping[str, str] = os.environ) -> dict
     # Whether CUDA is there is asked of NVML, not of the driver, which no fork survives.
     env.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     env[TERMINAL] = str(terminal_columns())
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:  # a read-only root file system; torch cannot be imported without one
+        env["TMPDIR"] = _MEMORY
     if plan.events is not None:
         env[EVENTS] = str(plan.events)
     if plan.standalone:

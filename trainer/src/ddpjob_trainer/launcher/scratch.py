@@ -33,7 +33,7 @@ class Scratch:
         self, nproc: int, parents: tuple[str | None, ...] = ("/dev/shm", None, ".")
     ) -> None:
         self._bytes = nproc * _RANK_BYTES
-        self._parents = list(dict.fromkeys(Path(p or tempfile.gettempdir()) for p in parents))
+        self._parents = list(dict.fromkeys(_known(parents)))
         self.path, self._lock = self._make()
 
     @property
@@ -91,6 +91,13 @@ class Scratch:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if found.f_files and not found.f_favail:
             raise OSError(errno.ENOSPC, "no inodes left")
+
+
+def _known(parents: tuple[str | None, ...]) -> Iterator[Path]:
+    """``None``: the temporary directory, which a read-only root file system may not have."""
+    for parent in parents:
+        with contextlib.suppress(FileNotFoundError):
+            yield Path(tempfile.gettempdir() if parent is None else parent)
 
 
 def _locked_directory(parent: Path) -> tuple[Path, int]:

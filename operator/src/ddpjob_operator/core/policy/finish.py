@@ -19,7 +19,7 @@ from ddpjob_operator.core.actions import (
     Plan,
     WriteStatus,
 )
-from ddpjob_operator.core.policy import fence
+from ddpjob_operator.core.policy import fence, report
 from ddpjob_operator.core.status import Progress
 from ddpjob_operator.core.view import Change, View
 
@@ -36,7 +36,8 @@ def succeed(view: View, change: Change) -> Change:
         f"all {view.spec.replicas} replicas of attempt {view.status.attempt} succeeded "
         f"after {took:.0f} s; restarts: {restarts.total}, in place: {restarts.in_place}"
     )
-    change = _end(view, change, "Succeeded").with_status(progress=_final_progress(view, change))
+    change = _end(view, change, "Succeeded")
+    change = change.with_status(progress=_final_progress(view, change))
     change = change.condition("Running", False, "Succeeded", message, view.now)
     change = change.condition("Complete", True, "Succeeded", message, view.now)
     return change.tell("Normal", "Succeeded", message)
@@ -107,21 +108,22 @@ def _end(view: View, change: Change, phase: str) -> Change:
     timings = replace(view.status.timings, completed_at=view.now, next_restart_at=None)
     change = change.condition("Stalled", False, phase, "", view.now)
     change = change.measure(Measurement("finished_total", 1, phase))
-    return change.with_status(phase=phase, timings=timings)
+    progress = report.heard(change.status.progress, view.outcomes.progress)
+    return change.with_status(phase=phase, timings=timings, progress=progress)
 
 
 def _final_progress(view: View, change: Change) -> Progress:
     """The last words of replica 0 are newer than the last poll."""
     old, first = change.status.progress, view.members.get(0)
-    report = first.trainer.report if first and classify.succeeded(first) else None
-    if report is None or report.step is None:
+    last = first.trainer.report if first and classify.succeeded(first) else None
+    if last is None or last.step is None:
         return old
     return Progress(
-        step=report.step,
-        total_steps=old.total_steps or report.step,
-        loss=report.loss if report.loss is not None else old.loss,
+        step=last.step,
+        total_steps=old.total_steps or last.step,
+        loss=last.loss if last.loss is not None else old.loss,
         samples_per_second=old.samples_per_second,
-        snapshot_step=report.snapshot_step or old.snapshot_step,
-        file_at=report.file_at or old.file_at,
+        snapshot_step=last.snapshot_step or old.snapshot_step,
+        file_at=last.file_at or old.file_at,
         updated_at=view.now,
     )

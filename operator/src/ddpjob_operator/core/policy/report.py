@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
+from typing import Any
 
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Refusal
@@ -29,10 +30,9 @@ LINGERING = timedelta(minutes=10)
 def fill(view: View, change: Change) -> Change:
     """Counts, progress, observedGeneration and the condition Ready."""
     status = change.status
-    fields = {
-        "observed_generation": hold.acted_on(view, status.phase),
-        "progress": _progress(status.progress, view.outcomes.progress),
-    }
+    fields: dict[str, Any] = {"observed_generation": hold.acted_on(view, status.phase)}
+    if not status.terminal:  # the end has its own last words
+        fields |= {"progress": heard(status.progress, view.outcomes.progress)}
     if status.terminal:
         fields |= {"replicas": replace(_replicas(view), active=0, ready=0)}
         fields |= {"succeeded": view.succeeded}
@@ -213,7 +213,7 @@ def _replicas(view: View) -> Replicas:
     )
 
 
-def _progress(old: Progress, new: Progress | None) -> Progress:
+def heard(old: Progress, new: Progress | None) -> Progress:
     """The newest that was heard; a poll that brings nothing new moves no timestamp."""
     if new is None:
         return old

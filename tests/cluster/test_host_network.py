@@ -1,0 +1,56 @@
+"""Gangs on the host's network: two share their nodes, and are seen by the plugin.
+
+The nodes of this cluster know their own names as little as a Debian machine does: gloo would listen
+on the loopback.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.cluster import wait_for
+from support.plugin import Plugin
+from support.site import Site, digits
+
+NAMES = ("host-a", "host-b")
+
+
+def on_host(name: str) -> dict[str, Any]:
+    """A gang with a pod on each node."""
+    obj = digits(name, steps=40, step_seconds=0.2, replicas=2)
+    pod = obj["spec"]["template"]["spec"]
+    pod["hostNetwork"] = True
+    pod["topologySpreadConstraints"] = [
+        {
+            "maxSkew": 1,
+            "topologyKey": "kubernetes.io/hostname",
+            "whenUnsatisfiable": "DoNotSchedule",
+            "labelSelector": {"matchLabels": {"ddpjob.dev/job-name": name}},
+        }
+    ]
+    return obj
+
+
+def test_two_gangs_train_side_by_side_on_the_same_nodes(site: Site) -> None:
+    plugin = Plugin(site.cluster.kubeconfig, site.namespace)
+    site.apply(*map(on_host, NAMES))
+    for name in NAMES:
+        site.wait_phase(name, "Running")
+        nodes = {pod["spec"]["nodeName"] for pod in site.pods(name).values()}
+        assert len(nodes) == 2, nodes
+
+    def told() -> bool | None:
+        """Steps and speed come from the pages of the pods, at ports that no spec names."""
+        rows = {line.split()[0]: line for line in plugin.says("status").splitlines()[1:]}
+        table = plugin.says("status", NAMES[0]).splitlines()[-2:]
+        steps = all("/40" in rows[name] for name in NAMES)
+        return True if steps and all(line.split()[6] != "-" for line in table) else None
+
+    wait_for(told, "the steps of both gangs in the plugin", 120)
+    for name in NAMES:
+        status = site.wait_phase(name, "Succeeded")
+        assert (status["restarts"]["total"], status["restarts"].get("inPlace", 0)) == (0, 0)
+    results = [site.result(name) for name in NAMES]
+    assert results[0] == results[1]
+    for name in NAMES:
+        site.delete(name)
