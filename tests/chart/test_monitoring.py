@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import generate_latest
 
 from ddpjob_operator.core import observe, render, spec
 from ddpjob_operator.shell.metrics import Metrics
@@ -59,6 +60,18 @@ def test_the_alerts_fire_when_they_should_and_not_else() -> None:
     for command in (("check", "rules", FILES / "alerts.yaml"), ("test", "rules", TESTS)):
         done = subprocess.run(["promtool", *command], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_operators_metrics_keep_prometheus_conventions() -> None:
+    host.ensure_packages({"promtool": "prometheus"}, print)
+    metrics = Metrics()
+    metrics.expose_jobs(list)
+    metrics.expose_watch_ages(lambda: {"pods": 1.0})
+    page = generate_latest(metrics.registry)
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=page, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, b"")
 
 
 def test_every_alert_is_tested_both_ways() -> None:
