@@ -35,6 +35,11 @@ ODD: Final[Mapping[str, tuple[tuple[str, Any], ...]]] = {
     "toleration": ((f"{_POD}.toleration", []),),
     "serviceAcount": ((f"{_POD}.serviceAcount", "train"),),
     "env valeu": ((f"{_TRAINER}.env.0", {"name": "A", "valeu": "1"}),),
+    "claimname for claimName": (
+        (f"{_POD}.volumes.0", {"name": "d", "persistentVolumeClaim": {"claimname": "c"}}),
+    ),
+    "snapshot.volume.pvc": (("spec.snapshot.volume", {"pvc": {"claimName": "c"}}),),
+    "a namespace in the template": (("spec.template.metadata", {"namespace": "kube-system"}),),
     # --- words and types
     "imagePullPolicy Sometimes": ((f"{_TRAINER}.imagePullPolicy", "Sometimes"),),
     "command a string": ((f"{_TRAINER}.command", "python train.py"),),
@@ -54,6 +59,24 @@ ODD: Final[Mapping[str, tuple[tuple[str, Any], ...]]] = {
     ),
     "a mapping for env": ((f"{_TRAINER}.env", {"A": "1"}),),
     "labels with a boolean": (("spec.template.metadata", {"labels": {"gpu": True}}),),
+    "a nodeSelector with a boolean": ((f"{_POD}.nodeSelector", {"gpu": True}),),
+    "imagePullSecrets without name:": ((f"{_POD}.imagePullSecrets", ["registry"]),),
+    "a mapping for tolerations": ((f"{_POD}.tolerations", {"key": "gpu"}),),
+    "env: and nothing below it": ((f"{_TRAINER}.env", None),),
+    "resources: and nothing below it": ((f"{_TRAINER}.resources", None),),
+    "volumes: and nothing below it": ((f"{_POD}.volumes", None),),
+    "affinity: and nothing below it": ((f"{_POD}.affinity", None),),
+    "snapshot: and nothing below it": (("spec.snapshot", None),),
+    "template a text": (("spec.template", "containers: []"),),
+    "replicas a text": (("spec.replicas", "3"),),
+    "replicas 0": (("spec.replicas", 0),),
+    "maxRestarts -1": (("spec.restart.maxRestarts", -1),),
+    "restartPolicy OnFailure": ((f"{_POD}.restartPolicy", "OnFailure"),),
+    "RANK in env": ((f"{_TRAINER}.env.0", {"name": "RANK", "value": "0"}),),
+    "a name with a dot": (("metadata.name", "resnet.50"),),
+    "two containers of one name": (
+        (f"{_POD}.containers.1", {"name": "trainer", "image": "example/train:1"}),
+    ),
     "no image": ((f"{_TRAINER}.image", DELETE),),
     "image with blanks": ((f"{_TRAINER}.image", "example/train: 1"),),
     "image empty": ((f"{_TRAINER}.image", ""),),
@@ -74,6 +97,18 @@ ODD: Final[Mapping[str, tuple[tuple[str, Any], ...]]] = {
     "priorityClass that is not there": ((f"{_POD}.priorityClassName", "urgent"),),
     "serviceAccount that is not there": ((f"{_POD}.serviceAccountName", "nobody"),),
     "runtimeClass that is not there": ((f"{_POD}.runtimeClassName", "nvidia"),),
+    "a scheduling gate": ((f"{_POD}.schedulingGates", [{"name": "example.com/wait"}]),),
+    "a readiness gate": ((f"{_POD}.readinessGates", [{"conditionType": "example.com/never"}]),),
+    "priority a number": ((f"{_POD}.priority", 1000),),
+    "a claim for a device that is not there": (
+        (f"{_POD}.resourceClaims", [{"name": "gpu", "resourceClaimName": "mine"}]),
+    ),
+    "a label of the template with a blank": (
+        ("spec.template.metadata", {"labels": {"my team": "a"}}),
+    ),
+    "an own debugging container": (
+        (f"{_POD}.ephemeralContainers", [{"name": "debug", "image": "example/debug:1"}]),
+    ),
     "runAsUser a name": ((f"{_POD}.securityContext.runAsUser", "root"),),
     # --- units
     "memory 1G0": ((f"{_TRAINER}.resources.limits", {"memory": "1G0"}),),
@@ -116,6 +151,18 @@ ODD: Final[Mapping[str, tuple[tuple[str, Any], ...]]] = {
     "a label value with a line feed": (("metadata.labels", {"team": "a\nb"}),),
     "a command with escapes and a line feed": (
         (f"{_TRAINER}.command", ["sh", "-c", "echo '\x1b[2J'\nkill -9 1"]),
+    ),
+    "a command with a NUL": ((f"{_TRAINER}.command", ["sh", "-c", "a\x00b"]),),
+    "an image of right-to-left letters": ((f"{_TRAINER}.image", "example/\u202egnp.niart"),),
+    "a label value of 64 letters": (("metadata.labels", {"team": "x" * 64}),),
+    "an owner of another kind": (
+        (
+            "metadata.ownerReferences",
+            [{"apiVersion": "v1", "kind": "Node", "name": "n", "uid": "u", "controller": True}],
+        ),
+    ),
+    "a label of a gang of its own": (
+        ("spec.template.metadata", {"labels": {"ddpjob.dev/job-uid": "another"}}),
     ),
     "a command of 1.4 MB": ((f"{_TRAINER}.command", ["sh", "-c", "x" * 1_400_000]),),
     "an env value of 1.4 MB": ((f"{_TRAINER}.env.0", {"name": "A", "value": "x" * 1_400_000}),),

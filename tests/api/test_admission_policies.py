@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Iterator
 from typing import Any
@@ -255,3 +256,26 @@ def test_nor_does_its_status_or_its_way_to_a_node(plane: Cluster) -> None:
     plain = as_json({**binding, "metadata": {"name": "p"}})
     plane.kubectl("create", "--raw", f"{pods}/pods/p/binding", "-f", "-", input=plain, check=True)
     plane.kubectl("delete", "pod", "p", "-n", NAMESPACE, "--force", check=True)
+
+
+def test_the_quota_of_the_operations_page_bounds_jobs(control_plane: Cluster) -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    (quota,) = re.findall(r"```yaml\n(.*?kind: ResourceQuota.*?)```", text, re.DOTALL)
+    here = ("-n", "quota-of-jobs")
+    control_plane.kubectl("create", "namespace", here[1], check=True)
+    body = quota.replace('"20"', '"1"')
+    assert body != quota
+
+    def counts() -> bool | None:
+        """Made anew each time: of a kind that is new to its controller nothing is counted yet."""
+        control_plane.kubectl("delete", "quota", "ddpjobs", *here, "--ignore-not-found")
+        control_plane.kubectl("apply", *here, "-f", "-", input=body, check=True)
+        used = ("wait", "quota/ddpjobs", *here, "--for=jsonpath={.status.used}", "--timeout=3s")
+        return control_plane.kubectl(*used).returncode == 0 or None
+
+    wait_for(counts, "the quota to count jobs", 120)
+    create = ("create", *here, "-f", "-")
+    control_plane.kubectl(*create, input=as_json(ddpjob("first")), check=True)
+    done = control_plane.kubectl(*create, input=as_json(ddpjob("second")))
+    assert "exceeded quota: ddpjobs" in done.stderr
+    control_plane.kubectl("delete", "namespace", here[1], "--wait=false")

@@ -6,10 +6,12 @@ import json
 import re
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import generate_latest
 
 from ddpjob_operator.core import observe, render, spec
 from ddpjob_operator.shell.metrics import Metrics
@@ -21,6 +23,7 @@ from support.world import job_object
 FILES = ROOT / "charts" / "ddpjob" / "files"
 TESTS = ROOT / "tests" / "chart" / "alerts_test.yaml"
 RUNBOOKS = ROOT / "docs" / "runbooks.md"
+METRICS = ROOT / "docs" / "metrics.md"
 #: A metric of ours, and nothing else: such names stand in expressions only.
 NAME = re.compile(r"\bddpjob_[a-z_]+")
 
@@ -59,6 +62,54 @@ def test_the_alerts_fire_when_they_should_and_not_else() -> None:
     for command in (("check", "rules", FILES / "alerts.yaml"), ("test", "rules", TESTS)):
         done = subprocess.run(["promtool", *command], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_operators_metrics_keep_prometheus_conventions() -> None:
+    host.ensure_packages({"promtool": "prometheus"}, print)
+    metrics = Metrics()
+    metrics.expose_jobs(list)
+    metrics.expose_watch_ages(lambda: {"pods": 1.0})
+    page = generate_latest(metrics.registry)
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=page, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, b"")
+
+
+def test_a_prometheus_takes_the_configuration_on_the_page(
+    template: Template, tmp_path: Path
+) -> None:
+    """It finds pods and names them as the chart's PodMonitor does."""
+    host.ensure_packages({"promtool": "prometheus"}, print)
+    (text,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", METRICS.read_text(), re.DOTALL)
+    (tmp_path / "charts").symlink_to(ROOT / "charts")
+    # Debian's Prometheus is built without this one.
+    discovery = "kubernetes_sd_configs: [{role: pod}]"
+    assert discovery in text
+    (tmp_path / "prometheus.yaml").write_text(text.replace(discovery, "static_configs: []"))
+    command = ["promtool", "check", "config", tmp_path / "prometheus.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 rule files found" in done.stdout
+    (job,) = yaml.safe_load(text)["scrape_configs"]
+    on = ("--set", "metrics.podMonitor.enabled=true")
+    monitor = template(*on)["PodMonitor/ddpjob-operator-trainers"]["spec"]
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    set_here = {
+        rule["target_label"]: rule["source_labels"]
+        for rule in job["relabel_configs"]
+        if "target_label" in rule
+    }
+    for rule in endpoint["relabelings"]:
+        assert set_here[rule["targetLabel"]] == rule["sourceLabels"]
+    (port,) = (
+        rule["regex"]
+        for rule in job["relabel_configs"]
+        if rule.get("source_labels") == ["__meta_kubernetes_pod_container_port_name"]
+    )
+    assert port == endpoint["port"]
+    kept, shown = job["metric_relabel_configs"], endpoint["metricRelabelings"]
+    assert [rule["regex"] for rule in kept] == [rule["regex"] for rule in shown]
 
 
 def test_every_alert_is_tested_both_ways() -> None:

@@ -279,6 +279,34 @@ def test_a_toleration_of_everything_needs_no_other():
     assert len(render_pod(template)["spec"]["tolerations"]) == 1
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"key": "gpu"}, ["gpu"], [{"operator": "Exists"}, None], "gpu", 5], ids=str
+)
+def test_tolerations_that_are_none_are_left_for_the_api_server_to_name(wrong):
+    """The definition does not type them; the planner failed on them, and the job was silent."""
+    body = render_pod({"spec": {"containers": [{"name": "t"}], "tolerations": wrong}})
+    assert body["spec"]["tolerations"] == wrong
+
+
+def test_a_toleration_of_an_odd_key_is_kept_beside_ours():
+    odd = {"key": ["a"]}
+    body = render_pod({"spec": {"containers": [{"name": "t"}], "tolerations": [odd]}})
+    assert body["spec"]["tolerations"][0] == odd
+    assert len(body["spec"]["tolerations"]) == 3
+
+
+def test_a_field_that_is_null_asks_for_nothing():
+    """As kubectl sees it. A token of the namespace's account would be mounted otherwise."""
+    null = {"automountServiceAccountToken": None, "enableServiceLinks": None, "dnsPolicy": None}
+    trainer = {"name": "t", "terminationMessagePolicy": None}
+    spec_ = {"containers": [trainer], "hostNetwork": True, "tolerations": None, **null}
+    body = render_pod({"spec": spec_})["spec"]
+    assert (body["automountServiceAccountToken"], body["enableServiceLinks"]) == (False, False)
+    assert body["dnsPolicy"] == "ClusterFirstWithHostNet"
+    assert body["containers"][0]["terminationMessagePolicy"] == "FallbackToLogsOnError"
+    assert len(body["tolerations"]) == 2
+
+
 def test_the_pod_is_ours_and_never_restarts_by_itself():
     body = render_pod({"spec": {"containers": [{"name": "t"}]}})
     assert body["spec"]["restartPolicy"] == "Never"

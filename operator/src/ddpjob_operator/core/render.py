@@ -49,11 +49,11 @@ def pod(
     name = f"{job.name}-{replica}"
     body["hostname"], body["subdomain"] = name, job.name
     body["restartPolicy"] = "Never"
-    body.setdefault("automountServiceAccountToken", False)
-    body.setdefault("enableServiceLinks", False)
+    _default(body, "automountServiceAccountToken", False)
+    _default(body, "enableServiceLinks", False)
     if avoided and not body.get("nodeName"):  # one that is named meets no scheduler
         body["affinity"] = _kept_off(avoided, mapping(body.get("affinity")))
-    body["tolerations"] = _tolerations(body.get("tolerations") or [])
+    body["tolerations"] = _tolerations(body.get("tolerations"))
     # With 0 its object would go before its containers, and with it what the barrier looks for. The
     # CRD refuses that; a job that an older one took is mended here.
     grace = max(1, integer(body.get("terminationGracePeriodSeconds"), DEFAULT_GRACE_SECONDS))
@@ -65,11 +65,11 @@ def pod(
     ours = _env(job, spec, attempt, replica, grace)
     # Only PYTHONUNBUFFERED can be in both: it is a default, not a part of the contract.
     trainer["env"] = [*(v for v in ours if v["name"] not in names), *given]
-    trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
+    _default(trainer, "terminationMessagePolicy", "FallbackToLogsOnError")
     if spec.template.host_network:
         # Else its DNS is the node's, which does not know the gang. No port is declared: it would
         # be the node's, and one pod fit on each.
-        body.setdefault("dnsPolicy", "ClusterFirstWithHostNet")
+        _default(body, "dnsPolicy", "ClusterFirstWithHostNet")
     else:
         _declare_metrics_port(trainer, spec.metrics_port)
     _mount(body, trainer, spec)
@@ -258,15 +258,27 @@ def _kept_off(nodes: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
     not_these = [{"key": "metadata.name", "operator": "NotIn", "values": [n]} for n in nodes]
     terms = [
         # An empty term matches nothing, and must not begin to.
-        {**term, "matchFields": [*sequence(term.get("matchFields")), *not_these]} if term else term
+        {**term, "matchFields": [*sequence(term.get("matchFields")), *not_these]}
+        if term and isinstance(term, Mapping)
+        else term
         for term in sequence(mapping(node_affinity.get(required)).get("nodeSelectorTerms"))
     ]
     terms = terms or [{"matchFields": not_these}]
     return {**given, "nodeAffinity": {**node_affinity, required: {"nodeSelectorTerms": terms}}}
 
 
-def _tolerations(given: list[Any]) -> list[Any]:
-    covered = {t.get("key") for t in given if t.get("effect") in (None, "", "NoExecute")}
+def _default(body: dict[str, Any], field: str, value: object) -> None:
+    """A field that is null asks for nothing, as one that is absent."""
+    if body.get(field) is None:
+        body[field] = value
+
+
+def _tolerations(written: object) -> object:
+    """With ours. The definition does not type them: what is none the API server has to name."""
+    given = written or []
+    if not isinstance(given, list) or not all(isinstance(t, Mapping) for t in given):
+        return written
+    covered = [t.get("key") for t in given if t.get("effect") in (None, "", "NoExecute")]
     if None in covered or "" in covered:  # an empty key tolerates everything
         return given
     return given + [
