@@ -152,8 +152,8 @@ class Around(Plain):
         super().__init__([p for group in self.inner.param_groups for p in group["params"]], lr=0.1)
         self.param_groups = self.inner.param_groups
 
-    def step(self, closure: Any = None) -> None:
-        self.inner.step()
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
 
 
 def test_the_state_of_an_optimizer_within_another_must_be_kept() -> None:
@@ -183,7 +183,11 @@ def test_a_schedulers_function_keeps_nothing_of_its_own(*, within: bool) -> None
         if within:
             scheduler = torch.optim.lr_scheduler.ChainedScheduler([scheduler], optimizer)
         watched = Watched(scheduler=scheduler)
-        watched.net.change = lambda net: function(1)
+
+        def advance(net: Any) -> None:
+            function(1)
+
+        watched.net.change = advance
         return watched
 
     class Kept:

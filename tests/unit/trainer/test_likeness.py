@@ -34,7 +34,7 @@ def seen(dataset: Any) -> likeness.Likeness:
     return found
 
 
-def rows(values: Any) -> list[tuple[Any, str]]:
+def rows(values: Any) -> Any:
     return [(row, f"name {number:.3g}") for row, number in zip(values, values[:, 0], strict=True)]
 
 

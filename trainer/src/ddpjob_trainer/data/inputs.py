@@ -217,7 +217,7 @@ class Streamed:
     """A stream of each rank's own."""
 
     draws = True
-    likeness = None
+    likeness: Likeness | None = None
 
     def __init__(self, source: Any, options: InputOptions, place: Place) -> None:
         _check_stream(source, options, place)
