@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import Any, Protocol
@@ -124,13 +125,15 @@ def _give_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
             group.clear()
             group.update(found)
     optimizer.param_groups[:] = members  # an optimizer within may have been given this list
-    optimizer.param_groups = groups
-    groups[:] = members
-    if optimizer.state is not states:
-        found_states = dict(optimizer.state)
-        states.clear()
-        states.update(found_states)
-        optimizer.state = states
+    with contextlib.suppress(AttributeError):  # some show that of the one within, by a property
+        if optimizer.param_groups is not groups:
+            groups[:] = members
+            optimizer.param_groups = groups
+    with contextlib.suppress(AttributeError):
+        if (fresh := optimizer.state) is not states:
+            optimizer.state = states
+            states.clear()
+            states.update(fresh)
     lay_out_like_parameters(optimizer)
 
 
