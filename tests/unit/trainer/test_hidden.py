@@ -45,16 +45,24 @@ class Saving(Counting):
 
 class Watched:
     def __init__(
-        self, net: Net | None = None, kind: Callable[[Any], torch.optim.Optimizer] = Plain
+        self,
+        net: Net | None = None,
+        kind: Callable[[Any], torch.optim.Optimizer] = Plain,
+        scheduler: Any = None,
     ) -> None:
         self.net = net or Net()
         self.optimizer = kind(self.net.parameters())
         self.updater = Updater()
-        self.updater.units.append(Unit(self.optimizer, None, Clip(None, [])))
+        self.updater.units.append(Unit(self.optimizer, scheduler, Clip(None, [])))
         self.known: list[object] = []
         self.said: list[str] = []
+        self.registered: list[object] = []
         self.hidden = Hidden(
-            self.net, self.updater, lambda obj: any(obj is k for k in self.known), self.said.append
+            self.net,
+            self.updater,
+            lambda obj: any(obj is k for k in self.known),
+            self.said.append,
+            lambda obj: any(obj is k for k in self.registered),
         )
 
     def step(self, count: int = 3, change: Callable[[], object] = lambda: None) -> None:
@@ -76,6 +84,10 @@ def carry_in_place(net: Any) -> None:
     net.queue[0].add_(1)
 
 
+def carry_past_its_version(net: Any) -> None:
+    net.queue[0].data.add_(1)
+
+
 def draw(net: Any) -> None:
     torch.rand((), generator=net.draws)
 
@@ -86,7 +98,13 @@ def keep_loss(net: Any) -> None:
 
 @pytest.mark.parametrize(
     ("change", "name"),
-    [(count, "count"), (carry, "queue"), (carry_in_place, "queue"), (draw, "draws")],
+    [
+        (count, "count"),
+        (carry, "queue"),
+        (carry_in_place, "queue"),
+        (carry_past_its_version, "queue"),
+        (draw, "draws"),
+    ],
 )
 def test_what_a_module_carries_from_step_to_step_is_told_once(
     change: Callable[[Any], None], name: str
@@ -124,6 +142,86 @@ def test_an_optimizer_that_counts_beside_its_state_is_refused(name: str) -> None
     watched = Watched(kind=Saving)  # it says itself what counts
     watched.net.change = advance
     watched.step()
+
+
+class Around(Plain):
+    """Lookahead, SAM: another optimizer does the work, whose state is in no state_dict()."""
+
+    def __init__(self, params: Any) -> None:
+        self.inner = torch.optim.Adam(params)
+        super().__init__([p for group in self.inner.param_groups for p in group["params"]], lr=0.1)
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def test_the_state_of_an_optimizer_within_another_must_be_kept() -> None:
+    def watched(*, kept: bool, shared: bool = False) -> Watched:
+        found = Watched(kind=Around)
+        optimizer: Any = found.optimizer
+        if kept:
+            found.registered.append(optimizer.inner)
+        if shared:
+            optimizer.state = optimizer.inner.state
+        for parameter in found.net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        found.net.change = lambda net: optimizer.step()
+        return found
+
+    with pytest.raises(ConfigError, match=r"Around\.inner\.state changes.*run\.register"):
+        watched(kept=False).step()
+    watched(kept=True).step()
+    watched(kept=False, shared=True).step()
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_schedulers_function_keeps_nothing_of_its_own(*, within: bool) -> None:
+    def begun(function: Callable[[int], float]) -> Watched:
+        optimizer = Plain(Net().parameters())
+        scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, function)
+        if within:
+            scheduler = torch.optim.lr_scheduler.ChainedScheduler([scheduler], optimizer)
+        watched = Watched(scheduler=scheduler)
+
+        def advance(net: Any) -> None:
+            function(1)
+
+        watched.net.change = advance
+        return watched
+
+    class Kept:
+        """torch's schedulers keep its attributes."""
+
+        factor = 1.0
+
+        def __call__(self, step: int) -> float:
+            self.factor *= 0.9
+            return self.factor
+
+    factor, end = 1.0, 9
+
+    def counts(step: int) -> float:
+        nonlocal factor
+        factor *= 0.9
+        return factor
+
+    with pytest.raises(ConfigError, match=r"changes 'factor' from step to step"):
+        begun(counts).step()
+    begun(lambda step: step / end).step()
+    begun(Kept()).step()
+
+
+def test_what_begins_late_is_found_a_little_later() -> None:
+    watched = Watched()
+    watched.step(5)
+    watched.net.change = count
+    watched.step(3)
+    assert not watched.said
+    watched.step(1)
+    assert "'count'" in watched.said[0]
+    watched.step(64)
+    assert len(watched.said) == 1
 
 
 class Decay:

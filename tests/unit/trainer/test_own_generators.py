@@ -102,7 +102,8 @@ def test_a_sampler_gives_an_epoch_the_same_order_whatever_came_before(
 ) -> None:
     def order_of(epochs: Sequence[int]) -> list[int]:
         order = Sampled(5, make(), 9)
-        return [order.samples(epoch, np.arange(9)).tolist() for epoch in epochs][-1]
+        found = [order.samples(epoch, np.arange(9)) for epoch in epochs]
+        return [int(number) for number in found[-1]]
 
     assert order_of([0, 1, 2]) == order_of([2])
     assert order_of([1]) != order_of([2])

@@ -109,6 +109,61 @@ def test_tensors_in_another_order_than_c_train_on_as_if_nothing_had_been(make): 
     assert states[0].sha256(0) == states[1].sha256(0)
 
 
+def test_an_optimizers_groups_and_state_stay_the_objects_that_others_hold():  # type: ignore[no-untyped-def]
+    """A loop that sets the rate of a group, an optimizer within another."""
+    made = []
+    for rate in (0.5, 0.1):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+        state = TrainingState(model)
+        state.register("optimizer", optimizer)
+        made.append((state, optimizer, optimizer.param_groups, optimizer.state))
+        model(torch.ones(2)).sum().backward()
+    made[0][1].step()
+    groups, group = made[1][2], made[1][2][0]
+    made[1][0].restore(memory_source(stored(made[0][0])), 0)
+    optimizer = made[1][1]
+    assert optimizer.param_groups is groups
+    assert groups[0] is group
+    assert optimizer.state is made[1][3]
+    assert (group["lr"], len(optimizer.state)) == (0.5, 2)
+    wanted = [state["momentum_buffer"] for state in made[0][3].values()]
+    for parameter, buffer in zip(group["params"], wanted, strict=True):
+        assert torch.equal(optimizer.state[parameter]["momentum_buffer"], buffer)
+
+
+class Shows(torch.optim.SGD):
+    """As wrappers of optimizers do: what it shows is another's, and cannot be assigned."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    param_groups = property(lambda self: self.inner.param_groups)  # type: ignore[assignment]
+    state = property(lambda self: self.inner.state)  # type: ignore[assignment]
+
+    def state_dict(self) -> dict[str, object]:  # type: ignore[override]
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, object]) -> None:  # type: ignore[override]
+        self.inner.load_state_dict(state)
+
+
+def test_an_optimizer_that_shows_anothers_groups_comes_back():  # type: ignore[no-untyped-def]
+    inners = []
+    for rate in (0.5, 0.1):
+        model = nn.Linear(2, 2)
+        inners.append(torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9))
+        model(torch.ones(2)).sum().backward()
+    inners[0].step()
+    states = [TrainingState(nn.Linear(2, 2)) for _ in inners]
+    for state, inner in zip(states, inners, strict=True):
+        state.register("optimizer", Shows(inner))
+    group = inners[1].param_groups[0]
+    states[1].restore(memory_source(stored(states[0])), 0)
+    assert inners[1].param_groups[0] is group
+    assert (group["lr"], len(inners[1].state)) == (0.5, 2)
+
+
 def test_a_generator_goes_on_where_it_was():  # type: ignore[no-untyped-def]
     model = nn.Linear(2, 2)
     states = [TrainingState(model) for _ in range(2)]

@@ -98,3 +98,49 @@ def test_what_prepare_advances_is_not_advanced_again(watched):  # type: ignore[n
 def test_a_scheduler_of_an_optimizer_that_is_not_prepared_is_its_owners_affair(watched):  # type: ignore[no-untyped-def]
     watched.begin()
     cosine(torch.optim.SGD(MODEL.parameters(), lr=1.0))()
+
+
+def test_a_scaler_of_the_loops_own_is_refused(watched):  # type: ignore[no-untyped-def]
+    """commit() would apply gradients that are too large by its scale, unseen with Adam."""
+    watched.begin()
+    scaler = torch.amp.GradScaler("cpu")
+    loss = MODEL(torch.ones(2)).sum()
+    with pytest.raises(ConfigError, match=r"step\.backward\(\) scales the loss itself"):
+        scaler.scale(loss)
+    torch.amp.GradScaler("cpu", enabled=False).scale(loss)
+    watched.updater.scaler = scaler
+    assert watched.updater.scale(loss) == loss * 65536
+    with pytest.raises(ConfigError, match="the scaler to"):
+        scaler.scale(loss)
+
+
+@pytest.mark.parametrize("begins", [0, 5])
+def test_a_teacher_that_learns_by_data_is_found_whenever_it_begins(begins):  # type: ignore[no-untyped-def]
+    watched, teacher = Watched(), torch.nn.Linear(2, 2).requires_grad_(False)
+    watched.updater.units.append(Unit(watched.optimizer, None, Clip(None, [])))
+    watched.guard = Guard(watched.state, watched.updater, [], modules=True)
+    guard = watched.guard
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            teacher(torch.ones(2))
+            teacher.weight.data.mul_(0.9)  # its version stays
+            guard.step_ended()
+
+    try:
+        for _ in range(begins):
+            guard.step_ended()
+        with pytest.raises(ConfigError, match="Linear changes its parameters in the loop"):
+            train(5)
+    finally:
+        watched.guard.stop()
+
+
+def test_a_network_that_only_measures_now_and_then_is_let_be(watched):  # type: ignore[no-untyped-def]
+    watched.updater.units.append(Unit(watched.optimizer, None, Clip(None, [])))
+    watched.guard = Guard(watched.state, watched.updater, [], modules=True)
+    for step in range(20):
+        if step > 2:
+            with torch.no_grad():
+                torch.nn.Linear(2, 2)(torch.ones(2))
+        watched.guard.step_ended()

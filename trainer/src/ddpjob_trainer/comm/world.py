@@ -157,22 +157,22 @@ def other_call(first: tuple[int, str], second: tuple[int, str]) -> ConfigError:
     )
 
 
-def agree(world: World, facts: Mapping[str, Any]) -> None:
+def agree(world: World, facts: Mapping[str, Any], told: Any = None) -> list[Any]:
     """Raise ConfigError on every rank when a fact is not the same on all of them.
 
-    Otherwise the ranks would train on other data, or wait in different collectives.
+    Otherwise the ranks would train on other data, or wait in different collectives. ``told``: what
+    need not be the same; return each rank's.
     """
-    gathered = [
-        json.loads(blob)
-        for blob in world.gather_bytes("the start of run.steps()", json.dumps(facts).encode())
-    ]
-    for rank, theirs in enumerate(gathered):
-        for name, value in gathered[0].items():
+    blob = json.dumps([facts, told]).encode()
+    gathered = [json.loads(blob) for blob in world.gather_bytes("the start of run.steps()", blob)]
+    for rank, (theirs, _) in enumerate(gathered):
+        for name, value in gathered[0][0].items():
             if theirs.get(name) != value:
                 raise ConfigError(
                     f"{name} is {theirs.get(name)} on rank {rank} and {value} on rank 0: every"
                     " rank must be given the same"
                 )
+    return [one for _, one in gathered]
 
 
 # --- Peer loss ------------------------------------------------------------------------------

@@ -47,24 +47,29 @@ class Work:
 
 
 class Batches:
-    """A map-style dataset, batch by batch. ``draws``: random numbers may be used to make one."""
+    """A map-style dataset, batch by batch. ``draws``: random numbers may be used to make one.
+
+    ``base``: what it is a Subset of, of Subsets too, and ``subset`` which of its samples, None for
+    all. ``is_quiet``: no code of the user's runs when ``base`` is indexed.
+    """
 
     def __init__(self, dataset: Any, collate: Collate | None, seed: int) -> None:
         check(dataset)
         self.dataset = dataset
         self._collate = collate
         self._keys = [key64(use, seed) for use in ("sample", "collate", "after")]
-        self._base, self._subset = _without_subsets(dataset)
-        self._at_once = collate is None and _is_plain(self._base, TensorDataset)
-        self.draws = collate is not None or not _is_quiet(self._base)
+        self.base, self.subset = _without_subsets(dataset)
+        self._at_once = collate is None and _is_plain(self.base, TensorDataset)
+        self.is_quiet = _is_quiet(self.base)
+        self.draws = collate is not None or not self.is_quiet
         self._own: list[Any] | None = None  # the dataset's generators, as this process has them
         self._collates_own: list[Any] | None = None  # and those of ``collate``
 
     def make(self, work: Work) -> Any:
         """Return the collated batch. Its random numbers depend on the positions only."""
-        wanted = work.samples if self._subset is None else self._subset[work.samples]
+        wanted = work.samples if self.subset is None else self.subset[work.samples]
         if self._at_once:
-            return self._base[torch.from_numpy(np.ascontiguousarray(wanted))]
+            return self.base[torch.from_numpy(np.ascontiguousarray(wanted))]
         samples = self._samples(wanted.tolist(), work.positions)
         if self._collate is None:
             return default_collate(samples)
@@ -80,9 +85,9 @@ class Batches:
         seed_generators(int(words(self._keys[2], positions[:1])[0]))
 
     def _samples(self, wanted: list[int], positions: Indices) -> list[Any]:
-        many = getattr(self._base, "__getitems__", None)
+        many = getattr(self.base, "__getitems__", None)
         if not self.draws:
-            return many(wanted) if many is not None else [self._base[index] for index in wanted]
+            return many(wanted) if many is not None else [self.base[index] for index in wanted]
         keys = words(self._keys[0], positions).tolist()
         if many is not None:
             self._seed(keys[0])
@@ -91,13 +96,13 @@ class Batches:
         samples = []
         for index, key in zip(wanted, keys, strict=True):
             self._seed(key)
-            samples.append(self._base[index])
+            samples.append(self.base[index])
         return samples
 
     def _seed(self, key: int) -> None:
         seed_generators(key)
         if self._own is None:  # a worker_init_fn may have made some
-            self._own = own_generators.found_in(self._base)
+            self._own = own_generators.found_in(self.base)
         if self._own:
             own_generators.seed(self._own, key)
 

@@ -15,8 +15,9 @@ from torch.utils.data import IterableDataset
 
 from ddpjob_trainer.accelerator import Accelerator
 from ddpjob_trainer.arguments import Arguments
-from ddpjob_trainer.data import fetch, given
+from ddpjob_trainer.data import fetch, given, likeness
 from ddpjob_trainer.data.fetch import Batches, Collate, Work
+from ddpjob_trainer.data.likeness import Likeness
 from ddpjob_trainer.data.permutation import Indices
 from ddpjob_trainer.data.sampler import DataOrder, Epochs, Sequential, Shuffled, Weighted
 from ddpjob_trainer.data.stream import Endless, Say, Stream, yields_batches
@@ -62,6 +63,7 @@ class Input(Protocol):
 
     order: DataOrder
     draws: bool  # making a batch may move this process' generators
+    likeness: Likeness | None  # what must be equal on all ranks
 
     @property
     def stream(self) -> Stream | None:
@@ -156,6 +158,7 @@ class Indexed:
         self.order = DataOrder(epochs, place.global_batch, place.tail)
         self._source = Batches(source, place.collate, place.seed)
         self.draws = self._source.draws
+        self.likeness: Likeness | None = likeness.of(self._source)
         self._pinned = place.accelerator.pinned
         self._options = workers
         self._workers: Workers | None = None
@@ -214,6 +217,7 @@ class Streamed:
     """A stream of each rank's own."""
 
     draws = True
+    likeness: Likeness | None = None
 
     def __init__(self, source: Any, options: InputOptions, place: Place) -> None:
         _check_stream(source, options, place)

@@ -55,7 +55,9 @@ class Updater:
         self.units: list[Unit] = []
         self.scaler: torch.amp.GradScaler | None = None
         self.emas: list[tuple[torch.nn.Module, AveragedModel]] = []
-        self.applying = False  # optimizers, schedulers and averages step now, as they should
+        self.applying = (
+            False  # optimizers, schedulers, averages, the scaler work now, as they should
+        )
         #: Of each prepare() that has one, and what that trains.
         self.hooks: list[tuple[Hook, set[torch.nn.Parameter]]] = []
         self.parameters: Parameters = []  # of all models
@@ -113,7 +115,13 @@ class Updater:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss to go backward from."""
-        return loss if self.scaler is None else self.scaler.scale(loss)
+        if self.scaler is None:
+            return loss
+        self.applying = True
+        try:
+            return self.scaler.scale(loss)
+        finally:
+            self.applying = False
 
     def measure(self, units: Sequence[Unit]) -> list[tuple[Parameters, torch.Tensor | None]]:
         """Take the norms of what is to be clipped.

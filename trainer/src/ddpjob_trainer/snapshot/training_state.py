@@ -26,11 +26,10 @@ from ddpjob_trainer.state.codec import (
 )
 from ddpjob_trainer.state.in_place import InPlace
 from ddpjob_trainer.state.stateful import (
-    DictState,
     Divided,
     Keepable,
     Stateful,
-    lay_out_like_parameters,
+    give,
     stateful,
 )
 from ddpjob_trainer.telemetry.console import say
@@ -257,7 +256,7 @@ class TrainingState:
             )
             wanted = flatten(value) if _is_the_scripts(obj) else None
             with fitting(repr(name)):
-                _give(obj, value, into)
+                give(obj, value, into)
             if wanted is not None:
                 _check_taken(name, wanted, flatten(obj.state_dict()), rank)
         prefix = _own_prefix(rank)
@@ -294,17 +293,8 @@ class TrainingState:
         own = unshared(unflatten(Flat(node, tensors, aliases)))
         for name, obj in self.per_rank.items():
             if name in own["objects"]:
-                _give(obj, own["objects"][name], into)
+                give(obj, own["objects"][name], into)
         rng.restore(own["rng"])
-
-
-def _give(obj: Stateful, value: Any, into: InPlace) -> None:
-    """Let an object take its state back."""
-    if isinstance(obj, DictState):
-        obj.refill(value, into)
-    else:
-        obj.load_state_dict(value)
-        lay_out_like_parameters(obj)
 
 
 def _is_the_scripts(obj: object) -> bool:

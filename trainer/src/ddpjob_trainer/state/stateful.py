@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import Any, Protocol
@@ -101,15 +102,48 @@ def stateful(obj: Keepable) -> Stateful:
     return found  # type: ignore[no-any-return]
 
 
-def lay_out_like_parameters(obj: object) -> None:
-    """Give an optimizer's tensors their parameters' strides again; other objects stay.
+def give(obj: Stateful, state: Any, into: InPlace) -> None:
+    """Let an object take its state back."""
+    if isinstance(obj, DictState):
+        obj.refill(state, into)
+    elif isinstance(obj, torch.optim.Optimizer):
+        _give_optimizer(obj, state)
+    else:
+        obj.load_state_dict(state)
+
+
+def _give_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """Groups and state stay the objects that they were.
+
+    torch puts others in their place. A loop that changes ``group["lr"]`` of a group that it holds,
+    or an optimizer within another that shares them, would go on with those of before.
+    """
+    groups, members, states = optimizer.param_groups, [*optimizer.param_groups], optimizer.state
+    optimizer.load_state_dict(state)
+    for group, found in zip(members, optimizer.param_groups, strict=True):
+        if group is not found:
+            group.clear()
+            group.update(found)
+    optimizer.param_groups[:] = members  # an optimizer within may have been given this list
+    with contextlib.suppress(AttributeError):  # some show that of the one within, by a property
+        if optimizer.param_groups is not groups:
+            groups[:] = members
+            optimizer.param_groups = groups
+    with contextlib.suppress(AttributeError):
+        if (fresh := optimizer.state) is not states:
+            optimizer.state = states
+            states.clear()
+            states.update(fresh)
+    lay_out_like_parameters(optimizer)
+
+
+def lay_out_like_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer's tensors their parameters' strides again.
 
     Snapshots hold elements in C order. Fused kernels walk through memory and expect an average
     to lie as its parameter does, channels_last for instance.
     """
-    if not isinstance(obj, torch.optim.Optimizer):
-        return
-    for parameter, state in obj.state.items():
+    for parameter, state in optimizer.state.items():
         for name, value in state.items() if isinstance(state, dict) else ():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 like = torch.empty_like(parameter, dtype=value.dtype, device=value.device)

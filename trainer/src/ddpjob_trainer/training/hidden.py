@@ -1,7 +1,8 @@
 """Finds state that counts on where no snapshot looks: in plain attributes.
 
-Of an optimizer that is not torch's, of a scheduler that is neither torch's nor registered, of the
-model's modules. Looked at after the first steps of each process: a loop does the same in every one.
+Of an optimizer that is not torch's, of a scheduler that is neither torch's nor registered, of a
+scheduler's functions, of the model's modules. Looked at after the first steps of each process: a
+loop does the same in every one. And ever more seldom later, as what it does may begin late.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import gc
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,24 +19,37 @@ import torch
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.update import Updater
+from ddpjob_trainer.state.codec import raw
 
-_SECOND = 2
+_TWO = 2
 _DEPTH = 3
+_SOME = 1024  # elements of a tensor that are looked at
 _MOST = 64  # entries of a list or dict that are looked at
 _Known = Callable[[object], bool]
 
 
 class Hidden:
-    """Looks once per step. ``known``: whether a snapshot holds an object; ``say`` warns."""
+    """Looks once per step. ``known``: whether a snapshot holds an object; ``say`` warns.
+
+    ``registered``: whether it is kept for itself, and not as a part of another.
+    """
 
     def __init__(
-        self, module: torch.nn.Module, updater: Updater, known: _Known, say: Callable[[str], None]
+        self,
+        module: torch.nn.Module,
+        updater: Updater,
+        known: _Known,
+        say: Callable[[str], None],
+        registered: _Known = lambda obj: False,
     ) -> None:
         self._module = module
         self._optimizers = [unit.optimizer for unit in updater.units]
         self._alone = [unit.optimizer for unit in updater.units if unit.scheduler is None]
+        self._functions = [*_functions([unit.scheduler for unit in updater.units])]
         self._known = known
+        self._registered = registered
         self._say = say
+        self._told: set[str] = set()
         self._steps = 0
         self._marks: dict[str, Any] = {}
         self._rates = self._now()
@@ -46,13 +60,13 @@ class Hidden:
         if self._alone and (rates := self._now()) != self._rates:
             self._rates = rates
             self._check_schedulers()
-        if self._steps == _SECOND:
-            return
         self._steps += 1
-        marks = dict(self._attributes())
-        if self._steps == _SECOND:
-            self._check(marks)
-        self._marks = marks if self._steps < _SECOND else {}
+        marks, self._marks = self._marks, {}
+        if marks or is_early(self._steps):
+            now = dict(self._attributes())
+            self._check(marks, now)
+            if is_early(self._steps):
+                self._marks = now
 
     # --- Attributes of optimizers and of modules -------------------------------------------
 
@@ -64,22 +78,49 @@ class Hidden:
                 continue
             for name, mark in _marks(vars(optimizer), besides=("state", "param_groups")):
                 yield f"optimizer {kind.__name__}.{name}", mark
+            for name, inner in vars(optimizer).items():
+                if isinstance(inner, torch.optim.Optimizer) and not self._is_kept(inner, optimizer):
+                    yield f"optimizer {kind.__name__}.{name}.state", _states(inner)
+        for function in self._functions:
+            cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            for name, mark in _marks({name: _content(cell) for name, cell in cells}):
+                yield f"scheduler {name}", mark
         for path, part in self._module.named_modules():
             if type(part).__module__.startswith("torch.") or _keeps_more(part):
                 continue
             for name, mark in _marks(vars(part), besides=_MODULES_OWN):
                 yield f"{path}.{name}" if path else name, mark
 
-    def _check(self, marks: Mapping[str, Any]) -> None:
-        changed = [name for name, mark in marks.items() if self._marks.get(name, mark) != mark]
+    def _is_kept(self, inner: torch.optim.Optimizer, outer: torch.optim.Optimizer) -> bool:
+        shared = inner.state is outer.state
+        return shared or any(inner is o for o in self._optimizers) or self._registered(inner)
+
+    def _check(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        changed = [n for n, mark in now.items() if before.get(n, mark) != mark]
         for name in changed:
-            if name.startswith("optimizer "):
+            kind, _, what = name.partition(" ")
+            if kind == "optimizer" and what.endswith(".state"):
                 raise ConfigError(
-                    f"{name.removeprefix('optimizer ')} changes in each update, but no snapshot"
+                    f"{what} changes in each update, and the optimizer around it says nothing of it"
+                    " in its state_dict(), so that no snapshot would hold it: keep it as well, with"
+                    f" run.register('inner', optimizer.{what.split('.')[1]})"
+                )
+            if kind == "optimizer":
+                raise ConfigError(
+                    f"{what} changes in each update, but no snapshot"
                     " would hold it: an optimizer's state belongs into its self.state[parameter]"
                     " or its param_groups; or let it have a state_dict() and a load_state_dict() of"
                     " its own that hold what counts"
                 )
+            if kind == "scheduler":
+                raise ConfigError(
+                    f"a function that prepare(scheduler=...) calls changes {what!r} from step to"
+                    " step, a variable that no snapshot holds: compute the rate from the number"
+                    " that it is given, or make it an object with __call__(), whose attributes"
+                    " torch's schedulers keep"
+                )
+        changed = [name for name in changed if name not in self._told]
+        self._told.update(changed)
         if changed:
             names = ", ".join(map(repr, changed[:3])) + (", ..." if len(changed) > 3 else "")
             self._say(
@@ -107,6 +148,35 @@ class Hidden:
                     " before run.steps(), for which it needs state_dict() and load_state_dict(), or"
                     " compute the rate from step.index"
                 )
+
+
+def is_early(step: int) -> bool:
+    """Whether to look after this step, and the next: the first, the 4th, 8th, 16th and so on."""
+    return step != _TWO and step & (step - 1) == 0
+
+
+def _functions(schedulers: Iterable[Any]) -> Iterator[FunctionType]:
+    """What they call, and those within them. Of other callables torch keeps the attributes."""
+    for scheduler in schedulers:
+        found = getattr(scheduler, "lr_lambdas", None)
+        for function in found if isinstance(found, list) else ():
+            if isinstance(function, FunctionType):
+                yield function
+        inner = getattr(scheduler, "_schedulers", None)
+        yield from _functions(inner if isinstance(inner, list | tuple) else ())
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing yet
+        return None
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Any:
+    """A mark of what it keeps for its parameters."""
+    found = [state for state in optimizer.state.values() if isinstance(state, dict)]
+    return [[_mark(part, 1) for part in state.values()] for state in found[:_MOST]]
 
 
 def _holders(optimizers: list[torch.optim.Optimizer]) -> Iterator[object]:
@@ -183,13 +253,27 @@ class _Tensor:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        self._version = tensor._version
+        self._contents = contents(tensor)
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, _Tensor)
             and other._tensor is self._tensor
-            and other._version == self._version
+            and other._contents == self._contents
         )
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def contents(tensor: torch.Tensor) -> tuple[int, bytes]:
+    """What tells that a tensor has been changed: its version, and some of its elements.
+
+    ``tensor.data.mul_(0.9)``, as many write an average, leaves the version as it was.
+    """
+    plain = tensor.detach()
+    if plain.layout is not torch.strided or plain.is_meta or not plain.numel():
+        return tensor._version, b""
+    if plain.is_complex():
+        plain = torch.view_as_real(plain.resolve_conj())
+    some = plain.reshape(-1)[:: -(-plain.numel() // _SOME)]
+    return tensor._version, bytes(raw(some))

@@ -29,7 +29,7 @@ from ddpjob_trainer.options import Options
 from ddpjob_trainer.state import rng
 from ddpjob_trainer.state.buffers import Backup
 from ddpjob_trainer.telemetry.console import say
-from ddpjob_trainer.training import best
+from ddpjob_trainer.training import best, run_config
 from ddpjob_trainer.training.agreement import Agreement
 from ddpjob_trainer.training.best import Best
 from ddpjob_trainer.training.compiled import is_compiled
@@ -37,7 +37,6 @@ from ddpjob_trainer.training.device_watch import DeviceWatch
 from ddpjob_trainer.training.logged_means import LoggedMeans
 from ddpjob_trainer.training.prepare import Trained
 from ddpjob_trainer.training.process import Process
-from ddpjob_trainer.training.run_config import OF_ALL, fingerprint, place, run_id, take_layout
 from ddpjob_trainer.training.step import Step, check_loss
 from ddpjob_trainer.training.touched import Touched
 from ddpjob_trainer.training.trailing import Trailing
@@ -76,13 +75,14 @@ class Loop:
         self._recorder = process.recorder
         self._trained = trained
         self._input = open_input(
-            dataset, given, place(options, process.world, process.progress.alive)
+            dataset, given, run_config.place(options, process.world, process.progress.alive)
         )
         self._order = self._input.order
         if self._input.stream is not None:
             trained.state.register("data stream", self._input.stream, per_rank=True)
         self._averaging.plan(self._order, 0)  # says now if it cannot be divided
-        self._config = fingerprint(options, process.world, self._order.epochs)
+        data = self._input.likeness
+        self._config = run_config.fingerprint(options, process.world, self._order.epochs, data)
         self._progress.built(partial(trained.updater.readings, process.world.accelerator))
         trace.mark("built")
         self._nan = NanPolicy(options.nan_policy, process.world)
@@ -160,9 +160,11 @@ class Loop:
         state, config = self._trained.state, self._config
         self._trained.begin()
         with self._peers("the start of run.steps()"):
-            agree(self._world, {name: config[name] for name in OF_ALL} | self._snapshots.facts())
+            facts = {name: config[name] for name in run_config.OF_ALL} | self._snapshots.facts()
+            run_config.check_data(agree(self._world, facts, config["data"]))
             self._snapshots.check(state)
             self.finished_steps, stored = self._snapshots.restore(state, config)
+            self._warn(run_config.take_data(stored, config["data"]))
             if not stored and self._options.resume is not None:
                 begin_with(self._options.resume, state.module, self._world)
         left = range(self.finished_steps, self._options.total_steps)
@@ -173,7 +175,7 @@ class Loop:
         self.best = best.unpacked(stored.get("best", {}))
         self._trained.modes.put_back(stored.get("modes"))
         config["buckets"] = stored.get("buckets")
-        config["run_id"] = run_id(stored, self._world.identity)
+        config["run_id"] = run_config.run_id(stored, self._world.identity)
         self._progress.resumed(self.finished_steps, {**stored, "run_id": config["run_id"]})
         self._recorder.resumed(self.finished_steps)
         self._resumed_after = self.finished_steps
@@ -351,9 +353,11 @@ class Loop:
 
     def _compare_layout(self) -> None:
         self._layout_known = True
-        warning = take_layout(self._config, self._averaging.layout())
-        if warning and self._world.rank == 0:
-            say(0, warning)
+        self._warn(run_config.take_layout(self._config, self._averaging.layout()))
+
+    def _warn(self, text: str) -> None:
+        if text and self._world.rank == 0:
+            say(0, text)
 
     def _end(self, step: Step) -> None:
         """After the loop's body, so that what it does after commit() is in the snapshot too."""

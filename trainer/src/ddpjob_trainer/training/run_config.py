@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -11,8 +11,10 @@ import torch
 
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.data.inputs import Place
+from ddpjob_trainer.data.likeness import Likeness, difference
 from ddpjob_trainer.data.sampler import Epochs
 from ddpjob_trainer.environment import Identity
+from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.options import Options
 from ddpjob_trainer.telemetry.console import say
 
@@ -41,7 +43,9 @@ def place(options: Options, world: World, alive: Callable[[], None]) -> Place:
     )
 
 
-def fingerprint(options: Options, world: World, epochs: Epochs) -> dict[str, Any]:
+def fingerprint(
+    options: Options, world: World, epochs: Epochs, data: Likeness | None
+) -> dict[str, Any]:
     """Return plain values only: a snapshot's JSON holds them."""
     return {
         "seed": options.seed,
@@ -51,6 +55,7 @@ def fingerprint(options: Options, world: World, epochs: Epochs) -> dict[str, Any
         "precision": options.precision,
         "samples": epochs.length,
         "order": epochs.name,
+        "data": data,
         "total_steps": options.total_steps,
         "level": options.level,
         "shards": options.shards if options.level == "elastic" else None,
@@ -63,6 +68,27 @@ def fingerprint(options: Options, world: World, epochs: Epochs) -> dict[str, Any
         "accelerator": world.accelerator.facts(),
         "torch": torch.__version__,
     }
+
+
+def check_data(every: Sequence[Likeness | None]) -> None:
+    """Raise ConfigError where the ranks' datasets differ. ``every``: rank by rank."""
+    for rank, one in enumerate(every):
+        if what := difference(every[0], one):
+            raise ConfigError(
+                f"the dataset of rank {rank} is not rank 0's, by {what}: every rank must be given"
+                " the whole dataset, the same one. What makes, shuffles or splits it at random"
+                " belongs after ddp.start(), which seeds all ranks alike, or needs a seed"
+            )
+
+
+def take_data(stored: Mapping[str, Any], mine: Likeness | None) -> str:
+    """Return a warning where the dataset is not the one of the snapshot."""
+    what = difference(stored.get("data"), mine)
+    return what and (
+        f"warning: the dataset is not that of the snapshot, by {what}: the result will not equal an"
+        " undisturbed run's. What makes, shuffles or splits it at random belongs after ddp.start(),"
+        " which seeds all processes alike, or needs a seed"
+    )
 
 
 def take_layout(config: dict[str, Any], layout: str | None) -> str:

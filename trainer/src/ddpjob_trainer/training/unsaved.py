@@ -1,8 +1,8 @@
 """Finds what the loop trains with but prepare() does not know: nobody would average or keep it.
 
-Global hooks see every module, optimizer, scheduler and average that is used. That on modules slows
-every call down a little, so it stays for the first steps of each process only: a loop uses the same
-ones at every step.
+Global hooks see every module, optimizer, scheduler, scaler and average that is used. That on
+modules slows every call down a little, so it stays for the first steps of each process only: a loop
+uses the same ones at every step. It comes back ever more seldom, as a teacher may join late.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch.optim.swa_utils import AveragedModel
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.update import Updater
 from ddpjob_trainer.snapshot.training_state import TrainingState
-from ddpjob_trainer.training.hidden import Hidden
+from ddpjob_trainer.training.hidden import Hidden, contents, is_early
 
 _STEPS = 2
 
-_Marks = dict[str, tuple[int, int]]  # of a module's own tensors: identity and version
+_Marks = dict[str, tuple[int, tuple[int, bytes]]]  # of a module's own tensors: identity, contents
 
 
 class Guard:
@@ -57,21 +57,26 @@ class Guard:
         for kind in _with_subclasses(LRScheduler):
             self._watch(kind, "step", self._scheduler_steps)
         self._watch(AveragedModel, "update_parameters", self._averages)
-        self._hidden = Hidden(state.module, updater, self.knows, say)
+        self._watch(torch.amp.GradScaler, "scale", self._scales)
+        self._hidden = Hidden(state.module, updater, self.knows, say, self._is_registered)
         self._modules: Any = None
-        if modules:
-            self._modules = register_module_forward_pre_hook(self._module_called)
+        self._looks_at_modules = modules
+        self._steps = 0
+        self._watch_modules()
 
     def step_ended(self) -> None:
         """One step less to watch modules in."""
         self._hidden.step_ended()
-        if not self._left:
-            return
-        self._check_frozen()
-        self._check_registered()
-        self._left -= 1
-        if not self._left:
-            self._stop_modules()
+        self._steps += 1
+        if self._left:
+            self._check_frozen()
+            self._check_registered()
+            self._left -= 1
+            if not self._left:
+                self._stop_modules()
+        elif is_early(self._steps):
+            self._left = _STEPS
+            self._watch_modules()
 
     def stop(self) -> None:
         """Watch no longer."""
@@ -80,9 +85,14 @@ class Guard:
         self._methods.close()
         self._stop_modules()
 
+    def _watch_modules(self) -> None:
+        if self._looks_at_modules:
+            self._modules = register_module_forward_pre_hook(self._module_called)
+
     def _stop_modules(self) -> None:
         if self._modules is not None:
             self._modules.remove()
+            self._modules = None
         self._frozen.clear()
 
     @contextlib.contextmanager
@@ -103,10 +113,15 @@ class Guard:
                 self._known.update(id(part) for part in _parts(value))
         return id(obj) in self._known
 
+    def _is_registered(self, obj: object) -> bool:
+        kept = (*self._state.registered.values(), *self._state.per_rank.values())
+        return any(obj is value for value in kept)
+
     def _module_called(self, module: torch.nn.Module, args: Any) -> None:
         if self._asleep or not (module._parameters or module._buffers) or self.knows(module):
             return
-        if any(p is not None and p.requires_grad for p in module._parameters.values()):
+        early = self._steps < _STEPS or torch.is_grad_enabled()  # later, only a metric may be
+        if early and any(p is not None and p.requires_grad for p in module._parameters.values()):
             raise ConfigError(
                 f"{type(module).__name__} is used in the loop, but prepare() does not know it: its"
                 " gradients would not be averaged, and no snapshot would hold its parameters. Make"
@@ -204,6 +219,16 @@ class Guard:
         if id(getattr(scheduler, "optimizer", None)) in self._prepared:
             self._must_be_kept(scheduler, "step()", "'scheduler', scheduler")
 
+    def _scales(self, scaler: Any) -> None:
+        if not scaler.is_enabled() or (scaler is not self._updater.scaler and self.knows(scaler)):
+            return
+        raise ConfigError(
+            "GradScaler.scale() is called in the loop, but step.backward() scales the loss itself"
+            " where start(precision='fp16') asks for it, and nothing would undo the script's own"
+            " factor: give step.backward() the plain loss, and the scaler to"
+            " run.prepare(..., grad_scaler=scaler)"
+        )
+
     def _averages(self, average: Any) -> None:
         self._must_be_kept(average, "update_parameters()", "'average', average")
 
@@ -224,7 +249,7 @@ def _with_subclasses(kind: Any) -> Iterator[Any]:
 def _marks(module: torch.nn.Module) -> _Marks:
     own = {**module._parameters, **module._buffers}
     return {
-        name: (id(tensor), tensor._version) for name, tensor in own.items() if tensor is not None
+        name: (id(tensor), contents(tensor)) for name, tensor in own.items() if tensor is not None
     }
 
 
