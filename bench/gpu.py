@@ -239,6 +239,8 @@ def main() -> None:
         rows.append([f"recovery {way}, s", report.spread(seconds, 2), ""])
     print("\n" + report.table(("", "measured", "goal"), rows))
     print(f"\n{nproc} processes, {gpu}, {found['parameters']:,} parameters")
+    if args.quick:
+        print("--quick: these figures show that it works, and nothing else")
     report.finish("gpu", facts, {"nproc": nproc, **found}, args.json)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ import torch
 
 from ddpjob_trainer.accelerator import Accelerator
 from ddpjob_trainer.snapshot import pipeline, staging
-from ddpjob_trainer.snapshot.pipeline import Place, Tracker
+from ddpjob_trainer.snapshot.part_reports import Report
+from ddpjob_trainer.snapshot.pipeline import Part, Place, Tracker
 from ddpjob_trainer.snapshot.staging import Buffer, Pool
 
 
@@ -119,3 +122,29 @@ def test_copies_are_waited_for_once() -> None:
     assert waits == ["mark"]
     assert buffer.memory[:64].view(torch.float32).tolist() == [1.0] * 16
     buffer.release(device)
+
+
+def test_what_changes_while_it_is_copied_is_no_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of it might be of the next step: Embedding(max_norm=...) writes in its forward."""
+    monkeypatch.setattr(pipeline, "KeeperProcess", Keeper)
+    device = Pins()
+    told: queue.Queue[tuple[int, Report]] = queue.Queue()
+    reports: Any = SimpleNamespace(post=lambda *found: told.put(found))
+    tracker = Tracker(1, Place(tmp_path, 1, "n", 2, (0,)), reports, device)
+    weight = torch.nn.Parameter(torch.ones(4))
+    buffer = tracker.pool.take(16)
+    assert buffer is not None
+    later = ((0, weight.detach()[2:]),)
+    part = Part(3, 0.0, "file", 16, buffer, later, "mark", Report(1), None)
+    assert not part.changed()
+    with torch.no_grad():
+        weight.mul_(0.5)
+    tracker.submit(part)
+    try:
+        step, report = told.get(timeout=30)
+    finally:
+        tracker.close()
+    assert step == 3
+    assert "was changed before the next update while it was copied" in report.text

@@ -9,6 +9,8 @@ it only if nothing else holds it, and DDP, its hooks and we do. So whoever holds
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,8 +28,15 @@ def holds_ddp(model: DistributedDataParallel) -> None:
     holds_group(model, "reducer", "logger", "process_group")
 
 
-def leave_group() -> None:
-    """Leave, free the group, and so wait for its threads. Safe to repeat."""
+def leave_group(*, together: bool) -> None:
+    """Leave, free the group, and so wait for its threads. Safe to repeat.
+
+    ``together``: all ranks leave now. NCCL waits for what is queued, on this rank and on those of
+    its machine: for ever, where another one is elsewhere. So who leaves alone gives that up.
+    """
+    if not together and dist.is_initialized() and dist.get_backend() == "nccl":
+        world: Any = dist.group.WORLD
+        world.abort()
     while _holders:
         holder, attributes = _holders.pop()
         for name in attributes:

@@ -28,6 +28,8 @@ _HANG_SECONDS = 10
 _WARM = 10
 _VERSIONS = ("torch", "cuda", "cudnn", "nccl", "driver")
 _NO_GPU = "means something on a GPU only"
+#: Of a training whose GPU has tens of milliseconds of work in a step, as those that are worth one.
+_LONG_STEP = ("--model", "wide", "--width", "8192", "--batch", "4096")
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,10 +224,8 @@ def _each_lost(setup: Setup) -> Iterator[tuple[Verdict, str, str]]:
 
 
 def _staging(setup: Setup) -> Iterator[tuple[Verdict, str, str]]:
-    # On a GPU a step long enough to be one: a copy of the state may hide behind it.
-    size = ("--width", "8192", "--batch", "4096") if setup.cuda else ("--width", "512")
-    every = 20
-    given = ("--model", "wide", *size, "--steps", "101", "--every", str(every))
+    size, every = (_LONG_STEP if setup.cuda else ("--model", "wide")), 20
+    given = (*size, "--steps", "101", "--every", str(every))
     launch = launches.run(setup, "workload", *given)
     if failed := _ended(launch):
         yield failed
@@ -261,9 +261,9 @@ def _newest(snapshots: Path) -> list[Path]:
 
 
 def _speed(setup: Setup) -> Iterator[tuple[Verdict, str, str]]:
-    steps = ("--steps", "120")
-    plain = launches.run(setup, "workload", *steps, "--plain")
-    ours = launches.run(setup, "workload", *steps, env={"DDPJOB_SNAPSHOT_DIR": ""})
+    given = (*(_LONG_STEP if setup.cuda else ()), "--steps", "120")
+    plain = launches.run(setup, "workload", *given, "--plain")
+    ours = launches.run(setup, "workload", *given, env={"DDPJOB_SNAPSHOT_DIR": ""})
     for launch in (plain, ours):
         if failed := _ended(launch):
             yield failed

@@ -203,7 +203,7 @@ def _plain(options: argparse.Namespace, warned: Warned) -> dict[str, object]:
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     clock = _Clock(device, warned)
-    batches = _batches(device)
+    batches = _batches(device, options.batch)
     for _ in range(options.steps):
         clock.step()
         tokens, labels = next(batches)
@@ -216,12 +216,12 @@ def _plain(options: argparse.Namespace, warned: Warned) -> dict[str, object]:
     return found
 
 
-def _batches(device: torch.device) -> Iterator[tuple[torch.Tensor, ...]]:
-    data, rank, world = _data(), dist.get_rank(), dist.get_world_size()
-    at = rank * _PER_RANK
+def _batches(device: torch.device, size: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    data, at = _data(size * world), rank * size
     while True:
-        yield tuple(part.to(device, non_blocking=True) for part in data[at : at + _PER_RANK])
-        at = (at + world * _PER_RANK) % (_SAMPLES - _PER_RANK)
+        yield tuple(part.to(device, non_blocking=True) for part in data[at : at + size])
+        at = (at + world * size) % (len(data) - size + 1)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,12 @@ from ddpjob_trainer.snapshot.staging import Buffer, Copy, Pool, shared_file
 from ddpjob_trainer.telemetry.console import say
 
 _LOOK_MILLISECONDS = 10  # how often rank 0 looks for the others' results
+
+#: As Embedding(max_norm=...) does in its forward.
+_CHANGED = (
+    "a parameter, an average or an optimizer's state was changed before the next update while it"
+    " was copied: change it after step.commit(), or use start(snapshot_staging='inline')"
+)
 
 Assemble = Callable[[Sequence[Report]], Manifest]
 
@@ -58,6 +64,17 @@ class Part:
     ready: Any  # the accelerator's mark at which the state was complete
     report: Report
     assemble: Assemble | None
+    versions: tuple[int, ...] = field(init=False)  # of what is copied later
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "versions", self._versions())
+
+    def changed(self) -> bool:
+        """Whether something has changed what was to be copied; updates wait for the copy."""
+        return self.versions != self._versions()
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(tensor._version for _, tensor in self.later)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +247,8 @@ class Tracker:
                 return
             try:
                 task.buffer.copy(task.later, self._accelerator, task.ready)
+                if task.changed():
+                    raise ValueError(_CHANGED)
             finally:
                 with self._changed:
                     self._copying -= 1

@@ -24,6 +24,7 @@ class Ending:
         self._loop: Loop | None = None
         self._caught: Exception | None = None
         self._closed = False
+        self._met = False  # all ranks have been here
         atexit.register(self._at_exit)
 
     def began(self, loop: Loop) -> None:
@@ -50,6 +51,7 @@ class Ending:
             with process.progress.during("agreement"):
                 process.world.barrier()
         process.progress.phase("done")
+        self._met = True
 
     def _at_exit(self) -> None:
         shutdown = self._process.shutdown
@@ -70,4 +72,5 @@ class Ending:
             process.parting.close()
             process.snapshots.close(failing=failing)
             process.progress.close(hurry=failing)
-            leave_group()
+            if not failing:  # else it ends at once, which closes all there is
+                leave_group(together=self._met)

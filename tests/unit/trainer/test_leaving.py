@@ -1,0 +1,69 @@
+"""How a process leaves its group: NCCL, whose farewell waits for the others, is stood in for."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ddpjob_trainer.comm import teardown
+from ddpjob_trainer.training import ending
+from ddpjob_trainer.training.ending import Ending
+
+
+@pytest.mark.parametrize(
+    ("backend", "together", "calls"),
+    [
+        ("nccl", True, ["destroy"]),
+        ("nccl", False, ["abort", "destroy"]),
+        ("gloo", False, ["destroy"]),
+    ],
+)
+def test_who_leaves_alone_does_not_wait_for_what_is_queued(
+    monkeypatch: pytest.MonkeyPatch, backend: str, together: bool, calls: list[str]
+) -> None:
+    done: list[str] = []
+    world = SimpleNamespace(abort=lambda: done.append("abort"))
+    monkeypatch.setattr(teardown, "_holders", [])
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroy"))
+    teardown.leave_group(together=together)
+    assert done == calls
+
+
+@pytest.fixture
+def process() -> Any:
+    """One that has nothing to close."""
+    nothing = SimpleNamespace(
+        close=lambda **_: None, leave=lambda *_, **__: None, settle=lambda: None,
+        barrier=lambda: None, phase=lambda _: None, during=lambda _: contextlib.nullcontext(),
+    )  # fmt: skip
+    shutdown = SimpleNamespace(failing=False, peers=lambda _: contextlib.nullcontext())
+    return SimpleNamespace(
+        parting=nothing, snapshots=nothing, progress=nothing, world=nothing, shutdown=shutdown
+    )
+
+
+@pytest.mark.parametrize(
+    ("finishes", "failing", "left"),
+    [(True, False, [True]), (False, False, [False]), (False, True, [])],
+    ids=["finish()", "the script's end", "an exception"],
+)
+def test_who_has_met_the_others_leaves_with_them(  # type: ignore[no-untyped-def]
+    monkeypatch: pytest.MonkeyPatch, process: Any, finishes, failing, left
+) -> None:
+    """A process that fails ends at once instead, with the code of its exception."""
+    found: list[bool] = []
+    monkeypatch.setattr(ending, "leave_group", lambda *, together: found.append(together))
+    monkeypatch.setattr(ending.atexit, "register", lambda _: None)  # type: ignore[attr-defined]
+    one = Ending(process)
+    if finishes:
+        one.finish(None)
+    process.shutdown.failing = failing
+    one._at_exit()
+    assert found == left
