@@ -155,6 +155,32 @@ def test_a_sampler_is_a_function_of_seed_and_epoch():
     assert order_of(own) == order_of(own)
 
 
+def test_an_order_that_depends_on_more_than_the_epoch_is_refused_when_it_comes_back():
+    learned = [0]
+
+    def sampler(epoch: int) -> list[int]:
+        return np.roll(np.arange(9), learned[0] + epoch).tolist()
+
+    def order() -> Sampled:
+        found = Sampled(5, sampler, 9)
+        learned[0] += 1
+        return found
+
+    before = order()
+    for epoch in range(70):
+        before.samples(epoch, np.arange(9))
+    kept = before.orders_since(69)
+    assert kept.keys() == {"69"}
+    after = Sampled(5, sampler, 9)
+    after.expect(kept)
+    after.samples(69, np.arange(9))
+    learned[0] += 1
+    after.samples(70, np.arange(9))  # which had not begun
+    with pytest.raises(ConfigError, match=r"another order of epoch 69 now.*run\.register\(\)"):
+        after.samples(69, np.arange(9))
+    assert len(before.orders_since(0)) < 70
+
+
 def test_an_order_may_be_a_list_an_array_or_a_function_of_the_epoch():
     assert order_of([3, 1, 1]) == order_of(np.array([3, 1, 1])) == order_of(torch.tensor([3, 1, 1]))
     assert order_of(lambda epoch: [epoch, 7], 4) == [4, 7]

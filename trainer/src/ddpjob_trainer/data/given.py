@@ -26,13 +26,18 @@ from torch.utils.data import (
 from ddpjob_trainer.data import own_generators
 from ddpjob_trainer.data.fetch import Collate
 from ddpjob_trainer.data.permutation import Indices, key64
-from ddpjob_trainer.data.sampler import digest
+from ddpjob_trainer.data.sampler import DataOrder, digest
 from ddpjob_trainer.data.seeding import kept, seed_generators
 from ddpjob_trainer.data.workers import WorkerOptions
 from ddpjob_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from ddpjob_trainer.data.inputs import InputOptions, Place
+
+
+#: By epoch, in what JSON holds.
+Orders = dict[str, str]
+_REMEMBERED = 64  # epochs; workers may be ahead by some
 
 
 class Sampled:
@@ -50,6 +55,8 @@ class Sampled:
         self._sampler = sampler
         self._samples = samples
         self._epoch = 0
+        self._orders: dict[int, str] = {}  # hashes of those read last
+        self._before: Orders = {}
         self._order = self._read(0)
         self.length = len(self._order)
         self.name = f"sampler:{digest(self._order)}"
@@ -66,7 +73,32 @@ class Sampled:
             self._epoch, self._order = epoch, order
         return np.take(self._order, places)
 
+    def orders_since(self, epoch: int) -> Orders:
+        """Hashes of the orders that were read of this epoch and of later ones."""
+        return {str(e): order for e, order in self._orders.items() if e >= epoch}
+
+    def expect(self, orders: Orders) -> None:
+        """Raise ConfigError when an epoch is read otherwise than before: then it depends on more.
+
+        The samples of its begin would come again, and others never.
+        """
+        self._before = orders
+
     def _read(self, epoch: int) -> Indices:
+        found = self._read_once(epoch)
+        order = self._orders[epoch] = digest(found)
+        for old in sorted(self._orders)[:-_REMEMBERED]:
+            del self._orders[old]
+        if self._before.get(str(epoch), order) != order:
+            raise ConfigError(
+                f"sampler gives another order of epoch {epoch} now than when that began, before"
+                " the snapshot: some of its samples would come twice, others not at all. Let it"
+                " depend on the epoch only, or keep the order of the epoch that has begun in a dict"
+                " that run.register() is given, and return that"
+            )
+        return found
+
+    def _read_once(self, epoch: int) -> Indices:
         sampler = self._sampler
         with kept():
             key = key64("sampler", self._seed, epoch)
@@ -96,6 +128,12 @@ class Sampled:
                 f" the dataset has 0 to {self._samples - 1}"
             )
         return found.astype(np.int64)
+
+
+def orders_since(order: DataOrder, step: int) -> Orders:
+    """Of a sampler's epochs those that are needed from this step on, as far as they were read."""
+    epoch = step // order.steps_per_epoch
+    return order.epochs.orders_since(epoch) if isinstance(order.epochs, Sampled) else {}
 
 
 def is_indexed_loader(source: Any) -> bool:

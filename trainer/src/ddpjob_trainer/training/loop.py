@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpjob_trainer import failpoints, trace
 from ddpjob_trainer.comm.world import agree
 from ddpjob_trainer.data import fetch
+from ddpjob_trainer.data.given import Sampled, orders_since
 from ddpjob_trainer.data.inputs import InputOptions, open_input
 from ddpjob_trainer.data.permutation import Indices
 from ddpjob_trainer.errors import ConfigError, NotCommittedError
@@ -169,6 +170,8 @@ class Loop:
                 begin_with(self._options.resume, state.module, self._world)
         left = range(self.finished_steps, self._options.total_steps)
         other = stored.get("order") != config["order"]  # allowed, or there is no snapshot
+        if isinstance(self._order.epochs, Sampled) and not other:
+            self._order.epochs.expect(stored.get("orders", {}))
         self._input.begin(left, self._positions, fresh=other)
         for module, ema in self._trained.updater.emas:
             begin_ema(module, ema)
@@ -384,6 +387,7 @@ class Loop:
                     **self._progress.curves(),
                     "best": best.packed(self.best),
                     "modes": self._trained.modes.changed(),
+                    "orders": orders_since(self._order, done),
                 }
                 self._snapshots.save(done, self._trained.state, self._config, last=last)
             else:
