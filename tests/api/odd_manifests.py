@@ -155,12 +155,6 @@ ODD: Final[Mapping[str, tuple[tuple[str, Any], ...]]] = {
     "a command with a NUL": ((f"{_TRAINER}.command", ["sh", "-c", "a\x00b"]),),
     "an image of right-to-left letters": ((f"{_TRAINER}.image", "example/\u202egnp.niart"),),
     "a label value of 64 letters": (("metadata.labels", {"team": "x" * 64}),),
-    "an owner of another kind": (
-        (
-            "metadata.ownerReferences",
-            [{"apiVersion": "v1", "kind": "Node", "name": "n", "uid": "u", "controller": True}],
-        ),
-    ),
     "a label of a gang of its own": (
         ("spec.template.metadata", {"labels": {"ddpjob.dev/job-uid": "another"}}),
     ),
