@@ -18,8 +18,8 @@ from support.cluster import ROOT
 from support.manifest import example, examples
 from support.site import Site
 
-#: Files that others run (test_status.py; nearly all of them as digits(); test_gpu_check.py), or that
-#: ask for an object store.
+#: Files that others run (test_status.py; nearly all of them as digits(); test_gpu_check.py), or
+#: that ask for an object store.
 ELSEWHERE = {"digits.yaml", "plain-torchrun.yaml", "gpu-check.yaml", "no-shared-storage.yaml"}
 LADDER = {
     f"ladder/{name}.yaml" for name in ("1-single", "2-processes", "3-faults", "4-machines", "5-gpt")

@@ -6,7 +6,10 @@ on the loopback.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+
+import pytest
 
 from support.cluster import wait_for
 from support.plugin import Plugin
@@ -31,6 +34,19 @@ def on_host(name: str) -> dict[str, Any]:
     return obj
 
 
+@pytest.fixture
+def allowed(site: Site) -> Iterator[None]:
+    """The tests' namespace is `restricted`, which the host's network is not."""
+    label = ("label", "namespace", site.namespace, "--overwrite")
+    level = "pod-security.kubernetes.io/enforce"
+    site.kubectl(*label, f"{level}=privileged", check=True)
+    yield
+    for name in NAMES:
+        site.delete(name)
+    site.kubectl(*label, f"{level}=restricted", check=True)
+
+
+@pytest.mark.usefixtures("allowed")
 def test_two_gangs_train_side_by_side_on_the_same_nodes(site: Site) -> None:
     plugin = Plugin(site.cluster.kubeconfig, site.namespace)
     site.apply(*map(on_host, NAMES))
@@ -52,5 +68,3 @@ def test_two_gangs_train_side_by_side_on_the_same_nodes(site: Site) -> None:
         assert (status["restarts"]["total"], status["restarts"].get("inPlace", 0)) == (0, 0)
     results = [site.result(name) for name in NAMES]
     assert results[0] == results[1]
-    for name in NAMES:
-        site.delete(name)
