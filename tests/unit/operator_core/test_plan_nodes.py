@@ -62,6 +62,20 @@ def test_fence_replaces_the_gang_once_the_node_was_silent_for_so_long():
     assert world.status["restarts"]["charged"] == 0
 
 
+@pytest.mark.parametrize("policy", ["Fence", "Wait"])
+def test_a_pod_that_ended_as_its_node_fell_silent_holds_nothing_up_for_ever(policy: str):
+    """Deleted before it ended, it is removed by its kubelet only, and the barrier waits for it."""
+    world = running(snapshot=SNAPSHOT, nodeLost={"policy": policy, "afterSeconds": 30})
+    world.graceful = True
+    world.end(0, 1).end(1, 143).end(2, 143).finish_deletions_on("node1")
+    fall_silent(world, "node2").wait(60)
+    if policy == "Wait":
+        assert world.condition("Stalled")["reason"] == "NodeNotReady"
+        assert "kubectl delete node node2" in world.condition("Stalled")["message"]
+    else:
+        assert world.attempts() == {2}
+
+
 def test_fence_does_not_need_the_pod_to_be_evicted():
     world = fall_silent(running(**FENCE), "node2").wait(30)
     assert world.attempts() == {2}

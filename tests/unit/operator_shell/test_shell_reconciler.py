@@ -1,13 +1,17 @@
-"""The reconciler: what it does about a job whose writes are refused for good."""
+"""The reconciler: how often it looks at a job whose writes are refused, or that is large."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
+from ddpjob_operator.core import actions as act
+from ddpjob_operator.core import observe
 from ddpjob_operator.shell import errors
 from ddpjob_operator.shell.clock import Clock
 from ddpjob_operator.shell.executor import Executor
@@ -35,10 +39,31 @@ class RefusingApi:
         return job()
 
 
-def job() -> dict[str, Any]:
+class Taker:
+    """An executor whose API server takes whatever it is given."""
+
+    def __init__(self, store: Store, now: Callable[[], datetime]) -> None:
+        self._store, self._now, self._version = store, now, 5
+
+    async def carry_out(self, known: observe.Job, actions: Sequence[act.Action]) -> None:
+        for action in actions:
+            self._version += 1
+            version = str(self._version)
+            if isinstance(action, act.WriteStatus):
+                job = replace(known, status=action.status, resource_version=version)
+                self._store.put_job(job)
+            elif isinstance(action, act.CreatePod):
+                own = {"namespace": "ns", "uid": f"pod{action.replica}", "resourceVersion": version}
+                meta = {**action.body["metadata"], **own}
+                self._store.put_pod({**action.body, "metadata": meta}, from_watch=False)
+        written = replace(self._store.outcomes(known.uid), status_written_at=self._now())
+        self._store.set_outcomes(known.uid, written)
+
+
+def job(replicas: int = 2, args: Sequence[str] = ()) -> dict[str, Any]:
     meta = {"namespace": "ns", "name": "job", "uid": "u1", "resourceVersion": "5"}
-    container = {"name": "trainer", "image": "example/train:1"}
-    spec = {"replicas": 2, "template": {"spec": {"containers": [container]}}}
+    container = {"name": "trainer", "image": "example/train:1", "args": list(args)}
+    spec = {"replicas": replicas, "template": {"spec": {"containers": [container]}}}
     return {"metadata": meta, "spec": spec}
 
 
@@ -61,3 +86,25 @@ async def test_a_status_that_is_refused_is_tried_ever_more_slowly() -> None:
     task.cancel()
     await asyncio.wait([task])
     assert 10 < api.writes < 50
+
+
+async def test_a_gang_of_large_pods_is_made_without_a_pause() -> None:
+    """In many rounds, since its pods are rendered by the megabyte: not one a second."""
+    store, metrics, clock, replicas = Store(), Metrics(), Clock(), 300
+    queue: WorkQueue[Key] = WorkQueue()
+    taker: Any = Taker(store, clock.now)
+    reconciler = Reconciler(store, queue, taker, metrics, lambda: True, clock)
+    store.put_job(
+        {
+            **job(replicas, ["x" * 1000] * 120),
+            "status": {"phase": "Starting", "attempt": 1, "membersSince": 1},
+        }
+    )
+    read = act.Confirmation(attempt=1, at=clock.now(), alone=True)
+    store.set_outcomes("u1", act.Outcomes(network_attempt=1, confirmed=read))
+    queue.add(KEY)
+    task = asyncio.create_task(queue.run(2, reconciler.reconcile))
+    await asyncio.sleep(2)
+    task.cancel()
+    await asyncio.wait([task])
+    assert len(store.pods_of("u1")) == replicas

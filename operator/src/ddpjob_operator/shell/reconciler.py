@@ -95,16 +95,24 @@ class Reconciler:
         )
         todo = plan(job, snapshot.pods, outcomes, now, snapshot.nodes)
         if todo.actions:
-            await self._executor.carry_out(snapshot.job, todo.actions)
-            self._look_again(key, snapshot.job)
+            await self._executor.carry_out(job, todo.actions)
+            more = self._store.seen(job.uid, job.status.get("attempt"))
+            self._look_again(key, job, grew=len(more) > len(seen))
             return
         self._busy.pop(key, None)
         self._queue.rest(key, min(_LONGEST_REST, _REST * (time.thread_time() - began)))
         if todo.requeue_after is not None:
             self._queue.add_after(key, max(todo.requeue_after, 0.01))
 
-    def _look_again(self, key: Key, job: observe.Job) -> None:
-        """At once: most of what an action changes is already in the store."""
+    def _look_again(self, key: Key, job: observe.Job, *, grew: bool) -> None:
+        """At once: most of what an action changes is already in the store.
+
+        ``grew``: the attempt has a replica that it never had, which ends by itself. A gang of large
+        pods is made in hundreds of rounds, and its start has a deadline.
+        """
+        if grew:
+            self._queue.add(key)
+            return
         rounds = self._busy.get(key, 0) + 1
         self._busy[key] = rounds
         if rounds <= _BUSY_ROUNDS:

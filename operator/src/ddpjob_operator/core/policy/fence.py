@@ -103,7 +103,7 @@ def _needed(view: View) -> list[Pod]:
 
 
 def _silent(view: View) -> Iterator[tuple[Pod, Node]]:
-    """Pods that are not known to have ended, on nodes that are not ready or gone."""
+    """Pods that are not known to have ended and gone, on nodes that are not ready or gone."""
     for pod in (*view.members.values(), *view.others):
         node = _node(view, pod)
         if node is not None:
@@ -111,10 +111,13 @@ def _silent(view: View) -> Iterator[tuple[Pod, Node]]:
 
 
 def _node(view: View, pod: Pod) -> Node | None:
-    """The silent node of a pod that has not ended and was not deleted by force before."""
+    """The silent node of a pod that waits for it, and was not deleted by force before.
+
+    To end, or to be gone: of a pod that was deleted first only its kubelet removes the object.
+    """
     if view.nodes is None or not pod.node or pod.deletion_grace == 0:
         return None
-    if pod.stopped or pod.phase in ("Succeeded", "Failed"):
+    if not pod.deleting and (pod.stopped or pod.phase in ("Succeeded", "Failed")):
         return None
     node = view.nodes.known.get(pod.node)
     return None if node is None or (node.exists and node.ready) else node
