@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 from ddpjob_trainer.data import likeness
 from ddpjob_trainer.data.fetch import Batches
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.training.run_config import check_data, take_data
+from ddpjob_trainer.training.run_config import take_data
 
 X = torch.randn(40, 3, generator=torch.Generator().manual_seed(1))
 
@@ -51,23 +51,23 @@ DIFFERENT = [
 @pytest.mark.parametrize(("one", "other", "what"), DIFFERENT)
 def test_what_differs_is_named(one: Any, other: Any, what: str) -> None:
     every = [seen(one), seen(one), seen(other)]
-    check_data(every[:2])
+    likeness.check(every[:2])
     with pytest.raises(ConfigError, match=rf"dataset of rank 2 is not rank 0's, by {what}: "):
-        check_data(every)
+        likeness.check(every)
     assert f"by {what}:" in take_data({"data": every[0]}, every[2])
     assert not take_data({"data": every[0]}, every[1])
 
 
 def test_the_last_bits_of_other_processors_are_no_difference() -> None:
     near = X.double() * (1 + 1e-6)
-    check_data([seen(TensorDataset(X)), seen(TensorDataset(near.float()))])
+    likeness.check([seen(TensorDataset(X)), seen(TensorDataset(near.float()))])
     odd = torch.tensor([[torch.nan], [torch.inf]])
-    check_data([seen(TensorDataset(odd)), seen(TensorDataset(odd))])
+    likeness.check([seen(TensorDataset(odd)), seen(TensorDataset(odd))])
 
 
 def test_what_is_not_known_is_no_difference() -> None:
-    check_data([None, None])
-    check_data([seen(Loud()), seen(Loud())])
-    check_data([seen(TensorDataset(torch.zeros(4, dtype=torch.complex64)))] * 2)
+    likeness.check([None, None])
+    likeness.check([seen(Loud()), seen(Loud())])
+    likeness.check([seen(TensorDataset(torch.zeros(4, dtype=torch.complex64)))] * 2)
     assert not take_data({}, seen(TensorDataset(X)))
     assert not take_data({"data": seen([np.float32(1)])}, None)

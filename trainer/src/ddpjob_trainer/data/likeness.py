@@ -18,6 +18,7 @@ import torch
 
 from ddpjob_trainer.data.fetch import Batches
 from ddpjob_trainer.data.sampler import digest
+from ddpjob_trainer.errors import ConfigError
 
 _SAMPLES = 8
 #: Processors differ in the last bits of what they have computed.
@@ -78,6 +79,17 @@ def difference(one: Likeness | None, other: Likeness | None) -> str:
         if not _close(mine, other["samples"].get(index, mine)):
             return f"sample {index}"
     return ""
+
+
+def check(every: Sequence[Likeness | None]) -> None:
+    """Raise ConfigError where the ranks' datasets differ. ``every``: rank by rank."""
+    for rank, one in enumerate(every):
+        if what := difference(every[0], one):
+            raise ConfigError(
+                f"the dataset of rank {rank} is not rank 0's, by {what}: every rank must be given"
+                " the whole dataset, the same one. What makes, shuffles or splits it at random"
+                " belongs after ddp.start(), which seeds all ranks alike, or needs a seed"
+            )
 
 
 def _close(one: Sequence[float], other: Sequence[float]) -> bool:
