@@ -71,3 +71,35 @@ def test_what_is_not_known_is_no_difference() -> None:
     likeness.check([seen(TensorDataset(torch.zeros(4, dtype=torch.complex64)))] * 2)
     assert not take_data({}, seen(TensorDataset(X)))
     assert not take_data({"data": seen([np.float32(1)])}, None)
+
+
+def test_a_long_sample_is_told_in_few_numbers() -> None:
+    """Each snapshot holds them."""
+    one, other = [[*range(50_000)] for _ in range(9)], [[*range(50_000)] for _ in range(9)]
+    other[8][40_000] = 10**9
+    found = seen(one)
+    assert len(json.dumps(found)) < 20_000
+    assert likeness.difference(found, seen(one)) == ""
+    assert likeness.difference(found, seen(other)) == "sample 8"
+
+
+class Huge(np.ndarray[Any, Any]):
+    """As a file of gigabytes is: not to be copied."""
+
+    def astype(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.size <= 1 << 20
+        return super().astype(*args, **kwargs)
+
+
+@pytest.mark.parametrize("shape", [(1 << 24,), (3, 1 << 23), (1 << 22, 2, 3)])
+def test_of_a_large_array_only_the_begin_is_read(shape: tuple[int, ...]) -> None:
+    array = np.broadcast_to(np.ones(1, np.uint8), shape).view(Huge)
+    assert seen([array])["samples"] == {"0": [1.0]}
+
+
+def test_files_may_lie_elsewhere_on_each_machine() -> None:
+    def files(folder: str, ending: str = "png") -> Any:
+        return [(f"{folder}/{number}.{ending}", number % 2) for number in range(9)]
+
+    assert likeness.difference(seen(files("/tmp/a1")), seen(files("/tmp/b2"))) == ""
+    assert likeness.difference(seen(files("/tmp/a1")), seen(files("/tmp/a1", "jpg"))) != ""
