@@ -12,7 +12,9 @@ from torch import nn
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.update import Clip, Unit, Updater
+from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.training.hidden import Hidden
+from ddpjob_trainer.training.unsaved import Guard
 
 
 class Net(nn.Module):
@@ -257,3 +259,25 @@ def test_a_rate_that_is_computed_from_the_step_is_nobodys_state() -> None:
         trainer.seen += 1
         watched.step(1)
     assert scheduler.count == 0
+
+
+def test_what_is_registered_may_be_an_attribute_or_a_variable() -> None:
+    """As the warning of a module's attributes advises."""
+    net, kept, own = Net(), {"factor": 1.0}, {"seen": 0}
+    optimizer = Plain(net.parameters())
+    setattr(net, "own", own)  # noqa: B010
+    setattr(optimizer, "own", own)  # noqa: B010
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: kept["factor"])
+    updater, state, said = Updater(), TrainingState(net), list[str]()
+    updater.units.append(Unit(optimizer, scheduler, Clip(None, [])))
+    state.register("kept", kept)
+    state.register("draws", net.draws)
+    state.register("own", own, per_rank=True)
+    guard = Guard(state, updater, [], modules=False, say=said.append)
+    for _ in range(3):
+        draw(net)
+        kept["factor"] *= 0.9
+        own["seen"] += 1
+        guard.step_ended()
+    guard.stop()
+    assert not said

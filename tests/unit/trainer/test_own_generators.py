@@ -144,3 +144,51 @@ def test_a_stream_that_is_read_again_gives_what_it_gave() -> None:
     after = stream()
     after.load_state_dict(state)
     assert after.next() == wanted
+
+
+class Sharded(IterableDataset[int]):
+    """All ranks shuffle alike, and each takes its part; ``noise`` is each rank's own."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.rng, self.noise = random.Random(7), np.random.default_rng(rank)
+
+    def __iter__(self) -> Iterator[Any]:
+        files = list(range(12))
+        self.rng.shuffle(files)
+        for file in files[self.rank :: 3]:
+            yield file, float(self.noise.random())
+
+
+def test_what_all_ranks_shuffle_alike_they_still_do() -> None:
+    """Else some files would be read by two of them, and others by none."""
+    streams = [
+        Stream(
+            Sharded(rank), batch=4, rows=None, collate=list, seed=5, rank=rank,
+            say=lambda text: None, alive=lambda: None,
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    for stream in streams:
+        stream.compare([one.own for one in streams])
+    orders = []
+    for _ in range(2):
+        samples = [sample for stream in streams for sample in stream.next()]
+        orders.append([file for file, _ in samples])
+        assert sorted(orders[-1]) == list(range(12))
+        assert len({number for _, number in samples}) == 12
+    assert orders[0] != orders[1]  # of two epochs
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda seed: torch.Generator().manual_seed(seed),
+        np.random.default_rng,
+        np.random.RandomState,
+        random.Random,
+    ],
+)
+def test_where_a_generator_stands_is_told_alike(make: Callable[[int], Any]) -> None:
+    assert own_generators.mark(make(1)) == own_generators.mark(make(1))
+    assert own_generators.mark(make(1)) != own_generators.mark(make(2))

@@ -16,6 +16,7 @@ from ddpjob_trainer.snapshot import shares as division
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.snapshot.write_plan import Captured, Shares, lay_out, measure
 from ddpjob_trainer.state.codec import Flat
+from ddpjob_trainer.state.in_place import InPlace
 from ddpjob_trainer.state.modes import Modes
 from support.snapshots import memory_source
 
@@ -281,6 +282,35 @@ def test_what_a_script_still_holds_of_a_registered_dict_is_filled():  # type: ig
     assert held["losses"] == [3.0, 1.0, 2.0]
     assert mean is held["deep"]["mean"]
     assert (*held["mean"].tolist(), *held["array"].tolist(), *mean.tolist()) == (3.0,) * 5
+
+
+def test_parts_of_one_array_or_tensor_are_filled_too():  # type: ignore[no-untyped-def]
+    """``mean, scale = torch.zeros(2, 5)`` makes two, beside each other in one memory."""
+    mean, scale = torch.zeros(2, 5)
+    counts, whole = np.zeros(6).reshape(2, 3), torch.zeros(4)
+    values = {"both": (mean, scale), "counts": counts, "whole": whole, "row": whole[1:3]}
+    stored_values = {
+        "both": (torch.ones(5), torch.full((5,), 2.0)),
+        "counts": np.ones((2, 3)),
+        "whole": torch.ones(4),
+        "row": torch.full((2,), 7.0),  # was no longer a part of it
+    }
+    found = InPlace().put(values, stored_values)
+    assert found["both"][0] is mean
+    assert found["both"][1] is scale
+    assert found["counts"] is counts
+    assert (mean[0], scale[0], counts[1, 1], whole.sum(), found["row"][0]) == (1, 2, 1, 4, 7)
+
+
+def test_a_registered_module_with_a_sparse_cache_comes_back():  # type: ignore[no-untyped-def]
+    states = []
+    for _ in range(2):
+        teacher = nn.Linear(3, 3)
+        teacher.register_buffer("graph", torch.eye(3).to_sparse(), persistent=False)
+        states.append(TrainingState(nn.Linear(2, 2)))
+        states[-1].register("teacher", teacher)
+    states[1].restore(memory_source(stored(states[0])), 0)
+    assert states[0].registered["teacher"].weight.equal(states[1].registered["teacher"].weight)
 
 
 def test_a_registered_dict_never_writes_into_what_is_not_its_own():  # type: ignore[no-untyped-def]

@@ -70,6 +70,15 @@ class Input(Protocol):
         """What has a state to be kept."""
         ...
 
+    @property
+    def own(self) -> Any:
+        """What the other ranks are to know of this one's, in what JSON holds."""
+        ...
+
+    def compare(self, every: Sequence[Any]) -> None:
+        """Learn ``own`` of each rank. Raises ConfigError where that is another dataset."""
+        ...
+
     def start(self) -> None:
         """Begin with what need not wait for the snapshot."""
         ...
@@ -159,10 +168,15 @@ class Indexed:
         self._source = Batches(source, place.collate, place.seed)
         self.draws = self._source.draws
         self.likeness: Likeness | None = likeness.of(self._source)
+        self.own = self.likeness
         self._pinned = place.accelerator.pinned
         self._options = workers
         self._workers: Workers | None = None
         self._length, self._epoch = len(source), 0
+
+    def compare(self, every: Sequence[Likeness | None]) -> None:
+        """See Input."""
+        likeness.check(every)
 
     def start(self) -> None:
         """Start the workers."""
@@ -238,6 +252,12 @@ class Streamed:
             say=place.say,
             alive=place.alive,
         )
+
+        self.own = self.stream.own
+
+    def compare(self, every: Sequence[Sequence[str]]) -> None:
+        """See Stream."""
+        self.stream.compare(every)
 
     def start(self) -> None:
         """Nothing: a stream's workers start where the snapshot says."""

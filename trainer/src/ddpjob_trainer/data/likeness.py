@@ -18,8 +18,11 @@ import torch
 
 from ddpjob_trainer.data.fetch import Batches
 from ddpjob_trainer.data.sampler import digest
+from ddpjob_trainer.errors import ConfigError
 
 _SAMPLES = 8
+_MOST = 64  # numbers of a sample: each snapshot's JSON holds them
+_READ = 1 << 20  # elements of a tensor or array: it may be a file of gigabytes
 #: Processors differ in the last bits of what they have computed.
 _CLOSE = 1e-3
 
@@ -45,21 +48,35 @@ def _numbers(sample: Any) -> list[float]:
     """Of its tensors, arrays, numbers and strings, wherever they stand in it."""
     found: list[float] = []
     _collect(sample, found)
-    return [number if math.isfinite(number) else 0.0 for number in found]
+    found = [number if math.isfinite(number) else 0.0 for number in found]
+    if len(found) <= _MOST:
+        return found
+    values = np.abs(found)  # of a list of tokens, say
+    return [float(len(found)), *(float(part.mean()) for part in np.array_split(values, _MOST - 1))]
+
+
+def _begin(value: Any) -> Any:
+    """Its first elements, a view."""
+    for axis, size in enumerate(value.shape):
+        if (rest := math.prod(value.shape[axis + 1 :])) * size > _READ:
+            kept = max(1, _READ // rest)
+            value = value[(slice(None),) * axis + (slice(kept),)]
+    return value
 
 
 def _collect(value: Any, found: list[float]) -> None:
     if isinstance(value, torch.Tensor):
         plain = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
         if plain.layout is torch.strided and plain.numel() and not plain.is_quantized:
-            found.append(float(plain.detach().double().abs().mean()))
+            found.append(float(_begin(plain.detach()).double().abs().mean()))
     elif isinstance(value, np.ndarray):
         if value.dtype.kind in "biuf" and value.size:
-            found.append(float(np.abs(value.astype(np.float64)).mean()))
+            found.append(float(np.abs(_begin(value).astype(np.float64)).mean()))
     elif isinstance(value, bool | int | float | np.number):
         found.append(float(value))
     elif isinstance(value, str):
-        found.append(float(zlib.crc32(value.encode(errors="replace"))))
+        name = value.rpartition("/")[2]  # each machine may have its files in another folder
+        found.append(float(zlib.crc32(name.encode(errors="replace"))))
     elif isinstance(value, dict):
         for part in value.values():
             _collect(part, found)
@@ -78,6 +95,17 @@ def difference(one: Likeness | None, other: Likeness | None) -> str:
         if not _close(mine, other["samples"].get(index, mine)):
             return f"sample {index}"
     return ""
+
+
+def check(every: Sequence[Likeness | None]) -> None:
+    """Raise ConfigError where the ranks' datasets differ. ``every``: rank by rank."""
+    for rank, one in enumerate(every):
+        if what := difference(every[0], one):
+            raise ConfigError(
+                f"the dataset of rank {rank} is not rank 0's, by {what}: every rank must be given"
+                " the whole dataset, the same one. What makes, shuffles or splits it at random"
+                " belongs after ddp.start(), which seeds all ranks alike, or needs a seed"
+            )
 
 
 def _close(one: Sequence[float], other: Sequence[float]) -> bool:

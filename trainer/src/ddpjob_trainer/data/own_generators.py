@@ -9,6 +9,7 @@ as variables: its closure's, or its module's.
 from __future__ import annotations
 
 import functools
+import hashlib
 import random
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -98,6 +99,22 @@ def _names(code: CodeType) -> Iterator[str]:
     for inner in code.co_consts:  # of a lambda or a comprehension within
         if isinstance(inner, CodeType):
             yield from _names(inner)
+
+
+def mark(generator: Any) -> str:
+    """What tells where it stands, in what JSON holds."""
+    if isinstance(generator, torch.Generator):
+        state: Any = generator.get_state().tolist()
+    elif isinstance(generator, np.random.Generator):
+        state = generator.bit_generator.state
+    elif isinstance(generator, np.random.RandomState):
+        state = [
+            part if isinstance(part, str | int | float) else part.tolist()
+            for part in generator.get_state(legacy=True)
+        ]
+    else:
+        state = generator.getstate() if not isinstance(generator, random.SystemRandom) else None
+    return hashlib.blake2b(repr(state).encode(), digest_size=8).hexdigest()
 
 
 def seed(generators: Sequence[Any], key: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,6 +84,11 @@ class Stream:
         self._rows = rows
         self._collate = collate or default_collate
         self._collates_own = own_generators.found_in(collate) if batch is not None else []
+        self._own = own_generators.found_in(source)
+        #: Where its own generators stand when the run begins.
+        self.own = [own_generators.mark(generator) for generator in self._own]
+        self._shared: list[Any] = []  # of those, the ones that all ranks have alike
+        self._key_of_all = key64("stream", seed)
         self._key = key64("stream", seed, rank)
         self._say = say
         self._alive = alive
@@ -98,6 +103,16 @@ class Stream:
             source.worker_init_fn = dying_with_parent(
                 source.worker_init_fn, source.multiprocessing_context
             )
+
+    def compare(self, every: Sequence[Sequence[str]]) -> None:
+        """Learn ``own`` of each rank. Generators that were seeded alike stay so.
+
+        All ranks may shuffle a list of files with them, and then read each its part.
+        """
+        places = (
+            zip(self._own, *every, strict=True) if {*map(len, every)} == {len(self._own)} else ()
+        )
+        self._shared = [generator for generator, *marks in places if len({*marks}) == 1]
 
     # --- Training ------------------------------------------------------------------------
 
@@ -142,7 +157,10 @@ class Stream:
         source = self._source
         key = key64(self._key, self.epoch)
         if self._keeper is None:  # else they are a part of its state, which may have come back
-            own_generators.seed(own_generators.found_in(source), key)
+            found = own_generators.found_in(source)
+            shared = {id(generator) for generator in self._shared}
+            own_generators.seed([one for one in found if id(one) not in shared], key)
+            own_generators.seed(self._shared, key64(self._key_of_all, self.epoch))
         for holder in _generator_holders(source):
             holder.generator.manual_seed(key)
         seed_generators(key)  # workers' seeds are drawn from torch's

@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.lib.array_utils import byte_bounds
+
+_Extent = tuple[int, int]  # addresses
 
 
 class InPlace:
@@ -20,7 +23,7 @@ class InPlace:
     """
 
     def __init__(self, theirs: Iterable[torch.Tensor] = ()) -> None:
-        self._taken = {_memory(tensor) for tensor in theirs if tensor.numel()}
+        self._taken = [*map(_extent, filter(_is_plain, theirs))]
         self._met: list[Any] = []  # held, so that no other object gets the id of one
         self._ids: set[int] = set()
 
@@ -37,6 +40,8 @@ class InPlace:
             return self._tensor(there, value)
         if isinstance(there, np.ndarray):
             return self._array(there, value)
+        if isinstance(there, tuple) and len(there) == len(value):
+            return tuple(map(self.put, there, value))
         if not isinstance(there, dict | list):
             return value
         self._meet(there)
@@ -52,13 +57,17 @@ class InPlace:
         self._ids.add(id(there))
         self._met.append(there)
 
+    def _take(self, extent: _Extent) -> bool:
+        """Whether nothing else has been put there, or is put there by others."""
+        if any(extent[0] < end and start < extent[1] for start, end in self._taken):
+            return False
+        self._taken.append(extent)
+        return True
+
     def _tensor(self, there: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        alike = there.dtype == value.dtype and there.layout == value.layout == torch.strided
-        if not alike or not there.numel() or not value.numel() or there.is_inference():
+        alike = there.dtype == value.dtype and _is_plain(there) and _is_plain(value)
+        if not alike or there.is_inference() or not self._take(_extent(there)):
             return value
-        if _memory(there) in self._taken:
-            return value
-        self._taken.add(_memory(there))
         self._meet(there)
         with torch.no_grad():
             if there.shape == value.shape and 0 not in there.stride():
@@ -68,14 +77,22 @@ class InPlace:
         return there
 
     def _array(self, there: np.ndarray[Any, Any], value: np.ndarray[Any, Any]) -> Any:
-        whole = there.base is None and there.flags.writeable
-        if not whole or there.dtype != value.dtype or there.shape != value.shape:
+        alike = there.dtype == value.dtype and there.shape == value.shape
+        if not alike or not there.flags.writeable or not self._take(byte_bounds(there)):
             return value
         self._meet(there)
         there[...] = value
         return there
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    """What tells memory from other memory; views of one tensor have the same."""
-    return tensor.untyped_storage().data_ptr()
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it has elements, and memory that can be asked for."""
+    return tensor.layout == torch.strided and tensor.numel() > 0
+
+
+def _extent(tensor: torch.Tensor) -> _Extent:
+    """From its first byte to behind its last one. Rows of one tensor lie beside each other."""
+    spans = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in spans)
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()

@@ -53,20 +53,20 @@ class GeneratorState:
     """A torch.Generator, of any device, as something Stateful."""
 
     def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
+        self.of = generator
 
     def state_dict(self) -> dict[str, Any]:
         """Return its state: bytes on the CPU, whatever its device."""
-        return {"state": self._generator.get_state()}
+        return {"state": self.of.get_state()}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Put it back. Raises ConfigError for the state of a generator of another kind."""
         try:
-            self._generator.set_state(state["state"])
+            self.of.set_state(state["state"])
         except (RuntimeError, TypeError) as error:
             raise ConfigError(
                 "a registered torch.Generator was of another kind when the snapshot was made:"
-                f" this one is on {self._generator.device} ({error})"
+                f" this one is on {self.of.device} ({error})"
             ) from error
 
 
@@ -74,11 +74,11 @@ class DictState:
     """A dict of the script's own as something Stateful. It stays the same object."""
 
     def __init__(self, values: dict[Any, Any]) -> None:
-        self._values = values
+        self.of = values
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is in it."""
-        return {"values": self._values}
+        return {"values": self.of}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Put it back in the same dict."""
@@ -86,7 +86,7 @@ class DictState:
 
     def refill(self, state: dict[str, Any], into: InPlace) -> None:
         """Put it back, and what is in it into the same tensors, lists and dicts."""
-        values, mine = dict(state["values"]), self._values
+        values, mine = dict(state["values"]), self.of
         found = {k: into.put(mine[k], v) if k in mine else v for k, v in values.items()}
         mine.clear()
         mine.update(found)
@@ -100,6 +100,11 @@ def stateful(obj: Keepable) -> Stateful:
         return DictState(obj)
     found: Any = obj
     return found  # type: ignore[no-any-return]
+
+
+def kept_by(obj: Stateful) -> object:
+    """Return what register() was given."""
+    return obj.of if isinstance(obj, GeneratorState | DictState) else obj
 
 
 def give(obj: Stateful, state: Any, into: InPlace) -> None:

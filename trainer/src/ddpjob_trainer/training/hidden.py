@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
@@ -76,20 +76,26 @@ class Hidden:
             own = kind.state_dict is not torch.optim.Optimizer.state_dict
             if own or kind.__module__.startswith("torch."):
                 continue
-            for name, mark in _marks(vars(optimizer), besides=("state", "param_groups")):
+            for name, mark in self._marks_of(vars(optimizer), ("state", "param_groups")):
                 yield f"optimizer {kind.__name__}.{name}", mark
             for name, inner in vars(optimizer).items():
                 if isinstance(inner, torch.optim.Optimizer) and not self._is_kept(inner, optimizer):
                     yield f"optimizer {kind.__name__}.{name}.state", _states(inner)
         for function in self._functions:
             cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-            for name, mark in _marks({name: _content(cell) for name, cell in cells}):
+            for name, mark in self._marks_of({name: _content(cell) for name, cell in cells}):
                 yield f"scheduler {name}", mark
         for path, part in self._module.named_modules():
             if type(part).__module__.startswith("torch.") or _keeps_more(part):
                 continue
-            for name, mark in _marks(vars(part), besides=_MODULES_OWN):
+            for name, mark in self._marks_of(vars(part), _MODULES_OWN):
                 yield f"{path}.{name}" if path else name, mark
+
+    def _marks_of(
+        self, values: Mapping[str, Any], besides: Container[str] = ()
+    ) -> Iterator[tuple[str, Any]]:
+        """Those of what no snapshot holds: a dict or a generator may be registered."""
+        return _marks({n: v for n, v in values.items() if not self._registered(v)}, besides)
 
     def _is_kept(self, inner: torch.optim.Optimizer, outer: torch.optim.Optimizer) -> bool:
         shared = inner.state is outer.state
@@ -213,9 +219,7 @@ def _keeps_more(module: torch.nn.Module) -> bool:
     return type(module).get_extra_state is not torch.nn.Module.get_extra_state
 
 
-def _marks(
-    values: Mapping[str, Any], besides: tuple[str, ...] | frozenset[str] = ()
-) -> Iterator[tuple[str, Any]]:
+def _marks(values: Mapping[str, Any], besides: Container[str] = ()) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if name not in besides and (mark := _mark(value, _DEPTH)) is not None:
             yield name, mark

@@ -162,7 +162,7 @@ class Loop:
         self._trained.begin()
         with self._peers("the start of run.steps()"):
             facts = {name: config[name] for name in run_config.OF_ALL} | self._snapshots.facts()
-            run_config.check_data(agree(self._world, facts, config["data"]))
+            self._input.compare(agree(self._world, facts, self._input.own))
             self._snapshots.check(state)
             self.finished_steps, stored = self._snapshots.restore(state, config)
             self._warn(run_config.take_data(stored, config["data"]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -14,7 +14,6 @@ from ddpjob_trainer.data.inputs import Place
 from ddpjob_trainer.data.likeness import Likeness, difference
 from ddpjob_trainer.data.sampler import Epochs
 from ddpjob_trainer.environment import Identity
-from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.options import Options
 from ddpjob_trainer.telemetry.console import say
 
@@ -68,17 +67,6 @@ def fingerprint(
         "accelerator": world.accelerator.facts(),
         "torch": torch.__version__,
     }
-
-
-def check_data(every: Sequence[Likeness | None]) -> None:
-    """Raise ConfigError where the ranks' datasets differ. ``every``: rank by rank."""
-    for rank, one in enumerate(every):
-        if what := difference(every[0], one):
-            raise ConfigError(
-                f"the dataset of rank {rank} is not rank 0's, by {what}: every rank must be given"
-                " the whole dataset, the same one. What makes, shuffles or splits it at random"
-                " belongs after ddp.start(), which seeds all ranks alike, or needs a seed"
-            )
 
 
 def take_data(stored: Mapping[str, Any], mine: Likeness | None) -> str:

@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.update import Updater
 from ddpjob_trainer.snapshot.training_state import TrainingState
+from ddpjob_trainer.state.stateful import kept_by
 from ddpjob_trainer.training.hidden import Hidden, contents, is_early
 
 _STEPS = 2
@@ -115,7 +116,7 @@ class Guard:
 
     def _is_registered(self, obj: object) -> bool:
         kept = (*self._state.registered.values(), *self._state.per_rank.values())
-        return any(obj is value for value in kept)
+        return any(obj is kept_by(value) for value in kept)
 
     def _module_called(self, module: torch.nn.Module, args: Any) -> None:
         if self._asleep or not (module._parameters or module._buffers) or self.knows(module):
