@@ -46,15 +46,8 @@ from ddpjob_trainer.launcher.scratch import NoRoomError, Scratch
 from ddpjob_trainer.launcher.starter import Starter
 from ddpjob_trainer.telemetry.event_log import EventLog
 
-_FORWARDED = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_FORWARDED = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
 _TICK_SECONDS = 1.0
 _HEALTHY_SECONDS = 10.0
 #: When no round can follow: what a worker may still say or write after another one failed.
@@ -163,7 +156,9 @@ class Supervisor:
                 os.read(read, 4096)
 
         self._selector.register(read, selectors.EVENT_READ, drain)
-        old = {s: signal.signal(s, received) for s in (*_FORWARDED, signal.SIGCHLD)}
+        # What nohup, or a shell at `&`, has us ignore ends neither us nor the workers.
+        kept = [s for s in _FORWARDED if signal.getsignal(s) is not signal.SIG_IGN]
+        old = {s: signal.signal(s, received) for s in (*kept, signal.SIGCHLD)}
         old_fd = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         try:
             yield
