@@ -95,14 +95,17 @@ class Supervisor:
     def run(self) -> int:
         """Return the exit code of the launcher."""
         try:
-            return self._run()
+            code = self._run()
         except Exception as error:
             # Of ours, or of this machine: whoever reads the report must hear of it.
             if not isinstance(error, NoRoomError):
                 self._log.put(2, traceback.format_exc().encode(errors="replace"))
-            return termination.broke(self._plan, error, self._log.say)
-        finally:
-            self._log.flush(hurry=self._ended.signal != 0)
+            code = termination.broke(self._plan, error, self._log.say)
+        for signum in _ENDING:  # the report is written: a signal hurries the end, and changes none
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, lambda *_: os._exit(code))
+        self._log.flush(hurry=self._ended.signal != 0)
+        return code
 
     def _run(self) -> int:
         plan = self._plan
