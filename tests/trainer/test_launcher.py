@@ -157,6 +157,29 @@ time.sleep(600)
     assert process.returncode == code, err
 
 
+def test_what_nohup_has_the_launcher_ignore_ends_no_training(script):  # type: ignore[no-untyped-def]
+    program = script(
+        """
+signal.signal(signal.SIGUSR1, lambda *_: print("user", flush=True))
+print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, flush=True)
+time.sleep(600)
+"""
+    )
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = launch(program)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "True\n"
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGUSR1)
+    assert process.stdout.readline() == "user\n"
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 143, err
+
+
 def test_who_ignores_sigterm_is_killed_before_the_grace_period_ends(script, tmp_path):  # type: ignore[no-untyped-def]
     report = tmp_path / "report"
     program = script("signal.signal(15, signal.SIG_IGN)\nprint('x', flush=True)\ntime.sleep(600)")

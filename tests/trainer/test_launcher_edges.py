@@ -264,3 +264,16 @@ def test_a_worker_that_not_even_sigkill_ends_is_left_and_named(script, tmp_path,
     content = json.loads(report.read_bytes())
     assert (content["rank"], content["code"]) == (1, 7)
     assert f"rank 0 (pid {pid.read_text().strip()}) was killed, but has not ended" in str(content)
+
+
+def test_sigterm_while_a_log_is_waited_for_does_not_change_how_it_ended(  # type: ignore[no-untyped-def]
+    script, tmp_path, wait_until
+):
+    report = tmp_path / "report"
+    program = script("for _ in range(100): os.write(1, b'x' * 1023 + b'\\n')")
+    with launched("--termination-log", str(report), program) as process:
+        wait_until(report.exists, "the report is written", 20)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == 0
+    assert json.loads(report.read_text())["kind"] == "success"

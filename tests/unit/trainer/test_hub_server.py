@@ -5,10 +5,12 @@ from __future__ import annotations
 import selectors
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from ddpjob_trainer.launcher import sockets
+from ddpjob_trainer.launcher.hub.client import HubClient
 from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.messages import Hello, Welcome, encode
 from ddpjob_trainer.launcher.hub.rounds import Limits
@@ -49,3 +51,25 @@ def test_silent_strangers_make_room_for_a_launcher():  # type: ignore[no-untyped
     for one in (*strangers, early, launcher):
         one.close()
     server.close()
+
+
+def test_who_is_not_admitted_says_why_and_once():  # type: ignore[no-untyped-def]
+    selector = selectors.DefaultSelector()
+    listener = sockets.bind(0, host="127.0.0.1")
+    address = listener.getsockname()
+    post: list[Callable[..., None]] = []
+    hub = Hub(GANG, Limits(3), lambda *said: post[0](*said))  # noqa: PLW0108  post is filled later
+    server = HubServer(listener, selector, hub)
+    post.append(server.post)
+    assert hub.admit(replace(GANG, replica=1)) is None
+    said: list[str] = []
+    client = HubClient(address, replace(GANG, replica=1), selector, said.append)
+    meetings = 0
+    while meetings < 3:  # then it has heard the second refusal
+        for key, _ in selector.select():
+            meetings += key.data == client._take
+            key.data(100.0)
+    client.close()
+    server.close()
+    why = "replica 1 has been admitted before"
+    assert said == [f"the hub does not admit this launcher yet: {why}"]

@@ -141,6 +141,16 @@ def test_who_does_not_stop_ends_the_attempt() -> None:
     assert scene.told() == scene.everyone(end)
 
 
+def test_who_never_came_is_told_from_who_does_not_stop() -> None:
+    scene = Scene(here=(0, 2))
+    scene.fails(0, 5, now=1.0)
+    scene.stops(0, now=2.0)
+    scene.told()
+    scene.hub.tick(1.0 + BARRIER_SECONDS)
+    end = End(0, "replica 1 has not come to the hub within 5 s", graceful=False)
+    assert scene.told() == {0: [end], 2: [end]}
+
+
 def test_who_says_that_its_processes_still_end_is_waited_for() -> None:
     """A GPU's memory is given back for seconds after a kill."""
     scene = Scene()

@@ -61,7 +61,7 @@ def join(
     rounds = plan.rounds_without_progress > 0
     if together and plan.replica > 0:
         assert plan.hub_port is not None
-        client = HubClient((plan.master[0], plan.hub_port), hello, selector)
+        client = HubClient((plan.master[0], plan.hub_port), hello, selector, tell)
         return Membership(client, None, None, rounds)
     link = LocalLink()
     server: HubServer | None = None

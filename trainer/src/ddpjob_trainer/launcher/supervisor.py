@@ -46,15 +46,8 @@ from ddpjob_trainer.launcher.scratch import NoRoomError, Scratch
 from ddpjob_trainer.launcher.starter import Starter
 from ddpjob_trainer.telemetry.event_log import EventLog
 
-_FORWARDED = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_FORWARDED = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
 _TICK_SECONDS = 1.0
 _HEALTHY_SECONDS = 10.0
 #: When no round can follow: what a worker may still say or write after another one failed.
@@ -102,14 +95,17 @@ class Supervisor:
     def run(self) -> int:
         """Return the exit code of the launcher."""
         try:
-            return self._run()
+            code = self._run()
         except Exception as error:
             # Of ours, or of this machine: whoever reads the report must hear of it.
             if not isinstance(error, NoRoomError):
                 self._log.put(2, traceback.format_exc().encode(errors="replace"))
-            return termination.broke(self._plan, error, self._log.say)
-        finally:
-            self._log.flush(hurry=self._ended.signal != 0)
+            code = termination.broke(self._plan, error, self._log.say)
+        for signum in _ENDING:  # the report is written: a signal hurries the end, and changes none
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, lambda *_: os._exit(code))
+        self._log.flush(hurry=self._ended.signal != 0)
+        return code
 
     def _run(self) -> int:
         plan = self._plan
@@ -163,7 +159,9 @@ class Supervisor:
                 os.read(read, 4096)
 
         self._selector.register(read, selectors.EVENT_READ, drain)
-        old = {s: signal.signal(s, received) for s in (*_FORWARDED, signal.SIGCHLD)}
+        # What nohup, or a shell at `&`, has us ignore ends neither us nor the workers.
+        kept = [s for s in _FORWARDED if signal.getsignal(s) is not signal.SIG_IGN]
+        old = {s: signal.signal(s, received) for s in (*kept, signal.SIGCHLD)}
         old_fd = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         try:
             yield

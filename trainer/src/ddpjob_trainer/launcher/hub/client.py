@@ -9,6 +9,7 @@ import selectors
 import socket
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from ddpjob_trainer.launcher.hub.hub import Hub
@@ -53,11 +54,16 @@ class HubClient:
     """Connects until it is admitted; what is sent before is kept until then."""
 
     def __init__(
-        self, address: tuple[str, int], hello: Hello, selector: selectors.BaseSelector
+        self,
+        address: tuple[str, int],
+        hello: Hello,
+        selector: selectors.BaseSelector,
+        tell: Callable[[str], None],
     ) -> None:
         self.inbox: deque[Message] = deque()
         self.lost = ""
-        self.refusal = ""  # the last reason for not being admitted yet
+        self._tell = tell
+        self._refusal = ""  # the last reason for not being admitted yet
         self._address = address
         self._hello = hello
         self._selector = selector
@@ -109,7 +115,9 @@ class HubClient:
 
     def _received(self, message: Message, now: float) -> None:
         if isinstance(message, Refused):
-            self.refusal = message.reason
+            if message.reason != self._refusal and not message.final:  # else twice a second
+                self._tell(f"the hub does not admit this launcher yet: {message.reason[:200]}")
+            self._refusal = message.reason
             if message.final:
                 self.lost = message.reason
             elif self._wire is not None:

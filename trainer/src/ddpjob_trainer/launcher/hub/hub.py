@@ -172,11 +172,13 @@ class Hub:
             assert self._barrier_at is not None
             if now < self._barrier_at:
                 return self._barrier_at
-            missing = sorted(set(range(self._gang.replicas)) - self._stopped)
-            which = ", ".join(map(str, missing[:8]))
+            missing = set(range(self._gang.replicas)) - self._stopped
+            absent = missing - self._seen
+            which = ", ".join(map(str, sorted(absent or missing)[:8]))
+            what = "has not come to the hub" if absent else "did not stop"
             cause = root_cause.first_failure(self._exits.values())
             took = now - self._stop_at
-            self._end(_end(cause, f"replica {which} did not stop within {took:.0f} s"))
+            self._end(_end(cause, f"replica {which} {what} within {took:.0f} s"))
         return None
 
     def _stop_when_due(self, now: float) -> float | None:
