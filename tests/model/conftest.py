@@ -39,7 +39,7 @@ def soak() -> tuple[int, int] | None:
     return share, of
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def loop() -> Iterator[asyncio.AbstractEventLoop]:
     made = asyncio.new_event_loop()
     log = logging.getLogger("ddpjob_operator")
