@@ -60,3 +60,21 @@ def test_a_number_that_no_gpu_has(dev: Path, visible: str, first: str) -> None:
     for number in range(2):
         (dev / f"nvidia{number}").touch()
     assert gpu_devices.misnamed(env) == first
+
+
+@pytest.mark.parametrize(
+    ("told", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5\nGCC", "550.54.15"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  570.86  Release", "570.86"),
+        ("something else", ""),
+        (None, ""),
+    ],
+)
+def test_the_drivers_version_is_that_of_its_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str | None, version: str
+) -> None:
+    monkeypatch.setattr(gpu_devices, "_MODULE", tmp_path / "version")
+    if told is not None:
+        (tmp_path / "version").write_text(told)
+    assert gpu_devices.driver_version() == version

@@ -176,6 +176,7 @@ class Cuda(Accelerator):
         return {
             "gpu": properties.name,
             "gpu_memory": properties.total_memory >> 30,
+            "driver": gpu_devices.driver_version(),
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
             "nccl": ".".join(map(str, nccl)),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 _DEV = Path("/dev")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_MODULE = Path("/proc/driver/nvidia/version")
 #: Not nvidiactl and the like, which are there with the driver alone.
 _NVIDIA = re.compile(r"nvidia\d+")
 #: AMD's one file for all of its GPUs, a laptop's graphics too: where it is there may be one.
@@ -49,6 +50,15 @@ def misnamed(env: Mapping[str, str]) -> str:
     """The first that CUDA_VISIBLE_DEVICES names if this container has no such GPU, else ""."""
     first = env.get(_VISIBLE, "").partition(",")[0].strip()
     return first if first.isdigit() and int(first) >= count() > 0 else ""
+
+
+def driver_version() -> str:
+    """NVIDIA's driver as its kernel module tells it, such as 570.86.15; "" where there is none."""
+    try:
+        found = re.search(r"\s(\d+(?:\.\d+)+)\s", _MODULE.read_text())
+    except OSError:
+        return ""
+    return found[1] if found else ""
 
 
 def driver_opened(pid: str = "self") -> str:
