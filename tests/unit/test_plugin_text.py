@@ -134,6 +134,15 @@ def test_without_kubectl_the_cure_is_told(
     assert (out, err.count("\n")) == ("", 1)
 
 
+@pytest.mark.parametrize("levels", [3_000, 9_900])
+def test_what_is_nested_as_deep_as_the_api_server_allows_is_read(
+    monkeypatch: pytest.MonkeyPatch, levels: int
+) -> None:
+    deep = '{"a":' * levels + "1" + "}" * levels
+    monkeypatch.setattr(Kubectl, "read", lambda *_: f'{{"items": [{deep}, {{"kind": "DDPJob"}}]}}')
+    assert Kubectl().get("ddpjobs")["items"][1] == {"kind": "DDPJob"}
+
+
 def fake_kubectl(folder: Path, script: str) -> dict[str, str]:
     """An environment in which a shell script is kubectl."""
     (folder / "kubectl").write_text(f"#!/bin/sh\n{script}\n")

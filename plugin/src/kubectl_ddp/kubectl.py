@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ Object = dict[str, Any]
 #: With its group: another operator may have a kind of the same name.
 DDPJOBS = "ddpjobs.ddpjob.dev"
 
+#: The API server takes objects of up to 10,000 levels.
+_DEEPEST = 12_000
 _FORBIDDEN = re.compile(
     r'cannot (?P<verb>\w+) resource "(?P<resource>[^"]+)" in API group "(?P<group>[^"]*)"'
     r'(?: in the namespace "(?P<namespace>[^"]+)")?'
@@ -51,8 +54,7 @@ class Kubectl:
 
     def get(self, *args: str) -> Object:
         """`kubectl get ARGS -o json`; raises Failure."""
-        found: Object = json.loads(self.read("get", *args, "-o", "json"))
-        return found
+        return _decoded(self.read("get", *args, "-o", "json"))
 
     def show(self, *args: str) -> None:
         """Run it with our own stdout; raises Failure."""
@@ -65,6 +67,20 @@ class Kubectl:
             raise BrokenPipeError  # whoever read has had enough: `| head`
         if process.returncode:
             raise Failure(explained(said))
+
+
+def _decoded(text: str) -> Object:
+    """One user's job of 1,500 levels must not take the list of all jobs from the others."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, _DEEPEST))
+    try:
+        found: Object = json.loads(text)
+    except RecursionError:
+        what = "an object is nested too deep to be read: name a job, or a --namespace without it"
+        raise Failure(what) from None
+    finally:
+        sys.setrecursionlimit(limit)
+    return found
 
 
 def explained(said: str) -> str:
