@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from support.cluster import wait_for
 from support.manifest import example
 from support.site import Site
 
@@ -20,7 +21,7 @@ _AT = "/status/{}/nvidia.com~1gpu"
 
 @pytest.fixture
 def nodes_with_gpus(site: Site) -> Iterator[list[str]]:
-    nodes = [node["metadata"]["name"] for node in site.get("nodes")["items"]]
+    nodes = sorted(node["metadata"]["name"] for node in site.get("nodes")["items"])
     places = ("capacity", "allocatable")
     for node in nodes:
         _patch(site, node, [{"op": "add", "path": _AT.format(at), "value": "8"} for at in places])
@@ -39,14 +40,23 @@ def test_who_has_no_driver_is_told_so(site: Site, nodes_with_gpus: list[str]) ->
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["resources"]["limits"][GPUS] == 8
     container["resources"]["requests"] = {"cpu": "100m", "memory": "512Mi"}
+    # The first to fail ends the job and the others' pods with it: none starts before all are bound.
+    gate = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "gpu-check-gate"}}
+    mount = {"name": "gate", "configMap": {"name": "gpu-check-gate"}}
+    job["spec"]["template"]["spec"]["volumes"] = [mount]
     site.apply(job)
     try:
+        wait_for(lambda: _nodes(site) == nodes_with_gpus or None, "a pod on every node")
+        site.apply(gate)
         status = site.wait_phase("gpu-check", "Failed")
         failure = status["lastFailure"]
         assert (failure["exitCode"], failure["class"]) == (64, "Permanent")
         assert "GPU" in failure["message"]
         assert status["restarts"]["total"] == 0
-        pods = site.pods("gpu-check").values()
-        assert sorted(pod["spec"]["nodeName"] for pod in pods) == sorted(nodes_with_gpus)
     finally:
         site.delete("gpu-check")
+        site.kubectl("delete", "configmap", "gpu-check-gate", "--ignore-not-found", check=True)
+
+
+def _nodes(site: Site) -> list[str]:
+    return sorted(pod["spec"].get("nodeName", "") for pod in site.pods("gpu-check").values())

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,12 +37,11 @@ def quiet(line: str) -> None:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Containerd]:
+def node() -> Iterator[Containerd]:
     """A containerd of our own, without kubelet."""
     host.require_root()
     host.ensure_packages(host.PACKAGES, quiet)
-    home = tmp_path / "containerd"
-    home.mkdir()
+    home = Path(tempfile.mkdtemp())  # not tmp_path: a socket's path has 104 characters at most
     (home / "config.toml").write_text(CONFIG.format(home=home))
     log = (home / "log").open("wb")
     running = subprocess.Popen(
@@ -57,6 +57,7 @@ def node(tmp_path: Path) -> Iterator[Containerd]:
     finally:
         running.send_signal(signal.SIGTERM)
         running.wait(30)
+        shutil.rmtree(home)
 
 
 def answers(path: Path) -> bool:
