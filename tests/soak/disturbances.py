@@ -1,7 +1,8 @@
 """What the soak does to its cluster: each fault a context in which something is broken.
 
-What is done next is drawn from the seed alone, never from what the cluster does, so that a seed
-plays the same faults again (at what steps they hit is up to the machine).
+The kinds come from a deck that the seed shuffles: each once before any comes twice. But for a fault
+that could not be done, which comes again, nothing that the cluster does decides what is next: a
+seed plays the same faults again (at what steps they hit is up to the machine).
 """
 
 from __future__ import annotations
@@ -58,7 +59,6 @@ class Entry:
     """``alone``: it concerns the gang that was drawn, else all of them."""
 
     fault: Fault
-    weight: int
     hold: tuple[float, float]
     alone: bool
 
@@ -68,14 +68,14 @@ class Catalogue:
     entries: dict[str, Entry] = field(default_factory=dict)
 
     def add(
-        self, weight: int, hold: tuple[float, float] = (0, 0), *, alone: bool = False
+        self, hold: tuple[float, float] = (0, 0), *, alone: bool = False
     ) -> Callable[[Callable[[Stage, Draw], Iterator[None]]], Fault]:
         """Enter a generator that breaks, yields once and mends, under its name."""
 
         def enter(function: Callable[[Stage, Draw], Iterator[None]]) -> Fault:
             made = contextmanager(function)
             name = function.__name__.replace("_", "-")
-            self.entries[name] = Entry(made, weight, hold, alone)
+            self.entries[name] = Entry(made, hold, alone)
             return made
 
         return enter
@@ -86,21 +86,59 @@ FAULTS = Catalogue()
 SECONDS = ("rank-kill", "ranks-kill", "launcher-kill")
 
 
-def draws(seed: int, gangs: int, only: Sequence[str] = ()) -> Iterator[Draw]:
-    """Faults without end."""
-    source = random.Random(seed)
-    names = [name for name in FAULTS.entries if not only or name in only]
-    weights = [FAULTS.entries[name].weight for name in names]
+@dataclass
+class Deck:
+    """Kinds of faults without end, each once before any comes twice."""
 
-    def draw(kind: str, second: Draw | None = None, wait: float = 0.0) -> Draw:
+    kinds: Sequence[str]
+    source: random.Random
+    left: list[str] = field(default_factory=list)
+    returned: set[str] = field(default_factory=set)
+
+    def draw(self) -> str:
+        if not self.left:
+            self.left = self.source.sample(self.kinds, len(self.kinds))
+            self.returned.clear()
+        return self.left.pop()
+
+    def put_back(self, kind: str) -> None:
+        """It could not be done: beneath the rest, once only, lest others wait for it for ever."""
+        if kind not in self.returned:
+            self.returned.add(kind)
+            self.left.insert(0, kind)
+
+
+@dataclass
+class Draws(Iterator[Draw]):
+    """Faults without end. ``only``: of these kinds."""
+
+    seed: int
+    gangs: int
+    only: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self._source = random.Random(self.seed)
+        kinds = [name for name in FAULTS.entries if not self.only or name in self.only]
+        self._deck = Deck(kinds, self._source)
+
+    def __next__(self) -> Draw:
+        second = self._draw(self._source.choice(SECONDS)) if self._source.random() < 0.25 else None
+        kind = self._deck.draw()
+        return self._draw(kind, second, self._source.uniform(0, FAULTS.entries[kind].hold[1] + 3))
+
+    def missed(self, draw: Draw) -> None:
+        """It could not be done."""
+        self._deck.put_back(draw.kind)
+
+    def _draw(self, kind: str, second: Draw | None = None, wait: float = 0.0) -> Draw:
+        source = self._source
         hold = source.uniform(*FAULTS.entries[kind].hold)
-        gang, replica, rest = source.randrange(gangs), source.randrange(12), source.uniform(0, 5)
+        gang, replica, rest = (
+            source.randrange(self.gangs),
+            source.randrange(12),
+            source.uniform(0, 5),
+        )
         return Draw(kind, gang, replica, hold, rest, second, wait)
-
-    while True:
-        [kind] = source.choices(names, weights)
-        second = draw(source.choice(SECONDS)) if source.random() < 0.25 else None
-        yield draw(kind, second, source.uniform(0, FAULTS.entries[kind].hold[1] + 3))
 
 
 # --- Processes of a gang ------------------------------------------------------------------
@@ -142,35 +180,35 @@ def launcher(stage: Stage, draw: Draw) -> list[int]:
     return wait_for(there, f"a launcher of {gang.name}", 240)
 
 
-@FAULTS.add(6, alone=True)
+@FAULTS.add(alone=True)
 def rank_kill(stage: Stage, draw: Draw) -> Iterator[None]:
     """SIGKILL of a training process."""
     send(ranks(stage, draw), signal.SIGKILL)
     yield
 
 
-@FAULTS.add(3, alone=True)
+@FAULTS.add(alone=True)
 def ranks_kill(stage: Stage, draw: Draw) -> Iterator[None]:
     """SIGKILL of two training processes in two pods."""
     send(ranks(stage, draw, 1), signal.SIGKILL)
     yield
 
 
-@FAULTS.add(4, alone=True)
+@FAULTS.add(alone=True)
 def launcher_kill(stage: Stage, draw: Draw) -> Iterator[None]:
     """SIGKILL of a launcher, process 1 of its container."""
     send(launcher(stage, draw), signal.SIGKILL)
     yield
 
 
-@FAULTS.add(3, alone=True)
+@FAULTS.add(alone=True)
 def rank_stop(stage: Stage, draw: Draw) -> Iterator[None]:
     """SIGSTOP of a training process, for good: a hang."""
     send(ranks(stage, draw), signal.SIGSTOP)
     yield
 
 
-@FAULTS.add(2, (5, 25), alone=True)
+@FAULTS.add((5, 25), alone=True)
 def launcher_stop(stage: Stage, draw: Draw) -> Iterator[None]:
     """SIGSTOP of a launcher, which wakes up again."""
     stopped = launcher(stage, draw)
@@ -192,7 +230,7 @@ def pod_path(stage: Stage, draw: Draw) -> tuple[Rest, str, str]:
     return rest, path, name
 
 
-@FAULTS.add(4, alone=True)
+@FAULTS.add(alone=True)
 def pod_delete(stage: Stage, draw: Draw) -> Iterator[None]:
     """A pod is deleted with its time to end."""
     rest, path, _ = pod_path(stage, draw)
@@ -200,7 +238,7 @@ def pod_delete(stage: Stage, draw: Draw) -> Iterator[None]:
     yield
 
 
-@FAULTS.add(3, alone=True)
+@FAULTS.add(alone=True)
 def pod_force_delete(stage: Stage, draw: Draw) -> Iterator[None]:
     """A pod is deleted by force, grace 0."""
     rest, path, _ = pod_path(stage, draw)
@@ -208,7 +246,7 @@ def pod_force_delete(stage: Stage, draw: Draw) -> Iterator[None]:
     yield
 
 
-@FAULTS.add(3, alone=True)
+@FAULTS.add(alone=True)
 def pod_evict(stage: Stage, draw: Draw) -> Iterator[None]:
     """A pod is evicted through the API."""
     rest, path, name = pod_path(stage, draw)
@@ -232,19 +270,19 @@ def without_power(stage: Stage, draw: Draw) -> Iterator[None]:
         stage.site.cluster.node("start", node(draw))
 
 
-@FAULTS.add(2)
+@FAULTS.add()
 def node_reboot(stage: Stage, draw: Draw) -> Iterator[None]:
     """A node's power is cut and comes back at once."""
     yield from without_power(stage, draw)
 
 
-@FAULTS.add(2, (35, 60))
+@FAULTS.add((35, 60))
 def node_off(stage: Stage, draw: Draw) -> Iterator[None]:
     """A node is off for long enough to be given up."""
     yield from without_power(stage, draw)
 
 
-@FAULTS.add(2, (5, 60))
+@FAULTS.add((5, 60))
 def node_partition(stage: Stage, draw: Draw) -> Iterator[None]:
     """A node is cut off, and lives."""
     stage.site.cluster.node("partition", node(draw))
@@ -262,13 +300,13 @@ def component(stage: Stage, name: str) -> Iterator[None]:
         stage.plane.repair()
 
 
-@FAULTS.add(2, (0, 10))
+@FAULTS.add((0, 10))
 def kubelet_kill(stage: Stage, draw: Draw) -> Iterator[None]:
     """SIGKILL of a kubelet, started again."""
     yield from component(stage, f"{node(draw)}-kubelet")
 
 
-@FAULTS.add(1, (0, 10))
+@FAULTS.add((0, 10))
 def containerd_kill(stage: Stage, draw: Draw) -> Iterator[None]:
     """SIGKILL of a node's containerd, started again; its containers live."""
     yield from component(stage, f"{node(draw)}-containerd")
@@ -277,13 +315,13 @@ def containerd_kill(stage: Stage, draw: Draw) -> Iterator[None]:
 # --- The control plane and the operators --------------------------------------------------
 
 
-@FAULTS.add(2, (0, 30))
+@FAULTS.add((0, 30))
 def api_server_kill(stage: Stage, draw: Draw) -> Iterator[None]:
     """SIGKILL of the API server, started again."""
     yield from component(stage, "apiserver")
 
 
-@FAULTS.add(2, (0, 15))
+@FAULTS.add((0, 15))
 def etcd_kill(stage: Stage, draw: Draw) -> Iterator[None]:
     """SIGKILL of etcd, started again."""
     yield from component(stage, "etcd")
@@ -299,7 +337,7 @@ def leader(stage: Stage) -> str:
     return wait_for(named, "a leader whose pod is there", 240)
 
 
-@FAULTS.add(3)
+@FAULTS.add()
 def leader_delete(stage: Stage, draw: Draw) -> Iterator[None]:
     """The leading operator's pod is deleted."""
     words = ("-n", SYSTEM, "delete", "pod", leader(stage), "--wait=false")
@@ -307,14 +345,14 @@ def leader_delete(stage: Stage, draw: Draw) -> Iterator[None]:
     yield
 
 
-@FAULTS.add(2)
+@FAULTS.add()
 def operators_kill(stage: Stage, draw: Draw) -> Iterator[None]:
     """SIGKILL of both operators."""
     stage.site.kill_operator()
     yield
 
 
-@FAULTS.add(2, (30, 30))
+@FAULTS.add((30, 30))
 def operator_stop(stage: Stage, draw: Draw) -> Iterator[None]:
     """SIGSTOP of the leading operator, which wakes up and believes to lead."""
     stopped = [pid for pid in processes_with(HOSTNAME=leader(stage)) if is_first(pid)]
@@ -328,7 +366,7 @@ def operator_stop(stage: Stage, draw: Draw) -> Iterator[None]:
 # --- The snapshots' volume ----------------------------------------------------------------
 
 
-@FAULTS.add(2, (30, 60))
+@FAULTS.add((30, 60))
 def volume_full(stage: Stage, draw: Draw) -> Iterator[None]:
     """No byte can be written to the snapshots' volume."""
     filler = stage.volume / ".filler"

@@ -12,10 +12,11 @@ from typing import Any
 HEAD = """# Soak
 
 `make soak-cluster` runs three DDPJobs of different kinds on a devcluster, each again and again,
-while faults drawn from a seed hit processes, pods, nodes, the control plane, the operators and the
-disk. Every run must end in the weights of an undisturbed one, no job may stand still, and every
-write that the API server's watch tells of is held against the invariants of
-`tests/support/invariants.py`. The script has written this page and docs/soak.json.
+while faults in an order drawn from a seed, each kind once before any comes twice, hit processes,
+pods, nodes, the control plane, the operators and the disk. Every run must end in the weights of an
+undisturbed one, no job may stand still, and every write that the API server's watch tells of is
+held against the invariants of `tests/support/invariants.py`. The script has written this page and
+docs/soak.json.
 
 """
 FAULTS_HEAD = (

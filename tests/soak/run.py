@@ -3,7 +3,7 @@
     make soak-cluster ARGS='--minutes 30 --seed 7 --json docs/soak.json --page docs/soak.md'
 
 Ends with 1 when a run ended in other weights, a job stood still or failed, or an invariant did not
-hold. A seed plays the same faults in the same order again.
+hold. A seed plays the same faults in the same order again, each kind once before any comes twice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from devcluster.failure import Failure
 from soak import paced_text
-from soak.disturbances import FAULTS, Draw, Stage, draws
+from soak.disturbances import FAULTS, Draw, Draws, Stage
 from soak.gangs import CLAIM, KINDS, PACED, Gang, Position
 from soak.record import Hit, Record, page
 from support import site as sites
@@ -235,10 +235,14 @@ def play(soak: Soak, args: argparse.Namespace) -> None:
     tender = threading.Thread(target=soak.tend_all, daemon=True)
     tender.start()
     only = args.only.split(",") if args.only else ()
-    for draw in draws(args.seed, len(soak.stage.gangs), only):
+    draws = Draws(args.seed, len(soak.stage.gangs), only)
+    for draw in draws:
         if time.monotonic() > soak.began + 60 * args.minutes:
             break
-        soak.record.hits.append(soak.disturb(draw))
+        hit = soak.disturb(draw)
+        soak.record.hits.append(hit)
+        if hit.missed:
+            draws.missed(draw)
         soak.check()
         save(soak.record, args)
         time.sleep(draw.rest)
