@@ -93,13 +93,19 @@ def command_line(program: Program) -> tuple[str, ...]:
     if program.module:
         return (sys.executable, "-u", "-m", name, *program.arguments)
     path = Path(name)
-    if name.endswith(".py"):
-        if not path.is_file():
-            raise CannotStartError(contract.ExitCode.NOT_FOUND, f"{name}: no such script")
+    script = name.endswith(".py")
+    if script and path.is_file():
         return (sys.executable, "-u", name, *program.arguments)
-    found = shutil.which(name)
+    found = None if script else shutil.which(name)
     if found:
         return (found, *program.arguments)
+    if path.is_dir():  # also one with a __main__.py, which `python` would run
+        raise CannotStartError(
+            contract.ExitCode.NOT_EXECUTABLE,
+            f"{name} is a directory: name the script in it, or a module with -m",
+        )
+    if script:
+        raise CannotStartError(contract.ExitCode.NOT_FOUND, f"{name}: no such script")
     if path.exists():
         raise CannotStartError(
             contract.ExitCode.NOT_EXECUTABLE,
