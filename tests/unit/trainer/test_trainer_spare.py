@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import socket
 import sys
+from unittest.mock import ANY
 
 import pytest
 
-from ddpjob_trainer.launcher.processes import fork_server
+from ddpjob_trainer.launcher.processes import children, fork_server
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.processes.source import sets_environment_first, uses_our_library
 from ddpjob_trainer.launcher.processes.spares import Call, Spares
@@ -127,6 +129,52 @@ def test_without_descriptors_there_is_no_spare_and_no_harm(monkeypatch):
     spares.refill(lambda _: {}, 0.0)
     assert spares.full
     theirs.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_fork_server_that_imports_keeps_no_launcher_with_many_workers_waiting(monkeypatch):  # type: ignore[no-untyped-def]
+    """What its socket does not take is refused, and a fresh interpreter takes its place."""
+    ends: list[socket.socket] = []
+
+    def spawn(command: object, env: object, out: object, err: object, fds: tuple[int]) -> int:
+        ends.append(socket.socket(fileno=os.dup(fds[0])))
+        return 2**22 + 1
+
+    monkeypatch.setattr(children, "spawn", spawn)
+    selector = selectors.DefaultSelector()
+    spares = Spares(Program("x.py", (), False), 400, {}, (), selector, lambda *_: None, pytest.fail)
+    spares.start(0.0)
+    call = Call({"RANK": "0"}, 1, 2, {})
+    taken = []
+    with contextlib.suppress(LookupError):
+        for local_rank in range(400):
+            spares.call(local_rank, call, 0.0)
+            taken.append(local_rank)
+    assert 8 < len(taken) < 400
+    request = fork_server.receive(ends[0])
+    assert request == ({"env": {"RANK": "0"}, "called": True}, [ANY])
+    os.close(request[1][0])
+    assert spares.call(len(taken), call, 0.0) is None  # there is room again
+    assert spares.recall() == [*taken, len(taken)]
+    ends[0].close()
+
+
+def test_a_request_of_which_only_a_part_could_be_sent_is_no_request(monkeypatch):  # type: ignore[no-untyped-def]
+    """Else the next would be taken for its rest."""
+    mine, theirs = socket.socketpair()
+    send_fds = socket.send_fds
+
+    def part(to, data, fds):  # type: ignore[no-untyped-def]
+        sent = send_fds(to, [data[0][:5]], fds)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                to.send(b" " * 4096)
+        return sent
+
+    monkeypatch.setattr(socket, "send_fds", part)
+    mine.setblocking(False)
+    with mine, theirs, pytest.raises(ConnectionError, match="cut short"):
+        fork_server.send(mine, {"env": {}}, [])
 
 
 def test_calls_wait_for_a_fork_server_that_imports_and_can_be_taken_back():

@@ -74,11 +74,14 @@ class _Script:
 
 
 def send(to: socket.socket, body: dict[str, Any], fds: list[int]) -> None:
-    """One line of JSON, with descriptors. Raises OSError."""
+    """One line of JSON, with descriptors. Raises OSError; BlockingIOError: nothing was sent."""
     data = json.dumps(body).encode() + b"\n"
     if rest := data[socket.send_fds(to, [data], fds) :]:
         # Not with nothing left: even that fails when the other end has read and closed by now.
-        to.sendall(rest)
+        try:
+            to.sendall(rest)
+        except BlockingIOError as error:
+            raise ConnectionError("a request was cut short") from error
 
 
 def receive(source: socket.socket) -> tuple[dict[str, Any], list[int]] | None:

@@ -197,6 +197,8 @@ class Spares:
             theirs.close()
             if null >= 0:
                 os.close(null)
+        # It reads nothing while it imports, and the launcher has other things to do than wait.
+        mine.setblocking(False)
         self._server = mine
         self._server_started = now
         self._selector.register(mine, selectors.EVENT_READ, self._server_spoke)
@@ -257,6 +259,9 @@ class Spares:
         try:
             body = {"env": dict(env), "called": called}
             fork_server.send(self._server, body, [theirs.fileno()])
+        except BlockingIOError:  # so many have been asked for: this one is not waited for
+            mine.close()
+            return False
         except OSError:
             mine.close()
             self._forget_server()
