@@ -269,12 +269,15 @@ def test_who_waits_for_a_launcher_that_was_told_to_end_does_not_wait_long(traini
     assert training.codes() == [75, 143, 75], training.errors
 
 
-def pair(script: str, directory: Path, constant: str, value: float) -> list[Popen[str]]:
-    """Two launchers with two processes each."""
+def pair(
+    script: str, directory: Path, constant: str, value: float, hub: int = 0
+) -> list[Popen[str]]:
+    """Two launchers with two processes each. ``hub``: its port, 0: any that is free."""
     ports = free_ports(2)
     gang = {
         "DDPJOB_UID": "u", "DDPJOB_ATTEMPT": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "DDPJOB_HUB_PORT": str(ports[1]),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]),
+        "DDPJOB_HUB_PORT": str(hub or ports[1]),
         "DDPJOB_IN_PLACE_MAX_WITHOUT_PROGRESS": "3", **patched(directory, constant, value),
     }  # fmt: skip
     return [
@@ -319,3 +322,39 @@ def test_the_hub_stays_until_all_others_are_done(script, tmp_path):  # type: ign
         for launcher in launchers:
             launcher.kill()
     assert [launcher.returncode for launcher in launchers] == [0, 0], errors
+
+
+@pytest.mark.parametrize(
+    ("code", "constant"),
+    [(0, "supervisor._SUCCESS_SECONDS"), (3, "supervisor._ANSWER_SECONDS")],
+)
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_hub_that_cannot_be_is_not_waited_for(script, tmp_path, code, constant, taken):  # type: ignore[no-untyped-def]
+    """Its port is another's, or launcher 0 is gone: with training under way that is known."""
+    program = script(
+        f"""
+from pathlib import Path
+from ddpjob_trainer.liveness.heartbeat import RankStateWriter
+writer = RankStateWriter(Path(os.environ["DDPJOB_TRAINER_STATE_DIR"]), rank)
+writer.update(phase="step", step=1)
+sys.exit({code} if rank == 2 else 0)
+"""
+    )
+    [nobody] = free_ports(1)
+    other = Forwarder(nobody)  # takes connections, and closes them
+    first, second = launchers = pair(
+        program, tmp_path, constant, 10 * DEADLINE, other.port if taken else nobody
+    )
+    if not taken:
+        first.kill()
+    try:
+        errors = [launcher.communicate(timeout=DEADLINE)[1] for launcher in launchers]
+    finally:
+        other.cut()
+        for launcher in launchers:
+            launcher.kill()
+    assert second.returncode == code, errors
+    assert ("no further round: the hub was lost" in errors[1]) == (code == 3)
+    if taken:
+        assert first.returncode == 0, errors
+        assert f"no restart in place: port {other.port} of the hub: Address already" in errors[0]

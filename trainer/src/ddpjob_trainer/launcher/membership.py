@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import selectors
+import socket
 from collections.abc import Callable
 
 from ddpjob_trainer.launcher import sockets
@@ -53,16 +54,19 @@ def join(
 
     ``modified``: newest mtime at the progress path, for the hub.
     """
-    together = plan.hub_port is not None
-    hello = Hello(
-        plan.uid, plan.attempt, plan.replicas if together else 1, plan.nproc,
-        plan.replica if together else 0,
-    )  # fmt: skip
-    rounds = plan.rounds_without_progress > 0
-    if together and plan.replica > 0:
-        assert plan.hub_port is not None
-        client = HubClient((plan.master[0], plan.hub_port), hello, selector, tell)
-        return Membership(client, None, None, rounds)
+    listener: socket.socket | None = None
+    if plan.hub_port is not None:
+        hello = Hello(plan.uid, plan.attempt, plan.replicas, plan.nproc, plan.replica)
+        if plan.replica > 0:
+            client = HubClient((plan.master[0], plan.hub_port), hello, selector, tell)
+            return Membership(client, None, None, rounds=True)
+        try:
+            listener = sockets.bind(plan.hub_port)
+        except OSError as error:
+            tell(f"no restart in place: port {plan.hub_port} of the hub: {error.strerror}")
+    # Whom nobody can reach is alone: it waits for nobody.
+    budget = 0 if plan.hub_port is not None and listener is None else plan.rounds_without_progress
+    replicas = plan.replicas if listener is not None else 1
     link = LocalLink()
     server: HubServer | None = None
 
@@ -72,13 +76,10 @@ def join(
         elif server is not None:
             server.post(replica, message)
 
-    limits = Limits(plan.rounds_without_progress, plan.heal_after, plan.final_exit_codes)
+    limits = Limits(budget, plan.heal_after, plan.final_exit_codes)
+    hello = Hello(plan.uid, plan.attempt, replicas, plan.nproc, 0)
     hub = link.hub = Hub(hello, limits, post, modified)
-    if together:
-        assert plan.hub_port is not None
-        try:
-            server = HubServer(sockets.bind(plan.hub_port), selector, hub)
-        except OSError as error:
-            tell(f"no restart in place: port {plan.hub_port} of the hub: {error.strerror}")
+    if listener is not None:
+        server = HubServer(listener, selector, hub)
     hub.admit(hello)
-    return Membership(link, hub, server, rounds)
+    return Membership(link, hub, server, rounds=budget > 0)

@@ -287,8 +287,10 @@ class Supervisor:
         link = self._member.link
         while link.inbox:
             self._obey(link.inbox.popleft(), now)
-        if link.lost:
-            self._lose(link.lost, now)
+        asking = self._ended.waiting_since or self._phase is _Phase.SUCCEEDED
+        # Where ranks train, rank 0's launcher is there: without a hub by now it has none.
+        if lost := link.lost or (link.unmet if asking and self._gang.is_training() else ""):
+            self._lose(lost, now)
         waiting = {_Phase.RUNNING: self._ended.waiting_since, _Phase.SUCCEEDED: 0.0}
         since = waiting.get(self._phase, self._since)
         patience = _ANSWER_SECONDS

@@ -111,6 +111,8 @@ def finish(
     _save(plan, content, say)
     if ended.end is not None and plan.rounds_without_progress and not ended.signal:
         say(f"no further round: {ended.end.why}")
+    elif ended.lost and failure is not None and not elsewhere:
+        say(f"no further round: the hub was lost: {ended.lost}")
     if elsewhere:
         say(f"ending with exit code {ExitCode.PEER_LOST:d}: {elsewhere}")
         return ExitCode.PEER_LOST

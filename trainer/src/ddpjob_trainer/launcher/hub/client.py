@@ -21,10 +21,14 @@ _PAUSE_SECONDS = 0.5
 
 
 class Link(Protocol):
-    """``inbox``: what the hub said. ``lost``: why nothing more will come, "" while it may."""
+    """``inbox``: what the hub said. ``lost``: why nothing more will come, "" while it may.
+
+    ``unmet``: what shows that there is no hub where it should be, "" while it may only be late.
+    """
 
     inbox: deque[Message]
     lost: str
+    unmet: str
 
     def send(self, message: Message, now: float) -> None:
         """Tell the hub."""
@@ -38,7 +42,7 @@ class LocalLink:
 
     def __init__(self) -> None:
         self.inbox: deque[Message] = deque()
-        self.lost = ""
+        self.lost = self.unmet = ""
         self.hub: Hub | None = None
 
     def send(self, message: Message, now: float) -> None:
@@ -61,10 +65,11 @@ class HubClient:
         tell: Callable[[str], None],
     ) -> None:
         self.inbox: deque[Message] = deque()
-        self.lost = ""
+        self.lost = self.unmet = ""
         self._tell = tell
         self._refusal = ""  # the last reason for not being admitted yet
         self._address = address
+        self._where = f"{address[0]} port {address[1]}"
         self._hello = hello
         self._selector = selector
         self._wire: Wire | None = None
@@ -98,7 +103,10 @@ class HubClient:
         while not self._closing.is_set():
             try:
                 self._connected.put(socket.create_connection(self._address, _CONNECT_SECONDS))
-            except OSError:
+            except OSError as error:
+                # Silence, or no such name, proves nothing.
+                refused = isinstance(error, ConnectionRefusedError)
+                self.unmet = f"nobody listens at {self._where}" if refused else ""
                 self._closing.wait(_PAUSE_SECONDS)
                 continue
             with contextlib.suppress(OSError):
@@ -117,7 +125,7 @@ class HubClient:
         if isinstance(message, Refused):
             if message.reason != self._refusal and not message.final:  # else twice a second
                 self._tell(f"the hub does not admit this launcher yet: {message.reason[:200]}")
-            self._refusal = message.reason
+            self._refusal = self.unmet = message.reason
             if message.final:
                 self.lost = message.reason
             elif self._wire is not None:
@@ -125,6 +133,7 @@ class HubClient:
                 self._connect(_PAUSE_SECONDS)
         elif isinstance(message, Welcome):
             self._admitted = True
+            self.unmet = ""
             for waiting in self._waiting:
                 self.send(waiting, now)
             self._waiting.clear()
@@ -135,4 +144,5 @@ class HubClient:
         if self._admitted:
             self.lost = reason
         else:
+            self.unmet = f"what listens at {self._where} is no hub of this job: {reason}"
             self._connect(_PAUSE_SECONDS)
