@@ -70,7 +70,8 @@ class Picture:
     def curve(self, points: Sequence[tuple[float, float]], colour: str) -> None:
         """Straight lines from point to point; a dot where there is but one."""
         there = " ".join(f"{x:.1f},{y:.1f}" for x, y in [*points, points[-1]])
-        look = f'fill="none" stroke="{colour}" stroke-width="1.5" stroke-linecap="round"'
+        width = 1.5 if len(points) > 1 else 5
+        look = f'fill="none" stroke="{colour}" stroke-width="{width}" stroke-linecap="round"'
         self._shapes.append(f'<polyline points="{there}" {look}/>')
 
     def dot(self, x: float, y: float, colour: str) -> None:

@@ -1,25 +1,56 @@
-"""Hooks of mkdocs: the README is the first page; links to the repository's files are text."""
+"""Hooks of mkdocs: pages from outside docs/, links to other files as text, breaks in long names."""
 
 from __future__ import annotations
 
+import posixpath
 import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
-README = Path(__file__).resolve().parents[1] / "README.md"
-#: What leads out of docs/: a browser would find nothing there.
-OUTSIDE = re.compile(r"\[([^]]+)\]\(\.\./[^)]*\)")
+ROOT = Path(__file__).resolve().parents[1]
+#: Pages that lie elsewhere in the repository, and what they are called here.
+ELSEWHERE = {
+    "README.md": "index.md",
+    "SECURITY.md": "security.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "charts/ddpjob/README.md": "chart.md",
+}
+LINK = re.compile(r"\[([^]]+)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+CELL = re.compile(r"<td.*?</td>", re.DOTALL)
+CODE = re.compile(r"<code>.*?</code>", re.DOTALL)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the README as a page of docs/."""
-    inside = re.sub(r"\]\((?!\w+:|#|docs/)", "](../", README.read_text()).replace("](docs/", "](")
-    files.append(File.generated(config, "index.md", content=inside))
+    """Add the pages from elsewhere."""
+    for source, page in ELSEWHERE.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     return files
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
-    """Make plain text of links that lead out of docs/, and of regular expressions."""
-    return OUTSIDE.sub(r"\1", markdown).replace("]([", "]\\([")
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Let links lead to pages; those to other files, and regular expressions, become plain text."""
+    here = {name: source for source, name in ELSEWHERE.items()}
+    folder = posixpath.dirname(here.get(page.file.src_uri, f"docs/{page.file.src_uri}"))
+
+    def link(found: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(folder, found[2]))
+        if path in ELSEWHERE:
+            return f"[{found[1]}]({ELSEWHERE[path]}{found[3] or ''})"
+        if path.startswith("docs/"):
+            return f"[{found[1]}]({path.removeprefix('docs/')}{found[3] or ''})"
+        return found[1]
+
+    return LINK.sub(link, markdown).replace("]([", "]\\([")
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Let names in tables break behind their parts, not between any two letters."""
+
+    def parts(found: re.Match[str]) -> str:
+        return re.sub(r"(?<=\w)([._/:]+)(?=\w)", r"\1<wbr>", found[0].replace("[].", "[].<wbr>"))
+
+    return CELL.sub(lambda cell: CODE.sub(parts, cell[0]), html)

@@ -21,6 +21,7 @@ VALUES = (
     "admissionPolicies.restricted.enabled=true,admissionPolicies.restricted.serviceAccounts={mine},"
     "admissionPolicies.gangLabels.enabled=true"
 )
+HOST = {"hostPath": {"path": "/"}}
 GANG = {"ddpjob.dev/job-uid": "u"}
 ROLES = """\
 apiVersion: rbac.authorization.k8s.io/v1
@@ -52,6 +53,8 @@ def plane(control_plane: Cluster) -> Iterator[Cluster]:
     command = (helm, "template", "ddpjob", chart, "-n", "ops", *only)
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     control_plane.kubectl("create", "namespace", NAMESPACE, check=True)
+    for body in from_before():
+        control_plane.kubectl("create", "-n", NAMESPACE, "-f", "-", input=as_json(body), check=True)
     objects = done.stdout + "---\n" + ROLES.format(namespace=NAMESPACE, operator=OPERATOR)
     control_plane.kubectl("apply", "-f", "-", input=objects, check=True)
     try:
@@ -88,6 +91,14 @@ def refused(
     return done.stderr if done.returncode else ""
 
 
+def from_before() -> list[dict[str, Any]]:
+    """Jobs that policy `restricted` refuses, made before there was one."""
+    runs = changed(ddpjob("old"), f"{POD}.volumes", [{"name": "v", **HOST}])
+    waits = ddpjob("old-waits", suspend=True, snapshot={"path": "/s", "volume": HOST})
+    waits = changed(waits, f"{POD}.hostPID", True)
+    return [runs, waits, changed(waits, "metadata.name", "old-judged")]
+
+
 def pod(**meta: Any) -> dict[str, Any]:
     containers = [{"name": "trainer", "image": "example/train:1"}]
     spec = {"containers": containers, "automountServiceAccountToken": False}
@@ -115,7 +126,6 @@ def test_who_may_not_create_pods_may_still_label_a_job_but_not_change_it(plane: 
     assert "may not create pods" in done.stderr
 
 
-HOST = {"hostPath": {"path": "/"}}
 PRIVILEGED = {"securityContext": {"privileged": True}}
 WINDOWS = {"windowsOptions": {"hostProcess": True}}
 
@@ -161,6 +171,41 @@ def test_a_suspended_job_is_judged_again_when_it_is_changed(plane: Cluster) -> N
         plane.kubectl(*merge, "--subresource=status", check=True)
     kept = plane.kubectl("get", "ddpjob", "waits", "-n", NAMESPACE, "-o", "jsonpath={.spec}")
     assert "hostP" not in kept.stdout, "a write of the status changes no spec"
+
+
+def test_a_job_from_before_can_still_be_managed(plane: Cluster) -> None:
+    """What the policy judges stays what it was, so it judges nothing."""
+    for name, patch in (
+        ("old", {"spec": {"suspend": True}}),
+        ("old", {"spec": {"suspend": False}}),
+        ("old", {"spec": {"ttlSecondsAfterFinished": 60}}),
+        ("old", {"spec": {"activeDeadlineSeconds": 60}, "metadata": {"labels": {"a": "b"}}}),
+        ("old-waits", {"spec": {"ttlSecondsAfterFinished": 60}}),
+        ("old-waits", {"spec": {"template": {"metadata": {"labels": {"a": "b"}}}}}),
+        ("old-waits", {"spec": {"suspend": False}}),
+    ):
+        merge = ("patch", "ddpjob", name, "-n", NAMESPACE, "--type=merge", "-p", as_json(patch))
+        plane.kubectl(*merge, check=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hostIPC": True},
+        {"hostPID": None},
+        {"hostPID": None, "volumes": [{"name": "v", **HOST}]},
+        {"hostPID": None, "hostNetwork": True},
+        {"nodeSelector": {"a": "b"}},
+    ],
+)
+@pytest.mark.parametrize("suspend", [True, False])
+def test_what_is_judged_of_it_is_judged_as_a_whole_once_any_of_it_changes(
+    plane: Cluster, changes: dict[str, Any], suspend: bool
+) -> None:
+    """Otherwise one bad field would let in the next. (spec.snapshot never changes.)"""
+    patch = as_json({"spec": {"template": {"spec": changes}, "suspend": suspend}})
+    merge = ("patch", "ddpjob", "old-judged", "-n", NAMESPACE, "--type=merge", "-p", patch)
+    assert "not allowed here" in plane.kubectl(*merge).stderr
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,11 @@ def expression(target: Object, namespace: str) -> str:
     return found
 
 
+def queries(panel: Object) -> list[str]:
+    """What a panel asks, variables and all."""
+    return [target["expr"] for target in panel["targets"]]
+
+
 def write(watch: Prometheus, namespace: str, begun: float) -> None:
     """Write what each panel shows from then to now; the namespace becomes "team"."""
     step = (time.time() - begun) / POINTS
@@ -55,6 +60,7 @@ def write(watch: Prometheus, namespace: str, begun: float) -> None:
         {
             "title": panel["title"],
             "unit": panel["fieldConfig"]["defaults"]["unit"],
+            "queries": queries(panel),
             "series": largest(panel),
         }
         for panel in shown()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from support.cluster import ROOT
 from support.manifest import documented, pages
@@ -57,6 +58,15 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
         linked = {(page.parent / file).resolve() for file, _ in LINK.findall(page.read_text())}
         new |= {each for each in linked if each.suffix == ".md" and each.exists()} - reached
     assert [page.name for page in pages() if page.resolve() not in reached] == []
+
+
+def test_every_page_has_its_place_on_the_site() -> None:
+    """`make site` refuses a page that has none, but is no part of `make test`."""
+    found = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    entries = [[each] if isinstance(each, str) else next(iter(each.values())) for each in found]
+    placed = [page for group in entries for page in group]
+    assert len(placed) == len(set(placed))
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} <= set(placed)
 
 
 def test_jobs_on_pages_are_found() -> None:
