@@ -55,7 +55,7 @@ MUTATIONS = (
     Mutation("a gang is charged for its wait for a node", CORE + "policy/startup.py",
              "min(max(since, placed), since + patience) + patience", "since + patience",
              CORE_TESTS + "test_plan_release.py"),
-    Mutation("the cause of a loss is waited for by a kubelet's clock", CORE + "plan.py",
+    Mutation("the cause of a loss is waited for by a kubelet's clock", CORE + "policy/cause.py",
              "pod.told_at or pod.trainer.finished_at", "pod.trainer.finished_at",
              CORE_TESTS + "test_plan_restart.py"),
     Mutation("all pods of a large template are rendered at once", CORE + "plan.py",

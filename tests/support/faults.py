@@ -81,6 +81,18 @@ FAULTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "a GPU fails (the program's last words say so)",
             "the attempt ends, free of charge; the next one is kept off that node",
         ),
+        "N14": (
+            "peers of a dead machine end as if the program had failed, before Kubernetes knows",
+            "charged to nobody in the end; the job has not failed for it",
+        ),
+        "N15": (
+            "the template names a node that does not exist",
+            "told, waited for, tried ever more seldom; charged to nobody",
+        ),
+        "N16": (
+            "an init container fails",
+            "charged as the program's own failure; told with its words",
+        ),
     },
     "Users, neighbours and clocks": {
         "U1": (

@@ -33,6 +33,13 @@ DISRUPTED = [{"type": "DisruptionTarget", "status": "True", "reason": "EvictionB
 DELETING = {"deletionTimestamp": "2026-01-01T00:00:00Z"}
 
 
+def init(code: int, reason: str = "Error", **more: Any) -> observe.Pod:
+    """Its init container has failed, and its trainer never starts."""
+    ended = {"name": "fetch", "state": exited(code, reason)}
+    waiting = {"waiting": {"reason": "PodInitializing"}}
+    return pod(waiting, phase="Failed", initContainerStatuses=[ended], **more)
+
+
 @pytest.mark.parametrize(
     ("found", "cls", "reason"),
     [
@@ -59,6 +66,17 @@ DELETING = {"deletionTimestamp": "2026-01-01T00:00:00Z"}
         (pod(None, phase="Failed", reason="UnexpectedAdmissionError"), "Infrastructure",
          "UnexpectedAdmissionError"),
         (pod({"waiting": {}}, phase="Failed"), "Infrastructure", "NeverStarted"),
+        (init(1), "User", "InitContainerFailed"),
+        (init(2), "User", "InitContainerFailed"),  # as curl and others end for lack of a network
+        (init(70), "User", "InitContainerFailed"),
+        (init(255), "User", "InitContainerFailed"),
+        (init(137), "Killed", "InitContainerFailed"),
+        (init(137, "OOMKilled"), "OOM", "OOMKilled"),
+        (init(128, "StartError"), "Permanent", "StartError"),
+        (init(137, "ContainerStatusUnknown"), "Infrastructure", "ContainerStatusUnknown"),
+        (init(143), "Collateral", "InitContainerFailed"),
+        (init(143, metadata=DELETING), "Disruption", "PodDeleted"),
+        (init(1, conditions=DISRUPTED), "Disruption", "EvictionByEvictionAPI"),
     ],
 )  # fmt: skip
 def test_classes(found: observe.Pod, cls: str, reason: str):

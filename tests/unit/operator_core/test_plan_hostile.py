@@ -254,8 +254,9 @@ def test_counts_after_the_end_and_while_suspended():
     assert world.status.get("succeededReplicas", "") == ""
 
 
+@pytest.mark.fault("N16")
 def test_a_failed_init_container_is_told():
-    world = started()
+    world = started(restart={"rules": [{"exitCodes": [3], "action": "Fail"}]})  # of the trainer
     failed = {"terminated": {"exitCode": 3, "message": "no data set"}}
     world.pods["job-0"]["status"] = {
         "phase": "Failed",
@@ -264,7 +265,10 @@ def test_a_failed_init_container_is_told():
             {"name": "fetch", "state": failed},
         ],
     }
-    assert "fetch: exit code 3\nno data set" in world.settle().status["lastFailure"]["message"]
+    failure = world.settle().status["lastFailure"]
+    assert failure["message"] == "init container fetch: exit code 3\nno data set"
+    assert (failure["reason"], failure["exitCode"]) == ("InitContainerFailed", 3)
+    assert world.status["restarts"]["charged"] == 1, "as a batch/v1 Job counts it"
 
 
 @pytest.mark.fault("U3")

@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Final
 
 from ddpjob_operator.core import contract, observe
-from ddpjob_operator.core.observe import Pod, Round
+from ddpjob_operator.core.observe import Container, Pod, Round
 from ddpjob_operator.core.status import Failure
 
 #: Classes from the strongest cause to the weakest.
@@ -45,6 +45,10 @@ _CODES: Final[Mapping[int, str]] = {
 }
 
 
+INIT_FAILED: Final = "InitContainerFailed"
+#: These ends mean the same of any container.
+_OF_ANY: Final = (contract.ExitCode.SIGTERM, 128 + signal.SIGKILL)
+
 #: What a launcher's word for an end means, where the program had none of its own.
 _KINDS: Final[Mapping[str, str]] = {
     "hang": "hang: no sign of life for longer than spec.hang allows",
@@ -68,6 +72,12 @@ def running(pod: Pod) -> bool:
     return pod.trainer.state == "running"
 
 
+def decisive(pod: Pod) -> Container:
+    """The container whose end is the pod's: the trainer, or what failed before it could start."""
+    never = pod.phase == "Failed" and pod.trainer.state != "terminated"
+    return pod.init if pod.init and never else pod.trainer
+
+
 def failure(pod: Pod, nproc_per_node: int, now: datetime) -> Failure | None:
     """What ended this member, or None while it may still train or has succeeded."""
     if succeeded(pod):
@@ -76,7 +86,7 @@ def failure(pod: Pod, nproc_per_node: int, now: datetime) -> Failure | None:
     dead = trainer.state == "terminated" or pod.phase in ("Failed", "Succeeded")
     if not dead and trainer.restart_count == 0:
         return None
-    report, code = trainer.report, trainer.exit_code
+    report, code = trainer.report, decisive(pod).exit_code
     return Failure(
         attempt=pod.attempt or 0,
         round=report.round if report else None,
@@ -170,7 +180,7 @@ def settle(found: Failure) -> Failure:
 
 def raw_reasons(pod: Pod) -> set[str]:
     """Every reason that Kubernetes gives, for the rules of the user."""
-    return {pod.reason, pod.disruption, pod.trainer.reason} - {""}
+    return {pod.reason, pod.disruption, decisive(pod).reason} - {""}
 
 
 def leaving(pods: Iterable[Pod]) -> Pod | None:
@@ -179,17 +189,21 @@ def leaving(pods: Iterable[Pod]) -> Pod | None:
 
 
 def _class(pod: Pod) -> str:
-    trainer = pod.trainer
+    trainer = decisive(pod)
     if trainer.reason == "OOMKilled":
         return "OOM"
     if pod.deleting or pod.disruption or pod.reason in ("Evicted", "Preempting", "NodeShutdown"):
         return "Disruption"
     if trainer.state != "terminated" or trainer.reason == "ContainerStatusUnknown":
         return "Infrastructure"
-    if trainer.reason == "StartError" or trainer.exit_code in contract.PERMANENT_EXIT_CODES:
+    if trainer.reason == "StartError":
         return "Permanent"
     if trainer.exit_code is None:
         return "Infrastructure"
+    if trainer is not pod.trainer and trainer.exit_code not in _OF_ANY:
+        return "User"  # codes that mean more are an agreement with the trainer only
+    if trainer.exit_code in contract.PERMANENT_EXIT_CODES:
+        return "Permanent"
     return _class_of(trainer.exit_code, _signal(pod))
 
 
@@ -203,7 +217,7 @@ def _class_of(code: int | None, number: int | None, other: str = "User") -> str:
 
 
 def _reason(pod: Pod) -> str:
-    trainer = pod.trainer
+    trainer = decisive(pod)
     if trainer.reason == "OOMKilled":
         return "OOMKilled"
     if pod.reason:
@@ -212,17 +226,19 @@ def _reason(pod: Pod) -> str:
         return pod.disruption
     if pod.deleting:
         return "PodDeleted"
-    if trainer.restart_count:
+    if pod.trainer.restart_count:
         return "ContainerRestarted"
     if trainer.state != "terminated":
         return "NeverStarted"
+    if trainer is not pod.trainer and trainer.reason in ("", "Error"):
+        return INIT_FAILED
     if trainer.reason not in ("", "Error", "Completed"):
         return trainer.reason
     return _code_reason(trainer.exit_code, _signal(pod))
 
 
 def _signal(pod: Pod) -> int | None:
-    trainer = pod.trainer
+    trainer = decisive(pod)
     if trainer.signal:
         return trainer.signal
     if trainer.report and trainer.report.signal:

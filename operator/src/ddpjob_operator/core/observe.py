@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Final, cast
 
@@ -127,6 +127,7 @@ class Pod:
     created_at: datetime | None = None
     stopped: bool = False  # every container has ended, whatever the phase still says
     trainer: Container = Container()
+    init: Container | None = None  # that failed, so that the trainer never starts
     told_at: datetime | None = None  # when this process first saw its trainer ended, by its clock
 
 
@@ -177,6 +178,7 @@ def pod(obj: Mapping[str, Any]) -> Pod:
     unscheduled = _condition(status, "PodScheduled", "False")
     scheduled = _condition(status, "PodScheduled", "True")
     waiting_reason, waiting_message = _blocked(status)
+    init = _failed_init(status)
     return Pod(
         namespace=meta["namespace"],
         name=meta["name"],
@@ -186,7 +188,7 @@ def pod(obj: Mapping[str, Any]) -> Pod:
         replica=_number(labels.get(LABEL_REPLICA)),
         phase=str(status.get("phase") or "Pending"),
         reason=clean(status.get("reason"), 64),
-        message=clean(status.get("message")) or _init_failure(status),
+        message=clean(status.get("message")) or (init.message if init else ""),
         node=str(spec.get("nodeName") or ""),
         ip=str(status.get("podIP") or ""),
         deleting="deletionTimestamp" in meta,
@@ -200,6 +202,7 @@ def pod(obj: Mapping[str, Any]) -> Pod:
         created_at=parse_time(meta.get("creationTimestamp")),
         stopped=_stopped(spec, status),
         trainer=_trainer(_trainer_name(meta, spec), status),
+        init=init,
     )
 
 
@@ -243,22 +246,23 @@ def _trainer_name(meta: Mapping[str, Any], spec: Mapping[str, Any]) -> object:
     return noted or packed.trainer_container(spec).get("name")
 
 
-def _init_failure(status: Mapping[str, Any]) -> str:
+def _failed_init(status: Mapping[str, Any]) -> Container | None:
     """Why the pod never got to its trainer: the first init container that failed."""
-    for found in sequence(status.get("initContainerStatuses")):
-        ended = mapping(mapping(mapping(found).get("state")).get("terminated"))
-        code = ended.get("exitCode")
-        if code:
-            said = _tail(ended.get("message"))
-            return clean(f"init container {found.get('name')}: exit code {code}\n{said}")
-    return ""
+    for found in map(mapping, sequence(status.get("initContainerStatuses"))):
+        ended = _container(found)
+        if ended.state == "terminated" and ended.exit_code:
+            what = f"init container {found.get('name')}: exit code {ended.exit_code}"
+            return replace(ended, message=clean(f"{what}\n{ended.message}"), report=None)
+    return None
 
 
 def _trainer(name: object, status: Mapping[str, Any]) -> Container:
     statuses = [s for s in status.get("containerStatuses") or () if isinstance(s, Mapping)]
     found = next((s for s in statuses if s.get("name") == name), None)
-    if found is None:
-        return Container()
+    return Container() if found is None else _container(found)
+
+
+def _container(found: Mapping[str, Any]) -> Container:
     state = mapping(found.get("state"))
     kind = next((k for k in ("terminated", "running", "waiting") if k in state), "unknown")
     detail = mapping(state.get(kind))

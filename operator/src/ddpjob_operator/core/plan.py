@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any, Final
 
-from ddpjob_operator.core import classify, render
+from ddpjob_operator.core import render
 from ddpjob_operator.core import spec as spec_module
 from ddpjob_operator.core import status as st
 from ddpjob_operator.core.actions import (
@@ -32,6 +32,7 @@ from ddpjob_operator.core.observe import Job, Pod
 from ddpjob_operator.core.policy import (
     ahead,
     avoid,
+    cause,
     fence,
     finish,
     heal,
@@ -44,14 +45,11 @@ from ddpjob_operator.core.policy import (
     turn,
     upkeep,
 )
-from ddpjob_operator.core.status import Failure, Status
+from ddpjob_operator.core.status import Status
 from ddpjob_operator.core.view import Change, View, look
 
 #: Phases in which a gang is wanted.
 _WANTED: Final = ("Pending", "Starting", "Running", "Restarting")
-#: When only collateral losses were seen, the cause gets this long to show itself. The time of
-#: a death is told in whole seconds, and one kubelet may tell of it seconds after another.
-CAUSE_WAIT: Final = timedelta(seconds=5)
 #: Status writes that only report are held back until this long after the last write.
 REPORT_INTERVAL: Final = timedelta(seconds=2)
 #: Those of a gang that has run for 20 minutes: a thousand such jobs write 17 times a second.
@@ -113,8 +111,8 @@ def _decide(view: View) -> Change:
         if hold.why(view):
             return change.with_status(phase=status.phase or "Pending")
         return _start(view, change)
-    loss = _loss(view)
-    change = heal.budgets(view, change)
+    change = heal.budgets(view, cause.refund(view, change))
+    loss = cause.loss(view, change.status.restarts)
     if loss is not None:
         return restart.after(view, change, loss)
     if status.phase == "Starting":
@@ -122,7 +120,7 @@ def _decide(view: View) -> Change:
     elif _barrier_passed(view):
         change = startup.begin(view, change)
     if change.status.phase == status.phase:
-        change = report.stall(view, change)
+        change = report.stall(view, change, cause.reasons(view))
     return change
 
 
@@ -158,56 +156,6 @@ def _suspend(view: View, change: Change) -> Change:
     change = change.condition("Running", False, "Suspended", message, view.now)
     change = change.condition("Suspended", True, "Suspended", message, view.now)
     return change.tell("Normal", "Suspended", message)
-
-
-def _loss(view: View) -> Failure | None:
-    """The failure that ends this attempt, or None. One per attempt."""
-    nproc, now = view.spec.nproc_per_node, view.now
-    members = {r: pod for r, pod in view.members.items() if r not in view.status.succeeded}
-    found = [classify.failure(pod, nproc, now) for pod in members.values()]
-    if view.status.phase == "Starting":
-        # It never comes back, and before all run there is nothing that it could still save.
-        found += [classify.removed(pod, now) for pod in members.values() if pod.deleting]
-    losses = [loss for loss in found if loss is not None] + fence.losses(view)
-    losses += [
-        classify.vanished(replica, view.status.attempt, view.job.name, now) for replica in view.gone
-    ]
-    finished = {r: pod.trainer.finished_at for r, pod in view.members.items()}
-    first = classify.cause(losses, finished)
-    if first is None or first.cls not in ("Collateral", "User"):
-        return first
-    # Peers of a pod that is cut off or being removed die of it, each program with its own code.
-    silent = fence.suspect(view)
-    if silent:
-        return fence.failure(view, silent)
-    leaving = classify.leaving(members.values())
-    if leaving:
-        return classify.removed(leaving, now)
-    if first.cls == "User":
-        return first
-    return None if _cause_wait(view) > 0 else classify.settle(first)
-
-
-def _cause_wait(view: View) -> float:
-    """Seconds that the cause of a collateral loss may still take to show itself.
-
-    Measured from when this process saw the first end, for a kubelet's clock may disagree with
-    ours, and a wait cut short would charge nobody for what the user did. Once all have ended
-    nothing more can show.
-    """
-    if all(_ended(view, pod) for pod in view.members.values()):
-        return 0.0
-    lost = [pod for pod in view.members.values() if not classify.succeeded(pod)]
-    ends = (pod.told_at or pod.trainer.finished_at for pod in lost)
-    first = min((end for end in ends if end is not None), default=None)
-    if first is None or first > view.now:
-        return 0.0
-    return (first + CAUSE_WAIT - view.now).total_seconds()
-
-
-def _ended(view: View, pod: Pod) -> bool:
-    nproc = view.spec.nproc_per_node
-    return classify.succeeded(pod) or classify.failure(pod, nproc, view.now) is not None
 
 
 def _barrier_passed(view: View) -> bool:
@@ -384,6 +332,4 @@ def _wake(view: View) -> float | None:
     pods = (*view.members.values(), *view.others)
     times += [pod.deletion_at + report.PATIENCE for pod in pods if pod.deletion_at]
     left = [(at - now).total_seconds() for at in times if at is not None and at > now]
-    left += fence.waits(view)
-    wait = _cause_wait(view)
-    return min([*left, *([wait] if wait > 0 else [])], default=None)
+    return min([*left, *fence.waits(view), *cause.waits(view)], default=None)

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from ddpjob_operator.core import observe
 from ddpjob_operator.core.actions import Body
+from ddpjob_operator.core.lenient import integer, mapping
 from ddpjob_operator.core.plan import plan
 from ddpjob_operator.shell import errors
 from ddpjob_operator.shell.clock import Clock
@@ -95,9 +96,12 @@ class Reconciler:
         )
         todo = plan(job, snapshot.pods, outcomes, now, snapshot.nodes)
         if todo.actions:
+            known = len(seen) + _done(job)
             await self._executor.carry_out(job, todo.actions)
             more = self._store.seen(job.uid, job.status.get("attempt"))
-            self._look_again(key, job, grew=len(more) > len(seen))
+            left = self._store.snapshot(key)
+            grew = left is not None and len(more) + _done(left.job) > known
+            self._look_again(key, job, grew=grew)
             return
         self._busy.pop(key, None)
         self._queue.rest(key, min(_LONGEST_REST, _REST * (time.thread_time() - began)))
@@ -107,8 +111,9 @@ class Reconciler:
     def _look_again(self, key: Key, job: observe.Job, *, grew: bool) -> None:
         """At once: most of what an action changes is already in the store.
 
-        ``grew``: the attempt has a replica that it never had, which ends by itself. A gang of large
-        pods is made in hundreds of rounds, and its start has a deadline.
+        ``grew``: the attempt has a replica that it never had, or one more is done, which ends by
+        itself. A gang of large pods is made in hundreds of rounds, and its start has a deadline; a
+        thousand that end one by one are as many writes, and a loss among them must not wait.
         """
         if grew:
             self._queue.add(key)
@@ -125,3 +130,8 @@ class Reconciler:
     def _forget(self, key: Key) -> None:
         self._busy.pop(key, None)
         self._queue.forget(key)
+
+
+def _done(job: observe.Job) -> int:
+    """How many replicas of its attempt have succeeded, as far as that is stored."""
+    return integer(mapping(job.status.get("replicas")).get("succeeded"))

@@ -26,6 +26,8 @@ from ddpjob_operator.core.view import View
 READ_HOLDS: Final = 10.0
 #: Kubernetes itself removes the pods of a deleted Node after 40 s. Only what it leaves is ours.
 GONE_PATIENCE: Final = 60.0
+#: A machine that is about to come is there by then; Kubernetes removes such a pod after 40 s.
+NOWHERE_PATIENCE: Final = 20.0
 #: Twice a kubelet's heartbeat: what was cut off together with the operator, or with other nodes, is
 #: back by then. However short afterSeconds is.
 CONFIRMATION: Final = 20.0
@@ -33,7 +35,8 @@ CONFIRMATION: Final = 20.0
 
 def losses(view: View) -> list[Failure]:
     """The members that are lost with their node."""
-    return [failure(view, pod) for pod in _needed(view) if lost(view, pod)]
+    needed = [pod for pod in _needed(view) if lost(view, pod)]
+    return [failure(view, pod) for pod in needed if not _nowhere(view, pod)]
 
 
 def lost(view: View, pod: Pod) -> bool:
@@ -47,15 +50,38 @@ def suspect(view: View) -> Pod | None:
     return next((pod for pod in _needed(view) if _node(view, pod)), None)
 
 
+def hindered(view: View) -> Pod | None:
+    """A member that does not run yet since its node is not ready."""
+    late = (pod for pod in _needed(view) if not classify.running(pod))
+    return next((pod for pod in late if _node(view, pod)), None)
+
+
+def nowhere(view: View) -> Pod | None:
+    """A member that its template has put on a node that does not exist."""
+    found = ((pod, _nowhere(view, pod)) for pod in _needed(view))
+    return next((p for p, node in found if node and _just_read(node) and _absent(node)), None)
+
+
+def left_behind(view: View, ended: Failure) -> Pod | None:
+    """A pod of an attempt that has ended, on a silent node: nobody has told of its end."""
+    peers = [p for p in view.others if p.attempt == ended.attempt and p.replica != ended.replica]
+    alive = [pod for pod in peers if pod.trainer.state != "terminated"]
+    nodes = ((pod, _node(view, pod)) for pod in alive)
+    return next((pod for pod, node in nodes if node and not node.guessed), None)
+
+
 def reads(view: View) -> tuple[ReadNodes, ...]:
     """The nodes to be read before their pods may be given up."""
-    found = {n.name for _, n in _silent(view) if _given_up(view, n) and not _just_read(n)}
+    silent = [node for pod, node in _silent(view) if _due(view, pod, node)]
+    found = {node.name for node in silent if not _just_read(node)}
     return (ReadNodes(tuple(sorted(found))),) if found else ()
 
 
 def waits(view: View) -> list[float]:
     """Seconds until each node that is not ready has been so for afterSeconds."""
     left = [_left(view, node) for _, node in _silent(view)]
+    nowhere = (_nowhere(view, pod) for pod in _needed(view))
+    left += [NOWHERE_PATIENCE - node.down_seconds for node in nowhere if node]
     return [seconds for seconds in left if 0 < seconds < math.inf]
 
 
@@ -121,6 +147,27 @@ def _node(view: View, pod: Pod) -> Node | None:
         return None
     node = view.nodes.known.get(pod.node)
     return None if node is None or (node.exists and node.ready) else node
+
+
+def _nowhere(view: View, pod: Pod) -> Node | None:
+    """The node of that name, which does not exist, of a pod that no scheduler has put there.
+
+    A kubelet would say that it has it. Nothing of it ever ran.
+    """
+    if view.status.phase != "Starting" or pod.scheduled_at or pod.trainer.state != "unknown":
+        return None
+    node = _node(view, pod)
+    return None if node is None or node.exists else node
+
+
+def _absent(node: Node) -> bool:
+    return node.down_seconds >= NOWHERE_PATIENCE
+
+
+def _due(view: View, pod: Pod, node: Node) -> bool:
+    """Whether something is to follow from this node's silence."""
+    nowhere = _nowhere(view, pod)
+    return _absent(nowhere) if nowhere else _given_up(view, node)
 
 
 def _given_up(view: View, node: Node) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
+from itertools import chain
 from typing import Any
 
 from ddpjob_operator.core import classify
@@ -71,10 +72,10 @@ def _reason(status: Status) -> str:
     return loss.reason if loss and status.phase == "Restarting" else ""
 
 
-def stall(view: View, change: Change) -> Change:
-    """Set or clear Stalled while a gang is wanted but does not run."""
+def stall(view: View, change: Change, first: Iterator[tuple[str, str]]) -> Change:
+    """Set or clear Stalled while a gang is wanted but does not run. ``first``: other reasons."""
     old = view.status.condition("Stalled")
-    found = next(_reasons(view), None)
+    found = next(chain(first, _reasons(view)), None)
     if found is None:
         # Kept over the waits and first moments of retries, or it would flap with each.
         phase = change.status.phase

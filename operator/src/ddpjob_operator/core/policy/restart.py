@@ -26,18 +26,11 @@ _DEFAULT_ACTION = {
 def after(view: View, change: Change, loss: Failure) -> Change:
     """Record the loss, then start a new attempt or fail, as rules and budgets say."""
     change = _record(view, change, loss)
-    action = _action(view, change.status.restarts, loss)
-    if action == "Fail":
-        return finish.fail(view, change, "PermanentFailure", describe(loss))
-    free = action == "RestartFree"
-    restarts = _count(view, change.status.restarts, free)
-    limits = view.spec.restart
-    if free and restarts.disruptions > limits.max_disruptions:
-        what = f"maxDisruptions {limits.max_disruptions} is used up; last: {describe(loss)}"
-        return finish.fail(view, change, "MaxDisruptionsExceeded", what)
-    if not free and restarts.charged > limits.max_restarts:
-        what = f"maxRestarts {limits.max_restarts} is used up; last: {describe(loss)}"
-        return finish.fail(view, change, "MaxRestartsExceeded", what)
+    last = end(view, change.status.restarts, loss)
+    if last is not None:
+        return finish.fail(view, change, *last)
+    free = _action(view, change.status.restarts, loss) == "RestartFree"
+    restarts, limits = _count(view, change.status.restarts, free), view.spec.restart
     delay = backoff(view.spec, restarts.consecutive)
     count = (
         f"disruption {restarts.disruptions} of at most {limits.max_disruptions}"
@@ -52,6 +45,22 @@ def after(view: View, change: Change, loss: Failure) -> Change:
     return change.tell("Warning", "Restarting", message).measure(
         Measurement("restarts_total", 1, loss.cls)
     )
+
+
+def end(view: View, old: Restarts, loss: Failure) -> tuple[str, str] | None:
+    """Reason and message of the job's end if this loss is one too many; None: it restarts."""
+    action, limits = _action(view, old, loss), view.spec.restart
+    if action == "Fail":
+        return "PermanentFailure", describe(loss)
+    free = action == "RestartFree"
+    counted = _count(view, old, free)
+    if free and counted.disruptions > limits.max_disruptions:
+        what = f"maxDisruptions {limits.max_disruptions} is used up; last: {describe(loss)}"
+        return "MaxDisruptionsExceeded", what
+    if not free and counted.charged > limits.max_restarts:
+        what = f"maxRestarts {limits.max_restarts} is used up; last: {describe(loss)}"
+        return "MaxRestartsExceeded", what
+    return None
 
 
 def new_attempt(view: View, change: Change, phase: str, delay: float) -> Change:
@@ -107,7 +116,9 @@ def _action(view: View, old: Restarts, loss: Failure) -> str:
     default = _DEFAULT_ACTION.get(loss.cls, "Restart")
     if loss.cls == "Hardware" and not avoid.is_free(view, _in_a_row(view, old)):
         default = "Restart"
-    return view.spec.restart.ruled(loss.exit_code, reasons) or default
+    # Rules name exit codes of the trainer.
+    code = None if loss.reason == classify.INIT_FAILED else loss.exit_code
+    return view.spec.restart.ruled(code, reasons) or default
 
 
 def _count(view: View, old: Restarts, free: bool) -> Restarts:

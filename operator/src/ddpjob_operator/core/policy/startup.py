@@ -67,6 +67,10 @@ def advance(view: View, change: Change) -> Change:
         return release(view, change, "QuotaExceeded", quota.message)
     if all_running(view):
         return _run(view, change)
+    lost = fence.nowhere(view)
+    if lost:
+        what = f"pod {lost.name}: spec.nodeName of the template is {lost.node}, and no such node is"
+        return release(view, change, "Unschedulable", f"{what} there")
     if not late(view) or not view.read_since(deadline(view)):
         return change
     if refusals:
@@ -82,7 +86,7 @@ def advance(view: View, change: Change) -> Change:
         what = f"pod {waiting[0].name}: {waiting[0].unschedulable or 'no scheduler has seen it'}"
         change = avoid.nothing(change, "no room elsewhere")
         return release(view, change, "Unschedulable", what + avoid.words(view))
-    silent = fence.suspect(view)
+    silent = fence.hindered(view)
     return restart.after(view, change, fence.failure(view, silent) if silent else _too_slow(view))
 
 

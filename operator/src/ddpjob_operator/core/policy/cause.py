@@ -1,0 +1,162 @@
+"""Which loss ends an attempt, and how long its cause may take to show itself.
+
+What is seen first is often not the cause. Peers of a machine that has died end within seconds, each
+program with its own code, and Kubernetes says so of the machine most of a minute later. A restart
+waits for nobody; should it turn out to have been the machine's doing, the charge is given back.
+An end of the job is final, so it waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Final
+
+from ddpjob_operator.core import classify
+from ddpjob_operator.core.observe import Pod
+from ddpjob_operator.core.policy import fence, restart
+from ddpjob_operator.core.status import Failure, Restarts
+from ddpjob_operator.core.view import Change, View
+
+#: When only collateral losses were seen, the cause gets this long to show itself. The time of
+#: a death is told in whole seconds, and one kubelet may tell of it seconds after another.
+CAUSE_WAIT: Final = timedelta(seconds=5)
+#: Kubernetes calls a node not ready 40 to 55 s after the last sign of life of its kubelet.
+NODE_WAIT: Final = timedelta(seconds=60)
+#: A restart waits for the pods of a dead node in any case: so late its charge is still given back.
+_REFUNDED_UNTIL: Final = 2 * NODE_WAIT
+#: How peers of a lost member end. Other classes have causes of their own, or are free anyway.
+_BY_PEERS: Final = ("Hang", "Killed", "User")
+
+
+def loss(view: View, restarts: Restarts) -> Failure | None:
+    """The failure that ends this attempt, or None. One per attempt."""
+    first = _first(view)
+    if first is None or first.cls not in (*_BY_PEERS, "Collateral"):
+        return first
+    # Peers of a pod that is cut off or being removed die of it, each program with its own code.
+    silent = fence.suspect(view)
+    if silent:
+        return fence.failure(view, silent)
+    leaving = classify.leaving(view.members.values())
+    if leaving:
+        return classify.removed(leaving, view.now)
+    if first.cls == "Collateral":
+        return None if _left(view, CAUSE_WAIT) > 0 else classify.settle(first)
+    return None if _doubted(view, restarts, first) else first
+
+
+def waits(view: View) -> list[float]:
+    """Seconds until a wait for the cause is over."""
+    left = [_left(view, wait) for wait in (CAUSE_WAIT, NODE_WAIT)]
+    return [seconds for seconds in left if seconds > 0]
+
+
+def reasons(view: View) -> Iterator[tuple[str, str]]:
+    """Why the job has not failed yet; the moment until its peers have ended is no news."""
+    first = _first(view)
+    silent = first and _doubted(view, view.status.restarts, first)
+    if first and silent and _left(view, CAUSE_WAIT) <= 0:
+        until = view.now + timedelta(seconds=_left(view, NODE_WAIT))
+        yield (
+            "WaitingForCause",
+            (
+                f"{restart.describe(first)} ends the job, unless pod {silent.name}, which has not "
+                f"ended, is lost with node {silent.node}: that shows by {until:%H:%M:%S} UTC"
+            ),
+        )
+
+
+def refund(view: View, change: Change) -> Change:
+    """Give back what a restart was charged if a member was on a node that had died before it.
+
+    That member has not ended yet, though its kubelet has long been told to end it.
+    """
+    charged, old = view.status.last_failure, change.status.restarts
+    if charged is None or charged.in_place or charged.cls not in _BY_PEERS or not old.charged:
+        return change
+    followed = view.status.phase == "Restarting" and charged.attempt == view.status.attempt - 1
+    if not followed or view.now > charged.detected_at + _REFUNDED_UNTIL:
+        return change
+    silent = fence.left_behind(view, charged)
+    if silent is None:
+        return change
+    found = fence.failure(view, silent)
+    limits = view.spec.restart
+    known = classify.reasons_of(charged.exit_code or 0) | {charged.reason, charged.cls}
+    paid = limits.ruled(charged.exit_code, known) in (None, "Restart")
+    free = limits.ruled(None, {found.reason, found.cls}) in (None, "RestartFree")
+    if not (paid and free) or old.disruptions >= limits.max_disruptions:
+        return change
+    found = replace(
+        found,
+        message=f"{found.message}; a peer ended of it: {restart.describe(charged)}",
+        detected_at=charged.detected_at,
+    )
+    failures = (*change.status.failures[:-1], found)
+    count = replace(old, charged=old.charged - 1, disruptions=old.disruptions + 1)
+    change = change.with_status(failures=failures, restarts=count)
+    what = f"attempt {found.attempt} was lost with its machine, its restart is not charged"
+    return change.tell("Warning", "NodeLost", f"{what}: {restart.describe(found)}")
+
+
+def _first(view: View) -> Failure | None:
+    """The strongest loss that is seen, whether or not it is the cause."""
+    nproc, now = view.spec.nproc_per_node, view.now
+    members = {r: pod for r, pod in view.members.items() if r not in view.status.succeeded}
+    found = [classify.failure(pod, nproc, now) for pod in members.values()]
+    if view.status.phase == "Starting":
+        # It never comes back, and before all run there is nothing that it could still save.
+        found += [classify.removed(pod, now) for pod in members.values() if pod.deleting]
+    losses = [one for one in found if one is not None] + fence.losses(view)
+    losses += [
+        classify.vanished(replica, view.status.attempt, view.job.name, now) for replica in view.gone
+    ]
+    finished = {r: classify.decisive(pod).finished_at for r, pod in view.members.items()}
+    return classify.cause(losses, finished)
+
+
+def _doubted(view: View, restarts: Restarts, first: Failure) -> Pod | None:
+    """A member whose machine may have died before, where this loss would be the end of the job."""
+    if first.cls not in _BY_PEERS or _left(view, NODE_WAIT) <= 0:
+        return None
+    pod = _unheard(view)
+    if pod is None or restart.end(view, restarts, first) is None:
+        return None
+    return None if restart.end(view, restarts, fence.failure(view, pod)) else pod
+
+
+def _unheard(view: View) -> Pod | None:
+    """A member that has not ended, on a node whose kubelet has told of no loss."""
+    if view.nodes is not None and not view.nodes.readable:
+        return None  # nothing would ever show
+    members = list(view.members.values())
+    told = {pod.node for pod in members if pod.trainer.state == "terminated"}
+    return next((p for p in members if p.node and p.node not in told and not _ended(view, p)), None)
+
+
+def _left(view: View, wait: timedelta) -> float:
+    """Seconds that the cause of a loss may still take to show itself.
+
+    Measured from when this process saw the first end, for a kubelet's clock may disagree with
+    ours, and a wait cut short would charge somebody for what he did not do. Once all have ended
+    nothing more can show.
+    """
+    if all(_ended(view, pod) for pod in view.members.values()):
+        return 0.0
+    first = _first_end(view)
+    if first is None or first > view.now:
+        return 0.0
+    return (first + wait - view.now).total_seconds()
+
+
+def _first_end(view: View) -> datetime | None:
+    lost = [pod for pod in view.members.values() if not classify.succeeded(pod)]
+    ends = (pod.told_at or pod.trainer.finished_at for pod in lost)
+    return min((end for end in ends if end is not None), default=None)
+
+
+def _ended(view: View, pod: Pod) -> bool:
+    nproc = view.spec.nproc_per_node
+    return classify.succeeded(pod) or classify.failure(pod, nproc, view.now) is not None

@@ -1,0 +1,163 @@
+"""A machine dies, and its peers end before anybody knows: whose doing was it?
+
+Replicas 0 and 2 run on node1, replica 1 on node2. Pods go as kubelets let them go.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from support.world import Machines, World, job_object
+
+RULES = {"rules": [{"exitCodes": [1], "action": "Fail"}]}
+SNAPSHOT = {"path": "/snapshots", "volume": {"emptyDir": {}}}
+FENCE = {"snapshot": SNAPSHOT, "nodeLost": {"policy": "Fence", "afterSeconds": 30}}
+
+
+def running(**spec: object) -> World:
+    world = World(job_object(**spec), machines=Machines(), graceful=True).settle().run()
+    world.log.clear()
+    world.events.clear()
+    return world
+
+
+def fall_silent(world: World, node: str) -> World:
+    assert world.machines
+    world.machines.down[node] = world.now
+    return world.settle()
+
+
+@pytest.mark.fault("N14")
+@pytest.mark.parametrize("code", [1, 76, 134, 137])
+@pytest.mark.parametrize("restart", [{"maxRestarts": 0}, RULES | {"maxRestarts": 9}])
+def test_the_end_of_a_job_waits_for_kubernetes_word_on_the_nodes(code: int, restart: dict):
+    if "rules" in restart:
+        restart = {**restart, "rules": [{"exitCodes": [code], "action": "Fail"}]}
+    world = running(restart=restart).end(0, code, settle=False).end(2, code)
+    assert (world.phase, world.condition("Stalled")) == ("Running", {})
+    world.wait(5)
+    told = world.condition("Stalled")
+    assert (told["reason"], world.status["reason"]) == ("WaitingForCause", "WaitingForCause")
+    assert "pod job-1, which has not ended, is lost with node node2" in told["message"]
+    fall_silent(world.wait(50), "node2")
+    assert (world.phase, world.status["lastFailure"]["reason"]) == ("Restarting", "NodeLost")
+    assert world.status["restarts"]["charged"] == 0
+    assert world.status["restarts"]["disruptions"] == 1
+
+
+def test_the_end_comes_in_a_minute_when_all_nodes_are_well():
+    world = running(restart={"maxRestarts": 0}).end(0, 1)
+    began = world.now
+    while world.phase == "Running":
+        world.wait(world.plan().requeue_after or 0)
+    assert (world.phase, world.condition("Failed")["reason"]) == ("Failed", "MaxRestartsExceeded")
+    assert world.now - began == timedelta(seconds=60)
+    assert world.status["lastFailure"]["class"] == "User"
+
+
+def test_the_end_waits_for_nobody_once_all_have_ended():
+    """So it is with our launcher: a failure of one ends them all."""
+    world = running(restart={"maxRestarts": 0}).end(0, 1)
+    assert world.phase == "Running"
+    assert world.end(1, 75).end(2, 75).phase == "Failed"
+    assert world.status["lastFailure"]["class"] == "User"
+    assert "WaitingForCause" not in [event.reason for event in world.events]
+
+
+def test_a_node_that_has_told_of_an_end_was_alive_then():
+    world = running(restart={"maxRestarts": 0})
+    world.end(1, 0).end(0, 1)
+    assert world.phase == "Failed", "replica 2 is on node1, too"
+
+
+def test_the_end_does_not_wait_where_no_node_may_be_read():
+    world = World(job_object(restart={"maxRestarts": 0})).settle().run().end(0, 1)
+    assert world.phase == "Failed"
+
+
+@pytest.mark.parametrize("restart", [
+    {"maxRestarts": 0, "maxDisruptions": 0},
+    {"maxRestarts": 0, "rules": [{"reasons": ["NodeLost"], "action": "Fail"}]},
+])  # fmt: skip
+def test_the_end_does_not_wait_where_a_lost_node_would_be_the_end_too(restart: dict):
+    assert running(restart=restart).end(0, 1).phase == "Failed"
+
+
+def test_what_no_restart_can_mend_waits_for_nobody():
+    assert running().end(0, 2).phase == "Failed"
+
+
+def test_a_restart_waits_for_nobody():
+    world = running().end(0, 1)
+    assert (world.phase, world.status["restarts"]["charged"]) == ("Restarting", 1)
+
+
+def test_a_new_operator_waits_anew_and_then_it_ends():
+    world = running(restart={"maxRestarts": 0}).end(0, 1).wait(50)
+    world.nodes = None
+    machines, world.machines = world.machines, None
+    world.restart_operator().settle()
+    assert world.phase == "Running", "the nodes are not known yet"
+    world.machines = machines
+    assert world.wait(10).phase == "Failed"
+
+
+@pytest.mark.fault("N14")
+@pytest.mark.parametrize("fence", [{}, FENCE])
+def test_a_restart_of_a_dead_machine_is_not_charged_after_all(fence: dict):
+    world = running(**fence).end(0, 1).finish_deletions_on("node1")
+    assert (world.phase, world.status["restarts"]["charged"]) == ("Restarting", 1)
+    fall_silent(world.wait(50), "node2")
+    counts = world.status["restarts"]
+    assert (counts["total"], counts["charged"], counts["disruptions"]) == (1, 0, 1)
+    failure = world.status["lastFailure"]
+    assert (failure["reason"], failure["node"], failure["attempt"]) == ("NodeLost", "node2", 1)
+    assert "replica 0 (rank 0) on node1: ExitCode1" in failure["message"]
+    assert "NodeLost" in [event.reason for event in world.events]
+    assert len(world.status["failures"]) == 1
+    world.wait(3600)
+    assert world.status["restarts"]["disruptions"] == 1, "once"
+    assert world.attempts() == ({2} if fence else {1})
+
+
+def charged(world: World) -> int:
+    found: int = world.status["restarts"]["charged"]
+    return found
+
+
+def test_a_restart_stays_charged_where_the_node_failed_much_later():
+    world = running().end(0, 1).finish_deletions_on("node1").wait(130)
+    assert charged(fall_silent(world, "node2")) == 1
+
+
+def test_a_restart_stays_charged_where_the_one_on_the_node_has_ended_too():
+    world = running().end(0, 1, settle=False).end(1, 1).finish_deletions_on("node1").wait(50)
+    assert charged(fall_silent(world, "node2")) == 1
+
+
+def test_a_restart_stays_charged_where_only_the_first_to_end_is_on_the_node():
+    world = running().end(1, 1).finish_deletions_on("node1").wait(50)
+    assert charged(fall_silent(world, "node2")) == 1
+
+
+@pytest.mark.parametrize(("restart", "left"), [
+    ({"maxDisruptions": 0}, (1, 0)),
+    ({"rules": [{"reasons": ["NodeLost"], "action": "Restart"}]}, (1, 0)),
+    ({"rules": [{"exitCodes": [1], "action": "RestartFree"}]}, (0, 1)),
+    ({"rules": [{"reasons": ["User"], "action": "Restart"}]}, (0, 1)),
+])  # fmt: skip
+def test_rules_and_the_other_budget_hold_for_what_is_given_back(
+    restart: dict, left: tuple[int, int]
+):
+    world = running(restart=restart).end(0, 1).finish_deletions_on("node1").wait(50)
+    counts = fall_silent(world, "node2").status["restarts"]
+    assert (counts["charged"], counts["disruptions"]) == left
+
+
+@pytest.mark.parametrize("code", [76, 137])
+def test_peers_that_hang_or_are_killed_while_a_node_is_silent_are_charged_to_nobody(code: int):
+    world = fall_silent(running(), "node2").end(0, code)
+    assert world.status["lastFailure"]["reason"] == "NodeLost"
+    assert charged(world) == 0
