@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # loaded later, by DDP, it would hold the process group for ever
 from torch import nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel, gather, parallel_apply, replicate, scatter
@@ -101,4 +102,5 @@ for wrapper in (dp, DistributedDataParallel(Blocks())):
     print(f"{name}.module.classes: {wrapper.module.classes}")
     assert wrapper.module.classes == 20
     assert next(iter(wrapper.state_dict())) == "module.block1.weight"
+del wrapper  # it holds the group, and so its threads
 dist.destroy_process_group()

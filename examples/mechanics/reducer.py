@@ -14,6 +14,7 @@ import os
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # loaded later, by DDP, it would hold the process group for ever
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -141,4 +142,5 @@ wrong = Reducer(other, CAP, backwards=False)
 backward(other, 2)
 say("the wrong way round    :", *wrong.finish())
 assert torch.allclose(gradients(other), gradients(mine), atol=1e-6)  # right, but nothing overlaps
+del ddp  # it holds the group, and so its threads
 dist.destroy_process_group()

@@ -16,6 +16,7 @@ import os
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # loaded later, by the optimizer, it would hold the group for ever
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -79,4 +80,5 @@ for processes in [2**n for n in range(world.bit_length()) if 2**n <= world]:
             off = float((weights - by_one).abs().max())
             print(f"{processes} processes: loss {loss:.7f}, weights off by {off:.0e}", flush=True)
     dist.barrier()
+del group  # who holds a group keeps its threads
 dist.destroy_process_group()

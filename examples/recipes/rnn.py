@@ -70,6 +70,7 @@ for title, cap in (("default buckets", None), ("one per parameter", 1e-6)):
         loss_of(probe, windows[:4].to(run.device)).backward()
     if run.is_main:
         print(f"{len(list(net.parameters()))} parameters, {title}: {calls} all-reduces", flush=True)
+del probe  # it holds the process group, whose threads would outlive run.finish()
 
 # --- Training: ours ----------------------------------------------------------------------------
 torch.manual_seed(7)

@@ -13,6 +13,7 @@ import os
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # loaded later, by DDP, it would hold the process group for ever
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -69,4 +70,5 @@ if rank == 0:
         f"last loss {loss.item():.3f}, on {net.below.weight.device} and {net.above.weight.device}"
     )
     print(f"{world} ranks have equal weights", flush=True)
+del model  # it holds the group, and so its threads
 dist.destroy_process_group()

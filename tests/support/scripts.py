@@ -12,12 +12,13 @@ from pathlib import Path
 from support.launching import NO_ROUNDS, RUN, SOURCES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+AT_EXIT = Path(__file__).with_name("at_exit")
 LAUNCHER = (*RUN, "--nproc", "3")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3")
 
 
 def start(*command: str, **env: str) -> subprocess.Popen[str]:
-    sources = os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])
+    sources = os.pathsep.join([str(AT_EXIT), str(SOURCES), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
         command,
         env={**os.environ, "PYTHONPATH": sources, **env},
@@ -28,13 +29,14 @@ def start(*command: str, **env: str) -> subprocess.Popen[str]:
 
 
 def finish(*command: str, code: int = 0, **env: str) -> str:
-    """Its output; fails unless it ends with this exit code."""
+    """Its output; fails unless it ends with this exit code, and all threads before it."""
     with start(*command, **env) as process:
         try:
             out, _ = process.communicate(timeout=300)
         finally:
             process.kill()
     assert process.returncode == code, out[-30_000:]
+    assert code or "has left a thread" not in out, out[-30_000:]
     return out
 
 
