@@ -20,8 +20,8 @@ _STUCK = 120  # seconds after which a test is stuck, which finds a mutation out 
 PAGE = ROOT / "docs/mutations.md"
 HEAD = """# Mutations
 
-Decisive lines made wrong on purpose, and the first test that found each out. `make mutations` tries
-them all, each in a copy of the checkout, and writes this page.
+Decisive lines made wrong on purpose, and the first test of `tests/unit` that found each out.
+`make mutations` tries them all, each in a copy of the checkout, and writes this page.
 
 | what is wrong | file | found out by |
 |---|---|---|

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import selectors
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,61 +15,108 @@ from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.messages import Hello, Welcome, encode
 from ddpjob_trainer.launcher.hub.rounds import Limits
 from ddpjob_trainer.launcher.hub.server import HubServer
+from support.descriptors import none_left
 
 GANG = Hello("uid", 1, replicas=2, nproc=1, replica=0)
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def test_silent_strangers_make_room_for_a_launcher():  # type: ignore[no-untyped-def]
-    selector = selectors.DefaultSelector()
-    listener = sockets.bind(0, host="127.0.0.1")
-    port = listener.getsockname()[1]
-    post: list[Callable[..., None]] = []
-    hub = Hub(GANG, Limits(3), lambda *said: post[0](*said))  # noqa: PLW0108  post is filled later
-    server = HubServer(listener, selector, hub)
-    post.append(server.post)
+class Port:
+    """A hub's port, heard when the test says so."""
 
-    def hear(now: float) -> None:
-        while ready := selector.select(0.05):
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        listener = sockets.bind(0, host="127.0.0.1")
+        self.address = listener.getsockname()
+        post: list[Callable[..., None]] = []
+        self.hub = Hub(GANG, Limits(3), lambda *said: post[0](*said))  # noqa: PLW0108  filled later
+        self.server = HubServer(listener, self.selector, self.hub)
+        post.append(self.server.post)
+
+    def hear(self, now: float) -> None:
+        while ready := self.selector.select(0.05):
             for key, _ in ready:
                 key.data(now)
 
-    def connect() -> socket.socket:
-        return socket.create_connection(("127.0.0.1", port), timeout=10)
+    def connect(self) -> socket.socket:
+        return socket.create_connection(self.address, timeout=10)
 
-    strangers = [connect() for _ in range(64)]
-    hear(100.0)
-    early = connect()
-    hear(100.1)
+
+@pytest.fixture
+def port() -> Iterator[Port]:
+    found = Port()
+    yield found
+    found.server.close()
+
+
+def hello(uid: str = "uid") -> bytes:
+    return encode(Hello(uid, 1, replicas=2, nproc=1, replica=1))
+
+
+def test_silent_strangers_make_room_for_a_launcher(port: Port) -> None:
+    strangers = [port.connect() for _ in range(64)]
+    port.hear(100.0)
+    early = port.connect()
+    port.hear(100.1)
     assert early.recv(1) == b""  # so soon after the others
-    launcher = connect()
-    launcher.sendall(encode(Hello("uid", 1, replicas=2, nproc=1, replica=1)))
-    hear(101.0)
+    launcher = port.connect()
+    launcher.sendall(hello())
+    port.hear(101.0)
     assert launcher.recv(1000) == encode(Welcome())
     assert strangers[0].recv(1) == b""
     for one in (*strangers, early, launcher):
         one.close()
-    server.close()
 
 
-def test_who_is_not_admitted_says_why_and_once():  # type: ignore[no-untyped-def]
-    selector = selectors.DefaultSelector()
-    listener = sockets.bind(0, host="127.0.0.1")
-    address = listener.getsockname()
-    post: list[Callable[..., None]] = []
-    hub = Hub(GANG, Limits(3), lambda *said: post[0](*said))  # noqa: PLW0108  post is filled later
-    server = HubServer(listener, selector, hub)
-    post.append(server.post)
-    assert hub.admit(replace(GANG, replica=1)) is None
+def test_strangers_who_were_refused_hold_no_place_by_saying_it_again(port: Port) -> None:
+    strangers = [port.connect() for _ in range(64)]
+    for moment in (100.0, 100.4):
+        for stranger in strangers:
+            stranger.sendall(hello("another's"))
+        port.hear(moment)
+    launcher = port.connect()
+    launcher.sendall(hello())
+    port.hear(100.4)
+    assert launcher.recv(1000) == encode(Welcome())
+    for one in (*strangers, launcher):
+        one.close()
+
+
+def test_without_descriptors_the_launcher_does_not_turn_round_its_port(port: Port) -> None:
+    """select() would return at once, again and again, with the processor that workers need."""
+    with socket.socket() as launcher:
+        with none_left():
+            launcher.connect(port.address)
+            launcher.sendall(hello())
+            port.hear(100.0)  # comes to an end
+            due = port.server.tick(100.0)
+            assert due is not None
+            assert due > 100.0
+        port.hear(due)
+        assert port.server.tick(due) is None
+        port.hear(due)
+        assert launcher.recv(1000) == encode(Welcome())
+        port.hear(due)
+
+
+def test_a_port_without_descriptors_can_be_closed() -> None:
+    port = Port()
+    with socket.socket() as launcher, none_left():
+        launcher.connect(port.address)
+        port.hear(100.0)
+        port.server.close()
+
+
+def test_who_is_not_admitted_says_why_and_once(port: Port) -> None:
+    assert port.hub.admit(replace(GANG, replica=1)) is None
     said: list[str] = []
-    client = HubClient(address, replace(GANG, replica=1), selector, said.append)
+    client = HubClient(port.address, replace(GANG, replica=1), port.selector, said.append)
     meetings = 0
     while meetings < 3:  # then it has heard the second refusal
-        for key, _ in selector.select():
+        for key, _ in port.selector.select():
             meetings += key.data == client._take
             key.data(100.0)
     client.close()
-    server.close()
     why = "replica 1 has been admitted before"
     assert said == [f"the hub does not admit this launcher yet: {why}"]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 import urllib.error
 import urllib.request
+from typing import Any
 
 import pytest
 
 from ddpjob_trainer.contract import State
-from ddpjob_trainer.launcher import endpoints
+from ddpjob_trainer.launcher import endpoints, sockets
 from ddpjob_trainer.launcher.metrics import LauncherMetrics
+from support.descriptors import none_left
 
 
 def test_it_serves_without_a_resolver_and_frees_its_port_at_the_end(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
@@ -48,6 +51,51 @@ def test_strangers_who_connect_and_say_nothing_make_room_for_others(tmp_path):  
     for one in silent:
         one.close()
     server.end()
+
+
+def test_a_request_that_does_not_end_is_answered_and_closed_before_it_fills_the_memory(tmp_path):  # type: ignore[no-untyped-def]
+    server = endpoints.serve(
+        0, lambda: tmp_path, LauncherMetrics(), lambda: {"version": 1}, lambda: True
+    )
+    port = server.socket.getsockname()[1]
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
+        begin = b"GET /healthz HTTP/1.1\r\na: "
+        stranger.sendall(begin + b"x" * (endpoints._MAX_HEAD - len(begin)))
+        with stranger.makefile("rb") as reply:
+            assert reply.readline() == b"HTTP/1.1 200 OK\r\n"
+            assert reply.read().endswith(b"ok\n")
+    server.end()
+
+
+@pytest.mark.parametrize("pause", [0.01, 600.0])
+def test_without_descriptors_it_waits_instead_of_trying_all_the_time(tmp_path, monkeypatch, pause):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(sockets, "FULL_SECONDS", pause)
+    tries: list[float] = []
+
+    class Counted(endpoints.Server):
+        def get_request(self) -> Any:
+            tries.append(pause)
+            return super().get_request()
+
+    monkeypatch.setattr(endpoints, "Server", Counted)
+    server = endpoints.serve(
+        0, lambda: tmp_path, LauncherMetrics(), lambda: {"version": 1}, lambda: True
+    )
+    with socket.socket() as client:
+        with none_left():
+            client.connect(("127.0.0.1", server.socket.getsockname()[1]))
+            while not tries:
+                time.sleep(0.01)
+            time.sleep(0.1)  # enough for thousands of tries
+        if pause == 600.0:
+            assert len(tries) == 1
+        else:
+            client.settimeout(20)
+            client.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+            assert client.recv(100).startswith(b"HTTP/1.1 200")
+    server.end()
+    server.thread.join(20)
+    assert not server.thread.is_alive()
 
 
 STATE: State = {

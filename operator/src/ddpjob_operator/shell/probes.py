@@ -39,7 +39,7 @@ class Probes:
         app.router.add_get("/metrics", self._metrics)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._host, self._port).start()
+        await web.TCPSite(self._runner, self._host or None, self._port).start()
         self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:

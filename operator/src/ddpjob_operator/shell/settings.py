@@ -27,7 +27,7 @@ class Settings:
     progress_seconds: float = 15.0
     resync_seconds: float = 30.0
     metrics_from: tuple[dict[str, Any], ...] = ()  # NetworkPolicyPeers; empty: everybody
-    probe_host: str = "0.0.0.0"
+    probe_host: str = ""  # every address, of IPv4 and of IPv6
     probe_port: int = 8080
     lease_name: str = "ddpjob-operator"
     lease_namespace: str = ""  # empty: the namespace of the credentials
@@ -146,7 +146,7 @@ def _cluster_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]) 
 def _process_flags(parser: argparse.ArgumentParser) -> None:
     process = parser.add_argument_group("the process")
     process.add_argument(
-        "--probe-host", default="0.0.0.0", help="address of /healthz, /readyz and /metrics"
+        "--probe-host", default="", help="address of /healthz, /readyz and /metrics (all)"
     )
     process.add_argument(
         "--probe-port", type=int, default=8080, help="their port; 0 takes any free one"

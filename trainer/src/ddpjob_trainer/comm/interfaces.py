@@ -6,14 +6,18 @@ what the node's /etc/hosts says, on Debian and Ubuntu 127.0.1.1, which no other 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import ipaddress
 import os
 import socket
 import struct
+from collections.abc import Iterator
+from pathlib import Path
 
 NAME = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
+_IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 _REQUEST = 256  # bytes of a struct ifreq, and more
 
 
@@ -28,7 +32,7 @@ def choose(master: str) -> None:
     if own is None or _loopback(own):
         return
     for _, name in socket.if_nameindex():
-        if _address(name) == own:
+        if own in _addresses(name):
             os.environ[NAME] = name
 
 
@@ -59,12 +63,24 @@ def _towards(host: str) -> str | None:
         return str(probe.getsockname()[0])
 
 
-def _address(interface: str) -> str | None:
-    """Its IPv4 address."""
+def _addresses(interface: str) -> set[str]:
+    """Its IPv4 address, and all of IPv6."""
+    return {*_ipv4(interface), *_ipv6(interface)}
+
+
+def _ipv4(interface: str) -> Iterator[str]:
     request = struct.pack(f"{_REQUEST}s", interface.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-        except OSError:  # it has none
-            return None
-    return socket.inet_ntoa(answer[20:24])
+    with (
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+        contextlib.suppress(OSError),  # it has none
+    ):
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        yield socket.inet_ntoa(answer[20:24])
+
+
+def _ipv6(interface: str) -> Iterator[str]:
+    with contextlib.suppress(OSError):  # the kernel has no IPv6
+        for line in _IPV6_ADDRESSES.read_text().splitlines():
+            digits, *_, name = line.split()
+            if name == interface:
+                yield str(ipaddress.IPv6Address(bytes.fromhex(digits)))

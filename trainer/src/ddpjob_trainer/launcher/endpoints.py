@@ -11,12 +11,14 @@ import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedIOBase
 from pathlib import Path
 from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs
 
 from ddpjob_trainer.contract import State
+from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.metrics import LauncherMetrics, launcher_metrics, worker_metrics
 from ddpjob_trainer.launcher.progress_path import NEVER, as_text
 from ddpjob_trainer.launcher.termination import Known
@@ -25,6 +27,8 @@ from ddpjob_trainer.liveness.heartbeat import RankState
 STATE_VERSION = 1
 #: Whoever connects and says nothing holds a thread and a descriptor, which rounds need as well.
 _MAX_CONNECTIONS = 32
+#: Bytes of a request. Python itself takes 6 MiB, with which strangers could fill a pod's memory.
+_MAX_HEAD = 16 * 1024
 
 
 def state_body(
@@ -122,6 +126,15 @@ class Server(ThreadingHTTPServer):
             self.handle_request()
         self.socket.close()
 
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Where no descriptor is left, a little later: the workers need this processor."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in sockets.FULL:
+                self._ended.wait(sockets.FULL_SECONDS)
+            raise
+
     def process_request(self, request: Any, client_address: Any) -> None:
         """When there are too many, the oldest goes: an honest one has its answer by now."""
         with self._lock:
@@ -144,6 +157,20 @@ class Server(ThreadingHTTPServer):
         """Whoever asked has gone away, or will ask again."""
 
 
+class _Head:
+    """The lines of a request, as long as there is room for them; then its end."""
+
+    def __init__(self, source: BufferedIOBase) -> None:
+        self._source = source
+        self.left = 0
+        self.close = source.close
+
+    def readline(self, limit: int = _MAX_HEAD) -> bytes:
+        line = self._source.readline(min(limit, self.left))
+        self.left -= len(line)
+        return line
+
+
 def serve(
     port: int,
     metrics_dir: Callable[[], Path],
@@ -156,6 +183,16 @@ def serve(
     class Handler(BaseHTTPRequestHandler):
         timeout = 5.0
         protocol_version = "HTTP/1.1"
+
+        def setup(self) -> None:
+            super().setup()
+            self.rfile: Any = _Head(self.rfile)
+
+        def handle_one_request(self) -> None:
+            self.rfile.left = _MAX_HEAD
+            super().handle_one_request()
+            if not self.rfile.left:
+                self.close_connection = True
 
         def do_GET(self) -> None:
             path, _, query = self.path.partition("?")

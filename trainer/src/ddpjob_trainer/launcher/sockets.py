@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
+from typing import Final
+
+#: Why a connection cannot be taken in though it is there: select() would return at once, again and
+#: again.
+FULL: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+#: Until the next try.
+FULL_SECONDS: Final = 0.2
 
 
 def bind(port: int, *, host: str = "") -> socket.socket:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +52,25 @@ def share_buffers(module: torch.nn.Module, world: World) -> None:
     for _, buffer in buffers.persistent(module):
         # .data: a graph that waits for its backward checks the version of what it has saved.
         world.broadcast_tensor(buffer.data)
+
+
+def tell_waits(
+    wrapped: torch.nn.Module, waiting: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Have a forward's wait for rank 0's buffers be one: not who waits hangs, but rank 0.
+
+    ``wrapped``: a DistributedDataParallel. torch has no hook there; without its method all is as
+    it was, and a hang may be laid to a rank that waits.
+    """
+    share = getattr(wrapped, "_sync_buffers", None)
+    if share is None:
+        return
+
+    def waits() -> None:
+        with waiting():
+            share()
+
+    setattr(wrapped, "_sync_buffers", waits)  # noqa: B010
 
 
 @dataclass(slots=True)

@@ -135,6 +135,8 @@ class Run:
         optimizers = named(optimizer, torch.optim.Optimizer, "optimizer", count)
         with self._together("run.prepare()"):
             wrapped = trained.add(models, optimizers, list(schedulers), given, before_update)
+        for one in trained.models[-len(models) :]:
+            evaluation.tell_waits(one.wrapped, lambda: self._process.progress.during("agreement"))
         return shaped_like(model, wrapped), optimizer
 
     def register(self, name: str, obj: Keepable, *, per_rank: bool = False) -> None:
@@ -241,7 +243,7 @@ class Run:
         trained = self._ready("evaluate()")
         mean = given.reduce == "mean"
         world = self._process.world
-        with self._together("run.evaluate()"):
+        with self._process.progress.during("agreement"), self._together("run.evaluate()"):
             evaluation.share_buffers(trained.module, world)
             if ema:
                 evaluation.share_buffers(trained.model_of(model).weights(ema=True), world)

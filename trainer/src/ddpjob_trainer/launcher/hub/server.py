@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import selectors
 import socket
 
+from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.messages import Hello, Message, Refused
 from ddpjob_trainer.launcher.hub.wire import Wire
@@ -25,9 +25,13 @@ class HubServer:
         self._hub = hub
         self._strangers: dict[Wire, float] = {}  # until when they may stay silent
         self._wires: dict[int, Wire] = {}
+        self._deaf_until = 0.0  # no descriptor was left; 0: it listens
         listener.listen(1024)
         listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._listen()
+
+    def _listen(self) -> None:
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def post(self, replica: int, message: Message) -> None:
         """Send to an admitted launcher; one that is gone gets nothing."""
@@ -41,23 +45,32 @@ class HubServer:
             if now >= until:
                 del self._strangers[wire]
                 wire.close()
-        return min(self._strangers.values(), default=None)
+        if self._deaf_until and now >= self._deaf_until:
+            self._deaf_until = 0.0
+            self._listen()
+        dues = [*self._strangers.values(), self._deaf_until]
+        return min((due for due in dues if due), default=None)
 
     def close(self) -> None:
         """Close every connection: the other launchers see that this one is gone."""
-        self._selector.unregister(self._listener)
+        if not self._deaf_until:
+            self._selector.unregister(self._listener)
         self._listener.close()
         for wire in (*self._strangers, *self._wires.values()):
             wire.close()
 
     def _accept(self, now: float) -> None:
-        with contextlib.suppress(OSError):
+        try:
             for _ in range(_MAX_STRANGERS):  # then the others are heard
                 connection, _ = self._listener.accept()
                 if len(self._strangers) >= _MAX_STRANGERS and not self._drop_silent(now):
                     connection.close()
                     continue
                 self._meet(connection, now)
+        except OSError as error:
+            if error.errno in sockets.FULL:
+                self._selector.unregister(self._listener)
+                self._deaf_until = now + sockets.FULL_SECONDS
 
     def _drop_silent(self, now: float) -> bool:
         """Drop who has come first, unless a launcher might still be about to speak."""
@@ -70,14 +83,16 @@ class HubServer:
 
     def _meet(self, connection: socket.socket, now: float) -> None:
         replica: int | None = None
+        spoke = False
 
         def received(message: Message, now: float) -> None:
-            nonlocal replica
+            nonlocal replica, spoke
             if replica is not None:
                 self._hub.receive(replica, message, now)
                 return
-            if not isinstance(message, Hello):
-                raise ValueError("the first message must be Hello")
+            if spoke or not isinstance(message, Hello):  # who was refused may not hold its place
+                raise ValueError("the first message must be Hello, and the only one of a stranger")
+            spoke = True
             self._strangers.pop(wire, None)
             self._wires.setdefault(message.replica, wire)
             refused = self._hub.admit(message)
