@@ -22,6 +22,7 @@ from ddpjob_trainer.snapshot.keeper.writer import Writer
 
 _MAX_MESSAGE = 1 << 14
 _IDLE_MILLISECONDS = 1000
+_GONE = "it was removed, or another job has taken over this snapshot directory"
 
 
 class RankGoneError(Exception):
@@ -85,6 +86,8 @@ class Keeper:
         assert self._writer is not None, "open comes first"
         try:
             return self._write(self._writer, request, fds)
+        except FileNotFoundError:
+            return {"text": f"{self._writer.directory} is gone: {_GONE}"}
         except OSError as error:
             return {"text": error.strerror or str(error)}
 
