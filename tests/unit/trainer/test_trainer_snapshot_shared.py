@@ -180,6 +180,28 @@ def test_a_start_that_fails_leaves_no_copies(tmp_path, monkeypatch):  # type: ig
     assert step_of(open_snapshots(tmp_path, 4)) == 5
 
 
+@pytest.mark.parametrize(
+    ("code", "cure"),
+    [
+        (errno.ENOSPC, "No space left.*Free some space or enlarge the volume; all snapshots"),
+        (errno.EDQUOT, "quota exceeded.*Free some space"),
+        (errno.EROFS, "Read-only file system.*Mount the volume for writing; all snapshots"),
+    ],
+)
+def test_a_disk_that_takes_no_start_is_named_with_the_cure(tmp_path, code, cure):  # type: ignore[no-untyped-def]
+    def full(operation: str, path: Path) -> None:
+        if operation == "before write":  # whose error knows no path
+            raise OSError(code, os.strerror(code))
+
+    save(open_snapshots(tmp_path, 1)[0], 5)
+    disk.seam = full
+    with pytest.raises(OSError, match=f"{cure}.*{tmp_path}'$") as found:
+        open_snapshots(tmp_path, 2)
+    assert found.value.errno == code
+    disk.seam = None
+    assert step_of(open_snapshots(tmp_path, 3)) == 5
+
+
 # --- A reader ---------------------------------------------------------------------------------
 
 

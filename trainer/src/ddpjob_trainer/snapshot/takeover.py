@@ -30,6 +30,15 @@ from ddpjob_trainer.snapshot.patience import PASSING, Patience
 _OPEN_ATTEMPTS = 20
 _DENIED = (errno.EACCES, errno.EPERM)
 _UNREADABLE = (*PASSING, *_DENIED)
+_ROOM = (
+    "a start writes a list of what it takes over, and where there are no hard links a copy. Free"
+    " some space or enlarge the volume; all snapshots in it stay"
+)
+_CURES = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EROFS: "a start writes there too. Mount the volume for writing; all snapshots in it stay",
+}
 
 Tell = Callable[[str], None]
 Result = TypeVar("Result")
@@ -80,6 +89,11 @@ def open_store(
         except FileNotFoundError:
             if attempt == _OPEN_ATTEMPTS - 1:
                 raise
+        except OSError as error:
+            if error.errno in _CURES:
+                error.strerror = f"{error.strerror}: {_CURES[error.errno]}"
+                error.filename = str(root)
+            raise
     raise AssertionError("unreachable")
 
 
