@@ -344,9 +344,13 @@ def test_a_directory_that_is_gone_is_told(tmp_path, open_ranks):  # type: ignore
     ranks = open_ranks(tmp_path)
     assert ranks.save(1) == ""
     shutil.rmtree(ranks.directory)
-    assert ranks.save(2).startswith(f"{ranks.directory} is gone: it was removed, or another job")
+    why = f"{ranks.directory} is gone: it was removed, or another job"
+    assert ranks.save(2).startswith(why)
+    ranks.directory.touch()
+    assert ranks.save(3).startswith(why)
+    ranks.directory.unlink()
     ranks.directory.mkdir()
-    assert ranks.save(3) == ""
+    assert ranks.save(4) == ""
 
 
 def descriptors() -> int:

@@ -202,6 +202,23 @@ def test_a_disk_that_takes_no_start_is_named_with_the_cure(tmp_path, code, cure)
     assert step_of(open_snapshots(tmp_path, 3)) == 5
 
 
+def test_restarts_without_progress_do_not_fill_a_disk_without_hard_links(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    """Each has copied the same snapshot. Their records stay: the chain goes on to older ones."""
+
+    def cannot(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", cannot)
+    save(open_snapshots(tmp_path, 1, keep=3)[0], 4, 5)
+    for attempt in range(2, 12):
+        assert step_of(open_snapshots(tmp_path, attempt, keep=3)) == 5
+    assert len(list(tmp_path.glob("*/step-*05.json"))) == 3
+    assert len(list(tmp_path.glob("*/*.safetensors"))) == 3 * 3 + 3
+    for path in tmp_path.glob("*/step-*05.json"):
+        path.write_bytes(b"damaged")
+    assert step_of(open_snapshots(tmp_path, 12, keep=3)) == 4
+
+
 # --- A reader ---------------------------------------------------------------------------------
 
 
