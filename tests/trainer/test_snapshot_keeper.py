@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from ddpjob_trainer.snapshot.keeper.writer import data_name
 from ddpjob_trainer.snapshot.ondisk import checked_json, lineage, manifest
 from ddpjob_trainer.snapshot.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.pipeline import Outcome, Part, Place, Tracker
+from ddpjob_trainer.snapshot.skips import Skips
 from ddpjob_trainer.snapshot.takeover import Loaded
 from ddpjob_trainer.snapshot.write_plan import Captured, Shares, assembler, lay_out
 from ddpjob_trainer.state.codec import DTYPES, flatten, unflatten
@@ -146,6 +148,11 @@ class Ranks:
     def keepers(self) -> list[int]:
         found = [tracker._keeper for tracker in self.trackers]
         return [keeper.pid for keeper in found if keeper is not None]
+
+    def why(self) -> str:
+        """What is said where a snapshot is skipped."""
+        reports = PartReports(self.told, self.place.writers)
+        return Skips().why(self.trackers[0].oldest(), reports)
 
     def close(self) -> None:
         for tracker in self.trackers:
@@ -332,6 +339,20 @@ def test_a_keeper_that_died_while_idle_costs_no_snapshot(tmp_path, open_ranks): 
     check(open_snapshots(tmp_path, 2)[1], 2)
 
 
+def test_a_directory_that_is_gone_is_told(tmp_path, open_ranks):  # type: ignore[no-untyped-def]
+    """Removed by hand, or by the retention of another job that began in it later."""
+    ranks = open_ranks(tmp_path)
+    assert ranks.save(1) == ""
+    shutil.rmtree(ranks.directory)
+    why = f"{ranks.directory} is gone: it was removed, or another job"
+    assert ranks.save(2).startswith(why)
+    ranks.directory.touch()
+    assert ranks.save(3).startswith(why)
+    ranks.directory.unlink()
+    ranks.directory.mkdir()
+    assert ranks.save(4) == ""
+
+
 def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -391,10 +412,17 @@ def test_who_is_behind_has_no_buffer_and_nobody_waits(tmp_path, open_ranks):  # 
             ranks.begin(step)
         assert not any(tracker.pool.free() for tracker in ranks.trackers)
         assert ranks.trackers[0].pool.take(10) is None
+        assert "that of step 2 for 0 s by rank 0. Is its volume slow" in ranks.why()
+        os.kill(ranks.keepers()[0], signal.SIGCONT)
+        deadline = time.monotonic() + 60
+        while "s by rank 1. Is its volume" not in ranks.why():
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
     finally:
         for pid in ranks.keepers():
             os.kill(pid, signal.SIGCONT)
     assert [(o.step, o.text) for o in ranks.settle()] == [(2, ""), (3, "")]
+    assert ranks.why() == "older ones are still being written"
     assert all(tracker.pool.free() for tracker in ranks.trackers)
 
 

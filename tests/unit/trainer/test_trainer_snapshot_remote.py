@@ -239,7 +239,7 @@ def test_another_job_goes_on_unless_told_not_to(store, tmp_path):  # type: ignor
     save(new, 8)
     second.upload(8)
     assert bring(store, tmp_path / "c", 2, uid="new", resume=False) == 8  # its own
-    with pytest.raises(PeerLostError, match="another job has taken over"):
+    with pytest.raises(ConfigError, match="another job has taken over"):
         bring(store, tmp_path / "d", 2)
 
 

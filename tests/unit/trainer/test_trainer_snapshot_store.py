@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from ddpjob_trainer import accelerator
-from ddpjob_trainer.errors import PeerLostError
+from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.snapshot import load
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
 from ddpjob_trainer.snapshot.staging import Pool
@@ -400,7 +400,7 @@ def test_a_zombie_of_a_deleted_job_of_the_same_name_is_refused(tmp_path):  # typ
         for step in range(3):
             save(live, 10 * attempt + step)
     assert all(s.uid == "live" for s in lineage.read_starts(tmp_path).values())
-    with pytest.raises(PeerLostError, match=r"another job has taken over.*\(uid live\)"):
+    with pytest.raises(ConfigError, match=r"another job has taken over.*\(uid live\)"):
         open_snapshots(tmp_path, 2, uid="deleted")
     # Stopped between its check and its start record, it leads nobody either.
     late = lineage.claim(tmp_path)

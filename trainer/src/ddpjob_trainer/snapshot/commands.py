@@ -5,6 +5,7 @@ Reads only, but for what export writes to the path it is given; safe beside a ru
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -32,6 +33,8 @@ def ls(root: Path) -> int:
             size = sum(file.bytes for file in manifest.read(found.path).files) / 2**20
             state = "current" if found.counts else "superseded"
         except (InvalidSnapshotError, OSError) as error:
+            if _is_gone(found.path):
+                continue
             size, state = 0.0, f"invalid: {error}"
         where = found.path.parent.name
         print(f"{where:<10} {attempt:>7} {round_:>5} {found.step:>10} {size:>9.1f}  {state}")
@@ -46,11 +49,21 @@ def verify(root: Path) -> int:
         try:
             manifest.verify(found.path.parent, manifest.read(found.path))
         except (InvalidSnapshotError, OSError) as error:
+            if _is_gone(found.path):
+                print(f"{name}: removed meanwhile")
+                continue
             damaged += 1
             print(f"{name}: DAMAGED: {error}")
         else:
             print(f"{name}: ok")
     return 1 if damaged else 0
+
+
+def _is_gone(path: Path) -> bool:
+    """Whether a running job's retention, which takes the manifest first, has removed it since."""
+    with contextlib.suppress(OSError):
+        return not disk.exists(path)
+    return False
 
 
 def export(root: Path, out: Path, *, step: int | None, format_: str) -> int:

@@ -27,6 +27,7 @@ from ddpjob_trainer.snapshot.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.pipeline import Part, Place, Tracker
 from ddpjob_trainer.snapshot.remote.client import Uploads, fetch_if_newer
 from ddpjob_trainer.snapshot.restore import Opened, open_together
+from ddpjob_trainer.snapshot.skips import Skips
 from ddpjob_trainer.snapshot.staging import Buffer, Copy
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.snapshot.write_plan import Captured, Image, Shares, assembler, lay_out, measure
@@ -56,7 +57,7 @@ class Snapshots:
         self._place: Place | None = None
         self._writer: int | None = None  # this rank's number among those that write
         self._unsettled = False
-        self._skipping = False
+        self._skips = Skips()
         self._free = True  # every rank has a buffer to save into
         self._facts = (0, 0)  # of what this rank captured last: fingerprint(), main_bytes()
         self._divided = True  # every rank writes its share; else rank 0 writes everything
@@ -198,13 +199,12 @@ class Snapshots:
             self._progress.at("snapshot")
             tracker = self._tracking()  # another one if that has broken meanwhile
         if self._free:
+            self._skips.over()
             self._stage(step, begun, found or self._capture(state), config, tracker)
             self._unsettled = True
         else:
             self._progress.save_skipped()
-            if not self._skipping and self._world.rank == 0:
-                say(0, f"no snapshot after step {step}: older ones are still being written")
-        self._skipping = not self._free
+            self._say_why(step, tracker)
         failpoints.reach("snapshot")
         if last:
             self.settle()
@@ -212,6 +212,10 @@ class Snapshots:
                 self._upload_rest(_LAST_UPLOAD_SECONDS)
                 self._world.barrier()
         self._progress.phase("step")
+
+    def _say_why(self, step: int, tracker: Tracker) -> None:
+        if self._world.rank == 0 and (why := self._skips.why(tracker.oldest(), self._reports())):
+            say(0, f"no snapshot after step {step}: {why}")
 
     def _capture(self, state: TrainingState) -> Captured | str:
         """The state, or why it cannot be stored. On every rank: a state_dict() may be collective.
@@ -241,13 +245,16 @@ class Snapshots:
             self._tracker = None
         if self._tracker is None:
             assert self._place is not None, "restore() comes first"
-            assert self._world.store is not None
-            reports = PartReports(self._world.store, self._place.writers)
+            reports = self._reports()
             self._tracker = Tracker(self._world.rank, self._place, reports, self._world.accelerator)
         if self._later and self._hook is None:
             # Optimizers that the loop's body steps itself must wait as well.
             self._hook = register_optimizer_step_pre_hook(lambda *_: self.before_update())
         return self._tracker
+
+    def _reports(self) -> PartReports:
+        assert self._place is not None and self._world.store is not None  # noqa: PT018
+        return PartReports(self._world.store, self._place.writers)
 
     def _stage(
         self, step: int, begun: float, captured: Captured | str, config: Config, tracker: Tracker

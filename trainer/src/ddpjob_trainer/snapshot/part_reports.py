@@ -54,6 +54,14 @@ class PartReports:
             self._store.set(f"snapshot/{step}/{report.rank}", record)
             self._store.add(f"snapshot/{step}", 1)
 
+    def first_missing(self, step: int) -> int:
+        """On rank 0: a writer that has not reported, -1 when all have."""
+        with peer_loss():
+            for rank in self._writers:
+                if not self._store.check([f"snapshot/{step}/{rank}"]):
+                    return rank
+        return -1
+
     def complete(self, step: int) -> list[Report] | None:
         """On rank 0: the reports of all writers, in their order; None while some are missing."""
         with peer_loss():

@@ -87,7 +87,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class _Snapshot:
+class Unfinished:
     """On rank 0: one that is not yet durable."""
 
     step: int
@@ -111,7 +111,7 @@ class Tracker:
         self._queue: deque[Part | int] = deque()  # a number: prepare buffers of that size
         self._parts: dict[int, Part] = {}  # by step: being copied or written
         self._told: dict[int, Part] = {}  # those that the keeper is writing
-        self._snapshots: dict[int, _Snapshot] = {}
+        self._snapshots: dict[int, Unfinished] = {}
         self._outcomes: deque[Outcome] = deque()
         self._copying = 0
         self._closing = False
@@ -136,7 +136,7 @@ class Tracker:
                 self._parts[part.step] = part
                 self._copying += 1
                 if part.assemble is not None:
-                    self._snapshots[part.step] = _Snapshot(part.step, part.begun, part.assemble)
+                    self._snapshots[part.step] = Unfinished(part.step, part.begun, part.assemble)
         if broken:  # since it was asked: nobody else would tell
             self.failed(part.step, part.begun, broken)
         else:
@@ -149,7 +149,7 @@ class Tracker:
                 if self._broken:
                     self._outcomes.append(Outcome(step, text=text))
                 else:
-                    self._snapshots[step] = _Snapshot(step, begun, None)
+                    self._snapshots[step] = Unfinished(step, begun, None)
         self._reports.post(step, Report(self._rank, text=text))
         os.eventfd_write(self._wake, 1)
 
@@ -175,6 +175,11 @@ class Tracker:
             found = list(self._outcomes)
             self._outcomes.clear()
         return found
+
+    def oldest(self) -> Unfinished | None:
+        """On rank 0: the first that is not yet durable."""
+        with self._changed:
+            return next(iter(self._snapshots.values()), None)
 
     @property
     def broken(self) -> bool:

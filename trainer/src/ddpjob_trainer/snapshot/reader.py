@@ -11,6 +11,7 @@ import torch
 
 from ddpjob_trainer.snapshot.find import SnapshotToolError, choose
 from ddpjob_trainer.snapshot.load import Source
+from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError
 from ddpjob_trainer.state.codec import Flat, member, tensor_names, unflatten
 
 
@@ -37,7 +38,7 @@ class Snapshot:
     def state(self, name: str) -> Any:
         """Return what the state_dict() of a registered object gave: "optimizer" for one.
 
-        Raises KeyError, OSError.
+        Raises KeyError, OSError, SnapshotToolError when retention has removed it meanwhile.
         """
         return self.read("registered", name)
 
@@ -47,14 +48,21 @@ class Snapshot:
         return found
 
     def read(self, *path: str) -> Any:
-        """Return one part of the state. Raises KeyError, OSError."""
+        """Return one part of the state. Raises KeyError, OSError, SnapshotToolError."""
         manifest = self._source.manifest
         node = manifest.tree
         for name in path:
             node = member(node, name)
         names = {manifest.aliases.get(name, name) for name in tensor_names(node)}
         tensors = self._source.empty(names.__contains__)
-        self._source.read(names.__contains__, tensors)
+        try:
+            self._source.read(names.__contains__, tensors)
+        except InvalidSnapshotError as error:
+            raise SnapshotToolError(
+                f"the snapshot of step {self.step} has changed since it was opened: {error}. The"
+                " retention of a running job may have removed it: read again, or let it keep more"
+                " (snapshot.keep)"
+            ) from None
         return unflatten(Flat(node, tensors, dict(manifest.aliases)))
 
 

@@ -13,22 +13,36 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot.load import Source
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.lineage import Start
-from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError, Manifest
+from ddpjob_trainer.snapshot.ondisk.manifest import (
+    InvalidSnapshotError,
+    Manifest,
+    NewerFormatError,
+)
 from ddpjob_trainer.snapshot.patience import PASSING, Patience
 
 _OPEN_ATTEMPTS = 20
 _DENIED = (errno.EACCES, errno.EPERM)
 _UNREADABLE = (*PASSING, *_DENIED)
+_ROOM = (
+    "a start writes a list of what it takes over, and where there are no hard links a copy. Free"
+    " some space or enlarge the volume; all snapshots in it stay"
+)
+_CURES = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EROFS: "a start writes there too. Mount the volume for writing; all snapshots in it stay",
+}
 
 Tell = Callable[[str], None]
 Result = TypeVar("Result")
+_Unreadable = OSError | NewerFormatError
 #: Directory, manifest -> what is valid and can be read. Raises InvalidSnapshotError, OSError.
 Load = Callable[[Path, Manifest], Source]
 
@@ -61,10 +75,10 @@ def open_store(
 ) -> tuple[Start, Loaded | None]:
     """Start this incarnation from the newest valid snapshot; return its record as well.
 
-    ``patience``: with a disk that fails for a moment. Raises OSError, PeerLostError.
+    ``patience``: with a disk that fails for a moment. Raises OSError, PeerLostError, ConfigError.
     """
     reader = _Reader(load, tell, patience or Patience())
-    root.mkdir(parents=True, exist_ok=True)
+    reader.patiently(partial(_make_root, root))
     if not identity.unique:
         # torchrun and a bare python repeat their names, and no zombie can have this one.
         identity = replace(identity, uid=f"{identity.uid}-{secrets.token_hex(8)}")
@@ -75,7 +89,33 @@ def open_store(
         except FileNotFoundError:
             if attempt == _OPEN_ATTEMPTS - 1:
                 raise
+        except OSError as error:
+            if error.errno in _CURES:
+                error.strerror = f"{error.strerror}: {_CURES[error.errno]}"
+                error.filename = str(root)
+            raise
     raise AssertionError("unreachable")
+
+
+def _make_root(root: Path) -> None:
+    """Raises ConfigError for what trying again does not cure, OSError."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ConfigError(
+            f"no snapshot directory can be made at {root}: what lies there, or above, is no"
+            " directory. Remove it, or choose another snapshot directory (snapshot.path)"
+        ) from None
+    except PermissionError as error:
+        raise _may_not_write(root, error) from None
+
+
+def _may_not_write(root: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"user {os.geteuid()} cannot write to the snapshot directory {root}: {error.strerror}:"
+        f" {error.filename}. Let that user write there (securityContext.runAsUser or fsGroup), or"
+        " choose another snapshot directory (snapshot.path)"
+    )
 
 
 class _Reader:
@@ -91,7 +131,7 @@ class _Reader:
         """Raises the action's last error."""
         return self._patience.call(action, self.tell, self._deadline)
 
-    def starts(self, root: Path) -> tuple[dict[int, Start], OSError | None]:
+    def starts(self, root: Path) -> tuple[dict[int, Start], _Unreadable | None]:
         """Every readable start record, and why another one could not be read, if so."""
 
         def read() -> dict[int, Start]:
@@ -114,16 +154,24 @@ class _Reader:
             self.tell(f"{name} is not usable, its snapshots are left out: {why}")
             if isinstance(why, OSError):
                 why.filename = str(root / name)
-        lost = (e for e in unread.values() if isinstance(e, OSError) and e.errno in _UNREADABLE)
-        return starts, next(lost, None)
+        return starts, next((e for e in unread.values() if _is_unreadable(e)), None)
 
 
 def _passes(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in PASSING
 
 
-def _refusal(error: OSError) -> Exception:
-    """One of permission does not pass."""
+def _is_unreadable(error: Exception) -> TypeGuard[_Unreadable]:
+    """Whether all may be well with it: another node, user or program may read it."""
+    return isinstance(error, NewerFormatError) or (
+        isinstance(error, OSError) and error.errno in _UNREADABLE
+    )
+
+
+def _refusal(error: _Unreadable) -> Exception:
+    """One of permission, or of the program's age, does not pass."""
+    if isinstance(error, NewerFormatError):
+        return error.refusal
     if error.errno not in _DENIED:
         return error
     return ConfigError(
@@ -140,13 +188,31 @@ class _Opening:
         self._root = root
         self._identity = identity
         self._reader = reader
-        self._unreadable: OSError | None = None
+        self._unreadable: _Unreadable | None = None
 
     def run(self, resume: bool) -> tuple[Start, Loaded | None]:
         root, identity = self._root, self._identity
         patiently = self._reader.patiently
         lineage.refuse_if_stale(patiently(lambda: lineage.read_starts(root)), identity)
-        sequence = patiently(lambda: lineage.claim(root))
+        try:
+            sequence = patiently(lambda: lineage.claim(root))
+        except PermissionError as error:
+            raise _may_not_write(root, error) from None
+        try:
+            return self._begin(sequence, resume)
+        except BaseException:
+            self._withdraw(sequence)
+            raise
+
+    def _withdraw(self, sequence: int) -> None:
+        """Leave nothing: copies of a whole snapshot, again at each try, would fill the disk."""
+        where = lineage.directory(self._root, sequence)
+        with contextlib.suppress(OSError):
+            if not disk.exists(where / lineage.START):
+                disk.remove_tree(where)
+
+    def _begin(self, sequence: int, resume: bool) -> tuple[Start, Loaded | None]:
+        root, identity = self._root, self._identity
         starts, self._unreadable = self._reader.starts(root)
         lineage.refuse_if_stale(starts, identity)
         loaded: Loaded | None = None
@@ -162,6 +228,8 @@ class _Opening:
         first = (identity.attempt, identity.round) <= (1, 0) or not identity.unique
         if loaded is None and self._unreadable is not None and (resume or not first):
             raise _refusal(self._unreadable)  # rather than start from nothing
+        if loaded is None and not first:
+            self._reader.tell(f"{root} holds no snapshot to go on from: training begins anew")
         start = Start(
             sequence,
             identity.uid,
@@ -189,6 +257,11 @@ class _Opening:
                 continue
             try:
                 brought = self._reader.patiently(partial(self._bring, path, ours))
+            except NewerFormatError as error:
+                name = f"{source.name}/{path.name}"
+                self._reader.tell(f"snapshot {name} is not usable, and left as it is: {error}")
+                self._unreadable = error
+                continue
             except (InvalidSnapshotError, disk.NotAFileError) as problem:
                 self._quarantine(path, problem)
                 continue

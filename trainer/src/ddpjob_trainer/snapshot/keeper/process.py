@@ -19,9 +19,11 @@ from typing import Any
 from ddpjob_trainer import failpoints
 from ddpjob_trainer.environment import chaos_directory
 from ddpjob_trainer.snapshot.keeper.writer import Writer
+from ddpjob_trainer.snapshot.ondisk import disk
 
 _MAX_MESSAGE = 1 << 14
 _IDLE_MILLISECONDS = 1000
+_GONE = "it was removed, or another job has taken over this snapshot directory"
 
 
 class RankGoneError(Exception):
@@ -85,6 +87,8 @@ class Keeper:
         assert self._writer is not None, "open comes first"
         try:
             return self._write(self._writer, request, fds)
+        except (FileNotFoundError, disk.NotAFileError):
+            return {"text": f"{self._writer.directory} is gone: {_GONE}"}
         except OSError as error:
             return {"text": error.strerror or str(error)}
 

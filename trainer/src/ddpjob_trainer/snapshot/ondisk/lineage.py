@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_trainer.environment import Identity
-from ddpjob_trainer.errors import PeerLostError
+from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.snapshot.ondisk import disk
 from ddpjob_trainer.snapshot.ondisk.checked_json import count, seal, unseal
+from ddpjob_trainer.snapshot.ondisk.manifest import NewerFormatError
 
 START = "start.json"
 _MAX_PREDECESSORS = 32
@@ -83,6 +84,8 @@ def read_start(root: Path, sequence: int) -> Start:
 def parse_start(body: Any) -> Start:
     """Return what a start record says. Raises ValueError for what none of ours can say."""
     names = Start.__dataclass_fields__.keys()
+    if isinstance(body, dict) and body.keys() > names:
+        raise NewerFormatError("a start record with fields that are not known")
     if not isinstance(body, dict) or body.keys() != names:
         raise ValueError(f"a start record has the fields {', '.join(names)}")
     uids = body["predecessors"]
@@ -154,19 +157,31 @@ def newest_uids(uids: Iterable[str], but: str) -> tuple[str, ...]:
 
 
 def refuse_if_stale(starts: dict[int, Start], identity: Identity) -> None:
-    """Raise PeerLostError when a later incarnation, or a later job, has already started."""
+    """Raise PeerLostError when a later incarnation has started, ConfigError for another job.
+
+    Two jobs that began in the same moment do not know of each other: the one with the highest
+    number has the directory then, lest the other goes on from snapshots that are not its own.
+    """
     mine = (identity.attempt, identity.round)
+    head = newest(starts)
     for start in starts.values():
         if identity.uid in start.predecessors:
-            raise PeerLostError(
-                f"another job has taken over this snapshot directory (uid {start.uid}); this"
-                f" process belongs to an earlier one (uid {identity.uid}) and ends"
-            )
+            raise _taken_over(start.uid, identity)
+        if start.uid == identity.uid and head is not None and head.uid != identity.uid:
+            raise _taken_over(head.uid, identity)
         if start.uid == identity.uid and (start.attempt, start.round) > mine:
             raise PeerLostError(
                 f"attempt {start.attempt} round {start.round} of this job has already started;"
                 f" this is attempt {mine[0]} round {mine[1]}, which is out of date and ends"
             )
+
+
+def _taken_over(uid: str, identity: Identity) -> ConfigError:
+    return ConfigError(
+        f"another job has taken over this snapshot directory (uid {uid}); this process belongs to"
+        f" uid {identity.uid} and ends. Give each job a directory of its own: another name, another"
+        " snapshot.path or another volume"
+    )
 
 
 def claim(root: Path) -> int:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot.ondisk import disk
 from ddpjob_trainer.snapshot.ondisk.checked_json import MAX_BYTES, count, seal, unseal
 
@@ -40,6 +41,21 @@ class InvalidSnapshotError(Exception):
         # It may quote what a stranger wrote: no line breaks, nothing that a terminal obeys.
         plain = "".join(letter if letter.isprintable() else "?" for letter in text)
         super().__init__(plain[:_MAX_MESSAGE])
+
+
+class NewerFormatError(InvalidSnapshotError, ValueError):
+    """Nothing is wrong with it, but a newer ddpjob-trainer wrote it: it must be left to that."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"{text}: it was written by a newer ddpjob-trainer; use that one")
+
+    @property
+    def refusal(self) -> ConfigError:
+        """What to say where nothing else is to go on from."""
+        return ConfigError(
+            f"there are snapshots, and none can be read: {self}, or start anew in another snapshot"
+            " directory or with snapshot.resume: Never"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +158,8 @@ def decode(data: bytes) -> Manifest:
             tree=body["tree"],
         )
         _check(found)
+    except NewerFormatError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidSnapshotError(f"the manifest cannot be read: {error}") from error
     return found
@@ -151,11 +169,9 @@ def _check_version(body: Mapping[str, Any]) -> None:
     if body["format"] != FORMAT:
         raise InvalidSnapshotError(f"format {body['format']!r} is not known")
     if body["version"] != VERSION:
-        newer = isinstance(body["version"], int) and body["version"] > VERSION
-        cure = ": it was written by a newer ddpjob-trainer; use that one" if newer else ""
-        raise InvalidSnapshotError(
-            f"format version {body['version']} is not known (this program reads {VERSION}){cure}"
-        )
+        text = f"format version {body['version']} is not known (this program reads {VERSION})"
+        newer = type(body["version"]) is int and body["version"] > VERSION
+        raise NewerFormatError(text) if newer else InvalidSnapshotError(text)
 
 
 def _check(found: Manifest) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -74,7 +75,10 @@ def _remove_leftovers(directory: Path, newest: Path, kept: set[str]) -> None:
 
 
 def _unneeded(root: Path, sequence: int, keep: int) -> list[int]:
-    """Directories older than those that hold the newest ``keep`` steps of our chain."""
+    """Directories older than those that hold the newest ``keep`` steps of our chain.
+
+    What these hold too often is removed here.
+    """
     taken = lineage.sequences(root)
     if not taken or taken[0] == sequence:
         return []
@@ -83,13 +87,27 @@ def _unneeded(root: Path, sequence: int, keep: int) -> list[int]:
     if mine is None or lineage.newest(starts) != mine:
         return []  # we may be the zombie
     needed: set[int] = set()
-    steps: set[int] = set()
+    copies: Counter[int] = Counter()
     for number, limit in lineage.chain(starts):
         needed.add(number)
-        for path in _readable(manifest.listed(lineage.directory(root, number)), []):
+        found = _readable(manifest.listed(lineage.directory(root, number)), [])
+        for path in [*found]:
             step = manifest.step_of(path)
-            if step is not None and (limit is None or step <= limit):
-                steps.add(step)
-        if len(steps) >= keep:
+            if step is None or (limit is not None and step > limit):
+                continue
+            copies[step] += 1
+            if copies[step] > keep and number != sequence:
+                _remove_copy(path, found)
+        if len(copies) >= keep:
             return [n for n in taken if n < sequence and n not in needed]
     return []  # a short chain: an earlier run's snapshots may still be somebody's last
+
+
+def _remove_copy(path: Path, found: dict[Path, set[str]]) -> None:
+    """Where there are no hard links each restart without progress has copied all of a snapshot.
+
+    ``found``: all of its directory.
+    """
+    _remove(path)
+    for name in found.pop(path).difference(*found.values()):
+        _remove(path.parent / name)

@@ -14,7 +14,11 @@ from pathlib import Path
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.lineage import Start
-from ddpjob_trainer.snapshot.ondisk.manifest import DataFile, InvalidSnapshotError
+from ddpjob_trainer.snapshot.ondisk.manifest import (
+    DataFile,
+    InvalidSnapshotError,
+    NewerFormatError,
+)
 from ddpjob_trainer.snapshot.remote import incarnations
 from ddpjob_trainer.snapshot.remote.store import Store
 
@@ -33,12 +37,16 @@ def fetch(
     """Return the step that was brought, None: what is on disk is as new, or there is none.
 
     ``alive`` is called as bytes come. Raises PeerLostError when a later incarnation has uploaded
-    already, OSError, and what the protocol's library raises.
+    already, ConfigError when only a newer program can read what is there, OSError, and what the
+    protocol's library raises.
     """
-    known = incarnations.starts(store)
+    newer: list[NewerFormatError] = []
+    known = incarnations.starts(store, newer)
     if identity.unique:
         lineage.refuse_if_stale(known, identity)
     head = lineage.newest(known)
+    if head is None and newer and resume:
+        raise newer[0].refusal
     if head is None or not (resume or head.uid == identity.uid):
         return None
     root.mkdir(parents=True, exist_ok=True)
@@ -48,10 +56,15 @@ def fetch(
     for number, step in incarnations.counting(store, known):
         try:
             _bring(store, root, number, step, head, alive)
+        except NewerFormatError as error:
+            tell(f"{store.url}: the snapshot of step {step} is passed over: {error}")
+            newer.append(error)
         except (InvalidSnapshotError, FileNotFoundError) as error:
             tell(f"{store.url}: the snapshot of step {step} is passed over: {error}")
         else:
             return step
+    if newer:
+        raise newer[0].refusal  # rather than start from nothing
     return None
 
 

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from ddpjob_trainer.snapshot.ondisk import lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.checked_json import MAX_BYTES, seal, unseal
 from ddpjob_trainer.snapshot.ondisk.lineage import Start
-from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError, Manifest
+from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError, Manifest, NewerFormatError
 from ddpjob_trainer.snapshot.remote.store import Store
 
 _FOLDER = re.compile("[0-9]{15}")
@@ -42,14 +42,16 @@ def draw(taken: list[int]) -> int:
     return (highest // _DRAWN + 1) * _DRAWN + secrets.randbelow(_DRAWN)
 
 
-def starts(store: Store) -> dict[int, Start]:
-    """Every readable start record by its number."""
+def starts(store: Store, newer: list[NewerFormatError] | None = None) -> dict[int, Start]:
+    """Every readable start record by its number. ``newer`` gets why another program is needed."""
     found = {}
     for number in numbers(store):
         try:
             data = store.read(folder(number), lineage.START, lineage.MAX_START_BYTES)
             start = lineage.parse_start(unseal(data))
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError) as error:
+            if newer is not None and isinstance(error, NewerFormatError):
+                newer.append(error)
             continue  # not begun yet, or not ours
         if start.sequence == number:
             found[number] = start

@@ -122,7 +122,7 @@ class Uploads:
             if self._uploader is None:
                 self._uploader = self._make()
             self._uploader.upload(step)
-        except PeerLostError as error:
+        except (PeerLostError, ConfigError) as error:
             self._wanted = -1
             return {"failed": step, "text": str(error), "over": True}
         except Exception as error:  # libraries have exceptions of their own

@@ -1,0 +1,259 @@
+"""A snapshot directory with others: another job, a newer program, a reader beside retention."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from ddpjob_trainer.environment import Identity
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.snapshot import commands
+from ddpjob_trainer.snapshot.find import SnapshotToolError
+from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
+from ddpjob_trainer.snapshot.ondisk.checked_json import seal, unseal
+from ddpjob_trainer.snapshot.reader import read_snapshot
+from ddpjob_trainer.snapshot.remote.fetch import fetch
+from ddpjob_trainer.snapshot.remote.store import Store as Remote
+from ddpjob_trainer.snapshot.remote.upload import Uploader
+from ddpjob_trainer.state.codec import flatten
+from support.snapshots import Store, open_snapshots
+
+
+@pytest.fixture(autouse=True)
+def _no_seam() -> Iterator[None]:
+    yield
+    disk.seam = None
+
+
+def save(store: Store, *steps: int) -> None:
+    for step in steps:
+        state = {"model": {"w": torch.full((30,), float(step))}, "n": step}
+        store.save(step, flatten(state), {"seed": 1})
+
+
+def step_of(found: tuple[Store, Any]) -> int | None:
+    return None if found[1] is None else int(found[1].step)
+
+
+def rewritten(data: bytes, **fields: Any) -> bytes:
+    return seal({name: v for name, v in unseal(data).items() if name != "sha256"} | fields)
+
+
+# --- A newer program --------------------------------------------------------------------------
+
+NEWER = {
+    manifest.file_name(5): {"version": manifest.VERSION + 1},
+    manifest.file_name(6): {"version": manifest.VERSION + 1},
+    lineage.START: {"more": 1},
+}
+
+
+def make_newer(path: Path) -> None:
+    path.write_bytes(rewritten(path.read_bytes(), **NEWER[path.name]))
+
+
+@pytest.mark.parametrize("name", [manifest.file_name(5), lineage.START])
+def test_what_a_newer_program_wrote_is_neither_put_aside_nor_forgotten(tmp_path, name):  # type: ignore[no-untyped-def]
+    """After a rollback of the image: else training began anew, and the next upgrade as well."""
+    save(open_snapshots(tmp_path, 1)[0], 5)
+    path = tmp_path / "00000001" / name
+    before = path.read_bytes()
+    make_newer(path)
+    with pytest.raises(ConfigError, match=r"none can be read: .* newer ddpjob-trainer; use that"):
+        open_snapshots(tmp_path, 2)
+    with pytest.raises(ConfigError):
+        open_snapshots(tmp_path, 1, uid="another")
+    assert [p.name for p in tmp_path.iterdir()] == ["00000001"]
+    path.write_bytes(before)  # with the newer program all is there
+    assert step_of(open_snapshots(tmp_path, 2)) == 5
+
+
+def test_where_an_older_one_can_be_read_it_is_taken_and_the_newer_stays(tmp_path, capsys):  # type: ignore[no-untyped-def]
+    save(open_snapshots(tmp_path, 1)[0], 5, 6)
+    make_newer(tmp_path / "00000001" / manifest.file_name(6))
+    assert step_of(open_snapshots(tmp_path, 2)) == 5
+    assert (
+        "000000000006.json is not usable, and left as it is: format version 2"
+        in capsys.readouterr().out
+    )
+    assert not list(tmp_path.glob("*/*.invalid"))
+
+
+def test_resume_never_does_not_need_to_read_it(tmp_path):  # type: ignore[no-untyped-def]
+    save(open_snapshots(tmp_path, 1)[0], 5)
+    make_newer(tmp_path / "00000001" / manifest.file_name(5))
+    assert step_of(open_snapshots(tmp_path, 1, uid="another", resume=False)) is None
+
+
+@pytest.mark.parametrize("name", [manifest.file_name(5), lineage.START])
+def test_nor_does_a_fresh_disk_begin_anew_where_a_store_has_it(tmp_path, name):  # type: ignore[no-untyped-def]
+    url = f"file://{tmp_path}/store"
+    local, _ = open_snapshots(tmp_path / "a", 1)
+    save(local, 5)
+    Uploader(Remote(url), tmp_path / "a", local.sequence, 2).upload(5)
+    (path,) = (tmp_path / "store").glob(f"*/{name}")
+    make_newer(path)
+    assert fsspec.filesystem("file").exists(str(path))
+    for resume in (True, False):
+        identity = Identity("new", 1, 0, unique=True)
+        if not resume:
+            assert fetch(Remote(url), tmp_path / "b", identity, resume=False, tell=print) is None
+            continue
+        with pytest.raises(ConfigError, match="newer ddpjob-trainer"):
+            fetch(Remote(url), tmp_path / "b", identity, resume=True, tell=print)
+
+
+# --- Another job ------------------------------------------------------------------------------
+
+
+def test_two_that_began_in_one_moment_do_not_go_on_from_each_others(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    """Neither has seen the other: by its number alone the second's snapshots are the newest."""
+    save(open_snapshots(tmp_path, 1, uid="a")[0], 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(lineage, "read_starts", lambda *_, **__: {})
+        second = open_snapshots(tmp_path, 1, uid="b")[0]
+    save(second, 3)
+    with pytest.raises(ConfigError, match=r"another job has taken over.*\(uid b\)"):
+        open_snapshots(tmp_path, 2, uid="a")
+    assert step_of(open_snapshots(tmp_path, 2, uid="b")) == 3
+
+
+def test_an_attempt_that_finds_nothing_to_go_on_from_says_so(tmp_path, capsys):  # type: ignore[no-untyped-def]
+    """The volume is another one than before, or somebody has emptied it."""
+    open_snapshots(tmp_path, 1)
+    assert "begins anew" not in capsys.readouterr().out
+    open_snapshots(tmp_path, 2)
+    assert f"{tmp_path} holds no snapshot to go on from" in capsys.readouterr().out
+
+
+# --- The directory ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["file", "link to nowhere", "below a file"])
+def test_what_is_no_directory_is_named_with_the_cure(tmp_path, kind):  # type: ignore[no-untyped-def]
+    root = tmp_path / "job"
+    if kind == "link to nowhere":
+        root.symlink_to(tmp_path / "nowhere")
+    else:
+        root.touch()
+    with pytest.raises(ConfigError, match=f"made at {root}.* is no directory. Remove it, or"):
+        open_snapshots(root / "more" if kind == "below a file" else root)
+
+
+@pytest.mark.parametrize("name", ["mkdir", "make_directory"])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM])
+def test_what_this_user_may_not_write_is_named_with_the_cure(tmp_path, monkeypatch, name, code):  # type: ignore[no-untyped-def]
+    def refuses(path: Path, *_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code), str(path))
+
+    save(open_snapshots(tmp_path, 1)[0], 5)
+    monkeypatch.setattr(*((Path, name) if name == "mkdir" else (disk, name)), refuses)
+    with pytest.raises(ConfigError, match=r"cannot write to .*runAsUser or fsGroup"):
+        open_snapshots(tmp_path, 2)
+
+
+def test_a_start_that_fails_leaves_no_copies(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    """Where there are no hard links: else each try would leave less room for the next."""
+
+    def cannot(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    def full(operation: str, path: Path) -> None:
+        if operation == "before write" and path.name.endswith("-2.safetensors"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    save(open_snapshots(tmp_path, 1)[0], 5)
+    monkeypatch.setattr(os, "link", cannot)
+    disk.seam = full
+    for attempt in (2, 3):
+        with pytest.raises(OSError, match="No space left"):
+            open_snapshots(tmp_path, attempt)
+    assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
+    disk.seam = None
+    assert step_of(open_snapshots(tmp_path, 4)) == 5
+
+
+@pytest.mark.parametrize(
+    ("code", "cure"),
+    [
+        (errno.ENOSPC, "No space left.*Free some space or enlarge the volume; all snapshots"),
+        (errno.EDQUOT, "quota exceeded.*Free some space"),
+        (errno.EROFS, "Read-only file system.*Mount the volume for writing; all snapshots"),
+    ],
+)
+def test_a_disk_that_takes_no_start_is_named_with_the_cure(tmp_path, code, cure):  # type: ignore[no-untyped-def]
+    def full(operation: str, path: Path) -> None:
+        if operation == "before write":  # whose error knows no path
+            raise OSError(code, os.strerror(code))
+
+    save(open_snapshots(tmp_path, 1)[0], 5)
+    disk.seam = full
+    with pytest.raises(OSError, match=f"{cure}.*{tmp_path}'$") as found:
+        open_snapshots(tmp_path, 2)
+    assert found.value.errno == code
+    disk.seam = None
+    assert step_of(open_snapshots(tmp_path, 3)) == 5
+
+
+def test_restarts_without_progress_do_not_fill_a_disk_without_hard_links(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    """Each has copied the same snapshot. Their records stay: the chain goes on to older ones."""
+
+    def cannot(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", cannot)
+    save(open_snapshots(tmp_path, 1, keep=3)[0], 4, 5)
+    for attempt in range(2, 12):
+        assert step_of(open_snapshots(tmp_path, attempt, keep=3)) == 5
+    assert len(list(tmp_path.glob("*/step-*05.json"))) == 3
+    assert len(list(tmp_path.glob("*/*.safetensors"))) == 3 * 3 + 3
+    for path in tmp_path.glob("*/step-*05.json"):
+        path.write_bytes(b"damaged")
+    assert step_of(open_snapshots(tmp_path, 12, keep=3)) == 4
+
+
+# --- A reader ---------------------------------------------------------------------------------
+
+
+def test_what_retention_removes_meanwhile_is_not_damaged(tmp_path, monkeypatch, capsys):  # type: ignore[no-untyped-def]
+    store, _ = open_snapshots(tmp_path, keep=2)
+    save(store, 1, 2)
+    check, read = manifest.verify, manifest.read
+
+    def late(directory: Path, found: manifest.Manifest) -> None:
+        if found.step == 1:
+            save(store, 3)
+        check(directory, found)
+
+    monkeypatch.setattr(manifest, "verify", late)
+    assert commands.verify(tmp_path) == 0
+    out = capsys.readouterr().out
+    assert f"{manifest.file_name(1)}: removed meanwhile" in out
+    assert f"{manifest.file_name(2)}: ok" in out
+
+    def later(path: Path) -> manifest.Manifest:
+        monkeypatch.setattr(manifest, "read", read)
+        save(store, 4)
+        return read(path)
+
+    monkeypatch.setattr(manifest, "read", later)
+    assert commands.ls(tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "invalid" not in out
+    assert [line.split()[3] for line in out.splitlines()[1:]] == ["3"]
+
+
+def test_a_reader_is_told_that_retention_was_faster(tmp_path):  # type: ignore[no-untyped-def]
+    store, _ = open_snapshots(tmp_path, keep=2)
+    save(store, 1, 2)
+    found = read_snapshot(tmp_path)
+    save(store, 3, 4)
+    with pytest.raises(SnapshotToolError, match=r"step 2 has changed .*snapshot\.keep"):
+        _ = found.model["w"]
