@@ -140,8 +140,9 @@ class Run:
     def register(self, name: str, obj: Keepable, *, per_rank: bool = False) -> None:
         """Keep one more object in the snapshots.
 
-        It has state_dict() and load_state_dict(), or is a torch.Generator of any device, or a dict
-        of numbers, strings, tensors, lists and dicts: counters of yours, a mean, the best so far.
+        It has state_dict() and load_state_dict(), or is a generator of torch, of any device, numpy
+        or random, or a dict of numbers, strings, tensors, lists, deques and dicts: counters of
+        yours, a mean, the best so far.
         Rank 0's value is kept; with ``per_rank`` that of each rank, for the same world size.
         """
         self._ready("register()").state.register(name, obj, per_rank=per_rank)
