@@ -151,8 +151,9 @@ def stateful(obj: Keepable) -> Stateful:
 
 def kept_by(obj: Stateful) -> object:
     """Return what register() was given."""
-    wrapped = isinstance(obj, GeneratorState | OtherGeneratorState | DictState)
-    return obj.of if wrapped else obj
+    if isinstance(obj, GeneratorState | OtherGeneratorState | DictState):
+        return obj.of
+    return obj
 
 
 def give(obj: Stateful, state: Any, into: InPlace) -> None:

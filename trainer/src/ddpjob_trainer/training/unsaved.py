@@ -23,6 +23,7 @@ from ddpjob_trainer.optim.update import Updater
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.stateful import kept_by
 from ddpjob_trainer.training.hidden import Hidden, contents, is_early
+from ddpjob_trainer.training.variables import Variables
 
 _STEPS = 2
 
@@ -30,7 +31,10 @@ _Marks = dict[str, tuple[int, tuple[int, bytes]]]  # of a module's own tensors: 
 
 
 class Guard:
-    """Watches one loop. Raises ConfigError from the use of an unknown object."""
+    """Watches one loop. Raises ConfigError from the use of an unknown object.
+
+    ``variables``: whether to look at the loop's own, too.
+    """
 
     def __init__(
         self,
@@ -40,6 +44,7 @@ class Guard:
         *,
         modules: bool,
         say: Callable[[str], None] = lambda text: None,
+        variables: bool = False,
     ) -> None:
         optimizers = [unit.optimizer for unit in updater.units]
         self._prepared = {id(part) for optimizer in optimizers for part in _parts(optimizer)}
@@ -60,6 +65,7 @@ class Guard:
         self._watch(AveragedModel, "update_parameters", self._averages)
         self._watch(torch.amp.GradScaler, "scale", self._scales)
         self._hidden = Hidden(state.module, updater, self.knows, say, self._is_registered)
+        self._variables = Variables(self._kept, self._hooks, say) if variables else None
         self._modules: Any = None
         self._looks_at_modules = modules
         self._steps = 0
@@ -68,6 +74,8 @@ class Guard:
     def step_ended(self) -> None:
         """One step less to watch modules in."""
         self._hidden.step_ended()
+        if self._variables is not None:
+            self._variables.step_ended()
         self._steps += 1
         if self._left:
             self._check_frozen()
@@ -117,6 +125,18 @@ class Guard:
     def _is_registered(self, obj: object) -> bool:
         kept = (*self._state.registered.values(), *self._state.per_rank.values())
         return any(obj is kept_by(value) for value in kept)
+
+    def _kept(self) -> Iterator[object]:
+        yield self._state.module
+        for value in (*self._state.registered.values(), *self._state.per_rank.values()):
+            yield kept_by(value)
+
+    def _hooks(self) -> Iterator[object]:
+        """What each update calls of the script's."""
+        yield from (hook for hook, _ in self._updater.hooks)
+        for unit in self._updater.units:
+            for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+                yield from getattr(unit.optimizer, name, {}).values()
 
     def _module_called(self, module: torch.nn.Module, args: Any) -> None:
         if self._asleep or not (module._parameters or module._buffers) or self.knows(module):
