@@ -254,7 +254,9 @@ class Run:
                 alive=lambda: self._process.progress.at("evaluation"),
             )  # fmt: skip
         with self._process.progress.during("agreement"), self._together("run.evaluate()"):
-            return evaluation.total(share, world, mean=mean)
+            found = evaluation.total(share, world, mean=mean)
+        self._process.recorder.told(self._step_to_log(), "evaluate()", found)
+        return found
 
     def sum(self, value: float) -> float:
         """Add up a number over all ranks. Every rank must call it."""
@@ -334,6 +336,7 @@ class Run:
         number, name = float(number_of("keep_best()", value)), str(place("path", path))
         flag("ema", ema)
         better = is_better(number, mode, self._loop.best.get(name))
+        self._process.recorder.told(self._step_to_log(), "keep_best()", number)
         if better:
             self.save(path, ema=ema, model=model)
             self._loop.best[name] = Best(number, self._step_to_log(), mode)

@@ -26,6 +26,7 @@ from ddpjob_trainer.data.own_generators import is_library
 from ddpjob_trainer.data.own_generators import mark as generator_mark
 from ddpjob_trainer.training.hidden import is_early
 
+_FIRST_TOLD = 2  # steps, when there is something to compare
 _DEPTH = 3
 _MOST = 64  # entries of a list or dict, elements of an array
 _TOLD = 4
@@ -59,14 +60,14 @@ class Variables:
         self._steps += 1
         marks, self._marks = self._marks, {}
         early = is_early(self._steps)
-        if not marks and not early:
+        if not (marks or early or self._steps == _FIRST_TOLD):
             return
         frame = _frame_of_the_script()
         read, carried = _names(frame) if frame is not None else ([], [])
         known = _Known(self._kept())
         now = dict(self._look(frame, read, known))
         changed = [name for name, mark in now.items() if marks.get(name, mark) != mark]
-        if frame is not None and self._steps == 1:
+        if frame is not None and self._steps == _FIRST_TOLD:
             values = _values(frame, carried)
             changed += [n for n in carried if n in values and _counts(values[n], known)]
         self._marks = now if early else {}
