@@ -87,6 +87,27 @@ def objects(watched: Watched) -> None:
         data.level += 1
 
 
+class Annealed(nn.Linear):
+    beta = 0.0
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.beta = 0.0
+        self.register_buffer("tau", torch.ones(()))
+        self.drop = nn.Dropout(0.5)
+
+
+def seldom(watched: Watched) -> None:
+    data, net, seen = SimpleNamespace(level=0, size=5), Annealed(), SimpleNamespace(epoch=0)
+    for step in watched.steps():
+        if step > 1000:
+            data.level += 1
+            net.beta = min(1.0, net.beta + 0.1)
+            net.tau = net.tau * 0.9  # a buffer
+            net.drop.p = net.drop.p / 2  # torch's own
+            seen.epoch = step  # not read
+
+
 def functions(watched: Watched) -> None:
     memory: list[int] = []
 
@@ -105,8 +126,9 @@ def functions(watched: Watched) -> None:
         (averages, {"ema", "counts"}),
         (generators, {"noise", "rng"}),
         (objects, {"meter.total", "data.level"}),
+        (seldom, {"data.level", "net.beta"}),
         (functions, {"memory"}),
-        (Trainer().fit, {"self.best"}),
+        (Trainer().fit, {"self.best", "self.ready"}),
     ],
 )
 def test_what_the_loop_carries_is_told_once(

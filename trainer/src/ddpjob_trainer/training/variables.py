@@ -15,7 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import islice, pairwise
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -70,6 +70,7 @@ class Variables:
         if frame is not None and self._steps == _FIRST_TOLD:
             values = _values(frame, carried)
             changed += [n for n in carried if n in values and _counts(values[n], known)]
+            changed += [name for name in _carried_attributes(frame, known) if name not in changed]
         self._marks = now if early else {}
         self._tell([name for name in changed if name not in self._told])
 
@@ -116,24 +117,43 @@ def _frame_of_the_script() -> FrameType | None:
     return None
 
 
-def _names(frame: FrameType) -> tuple[list[str], list[str]]:
-    """What the body of the for loop that stands here reads only, and what it carries."""
-    begin = frame.f_lasti
+def _body(frame: FrameType) -> list[dis.Instruction]:
+    """Of the for loop that stands here; empty for a while loop with next(), a test."""
     code = list(dis.get_instructions(frame.f_code))
-    head = next((one for one in code if one.offset == begin), None)
-    if head is None or head.opname != "FOR_ITER":  # a while loop with next(), a test
-        return [], []
+    head = next((one for one in code if one.offset == frame.f_lasti), None)
+    if head is None or head.opname != "FOR_ITER":
+        return []
+    return [one for one in code if head.offset < one.offset < head.argval]
+
+
+def _names(frame: FrameType) -> tuple[list[str], list[str]]:
+    """What the loop's body reads only, and what it carries."""
     first: dict[str, str] = {}
     written: set[str] = set()
-    for one in code:
-        if begin < one.offset < head.argval:
-            calls = _VARIABLE.findall(one.opname) if "CLEAR" not in one.opname else []
-            names = one.argval if isinstance(one.argval, tuple) else (one.argval,)
-            for kind, name in zip(calls, names, strict=False):
-                first.setdefault(name, kind)
-                written.update([name] if kind == "STORE" else [])
+    for one in _body(frame):
+        kinds = _VARIABLE.findall(one.opname) if "CLEAR" not in one.opname else []
+        names = one.argval if isinstance(one.argval, tuple) else (one.argval,)
+        for kind, name in zip(kinds, names, strict=False):
+            first.setdefault(name, kind)
+            written.update([name] if kind == "STORE" else [])
     read = [name for name, kind in first.items() if kind == "LOAD"]
     return [n for n in read if n not in written], [n for n in read if n in written]
+
+
+def _carried_attributes(frame: FrameType, known: _Known) -> Iterator[str]:
+    """Those that the body reads and writes, as ``data.level += 1``, however seldom it does."""
+    body = [one for one in _body(frame) if one.opname not in ("COPY", "NOP", "CACHE")]
+    written = {one.argval for one in body if one.opname == "STORE_ATTR"}
+    found: dict[tuple[str, str], None] = {}
+    for one, other in pairwise(body):
+        name = one.argval[-1] if isinstance(one.argval, tuple) else one.argval
+        loads = _VARIABLE.findall(one.opname)[-1:] == ["LOAD"]
+        if loads and other.opname == "LOAD_ATTR" and other.argval in written:
+            found[name, other.argval] = None
+    values = _values(frame, [name for name, _ in found])
+    for name, attribute in found:
+        if name in values and known.would_lose(values[name], attribute):
+            yield f"{name}.{attribute}"
 
 
 def _values(frame: FrameType, names: list[str]) -> dict[str, Any]:
@@ -220,6 +240,12 @@ class _Known:
         if isinstance(value, torch.Tensor) and _memory(value) in self._memory:
             return True
         return id(value) in self._ids and not isinstance(value, int | float | str | bool | None)
+
+    def would_lose(self, obj: Any, attribute: str) -> bool:
+        """Whether a snapshot does not hold what the script keeps in this attribute."""
+        if isinstance(obj, torch.nn.Module):  # what torch's own have is held
+            return attribute in vars(obj) and not type(obj).__module__.startswith("torch.")
+        return _is_the_scripts(obj) and not self.holds(obj)
 
     def mark(self, value: Any, depth: int) -> Any:
         """What tells it from its later self; None: it is not taken for state.
