@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,6 +63,8 @@ class Guard:
         self._inside = False  # of a method that is watched
         for kind in _with_subclasses(LRScheduler):
             self._watch(kind, "step", self._scheduler_steps)
+        self._made: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers, in the loop
+        self._watch_new_optimizers()
         self._watch(AveragedModel, "update_parameters", self._averages)
         self._watch(torch.amp.GradScaler, "scale", self._scales)
         self._hidden = Hidden(state.module, updater, self.knows, say, self._is_registered)
@@ -189,6 +192,8 @@ class Guard:
         own = any(optimizer is value for value in self._state.per_rank.values())
         if self._asleep or own or self._updater.applying:
             return
+        if optimizer in self._made:  # of something else than the model, for an attack on it, say
+            return
         name = type(optimizer).__name__
         if id(optimizer) in self._prepared:
             raise ConfigError(
@@ -202,6 +207,29 @@ class Guard:
             " with several as in run.prepare(model, [first, second]) or"
             " run.prepare([model, other], [optimizer, other_optimizer])"
         )
+
+    def _watch_new_optimizers(self) -> None:
+        init: Any = torch.optim.Optimizer.__init__
+
+        @functools.wraps(init)
+        def watched(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            init(optimizer, *args, **kwargs)
+            if not (self._asleep or self._updater.applying):
+                self._optimizer_made(optimizer)
+
+        setattr(torch.optim.Optimizer, "__init__", watched)  # noqa: B010
+        self._methods.callback(setattr, torch.optim.Optimizer, "__init__", init)
+
+    def _optimizer_made(self, optimizer: Any) -> None:
+        if any(id(p) in self._trained for group in optimizer.param_groups for p in group["params"]):
+            name = type(optimizer).__name__
+            raise ConfigError(
+                f"{name} is made in the loop for parameters of the model: nobody would update with"
+                " it, as step.commit() goes on with what prepare() was given. Make all optimizers"
+                " before, as in run.prepare(model, [first, second]) with the same parameters, and"
+                " choose with step.update(first); or change the param_groups of the one there is"
+            )
+        self._made.add(optimizer)
 
     def _watch(self, kind: Any, name: str, look: Callable[[Any], None]) -> None:
         """Call ``look`` before each call of a method that this very class defines.
