@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -108,6 +110,13 @@ def seldom(watched: Watched) -> None:
             seen.epoch = step  # not read
 
 
+def iterators(watched: Watched) -> None:
+    """As one over a second DataLoader, of unlabelled data say."""
+    other, log = iter(range(99)), io.StringIO()
+    for _ in watched.steps():
+        log.write(str(next(other)))
+
+
 def functions(watched: Watched) -> None:
     memory: list[int] = []
 
@@ -127,6 +136,7 @@ def functions(watched: Watched) -> None:
         (generators, {"noise", "rng"}),
         (objects, {"meter.total", "data.level"}),
         (seldom, {"data.level", "net.beta"}),
+        (iterators, {"other"}),
         (functions, {"memory"}),
         (Trainer().fit, {"self.best", "self.ready"}),
     ],
@@ -210,4 +220,26 @@ def test_a_loop_within_anothers_is_seen_and_no_loop_is_none() -> None:
     iterator = watched.steps()
     while next(iterator, None) is not None:
         steps += 1
+    assert not watched.said
+
+
+def test_nothing_of_a_step_is_held_longer_than_the_loop_does() -> None:
+    watched, count, seen = Watched(), 0, []
+    for _ in watched.steps(6):
+        output = torch.ones(2)
+        seen.append(weakref.ref(output))
+        count += 1
+    assert count == 6
+    assert [ref() is not None for ref in seen] == [False] * 5 + [True]
+
+
+def test_an_object_that_cannot_be_looked_at_ends_nothing() -> None:
+    class Odd(SimpleNamespace):
+        @property
+        def __dict__(self) -> Any:  # type: ignore[override]
+            raise OSError
+
+    odd, watched = Odd(), Watched()
+    for _ in watched.steps():
+        assert odd is not None
     assert not watched.said

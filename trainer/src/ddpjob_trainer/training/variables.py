@@ -7,8 +7,10 @@ its functions reach) is compared after two steps. It is only told of: it may be 
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import inspect
+import io
 import random
 import re
 import sys
@@ -62,6 +64,11 @@ class Variables:
         early = is_early(self._steps)
         if not (marks or early or self._steps == _FIRST_TOLD):
             return
+        # The script's objects may be anything, and to be looked at must not end a training.
+        with contextlib.suppress(Exception):
+            self._compare(marks, early=early)
+
+    def _compare(self, marks: dict[str, Any], *, early: bool) -> None:
         frame = _frame_of_the_script()
         read, carried = _names(frame) if frame is not None else ([], [])
         known = _Known(self._kept())
@@ -157,12 +164,16 @@ def _carried_attributes(frame: FrameType, known: _Known) -> Iterator[str]:
 
 
 def _values(frame: FrameType, names: list[str]) -> dict[str, Any]:
-    both = (frame.f_locals, frame.f_globals)
+    own: Any = frame.f_locals
+    both = (own, frame.f_globals)
     found = {}
     for name in names:
         there = next((values for values in both if name in values), None)
         if there is not None:
             found[name] = there[name]
+    # Up to Python 3.12 this is a copy that the frame keeps, and with it all batches and outputs.
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(own, dict):
+        own.clear()
     return found
 
 
@@ -260,11 +271,13 @@ class _Known:
             plain = not (value.requires_grad or value.is_inference())
             return (id(value), value._version) if plain else None
         if isinstance(value, np.ndarray):
-            return id(value), value.reshape(-1)[:_MOST].tobytes()
+            return id(value), value.flat[:_MOST].tobytes()
         if isinstance(value, torch.Generator):
             return _Seeded(value)
         if isinstance(value, _OTHER_GENERATORS):
             return generator_mark(value)
+        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+            return object()  # who uses it takes something out of it: no two are equal
         if depth and isinstance(value, dict):
             some = islice(value.items(), _MOST)
             return [len(value), *((repr(k), self.mark(v, depth - 1)) for k, v in some)]
