@@ -144,8 +144,9 @@ class Run:
         or random, or a dict of numbers, strings, tensors, lists, deques and dicts: counters of
         yours, a mean, the best so far.
         Rank 0's value is kept; with ``per_rank`` that of each rank, for the same world size.
+        It may be called before prepare(), which may be given what uses it.
         """
-        self._ready("register()").state.register(name, obj, per_rank=per_rank)
+        self._trained.state.register(name, obj, per_rank=per_rank)
 
     # --- The loop ------------------------------------------------------------------------
 
