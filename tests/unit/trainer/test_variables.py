@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sysconfig
 import time
 import weakref
 from collections import Counter, deque
@@ -221,6 +222,30 @@ def test_a_loop_within_anothers_is_seen_and_no_loop_is_none() -> None:
     while next(iterator, None) is not None:
         steps += 1
     assert not watched.said
+
+
+def test_the_loop_of_an_installed_program_is_seen_through_what_wraps_its_steps() -> None:
+    class Shown:
+        def __init__(self, steps: Iterator[int]) -> None:
+            self.steps = steps
+
+        def __iter__(self) -> Iterator[int]:
+            yield from self.steps
+
+    class Handed(Shown):
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> int:
+            return next(self.steps)
+
+    for wrapper in (Shown, Handed):
+        watched = Watched()
+        text = "for step in steps:\n    count += step\n"
+        code = compile(text, f"{sysconfig.get_path('purelib')}/program.py", "exec")
+        for _ in range(1):  # another loop around it
+            exec(code, {"__name__": "program", "steps": wrapper(watched.steps()), "count": 0})
+        assert watched.names == {"count"}
 
 
 def test_nothing_of_a_step_is_held_longer_than_the_loop_does() -> None:

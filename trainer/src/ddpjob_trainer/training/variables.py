@@ -28,6 +28,7 @@ from ddpjob_trainer.data.own_generators import is_library
 from ddpjob_trainer.data.own_generators import mark as generator_mark
 from ddpjob_trainer.training.hidden import is_early
 
+_FOR_ITER = dis.opmap["FOR_ITER"]
 _FIRST_TOLD = 2  # steps, when there is something to compare
 _DEPTH = 3
 _MOST = 64  # entries of a list or dict, elements of an array
@@ -113,23 +114,22 @@ class Variables:
 
 
 def _frame_of_the_script() -> FrameType | None:
-    """The innermost that is not ours, nor installed, as tqdm, nor only passes steps on."""
+    """The innermost that stands at a for loop, is not ours, and does not only pass steps on."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
+        code = frame.f_code
         ours = frame.f_globals.get("__name__", "").startswith("ddpjob_trainer")
-        passes_on = frame.f_code.co_flags & inspect.CO_GENERATOR
-        if not (ours or passes_on or is_library(frame.f_code.co_filename)):
+        passes_on = code.co_flags & inspect.CO_GENERATOR  # as tqdm does
+        if not (ours or passes_on) and code.co_code[frame.f_lasti] == _FOR_ITER:
             return frame
         frame = frame.f_back
     return None
 
 
 def _body(frame: FrameType) -> list[dis.Instruction]:
-    """Of the for loop that stands here; empty for a while loop with next(), a test."""
+    """Of the loop that stands here."""
     code = list(dis.get_instructions(frame.f_code))
-    head = next((one for one in code if one.offset == frame.f_lasti), None)
-    if head is None or head.opname != "FOR_ITER":
-        return []
+    head = next(one for one in code if one.offset == frame.f_lasti)
     return [one for one in code if head.offset < one.offset < head.argval]
 
 
