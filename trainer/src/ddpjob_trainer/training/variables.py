@@ -32,7 +32,7 @@ _FOR_ITER = dis.opmap["FOR_ITER"]
 _FIRST_TOLD = 2  # steps, when there is something to compare
 _DEPTH = 3
 _MOST = 64  # entries of a list or dict, elements of an array
-_TOLD = 4
+_TOLD = 8
 _CLOCK_SECONDS = 600.0
 _VARIABLE = re.compile(r"(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF)")
 _OTHER_GENERATORS = np.random.Generator, np.random.RandomState, random.Random
@@ -77,8 +77,8 @@ class Variables:
         changed = [name for name, mark in now.items() if marks.get(name, mark) != mark]
         if frame is not None and self._steps == _FIRST_TOLD:
             values = _values(frame, carried)
-            changed += [n for n in carried if n in values and _counts(values[n], known)]
-            changed += [name for name in _carried_attributes(frame, known) if name not in changed]
+            sure = [n for n in carried if n in values and _counts(values[n], known)]
+            changed = list(dict.fromkeys([*sure, *_carried_attributes(frame, known), *changed]))
         self._marks = now if early else {}
         self._tell([name for name in changed if name not in self._told])
 
