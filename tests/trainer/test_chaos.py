@@ -117,6 +117,7 @@ def test_a_state_that_nobody_registered_is_a_difference(training):  # type: igno
     code, out = chaos("--nproc", "3", *options, script)
     assert code == 1, out
     assert "\nDIFFERENT" in out
+    assert "warning: the loop carries 'seen' from step to step" in out
     assert "losses differ, the first after step" in out
     assert "rank 0: parameters differ" in out
     kept = Path(out.rstrip().rpartition(" ")[2])

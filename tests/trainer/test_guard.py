@@ -140,3 +140,34 @@ def test_what_counts_in_a_plain_attribute_is_found_in_the_loop(gang):  # type: i
     assert gang.run(counting, world=2) == {0: 0, 1: 0}, gang.log(1)
     assert gang.log(0).count("the model changes 'calls' in the loop") == 1
     assert "the model changes" not in gang.log(1)
+
+
+def test_what_prepare_is_given_may_use_what_is_registered_already(gang, tmp_path):  # type: ignore[no-untyped-def]
+    """A clipping by the history of norms, which the snapshots keep."""
+
+    def clipping(rank: int) -> None:
+        run = ddp.start(total_steps=6, global_batch=6, snapshot_dir=tmp_path, snapshot_every=2)
+        model, norms = nn.Linear(4, 2), {"all": [0.0]}
+        run.register("norms", norms)
+
+        def clip(parameters: Any) -> None:
+            norms["all"].append(float(sum(p.grad.norm() for p in parameters.values())))
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped, _ = run.prepare(model, optimizer, before_update=clip)
+        for step in run.steps(DATA):
+            for x, y in step.batches:
+                step.backward(nn.functional.cross_entropy(wrapped(x), y))
+            step.commit()
+            if step.index == 3 and not (tmp_path / "killed").exists():
+                (tmp_path / "killed").touch()
+                break
+        run.finish()
+        if rank == 0:
+            (tmp_path / "norms").write_text(f"{run.finished_steps} {len(norms['all'])}")
+
+    for _ in range(2):
+        assert gang.run(clipping, world=1) == {0: 0}, gang.log(0)
+    assert "resuming after step" in gang.log(0)
+    assert (tmp_path / "norms").read_text() == "6 7"
+    assert "the loop carries" not in gang.log(0)

@@ -295,6 +295,7 @@ def test_what_would_train_nothing_or_apart_is_refused_with_the_cure(gang):  # ty
             pass
         with run.evaluating(model=wd) as module:
             assert module is d
+        other = adam(g)
         steps = iter(run.steps(TensorDataset(torch.randn(24, 16))))
         with refused("prepare all models before it"):
             step = next(steps)
@@ -303,7 +304,9 @@ def test_what_would_train_nothing_or_apart_is_refused_with_the_cure(gang):  # ty
             step.update(og)
         step.backward(wg(next(step.batches)[0]).mean())
         with refused("was given an optimizer, Adam, that prepare"):
-            step.update(adam(g))
+            step.update(other)
+        with refused("Adam is made in the loop for parameters of the model"):
+            adam(g)
         with refused("no gradient has reached the parameters of the Adam"):
             step.update(od)
         step.backward(wg(torch.ones(2, 16)).mean())

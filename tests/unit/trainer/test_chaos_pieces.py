@@ -12,15 +12,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
 from ddpjob_trainer import cli, failpoints
 from ddpjob_trainer.chaos import compare
 from ddpjob_trainer.chaos.disturbance import ChaosError, Disturbance, Made, Pace
 from ddpjob_trainer.chaos.job import environment_of_job
 from ddpjob_trainer.chaos.kills import LAUNCHER, SIGNALS, STARTING, Kill, plan_kills
-from ddpjob_trainer.chaos.records import Records
+from ddpjob_trainer.chaos.records import Records, open_gate
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.failpoints import GATE, POINTS
+from ddpjob_trainer.snapshot.training_state import TrainingState
+from ddpjob_trainer.training.recorder import Recorder
 
 
 def planned(seed: int = 1, count: int = 12, nproc: int = 4, total_steps: int = 60) -> list[Kill]:
@@ -199,6 +203,41 @@ def test_one_loss_in_the_last_bit_is_a_difference(tmp_path: Path) -> None:
     wild = run_of(tmp_path / "b", losses={1: "0x1p0", 2: "0x1.0000000000001p1"})
     found = compare.differences(calm.stories, wild.stories)
     assert found[0] == "rank 0: 1 losses differ, the first after step 2"
+
+
+def test_what_each_rank_has_for_itself_is_recorded_too(tmp_path: Path) -> None:
+    open_gate(tmp_path / GATE, 0)
+    state = TrainingState(nn.Linear(2, 2))
+    state.register("all", {"best": 1.0})
+    state.register("each", {"hidden": torch.ones(2)}, per_rank=True)
+    recorder = Recorder(tmp_path, 0)
+    recorder.told(3, "evaluate()", {"loss": 0.5, "hits": 2})
+    recorder.ended(state)
+    records = Records(tmp_path, 1)
+    records.look()
+    (story,) = records.stories
+    assert {"parameters", "registered all", "own each"} <= story.hashes[0].keys()
+    two, half = "0x1.0000000000000p+1", "0x1.0000000000000p-1"
+    assert story.told == {(3, "evaluate()"): {json.dumps({"hits": two, "loss": half})}}
+
+
+@pytest.mark.parametrize(
+    ("values", "equal"), [({"": "0x1p0"}, True), ({"": "0x1p1"}, False), (None, False)]
+)
+def test_what_an_evaluation_has_found_is_compared(
+    tmp_path: Path, values: dict[str, str] | None, equal: bool
+) -> None:
+    calm, wild = run_of(tmp_path / "a"), run_of(tmp_path / "b")
+    told = {"event": "told", "step": 2, "what": "evaluate()", "values": {"": "0x1p0"}}
+    write(tmp_path / "a", 0, told)
+    for again in [values] * 2 if values is not None else []:  # in a step that is replayed
+        write(tmp_path / "b", 0, {**told, "values": again})
+    calm.look()
+    wild.look()
+    words = "rank 0: 1 values of evaluate() differ, the first after step 2"
+    assert compare.differences(calm.stories, wild.stories) == ([] if equal else [words])
+    hashes = {compare.sha256(records.stories) for records in (calm, wild)}
+    assert len(hashes) == (1 if equal else 2)
 
 
 def test_a_replay_that_differs_is_a_difference_even_when_the_end_is_equal(tmp_path: Path) -> None:

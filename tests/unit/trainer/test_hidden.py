@@ -146,6 +146,75 @@ def test_an_optimizer_that_counts_beside_its_state_is_refused(name: str) -> None
     watched.step()
 
 
+def test_what_an_optimizer_only_writes_is_a_log() -> None:
+    class Logging(Plain):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=0.1)
+            self.norm, self.history, self.updates, self.rate = 0.0, [0.0], 0, 1.0
+
+        def step(self, closure: Any = None) -> Any:
+            self.norm = self.norm_of_gradients()
+            self.history = [self.norm_of_gradients()]
+            return super().step(closure)
+
+        def norm_of_gradients(self) -> float:
+            return float(torch.rand(()))
+
+    class Reading(Logging):
+        def step(self, closure: Any = None) -> Any:
+            done = super().step(closure)
+            for group in self.param_groups:
+                group["lr"] = 0.1 / (1 + sum(norm for norm in self.history))
+            return done
+
+    def advance(watched: Watched) -> Callable[[Any], None]:
+        return lambda net: watched.optimizer.step()
+
+    watched = Watched(kind=Logging)
+    watched.net.change = advance(watched)
+    watched.step()
+    assert not watched.said
+    watched = Watched(kind=Reading)
+    watched.net.change = advance(watched)
+    with pytest.raises(ConfigError, match=r"Reading\.history changes"):
+        watched.step()
+
+
+class FromFirstBatch(nn.Module):
+    """An ActNorm: its parameters are set from the first batch."""
+
+    def __init__(self, *, buffer: bool = False, empty: bool = False) -> None:
+        super().__init__()
+        self.weight = None if empty else nn.Parameter(torch.ones(2))
+        if buffer:
+            self.register_buffer("done", torch.tensor(False))
+        else:
+            self.done = False  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [
+        (FromFirstBatch(), True),
+        (FromFirstBatch(buffer=True), False),
+        (FromFirstBatch(empty=True), False),
+    ],
+)
+def test_what_is_done_in_the_first_step_only_is_told(part: Any, told: bool) -> None:
+    def begin(net: Any) -> None:
+        part.done = torch.tensor(True) if isinstance(part.done, torch.Tensor) else True
+
+    net = Net(begin)
+    net.part = part if not told else nn.Sequential(part)  # type: ignore[assignment]
+    if not list(net.parameters()):
+        net.other = nn.Linear(2, 2)  # type: ignore[assignment]
+    watched = Watched(net)
+    watched.step(5)
+    assert [("'part.0.done'" in text, "register_buffer(" in text) for text in watched.said] == [
+        (True, True)
+    ] * told
+
+
 class Around(Plain):
     """Lookahead, SAM: another optimizer does the work, whose state is in no state_dict()."""
 

@@ -366,7 +366,11 @@ def test_switches_come_back_as_far_as_the_loop_has_changed_them():  # type: igno
     nets[0][1].eval()
     nets[0][0].weight.requires_grad_(False)
     kept = json.loads(json.dumps(modes[0].changed()))
-    assert kept == {"training": {"model.1": False}, "requires_grad": {"model.0.weight": False}}
+    assert kept == {
+        "training": {"model.1": False},
+        "requires_grad": {"model.0.weight": False},
+        "settings": {},
+    }
     kept["training"]["gone"] = True
     modes[1].put_back(kept)
     assert [part.training for part in nets[1].modules()] == [True, True, False]

@@ -96,8 +96,9 @@ def test_what_prepare_advances_is_not_advanced_again(watched):  # type: ignore[n
 
 
 def test_a_scheduler_of_an_optimizer_that_is_not_prepared_is_its_owners_affair(watched):  # type: ignore[no-untyped-def]
+    other = torch.optim.SGD(MODEL.parameters(), lr=1.0)
     watched.begin()
-    cosine(torch.optim.SGD(MODEL.parameters(), lr=1.0))()
+    cosine(other)()
 
 
 def test_a_scaler_of_the_loops_own_is_refused(watched):  # type: ignore[no-untyped-def]
@@ -144,3 +145,32 @@ def test_a_network_that_only_measures_now_and_then_is_let_be(watched):  # type: 
             with torch.no_grad():
                 torch.nn.Linear(2, 2)(torch.ones(2))
         watched.guard.step_ended()
+
+
+def test_an_optimizer_of_the_model_that_is_made_in_the_loop_is_refused(watched: Watched) -> None:
+    """It would never step: commit() goes on with the one that prepare() was given."""
+    init = torch.optim.Optimizer.__init__
+    watched.begin()
+    assert watched.guard is not None
+    with pytest.raises(ConfigError, match=r"AdamW is made in the loop for parameters of the model"):
+        torch.optim.AdamW(MODEL.parameters())
+    with watched.guard.asleep():
+        torch.optim.AdamW(MODEL.parameters())
+    watched.guard.stop()
+    assert torch.optim.Optimizer.__init__ is init
+    torch.optim.AdamW(MODEL.parameters())
+
+
+def test_an_optimizer_of_something_else_may_work_within_a_step(watched: Watched) -> None:
+    """As one that looks for the change of an input which deceives the model."""
+    before = torch.optim.Adam([torch.zeros(2, requires_grad=True)])
+    watched.begin()
+    change = torch.zeros(2, requires_grad=True)
+    attack = torch.optim.Adam([change], lr=0.1)
+    change.grad = torch.ones(2)
+    attack.step()
+    assert change.abs().min() > 0
+    with pytest.raises(
+        ConfigError, match=r"Adam is used in the loop, but prepare\(\) does not know"
+    ):
+        before.step()

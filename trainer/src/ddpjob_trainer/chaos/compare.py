@@ -1,4 +1,4 @@
-"""Compares two runs bit for bit: every rank's loss of every step, and hashes of its state. Pure."""
+"""Compares two runs bit for bit: each rank's losses, evaluations, and hashes of its state. Pure."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def differences(calm: Sequence[RankStory], wild: Sequence[RankStory]) -> list[st
     found: list[str] = []
     for rank, (one, other) in enumerate(zip(calm, wild, strict=True)):
         found += _losses(rank, one, other)
+        found += _told(rank, one, other)
         if not other.hashes:
             found.append(f"rank {rank} never finished")
         for ends in (one.hashes, other.hashes):
@@ -54,10 +55,22 @@ def _losses(rank: int, calm: RankStory, wild: RankStory) -> list[str]:
     return [f"rank {rank}: {len(odd)} losses differ, the first after step {odd[0]}"]
 
 
+def _told(rank: int, calm: RankStory, wild: RankStory) -> list[str]:
+    """What evaluations found, and what keep_best() was given: it may show nowhere else."""
+    odd = sorted(
+        k for k in calm.told.keys() | wild.told.keys() if calm.told.get(k) != wild.told.get(k)
+    )
+    if not odd:
+        return []
+    step, what = odd[0]
+    return [f"rank {rank}: {len(odd)} values of {what} differ, the first after step {step}"]
+
+
 def sha256(stories: Sequence[RankStory]) -> str:
     """One hash over everything that is compared."""
     content = [
         [sorted((step, sorted(values)) for step, values in story.losses.items())]
+        + [sorted((*key, *sorted(values)) for key, values in story.told.items())]
         + [sorted(_parts(rank, end).items()) for end in story.hashes[-1:]]
         for rank, story in enumerate(stories)
     ]

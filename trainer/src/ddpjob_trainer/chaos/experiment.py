@@ -58,11 +58,13 @@ class Result:
 
 def run(settings: Settings, say: Callable[[str], None]) -> Result:
     """Do both runs. Raises ConfigError, ChaosError; leaves no process behind."""
-    calm, pace = _calm(settings)
+    calm, pace, warnings = _calm(settings)
     say(
         f"undisturbed: {pace.total_steps} steps of {pace.step_seconds:.3f} s on {settings.nproc}"
         f" ranks, a snapshot every {pace.every}, weights {compare.weights(calm.stories)}"
     )
+    for warning in warnings:
+        say(warning)
     kills = plan_kills(
         seed=settings.seed,
         count=settings.kills,
@@ -123,8 +125,11 @@ def _job(settings: Settings, directory: Path, hang_seconds: float | None = None)
     return Job(settings.program, settings.nproc, environment, directory / "log")
 
 
-def _calm(settings: Settings) -> tuple[Records, Pace]:
-    """Run undisturbed, once. Raises ConfigError for a script that cannot be compared."""
+def _calm(settings: Settings) -> tuple[Records, Pace, list[str]]:
+    """Run undisturbed, once; return what the library has warned of, too.
+
+    Raises ConfigError for a script that cannot be compared.
+    """
     directory, records = _prepare(settings, "undisturbed")
     job = _job(settings, directory)
     began = time.monotonic()
@@ -144,7 +149,7 @@ def _calm(settings: Settings) -> tuple[Records, Pace]:
             "the script did not train with ddpjob_trainer.start() and run.steps() on every rank:"
             " chaos can only compare what the library records"
         )
-    return records, _pace(records, began)
+    return records, _pace(records, began), job.warnings()
 
 
 def _check_directory(records: Records, directory: Path) -> None:

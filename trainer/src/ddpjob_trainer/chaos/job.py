@@ -75,6 +75,15 @@ class Job:
                     self.exit_code = contract.ExitCode.SIGKILL
             time.sleep(0.001)
 
+    def warnings(self) -> list[str]:
+        """What the library has warned of, each once."""
+        try:
+            lines = self._log.read_text(errors="replace").splitlines()
+        except OSError:
+            return []
+        found = (line[at:] for line in lines if (at := line.find("ddpjob: warning:")) >= 0)
+        return list(dict.fromkeys(found))
+
     def tail(self, lines: int = 25) -> str:
         """Last lines of what the gang printed."""
         try:

@@ -73,7 +73,7 @@ def _used_by(function: FunctionType, functions: set[int]) -> list[Any]:
     generators and functions.
     """
     code = function.__code__
-    if id(code) in functions or code.co_filename.startswith(_LIBRARIES):
+    if id(code) in functions or is_library(code.co_filename):
         return []
     functions.add(id(code))
     cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
@@ -84,6 +84,11 @@ def _used_by(function: FunctionType, functions: set[int]) -> list[Any]:
         *cells,
         *(found for found in named if isinstance(found, (*_OWN, FunctionType))),
     ]
+
+
+def is_library(file: str) -> bool:
+    """Whether code of this file is Python's own, or installed."""
+    return file.startswith((*_LIBRARIES, "<frozen "))
 
 
 def _is_filled(cell: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -201,4 +202,6 @@ def _unshared(value: Any, seen: set[int]) -> Any:
         return [_unshared(part, seen) for part in value]
     if isinstance(value, tuple):
         return tuple(_unshared(part, seen) for part in value)
+    if isinstance(value, deque):
+        return deque((_unshared(part, seen) for part in value), value.maxlen)
     return value

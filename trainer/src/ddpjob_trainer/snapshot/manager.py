@@ -139,6 +139,11 @@ class Snapshots:
 
     # --- Save ----------------------------------------------------------------------------
 
+    @property
+    def are_made(self) -> bool:
+        """Whether there is a directory for them."""
+        return self._settings.directory is not None
+
     def due(self, step: int, *, last: bool) -> bool:
         """Whether a snapshot belongs after this step."""
         if self._settings.directory is None:

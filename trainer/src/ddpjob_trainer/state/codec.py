@@ -1,15 +1,15 @@
 """State as tensors and JSON. No pickle is ever written or read.
 
-``flatten`` splits any nesting of dicts, lists, tuples, numbers, strings, bytes and tensors into
-named tensors and a JSON tree that refers to them; ``unflatten`` joins them.
+``flatten`` splits any nesting of dicts, lists, tuples, deques, numbers, strings, bytes and tensors
+into named tensors and a JSON tree that refers to them; ``unflatten`` joins them.
 """
 
 from __future__ import annotations
 
 import base64
 import math
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,15 +97,20 @@ class _Encoder:
         depth += 1
         if isinstance(value, Mapping):
             return self._mapping(value, path, depth)
-        if isinstance(value, list | tuple):
-            parts = [self.encode(v, f"{path}/{i}", depth) for i, v in enumerate(value)]
-            return {"$tuple": parts} if isinstance(value, tuple) else parts
+        if isinstance(value, list | tuple) or type(value) is deque:
+            return self._sequence(value, path, depth)
         if isinstance(value, np.generic):
             return self.encode(value.item(), path, depth)
         raise UnstorableError(
             f"cannot store {path}: a {type(value).__name__}; state must consist of tensors,"
-            " numbers, strings, bytes, None, lists, tuples and dicts"
+            " numbers, strings, bytes, None, lists, tuples, deques and dicts"
         )
+
+    def _sequence(self, value: Sequence[Any], path: str, depth: int) -> Any:
+        parts = [self.encode(v, f"{path}/{i}", depth) for i, v in enumerate(value)]
+        if isinstance(value, deque):
+            return {"$deque": [value.maxlen, parts]}
+        return {"$tuple": parts} if isinstance(value, tuple) else parts
 
     def _mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> Any:
         items = [
@@ -220,6 +225,8 @@ def _decode_marked(mark: str, content: Any, flat: Flat) -> Any:
         return flat.tensors[flat.aliases.get(content, content)].numpy()
     if mark == "$tuple":
         return tuple(_decode(part, flat) for part in content)
+    if mark == "$deque":
+        return deque(_decode(content[1], flat), content[0])
     if mark == "$dict":
         return {_decode(key, flat): _decode(value, flat) for key, value in content}
     if mark == "$float":

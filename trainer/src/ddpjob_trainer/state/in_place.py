@@ -6,6 +6,7 @@ so what comes back from a snapshot must come back into that tensor, list or dict
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -42,7 +43,7 @@ class InPlace:
             return self._array(there, value)
         if isinstance(there, tuple) and len(there) == len(value):
             return tuple(map(self.put, there, value))
-        if not isinstance(there, dict | list):
+        if not isinstance(there, dict | list | deque):
             return value
         self._meet(there)
         if isinstance(there, dict):
@@ -50,7 +51,10 @@ class InPlace:
             there.clear()
             there.update(found)
         else:
-            there[:] = [self.put(there[i], v) if i < len(there) else v for i, v in enumerate(value)]
+            own = list(there)
+            parts = [self.put(own[i], v) if i < len(own) else v for i, v in enumerate(value)]
+            there.clear()
+            there.extend(parts)
         return there
 
     def _meet(self, there: Any) -> None:

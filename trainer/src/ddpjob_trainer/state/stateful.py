@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from ddpjob_trainer.errors import ConfigError
@@ -45,8 +47,10 @@ class Divided(ABC):
         """Take this rank's part, of a state that has at least that."""
 
 
+#: numpy's and Python's, which have a state, but no state_dict().
+OtherGenerator = np.random.Generator | np.random.RandomState | random.Random
 #: What register() takes.
-Keepable = Stateful | torch.Generator | dict[Any, Any]
+Keepable = Stateful | torch.Generator | OtherGenerator | dict[Any, Any]
 
 
 class GeneratorState:
@@ -68,6 +72,47 @@ class GeneratorState:
                 "a registered torch.Generator was of another kind when the snapshot was made:"
                 f" this one is on {self.of.device} ({error})"
             ) from error
+
+
+class OtherGeneratorState:
+    """A generator of numpy's or of Python's as something Stateful."""
+
+    def __init__(self, generator: OtherGenerator) -> None:
+        self.of = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state, in numbers and strings."""
+        of = self.of
+        if isinstance(of, np.random.Generator):
+            found: Any = of.bit_generator.state
+        elif isinstance(of, np.random.RandomState):
+            found = of.get_state(legacy=False)
+        else:
+            found = of.getstate()
+        return {"state": _plain(found)}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Put it back. Raises ConfigError for the state of a generator of another kind."""
+        of, value = self.of, state["state"]
+        try:
+            if isinstance(of, np.random.Generator):
+                of.bit_generator.state = value
+            elif isinstance(of, np.random.RandomState):
+                of.set_state(value)
+            else:
+                of.setstate(value)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                "a registered generator was of another kind when the snapshot was made: this one"
+                f" is a {type(of).__name__} ({error})"
+            ) from error
+
+
+def _plain(value: Any) -> Any:
+    """Words of 64 bits without a sign are no tensor's."""
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 class DictState:
@@ -96,6 +141,8 @@ def stateful(obj: Keepable) -> Stateful:
     """Return what stands for this in the snapshots."""
     if isinstance(obj, torch.Generator):
         return GeneratorState(obj)
+    if isinstance(obj, OtherGenerator) and not isinstance(obj, random.SystemRandom):
+        return OtherGeneratorState(obj)
     if isinstance(obj, dict) and not hasattr(obj, "state_dict"):
         return DictState(obj)
     found: Any = obj
@@ -104,7 +151,9 @@ def stateful(obj: Keepable) -> Stateful:
 
 def kept_by(obj: Stateful) -> object:
     """Return what register() was given."""
-    return obj.of if isinstance(obj, GeneratorState | DictState) else obj
+    if isinstance(obj, GeneratorState | OtherGeneratorState | DictState):
+        return obj.of
+    return obj
 
 
 def give(obj: Stateful, state: Any, into: InPlace) -> None:

@@ -7,11 +7,13 @@ loop does the same in every one. And ever more seldom later, as what it does may
 
 from __future__ import annotations
 
+import dis
 import gc
+import inspect
 import random
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from types import CellType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from ddpjob_trainer.optim.update import Updater
 from ddpjob_trainer.state.codec import raw
 
 _TWO = 2
+_READS = ("LOAD_METHOD", "LOAD_CONST")
 _DEPTH = 3
 _SOME = 1024  # elements of a tensor that are looked at
 _MOST = 64  # entries of a list or dict that are looked at
@@ -52,6 +55,8 @@ class Hidden:
         self._told: set[str] = set()
         self._steps = 0
         self._marks: dict[str, Any] = {}
+        self._begun = dict(self._module_flags())
+        self._switched: dict[str, bool] = {}  # in the first step
         self._rates = self._now()
         self._schedulers: list[tuple[object, Any]] | None = None  # with their marks
 
@@ -61,6 +66,8 @@ class Hidden:
             self._rates = rates
             self._check_schedulers()
         self._steps += 1
+        if self._steps <= _TWO:
+            self._check_flags()
         marks, self._marks = self._marks, {}
         if marks or is_early(self._steps):
             now = dict(self._attributes())
@@ -76,7 +83,8 @@ class Hidden:
             own = kind.state_dict is not torch.optim.Optimizer.state_dict
             if own or kind.__module__.startswith("torch."):
                 continue
-            for name, mark in self._marks_of(vars(optimizer), ("state", "param_groups")):
+            logged = {name for name in vars(optimizer) if _is_logged(kind, name)}
+            for name, mark in self._marks_of(vars(optimizer), {"state", "param_groups"} | logged):
                 yield f"optimizer {kind.__name__}.{name}", mark
             for name, inner in vars(optimizer).items():
                 if isinstance(inner, torch.optim.Optimizer) and not self._is_kept(inner, optimizer):
@@ -125,15 +133,45 @@ class Hidden:
                     " that it is given, or make it an object with __call__(), whose attributes"
                     " torch's schedulers keep"
                 )
-        changed = [name for name in changed if name not in self._told]
-        self._told.update(changed)
-        if changed:
-            names = ", ".join(map(repr, changed[:3])) + (", ..." if len(changed) > 3 else "")
+        if names := self._untold(changed):
             self._say(
                 f"warning: the model changes {names} in the loop, plain attributes that no snapshot"
                 " holds: what is carried from step to step would begin anew after a resume. Make it"
                 " a buffer with register_buffer(), of which rank 0's counts; what each rank has for"
                 " itself belongs into a dict and run.register(name, dict, per_rank=True)"
+            )
+
+    def _untold(self, changed: list[str]) -> str:
+        """Those not told of before, as a text."""
+        changed = [name for name in changed if name not in self._told]
+        self._told.update(changed)
+        return ", ".join(map(repr, changed[:3])) + (", ..." if len(changed) > 3 else "")
+
+    def _module_flags(self) -> Iterator[tuple[str, bool]]:
+        """Those of the script's modules that hold parameters or buffers."""
+        for path, part in self._module.named_modules():
+            if type(part).__module__.startswith("torch.") or _keeps_more(part):
+                continue
+            for name, value in vars(part).items():
+                if isinstance(value, bool) and name not in _MODULES_OWN and _holds_any(part):
+                    yield (f"{path}.{name}" if path else name), value
+
+    def _check_flags(self) -> None:
+        """One that says that parameters have been set from the first batch, as an ActNorm has it.
+
+        After a resume they would be set again, over what has been learned.
+        """
+        now, before = dict(self._module_flags()), self._switched
+        self._switched = {
+            n: flag for n, flag in now.items() if self._begun.get(n, flag) is not flag
+        }
+        # What is switched in every step is not done once.
+        if names := self._untold([name for name in before if name in self._switched]):
+            self._say(
+                f"warning: the model switches {names} in the first step, plain attributes"
+                " that no snapshot holds: what is done once, as setting parameters or a codebook"
+                " from the first batch, would be done again after a resume, over what has been"
+                " learned. Make it a buffer: register_buffer('done', torch.tensor(False))"
             )
 
     # --- Schedulers ------------------------------------------------------------------------
@@ -159,6 +197,36 @@ class Hidden:
 def is_early(step: int) -> bool:
     """Whether to look after this step, and the next: the first, the 4th, 8th, 16th and so on."""
     return step != _TWO and step & (step - 1) == 0
+
+
+def _is_logged(kind: type, name: str) -> bool:
+    """Whether code of this kind of optimizer writes it as it goes, and none reads it.
+
+    As the last norm for a log: it decides about nothing.
+    """
+    reads, writes = False, False
+    for base in kind.__mro__:
+        if base.__module__.startswith("torch.") or base is object:
+            continue
+        for method, value in vars(base).items():
+            function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+            code = getattr(inspect.unwrap(function), "__code__", None)
+            if isinstance(code, CodeType):
+                used = {*_uses(code, name)}
+                writes |= method != "__init__" and "STORE_ATTR" in used
+                reads |= bool(used - {"STORE_ATTR", "DELETE_ATTR"})
+    return writes and not reads
+
+
+def _uses(code: CodeType, name: str) -> Iterator[str]:
+    """By which instructions a name is used, functions within included."""
+    for one in dis.get_instructions(code):
+        # Not a variable of that name; a text may be given to getattr().
+        if one.argval == name and ("ATTR" in one.opname or one.opname in _READS):
+            yield one.opname
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from _uses(one, name)
 
 
 def _functions(schedulers: Iterable[Any]) -> Iterator[FunctionType]:
@@ -217,6 +285,11 @@ _MODULES_OWN = frozenset(vars(torch.nn.Module()))
 def _keeps_more(module: torch.nn.Module) -> bool:
     """Whether a snapshot holds what it says itself."""
     return type(module).get_extra_state is not torch.nn.Module.get_extra_state
+
+
+def _holds_any(module: torch.nn.Module) -> bool:
+    """Whether it holds anything that could be set."""
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
 
 
 def _marks(values: Mapping[str, Any], besides: Container[str] = ()) -> Iterator[tuple[str, Any]]:

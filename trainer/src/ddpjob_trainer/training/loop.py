@@ -65,6 +65,7 @@ class Loop:
             # Such hooks would break compiled graphs.
             modules=not any(is_compiled(model.module) for model in trained.models),
             say=lambda text: say(0, text) if process.world.rank == 0 else None,
+            variables=process.world.rank == 0 and process.snapshots.are_made,
         )
         self._touched = Touched(process.averaging, trained.updater)
         self._options = options

@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
@@ -31,6 +32,7 @@ from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.modes import Modes
 from ddpjob_trainer.state.stateful import Stateful
+from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training import incompatible
 from ddpjob_trainer.training.compiled import compile_in_place, is_compiled, keep_bits
 
@@ -160,6 +162,8 @@ class Trained:
                 autocast_forward(part, self._options.precision, self._world.device)
         compile_in_place(module, options)
         wrapped = self._averaging.wrap(module, options)
+        if self._world.rank == 0:
+            tell_of_hooks(wrapped)
         self.models.append(Model(name, module, wrapped, options, ema))
         if ema is not None:
             self.updater.emas.append((module, ema))
@@ -277,6 +281,24 @@ class Trained:
                 "the model has no parameter that requires a gradient: one that is not trained is"
                 " not given to prepare(); if it changes, keep it with run.register(name, model)"
             )
+
+
+def tell_of_hooks(model: DistributedDataParallel) -> None:
+    """Warn of a communication hook of the script's own that keeps something."""
+    register: Any = model.register_comm_hook
+
+    def told(state: object, hook: object) -> None:
+        if state is not None and not isinstance(state, ProcessGroup):
+            say(
+                0,
+                f"warning: register_comm_hook() is given a {type(state).__name__}: what it keeps"
+                " from step to step is in no snapshot, and begins anew after a resume. The first"
+                " backward of each process runs twice, so it sees that twice as well. Two hooks"
+                " keep nothing: run.prepare(..., comm_hook='bf16' or 'fp16')",
+            )
+        register(state, hook)
+
+    setattr(model, "register_comm_hook", told)  # noqa: B010
 
 
 def named(value: Any, kind: type[T], base: str, taken: int) -> dict[str, T]:

@@ -11,7 +11,7 @@ import json
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,13 @@ class Recorder:
         if self._fd >= 0:
             self._line("step", step=step, losses=[float(loss).hex() for loss in losses])
 
+    def told(self, step: int, what: str, value: float | Mapping[str, float]) -> None:
+        """The script has learned this: what it does with it may not show in losses."""
+        if self._fd >= 0:
+            named = value if isinstance(value, Mapping) else {"": value}
+            values = {name: float(number).hex() for name, number in named.items()}
+            self._line("told", step=step, what=what, values=values)
+
     def wait(self, step: int) -> None:
         """Stand at the gate after a step until the driver has made the kill that belongs there."""
         if self._gate is None:
@@ -84,5 +91,6 @@ class Recorder:
             "generators": rng.capture(),
         }
         parts |= {f"registered {n}": obj.state_dict() for n, obj in state.registered.items()}
+        parts |= {f"own {n}": obj.state_dict() for n, obj in state.per_rank.items()}
         hashes = {name: flat_sha256(flatten(part)) for name, part in parts.items()}
         self._line("end", hashes=hashes | {"weights": weights_sha256(module)})

@@ -142,11 +142,13 @@ class Run:
     def register(self, name: str, obj: Keepable, *, per_rank: bool = False) -> None:
         """Keep one more object in the snapshots.
 
-        It has state_dict() and load_state_dict(), or is a torch.Generator of any device, or a dict
-        of numbers, strings, tensors, lists and dicts: counters of yours, a mean, the best so far.
+        It has state_dict() and load_state_dict(), or is a generator of torch, of any device, numpy
+        or random, or a dict of numbers, strings, tensors, lists, deques and dicts: counters of
+        yours, a mean, the best so far.
         Rank 0's value is kept; with ``per_rank`` that of each rank, for the same world size.
+        It may be called before prepare(), which may be given what uses it.
         """
-        self._ready("register()").state.register(name, obj, per_rank=per_rank)
+        self._trained.state.register(name, obj, per_rank=per_rank)
 
     # --- The loop ------------------------------------------------------------------------
 
@@ -255,7 +257,9 @@ class Run:
                 alive=lambda: self._process.progress.at("evaluation"),
             )  # fmt: skip
         with self._process.progress.during("agreement"), self._together("run.evaluate()"):
-            return evaluation.total(share, world, mean=mean)
+            found = evaluation.total(share, world, mean=mean)
+        self._process.recorder.told(self._step_to_log(), "evaluate()", found)
+        return found
 
     def sum(self, value: float) -> float:
         """Add up a number over all ranks. Every rank must call it."""
@@ -335,6 +339,7 @@ class Run:
         number, name = float(number_of("keep_best()", value)), str(place("path", path))
         flag("ema", ema)
         better = is_better(number, mode, self._loop.best.get(name))
+        self._process.recorder.told(self._step_to_log(), "keep_best()", number)
         if better:
             self.save(path, ema=ema, model=model)
             self._loop.best[name] = Best(number, self._step_to_log(), mode)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from ddpjob_trainer.optim.update import Updater
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.stateful import kept_by
 from ddpjob_trainer.training.hidden import Hidden, contents, is_early
+from ddpjob_trainer.training.variables import Variables
 
 _STEPS = 2
 
@@ -30,7 +32,10 @@ _Marks = dict[str, tuple[int, tuple[int, bytes]]]  # of a module's own tensors: 
 
 
 class Guard:
-    """Watches one loop. Raises ConfigError from the use of an unknown object."""
+    """Watches one loop. Raises ConfigError from the use of an unknown object.
+
+    ``variables``: whether to look at the loop's own, too.
+    """
 
     def __init__(
         self,
@@ -40,6 +45,7 @@ class Guard:
         *,
         modules: bool,
         say: Callable[[str], None] = lambda text: None,
+        variables: bool = False,
     ) -> None:
         optimizers = [unit.optimizer for unit in updater.units]
         self._prepared = {id(part) for optimizer in optimizers for part in _parts(optimizer)}
@@ -57,9 +63,12 @@ class Guard:
         self._inside = False  # of a method that is watched
         for kind in _with_subclasses(LRScheduler):
             self._watch(kind, "step", self._scheduler_steps)
+        self._made: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers, in the loop
+        self._watch_new_optimizers()
         self._watch(AveragedModel, "update_parameters", self._averages)
         self._watch(torch.amp.GradScaler, "scale", self._scales)
         self._hidden = Hidden(state.module, updater, self.knows, say, self._is_registered)
+        self._variables = Variables(self._kept, self._hooks, say) if variables else None
         self._modules: Any = None
         self._looks_at_modules = modules
         self._steps = 0
@@ -68,6 +77,8 @@ class Guard:
     def step_ended(self) -> None:
         """One step less to watch modules in."""
         self._hidden.step_ended()
+        if self._variables is not None:
+            self._variables.step_ended()
         self._steps += 1
         if self._left:
             self._check_frozen()
@@ -117,6 +128,18 @@ class Guard:
     def _is_registered(self, obj: object) -> bool:
         kept = (*self._state.registered.values(), *self._state.per_rank.values())
         return any(obj is kept_by(value) for value in kept)
+
+    def _kept(self) -> Iterator[object]:
+        yield self._state.module
+        for value in (*self._state.registered.values(), *self._state.per_rank.values()):
+            yield kept_by(value)
+
+    def _hooks(self) -> Iterator[object]:
+        """What each update calls of the script's."""
+        yield from (hook for hook, _ in self._updater.hooks)
+        for unit in self._updater.units:
+            for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+                yield from getattr(unit.optimizer, name, {}).values()
 
     def _module_called(self, module: torch.nn.Module, args: Any) -> None:
         if self._asleep or not (module._parameters or module._buffers) or self.knows(module):
@@ -169,6 +192,8 @@ class Guard:
         own = any(optimizer is value for value in self._state.per_rank.values())
         if self._asleep or own or self._updater.applying:
             return
+        if optimizer in self._made:  # of something else than the model, for an attack on it, say
+            return
         name = type(optimizer).__name__
         if id(optimizer) in self._prepared:
             raise ConfigError(
@@ -182,6 +207,29 @@ class Guard:
             " with several as in run.prepare(model, [first, second]) or"
             " run.prepare([model, other], [optimizer, other_optimizer])"
         )
+
+    def _watch_new_optimizers(self) -> None:
+        init: Any = torch.optim.Optimizer.__init__
+
+        @functools.wraps(init)
+        def watched(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            init(optimizer, *args, **kwargs)
+            if not (self._asleep or self._updater.applying):
+                self._optimizer_made(optimizer)
+
+        setattr(torch.optim.Optimizer, "__init__", watched)  # noqa: B010
+        self._methods.callback(setattr, torch.optim.Optimizer, "__init__", init)
+
+    def _optimizer_made(self, optimizer: Any) -> None:
+        if any(id(p) in self._trained for group in optimizer.param_groups for p in group["params"]):
+            name = type(optimizer).__name__
+            raise ConfigError(
+                f"{name} is made in the loop for parameters of the model: nobody would update with"
+                " it, as step.commit() goes on with what prepare() was given. Make all optimizers"
+                " before, as in run.prepare(model, [first, second]) with the same parameters, and"
+                " choose with step.update(first); or change the param_groups of the one there is"
+            )
+        self._made.add(optimizer)
 
     def _watch(self, kind: Any, name: str, look: Callable[[Any], None]) -> None:
         """Call ``look`` before each call of a method that this very class defines.

@@ -1,0 +1,316 @@
+"""Finds what the loop carries from step to step in variables of its own: no snapshot holds them.
+
+Two ways. A name that the loop's body reads before it writes it is carried, whatever it holds: that
+stands in the code. And what the body uses without writing it (a list, an object, a generator, what
+its functions reach) is compared after two steps. It is only told of: it may be a mere log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import inspect
+import io
+import random
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice, pairwise
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ddpjob_trainer.data.own_generators import is_library
+from ddpjob_trainer.data.own_generators import mark as generator_mark
+from ddpjob_trainer.training.hidden import is_early
+
+_FOR_ITER = dis.opmap["FOR_ITER"]
+_FIRST_TOLD = 2  # steps, when there is something to compare
+_DEPTH = 3
+_MOST = 64  # entries of a list or dict, elements of an array
+_TOLD = 8
+_CLOCK_SECONDS = 600.0
+_VARIABLE = re.compile(r"(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF)")
+_OTHER_GENERATORS = np.random.Generator, np.random.RandomState, random.Random
+_NEVER = (
+    torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, type, ModuleType,
+    FunctionType, MethodType,
+)  # fmt: skip
+
+
+class Variables:
+    """Looks once per step. ``kept``: what a snapshot holds; ``hooks``: what updates call."""
+
+    def __init__(
+        self,
+        kept: Callable[[], Iterable[object]],
+        hooks: Callable[[], Iterable[object]],
+        say: Callable[[str], None],
+    ) -> None:
+        self._kept = kept
+        self._hooks = hooks
+        self._say = say
+        self._told: set[str] = set()
+        self._steps = 0
+        self._marks: dict[str, Any] = {}
+
+    def step_ended(self) -> None:
+        """Called from within the script's next(): its frame is one of ours' callers."""
+        self._steps += 1
+        marks, self._marks = self._marks, {}
+        early = is_early(self._steps)
+        if not (marks or early or self._steps == _FIRST_TOLD):
+            return
+        # The script's objects may be anything, and to be looked at must not end a training.
+        with contextlib.suppress(Exception):
+            self._compare(marks, early=early)
+
+    def _compare(self, marks: dict[str, Any], *, early: bool) -> None:
+        frame = _frame_of_the_script()
+        read, carried = _names(frame) if frame is not None else ([], [])
+        known = _Known(self._kept())
+        now = dict(self._look(frame, read, known))
+        changed = [name for name, mark in now.items() if marks.get(name, mark) != mark]
+        if frame is not None and self._steps == _FIRST_TOLD:
+            values = _values(frame, carried)
+            sure = [n for n in carried if n in values and _counts(values[n], known)]
+            changed = list(dict.fromkeys([*sure, *_carried_attributes(frame, known), *changed]))
+        self._marks = now if early else {}
+        self._tell([name for name in changed if name not in self._told])
+
+    def _tell(self, names: list[str]) -> None:
+        self._told.update(names)
+        if names:
+            shown = ", ".join(map(repr, names[:_TOLD])) + (", ..." if names[_TOLD:] else "")
+            self._say(
+                f"warning: the loop carries {shown} from step to step, in variables that no"
+                " snapshot holds: after a resume they begin anew. What training or its results"
+                " depend on belongs into a dict that run.register(name, dict) is given, a generator"
+                " into run.register(name, generator); or compute it from step.index"
+            )
+
+    def _look(
+        self, frame: FrameType | None, read: list[str], known: _Known
+    ) -> Iterator[tuple[str, Any]]:
+        found = _values(frame, read) if frame is not None else {}
+        for hook in self._hooks():
+            name = getattr(hook, "__name__", type(hook).__name__)
+            found.setdefault(name, hook)
+        seen: set[int] = set()
+        for name, value in found.items():
+            if known.holds(value):
+                continue
+            for path, part in _reached(name, value, seen, _DEPTH):
+                mark = known.mark(part, _DEPTH)
+                if mark is not None:
+                    yield path, mark
+
+
+# --- The script's code -----------------------------------------------------------------------
+
+
+def _frame_of_the_script() -> FrameType | None:
+    """The innermost that stands at a for loop, is not ours, and does not only pass steps on."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        ours = frame.f_globals.get("__name__", "").startswith("ddpjob_trainer")
+        passes_on = code.co_flags & inspect.CO_GENERATOR  # as tqdm does
+        if not (ours or passes_on) and code.co_code[frame.f_lasti] == _FOR_ITER:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _body(frame: FrameType) -> list[dis.Instruction]:
+    """Of the loop that stands here."""
+    code = list(dis.get_instructions(frame.f_code))
+    head = next(one for one in code if one.offset == frame.f_lasti)
+    return [one for one in code if head.offset < one.offset < head.argval]
+
+
+def _names(frame: FrameType) -> tuple[list[str], list[str]]:
+    """What the loop's body reads only, and what it carries."""
+    first: dict[str, str] = {}
+    written: set[str] = set()
+    for one in _body(frame):
+        kinds = _VARIABLE.findall(one.opname) if "CLEAR" not in one.opname else []
+        names = one.argval if isinstance(one.argval, tuple) else (one.argval,)
+        for kind, name in zip(kinds, names, strict=False):
+            first.setdefault(name, kind)
+            written.update([name] if kind == "STORE" else [])
+    read = [name for name, kind in first.items() if kind == "LOAD"]
+    return [n for n in read if n not in written], [n for n in read if n in written]
+
+
+def _carried_attributes(frame: FrameType, known: _Known) -> Iterator[str]:
+    """Those that the body reads and writes, as ``data.level += 1``, however seldom it does."""
+    body = [one for one in _body(frame) if one.opname not in ("COPY", "NOP", "CACHE")]
+    written = {one.argval for one in body if one.opname == "STORE_ATTR"}
+    found: dict[tuple[str, str], None] = {}
+    for one, other in pairwise(body):
+        name = one.argval[-1] if isinstance(one.argval, tuple) else one.argval
+        loads = _VARIABLE.findall(one.opname)[-1:] == ["LOAD"]
+        if loads and other.opname == "LOAD_ATTR" and other.argval in written:
+            found[name, other.argval] = None
+    values = _values(frame, [name for name, _ in found])
+    for name, attribute in found:
+        if name in values and known.would_lose(values[name], attribute):
+            yield f"{name}.{attribute}"
+
+
+def _values(frame: FrameType, names: list[str]) -> dict[str, Any]:
+    own: Any = frame.f_locals
+    both = (own, frame.f_globals)
+    found = {}
+    for name in names:
+        there = next((values for values in both if name in values), None)
+        if there is not None:
+            found[name] = there[name]
+    # Up to Python 3.12 this is a copy that the frame keeps, and with it all batches and outputs.
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(own, dict):
+        own.clear()
+    return found
+
+
+def _reached(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    """The value itself, or what it holds if it is the script's own object or function."""
+    if id(value) in seen or not depth:
+        return
+    seen.add(id(value))
+    if isinstance(value, MethodType):
+        yield from _reached(name, value.__self__, seen, depth)
+    elif isinstance(value, FunctionType):
+        if not is_library(value.__code__.co_filename):
+            for inner, part in _used_by(value):
+                yield from _reached(inner, part, seen, depth - 1)
+    elif _is_the_scripts(value):
+        for inner, part in list(vars(value).items()):
+            yield f"{name}.{inner}", part
+    else:
+        yield name, value
+
+
+def _used_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    for name, cell in cells:
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # nothing yet
+            continue
+    for name in _global_names(function.__code__):
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+
+
+def _global_names(code: CodeType) -> Iterator[str]:
+    yield from (one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL")
+
+
+def _is_the_scripts(value: Any) -> bool:
+    """Whether it is an object of a class of the script's own."""
+    if isinstance(value, SimpleNamespace):
+        return True
+    if isinstance(value, _NEVER) or not hasattr(value, "__dict__"):
+        return False
+    name = type(value).__module__
+    file = getattr(sys.modules.get(name), "__file__", None)
+    own = name == "__main__" or (file is not None and not is_library(file))
+    return own and not name.startswith("ddpjob_trainer")
+
+
+# --- What a value is, to be compared with what it is later -----------------------------------
+
+
+class _Known:
+    """What snapshots hold, down to the lists and dicts in it, and the memory of its tensors."""
+
+    def __init__(self, kept: Iterable[object]) -> None:
+        self._ids: set[int] = set()
+        self._memory: set[int] = set()
+        for value in kept:
+            self._add(value, _DEPTH)
+
+    def _add(self, value: Any, depth: int) -> None:
+        self._ids.add(id(value))
+        if isinstance(value, torch.Tensor):
+            self._memory.add(_memory(value))
+        elif isinstance(value, torch.nn.Module):
+            self._memory.update(map(_memory, (*value.parameters(), *value.buffers())))
+        elif depth and isinstance(value, dict | list | tuple | deque):
+            parts = value.values() if isinstance(value, dict) else value
+            for part in parts:
+                self._add(part, depth - 1)
+
+    def holds(self, value: Any) -> bool:
+        """Whether it is, or is a part of, what comes back."""
+        if isinstance(value, torch.Tensor) and _memory(value) in self._memory:
+            return True
+        return id(value) in self._ids and not isinstance(value, int | float | str | bool | None)
+
+    def would_lose(self, obj: Any, attribute: str) -> bool:
+        """Whether a snapshot does not hold what the script keeps in this attribute."""
+        if isinstance(obj, torch.nn.Module):  # what torch's own have is held
+            return attribute in vars(obj) and not type(obj).__module__.startswith("torch.")
+        return _is_the_scripts(obj) and not self.holds(obj)
+
+    def mark(self, value: Any, depth: int) -> Any:
+        """What tells it from its later self; None: it is not taken for state.
+
+        A tensor's elements are not looked at, which would wait for a GPU.
+        """
+        if self.holds(value) or isinstance(value, bool):
+            return None
+        if isinstance(value, int | float):
+            return repr(value)
+        if isinstance(value, torch.Tensor):
+            plain = not (value.requires_grad or value.is_inference())
+            return (id(value), value._version) if plain else None
+        if isinstance(value, np.ndarray):
+            return id(value), value.flat[:_MOST].tobytes()
+        if isinstance(value, torch.Generator):
+            return _Seeded(value)
+        if isinstance(value, _OTHER_GENERATORS):
+            return generator_mark(value)
+        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+            return object()  # who uses it takes something out of it: no two are equal
+        if depth and isinstance(value, dict):
+            some = islice(value.items(), _MOST)
+            return [len(value), *((repr(k), self.mark(v, depth - 1)) for k, v in some)]
+        if depth and isinstance(value, list | tuple | deque | set):
+            return [len(value), *(self.mark(part, depth - 1) for part in islice(value, _MOST))]
+        if depth and _is_the_scripts(value):
+            return [(name, self.mark(part, depth - 1)) for name, part in vars(value).items()]
+        return None
+
+
+class _Seeded:
+    """Unlike another if it has drawn since; not if the loop has seeded it anew."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._seed, self._state = generator.initial_seed(), generator_mark(generator)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Seeded) and (
+            other._seed != self._seed or other._state == self._state
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Where it begins; 0 for what has no memory of the usual kind."""
+    usual = tensor.layout is torch.strided and not tensor.is_meta
+    return tensor.untyped_storage().data_ptr() if usual else 0
+
+
+def _counts(value: Any, known: _Known) -> bool:
+    """Whether a variable that the loop carries may be state: a clock's reading is none."""
+    if isinstance(value, float):
+        clocks = (time.time(), time.monotonic(), time.perf_counter())
+        return all(abs(value - now) > _CLOCK_SECONDS for now in clocks)
+    return not isinstance(value, _NEVER) and not known.holds(value)
