@@ -13,6 +13,7 @@ import yaml
 from ddpjob_operator.shell import settings
 from support.cluster import ROOT
 from support.manifest import rights
+from support.network import NAMESPACE, Pod, reaches
 from support.site import OPERATOR_LABEL
 
 CHART = ROOT / "charts" / "ddpjob"
@@ -134,6 +135,26 @@ def test_who_may_read_metrics_besides_the_operator(template: Template) -> None:
     assert own["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "ops"}}
     pods = objects["Deployment/ddpjob-operator"]["spec"]["template"]["metadata"]["labels"]
     assert own["podSelector"]["matchLabels"].items() <= pods.items()
+
+
+def test_who_may_read_the_operators_own(template: Template) -> None:
+    """The same who may read those of gangs; without a word about it everybody, as there."""
+    kind = "NetworkPolicy/ddpjob-operator"
+    assert kind not in template()
+    there = f"namespaceSelector.matchLabels.{NAMESPACE.replace('.', chr(92) + '.')}=monitoring"
+    objects = template("--set", f"networkPolicy.metricsFrom[0].{there}")
+    pod = objects["Deployment/ddpjob-operator"]["spec"]["template"]
+    operator = Pod("ops", pod["metadata"]["labels"])
+    tester = objects["Pod/ddpjob-operator-test"]["metadata"]["labels"]
+    number = pod["spec"]["containers"][0]["ports"][0]["containerPort"]
+    for source, may in (
+        (Pod("monitoring", {"app": "prometheus"}), True),
+        (Pod("ops", tester), True),
+        (Pod("ops", {"app": "neighbour"}), False),
+        (Pod("team-a", tester), False),
+    ):
+        assert reaches(objects[kind], source, operator, number) is may, source
+    assert reaches(objects[kind], Pod("team-a"), Pod("ops", tester), number), "it holds for ours"
 
 
 @pytest.mark.parametrize("policy", ["podCreators", "restricted", "gangLabels"])

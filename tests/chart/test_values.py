@@ -64,6 +64,7 @@ def test_labels_and_accounts_may_be_nothing(template: Template) -> None:
         ("commonLabels.app\\.kubernetes\\.io/name=x", "app.kubernetes.io/name"),
         ("podLabels.app\\.kubernetes\\.io/name=x", "app.kubernetes.io/name"),
         ("networkPolicy.metricsFrom[0].foo=bar", "/networkPolicy/metricsFrom/0"),
+        ("networkPolicy.metricsFrom[0].podSelector.a=b", "/networkPolicy/metricsFrom/0"),
         ("networkPolicy.metricsFrom[0].podSelector=null", "/networkPolicy/metricsFrom/0"),
         ("commonLabels.team=a b", "/commonLabels/team"),
         ("podLabels.team=a/b", "/podLabels/team"),
