@@ -11,6 +11,7 @@ from ddpjob_operator.core import observe, render, spec
 from support.network import NAMESPACE, Pod, reaches
 from support.world import job_object
 
+
 def policy_of(*metrics_from: Mapping[str, Any]) -> tuple[Mapping[str, Any], Pod]:
     """The policy of a job and one of its pods."""
     obj = job_object()

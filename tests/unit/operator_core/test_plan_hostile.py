@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from datetime import timedelta
 
@@ -70,6 +71,21 @@ def test_a_pod_without_its_labels_that_keeps_the_name_is_deleted():
     (creation,) = (a for a in todo if isinstance(a, act.CreatePod))
     world.carry_out(creation)
     assert world.settle().attempts() == {2}
+
+
+@pytest.mark.parametrize("name", ["a", "zz"])
+def test_a_pod_that_is_labelled_as_a_member_is_none_by_another_name(name: str):
+    """It calls the job its controller and has failed for good; the member itself runs."""
+    world = started().run()
+    liar = copy.deepcopy(world.pods["job-1"])
+    liar["metadata"].update(name=name, uid=name)
+    ended = {"terminated": {"exitCode": 78, "reason": "Error"}}
+    liar["status"] = {"phase": "Failed", "containerStatuses": [{"name": "trainer", "state": ended}]}
+    world.pods[name] = liar
+    world.settle()
+    assert (world.phase, world.status["attempt"]) == ("Running", 1)
+    assert not world.status.get("failures")
+    assert name not in world.pods
 
 
 def test_a_container_that_a_webhook_puts_first_is_not_the_trainer():

@@ -10,7 +10,8 @@ import pytest
 
 from ddpjob_operator.core.actions import Confirmation, Outcomes
 from ddpjob_operator.core.observe import LABEL_ATTEMPT, LABEL_REPLICA
-from ddpjob_operator.shell.store import RewoundError, Store, slim_pod
+from ddpjob_operator.shell.pods import slim_pod
+from ddpjob_operator.shell.store import RewoundError, Store
 
 KEY = ("ns", "job")
 
@@ -169,6 +170,29 @@ def test_a_pod_without_a_controller_is_nobodys() -> None:
     del body["metadata"]["ownerReferences"]
     assert store.put_pod(body) == set()
     assert store.pod_count() == 0
+
+
+def test_no_pod_is_of_another_namespaces_job() -> None:
+    """Whoever learns a job's uid can write it on a pod of his own, and let that fail or stay."""
+    liar = pod(6, "liar", phase="Failed")
+    liar["metadata"]["namespace"] = "theirs"
+    store = stored()
+    assert store.put_pod(liar) == set()
+    assert store.pods_of("u1") == ()
+    assert store.seen("u1", 1) == frozenset()
+
+
+def test_nor_if_it_came_before_the_job() -> None:
+    store = Store()
+    liar, ours = pod(3, "liar"), pod(4, "ours")
+    liar["metadata"].update(namespace="theirs", labels={LABEL_ATTEMPT: "1", LABEL_REPLICA: "1"})
+    for each in (liar, ours):
+        store.put_pod(each)
+    store.put_job(job(5))
+    assert [each.uid for each in store.pods_of("u1")] == ["ours"]
+    assert store.seen("u1", 1) == {0}
+    store.put_pod(liar)
+    assert store.pod_count() == 1
 
 
 def test_a_pod_that_lost_its_controller_is_its_former_jobs_no_more() -> None:

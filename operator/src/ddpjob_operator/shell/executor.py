@@ -43,8 +43,9 @@ from ddpjob_operator.shell.api import (
     Resource,
 )
 from ddpjob_operator.shell.metrics import Metrics
+from ddpjob_operator.shell.pods import slim_pod
 from ddpjob_operator.shell.recorder import Recorder
-from ddpjob_operator.shell.store import Store, slim_pod
+from ddpjob_operator.shell.store import Store
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ Everything runs on one event loop; no method awaits.
 from __future__ import annotations
 
 import bisect
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,8 +20,7 @@ from ddpjob_operator.core.actions import Outcomes, Waiter
 from ddpjob_operator.core.nodes import Nodes
 from ddpjob_operator.core.policy import turn
 from ddpjob_operator.shell.nodes import NodeCache
-
-log = logging.getLogger(__name__)
+from ddpjob_operator.shell.pods import SlimPod, number, slim_pod
 
 Key = tuple[str, str]  # namespace, name
 Object = Mapping[str, Any]
@@ -40,15 +38,6 @@ class Snapshot:
     pods: tuple[observe.Pod, ...]
     outcomes: Outcomes
     nodes: Nodes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SlimPod:
-    """What is kept of a pod; ``pod`` None: it cannot be read."""
-
-    uid: str
-    version: int | None
-    pod: observe.Pod | None
 
 
 @dataclass(slots=True)
@@ -111,7 +100,7 @@ class Store:
 
     def check_list(self, plural: str, version: str, newest_before: int) -> None:
         """Raise RewoundError if a quorum list is older than what was known when it began."""
-        read = _number(version)
+        read = number(version)
         if read is not None and read < newest_before:
             known = f"{plural} were read at version {read} after {newest_before}"
             raise RewoundError(f"{known}: etcd was restored from a backup")
@@ -125,7 +114,7 @@ class Store:
     def put_job(self, offered: Object | observe.Job) -> bool:
         """Take a job from a watch or a list. False if it is no newer than what is known."""
         job = offered if isinstance(offered, observe.Job) else self._read_job(offered)
-        self._saw(observe.PLURAL, _number(job.resource_version))
+        self._saw(observe.PLURAL, number(job.resource_version))
         known = self._jobs.get(job.key)
         if known is not None and not _newer(known.resource_version, job.resource_version):
             return False
@@ -133,7 +122,9 @@ class Store:
             self.forget_job(known.key, known.uid)
         self._note_waiter(known if known and known.uid == job.uid else None, job)
         self._jobs[job.key] = job
-        self._keys[job.uid] = job.key
+        if job.uid not in self._keys:
+            self._keys[job.uid] = job.key
+            self._part_with_strangers(job)
         return True
 
     def job_versions(self) -> dict[str, str]:
@@ -146,7 +137,7 @@ class Store:
         So it is after a restore that raises the revision of etcd, as the manual has it.
         """
         uid, version = offered["metadata"]["uid"], offered["metadata"]["resourceVersion"]
-        read, before = _number(version), _number(versions_before.get(uid, ""))
+        read, before = number(version), number(versions_before.get(uid, ""))
         if read is not None and before is not None and read < before:
             known = f"a DDPJob was read at version {read} after {before}"
             raise RewoundError(f"{known}: etcd was restored from a backup")
@@ -249,7 +240,7 @@ class Store:
         if pod is None:
             return set()
         self._saw("pods", version)
-        owner, former = pod.owner_uid, self._owners.get(pod.uid)
+        owner, former = self._owner(pod), self._owners.get(pod.uid)
         if pod.uid in self._buried:
             return set()
         concerned = {uid for uid in (owner, former) if uid is not None}
@@ -286,7 +277,7 @@ class Store:
             self.put_pod(item, from_watch=False)
         if job_uid in self._keys or job_uid in self._gangs:
             gang = self._gangs.setdefault(job_uid, _Gang())
-            gang.floor = max(gang.floor, _number(version) or 0)
+            gang.floor = max(gang.floor, number(version) or 0)
 
     def drop_vanished_pods(
         self, namespace: str | None, listed_uids: Iterable[str], version: str
@@ -325,6 +316,24 @@ class Store:
         meta = obj["metadata"]
         return observe.job(obj, self._jobs.get((meta["namespace"], meta["name"])))
 
+    def _owner(self, pod: observe.Pod) -> str | None:
+        """The uid of its job: none of another namespace, whatever somebody wrote on the pod."""
+        key = self._keys.get(pod.owner_uid or "")
+        return pod.owner_uid if key is None or key[0] == pod.namespace else None
+
+    def _part_with_strangers(self, job: observe.Job) -> None:
+        """Pods that came before their job: those that lie when they call it theirs."""
+        gang = self._gangs.get(job.uid, _Gang())
+        records = list(gang.pods.values())
+        if all(record.pod.namespace == job.namespace for record in records):
+            return
+        gang.seen.clear()
+        for record in records:
+            if record.pod.namespace == job.namespace:
+                gang.note(record.pod)
+            else:
+                self._disown(record.pod.uid)
+
     def _outdated(self, owner: str, uid: str, version: int | None, from_watch: bool) -> bool:
         """Whether something as new or newer is known of that pod among that job's pods."""
         gang = self._gangs.get(owner)
@@ -351,7 +360,7 @@ class Store:
 
     def _retain(self, job_uid: str, listed: set[str], version: str) -> bool:
         """Remove the job's pods that a list read at ``version`` does not show."""
-        at = _number(version)
+        at = number(version)
         gang = self._gangs.get(job_uid)
         gone = [
             uid
@@ -365,25 +374,7 @@ class Store:
         return bool(gone)
 
 
-def slim_pod(obj: Object) -> SlimPod:
-    """A Pod object -> what is kept of it. One odd pod must not blind us to all the others."""
-    pod: observe.Pod | None = None
-    try:
-        pod = observe.pod(obj)
-    except Exception:
-        log.exception("a pod that cannot be read is ignored")
-    return SlimPod(obj["metadata"]["uid"], _version(obj), pod)
-
-
-def _version(obj: Object) -> int | None:
-    return _number(obj["metadata"].get("resourceVersion"))
-
-
-def _number(version: object) -> int | None:
-    return int(version) if isinstance(version, str) and version.isdecimal() else None
-
-
 def _newer(known: str, offered: str) -> bool:
     """Whether ``offered`` replaces ``known``; when they cannot be compared it does."""
-    a, b = _number(known), _number(offered)
+    a, b = number(known), number(offered)
     return True if a is None or b is None else b > a
