@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from datetime import timedelta
 
@@ -252,6 +253,23 @@ def test_counts_after_the_end_and_while_suspended():
     assert "ready" not in world.status, "0/3 would read as trouble"
     world = started().run().end(0, 0).patch(suspend=True)
     assert world.status.get("succeededReplicas", "") == ""
+
+
+@pytest.mark.fault("N11")
+@pytest.mark.parametrize("name", ["job-0-debug", "debug-0"])
+@pytest.mark.parametrize("phase", ["Pending", "Failed", "Succeeded"])
+def test_a_copy_of_a_pod_is_no_replica_and_goes(name: str, phase: str):
+    """With `kubectl get pod -o yaml`, another name and `kubectl apply`: labels and owner are ours.
+
+    As a replica it hid the one whose number it carries, and the gang never ended.
+    """
+    world = started().run()
+    copy = deepcopy(world.pods["job-0"])
+    copy["metadata"] |= {"name": name, "uid": "copy"}
+    world.pods[name] = {**copy, "status": {"phase": phase}}
+    assert name not in world.settle().pods
+    assert (world.phase, world.status["attempt"]) == ("Running", 1)
+    assert world.end(0, 0).end(1, 0).end(2, 0).phase == "Succeeded"
 
 
 @pytest.mark.fault("N16")
