@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from support.cluster import wait_for
-from support.site import SYSTEM, Site, digits
+from support.site import SYSTEM, Site, digits, job
 
 Record = Callable[[str, float], None]  # pytest's record_property
 Undisturbed = Callable[[int], dict[str, str]]
@@ -53,6 +53,15 @@ def preferring(job: dict[str, Any], node: str) -> dict[str, Any]:
     wish = {"weight": 100, "preference": {"matchExpressions": [names]}}
     affinity = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [wish]}}
     job["spec"]["template"]["spec"]["affinity"] = affinity
+    return job
+
+
+def spread(job: dict[str, Any]) -> dict[str, Any]:
+    """The job, with as many pods on one node as on another."""
+    name = {"matchLabels": {"ddpjob.dev/job-name": job["metadata"]["name"]}}
+    evenly = {"maxSkew": 1, "whenUnsatisfiable": "DoNotSchedule", "labelSelector": name}
+    evenly["topologyKey"] = "kubernetes.io/hostname"
+    job["spec"]["template"]["spec"]["topologySpreadConstraints"] = [evenly]
     return job
 
 
@@ -141,6 +150,29 @@ def test_under_wait_the_job_says_what_ends_it_and_that_does(
         key = "node.kubernetes.io/out-of-service:NoExecute-"
         site.cluster.kubectl("taint", "node", dead, key, check=True)
     assert site.result(name) == undisturbed(STEPS)
+    site.delete(name)
+
+
+@pytest.mark.fault("N14")
+def test_peers_that_end_before_kubernetes_knows_of_the_node_do_not_fail_the_job(
+    site: Site, machines: None
+) -> None:
+    """A program without our launcher: what it ends with says nothing of a lost peer."""
+    name = "foreign"
+    dead = next(node for node in NODES if node != site.leader()[1])
+    script = "until [ -e /tmp/end ]; do sleep 0.2; done; exit 1"
+    site.apply(spread(job(name, ["sh", "-c", script], replicas=2, restart={"maxRestarts": 0})))
+    site.wait_phase(name, "Running")
+    pods = site.pods(name).values()
+    lives = next(p["metadata"]["name"] for p in pods if p["spec"]["nodeName"] != dead)
+    site.cluster.node("stop", dead)
+    site.kubectl("exec", lives, "--", "touch", "/tmp/end", check=True)
+    status = site.wait_phase(name, "Restarting")
+    failure = status["lastFailure"]
+    assert (failure["reason"], failure["node"]) == ("NodeLost", dead)
+    assert (status["restarts"]["total"], status["restarts"]["charged"]) == (1, 0)
+    site.cluster.node("start", dead)
+    assert site.wait_phase(name, "Running")["attempt"] == 2
     site.delete(name)
 
 

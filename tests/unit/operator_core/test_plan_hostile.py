@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from copy import deepcopy
 from dataclasses import replace
 from datetime import timedelta
 
@@ -77,7 +77,7 @@ def test_a_pod_without_its_labels_that_keeps_the_name_is_deleted():
 def test_a_pod_that_is_labelled_as_a_member_is_none_by_another_name(name: str):
     """It calls the job its controller and has failed for good; the member itself runs."""
     world = started().run()
-    liar = copy.deepcopy(world.pods["job-1"])
+    liar = deepcopy(world.pods["job-1"])
     liar["metadata"].update(name=name, uid=name)
     ended = {"terminated": {"exitCode": 78, "reason": "Error"}}
     liar["status"] = {"phase": "Failed", "containerStatuses": [{"name": "trainer", "state": ended}]}
@@ -268,6 +268,23 @@ def test_counts_after_the_end_and_while_suspended():
     assert "ready" not in world.status, "0/3 would read as trouble"
     world = started().run().end(0, 0).patch(suspend=True)
     assert world.status.get("succeededReplicas", "") == ""
+
+
+@pytest.mark.fault("N11")
+@pytest.mark.parametrize("name", ["job-0-debug", "debug-0"])
+@pytest.mark.parametrize("phase", ["Pending", "Failed", "Succeeded"])
+def test_a_copy_of_a_pod_is_no_replica_and_goes(name: str, phase: str):
+    """With `kubectl get pod -o yaml`, another name and `kubectl apply`: labels and owner are ours.
+
+    As a replica it hid the one whose number it carries, and the gang never ended.
+    """
+    world = started().run()
+    copy = deepcopy(world.pods["job-0"])
+    copy["metadata"] |= {"name": name, "uid": "copy"}
+    world.pods[name] = {**copy, "status": {"phase": phase}}
+    assert name not in world.settle().pods
+    assert (world.phase, world.status["attempt"]) == ("Running", 1)
+    assert world.end(0, 0).end(1, 0).end(2, 0).phase == "Succeeded"
 
 
 @pytest.mark.fault("N16")

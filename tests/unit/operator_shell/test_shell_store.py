@@ -27,7 +27,7 @@ def pod(
     return {
         "metadata": {
             "namespace": "ns",
-            "name": f"pod-{uid}",
+            "name": "pod-0",
             "uid": uid,
             "resourceVersion": str(version),
             "labels": {LABEL_ATTEMPT: "1", LABEL_REPLICA: "0"},

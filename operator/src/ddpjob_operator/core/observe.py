@@ -185,7 +185,7 @@ def pod(obj: Mapping[str, Any]) -> Pod:
         uid=meta["uid"],
         owner_uid=owner.get("uid"),
         attempt=_number(labels.get(LABEL_ATTEMPT)),
-        replica=_number(labels.get(LABEL_REPLICA)),
+        replica=_replica(meta["name"], labels, owner),
         phase=str(status.get("phase") or "Pending"),
         reason=clean(status.get("reason"), 64),
         message=clean(status.get("message")) or (init.message if init else ""),
@@ -356,6 +356,12 @@ def _round_records(items: object) -> tuple[Round, ...]:
         for raw in newest
         if (number := _count(raw.get("round"), _ROUNDS)) is not None
     )
+
+
+def _replica(name: str, labels: Mapping[str, Any], owner: Mapping[str, Any]) -> int | None:
+    """A copy under another name, as people make to look into something, is no replica."""
+    number = _number(labels.get(LABEL_REPLICA))
+    return number if name == f"{owner.get('name', name.rpartition('-')[0])}-{number}" else None
 
 
 def _number(label: object) -> int | None:

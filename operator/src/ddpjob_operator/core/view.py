@@ -156,9 +156,7 @@ def look(
         if pod.owner_uid != job.uid:
             continue
         replica, counts = pod.replica, current is not None and pod.attempt == current
-        # Labels are anybody's to write; a name there is once.
-        named = pod.name == f"{job.name}-{replica}"
-        if counts and named and replica is not None and replica < spec.replicas:
+        if counts and replica is not None and replica < spec.replicas:
             members[replica] = pod
         else:
             others.append(pod)

@@ -49,16 +49,20 @@ def loss(view: View, restarts: Restarts) -> Failure | None:
 
 def waits(view: View) -> list[float]:
     """Seconds until a wait for the cause is over."""
-    left = [_left(view, wait) for wait in (CAUSE_WAIT, NODE_WAIT)]
+    longest = _left(view, NODE_WAIT)
+    left = (longest, longest - (NODE_WAIT - CAUSE_WAIT).total_seconds())
     return [seconds for seconds in left if seconds > 0]
 
 
 def reasons(view: View) -> Iterator[tuple[str, str]]:
     """Why the job has not failed yet; the moment until its peers have ended is no news."""
+    left = _left(view, NODE_WAIT)
+    if not 0 < left <= (NODE_WAIT - CAUSE_WAIT).total_seconds():
+        return
     first = _first(view)
     silent = first and _doubted(view, view.status.restarts, first)
-    if first and silent and _left(view, CAUSE_WAIT) <= 0:
-        until = view.now + timedelta(seconds=_left(view, NODE_WAIT))
+    if first and silent:
+        until = view.now + timedelta(seconds=left)
         yield (
             "WaitingForCause",
             (
