@@ -42,8 +42,12 @@ def image(site: Site, tmp_path_factory: pytest.TempPathFactory) -> str:
     subprocess.run(release, check=True)
     _, file, _ = blocks("An image that you have already: add the wheel")
     file = file.replace("YOUR/image:TAG", own_images.debian(SUITE, *PACKAGES))
-    # As the page says of an "externally-managed-environment".
-    file = file.replace("pip install", "pip install --break-system-packages")
+    # As the page says of what a distribution has installed: here sympy asks for another mpmath.
+    wheel = next(context.glob("ddpjob_trainer-*.whl")).name
+    plain = f"pip install --no-cache-dir /tmp/{wheel}"
+    assert plain in file
+    cure = plain.replace("install", "install --break-system-packages --no-deps")
+    file = file.replace(plain, f"{cure} prometheus-client safetensors")
     with own_images.built("foreign", file, context, own_images.from_index(home / "pip")) as name:
         own_images.into_nodes(site.cluster.name, IMAGE, name)
     return IMAGE
