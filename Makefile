@@ -30,7 +30,7 @@ ARGS ?=
 # cluster's at once, which last about as long as all the others.
 LEVELS := $(wildcard tests/unit tests/cluster tests/model tests/chart tests/api tests/trainer)
 # Without what takes minutes to show what something shorter shows too.
-SHORT := -m "not soak"
+SHORT := -m "not soak and not foreign_image"
 # Two levels at a time, each whole in one process (tests/conftest.py). ARGS=-n0: one after the other
 SIDE_BY_SIDE := -n2 --no-loadscope-reorder
 TYPED := operator/src trainer/src plugin/src devcluster/src
@@ -103,7 +103,11 @@ torch-versions: ## what depends on torch, with the oldest and the newest (5 GB e
 
 .PHONY: cluster
 cluster: setup programs images ## all of it on a real cluster with kubelets and containers
-	@$(PYTEST) tests/cluster $(ARGS)
+	@$(PYTEST) $(SHORT) tests/cluster $(ARGS)
+
+.PHONY: foreign-image
+foreign-image: setup programs images ## the wheel in an image of another Python and torch, Debian's (minutes, 3 GB)
+	@$(PYTEST) -m foreign_image tests/cluster $(ARGS)
 
 .PHONY: test
 test: setup lint programs images ## lint, then every level in one pytest run, two at a time

@@ -59,6 +59,11 @@ def reference(target: str) -> str:
     return f"docker.io/ddpjob/{target}:{VERSION}"
 
 
+def name_in_store(target: str, key: str) -> str:
+    """Return the name under which the store keeps the image of a target that a key stands for."""
+    return f"localhost/ddpjob/{target}:{key}"
+
+
 def build(target: str, log: Log, checkout: Path = CHECKOUT) -> BuiltImage:
     """Build the image of a target unless it is built already."""
     if target not in TARGETS:
@@ -115,7 +120,7 @@ def export(target: str, archive: Path, log: Log) -> str:
     build(target, log)
     store = Store()
     with locked(store.lock, log), timed(f"writing {archive.name}", log):
-        name = f"localhost/ddpjob/{target}:{image_key(target)}"
+        name = name_in_store(target, image_key(target))
         there = f"oci-archive:{archive}:{reference(target)}"
         store.buildah(["push", "--quiet", name, there], f"writing {archive}")
     with tarfile.open(archive) as opened:
@@ -200,7 +205,7 @@ def _forget_old(store: Store, target: str) -> None:
     kept = {record.stem.removeprefix(f"{target}-") for record in records[-_KEPT:]}
     for tag in store.tags(f"localhost/ddpjob/{target}"):
         if tag not in kept:
-            name = f"localhost/ddpjob/{target}:{tag}"
+            name = name_in_store(target, tag)
             store.buildah(["rmi", name], f"removing the old image {name}")
 
 
@@ -210,7 +215,7 @@ def _make(store: Store, target: str, key: str, checkout: Path, log: Log) -> Buil
     host.require_space(store.home, _NEEDED_GIBIBYTES, "building images", "DDPJOB_CACHE")
     store.clean()
     base = baseimage.ensure(store, log)
-    name = f"localhost/ddpjob/{target}:{key}"
+    name = name_in_store(target, key)
     with timed(f"building image {target}", log):
         _build(store, target, name, base, checkout, log)
     return store.read(name)

@@ -144,6 +144,21 @@ def test_an_executable_can_be_executed(
         assert volume["configMap"].get("defaultMode") == mode
 
 
+def test_a_script_on_the_claim_needs_no_image_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = manifest(capsys, "/snapshots/code-1/train.py", "--snapshots", "shared")
+    assert found.keys() == {"DDPJob"}
+    job = found["DDPJob"]
+    jsonschema.Draft202012Validator(crd_schema()).validate(job)
+    assert trainer(found)["image"] == init.IMAGE
+    assert trainer(found)["command"] == ["ddpjob-trainer", "run", "/snapshots/code-1/train.py"]
+    volume = {"persistentVolumeClaim": {"claimName": "shared"}}
+    assert job["spec"]["snapshot"]["path"] == "/snapshots"
+    assert job["spec"]["snapshot"]["volume"] == volume
+    assert "volumes" not in job["spec"]["template"]["spec"]
+
+
 @pytest.mark.parametrize("name", ["null", "yes", "on", "n", "true", "1.0", "007", "0x10"])
 def test_names_stay_strings(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     (tmp_path / name).write_text("x\n")
@@ -183,6 +198,8 @@ def test_awkward_text_reads_back_as_it_was(text: str) -> None:
         (["nowhere.py"], "nowhere.py: no such file here"),
         (["nowhere.py", "--image", "i"], "nowhere.py: no such file here"),
         (["/app/train.py"], "name the --image"),
+        (["/snapshots/train/train.py"], "the snapshots of train go there: give another --name"),
+        (["/snapshots.py"], "name the --image"),
         (["FOLDER"], "no such file here"),
         (["-m", "no.such"], "no.py: no such file here: change to its folder"),
         (["-m", "1x", "--name", "a"], "1x: not the name of a module"),

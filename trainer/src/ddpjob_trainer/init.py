@@ -22,6 +22,8 @@ from ddpjob_trainer.errors import ConfigError
 IMAGE = "ddpjob/trainer:0.1.0"
 #: Where the ConfigMap's files are in the pods.
 FOLDER = "/workspace/job"
+#: Where the claim of --snapshots is in the pods; scripts may lie on it, too.
+CLAIM = "/snapshots"
 #: A ConfigMap holds 1 MiB, its other fields included.
 MOST_BYTES = 1_000_000
 _KEY = re.compile(r"(?!\.\.)[-._a-zA-Z0-9]{1,253}")
@@ -36,7 +38,8 @@ _CLAIM_NAME = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
 
 _DESCRIPTION = """\
 Print the manifest of a DDPJob that runs SCRIPT. A script that is on this machine travels in a
-ConfigMap with the other FILES, so the stock image will do; one that is not must be in --image.
+ConfigMap with the other FILES, so the stock image will do; one that is not must be in --image, or
+below /snapshots on the claim.
 FILES are files and folders, and lie beside SCRIPT in the pods as they do here. What follows -- are
 the script's own arguments.
 """
@@ -46,6 +49,7 @@ examples:
   ddpjob-trainer init train.py models vocab.txt --replicas 4 --gpus 8 -- --lr 0.1 > job.yaml
   ddpjob-trainer init -m package.train > job.yaml            all of the folder package
   ddpjob-trainer init /app/train.py --image REGISTRY/mine:1 > job.yaml
+  ddpjob-trainer init /snapshots/code-1/train.py --snapshots CLAIM > job.yaml
 
 The claim of --snapshots must exist and offer ReadWriteMany; --claim 10Gi makes it, too.
 """
@@ -107,6 +111,8 @@ def render(args: argparse.Namespace, arguments: Sequence[str]) -> str:
         if value is not None and not least <= value <= most:
             shown = f"--{option.replace('_', '-')} {value}"
             raise ConfigError(f"{shown}: at least {least}" + f", at most {most}" * (value > most))
+    if args.script.startswith(f"{CLAIM}/{name}/"):
+        raise ConfigError(f"{args.script}: the snapshots of {name} go there: give another --name")
     return "---\n".join(_parts(args, name, _files(args), arguments))
 
 
@@ -118,7 +124,9 @@ def _files(args: argparse.Namespace) -> dict[str, Path]:
     if args.module and not path.is_dir():
         path = path.with_suffix(".py")
     here = path.exists() if args.module else path.is_file()
-    if not here and (args.image == IMAGE or not (args.module or args.script.startswith("/"))):
+    in_pods = args.module or args.script.startswith("/")
+    on_claim = args.script.startswith(f"{CLAIM}/") and not args.module
+    if not here and not on_claim and (args.image == IMAGE or not in_pods):
         cure = "change to its folder, or" if args.module else "give one, or an absolute path and"
         raise ConfigError(f"{path}: no such file here: {cure} name the --image that it is in")
     if not here and args.files:
@@ -167,6 +175,7 @@ def _parts(
         replicas=args.replicas,
         nproc=args.nproc or ("auto" if args.gpus else 1),
         claim=claim,
+        at_claim=CLAIM,
         every=args.every_steps,
         image=_quoted(args.image),
         command=", ".join(map(_quoted, words)),
@@ -205,7 +214,8 @@ def _config_map(name: str, files: Mapping[str, Path], keys: Mapping[str, str]) -
     if sum(sizes.values()) > MOST_BYTES:
         raise ConfigError(
             f"{sum(sizes.values())} bytes of files, the largest {max(sizes, key=sizes.__getitem__)}"
-            f": a ConfigMap holds {MOST_BYTES}; build an image, see docs/your-script.md"
+            f": a ConfigMap holds {MOST_BYTES}; lay them on a claim or build an image, see"
+            " docs/your-script.md"
         )
     text = binary = ""
     for key, inner in keys.items():
@@ -274,7 +284,7 @@ spec:
   replicas: {replicas}
   nprocPerNode: {nproc}
   snapshot:
-    path: /snapshots
+    path: {at_claim}
     volume:
       persistentVolumeClaim:
         claimName: "{claim}"
