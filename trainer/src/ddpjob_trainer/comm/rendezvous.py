@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,6 +78,16 @@ def _reachable(address: str, port: int) -> str:
     return ""
 
 
+def _store(address: str, port: int, **options: Any) -> TCPStore:
+    """By torch's own choice, or as a torch that was built without libuv can: Debian's is."""
+    try:
+        return TCPStore(address, port, wait_for_workers=False, **options)
+    except RuntimeError as error:
+        if "without libuv" not in str(error):
+            raise
+        return TCPStore(address, port, wait_for_workers=False, use_libuv=False, **options)
+
+
 def _server(env: WorkerEnvironment, waiting: _Waiting) -> TCPStore:
     """Serve the store. A process of an ended attempt may still hold the port for a moment."""
     assert env.master is not None
@@ -85,11 +96,10 @@ def _server(env: WorkerEnvironment, waiting: _Waiting) -> TCPStore:
     while True:
         try:
             # By "localhost": this pod's own service name may not resolve yet.
-            return TCPStore(
+            return _store(
                 "localhost",
                 env.master[1],
                 is_master=True,
-                wait_for_workers=False,
                 timeout=timedelta(seconds=max(1.0, waiting.left())),
                 master_listen_fd=listener,
             )
@@ -106,11 +116,10 @@ def _client(env: WorkerEnvironment, waiting: _Waiting) -> TCPStore:
         reason = _reachable(address, port)
         if not reason:
             try:
-                return TCPStore(
+                return _store(
                     address,
                     port,
                     is_master=False,
-                    wait_for_workers=False,
                     timeout=timedelta(seconds=max(1.0, min(10.0, waiting.left()))),
                 )
             except RuntimeError as error:
