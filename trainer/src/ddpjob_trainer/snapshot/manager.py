@@ -49,9 +49,8 @@ class Snapshots:
         self._settings = settings
         self._world = world
         self._progress = progress
-        self._later = settings.staging == "thread" or (
-            settings.staging == "auto" and world.accelerator.queues
-        )
+        queues = world.accelerator.queues
+        self._later = settings.staging == "thread" or (settings.staging == "auto" and queues)
         self._tracker: Tracker | None = None
         self._hook: RemovableHandle | None = None
         self._place: Place | None = None
@@ -67,8 +66,8 @@ class Snapshots:
 
     def facts(self) -> dict[str, Any]:
         """What must be equal on all ranks."""
-        every = self._settings.every_steps if self._settings.directory is not None else None
-        return {"snapshots": every is not None, "snapshot_every": every}
+        every = self._settings.every_steps if self.are_made else None
+        return {"snapshots": self.are_made, "snapshot_every": every}
 
     def check(self, state: TrainingState) -> None:
         """Raise ConfigError now for what the first snapshot could not store."""
@@ -102,11 +101,9 @@ class Snapshots:
         )
         failpoints.reach("load")
         self._open(opened)
-        loaded = opened.loaded
-        if loaded is None:
+        if (loaded := opened.loaded) is None:
             return 0, {}
-        allowed = self._settings.allow_changes
-        compare(loaded.config, config, self._world.rank, allowed)
+        compare(loaded.config, config, self._world.rank, allowed := self._settings.allow_changes)
         # Level elastic: all ranks' generators are equal, and there may have been fewer of them.
         rank = 0 if config["level"] == "elastic" else self._world.rank
         state.restore(loaded.source, rank, ema_may_differ="ema" in allowed)
@@ -209,7 +206,9 @@ class Snapshots:
             self._unsettled = True
         else:
             self._progress.save_skipped()
-            self._say_why(step, tracker)
+            reports = self._reports()
+            if self._world.rank == 0 and (why := self._skips.why(tracker.oldest(), reports)):
+                say(0, f"no snapshot after step {step}: {why}")
         failpoints.reach("snapshot")
         if last:
             self.settle()
@@ -217,10 +216,6 @@ class Snapshots:
                 self._upload_rest(_LAST_UPLOAD_SECONDS)
                 self._world.barrier()
         self._progress.phase("step")
-
-    def _say_why(self, step: int, tracker: Tracker) -> None:
-        if self._world.rank == 0 and (why := self._skips.why(tracker.oldest(), self._reports())):
-            say(0, f"no snapshot after step {step}: {why}")
 
     def _capture(self, state: TrainingState) -> Captured | str:
         """The state, or why it cannot be stored. On every rank: a state_dict() may be collective.

@@ -62,8 +62,7 @@ class Loop:
             trained.state,
             trained.updater,
             [obj for model in trained.models for obj in (model.wrapped, model.ema)],
-            # Such hooks would break compiled graphs.
-            modules=not any(is_compiled(model.module) for model in trained.models),
+            modules=not any(is_compiled(one.module) for one in trained.models),  # or graphs break
             say=lambda text: say(0, text) if process.world.rank == 0 else None,
             variables=process.world.rank == 0 and process.snapshots.are_made,
         )
