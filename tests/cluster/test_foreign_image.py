@@ -30,6 +30,8 @@ import sys, torch, numpy
 print("python", ".".join(map(str, sys.version_info[:2])))
 print("torch", torch.__version__, torch.__file__)
 print("numpy", numpy.__file__)
+from ddpjob_trainer.data.own_generators import is_library
+print("installed", is_library(torch.__file__))
 """
 
 
@@ -96,6 +98,7 @@ def test_pip_keeps_the_torch_of_the_image(site: Site, image: str) -> None:
     assert found["python"] != "3.11"
     assert found["torch"].endswith("/usr/lib/python3/dist-packages/torch/__init__.py")
     assert found["numpy"].startswith("/usr/lib/python3/")
+    assert found["installed"] == "True"
 
 
 def test_kills_leave_no_trace_in_it(site: Site, image: str) -> None:

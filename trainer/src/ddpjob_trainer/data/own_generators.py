@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
+import site
 import sysconfig
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -31,7 +32,11 @@ _OF_ALL = {
     id(getattr(random.seed, "__self__", None)),
 }
 #: Python's own modules and what is installed: they draw from what they are given.
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+#: Debian's own Python has several folders for these.
+_LIBRARIES = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+    | set(site.getsitepackages())
+)
 
 
 def found_in(obj: Any) -> list[Any]:
