@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import random
 import signal
@@ -438,6 +439,19 @@ def test_workers_give_what_this_process_would_and_pass_over_what_is_not_asked_fo
         wanted = here.next(step, 0, plan(step)[0])
         assert batch["index"].tolist() == wanted["index"].tolist()
         assert [drawn.tolist() for drawn in batch["drawn"]] == [d.tolist() for d in wanted["drawn"]]
+
+
+def test_workers_start_by_a_fork_server_where_that_is_pythons_default():
+    """As from Python 3.14 on: their parent is that server, which they must not take for a loss."""
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        there = opened(Noisy(), workers=2)
+        there.start()
+        there.begin(range(1, 2), lambda _: [np.arange(4)])
+        assert len(there.next(1, 0, np.arange(4))["index"]) == 4
+        there.close()
+    finally:
+        multiprocessing.set_start_method("fork", force=True)
 
 
 def test_a_worker_dies_with_its_rank():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import multiprocessing
 import os
 import signal
 import warnings
@@ -41,7 +42,9 @@ def dying_with_parent(
     init: Callable[[int], None] | None, context: Any = None
 ) -> Callable[[int], None]:
     """Return a worker_init_fn: SIGKILL when the rank dies, then ``init``."""
-    method = getattr(context, "get_start_method", lambda: context or "fork")()
+    # Python's own default is fork up to 3.13 and forkserver from 3.14 on.
+    chosen = getattr(context, "get_start_method", multiprocessing.get_start_method)
+    method = context if isinstance(context, str) else chosen()
     # A fork server's children are the fork server's; torch looks for their rank now and then.
     parent = None if method == "forkserver" else os.getpid()
     return functools.partial(_begin_worker, parent, init)
