@@ -36,7 +36,7 @@ MUTATIONS = (
              "return _confirmed(view) and not view.others and _due(view)", "return _due(view)",
              CORE_TESTS + "test_plan_restart.py"),
     Mutation("one restart fewer than maxRestarts", CORE + "policy/restart.py",
-             "restarts.charged > limits.max_restarts", "restarts.charged >= limits.max_restarts",
+             "counted.charged > limits.max_restarts", "counted.charged >= limits.max_restarts",
              CORE_TESTS + "test_plan_restart.py"),
     Mutation("a program that ends with 0 when told to go has succeeded", CORE + "classify.py",
              "return ended and not pod.deleting", "return ended",
