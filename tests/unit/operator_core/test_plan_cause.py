@@ -142,6 +142,11 @@ def test_a_restart_stays_charged_where_only_the_first_to_end_is_on_the_node():
     assert charged(fall_silent(world, "node2")) == 1
 
 
+def test_nor_does_an_init_container_that_failed_there_before_say_that_it_was_dead():
+    world = init_failed(3, "Error").finish_deletions_on("node1").wait(50)
+    assert charged(fall_silent(world, "node2")) == 1
+
+
 @pytest.mark.parametrize(("restart", "left"), [
     ({"maxDisruptions": 0}, (1, 0)),
     ({"rules": [{"reasons": ["NodeLost"], "action": "Restart"}]}, (1, 0)),
@@ -161,3 +166,32 @@ def test_peers_that_hang_or_are_killed_while_a_node_is_silent_are_charged_to_nob
     world = fall_silent(running(), "node2").end(0, code)
     assert world.status["lastFailure"]["reason"] == "NodeLost"
     assert charged(world) == 0
+
+
+def init_failed(code: int, reason: str, **spec: object) -> World:
+    """Replica 1, on node2, fails before its trainer starts; the others run."""
+    world = World(job_object(**spec), machines=Machines(), graceful=True).settle().run(0, 2)
+    ended = {"terminated": {"exitCode": code, "reason": reason}}
+    world.pods["job-1"]["spec"]["nodeName"] = "node2"
+    world.pods["job-1"]["status"] = {
+        "phase": "Failed",
+        "containerStatuses": [{"name": "trainer", "state": {"waiting": {}}}],
+        "initContainerStatuses": [{"name": "fetch", "state": ended}],
+    }
+    return world.settle()
+
+
+@pytest.mark.parametrize("reason", ["OOMKilled", "Error"])
+def test_exit_codes_of_rules_are_those_of_the_trainer_whatever_ended_an_init_container(
+    reason: str,
+):
+    world = init_failed(137, reason, restart={"rules": [{"exitCodes": [137], "action": "Fail"}]})
+    assert (world.phase, charged(world)) == ("Restarting", 1)
+
+
+def test_a_machine_that_died_gives_back_an_init_containers_failure_too():
+    rules = [{"exitCodes": [3], "action": "RestartFree"}]  # which was not met
+    world = init_failed(3, "Error", restart={"rules": rules})
+    world.pods["job-2"]["spec"]["nodeName"] = "node3"
+    world = world.finish_deletions_on("node2").wait(50)
+    assert charged(fall_silent(world, "node1")) == 0

@@ -88,8 +88,9 @@ def refund(view: View, change: Change) -> Change:
         return change
     found = fence.failure(view, silent)
     limits = view.spec.restart
-    known = classify.reasons_of(charged.exit_code or 0) | {charged.reason, charged.cls}
-    paid = limits.ruled(charged.exit_code, known) in (None, "Restart")
+    code = None if charged.reason == classify.INIT_FAILED else charged.exit_code
+    known = classify.reasons_of(code or 0) | {charged.reason, charged.cls}
+    paid = limits.ruled(code, known) in (None, "Restart")
     free = limits.ruled(None, {found.reason, found.cls}) in (None, "RestartFree")
     if not (paid and free) or old.disruptions >= limits.max_disruptions:
         return change
