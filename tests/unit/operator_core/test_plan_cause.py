@@ -195,3 +195,18 @@ def test_a_machine_that_died_gives_back_an_init_containers_failure_too():
     world.pods["job-2"]["spec"]["nodeName"] = "node3"
     world = world.finish_deletions_on("node2").wait(50)
     assert charged(fall_silent(world, "node1")) == 0
+
+
+def test_the_removal_of_one_that_is_done_excuses_nobody():
+    world = running(restart={"maxRestarts": 0}).end(2, 0).terminate(2)
+    world.end(0, 1, settle=False).end(1, 1)
+    assert (world.phase, world.condition("Failed")["reason"]) == ("Failed", "MaxRestartsExceeded")
+
+
+def test_nor_does_it_cut_the_wait_short():
+    world = running(restart={"maxRestarts": 0}).end(2, 0, settle=False)
+    ended = world.pods["job-2"]["status"]["containerStatuses"][0]["state"]["terminated"]
+    ended["finishedAt"] = (world.now - timedelta(hours=1)).isoformat()
+    world.settle().pods["job-2"]["spec"]["nodeName"] = "node3"
+    assert world.terminate(2).end(0, 1).phase == "Running"
+    assert fall_silent(world, "node2").status["lastFailure"]["reason"] == "NodeLost"

@@ -39,7 +39,7 @@ def loss(view: View, restarts: Restarts) -> Failure | None:
     silent = fence.suspect(view)
     if silent:
         return fence.failure(view, silent)
-    leaving = classify.leaving(view.members.values())
+    leaving = classify.leaving(_needed(view).values())
     if leaving:
         return classify.removed(leaving, view.now)
     if first.cls == "Collateral":
@@ -109,7 +109,7 @@ def refund(view: View, change: Change) -> Change:
 def _first(view: View) -> Failure | None:
     """The strongest loss that is seen, whether or not it is the cause."""
     nproc, now = view.spec.nproc_per_node, view.now
-    members = {r: pod for r, pod in view.members.items() if r not in view.status.succeeded}
+    members = _needed(view)
     found = [classify.failure(pod, nproc, now) for pod in members.values()]
     if view.status.phase == "Starting":
         # It never comes back, and before all run there is nothing that it could still save.
@@ -120,6 +120,12 @@ def _first(view: View) -> Failure | None:
     ]
     finished = {r: classify.decisive(pod).finished_at for r, pod in view.members.items()}
     return classify.cause(losses, finished)
+
+
+def _needed(view: View) -> dict[int, Pod]:
+    """Without those that have done their work: whoever removes them takes nothing."""
+    done = view.status.succeeded
+    return {r: pod for r, pod in view.members.items() if r not in done}
 
 
 def _doubted(view: View, restarts: Restarts, first: Failure) -> Pod | None:
@@ -157,7 +163,7 @@ def _left(view: View, wait: timedelta) -> float:
 
 
 def _first_end(view: View) -> datetime | None:
-    lost = [pod for pod in view.members.values() if not classify.succeeded(pod)]
+    lost = [pod for pod in _needed(view).values() if not classify.succeeded(pod)]
     ends = (pod.told_at or pod.trainer.finished_at for pod in lost)
     return min((end for end in ends if end is not None), default=None)
 
