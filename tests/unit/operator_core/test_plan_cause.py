@@ -210,3 +210,34 @@ def test_nor_does_it_cut_the_wait_short():
     world.settle().pods["job-2"]["spec"]["nodeName"] = "node3"
     assert world.terminate(2).end(0, 1).phase == "Running"
     assert fall_silent(world, "node2").status["lastFailure"]["reason"] == "NodeLost"
+
+
+@pytest.mark.parametrize("message", ["", "no room"])
+def test_what_is_given_back_meanwhile_takes_no_failure_with_it(message: str):
+    """Replica 2 has no node, or does not start, and the time to start is over in the wait."""
+    spec = job_object(restart={"maxRestarts": 0}, startupDeadlineSeconds=60)
+    world = World(spec, machines=Machines(), graceful=True).settle().run(0, 1).wait(30)
+    if message:
+        no_room = {"type": "PodScheduled", "status": "False", "message": message}
+        world.pods["job-2"]["status"] = {"conditions": [no_room]}
+    else:
+        world.waiting(2, "ContainerCreating")
+    world.end(0, 1).wait(31)
+    assert world.phase == "Starting"
+    assert world.wait(29).condition("Failed")["reason"] == "MaxRestartsExceeded"
+    assert world.status["lastFailure"]["reason"] == "ExitCode1"
+
+
+def test_a_wait_that_is_over_is_told_no_more():
+    world = running(restart={"maxRestarts": 0}).end(0, 1).end(2, 1).wait(10)
+    assert world.status["reason"] == "WaitingForCause"
+    world.terminate(1)
+    assert (world.phase, world.status["reason"]) == ("Restarting", "PodDeleted")
+    assert world.condition("Stalled")["status"] == "False"
+
+
+def test_what_runs_no_more_tells_of_no_charge_that_was_given_back():
+    world = running().end(0, 1).finish_deletions_on("node1")
+    assert "restart 1 of at most 3" in world.condition("Running")["message"]
+    fall_silent(world.wait(50), "node2")
+    assert "its restart is not charged" in world.condition("Running")["message"]

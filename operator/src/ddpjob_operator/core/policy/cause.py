@@ -26,6 +26,7 @@ CAUSE_WAIT: Final = timedelta(seconds=5)
 NODE_WAIT: Final = timedelta(seconds=60)
 #: A restart waits for the pods of a dead node in any case: so late its charge is still given back.
 _REFUNDED_UNTIL: Final = 2 * NODE_WAIT
+WAITING: Final = "WaitingForCause"
 #: How peers of a lost member end. Other classes have causes of their own, or are free anyway.
 _BY_PEERS: Final = ("Hang", "Killed", "User")
 
@@ -47,6 +48,14 @@ def loss(view: View, restarts: Restarts) -> Failure | None:
     return None if _doubted(view, restarts, first) else first
 
 
+def awaited(view: View) -> bool:
+    """Whether an end was seen of which nobody knows yet what follows. Until then nothing else may.
+
+    A gang that is given back meanwhile, for want of room or time, would take the failure with it.
+    """
+    return _left(view, NODE_WAIT) > 0
+
+
 def waits(view: View) -> list[float]:
     """Seconds until a wait for the cause is over."""
     longest = _left(view, NODE_WAIT)
@@ -64,12 +73,20 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
     if first and silent:
         until = view.now + timedelta(seconds=left)
         yield (
-            "WaitingForCause",
+            WAITING,
             (
                 f"{restart.describe(first)} ends the job, unless pod {silent.name}, which has not "
                 f"ended, is lost with node {silent.node}: that shows by {until:%H:%M:%S} UTC"
             ),
         )
+
+
+def over(view: View, change: Change) -> Change:
+    """The wait is over: the condition must not speak of it while the gang restarts."""
+    told = view.status.condition("Stalled")
+    if told is None or told.status != "True" or told.reason != WAITING:
+        return change
+    return change.condition("Stalled", False, "Progressing", "", view.now)
 
 
 def refund(view: View, change: Change) -> Change:
@@ -103,7 +120,9 @@ def refund(view: View, change: Change) -> Change:
     count = replace(old, charged=old.charged - 1, disruptions=old.disruptions + 1)
     change = change.with_status(failures=failures, restarts=count)
     what = f"attempt {found.attempt} was lost with its machine, its restart is not charged"
-    return change.tell("Warning", "NodeLost", f"{what}: {restart.describe(found)}")
+    what = f"{what}: {restart.describe(found)}"
+    change = change.condition("Running", False, "Restarting", what, view.now)
+    return change.tell("Warning", "NodeLost", what)
 
 
 def _first(view: View) -> Failure | None:
