@@ -142,6 +142,11 @@ def test_a_restart_stays_charged_where_only_the_first_to_end_is_on_the_node():
     assert charged(fall_silent(world, "node2")) == 1
 
 
+def test_nor_does_an_init_container_that_failed_there_before_say_that_it_was_dead():
+    world = init_failed(3, "Error").finish_deletions_on("node1").wait(50)
+    assert charged(fall_silent(world, "node2")) == 1
+
+
 @pytest.mark.parametrize(("restart", "left"), [
     ({"maxDisruptions": 0}, (1, 0)),
     ({"rules": [{"reasons": ["NodeLost"], "action": "Restart"}]}, (1, 0)),
@@ -161,3 +166,78 @@ def test_peers_that_hang_or_are_killed_while_a_node_is_silent_are_charged_to_nob
     world = fall_silent(running(), "node2").end(0, code)
     assert world.status["lastFailure"]["reason"] == "NodeLost"
     assert charged(world) == 0
+
+
+def init_failed(code: int, reason: str, **spec: object) -> World:
+    """Replica 1, on node2, fails before its trainer starts; the others run."""
+    world = World(job_object(**spec), machines=Machines(), graceful=True).settle().run(0, 2)
+    ended = {"terminated": {"exitCode": code, "reason": reason}}
+    world.pods["job-1"]["spec"]["nodeName"] = "node2"
+    world.pods["job-1"]["status"] = {
+        "phase": "Failed",
+        "containerStatuses": [{"name": "trainer", "state": {"waiting": {}}}],
+        "initContainerStatuses": [{"name": "fetch", "state": ended}],
+    }
+    return world.settle()
+
+
+@pytest.mark.parametrize("reason", ["OOMKilled", "Error"])
+def test_exit_codes_of_rules_are_those_of_the_trainer_whatever_ended_an_init_container(
+    reason: str,
+):
+    world = init_failed(137, reason, restart={"rules": [{"exitCodes": [137], "action": "Fail"}]})
+    assert (world.phase, charged(world)) == ("Restarting", 1)
+
+
+def test_a_machine_that_died_gives_back_an_init_containers_failure_too():
+    rules = [{"exitCodes": [3], "action": "RestartFree"}]  # which was not met
+    world = init_failed(3, "Error", restart={"rules": rules})
+    world.pods["job-2"]["spec"]["nodeName"] = "node3"
+    world = world.finish_deletions_on("node2").wait(50)
+    assert charged(fall_silent(world, "node1")) == 0
+
+
+def test_the_removal_of_one_that_is_done_excuses_nobody():
+    world = running(restart={"maxRestarts": 0}).end(2, 0).terminate(2)
+    world.end(0, 1, settle=False).end(1, 1)
+    assert (world.phase, world.condition("Failed")["reason"]) == ("Failed", "MaxRestartsExceeded")
+
+
+def test_nor_does_it_cut_the_wait_short():
+    world = running(restart={"maxRestarts": 0}).end(2, 0, settle=False)
+    ended = world.pods["job-2"]["status"]["containerStatuses"][0]["state"]["terminated"]
+    ended["finishedAt"] = (world.now - timedelta(hours=1)).isoformat()
+    world.settle().pods["job-2"]["spec"]["nodeName"] = "node3"
+    assert world.terminate(2).end(0, 1).phase == "Running"
+    assert fall_silent(world, "node2").status["lastFailure"]["reason"] == "NodeLost"
+
+
+@pytest.mark.parametrize("message", ["", "no room"])
+def test_what_is_given_back_meanwhile_takes_no_failure_with_it(message: str):
+    """Replica 2 has no node, or does not start, and the time to start is over in the wait."""
+    spec = job_object(restart={"maxRestarts": 0}, startupDeadlineSeconds=60)
+    world = World(spec, machines=Machines(), graceful=True).settle().run(0, 1).wait(30)
+    if message:
+        no_room = {"type": "PodScheduled", "status": "False", "message": message}
+        world.pods["job-2"]["status"] = {"conditions": [no_room]}
+    else:
+        world.waiting(2, "ContainerCreating")
+    world.end(0, 1).wait(31)
+    assert world.phase == "Starting"
+    assert world.wait(29).condition("Failed")["reason"] == "MaxRestartsExceeded"
+    assert world.status["lastFailure"]["reason"] == "ExitCode1"
+
+
+def test_a_wait_that_is_over_is_told_no_more():
+    world = running(restart={"maxRestarts": 0}).end(0, 1).end(2, 1).wait(10)
+    assert world.status["reason"] == "WaitingForCause"
+    world.terminate(1)
+    assert (world.phase, world.status["reason"]) == ("Restarting", "PodDeleted")
+    assert world.condition("Stalled")["status"] == "False"
+
+
+def test_what_runs_no_more_tells_of_no_charge_that_was_given_back():
+    world = running().end(0, 1).finish_deletions_on("node1")
+    assert "restart 1 of at most 3" in world.condition("Running")["message"]
+    fall_silent(world.wait(50), "node2")
+    assert "its restart is not charged" in world.condition("Running")["message"]

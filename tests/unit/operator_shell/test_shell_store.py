@@ -195,6 +195,18 @@ def test_nor_if_it_came_before_the_job() -> None:
     assert store.pod_count() == 1
 
 
+def test_a_list_of_the_liars_namespace_says_nothing_of_the_jobs_own_pods() -> None:
+    """Each namespace is listed for itself, and pods may come before their jobs."""
+    store = Store()
+    liar = pod(3, "liar")
+    liar["metadata"]["namespace"] = "theirs"
+    store.put_pod(liar)
+    store.put_pod(pod(4, "ours"))
+    store.drop_vanished_pods("theirs", ["liar"], "9")
+    store.put_job(job(10))
+    assert [each.uid for each in store.pods_of("u1")] == ["ours"]
+
+
 def test_a_pod_that_lost_its_controller_is_its_former_jobs_no_more() -> None:
     store = stored()
     store.put_pod(pod(6))

@@ -114,9 +114,9 @@ def _decide(view: View) -> Change:
     change = heal.budgets(view, cause.refund(view, change))
     loss = cause.loss(view, change.status.restarts)
     if loss is not None:
-        return restart.after(view, change, loss)
+        return restart.after(view, cause.over(view, change), loss)
     if status.phase == "Starting":
-        change = startup.advance(view, change)
+        change = change if cause.awaited(view) else startup.advance(view, change)
     elif _barrier_passed(view):
         change = startup.begin(view, change)
     if change.status.phase == status.phase:

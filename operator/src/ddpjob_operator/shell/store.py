@@ -285,10 +285,9 @@ class Store:
         """After a full list: forget what it does not show. The keys of the jobs concerned."""
         listed = set(listed_uids)
         changed: set[Key] = set()
-        for job_uid, gang in list(self._gangs.items()):
-            pods = [record.pod for record in gang.pods.values()]
-            in_scope = bool(pods) and namespace in (None, pods[0].namespace)
-            if in_scope and self._retain(job_uid, listed, version) and job_uid in self._keys:
+        for job_uid in list(self._gangs):
+            gone = self._retain(job_uid, listed, version, namespace)
+            if gone and job_uid in self._keys:
                 changed.add(self._keys[job_uid])
         return changed
 
@@ -358,14 +357,20 @@ class Store:
             del self._gangs[owner]
         return owner
 
-    def _retain(self, job_uid: str, listed: set[str], version: str) -> bool:
-        """Remove the job's pods that a list read at ``version`` does not show."""
+    def _retain(
+        self, job_uid: str, listed: set[str], version: str, namespace: str | None = None
+    ) -> bool:
+        """Remove the job's pods that a list read at ``version`` does not show.
+
+        ``namespace``: what the list is of, for a pod of another may still call the job its own.
+        """
         at = number(version)
         gang = self._gangs.get(job_uid)
         gone = [
             uid
             for uid, record in (gang.pods.items() if gang else ())
             if uid not in listed
+            and namespace in (None, record.pod.namespace)
             # A pod that we created after the list was read is not missing from it.
             and (at is None or record.version is None or record.version <= at)
         ]

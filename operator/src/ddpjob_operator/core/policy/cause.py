@@ -26,6 +26,7 @@ CAUSE_WAIT: Final = timedelta(seconds=5)
 NODE_WAIT: Final = timedelta(seconds=60)
 #: A restart waits for the pods of a dead node in any case: so late its charge is still given back.
 _REFUNDED_UNTIL: Final = 2 * NODE_WAIT
+WAITING: Final = "WaitingForCause"
 #: How peers of a lost member end. Other classes have causes of their own, or are free anyway.
 _BY_PEERS: Final = ("Hang", "Killed", "User")
 
@@ -39,12 +40,20 @@ def loss(view: View, restarts: Restarts) -> Failure | None:
     silent = fence.suspect(view)
     if silent:
         return fence.failure(view, silent)
-    leaving = classify.leaving(view.members.values())
+    leaving = classify.leaving(_needed(view).values())
     if leaving:
         return classify.removed(leaving, view.now)
     if first.cls == "Collateral":
         return None if _left(view, CAUSE_WAIT) > 0 else classify.settle(first)
     return None if _doubted(view, restarts, first) else first
+
+
+def awaited(view: View) -> bool:
+    """Whether an end was seen of which nobody knows yet what follows. Until then nothing else may.
+
+    A gang that is given back meanwhile, for want of room or time, would take the failure with it.
+    """
+    return _left(view, NODE_WAIT) > 0
 
 
 def waits(view: View) -> list[float]:
@@ -64,12 +73,20 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
     if first and silent:
         until = view.now + timedelta(seconds=left)
         yield (
-            "WaitingForCause",
+            WAITING,
             (
                 f"{restart.describe(first)} ends the job, unless pod {silent.name}, which has not "
                 f"ended, is lost with node {silent.node}: that shows by {until:%H:%M:%S} UTC"
             ),
         )
+
+
+def over(view: View, change: Change) -> Change:
+    """The wait is over: the condition must not speak of it while the gang restarts."""
+    told = view.status.condition("Stalled")
+    if told is None or told.status != "True" or told.reason != WAITING:
+        return change
+    return change.condition("Stalled", False, "Progressing", "", view.now)
 
 
 def refund(view: View, change: Change) -> Change:
@@ -88,8 +105,9 @@ def refund(view: View, change: Change) -> Change:
         return change
     found = fence.failure(view, silent)
     limits = view.spec.restart
-    known = classify.reasons_of(charged.exit_code or 0) | {charged.reason, charged.cls}
-    paid = limits.ruled(charged.exit_code, known) in (None, "Restart")
+    code = None if charged.reason == classify.INIT_FAILED else charged.exit_code
+    known = classify.reasons_of(code or 0) | {charged.reason, charged.cls}
+    paid = limits.ruled(code, known) in (None, "Restart")
     free = limits.ruled(None, {found.reason, found.cls}) in (None, "RestartFree")
     if not (paid and free) or old.disruptions >= limits.max_disruptions:
         return change
@@ -102,13 +120,15 @@ def refund(view: View, change: Change) -> Change:
     count = replace(old, charged=old.charged - 1, disruptions=old.disruptions + 1)
     change = change.with_status(failures=failures, restarts=count)
     what = f"attempt {found.attempt} was lost with its machine, its restart is not charged"
-    return change.tell("Warning", "NodeLost", f"{what}: {restart.describe(found)}")
+    what = f"{what}: {restart.describe(found)}"
+    change = change.condition("Running", False, "Restarting", what, view.now)
+    return change.tell("Warning", "NodeLost", what)
 
 
 def _first(view: View) -> Failure | None:
     """The strongest loss that is seen, whether or not it is the cause."""
     nproc, now = view.spec.nproc_per_node, view.now
-    members = {r: pod for r, pod in view.members.items() if r not in view.status.succeeded}
+    members = _needed(view)
     found = [classify.failure(pod, nproc, now) for pod in members.values()]
     if view.status.phase == "Starting":
         # It never comes back, and before all run there is nothing that it could still save.
@@ -119,6 +139,12 @@ def _first(view: View) -> Failure | None:
     ]
     finished = {r: classify.decisive(pod).finished_at for r, pod in view.members.items()}
     return classify.cause(losses, finished)
+
+
+def _needed(view: View) -> dict[int, Pod]:
+    """Without those that have done their work: whoever removes them takes nothing."""
+    done = view.status.succeeded
+    return {r: pod for r, pod in view.members.items() if r not in done}
 
 
 def _doubted(view: View, restarts: Restarts, first: Failure) -> Pod | None:
@@ -156,7 +182,7 @@ def _left(view: View, wait: timedelta) -> float:
 
 
 def _first_end(view: View) -> datetime | None:
-    lost = [pod for pod in view.members.values() if not classify.succeeded(pod)]
+    lost = [pod for pod in _needed(view).values() if not classify.succeeded(pod)]
     ends = (pod.told_at or pod.trainer.finished_at for pod in lost)
     return min((end for end in ends if end is not None), default=None)
 

@@ -65,7 +65,7 @@ def nowhere(view: View) -> Pod | None:
 def left_behind(view: View, ended: Failure) -> Pod | None:
     """A pod of an attempt that has ended, on a silent node: nobody has told of its end."""
     peers = (pod for pod in view.others if pod.attempt == ended.attempt)
-    alive = (pod for pod in peers if pod.trainer.state != "terminated")
+    alive = (pod for pod in peers if classify.decisive(pod).state != "terminated")
     nodes = ((pod, _node(view, pod)) for pod in alive)
     return next((pod for pod, node in nodes if node and not node.guessed), None)
 

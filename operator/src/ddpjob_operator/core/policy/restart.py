@@ -117,7 +117,8 @@ def _action(view: View, old: Restarts, loss: Failure) -> str:
     if loss.cls == "Hardware" and not avoid.is_free(view, _in_a_row(view, old)):
         default = "Restart"
     # Rules name exit codes of the trainer.
-    code = None if loss.reason == classify.INIT_FAILED else loss.exit_code
+    of_trainer = member is None or classify.decisive(member) is member.trainer
+    code = loss.exit_code if of_trainer else None
     return view.spec.restart.ruled(code, reasons) or default
 
 
