@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
 import io
+import site
+import sys
 import sysconfig
 import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -267,4 +270,77 @@ def test_an_object_that_cannot_be_looked_at_ends_nothing() -> None:
     odd, watched = Odd(), Watched()
     for _ in watched.steps():
         assert odd is not None
+    assert not watched.said
+
+
+def test_the_dict_that_locals_has_given_stays_the_scripts() -> None:
+    def train(watched: Watched, rate: float = 0.1) -> dict[str, Any]:
+        config = locals()
+        count = 0
+        for step in watched.steps():
+            count += step
+        return config
+
+    def held(watched: Watched, outer: list[Any]) -> None:
+        count = 0
+        outer.append(sys._getframe().f_locals)  # as a debugger or a logger does
+        for step in watched.steps():
+            count += step
+
+    watched, outer = Watched(), list[Any]()
+    assert {**train(watched), "watched": None} == {"watched": None, "rate": 0.1}
+    held(watched, outer)
+    assert {"watched", "outer"} <= outer[0].keys()
+
+
+def test_what_is_registered_is_known_through_functions_and_methods_as_well() -> None:
+    class Stopper:
+        def __init__(self) -> None:
+            self.bad = 0
+
+        def look(self) -> None:
+            self.bad += 1
+
+    stopper, other = Stopper(), Stopper()
+    look = other.look
+
+    def check() -> None:
+        stopper.look()
+
+    watched = Watched(kept=[stopper, other])
+    for _ in watched.steps():
+        check()
+        look()
+    assert not watched.said
+
+
+def test_what_only_looks_like_state_is_not_told() -> None:
+    masks = dict.fromkeys(NET.parameters(), 1.0)
+    shared, groups = torch.default_generator, [{"lr": 0.1}]
+    watched = Watched(kept=[groups])
+    steps, now, then = watched.steps(), time.time_ns(), datetime.datetime.now(datetime.UTC)
+    own = SimpleNamespace(steps=steps)
+    for step in own.steps:
+        assert time.time_ns() >= now and datetime.datetime.now(datetime.UTC) >= then  # noqa: PT018
+        assert masks and own  # noqa: PT018
+        now, then = time.time_ns(), datetime.datetime.now(datetime.UTC)
+        torch.rand(1, generator=shared)
+        groups[0]["lr"] = 0.1 / (step + 1)
+        with torch.no_grad():
+            for parameter in masks:
+                parameter.mul_(0.5)
+    assert not watched.said
+
+
+def test_what_a_user_has_installed_is_no_object_of_the_scripts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bars = ModuleType("bars")
+    bars.__file__ = f"{site.getusersitepackages()}/bars.py"
+    monkeypatch.setitem(sys.modules, "bars", bars)
+    bar = type("Bar", (), {"__module__": "bars", "n": 0})()
+    bar.n = 0
+    watched = Watched()
+    for _ in watched.steps():
+        bar.n = bar.n + 1
     assert not watched.said
