@@ -344,3 +344,17 @@ def test_what_a_user_has_installed_is_no_object_of_the_scripts(
     for _ in watched.steps():
         bar.n = bar.n + 1
     assert not watched.said
+
+
+def test_only_so_much_of_a_value_is_looked_at() -> None:
+    looked: list[int] = []
+
+    class Row(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            looked.append(1)
+            return super().__iter__()
+
+    table, watched = [[Row([1] * 100) for _ in range(100)] for _ in range(100)], Watched()
+    for _ in watched.steps(1):
+        assert table
+    assert 0 < len(looked) <= 64

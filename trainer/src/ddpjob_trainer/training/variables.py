@@ -33,6 +33,7 @@ _FOR_ITER = dis.opmap["FOR_ITER"]
 _FIRST_TOLD = 2  # steps, when there is something to compare
 _DEPTH = 3
 _MOST = 64  # entries of a list or dict, elements of an array
+_WORK = _MOST**2  # parts of one value, lists of lists of lists included
 _TOLD = 8
 _CLOCK_SECONDS = 600.0
 _BEFORE_SECONDS = 60.0  # a script may have read a clock before this was imported
@@ -108,7 +109,7 @@ class Variables:
         seen: set[int] = set()
         for name, value in found.items():
             for path, part in _reached(name, value, seen, _DEPTH, known):
-                mark = known.mark(part, _DEPTH)
+                mark = known.mark(part)
                 if mark is not None:
                     yield path, mark
 
@@ -248,6 +249,7 @@ class _Known:
     def __init__(self, kept: Iterable[object]) -> None:
         self._ids: set[int] = set()
         self._memory: set[int] = set()
+        self._left = 0  # parts to look at
         for value in kept:
             self._add(value, _DEPTH)
 
@@ -274,12 +276,17 @@ class _Known:
             return attribute in vars(obj) and not type(obj).__module__.startswith("torch.")
         return _is_the_scripts(obj) and not self.holds(obj)
 
-    def mark(self, value: Any, depth: int) -> Any:
+    def mark(self, value: Any) -> Any:
         """What tells it from its later self; None: it is not taken for state.
 
         A tensor's elements are not looked at, which would wait for a GPU.
         """
-        if self.holds(value) or isinstance(value, bool) or id(value) in OF_ALL:
+        self._left = _WORK
+        return self._mark(value, _DEPTH)
+
+    def _mark(self, value: Any, depth: int) -> Any:
+        self._left -= 1
+        if self.holds(value) or isinstance(value, bool) or id(value) in OF_ALL or self._left < 0:
             return None
         if isinstance(value, int | float):
             return repr(value)
@@ -297,11 +304,11 @@ class _Known:
             return None if getattr(value, "gi_running", False) else object()
         if depth and isinstance(value, dict):
             some = islice(value.items(), _MOST)
-            return [len(value), *((key(k), self.mark(v, depth - 1)) for k, v in some)]
+            return [len(value), *((key(k), self._mark(v, depth - 1)) for k, v in some)]
         if depth and isinstance(value, list | tuple | deque | set):
-            return [len(value), *(self.mark(part, depth - 1) for part in islice(value, _MOST))]
+            return [len(value), *(self._mark(part, depth - 1) for part in islice(value, _MOST))]
         if depth and _is_the_scripts(value):
-            return [(name, self.mark(part, depth - 1)) for name, part in vars(value).items()]
+            return [(name, self._mark(part, depth - 1)) for name, part in vars(value).items()]
         return None
 
 
