@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import dis
 import io
 import site
 import sys
@@ -19,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpjob_trainer.training.variables import Variables
+from ddpjob_trainer.training.variables import Variables, _at
 
 NET = nn.Linear(2, 2)
 
@@ -358,3 +359,10 @@ def test_only_so_much_of_a_value_is_looked_at() -> None:
     for _ in watched.steps(1):
         assert table
     assert 0 < len(looked) <= 64
+
+
+def test_a_frame_that_stands_in_an_instructions_cache_is_at_that_instruction() -> None:
+    words = [dis.opmap[name] for name in ("RESUME", "FOR_ITER", "CACHE", "POP_TOP")]
+    code = SimpleNamespace(co_code=bytes(byte for word in words for byte in (word, 0)))
+    frames: list[Any] = [SimpleNamespace(f_code=code, f_lasti=at) for at in range(0, 8, 2)]
+    assert [_at(frame) for frame in frames] == [0, 2, 2, 6]

@@ -30,6 +30,7 @@ from ddpjob_trainer.data.own_generators import mark as generator_mark
 from ddpjob_trainer.training.hidden import is_early, key
 
 _FOR_ITER = dis.opmap["FOR_ITER"]
+_CACHE = dis.opmap["CACHE"]
 _FIRST_TOLD = 2  # steps, when there is something to compare
 _DEPTH = 3
 _MOST = 64  # entries of a list or dict, elements of an array
@@ -124,16 +125,25 @@ def _frame_of_the_script() -> FrameType | None:
         code = frame.f_code
         ours = frame.f_globals.get("__name__", "").startswith("ddpjob_trainer")
         passes_on = code.co_flags & inspect.CO_GENERATOR  # as tqdm does
-        if not (ours or passes_on) and code.co_code[frame.f_lasti] == _FOR_ITER:
+        if not (ours or passes_on) and code.co_code[_at(frame)] == _FOR_ITER:
             return frame
         frame = frame.f_back
     return None
 
 
+def _at(frame: FrameType) -> int:
+    """Where its instruction begins: Python 3.12 may stand in the cache behind a FOR_ITER."""
+    code, at = frame.f_code.co_code, frame.f_lasti
+    while at > 0 and code[at] == _CACHE:
+        at -= 2
+    return at
+
+
 def _body(frame: FrameType) -> list[dis.Instruction]:
     """Of the loop that stands here."""
     code = list(dis.get_instructions(frame.f_code))
-    head = next(one for one in code if one.offset == frame.f_lasti)
+    at = _at(frame)
+    head = next(one for one in code if one.offset == at)
     return [one for one in code if head.offset < one.offset < head.argval]
 
 
