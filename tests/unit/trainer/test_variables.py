@@ -262,16 +262,17 @@ def test_nothing_of_a_step_is_held_longer_than_the_loop_does() -> None:
     assert [ref() is not None for ref in seen] == [False] * 5 + [True]
 
 
-def test_an_object_that_cannot_be_looked_at_ends_nothing() -> None:
+def test_an_object_that_cannot_be_looked_at_ends_nothing_and_hides_no_other() -> None:
     class Odd(SimpleNamespace):
         @property
         def __dict__(self) -> Any:  # type: ignore[override]
             raise OSError
 
-    odd, watched = Odd(), Watched()
-    for _ in watched.steps():
+    odd, seen, watched = Odd(), list[int](), Watched()
+    for step in watched.steps():
         assert odd is not None
-    assert not watched.said
+        seen.append(step)
+    assert watched.names == {"seen"}
 
 
 def test_the_dict_that_locals_has_given_stays_the_scripts() -> None:

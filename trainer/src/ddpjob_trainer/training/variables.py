@@ -109,10 +109,11 @@ class Variables:
             found.setdefault(name, hook)
         seen: set[int] = set()
         for name, value in found.items():
-            for path, part in _reached(name, value, seen, _DEPTH, known):
-                mark = known.mark(part)
-                if mark is not None:
-                    yield path, mark
+            with contextlib.suppress(Exception):  # of this one; the others are looked at
+                for path, part in _reached(name, value, seen, _DEPTH, known):
+                    mark = known.mark(part)
+                    if mark is not None:
+                        yield path, mark
 
 
 # --- The script's code -----------------------------------------------------------------------
