@@ -454,6 +454,17 @@ def test_workers_start_by_a_fork_server_where_that_is_pythons_default():
         multiprocessing.set_start_method("fork", force=True)
 
 
+def test_the_script_may_choose_how_processes_start_after_its_workers_are_known():
+    multiprocessing.set_start_method(None, force=True)
+    try:
+        dying_with_parent(None)
+        assert multiprocessing.get_start_method(allow_none=True) is None
+        begin = dying_with_parent(None, multiprocessing.get_context("forkserver"))
+        assert begin.args[0] is None  # type: ignore[attr-defined]
+    finally:
+        multiprocessing.set_start_method("fork", force=True)
+
+
 def test_a_worker_dies_with_its_rank():
     read, write = os.pipe()
     rank = os.fork()

@@ -126,6 +126,22 @@ def test_what_cannot_be_carried_is_not_told_of(change: Callable[[Any], None]) ->
     assert not watched.said
 
 
+def test_a_constant_for_each_parameter_stays_one_when_the_parameters_change() -> None:
+    class Scaled(Plain):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=0.1)
+            self.scales = {p: 0.5 for group in self.param_groups for p in group["params"]}
+
+    def learn(net: Any) -> None:
+        with torch.no_grad():
+            net.part.weight.mul_(0.5)
+
+    watched = Watched(Net(learn), Scaled)
+    watched.net.masks = dict.fromkeys(watched.net.parameters(), 1)
+    watched.step()
+    assert not watched.said
+
+
 @pytest.mark.parametrize("name", ["updates", "means"])
 def test_an_optimizer_that_counts_beside_its_state_is_refused(name: str) -> None:
     watched = Watched(kind=Counting)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
+import dis
 import io
+import site
+import sys
 import sysconfig
 import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpjob_trainer.training.variables import Variables
+from ddpjob_trainer.training.variables import Variables, _at
 
 NET = nn.Linear(2, 2)
 
@@ -258,13 +262,108 @@ def test_nothing_of_a_step_is_held_longer_than_the_loop_does() -> None:
     assert [ref() is not None for ref in seen] == [False] * 5 + [True]
 
 
-def test_an_object_that_cannot_be_looked_at_ends_nothing() -> None:
+def test_an_object_that_cannot_be_looked_at_ends_nothing_and_hides_no_other() -> None:
     class Odd(SimpleNamespace):
         @property
         def __dict__(self) -> Any:  # type: ignore[override]
             raise OSError
 
-    odd, watched = Odd(), Watched()
-    for _ in watched.steps():
+    odd, seen, watched = Odd(), list[int](), Watched()
+    for step in watched.steps():
         assert odd is not None
+        seen.append(step)
+    assert watched.names == {"seen"}
+
+
+def test_the_dict_that_locals_has_given_stays_the_scripts() -> None:
+    def train(watched: Watched, rate: float = 0.1) -> dict[str, Any]:
+        config = locals()
+        count = 0
+        for step in watched.steps():
+            count += step
+        return config
+
+    def held(watched: Watched, outer: list[Any]) -> None:
+        count = 0
+        outer.append(sys._getframe().f_locals)  # as a debugger or a logger does
+        for step in watched.steps():
+            count += step
+
+    watched, outer = Watched(), list[Any]()
+    assert {**train(watched), "watched": None} == {"watched": None, "rate": 0.1}
+    held(watched, outer)
+    assert {"watched", "outer"} <= outer[0].keys()
+
+
+def test_what_is_registered_is_known_through_functions_and_methods_as_well() -> None:
+    class Stopper:
+        def __init__(self) -> None:
+            self.bad = 0
+
+        def look(self) -> None:
+            self.bad += 1
+
+    stopper, other = Stopper(), Stopper()
+    look = other.look
+
+    def check() -> None:
+        stopper.look()
+
+    watched = Watched(kept=[stopper, other])
+    for _ in watched.steps():
+        check()
+        look()
     assert not watched.said
+
+
+def test_what_only_looks_like_state_is_not_told() -> None:
+    masks = dict.fromkeys(NET.parameters(), 1.0)
+    shared, groups = torch.default_generator, [{"lr": 0.1}]
+    watched = Watched(kept=[groups])
+    steps, now, then = watched.steps(), time.time_ns(), datetime.datetime.now(datetime.UTC)
+    own = SimpleNamespace(steps=steps)
+    for step in own.steps:
+        assert time.time_ns() >= now and datetime.datetime.now(datetime.UTC) >= then  # noqa: PT018
+        assert masks and own  # noqa: PT018
+        now, then = time.time_ns(), datetime.datetime.now(datetime.UTC)
+        torch.rand(1, generator=shared)
+        groups[0]["lr"] = 0.1 / (step + 1)
+        with torch.no_grad():
+            for parameter in masks:
+                parameter.mul_(0.5)
+    assert not watched.said
+
+
+def test_what_a_user_has_installed_is_no_object_of_the_scripts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bars = ModuleType("bars")
+    bars.__file__ = f"{site.getusersitepackages()}/bars.py"
+    monkeypatch.setitem(sys.modules, "bars", bars)
+    bar = type("Bar", (), {"__module__": "bars", "n": 0})()
+    bar.n = 0
+    watched = Watched()
+    for _ in watched.steps():
+        bar.n = bar.n + 1
+    assert not watched.said
+
+
+def test_only_so_much_of_a_value_is_looked_at() -> None:
+    looked: list[int] = []
+
+    class Row(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            looked.append(1)
+            return super().__iter__()
+
+    table, watched = [[Row([1] * 100) for _ in range(100)] for _ in range(100)], Watched()
+    for _ in watched.steps(1):
+        assert table
+    assert 0 < len(looked) <= 64
+
+
+def test_a_frame_that_stands_in_an_instructions_cache_is_at_that_instruction() -> None:
+    words = [dis.opmap[name] for name in ("RESUME", "FOR_ITER", "CACHE", "POP_TOP")]
+    code = SimpleNamespace(co_code=bytes(byte for word in words for byte in (word, 0)))
+    frames: list[Any] = [SimpleNamespace(f_code=code, f_lasti=at) for at in range(0, 8, 2)]
+    assert [_at(frame) for frame in frames] == [0, 2, 2, 6]

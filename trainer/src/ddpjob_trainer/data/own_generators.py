@@ -26,7 +26,7 @@ _MOST = 64  # of a list or dict: samples may be among them
 _OWN = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
 _ODD = 0x9E3779B97F4A7C15
 #: The process' own, which are seeded anyway.
-_OF_ALL = {
+OF_ALL = {
     id(torch.default_generator),
     id(getattr(np.random.seed, "__self__", None)),
     id(getattr(random.seed, "__self__", None)),
@@ -37,6 +37,8 @@ _LIBRARIES = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
     | set(site.getsitepackages())
 )
+#: Those of a user's own, as of `pip install --user`, and of other environments on PYTHONPATH.
+_INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 def found_in(obj: Any) -> list[Any]:
@@ -47,7 +49,7 @@ def found_in(obj: Any) -> list[Any]:
 def _walk(obj: Any, depth: int, functions: set[int]) -> Iterator[Any]:
     """``functions``: ids of code that has been looked at."""
     if isinstance(obj, _OWN):
-        if id(obj) not in _OF_ALL:
+        if id(obj) not in OF_ALL:
             yield obj
         return
     if isinstance(obj, torch.Tensor | np.ndarray | type | ModuleType) or not depth:
@@ -93,7 +95,7 @@ def _used_by(function: FunctionType, functions: set[int]) -> list[Any]:
 
 def is_library(file: str) -> bool:
     """Whether code of this file is Python's own, or installed."""
-    return file.startswith((*_LIBRARIES, "<frozen "))
+    return file.startswith((*_LIBRARIES, "<frozen ")) or any(part in file for part in _INSTALLED)
 
 
 def _is_filled(cell: Any) -> bool:

@@ -42,12 +42,19 @@ def dying_with_parent(
     init: Callable[[int], None] | None, context: Any = None
 ) -> Callable[[int], None]:
     """Return a worker_init_fn: SIGKILL when the rank dies, then ``init``."""
-    # Python's own default is fork up to 3.13 and forkserver from 3.14 on.
-    chosen = getattr(context, "get_start_method", multiprocessing.get_start_method)
-    method = context if isinstance(context, str) else chosen()
+    method = context if isinstance(context, str) else _start_method(context)
     # A fork server's children are the fork server's; torch looks for their rank now and then.
     parent = None if method == "forkserver" else os.getpid()
     return functools.partial(_begin_worker, parent, init)
+
+
+def _start_method(context: Any) -> str:
+    """Not settled by the question: the script may still choose one."""
+    if context is not None:
+        return str(context.get_start_method())
+    # Python's own default is fork up to 3.13 and forkserver from 3.14 on.
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    return chosen or multiprocessing.get_all_start_methods()[0]
 
 
 def _begin_worker(parent: int | None, init: Callable[[int], None] | None, number: int) -> None:

@@ -18,6 +18,7 @@ from ddpjob_trainer.data.permutation import Indices
 from ddpjob_trainer.data.workers import WorkerOptions, Workers
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.state import buffers, rng
+from ddpjob_trainer.training.instead import Instead
 
 #: Of a model and a batch: one number, or several by name.
 Metric = Callable[[torch.nn.Module, Any], torch.Tensor | float]
@@ -70,7 +71,7 @@ def tell_waits(
         with waiting():
             share()
 
-    setattr(wrapped, "_sync_buffers", waits)  # noqa: B010
+    Instead(wrapped, "_sync_buffers", waits)
 
 
 @dataclass(slots=True)

@@ -319,10 +319,15 @@ def _mark(value: Any, depth: int) -> Any:
     if isinstance(value, random.Random):
         return value.getstate()
     if depth and isinstance(value, dict):
-        return [(repr(k), _mark(v, depth - 1)) for k, v in list(value.items())[:_MOST]]
+        return [(key(k), _mark(v, depth - 1)) for k, v in list(value.items())[:_MOST]]
     if depth and isinstance(value, list | tuple | deque):
         return [_mark(part, depth - 1) for part in list(value)[:_MOST]]
     return None
+
+
+def key(value: Any) -> Any:
+    """What tells a key of a dict: a parameter is itself, whatever its elements are by now."""
+    return repr(value) if isinstance(value, str | int | float | bytes | None) else id(value)
 
 
 class _Tensor:

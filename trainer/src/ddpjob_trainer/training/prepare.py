@@ -35,6 +35,7 @@ from ddpjob_trainer.state.stateful import Stateful
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training import incompatible
 from ddpjob_trainer.training.compiled import compile_in_place, is_compiled, keep_bits
+from ddpjob_trainer.training.instead import Instead
 
 T = TypeVar("T")
 
@@ -298,7 +299,7 @@ def tell_of_hooks(model: DistributedDataParallel) -> None:
             )
         register(state, hook)
 
-    setattr(model, "register_comm_hook", told)  # noqa: B010
+    Instead(model, "register_comm_hook", told)
 
 
 def named(value: Any, kind: type[T], base: str, taken: int) -> dict[str, T]:

@@ -131,6 +131,9 @@ class Guard:
 
     def _kept(self) -> Iterator[object]:
         yield self._state.module
+        for unit in self._updater.units:
+            yield unit.scheduler
+            yield from (getattr(unit.optimizer, name, None) for name in ("param_groups", "state"))
         for value in (*self._state.registered.values(), *self._state.per_rank.values()):
             yield kept_by(value)
 

@@ -8,6 +8,7 @@ its functions reach) is compared after two steps. It is only told of: it may be 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import dis
 import inspect
 import io
@@ -24,16 +25,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddpjob_trainer.data.own_generators import is_library
+from ddpjob_trainer.data.own_generators import OF_ALL, is_library
 from ddpjob_trainer.data.own_generators import mark as generator_mark
-from ddpjob_trainer.training.hidden import is_early
+from ddpjob_trainer.training.hidden import is_early, key
 
 _FOR_ITER = dis.opmap["FOR_ITER"]
+_CACHE = dis.opmap["CACHE"]
 _FIRST_TOLD = 2  # steps, when there is something to compare
 _DEPTH = 3
 _MOST = 64  # entries of a list or dict, elements of an array
+_WORK = _MOST**2  # parts of one value, lists of lists of lists included
 _TOLD = 8
 _CLOCK_SECONDS = 600.0
+_BEFORE_SECONDS = 60.0  # a script may have read a clock before this was imported
+_IMPORTED = time.monotonic()
+_NANOSECONDS = 10**10  # of a clock; less counts something
+_ALONE = 3  # references to a frame's own dict that nobody else holds: its, ours, the question's
 _VARIABLE = re.compile(r"(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF)")
 _OTHER_GENERATORS = np.random.Generator, np.random.RandomState, random.Random
 _NEVER = (
@@ -102,12 +109,11 @@ class Variables:
             found.setdefault(name, hook)
         seen: set[int] = set()
         for name, value in found.items():
-            if known.holds(value):
-                continue
-            for path, part in _reached(name, value, seen, _DEPTH):
-                mark = known.mark(part, _DEPTH)
-                if mark is not None:
-                    yield path, mark
+            with contextlib.suppress(Exception):  # of this one; the others are looked at
+                for path, part in _reached(name, value, seen, _DEPTH, known):
+                    mark = known.mark(part)
+                    if mark is not None:
+                        yield path, mark
 
 
 # --- The script's code -----------------------------------------------------------------------
@@ -120,16 +126,25 @@ def _frame_of_the_script() -> FrameType | None:
         code = frame.f_code
         ours = frame.f_globals.get("__name__", "").startswith("ddpjob_trainer")
         passes_on = code.co_flags & inspect.CO_GENERATOR  # as tqdm does
-        if not (ours or passes_on) and code.co_code[frame.f_lasti] == _FOR_ITER:
+        if not (ours or passes_on) and code.co_code[_at(frame)] == _FOR_ITER:
             return frame
         frame = frame.f_back
     return None
 
 
+def _at(frame: FrameType) -> int:
+    """Where its instruction begins: Python 3.12 may stand in the cache behind a FOR_ITER."""
+    code, at = frame.f_code.co_code, frame.f_lasti
+    while at > 0 and code[at] == _CACHE:
+        at -= 2
+    return at
+
+
 def _body(frame: FrameType) -> list[dis.Instruction]:
     """Of the loop that stands here."""
     code = list(dis.get_instructions(frame.f_code))
-    head = next(one for one in code if one.offset == frame.f_lasti)
+    at = _at(frame)
+    head = next(one for one in code if one.offset == at)
     return [one for one in code if head.offset < one.offset < head.argval]
 
 
@@ -164,30 +179,43 @@ def _carried_attributes(frame: FrameType, known: _Known) -> Iterator[str]:
 
 
 def _values(frame: FrameType, names: list[str]) -> dict[str, Any]:
-    own: Any = frame.f_locals
-    both = (own, frame.f_globals)
+    code = frame.f_code
+    optimized = bool(code.co_flags & inspect.CO_OPTIMIZED)
+    locals_ = {*code.co_varnames, *code.co_cellvars, *code.co_freevars} if optimized else set()
+    own: Any = {} if optimized and _hands_out(code) else frame.f_locals
     found = {}
     for name in names:
-        there = next((values for values in both if name in values), None)
-        if there is not None:
-            found[name] = there[name]
+        if name in own:
+            found[name] = own[name]
+        elif name in frame.f_globals and name not in locals_:
+            found[name] = frame.f_globals[name]
     # Up to Python 3.12 this is a copy that the frame keeps, and with it all batches and outputs.
-    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(own, dict):
+    if optimized and isinstance(own, dict) and sys.getrefcount(own) <= _ALONE:
         own.clear()
     return found
 
 
-def _reached(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+def _hands_out(code: CodeType) -> bool:
+    """Whether the script may hold the frame's own dict, as ``config = locals()`` does.
+
+    Up to Python 3.12 there is one, and to look at it would write all variables into it.
+    """
+    return sys.version_info < (3, 13) and not {"locals", "vars"}.isdisjoint(_global_names(code))
+
+
+def _reached(
+    name: str, value: Any, seen: set[int], depth: int, known: _Known
+) -> Iterator[tuple[str, Any]]:
     """The value itself, or what it holds if it is the script's own object or function."""
-    if id(value) in seen or not depth:
+    if id(value) in seen or not depth or known.holds(value):
         return
     seen.add(id(value))
     if isinstance(value, MethodType):
-        yield from _reached(name, value.__self__, seen, depth)
+        yield from _reached(name, value.__self__, seen, depth, known)
     elif isinstance(value, FunctionType):
         if not is_library(value.__code__.co_filename):
             for inner, part in _used_by(value):
-                yield from _reached(inner, part, seen, depth - 1)
+                yield from _reached(inner, part, seen, depth - 1, known)
     elif _is_the_scripts(value):
         for inner, part in list(vars(value).items()):
             yield f"{name}.{inner}", part
@@ -232,6 +260,7 @@ class _Known:
     def __init__(self, kept: Iterable[object]) -> None:
         self._ids: set[int] = set()
         self._memory: set[int] = set()
+        self._left = 0  # parts to look at
         for value in kept:
             self._add(value, _DEPTH)
 
@@ -258,12 +287,17 @@ class _Known:
             return attribute in vars(obj) and not type(obj).__module__.startswith("torch.")
         return _is_the_scripts(obj) and not self.holds(obj)
 
-    def mark(self, value: Any, depth: int) -> Any:
+    def mark(self, value: Any) -> Any:
         """What tells it from its later self; None: it is not taken for state.
 
         A tensor's elements are not looked at, which would wait for a GPU.
         """
-        if self.holds(value) or isinstance(value, bool):
+        self._left = _WORK
+        return self._mark(value, _DEPTH)
+
+    def _mark(self, value: Any, depth: int) -> Any:
+        self._left -= 1
+        if self.holds(value) or isinstance(value, bool) or id(value) in OF_ALL or self._left < 0:
             return None
         if isinstance(value, int | float):
             return repr(value)
@@ -277,14 +311,15 @@ class _Known:
         if isinstance(value, _OTHER_GENERATORS):
             return generator_mark(value)
         if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
-            return object()  # who uses it takes something out of it: no two are equal
+            # Who uses it takes something out of it: no two are equal. That of the steps runs now.
+            return None if getattr(value, "gi_running", False) else object()
         if depth and isinstance(value, dict):
             some = islice(value.items(), _MOST)
-            return [len(value), *((repr(k), self.mark(v, depth - 1)) for k, v in some)]
+            return [len(value), *((key(k), self._mark(v, depth - 1)) for k, v in some)]
         if depth and isinstance(value, list | tuple | deque | set):
-            return [len(value), *(self.mark(part, depth - 1) for part in islice(value, _MOST))]
+            return [len(value), *(self._mark(part, depth - 1) for part in islice(value, _MOST))]
         if depth and _is_the_scripts(value):
-            return [(name, self.mark(part, depth - 1)) for name, part in vars(value).items()]
+            return [(name, self._mark(part, depth - 1)) for name, part in vars(value).items()]
         return None
 
 
@@ -310,7 +345,11 @@ def _memory(tensor: torch.Tensor) -> int:
 
 def _counts(value: Any, known: _Known) -> bool:
     """Whether a variable that the loop carries may be state: a clock's reading is none."""
+    if isinstance(value, int):
+        return value < _NANOSECONDS or _counts(value / 1e9, known)
     if isinstance(value, float):
+        # No longer ago than this process began: a machine's own clock may begin then, too.
+        past = min(_CLOCK_SECONDS, time.monotonic() - _IMPORTED + _BEFORE_SECONDS)
         clocks = (time.time(), time.monotonic(), time.perf_counter())
-        return all(abs(value - now) > _CLOCK_SECONDS for now in clocks)
-    return not isinstance(value, _NEVER) and not known.holds(value)
+        return all(abs(value - now) > past for now in clocks)
+    return not isinstance(value, (*_NEVER, datetime.datetime)) and not known.holds(value)

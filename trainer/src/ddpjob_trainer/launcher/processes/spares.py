@@ -102,7 +102,7 @@ class Spares:
             self.start(now)
         elif self._warm:
             for local_rank in range(self._count):
-                if local_rank not in self._spares:
+                if self._server is not None and local_rank not in self._spares:
                     self._fork(local_rank, env(local_rank), called=False)
 
     @property
