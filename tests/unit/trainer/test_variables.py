@@ -292,7 +292,7 @@ def test_the_dict_that_locals_has_given_stays_the_scripts() -> None:
     watched, outer = Watched(), list[Any]()
     assert {**train(watched), "watched": None} == {"watched": None, "rate": 0.1}
     held(watched, outer)
-    assert {"watched", "outer"} <= outer[0].keys()
+    assert {"watched", "outer"} <= {*outer[0]}
 
 
 def test_what_is_registered_is_known_through_functions_and_methods_as_well() -> None:
