@@ -106,7 +106,7 @@ cluster: setup programs images ## all of it on a real cluster with kubelets and 
 	@$(PYTEST) $(SHORT) tests/cluster $(ARGS)
 
 .PHONY: foreign-image
-foreign-image: setup programs images ## the wheel in an image of another Python and torch, Debian's (minutes, 3 GB)
+foreign-image: setup programs images ## images of users: Debian's own Python and torch, S3 (minutes, 3 GB)
 	@$(PYTEST) -m foreign_image tests/cluster $(ARGS)
 
 .PHONY: test
