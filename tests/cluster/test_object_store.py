@@ -10,11 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import yaml
 
 from support import own_images
 from support.manifest import example
-from support.own_images import blocks
 from support.site import Site
 
 pytestmark = pytest.mark.foreign_image
@@ -41,21 +39,13 @@ def store(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     file = FILE.format(ours=own_images.trainer(), server="moto[server]")
     with own_images.built("s3", file, context, own_images.from_index(home / "pip")) as name:
         own_images.into_nodes(site.cluster.name, IMAGE, name)
-    pod = yaml.safe_load(blocks("The weights")[0])
-    pod["metadata"]["name"] = "store"
-    del pod["spec"]["volumes"]
-    (container,) = pod["spec"]["containers"]
-    del container["volumeMounts"]
-    python = ["/opt/ddpjob/bin/python", "-m", "moto.server", "-H", "0.0.0.0", "-p", "5000"]
-    container |= {"image": IMAGE, "command": python}
-    container["readinessProbe"] = {"tcpSocket": {"port": 5000}, "periodSeconds": 1}
-    site.apply(pod)
-    site.kubectl("wait", "--for=condition=Ready", "pod/store", "--timeout=90s", check=True)
+    server = ["/opt/ddpjob/bin/python", "-m", "moto.server", "-H", "0.0.0.0", "-p", "5000"]
+    address = own_images.serving(site, "store", IMAGE, server, 5000)
     site.kubectl("exec", "store", "--", "/opt/ddpjob/bin/python", "-c", BUCKET, check=True)
     values = {
         "AWS_ACCESS_KEY_ID": "key",
         "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_ENDPOINT_URL": f"http://{site.get('pod', 'store')['status']['podIP']}:5000",
+        "AWS_ENDPOINT_URL": f"http://{address}:5000",
     }
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "snapshot-store"}}
     site.apply({**secret, "stringData": values})

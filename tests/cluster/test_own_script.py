@@ -157,17 +157,8 @@ def cloned(site: Site, tmp_path: Path) -> Iterator[dict[str, Any]]:
     file = "FROM scratch\nCOPY --chown=1000:1000 . /\nENV PATH=/usr/bin:/bin\n"
     with own_images.built("git", file, root, tmp_path) as name:
         own_images.into_nodes(site.cluster.name, image, name)
-    pod = yaml.safe_load(blocks("The weights")[0])
-    pod["metadata"]["name"] = "git"
-    del pod["spec"]["volumes"]
-    (container,) = pod["spec"]["containers"]
-    del container["volumeMounts"]
-    container["image"] = image
-    container["command"] = ["git", "daemon", "--export-all", "--base-path=/srv"]
-    container["readinessProbe"] = {"tcpSocket": {"port": 9418}, "periodSeconds": 1}
-    site.apply(pod)
-    site.kubectl("wait", "--for=condition=Ready", "pod/git", "--timeout=50s", check=True)
-    address = site.get("pod", "git")["status"]["podIP"]
+    daemon = ["git", "daemon", "--export-all", "--base-path=/srv"]
+    address = own_images.serving(site, "git", image, daemon, 9418)
     text = blocks("Out of git")[0]
     for shown, ours in (
         ("IMAGE/with/git:TAG", image),

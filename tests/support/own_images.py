@@ -14,12 +14,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import yaml
+
 from devcluster import baseimage, host, images, pypi, venv
 from devcluster import cluster as devclusters
 from devcluster.cachedir import cache_root, digest, ensure_dir, locked, timed
 from devcluster.imageload import Containerd, load_image
 from devcluster.imagestore import BuiltImage, Store
 from support.cluster import ROOT
+from support.site import Site
 
 PAGE = ROOT / "docs" / "your-script.md"
 #: One of the places where any pip looks for its settings; a build step sees there what we give it.
@@ -131,6 +134,21 @@ def from_index(directory: Path) -> Path:
 def _configure(directory: Path, settings: dict[str, str]) -> None:
     lines = [f"{key} = {value}" for key, value in settings.items()]
     (directory / "pip.conf").write_text("\n".join(["[global]", *lines, ""]))
+
+
+def serving(site: Site, name: str, image: str, command: list[str], port: int) -> str:
+    """Start a pod that serves: its address, once it is ready. The page's pod of a minute."""
+    pod = yaml.safe_load(blocks("The weights")[0])
+    pod["metadata"]["name"] = name
+    del pod["spec"]["volumes"]
+    (container,) = pod["spec"]["containers"]
+    del container["volumeMounts"]
+    container |= {"image": image, "command": command}
+    container["readinessProbe"] = {"tcpSocket": {"port": port}, "periodSeconds": 1}
+    site.apply(pod)
+    site.kubectl("wait", "--for=condition=Ready", f"pod/{name}", "--timeout=90s", check=True)
+    address: str = site.get("pod", name)["status"]["podIP"]
+    return address
 
 
 def _read(name: str) -> BuiltImage:

@@ -77,20 +77,20 @@ class Job:
 
     def warnings(self) -> list[str]:
         """What the library has warned of, each once."""
-        try:
-            lines = self._log.read_text(errors="replace").splitlines()
-        except OSError:
-            return []
-        found = (line[at:] for line in lines if (at := line.find("ddpjob: warning:")) >= 0)
+        found = (
+            line[at:] for line in self._printed() if (at := line.find("ddpjob: warning:")) >= 0
+        )
         return list(dict.fromkeys(found))
 
     def tail(self, lines: int = 25) -> str:
         """Last lines of what the gang printed."""
+        return "\n".join(self._printed()[-lines:])
+
+    def _printed(self) -> list[str]:
         try:
-            text = self._log.read_text(errors="replace")
+            return self._log.read_text(errors="replace").splitlines()
         except OSError:
-            return ""
-        return "\n".join(text.splitlines()[-lines:])
+            return []
 
 
 def environment_of_job(

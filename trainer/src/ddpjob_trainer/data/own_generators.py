@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
-import site
 import sysconfig
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -32,12 +31,8 @@ OF_ALL = {
     id(getattr(random.seed, "__self__", None)),
 }
 #: Python's own modules and what is installed: they draw from what they are given.
-#: Debian's own Python has several folders for these.
-_LIBRARIES = tuple(
-    {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
-    | set(site.getsitepackages())
-)
-#: Those of a user's own, as of `pip install --user`, and of other environments on PYTHONPATH.
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+#: Other folders of Debian's own Python, a user's, as of `pip install --user`, and PYTHONPATH's.
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 

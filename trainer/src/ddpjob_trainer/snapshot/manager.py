@@ -103,7 +103,8 @@ class Snapshots:
         self._open(opened)
         if (loaded := opened.loaded) is None:
             return 0, {}
-        compare(loaded.config, config, self._world.rank, allowed := self._settings.allow_changes)
+        allowed = self._settings.allow_changes
+        compare(loaded.config, config, self._world.rank, allowed)
         # Level elastic: all ranks' generators are equal, and there may have been fewer of them.
         rank = 0 if config["level"] == "elastic" else self._world.rank
         state.restore(loaded.source, rank, ema_may_differ="ema" in allowed)
@@ -206,8 +207,8 @@ class Snapshots:
             self._unsettled = True
         else:
             self._progress.save_skipped()
-            reports = self._reports()
-            if self._world.rank == 0 and (why := self._skips.why(tracker.oldest(), reports)):
+            oldest = tracker.oldest()
+            if self._world.rank == 0 and (why := self._skips.why(oldest, tracker.reports)):
                 say(0, f"no snapshot after step {step}: {why}")
         failpoints.reach("snapshot")
         if last:
@@ -245,16 +246,13 @@ class Snapshots:
             self._tracker = None
         if self._tracker is None:
             assert self._place is not None, "restore() comes first"
-            reports = self._reports()
+            assert self._world.store is not None
+            reports = PartReports(self._world.store, self._place.writers)
             self._tracker = Tracker(self._world.rank, self._place, reports, self._world.accelerator)
         if self._later and self._hook is None:
             # Optimizers that the loop's body steps itself must wait as well.
             self._hook = register_optimizer_step_pre_hook(lambda *_: self.before_update())
         return self._tracker
-
-    def _reports(self) -> PartReports:
-        assert self._place is not None and self._world.store is not None  # noqa: PT018
-        return PartReports(self._world.store, self._place.writers)
 
     def _stage(
         self, step: int, begun: float, captured: Captured | str, config: Config, tracker: Tracker

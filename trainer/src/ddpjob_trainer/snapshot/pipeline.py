@@ -104,7 +104,7 @@ class Tracker:
     ) -> None:
         self._rank = rank
         self._place = place
-        self._reports = reports
+        self.reports = reports
         self._accelerator = accelerator
         self.pool = Pool(accelerator)
         self._changed = threading.Condition()
@@ -150,7 +150,7 @@ class Tracker:
                     self._outcomes.append(Outcome(step, text=text))
                 else:
                     self._snapshots[step] = Unfinished(step, begun, None)
-        self._reports.post(step, Report(self._rank, text=text))
+        self.reports.post(step, Report(self._rank, text=text))
         os.eventfd_write(self._wake, 1)
 
     def wait_copied(self) -> None:
@@ -230,7 +230,7 @@ class Tracker:
             self._changed.notify_all()
         for part in parts:
             with contextlib.suppress(Exception):
-                self._reports.post(part.step, Report(self._rank, text=text))
+                self.reports.post(part.step, Report(self._rank, text=text))
 
     def _wait(self) -> None:
         poll = select.poll()
@@ -344,7 +344,7 @@ class Tracker:
         """This rank is done with its part, well or badly."""
         part.buffer.busy = False
         self._told.pop(part.step, None)
-        self._reports.post(part.step, report)
+        self.reports.post(part.step, report)
         with self._changed:
             del self._parts[part.step]
             self._changed.notify_all()
@@ -354,7 +354,7 @@ class Tracker:
         for snapshot in list(self._snapshots.values()):
             if snapshot.asked:
                 return
-            reports = self._reports.complete(snapshot.step)
+            reports = self.reports.complete(snapshot.step)
             if reports is None:
                 return  # nor can a later one be complete
             failures = [f"{_of(r.rank)}{r.text}" for r in reports if r.text]
