@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import dis
 import io
+import signal
 import site
 import sys
 import sysconfig
@@ -273,6 +274,37 @@ def test_an_object_that_cannot_be_looked_at_ends_nothing_and_hides_no_other() ->
         assert odd is not None
         seen.append(step)
     assert watched.names == {"seen"}
+
+
+class Handler:
+    """Of a signal: an object, its method, a function of its own, by how it is asked for."""
+
+    def __call__(self, number: int, frame: Any) -> None:
+        raise RuntimeError("a worker is killed")
+
+    def method(self, number: int, frame: Any) -> None:
+        self(number, frame)
+
+
+@pytest.mark.parametrize("handler", [Handler(), Handler().method, Handler.__call__.__get__(1)])
+def test_what_a_signals_handler_raises_meanwhile_is_not_lost(handler: Any) -> None:
+    class Slow(SimpleNamespace):
+        @property
+        def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+            signal.raise_signal(signal.SIGUSR1)
+            return {}
+
+    def train() -> None:
+        slow = Slow()
+        for _ in Watched().steps():
+            slow.unknown = 1
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(RuntimeError, match="a worker is killed"):
+            train()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_the_dict_that_locals_has_given_stays_the_scripts() -> None:

@@ -14,8 +14,10 @@ import inspect
 import io
 import random
 import re
+import signal
 import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, pairwise
@@ -72,8 +74,7 @@ class Variables:
         early = is_early(self._steps)
         if not (marks or early or self._steps == _FIRST_TOLD):
             return
-        # The script's objects may be anything, and to be looked at must not end a training.
-        with contextlib.suppress(Exception):
+        with _looking():
             self._compare(marks, early=early)
 
     def _compare(self, marks: dict[str, Any], *, early: bool) -> None:
@@ -109,11 +110,32 @@ class Variables:
             found.setdefault(name, hook)
         seen: set[int] = set()
         for name, value in found.items():
-            with contextlib.suppress(Exception):  # of this one; the others are looked at
+            with _looking():  # at this one; what it raises hides no other
                 for path, part in _reached(name, value, seen, _DEPTH, known):
                     mark = known.mark(part)
                     if mark is not None:
                         yield path, mark
+
+
+@contextlib.contextmanager
+def _looking() -> Iterator[None]:
+    """The script's objects may be anything, and to be looked at must not end a training.
+
+    What a handler of a signal raises meanwhile is for the script, as torch's for a dead worker is.
+    """
+    try:
+        yield
+    except Exception as error:
+        codes = {getattr(handler, "__code__", None) for handler in _handlers()}
+        if any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__)):
+            raise
+
+
+def _handlers() -> Iterator[Any]:
+    for number in signal.valid_signals():
+        handler = signal.getsignal(number)
+        if callable(handler):
+            yield from (handler, type(handler).__call__)
 
 
 # --- The script's code -----------------------------------------------------------------------
