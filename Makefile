@@ -158,7 +158,7 @@ demo: setup ## train a job on a local cluster, kill a process, delete a pod, com
 .PHONY: down
 down: ## remove the clusters of the demo and of the tests
 	@names=$$($(DEVCLUSTER) list); failed=0; for name in $$names; do case $$name in \
-		demo|test|t-*) $(DEVCLUSTER) --name $$name down || failed=1;; esac; done; exit $$failed
+		demo|t-*) $(DEVCLUSTER) --name $$name down || failed=1;; esac; done; exit $$failed
 
 .PHONY: bench
 bench: setup ## measure; each benchmark prints a table and writes JSON

@@ -5,6 +5,7 @@ DDPJOB_KEEP_CLUSTER=1 leaves it up, which makes the next run start at once.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,7 +13,10 @@ import pytest
 from devcluster import host
 from support import site as support
 from support.chronicle import Chronicle
-from support.cluster import wait_for
+from support.cluster import ROOT, wait_for
+
+# A checkout's own: two may be tested side by side.
+NAME = f"t-{hashlib.sha256(str(ROOT).encode()).hexdigest()[:6]}"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -24,7 +28,7 @@ def packages() -> None:
 @pytest.fixture(scope="session")
 def site() -> Iterator[support.Site]:
     """The cluster with the operator and an empty namespace."""
-    with support.installed("test") as found:
+    with support.installed(NAME) as found:
         yield found
 
 
