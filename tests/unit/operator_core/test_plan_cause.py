@@ -241,3 +241,20 @@ def test_what_runs_no_more_tells_of_no_charge_that_was_given_back():
     assert "restart 1 of at most 3" in world.condition("Running")["message"]
     fall_silent(world.wait(50), "node2")
     assert "its restart is not charged" in world.condition("Running")["message"]
+
+
+@pytest.mark.parametrize(("code", "reason", "cls"), [
+    (1, "ExitCode1", "User"),
+    (75, "ExitCode75", "Infrastructure"),
+])  # fmt: skip
+def test_a_deadline_that_falls_into_the_wait_takes_no_failure_with_it(
+    code: int, reason: str, cls: str
+):
+    world = running(restart={"maxRestarts": 0}, activeDeadlineSeconds=60).wait(57)
+    assert world.end(0, code).phase == "Running"
+    assert world.wait(3).condition("Failed")["reason"] == "DeadlineExceeded"
+    failure = world.status["lastFailure"]
+    assert (failure["reason"], failure["class"], failure["replica"]) == (reason, cls, 0)
+    assert reason in world.condition("Failed")["message"]
+    counts = world.status["restarts"]
+    assert (counts["total"], len(world.status["failures"])) == (0, 1)

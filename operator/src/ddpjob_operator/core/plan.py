@@ -101,8 +101,7 @@ def _decide(view: View) -> Change:
     if len(view.succeeded) == view.spec.replicas:
         return finish.succeed(view, change)  # whatever deadline or suspend says by now
     if finish.past_active_deadline(view) and _read_after(view, finish.active_deadline(view)):
-        what = f"activeDeadlineSeconds {view.spec.active_deadline:g} has passed"
-        return finish.fail(view, change, "DeadlineExceeded", what)
+        return _overdue(view, change)
     change = hold.tell(view, change)
     if hold.suspends(view):
         waits = status.phase == "Suspended" or _may_be_done(view)
@@ -139,6 +138,16 @@ def _start(view: View, change: Change) -> Change:
     # What was refused before may be mended now.
     change = change.condition("Invalid", False, "Valid", "", view.now)
     return change.tell("Normal", reason, message)
+
+
+def _overdue(view: View, change: Change) -> Change:
+    """The deadline ends the job. What had broken the gang by then is told, and charged no more."""
+    what = f"activeDeadlineSeconds {view.spec.active_deadline:g} has passed"
+    loss = cause.known(view)
+    if loss is not None:
+        change = restart.record(view, change, loss)
+        what = f"{what}; the gang was broken by then: {restart.describe(loss)}"
+    return finish.fail(view, change, "DeadlineExceeded", what)
 
 
 def _suspend(view: View, change: Change) -> Change:

@@ -33,19 +33,18 @@ _BY_PEERS: Final = ("Hang", "Killed", "User")
 
 def loss(view: View, restarts: Restarts) -> Failure | None:
     """The failure that ends this attempt, or None. One per attempt."""
-    first = _first(view)
-    if first is None or first.cls not in (*_BY_PEERS, "Collateral"):
-        return first
-    # Peers of a pod that is cut off or being removed die of it, each program with its own code.
-    silent = fence.suspect(view)
-    if silent:
-        return fence.failure(view, silent)
-    leaving = classify.leaving(_needed(view).values())
-    if leaving:
-        return classify.removed(leaving, view.now)
-    if first.cls == "Collateral":
-        return None if _left(view, CAUSE_WAIT) > 0 else classify.settle(first)
-    return None if _doubted(view, restarts, first) else first
+    found = _seen(view)
+    if found is None or found.cls not in (*_BY_PEERS, "Collateral"):
+        return found
+    if found.cls == "Collateral":
+        return None if _left(view, CAUSE_WAIT) > 0 else classify.settle(found)
+    return None if _doubted(view, restarts, found) else found
+
+
+def known(view: View) -> Failure | None:
+    """What has broken the gang, as far as anybody knows: for an end that waits for no cause."""
+    found = _seen(view)
+    return classify.settle(found) if found and found.cls == "Collateral" else found
 
 
 def awaited(view: View) -> bool:
@@ -123,6 +122,18 @@ def refund(view: View, change: Change) -> Change:
     what = f"{what}: {restart.describe(found)}"
     change = change.condition("Running", False, "Restarting", what, view.now)
     return change.tell("Warning", "NodeLost", what)
+
+
+def _seen(view: View) -> Failure | None:
+    """Peers of a pod that is cut off or being removed die of it, each program with its own code."""
+    first = _first(view)
+    if first is None or first.cls not in (*_BY_PEERS, "Collateral"):
+        return first
+    silent = fence.suspect(view)
+    if silent:
+        return fence.failure(view, silent)
+    leaving = classify.leaving(_needed(view).values())
+    return classify.removed(leaving, view.now) if leaving else first
 
 
 def _first(view: View) -> Failure | None:

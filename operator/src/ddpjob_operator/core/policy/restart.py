@@ -25,7 +25,7 @@ _DEFAULT_ACTION = {
 
 def after(view: View, change: Change, loss: Failure) -> Change:
     """Record the loss, then start a new attempt or fail, as rules and budgets say."""
-    change = _record(view, change, loss)
+    change = record(view, change, loss)
     last = end(view, change.status.restarts, loss)
     if last is not None:
         return finish.fail(view, change, *last)
@@ -45,6 +45,21 @@ def after(view: View, change: Change, loss: Failure) -> Change:
     return change.tell("Warning", "Restarting", message).measure(
         Measurement("restarts_total", 1, loss.cls)
     )
+
+
+def record(view: View, change: Change, loss: Failure) -> Change:
+    """The failure as what has ended the attempt, with what is measured of it."""
+    failures = (*change.status.failures, loss)[-MAX_FAILURES:]
+    member = view.members.get(loss.replica)
+    if member and member.trainer.finished_at:
+        # Two clocks, so only a figure, never a decision.
+        seconds = (view.now - member.trainer.finished_at).total_seconds()
+        change = change.measure(Measurement("detection_seconds", max(0.0, seconds)))
+    report = member.trainer.report if member else None
+    if report and report.step is not None:
+        lost = max(0, report.step - view.snapshot_step)
+        change = change.measure(Measurement("lost_steps", lost))
+    return change.with_status(failures=failures)
 
 
 def end(view: View, old: Restarts, loss: Failure) -> tuple[str, str] | None:
@@ -143,17 +158,3 @@ def _in_a_row(view: View, old: Restarts) -> int:
     longest = timedelta(seconds=view.spec.restart.max_seconds)
     ran_long = since is not None and view.now - since > longest
     return 0 if ran_long else old.consecutive
-
-
-def _record(view: View, change: Change, loss: Failure) -> Change:
-    failures = (*change.status.failures, loss)[-MAX_FAILURES:]
-    member = view.members.get(loss.replica)
-    if member and member.trainer.finished_at:
-        # Two clocks, so only a figure, never a decision.
-        seconds = (view.now - member.trainer.finished_at).total_seconds()
-        change = change.measure(Measurement("detection_seconds", max(0.0, seconds)))
-    report = member.trainer.report if member else None
-    if report and report.step is not None:
-        lost = max(0, report.step - view.snapshot_step)
-        change = change.measure(Measurement("lost_steps", lost))
-    return change.with_status(failures=failures)
