@@ -189,11 +189,18 @@ def test_exit_codes_of_rules_are_those_of_the_trainer_whatever_ended_an_init_con
     assert (world.phase, charged(world)) == ("Restarting", 1)
 
 
-def test_a_machine_that_died_gives_back_an_init_containers_failure_too():
-    rules = [{"exitCodes": [3], "action": "RestartFree"}]  # which was not met
-    world = init_failed(3, "Error", restart={"rules": rules})
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize(("code", "reason", "rule"), [
+    (3, "Error", {"exitCodes": [3]}),
+    (137, "Error", {"reasons": ["User"]}),
+])  # fmt: skip
+def test_a_machine_that_died_gives_back_an_init_containers_failure_too(
+    code: int, reason: str, rule: dict, there: bool
+):
+    rules = [{**rule, "action": "RestartFree"}]  # which was not met
+    world = init_failed(code, reason, restart={"rules": rules})
     world.pods["job-2"]["spec"]["nodeName"] = "node3"
-    world = world.finish_deletions_on("node2").wait(50)
+    world = (world if there else world.finish_deletions_on("node2")).wait(50)
     assert charged(fall_silent(world, "node1")) == 0
 
 

@@ -178,9 +178,18 @@ def settle(found: Failure) -> Failure:
     return replace(found, cls="Disruption" if asked else "Infrastructure")
 
 
-def raw_reasons(pod: Pod) -> set[str]:
-    """Every reason that Kubernetes gives, for the rules of the user."""
-    return {pod.reason, pod.disruption, decisive(pod).reason} - {""}
+def names(found: Failure, pod: Pod | None) -> tuple[int | None, set[str]]:
+    """What the user's rules can call a loss: an exit code, if it is the trainer's, and reasons.
+
+    Of a pod that is gone the record has to do.
+    """
+    if pod is None:
+        of_trainer = found.reason != INIT_FAILED
+        raw = {"Error"} if found.exit_code is not None else set()
+    else:
+        of_trainer = decisive(pod) is pod.trainer
+        raw = {pod.reason, pod.disruption, decisive(pod).reason} - {""}
+    return found.exit_code if of_trainer else None, raw | {found.reason, found.cls}
 
 
 def leaving(pods: Iterable[Pod]) -> Pod | None:

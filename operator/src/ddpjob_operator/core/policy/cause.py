@@ -104,10 +104,9 @@ def refund(view: View, change: Change) -> Change:
         return change
     found = fence.failure(view, silent)
     limits = view.spec.restart
-    code = None if charged.reason == classify.INIT_FAILED else charged.exit_code
-    known = classify.reasons_of(code or 0) | {charged.reason, charged.cls}
-    paid = limits.ruled(code, known) in (None, "Restart")
-    free = limits.ruled(None, {found.reason, found.cls}) in (None, "RestartFree")
+    ended = (p for p in view.others if (p.attempt, p.replica) == (charged.attempt, charged.replica))
+    paid = limits.ruled(*classify.names(charged, next(ended, None))) in (None, "Restart")
+    free = limits.ruled(*classify.names(found, silent)) in (None, "RestartFree")
     if not (paid and free) or old.disruptions >= limits.max_disruptions:
         return change
     found = replace(

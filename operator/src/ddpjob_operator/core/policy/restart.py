@@ -126,15 +126,11 @@ def describe(loss: Failure) -> str:
 
 
 def _action(view: View, old: Restarts, loss: Failure) -> str:
-    member = view.members.get(loss.replica)
-    reasons = {loss.reason, loss.cls} | (classify.raw_reasons(member) if member else set())
     default = _DEFAULT_ACTION.get(loss.cls, "Restart")
     if loss.cls == "Hardware" and not avoid.is_free(view, _in_a_row(view, old)):
         default = "Restart"
-    # Rules name exit codes of the trainer.
-    of_trainer = member is None or classify.decisive(member) is member.trainer
-    code = loss.exit_code if of_trainer else None
-    return view.spec.restart.ruled(code, reasons) or default
+    named = classify.names(loss, view.members.get(loss.replica))
+    return view.spec.restart.ruled(*named) or default
 
 
 def _count(view: View, old: Restarts, free: bool) -> Restarts:
