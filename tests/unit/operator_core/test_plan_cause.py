@@ -117,6 +117,8 @@ def test_a_restart_of_a_dead_machine_is_not_charged_after_all(fence: dict):
     assert "replica 0 (rank 0) on node1: ExitCode1" in failure["message"]
     assert "NodeLost" in [event.reason for event in world.events]
     assert len(world.status["failures"]) == 1
+    counted = [m.label for m in world.measurements if m.name == "restarts_total"]
+    assert counted == ["User"], "one restart is counted once, as it was known then"
     world.wait(3600)
     assert world.status["restarts"]["disruptions"] == 1, "once"
     assert world.attempts() == ({2} if fence else {1})

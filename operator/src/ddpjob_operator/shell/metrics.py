@@ -51,7 +51,7 @@ class Metrics:
         GCCollector(registry=self.registry)
         self.restarts = Counter(
             "ddpjob_restarts",
-            "Restarts of gangs, by the class of the failure",
+            "Restarts of gangs, by the class of the failure as it was known then",
             ["namespace", "class"],
             registry=self.registry,
         )
