@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import pytest
 
+from ddpjob_operator.core import actions as act
 from support.world import Machines, World, job_object
 
 RULES = {"rules": [{"exitCodes": [1], "action": "Fail"}]}
@@ -267,3 +268,29 @@ def test_a_deadline_that_falls_into_the_wait_takes_no_failure_with_it(
     assert reason in world.condition("Failed")["message"]
     counts = world.status["restarts"]
     assert (counts["total"], len(world.status["failures"])) == (0, 1)
+
+
+@pytest.mark.parametrize("restart", [{"maxRestarts": 0}, {}])
+def test_peers_of_one_that_was_deleted_while_nobody_looked_die_of_it(restart: dict):
+    """By force, or while the operator was away: its object is gone before its peers' ends show."""
+    world = running(restart=restart).restart_operator()
+    del world.pods["job-1"]
+    world.end(0, 1, settle=False).end(2, 1)
+    assert (world.phase, world.status["lastFailure"]["reason"]) == ("Restarting", "PodDeleted")
+    assert charged(world) == 0
+
+
+def test_whoever_deletes_the_one_that_is_waited_for_does_not_fail_the_job():
+    world = running(restart={"maxRestarts": 0}).end(0, 1).wait(10)
+    assert world.status["reason"] == "WaitingForCause"
+    assert world.vanish(1).phase == "Restarting"
+    assert (charged(world), world.status["restarts"]["disruptions"]) == (0, 1)
+
+
+def test_what_only_the_watch_does_not_show_excuses_nobody():
+    world = running(restart={"maxRestarts": 0})
+    pod = world.pods.pop("job-1")
+    world.end(0, 1, settle=False).end(2, 1, settle=False)
+    assert isinstance(world.plan().actions[0], act.ConfirmGone)
+    world.pods["job-1"] = pod
+    assert world.end(1, 1).condition("Failed")["reason"] == "MaxRestartsExceeded"

@@ -38,6 +38,8 @@ def loss(view: View, restarts: Restarts) -> Failure | None:
         return found
     if found.cls == "Collateral":
         return None if _left(view, CAUSE_WAIT) > 0 else classify.settle(found)
+    if len(view.gone) < len(view.were_there):
+        return None  # a quorum read, which is due then, first tells whether a member is gone
     return None if _doubted(view, restarts, found) else found
 
 
@@ -124,7 +126,7 @@ def refund(view: View, change: Change) -> Change:
 
 
 def _seen(view: View) -> Failure | None:
-    """Peers of a pod that is cut off or being removed die of it, each program with its own code."""
+    """Peers of one that is cut off, being removed or gone die of it, each with its own code."""
     first = _first(view)
     if first is None or first.cls not in (*_BY_PEERS, "Collateral"):
         return first
@@ -132,7 +134,10 @@ def _seen(view: View) -> Failure | None:
     if silent:
         return fence.failure(view, silent)
     leaving = classify.leaving(_needed(view).values())
-    return classify.removed(leaving, view.now) if leaving else first
+    if leaving:
+        return classify.removed(leaving, view.now)
+    gone = _vanished(view)
+    return gone[0] if gone else first
 
 
 def _first(view: View) -> Failure | None:
@@ -144,11 +149,14 @@ def _first(view: View) -> Failure | None:
         # It never comes back, and before all run there is nothing that it could still save.
         found += [classify.removed(pod, now) for pod in members.values() if pod.deleting]
     losses = [one for one in found if one is not None] + fence.losses(view)
-    losses += [
-        classify.vanished(replica, view.status.attempt, view.job.name, now) for replica in view.gone
-    ]
+    losses += _vanished(view)
     finished = {r: classify.decisive(pod).finished_at for r, pod in view.members.items()}
     return classify.cause(losses, finished)
+
+
+def _vanished(view: View) -> list[Failure]:
+    attempt, name = view.status.attempt, view.job.name
+    return [classify.vanished(replica, attempt, name, view.now) for replica in view.gone]
 
 
 def _needed(view: View) -> dict[int, Pod]:
