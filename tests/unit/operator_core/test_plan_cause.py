@@ -294,3 +294,13 @@ def test_what_only_the_watch_does_not_show_excuses_nobody():
     assert isinstance(world.plan().actions[0], act.ConfirmGone)
     world.pods["job-1"] = pod
     assert world.end(1, 1).condition("Failed")["reason"] == "MaxRestartsExceeded"
+
+
+def test_what_is_given_back_before_that_read_takes_no_failure_with_it():
+    """The template has changed, so a gang that starts and is not whole is given back."""
+    world = World(job_object(), machines=Machines(), graceful=True).settle().run(0, 1)
+    del world.pods["job-1"]
+    world.end(0, 1, settle=False).end(2, 1, settle=False)
+    world.patch(template={"spec": {"containers": [{"name": "trainer", "image": "other"}]}})
+    assert world.status["lastFailure"]["reason"] == "PodDeleted"
+    assert world.status["restarts"]["disruptions"] == 1

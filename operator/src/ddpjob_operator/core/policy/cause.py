@@ -38,9 +38,7 @@ def loss(view: View, restarts: Restarts) -> Failure | None:
         return found
     if found.cls == "Collateral":
         return None if _left(view, CAUSE_WAIT) > 0 else classify.settle(found)
-    if len(view.gone) < len(view.were_there):
-        return None  # a quorum read, which is due then, first tells whether a member is gone
-    return None if _doubted(view, restarts, found) else found
+    return None if _unread(view) or _doubted(view, restarts, found) else found
 
 
 def known(view: View) -> Failure | None:
@@ -54,7 +52,7 @@ def awaited(view: View) -> bool:
 
     A gang that is given back meanwhile, for want of room or time, would take the failure with it.
     """
-    return _left(view, NODE_WAIT) > 0
+    return _left(view, NODE_WAIT) > 0 or (_unread(view) and _seen(view) is not None)
 
 
 def waits(view: View) -> list[float]:
@@ -152,6 +150,11 @@ def _first(view: View) -> Failure | None:
     losses += _vanished(view)
     finished = {r: classify.decisive(pod).finished_at for r, pod in view.members.items()}
     return classify.cause(losses, finished)
+
+
+def _unread(view: View) -> bool:
+    """Whether a quorum read, which is due then, has yet to tell that a member is gone."""
+    return len(view.gone) < len(view.were_there)
 
 
 def _vanished(view: View) -> list[Failure]:
