@@ -206,7 +206,9 @@ data: {{B: $(A)}}
 def test_options_and_what_is_left_out(tmp_path: Path) -> None:
     text = body(
         tmp_path,
+        spce={},
         spec__suspend=True,
+        spec__template__metdata={},
         spec__restart={"maxRestart": 0, "backoff": {"maxSecond": 1}},
         spec__template__spec__nodeSelector={"gpu": "yes"},
         **{
@@ -222,6 +224,8 @@ def test_options_and_what_is_left_out(tmp_path: Path) -> None:
     first, second = job.notes
     for name in ("container sidecar", "nodeSelector", "spec.suspend", "resources", "image"):
         assert name in first
+    assert ", spce, " in first
+    assert ", spec.template.metdata" in first
     assert "spec.restart.backoff.maxSecond, spec.restart.maxRestart, " in first
     assert "spec.restart.backoff," not in first
     assert "--map /data=DIR" in second

@@ -33,6 +33,8 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "hang.snapshotSeconds": 600,
 }
 #: What has a meaning here, by level. The rest is said and left out.
+_TOP = {"apiVersion", "kind", "metadata", "spec", "status"}
+_TEMPLATE = {"metadata", "spec"}
 _SPEC = {"replicas", "template", "nprocPerNode", "restart", "snapshot", "hang"}
 _POD = {"containers", "volumes", "terminationGracePeriodSeconds"}
 _CONTAINER = {"name", "command", "args", "env", "envFrom", "workingDir", "volumeMounts"}
@@ -68,6 +70,7 @@ _IN_TRAINER: Final = {
 class Manifest:
     """A DDPJob as written. ``config_maps``: name -> file -> content."""
 
+    whole: Mapping[str, Any]
     name: str
     namespace: str
     spec: Mapping[str, Any]
@@ -99,7 +102,13 @@ class Manifest:
 
     def left_out(self) -> list[str]:
         """Fields that mean nothing on one machine."""
-        levels = (("spec.", self.spec, _SPEC), ("", self.pod, _POD), ("", self.trainer, _CONTAINER))
+        levels = (
+            ("", self.whole, _TOP),
+            ("spec.", self.spec, _SPEC),
+            ("spec.template.", self.spec["template"], _TEMPLATE),
+            ("", self.pod, _POD),
+            ("", self.trainer, _CONTAINER),
+        )
         found = {f"{at}{key}" for at, given, used in levels for key in given.keys() - used}
         # A misspelt one, too, would be left out, and the API server would refuse it.
         for path in _OBJECTS:
@@ -155,7 +164,8 @@ def read(content: str) -> Manifest:
         for one in objects
         if one.get("kind") == "ConfigMap"
     }
-    return Manifest(name, meta.get("namespace") or "default", spec, pod, named[0], maps)
+    namespace = meta.get("namespace") or "default"
+    return Manifest(jobs[0], name, namespace, spec, pod, named[0], maps)
 
 
 def _generated(meta: Mapping[str, Any]) -> str:
