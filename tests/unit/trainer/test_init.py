@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,23 @@ def test_a_module_that_does_not_travel_is_told(
     script.write_text("broken(")
     assert cli.main(["init", str(script)]) == 0
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("given", ["FILE", "-"])
+def test_manifests_are_utf_8_in_every_locale(script: Path, given: str) -> None:
+    poor = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "PATH": ""}
+    env = poor | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
+
+    def run(*words: object, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+        command = [sys.executable, "-m", "ddpjob_trainer", *map(str, words)]
+        return subprocess.run(command, env=env, input=stdin, capture_output=True, check=False)
+
+    written = run("init", script).stdout
+    assert "Grüße".encode() in written
+    two = script.with_suffix(".yaml")
+    two.write_bytes(written + b"---\n" + written)
+    told = run("local", str(two) if given == "FILE" else "-", stdin=two.read_bytes()).stderr
+    assert b"2 objects of kind DDPJob in the file" in told
 
 
 def test_only_the_script_is_required(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import argparse
 import ast
 import base64
 import contextlib
+import io
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -95,6 +96,8 @@ def add(commands: Any) -> None:
 
 def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Print the manifest; ``arguments``: the script's own. The exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")  # as YAML is, whatever the locale is
     try:
         print(render(options, arguments), end="")
         for one in _forgotten(_files(options)):
