@@ -208,6 +208,8 @@ BAD = {
             "snapshots",
             "/",
             "/a:b",
+            "/snapshots/$(DDPJOB_NAME)",
+            "/a\tb",
             "/a/",
             "/a//b",
             "/a/../b",

@@ -154,9 +154,11 @@ def test_what_reaches_beyond_the_pod_is_refused(
     assert says in refused(plane, changed(ddpjob(), path, value))
 
 
-def test_an_empty_name_hides_no_account(plane: Cluster) -> None:
-    """Kubernetes takes the deprecated field then."""
-    body = changed(ddpjob(), f"{POD}.serviceAccountName", "")
+@pytest.mark.parametrize("empty", ["", None])
+def test_an_empty_name_hides_no_account(plane: Cluster, empty: str | None) -> None:
+    """Kubernetes takes the deprecated field then. What a chart leaves empty is null."""
+    body = changed(ddpjob(), f"{POD}.serviceAccountName", empty)
+    assert not refused(plane, body)
     assert "admin is not allowed" in refused(plane, changed(body, f"{POD}.serviceAccount", "admin"))
 
 

@@ -152,6 +152,39 @@ def test_a_label_that_is_given_twice_is_there_once(helm: Helm) -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["2024", "1e3", "true", "null", "on"])
+def test_names_that_are_numbers_or_words_of_yaml_stay_strings(helm: Helm, name: str) -> None:
+    """As release, namespace, account and class; Kubernetes takes them, and no number."""
+    full = name if name.isalpha() else "x"
+    names = f"fullnameOverride={full},priorityClassName={name},serviceAccount.name={name}"
+    policies = ("podCreators", "restricted", "operator", "gangLabels")
+    monitors = ("serviceMonitor", "podMonitor", "prometheusRule", "dashboard")
+    more = [f"admissionPolicies.{one}.enabled=true" for one in policies]
+    more += [f"metrics.{one}.enabled=true" for one in monitors]
+    more += ["rbac.nodes=true", "networkPolicy.metricsFrom[0].ipBlock.cidr=::/0"]
+    names += f",namespaces[0]={name}"
+    words = ("-n", name, "--set-string", names, "--set", ",".join(more))
+    done = helm("template", name, str(CHART), *words)
+    assert done.returncode == 0, done.stderr
+
+    def walk(node: Any, path: str) -> None:
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            if str(key).endswith(("name", "Name", "namespace", "instance")):
+                assert isinstance(value, str | dict), f"{path}.{key} is {value!r}"
+            if isinstance(value, dict | list):
+                walk(value, f"{path}.{key}")
+
+    for body in yaml.safe_load_all(done.stdout):
+        if body["kind"] != "CustomResourceDefinition":
+            walk(body, body["kind"])
+
+
+def test_a_service_that_would_begin_with_a_digit_is_refused(helm: Helm) -> None:
+    done = helm("template", "2024", str(CHART))
+    assert done.returncode != 0
+    assert "fullnameOverride: 2024-operator-metrics is no name of a Service" in done.stderr
+
+
 def twice(text: str) -> list[str]:
     """Keys that stand twice in one mapping."""
     found = []

@@ -198,6 +198,28 @@ def test_flags_are_passed_on_from_before_and_behind_the_command(
     ]  # fmt: skip
 
 
+def test_a_locale_that_lacks_a_letter_shows_the_rest(tmp_path: Path) -> None:
+    job = {"metadata": {"name": "j", "namespace": "n", "uid": "u"}, "spec": {"replicas": 1}}
+    failed = {"status": {"phase": "Failed", "reason": "é模"}}
+    (tmp_path / "jobs").write_text(json.dumps({"items": [job | failed]}, ensure_ascii=False))
+    env = fake_kubectl(tmp_path, 'exec cat "$HERE/jobs"') | {"PYTHONIOENCODING": "latin-1"}
+    command = [sys.executable, "-m", "kubectl_ddp", "status"]
+    done = subprocess.run(command, env=env, capture_output=True, check=False)
+    assert b"\xe9?" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("answer", ["", "<html>log in</html>", "\\377"])
+def test_an_answer_that_is_no_json_is_told_in_a_line(
+    answer: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PATH", fake_kubectl(tmp_path, f"printf '{answer}'")["PATH"])
+    assert cli.run(["status"]) == 1
+    assert "is the kubectl on PATH the real one?" in capsys.readouterr().err
+
+
 def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("status", "logs", "events", "stacks", "suspend", "resume", "snapshots"):
         with pytest.raises(SystemExit) as ended:

@@ -274,12 +274,13 @@ properties:
         message: "spec.snapshot is immutable: create a new DDPJob"
       - rule: >-
           self.path.startsWith('/') && self.path != '/' && !self.path.endsWith('/')
-          && !self.path.contains(':') && !self.path.contains('//')
+          && !self.path.contains(':') && !self.path.contains('//') && !self.path.contains('$')
           && !self.path.split('/').exists(p, p == '.' || p == '..')
+          && !self.path.matches('[\\x00-\\x1f\\x7f]')
         fieldPath: .path
         message: >-
           spec.snapshot.path must be an absolute directory other than "/", without ":", "//",
-          "." or ".." parts and without a final "/", for example /snapshots
+          "$", control characters, "." or ".." parts and without a final "/", for example /snapshots
       - rule: "!self.path.matches('^/(dev|proc|sys)(/|$)')"
         fieldPath: .path
         message: >-

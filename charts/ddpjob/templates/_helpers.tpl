@@ -37,7 +37,7 @@
 
 {{- define "ddpjob.selectorLabels" -}}
 app.kubernetes.io/name: ddpjob-operator
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "ddpjob.labels" -}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +24,9 @@ Command = Callable[[Kubectl, argparse.Namespace], int]
 
 def run(arguments: Sequence[str]) -> int:
     """Run a command; the exit code. Failures are told in one line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a locale may lack what a message has
     options = parser().parse_args(arguments)
     given = vars(options)
     flags = tuple(f"--{name}={given[name]}" for name in _FLAGS if name in given)

@@ -35,8 +35,10 @@ class Kubectl:
 
     def start(self, *args: str, **streams: Any) -> subprocess.Popen[str]:
         """Start it, with the ends of its streams as given; Failure without kubectl."""
+        # It writes UTF-8 whatever the locale is.
+        streams |= {"encoding": "utf-8", "errors": "replace"}
         try:
-            return subprocess.Popen(["kubectl", *self.flags, *args], text=True, **streams)
+            return subprocess.Popen(["kubectl", *self.flags, *args], **streams)
         except FileNotFoundError:
             raise Failure(
                 "no kubectl on PATH: install it (https://kubernetes.io/docs/tasks/tools/)"
@@ -77,6 +79,10 @@ def _decoded(text: str) -> Object:
         found: Object = json.loads(text)
     except RecursionError:
         what = "an object is nested too deep to be read: name a job, or a --namespace without it"
+        raise Failure(what) from None
+    except ValueError:
+        begins = text.strip()[:80] or "nothing"
+        what = f"kubectl answered no JSON but {begins!r}: is the kubectl on PATH the real one?"
         raise Failure(what) from None
     finally:
         sys.setrecursionlimit(limit)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,48 @@ def test_files_lie_in_the_pods_as_they_do_here(
     assert "workingDir" not in trainer(found)
 
 
+def test_a_module_that_does_not_travel_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("model.py", "data/load.py", "given.py", "notes/a.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("import yet")
+    (tmp_path / "yet.py").touch()
+    script = tmp_path / "train.py"
+    script.write_text("import torch, notes, given\nfrom model import x\nimport data.load\n")
+    assert cli.main(["init", str(script), str(tmp_path / "given.py")]) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[1].strip() for line in told] == [
+        str(tmp_path / name) for name in ("data", "model.py", "yet.py")
+    ]
+    script.write_text("broken(")
+    assert cli.main(["init", str(script)]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("given", ["FILE", "-"])
+def test_manifests_are_utf_8_in_every_locale(script: Path, given: str) -> None:
+    poor = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "PATH": ""}
+    env = poor | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
+
+    def run(*words: object, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+        command = [sys.executable, "-m", "ddpjob_trainer", *map(str, words)]
+        return subprocess.run(command, env=env, input=stdin, capture_output=True, check=False)
+
+    written = run("init", script).stdout
+    assert "Grüße".encode() in written
+    two = script.with_suffix(".yaml")
+    two.write_bytes(written + b"---\n" + written)
+    told = run("local", str(two) if given == "FILE" else "-", stdin=two.read_bytes()).stderr
+    assert b"2 objects of kind DDPJob in the file" in told
+
+
+def test_only_the_script_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["init"])
+    assert capsys.readouterr().err.endswith("are required: SCRIPT\n")
+
+
 def test_an_executable_can_be_executed(
     script: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -209,6 +253,9 @@ def test_awkward_text_reads_back_as_it_was(text: str) -> None:
         (["SCRIPT", "--snapshots", "a: b"], "--snapshots 'a: b'"),
         (["SCRIPT", "DOTS"], "may not begin with '..'"),
         (["SCRIPT", "--claim", "10GB"], "--claim '10GB': must be a size, such as 10Gi"),
+        (["SCRIPT", "--claim", "10"], "--claim '10': must be a size, such as 10Gi"),
+        (["SCRIPT", "--claim", "0Gi"], "--claim '0Gi': must be a size, such as 10Gi"),
+        (["SCRIPT", "--nproc", "8", "--gpus", "2"], "--nproc 8: each process needs a GPU"),
         (["SCRIPT", "--image", ""], "--image: must name an image"),
         (["SCRIPT", "--replicas", "10001"], "--replicas 10001: at least 1, at most 10000"),
         (["SCRIPT", "--replicas", "0"], "--replicas 0: at least 1"),

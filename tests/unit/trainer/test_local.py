@@ -206,7 +206,9 @@ data: {{B: $(A)}}
 def test_options_and_what_is_left_out(tmp_path: Path) -> None:
     text = body(
         tmp_path,
+        spce={},
         spec__suspend=True,
+        spec__template__metdata={},
         spec__restart={"maxRestart": 0, "backoff": {"maxSecond": 1}},
         spec__template__spec__nodeSelector={"gpu": "yes"},
         **{
@@ -222,6 +224,8 @@ def test_options_and_what_is_left_out(tmp_path: Path) -> None:
     first, second = job.notes
     for name in ("container sidecar", "nodeSelector", "spec.suspend", "resources", "image"):
         assert name in first
+    assert ", spce, " in first
+    assert ", spec.template.metdata" in first
     assert "spec.restart.backoff.maxSecond, spec.restart.maxRestart, " in first
     assert "spec.restart.backoff," not in first
     assert "--map /data=DIR" in second
@@ -289,6 +293,26 @@ def test_options_and_what_is_left_out(tmp_path: Path) -> None:
             r"command: .*x: may not be executed: chmod \+x, or in a ConfigMap defaultMode",
         ),
         ({f"{TRAINER}.env": [{"value": "x"}]}, "env: name: None must be a string"),
+        ({f"{TRAINER}.env": [{"name": "A", "valeu": "x"}]}, "env: A: no field valeu"),
+        ({f"{TRAINER}.env": [{"name": "A", "valueFrom": 1}]}, "env.valueFrom: 1 must be an obj"),
+        ({f"{TRAINER}.envFrom": [{"configMapRef": "m"}]}, "envFrom.configMapRef: 'm' must be an"),
+        ({f"{TRAINER}.envFrom": [None]}, "envFrom: an item is empty"),
+        ({f"{TRAINER}.volumeMounts": [{"name": ["x"]}]}, "volumeMounts.name: .* must be a string"),
+        ({f"{TRAINER}.workingDir": 3}, "workingDir: 3 must be a string"),
+        ({f"{TRAINER}.resources": {"limits": ["x"]}}, "resources.limits: .* must be an object"),
+        ({"spec.restart": {"progressPath": ["/x"]}}, "restart.progressPath: .* must be a string"),
+        (
+            {"spec.template.spec.volumes": [{"name": "f", "configMap": {"items": "x"}}]},
+            "volumes.configMap.items: 'x' must be a list",
+        ),
+        (
+            {
+                f"{TRAINER}.volumeMounts": [{"name": "files"}],
+                "spec.template.spec.volumes": [{"name": "files", "configMap": {"name": "m"}}],
+            },
+            "volumeMounts: mountPath '' must be below /",
+        ),
+        ({"spec.replicas": 9999}, "9999 replicas of 1 processes: .* --replicas 9999 --nproc 1, or"),
         ({"metadata": {}}, "metadata.name: '' must be"),
         ({"metadata": {"name": "../x"}}, "metadata.name: '../x' must be"),
         ({"kind": "Job"}, "0 objects of kind DDPJob in the file, which has ConfigMap, Job"),
@@ -364,6 +388,15 @@ def test_a_list_of_objects_is_read_as_kubectl_prints_it(tmp_path: Path) -> None:
         (
             "kind: ConfigMap\nmetadata: {}\ndata: {1: x}\n---\n" + json.dumps(ddpjob()),
             "1 must be a",
+        ),
+        ("kind: ConfigMap\nmetadata: {name: [x]}\n---\n" + json.dumps(ddpjob()), "'x'. must be"),
+        (
+            "kind: ConfigMap\nmetadata: {}\ndata: x\n---\n" + json.dumps(ddpjob()),
+            "data: 'x' must be an object",
+        ),
+        (
+            "kind: ConfigMap\nmetadata: {}\nbinaryData: {k: x}\n---\n" + json.dumps(ddpjob()),
+            "binaryData: k: is not base64",
         ),
         ("kind: DDPJob\nspec: {replicas: 1, replicas: 2}", "line 2: replicas is there already"),
     ],

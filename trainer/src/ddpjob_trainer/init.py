@@ -8,7 +8,10 @@ those of the API server, told earlier.
 from __future__ import annotations
 
 import argparse
+import ast
 import base64
+import contextlib
+import io
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +32,8 @@ MOST_BYTES = 1_000_000
 _KEY = re.compile(r"(?!\.\.)[-._a-zA-Z0-9]{1,253}")
 _NOT_IN_KEYS = re.compile(r"[^-._a-zA-Z0-9]")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
-_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTPE]i|[kMGTPE])?")
+#: Without a unit it would be bytes, which nobody means.
+_QUANTITY = re.compile(r"(?=[0-9.]*[1-9])[0-9]+(\.[0-9]+)?([KMGTPE]i|[kMGTPE])")
 #: As the CRD has them.
 _BOUNDS = (
     ("replicas", 1, 10_000), ("nproc", 1, 64), ("gpus", 0, 64), ("every_steps", 1, 10**9),
@@ -66,7 +70,12 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("script", metavar="SCRIPT", help="what `ddpjob-trainer run` is to start")
     parser.add_argument(
-        "files", metavar="FILES", nargs="*", type=Path, help="what else it reads or imports"
+        "files",
+        metavar="FILES",
+        nargs="*",
+        default=[],  # else argparse calls them required
+        type=Path,
+        help="what else it reads or imports",
     )
     parser.add_argument(
         "-m", "--module", action="store_true", help="SCRIPT is a Python module, as in python -m"
@@ -87,8 +96,13 @@ def add(commands: Any) -> None:
 
 def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Print the manifest; ``arguments``: the script's own. The exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")  # as YAML is, whatever the locale is
     try:
         print(render(options, arguments), end="")
+        for one in _forgotten(_files(options)):
+            note = f"{one}: imported, but does not travel: name it too, if the image lacks it"
+            print(f"ddpjob-trainer: {note}", file=sys.stderr)
     except ConfigError as error:
         print(f"ddpjob-trainer: {error}", file=sys.stderr)
         return contract.ExitCode.BAD_CONFIG
@@ -111,6 +125,8 @@ def render(args: argparse.Namespace, arguments: Sequence[str]) -> str:
         if value is not None and not least <= value <= most:
             shown = f"--{option.replace('_', '-')} {value}"
             raise ConfigError(f"{shown}: at least {least}" + f", at most {most}" * (value > most))
+    if args.gpus and (args.nproc or 0) > args.gpus:
+        raise ConfigError(f"--nproc {args.nproc}: each process needs a GPU: --gpus {args.nproc}")
     if args.script.startswith(f"{CLAIM}/{name}/"):
         raise ConfigError(f"{args.script}: the snapshots of {name} go there: give another --name")
     return "---\n".join(_parts(args, name, _files(args), arguments))
@@ -139,6 +155,29 @@ def _files(args: argparse.Namespace) -> dict[str, Path]:
         if found.setdefault(inner, one).resolve() != at:
             raise ConfigError(f"{one}: {found[inner]} has this place in the pods already")
     return found
+
+
+def _forgotten(files: Mapping[str, Path]) -> Iterator[Path]:
+    """What lies beside the script, is imported by what travels, and does not travel itself."""
+    tops = {inner.split("/")[0] for inner in files}
+    root = next(iter(files.values()), Path()).parent
+    names: set[str] = set()
+    for path in files.values():
+        if path.suffix == ".py":
+            with contextlib.suppress(SyntaxError, ValueError):  # not for us to judge
+                names |= set(_imported(ast.parse(path.read_bytes())))
+    for name in sorted(names):
+        for one in (root / name, root / f"{name}.py"):
+            if one.name not in tops and (one.is_file() if one.suffix else any(one.glob("*.py"))):
+                yield one
+
+
+def _imported(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (name.name.partition(".")[0] for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
 
 
 def _expanded(paths: Sequence[Path]) -> Iterator[Path]:

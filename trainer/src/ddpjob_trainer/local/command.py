@@ -100,7 +100,11 @@ def alone(folder: Path) -> Iterator[None]:
 
 def _job(options: argparse.Namespace, scratch: Path) -> local_job.Job:
     try:
-        text = sys.stdin.read() if options.file == "-" else Path(options.file).read_text()
+        # YAML is UTF-8, whatever the locale is.
+        if options.file == "-":
+            text = sys.stdin.buffer.read().decode()
+        else:
+            text = Path(options.file).read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{options.file}: neither YAML nor JSON, but other bytes") from None
     manifest = manifests.read(text)

@@ -26,6 +26,7 @@ _HOST = "127.0.0.1"
 _VARIABLE = re.compile(r"\$(\$|\(([^()]*)\))")
 _SCRIPT = re.compile(r"\S+\.py")  # with a space it is more likely a line for a shell
 _CONTAINER = "the trainer container's"
+_FEW = 16  # processes, of each of which torch alone takes some 300 MB
 #: Fields of a pod that have a like here.
 _FIELDS = {
     "metadata.name": f"$({contract.NAME})-$({contract.REPLICA})",
@@ -204,8 +205,8 @@ def make(
     found = Job(
         manifest=manifest,
         uid=uuid.uuid4().hex,
-        replicas=_first("replicas", replicas, manifest.spec.get("replicas")),
-        nproc=_first("nproc", nproc, manifest.nproc),
+        replicas=(pods := _first("replicas", replicas, manifest.spec.get("replicas"))),
+        nproc=(each := _first("nproc", nproc, manifest.nproc)),
         limits=limits_of(manifest),
         grace_seconds=max(1, grace if type(grace) is int else 30),
         directory=directory,
@@ -218,6 +219,12 @@ def make(
         words=[replaced(word) for word in (*trainer["command"], *(trainer.get("args") or []))],
         notes=list(_notes(manifest, folders)),
     )
+    most = max(_FEW, 4 * (os.cpu_count() or 1))
+    if pods * each > most and None in (replicas, nproc):
+        raise ConfigError(
+            f"{pods} replicas of {each} processes: more than {most} would be too much for this"
+            f" machine, and must be asked for: --replicas {pods} --nproc {each}, or fewer"
+        )
     found.command(found.variables(1, 0, range(found.ports())))  # refuses before anything starts
     return found
 
@@ -273,7 +280,10 @@ def _config_maps(
                 files[folder / path] = held[key]
                 if type(mode := item.get("mode", source.get("defaultMode"))) is int:
                     modes[folder / path] = mode & 0o777 | 0o600  # it is removed in the end
-        mounted[mount["mountPath"].rstrip("/")] = folder / mount.get("subPath", "")
+        at = str(mount.get("mountPath") or "").rstrip("/")
+        if not at.startswith("/"):
+            raise ConfigError(f"{_CONTAINER} volumeMounts: mountPath {at!r} must be below /")
+        mounted[at] = folder / (mount.get("subPath") or "")
     return files, modes, mounted
 
 
@@ -285,17 +295,24 @@ def _given(manifest: Manifest, shell: Mapping[str, str]) -> Iterator[tuple[str, 
     trainer = manifest.trainer
     for source in trainer.get("envFrom") or []:
         for key, value in (_env_source(manifest, source) or {}).items():
-            yield f"{source.get('prefix', '')}{key}", value.decode().replace("$", "$$")
+            yield f"{source.get('prefix') or ''}{key}", _variable(value)
     for variable in trainer.get("env") or []:
         name = text(f"{_CONTAINER} env: name", variable.get("name"))
         if outside_of_jobs({name: ""}, keep=contract.USER_ENV) == {}:
             raise ConfigError(f"{_CONTAINER} env: {name} is the operator's to set: leave it out")
+        if unknown := variable.keys() - {"name", "value", "valueFrom"}:
+            raise ConfigError(f"{_CONTAINER} env: {name}: no field {min(map(str, unknown))}")
         if variable.get("value", "") is None:
             yield name, ""
         elif "valueFrom" not in variable:
             yield name, text(f"{_CONTAINER} env: {name}", variable.get("value", ""))
         elif (found := _from(manifest, name, variable["valueFrom"] or {}, shell)) is not None:
             yield name, found
+
+
+def _variable(content: bytes) -> str:
+    """What a ConfigMap holds, of which $( is no reference."""
+    return content.decode(errors="replace").replace("\0", "").replace("$", "$$")
 
 
 def _from(
@@ -310,7 +327,7 @@ def _from(
     key = source.get("configMapKeyRef") or {}
     held = manifest.config_maps.get(key.get("name", ""), {}).get(key.get("key", ""))
     if held is not None:
-        return held.decode(errors="replace").replace("$", "$$")
+        return _variable(held)
     if (key or source.get("secretKeyRef") or {}).get("optional") is True:
         return None
     raise ConfigError(

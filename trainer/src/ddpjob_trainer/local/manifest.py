@@ -33,6 +33,8 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "hang.snapshotSeconds": 600,
 }
 #: What has a meaning here, by level. The rest is said and left out.
+_TOP = {"apiVersion", "kind", "metadata", "spec", "status"}
+_TEMPLATE = {"metadata", "spec"}
 _SPEC = {"replicas", "template", "nprocPerNode", "restart", "snapshot", "hang"}
 _POD = {"containers", "volumes", "terminationGracePeriodSeconds"}
 _CONTAINER = {"name", "command", "args", "env", "envFrom", "workingDir", "volumeMounts"}
@@ -45,13 +47,30 @@ _KEY: Final = re.compile(r"[-._a-zA-Z0-9]+")
 _OBJECTS = ("restart", "restart.backoff", "restart.inPlace", "snapshot", "hang")
 _KNOWN = {*DEFAULTS, *_OBJECTS, "restart.rules", "restart.progressPath"}
 _KNOWN |= {"snapshot.path", "snapshot.volume"}
-_LISTS = (("volumes",), ("env", "envFrom", "volumeMounts"), ("restart.rules",))
+#: Kinds below spec, the pod and the trainer: str; {field: kind}; [kind of each].
+_ITEM: Final = {"key": str, "path": str}
+_KEY_REF: Final = {"name": str, "key": str}
+_VALUE_FROM: Final = {
+    "fieldRef": {"fieldPath": str}, "configMapKeyRef": _KEY_REF, "secretKeyRef": _KEY_REF
+}  # fmt: skip
+_IN_SPEC: Final = {"restart": {"rules": [{}], "progressPath": str}}
+_IN_POD: Final = {"volumes": [{"name": str, "configMap": {"name": str, "items": [_ITEM]}}]}
+_IN_TRAINER: Final = {
+    "command": [str],
+    "args": [str],
+    "workingDir": str,
+    "resources": {"limits": {}},
+    "env": [{"valueFrom": _VALUE_FROM}],
+    "envFrom": [{"prefix": str, "configMapRef": {"name": str}}],
+    "volumeMounts": [{"name": str, "mountPath": str, "subPath": str}],
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """A DDPJob as written. ``config_maps``: name -> file -> content."""
 
+    whole: Mapping[str, Any]
     name: str
     namespace: str
     spec: Mapping[str, Any]
@@ -83,7 +102,13 @@ class Manifest:
 
     def left_out(self) -> list[str]:
         """Fields that mean nothing on one machine."""
-        levels = (("spec.", self.spec, _SPEC), ("", self.pod, _POD), ("", self.trainer, _CONTAINER))
+        levels = (
+            ("", self.whole, _TOP),
+            ("spec.", self.spec, _SPEC),
+            ("spec.template.", self.spec["template"], _TEMPLATE),
+            ("", self.pod, _POD),
+            ("", self.trainer, _CONTAINER),
+        )
         found = {f"{at}{key}" for at, given, used in levels for key in given.keys() - used}
         # A misspelt one, too, would be left out, and the API server would refuse it.
         for path in _OBJECTS:
@@ -132,14 +157,15 @@ def read(content: str) -> Manifest:
         raise ConfigError("spec.template.spec.containers: at least one container is needed")
     _check(spec, pod, named[0])
     maps = {
-        _object(one, "metadata").get("name", ""): {
+        text("ConfigMap metadata.name", _object(one, "metadata").get("name", "")): {
             **{key: text(f"data {key}", v).encode() for key, v in _files(one, "data")},
-            **{key: base64.b64decode(text(key, v)) for key, v in _files(one, "binaryData")},
+            **{key: _binary(key, v) for key, v in _files(one, "binaryData")},
         }
         for one in objects
         if one.get("kind") == "ConfigMap"
     }
-    return Manifest(name, meta.get("namespace") or "default", spec, pod, named[0], maps)
+    namespace = meta.get("namespace") or "default"
+    return Manifest(jobs[0], name, namespace, spec, pod, named[0], maps)
 
 
 def _generated(meta: Mapping[str, Any]) -> str:
@@ -147,28 +173,41 @@ def _generated(meta: Mapping[str, Any]) -> str:
 
 
 def _check(spec: Mapping[str, Any], pod: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
-    def kind(given: Mapping[str, Any], path: str, wanted: type, what: str) -> list[Any]:
-        found: Any = given
+    for path in _OBJECTS:
+        found: Any = spec
         for part in path.split("."):
             found = found.get(part) if found else None
-        if found is not None and not isinstance(found, wanted):
-            raise ConfigError(f"{path}: {found!r} must be {what}")
-        return found if isinstance(found, list) else []
+        _of_kind(path, found, {})
+    for given, wanted in ((spec, _IN_SPEC), (pod, _IN_POD), (trainer, _IN_TRAINER)):
+        for name, kind in wanted.items():
+            _of_kind(name, given.get(name), kind)
 
-    for path in _OBJECTS:
-        kind(spec, path, dict, "an object with fields")
-    for given, paths in zip((pod, trainer, spec), _LISTS, strict=True):
-        for path in paths:
-            for one in kind(given, path, list, "a list of objects"):
-                if not isinstance(one, dict):
-                    raise ConfigError(f"{path}: {one!r} must be an object with fields")
-    for path in ("command", "args"):
-        for word in kind(trainer, path, list, "a list of strings"):
-            text(path, word)
+
+def _of_kind(path: str, found: object, wanted: Any) -> None:
+    """Raises ConfigError. Nothing is of every kind, but not in a list."""
+    if found is None:
+        return
+    if wanted is str:
+        text(path, found)
+    elif isinstance(wanted, dict):
+        if not isinstance(found, dict):
+            raise ConfigError(f"{path}: {found!r} must be an object with fields")
+        for name, kind in wanted.items():
+            _of_kind(f"{path}.{name}", found.get(name), kind)
+    else:
+        [each] = wanted
+        what = "strings" if each is str else "objects"
+        if not isinstance(found, list):
+            raise ConfigError(f"{path}: {found!r} must be a list of {what}")
+        for one in found:
+            if one is None:
+                raise ConfigError(f"{path}: an item is empty: it must be a list of {what}")
+            _of_kind(path, one, each)
 
 
 def _files(config_map: Mapping[str, Any], field: str) -> Iterable[tuple[str, Any]]:
     found = config_map.get(field) or {}
+    _of_kind(f"ConfigMap {field}", found, {})
     for key in found:
         if not _KEY.fullmatch(text(f"ConfigMap {field}", key)) or key.startswith(
             ".."
@@ -177,6 +216,13 @@ def _files(config_map: Mapping[str, Any], field: str) -> Iterable[tuple[str, Any
                 f"ConfigMap {field}: {key!r} must be a file's name: letters, digits, - _ ."
             )
     return found.items()
+
+
+def _binary(key: str, value: object) -> bytes:
+    try:
+        return base64.b64decode("".join(text(f"binaryData {key}", value).split()), validate=True)
+    except ValueError:
+        raise ConfigError(f"ConfigMap binaryData: {key}: is not base64") from None
 
 
 def _object(parent: Mapping[str, Any], path: str) -> Mapping[str, Any]:
