@@ -86,13 +86,13 @@ class Variables:
         known = _Known(self._kept())
         now = dict(self._look(frame, read, known))
         anew = _made_anew(frame) if frame is not None else set()
-        changed = [n for n, mark in now.items() if marks.get(n, mark) != mark and n not in anew]
+        changed = [name for name, mark in now.items() if marks.get(name, mark) != mark]
         if frame is not None and self._steps == _FIRST_TOLD:
             values = _values(frame, carried)
             sure = [n for n in carried if n in values and _counts(values[n], known)]
             changed = list(dict.fromkeys([*sure, *_carried_attributes(frame, known), *changed]))
         self._marks = now if early else {}
-        self._tell([name for name in changed if name not in self._told])
+        self._tell([name for name in changed if name not in self._told | anew])
 
     def _tell(self, names: list[str]) -> None:
         self._told.update(names)
