@@ -7,6 +7,7 @@ from typing import Any
 from torch._C._distributed_c10d import HashStore
 
 from ddpjob_trainer.snapshot import skips
+from ddpjob_trainer.snapshot.keeper.process import GONE
 from ddpjob_trainer.snapshot.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.pipeline import Unfinished
 
@@ -27,3 +28,12 @@ def test_it_is_said_again_each_time_that_the_wait_has_doubled(monkeypatch):  # t
     oldest.asked = True
     said.over()
     assert "by rank 0." in at(7)
+
+
+def test_what_is_gone_is_not_said_to_be_there():  # type: ignore[no-untyped-def]
+    full = "No space left on device; training goes on, the newest snapshot is "
+    assert skips.failed(8, "No space left on device", 4).endswith(f"failed: {full}that of step 4")
+    assert skips.failed(8, "No space left on device", -1).endswith(f"{full}none")
+    gone = skips.failed(8, f"rank 1: /snapshots/00000001 is gone: {GONE}", 4)
+    assert "step 4" not in gone
+    assert gone.endswith("training goes on, and this run's snapshots may be gone with it")

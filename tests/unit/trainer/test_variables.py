@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import nn
 
+from ddpjob_trainer.data import own_generators
 from ddpjob_trainer.training.variables import Variables, _at
 
 NET = nn.Linear(2, 2)
@@ -364,6 +365,34 @@ def test_what_only_looks_like_state_is_not_told() -> None:
             for parameter in masks:
                 parameter.mul_(0.5)
     assert not watched.said
+
+
+def test_attributes_that_the_body_sets_first_of_all_are_no_state() -> None:
+    class Loop:
+        def __init__(self) -> None:
+            self.epoch, self.step, self.last, self.net = -1, -1, -1, NET
+
+        def fit(self, steps: Iterator[int]) -> None:
+            for step in steps:
+                self.epoch = step // 2
+                self.step = step
+                self.net.training = self.net.training
+                if self.step:
+                    self.net(torch.zeros(2))
+                self.last = step  # what has been called may have read it
+
+    watched = Watched()
+    Loop().fit(watched.steps(8))
+    assert watched.names == {"self.last"}
+
+
+def test_generators_of_a_dataset_that_are_seeded_for_each_sample_are_no_state() -> None:
+    data = SimpleNamespace(rng=np.random.default_rng(0), other=np.random.default_rng(0))
+    watched = Watched()
+    for step in watched.steps():
+        own_generators.seed([data.rng], step)
+        assert [data.rng.random(), data.other.random()]
+    assert watched.names == {"data.other"}
 
 
 def test_what_a_user_has_installed_is_no_object_of_the_scripts(

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import random
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -30,6 +31,8 @@ OF_ALL = {
     id(getattr(np.random.seed, "__self__", None)),
     id(getattr(random.seed, "__self__", None)),
 }
+#: How often seed() has seeded one, by id.
+SEEDED: Counter[int] = Counter()
 #: Python's own modules and what is installed: they draw from what they are given.
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 #: Other folders of Debian's own Python, a user's, as of `pip install --user`, and PYTHONPATH's.
@@ -128,6 +131,7 @@ def seed(generators: Sequence[Any], key: int) -> None:
     """Seed each with 64 bits, no two alike, nor like the process' own."""
     for place, generator in enumerate(generators, 1):
         own = (key + place * _ODD) % 2**64
+        SEEDED[id(generator)] += 1
         if isinstance(generator, torch.Generator):
             generator.manual_seed(own)
         elif isinstance(generator, np.random.Generator):

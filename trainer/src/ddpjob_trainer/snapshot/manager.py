@@ -27,7 +27,7 @@ from ddpjob_trainer.snapshot.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.pipeline import Part, Place, Tracker
 from ddpjob_trainer.snapshot.remote.client import Uploads, fetch_if_newer
 from ddpjob_trainer.snapshot.restore import Opened, open_together
-from ddpjob_trainer.snapshot.skips import Skips
+from ddpjob_trainer.snapshot.skips import Skips, failed
 from ddpjob_trainer.snapshot.staging import Buffer, Copy
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.snapshot.write_plan import Captured, Image, Shares, assembler, lay_out, measure
@@ -372,12 +372,7 @@ class Snapshots:
     def _failed(self, step: int, text: str) -> None:
         """Rank 0: count it and say it."""
         self._progress.save_failed()
-        newest = f"that of step {self.newest}" if self.newest >= 0 else "none"
-        say(
-            0,
-            f"snapshot after step {step} failed: {text}; training goes on, the newest snapshot"
-            f" is {newest}",
-        )
+        say(0, failed(step, text, self.newest))
 
     def close(self, *, failing: bool = False) -> None:
         """End the keeper; a snapshot that is not durable yet is given up.

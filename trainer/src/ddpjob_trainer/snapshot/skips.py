@@ -1,16 +1,27 @@
-"""Why no snapshot is made: older ones are still being written, perhaps to a volume that is stuck.
+"""Why no snapshot is made: one has failed, or older ones are still being written, perhaps to a
+volume that is stuck.
 
-Training goes on, and nothing else shows it: said once, and again each time that the wait doubled.
+Training goes on, and nothing else shows it. A wait is said once, and again each time it doubled.
 """
 
 from __future__ import annotations
 
 import time
 
+from ddpjob_trainer.snapshot.keeper.process import GONE
 from ddpjob_trainer.snapshot.part_reports import PartReports
 from ddpjob_trainer.snapshot.pipeline import Unfinished
 
 _AGAIN_SECONDS = 60.0
+
+
+def failed(step: int, why: str, newest: int) -> str:
+    """What is said of one that failed. ``newest``: step of the newest there is; -1: of none."""
+    if why.endswith(GONE):
+        left = "and this run's snapshots may be gone with it"
+    else:
+        left = f"the newest snapshot is {f'that of step {newest}' if newest >= 0 else 'none'}"
+    return f"snapshot after step {step} failed: {why}; training goes on, {left}"
 
 
 class Skips:

@@ -20,14 +20,14 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice, pairwise
+from itertools import islice, pairwise, takewhile
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from ddpjob_trainer.data.own_generators import OF_ALL, is_library
+from ddpjob_trainer.data.own_generators import OF_ALL, SEEDED, is_library
 from ddpjob_trainer.data.own_generators import mark as generator_mark
 from ddpjob_trainer.training.hidden import is_early, key
 
@@ -44,7 +44,10 @@ _IMPORTED = time.monotonic()
 _NANOSECONDS = 10**10  # of a clock; less counts something
 _ALONE = 3  # references to a frame's own dict that nobody else holds: its, ours, the question's
 _VARIABLE = re.compile(r"(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF)")
-_OTHER_GENERATORS = np.random.Generator, np.random.RandomState, random.Random
+_NOTHING = "COPY", "NOP", "CACHE"
+#: Begins what calls no function and goes nowhere else.
+_PLAIN = *_NOTHING, "LOAD_", "STORE_", "BINARY_", "UNPACK_", "SWAP", "EXTENDED_ARG"
+_GENERATORS = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
 _NEVER = (
     torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, type, ModuleType,
     FunctionType, MethodType,
@@ -82,13 +85,14 @@ class Variables:
         read, carried = _names(frame) if frame is not None else ([], [])
         known = _Known(self._kept())
         now = dict(self._look(frame, read, known))
+        anew = _made_anew(frame) if frame is not None else set()
         changed = [name for name, mark in now.items() if marks.get(name, mark) != mark]
         if frame is not None and self._steps == _FIRST_TOLD:
             values = _values(frame, carried)
             sure = [n for n in carried if n in values and _counts(values[n], known)]
             changed = list(dict.fromkeys([*sure, *_carried_attributes(frame, known), *changed]))
         self._marks = now if early else {}
-        self._tell([name for name in changed if name not in self._told])
+        self._tell([name for name in changed if name not in self._told | anew])
 
     def _tell(self, names: list[str]) -> None:
         self._told.update(names)
@@ -186,18 +190,34 @@ def _names(frame: FrameType) -> tuple[list[str], list[str]]:
 
 def _carried_attributes(frame: FrameType, known: _Known) -> Iterator[str]:
     """Those that the body reads and writes, as ``data.level += 1``, however seldom it does."""
-    body = [one for one in _body(frame) if one.opname not in ("COPY", "NOP", "CACHE")]
+    body = _body(frame)
     written = {one.argval for one in body if one.opname == "STORE_ATTR"}
-    found: dict[tuple[str, str], None] = {}
-    for one, other in pairwise(body):
-        name = one.argval[-1] if isinstance(one.argval, tuple) else one.argval
-        loads = _VARIABLE.findall(one.opname)[-1:] == ["LOAD"]
-        if loads and other.opname == "LOAD_ATTR" and other.argval in written:
-            found[name, other.argval] = None
+    found = dict.fromkeys(
+        (name, attribute)
+        for kind, name, attribute in _attributes(body)
+        if kind == "LOAD_ATTR" and attribute in written
+    )
     values = _values(frame, [name for name, _ in found])
     for name, attribute in found:
         if name in values and known.would_lose(values[name], attribute):
             yield f"{name}.{attribute}"
+
+
+def _made_anew(frame: FrameType) -> set[str]:
+    """What the body sets before it does anything else, as ``self.epoch = step.epoch``."""
+    head = takewhile(lambda one: one.opname.startswith(_PLAIN), _body(frame))
+    first: dict[str, str] = {}
+    for kind, name, attribute in _attributes(head):
+        first.setdefault(f"{name}.{attribute}", kind)
+    return {path for path, kind in first.items() if kind == "STORE_ATTR"}
+
+
+def _attributes(code: Iterable[dis.Instruction]) -> Iterator[tuple[str, str, str]]:
+    """How those of variables are used: the instruction's name, the variable, the attribute."""
+    for one, other in pairwise(one for one in code if one.opname not in _NOTHING):
+        name = one.argval[-1] if isinstance(one.argval, tuple) else one.argval
+        if _VARIABLE.findall(one.opname)[-1:] == ["LOAD"] and other.opname.endswith("_ATTR"):
+            yield other.opname, name, other.argval
 
 
 def _values(frame: FrameType, names: list[str]) -> dict[str, Any]:
@@ -328,10 +348,8 @@ class _Known:
             return (id(value), value._version) if plain else None
         if isinstance(value, np.ndarray):
             return id(value), value.flat[:_MOST].tobytes()
-        if isinstance(value, torch.Generator):
+        if isinstance(value, _GENERATORS):
             return _Seeded(value)
-        if isinstance(value, _OTHER_GENERATORS):
-            return generator_mark(value)
         if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
             # Who uses it takes something out of it: no two are equal. That of the steps runs now.
             return None if getattr(value, "gi_running", False) else object()
@@ -346,10 +364,11 @@ class _Known:
 
 
 class _Seeded:
-    """Unlike another if it has drawn since; not if the loop has seeded it anew."""
+    """Unlike another if it has drawn since; not if the loop, or we, have seeded it anew."""
 
-    def __init__(self, generator: torch.Generator) -> None:
-        self._seed, self._state = generator.initial_seed(), generator_mark(generator)
+    def __init__(self, generator: Any) -> None:
+        own = generator.initial_seed() if isinstance(generator, torch.Generator) else None
+        self._seed, self._state = (own, SEEDED[id(generator)]), generator_mark(generator)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Seeded) and (

@@ -23,7 +23,7 @@ from ddpjob_trainer.snapshot.ondisk import disk
 
 _MAX_MESSAGE = 1 << 14
 _IDLE_MILLISECONDS = 1000
-_GONE = "it was removed, or another job has taken over this snapshot directory"
+GONE = "it was removed, or another job has taken over this snapshot directory"
 
 
 class RankGoneError(Exception):
@@ -88,7 +88,7 @@ class Keeper:
         try:
             return self._write(self._writer, request, fds)
         except (FileNotFoundError, disk.NotAFileError):
-            return {"text": f"{self._writer.directory} is gone: {_GONE}"}
+            return {"text": f"{self._writer.directory} is gone: {GONE}"}
         except OSError as error:
             return {"text": error.strerror or str(error)}
 
