@@ -82,7 +82,9 @@ class Play:
         deadline = time.monotonic() + self.patience
         try:
             while not self._over():
-                assert time.monotonic() < deadline, "the story does not come to its end"
+                assert time.monotonic() < deadline, "the story does not come to its end" + (
+                    "" if self._struck() else ", or the plan's fault met nothing"
+                )
                 self._tend()
                 self._act()
                 self._news.wait(_PAUSE)
@@ -166,7 +168,11 @@ class Play:
     def _over(self) -> bool:
         gone = self.stage.history.newest(observe.PLURAL, JOB) is None
         done = self.last.get("phase") in ("Succeeded", "Failed")
-        return gone and done and not self._pods() and not self.timers
+        # A new operator may be done with the job before kopf has even made its first list.
+        return gone and done and not self._pods() and not self.timers and self._struck()
+
+    def _struck(self) -> bool:
+        return not self.certain or all(struck() for struck in self.armed)
 
     # --- what is seen of it ---
 
@@ -187,7 +193,6 @@ class Play:
 
     def _judge(self) -> None:
         if self.certain:
-            assert all(struck() for struck in self.armed), "the plan's fault met nothing"
             assert not self.moments, f"the story never came to {[*self.moments]}"
         logs = "".join(o.log_path.read_text() for o in self.stage.operators)
         assert "Traceback" not in logs, "the operator has a bug"
