@@ -25,6 +25,7 @@ GROUND = {
     "failpoints",
     "gpu_devices",
     "gpu_faults",
+    "imports",
     "init",
     "options",
     "trace",

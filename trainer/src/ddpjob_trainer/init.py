@@ -8,9 +8,7 @@ those of the API server, told earlier.
 from __future__ import annotations
 
 import argparse
-import ast
 import base64
-import contextlib
 import io
 import re
 import sys
@@ -21,6 +19,7 @@ from typing import Any
 from ddpjob_trainer import contract
 from ddpjob_trainer.arguments import job_name
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.imports import imported, parsed
 
 IMAGE = "ddpjob/trainer:0.1.0"
 #: Where the ConfigMap's files are in the pods.
@@ -99,8 +98,10 @@ def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # as YAML is, whatever the locale is
     try:
-        print(render(options, arguments), end="")
-        for one in _forgotten(_files(options)):
+        name = _checked(options)
+        files = _files(options)
+        print("---\n".join(_parts(options, name, files, arguments)), end="")
+        for one in _forgotten(files):
             note = f"{one}: imported, but does not travel: name it too, if the image lacks it"
             print(f"ddpjob-trainer: {note}", file=sys.stderr)
     except ConfigError as error:
@@ -109,8 +110,8 @@ def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 0
 
 
-def render(args: argparse.Namespace, arguments: Sequence[str]) -> str:
-    """The manifest as YAML. Raises ConfigError that names what is wrong and the cure."""
+def _checked(args: argparse.Namespace) -> str:
+    """The job's name. Raises ConfigError that names what is wrong and the cure."""
     stem = args.script if args.module else Path(args.script).stem
     derived = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
     name = job_name("--name", args.name or derived, most=53)
@@ -129,7 +130,7 @@ def render(args: argparse.Namespace, arguments: Sequence[str]) -> str:
         raise ConfigError(f"--nproc {args.nproc}: each process needs a GPU: --gpus {args.nproc}")
     if args.script.startswith(f"{CLAIM}/{name}/"):
         raise ConfigError(f"{args.script}: the snapshots of {name} go there: give another --name")
-    return "---\n".join(_parts(args, name, _files(args), arguments))
+    return name
 
 
 def _files(args: argparse.Namespace) -> dict[str, Path]:
@@ -161,23 +162,12 @@ def _forgotten(files: Mapping[str, Path]) -> Iterator[Path]:
     """What lies beside the script, is imported by what travels, and does not travel itself."""
     tops = {inner.split("/")[0] for inner in files}
     root = next(iter(files.values()), Path()).parent
-    names: set[str] = set()
-    for path in files.values():
-        if path.suffix == ".py":
-            with contextlib.suppress(SyntaxError, ValueError):  # not for us to judge
-                names |= set(_imported(ast.parse(path.read_bytes())))
+    trees = map(parsed, files.values())
+    names = {name.partition(".")[0] for tree in trees for name in imported(tree)}
     for name in sorted(names):
         for one in (root / name, root / f"{name}.py"):
             if one.name not in tops and (one.is_file() if one.suffix else any(one.glob("*.py"))):
                 yield one
-
-
-def _imported(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (name.name.partition(".")[0] for name in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.partition(".")[0]
 
 
 def _expanded(paths: Sequence[Path]) -> Iterator[Path]:

@@ -205,8 +205,8 @@ def make(
     found = Job(
         manifest=manifest,
         uid=uuid.uuid4().hex,
-        replicas=(pods := _first("replicas", replicas, manifest.spec.get("replicas"))),
-        nproc=(each := _first("nproc", nproc, manifest.nproc)),
+        replicas=_first("replicas", replicas, manifest.spec.get("replicas")),
+        nproc=_first("nproc", nproc, manifest.nproc),
         limits=limits_of(manifest),
         grace_seconds=max(1, grace if type(grace) is int else 30),
         directory=directory,
@@ -220,6 +220,7 @@ def make(
         notes=list(_notes(manifest, folders)),
     )
     most = max(_FEW, 4 * (os.cpu_count() or 1))
+    pods, each = found.replicas, found.nproc
     if pods * each > most and None in (replicas, nproc):
         raise ConfigError(
             f"{pods} replicas of {each} processes: more than {most} would be too much for this"

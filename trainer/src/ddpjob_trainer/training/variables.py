@@ -82,17 +82,19 @@ class Variables:
 
     def _compare(self, marks: dict[str, Any], *, early: bool) -> None:
         frame = _frame_of_the_script()
-        read, carried = _names(frame) if frame is not None else ([], [])
+        body = _body(frame) if frame is not None else []
+        read, carried = _names(body)
         known = _Known(self._kept())
         now = dict(self._look(frame, read, known))
-        anew = _made_anew(frame) if frame is not None else set()
         changed = [name for name, mark in now.items() if marks.get(name, mark) != mark]
         if frame is not None and self._steps == _FIRST_TOLD:
             values = _values(frame, carried)
             sure = [n for n in carried if n in values and _counts(values[n], known)]
-            changed = list(dict.fromkeys([*sure, *_carried_attributes(frame, known), *changed]))
+            sure += _carried_attributes(frame, body, known)
+            changed = list(dict.fromkeys([*sure, *changed]))
         self._marks = now if early else {}
-        self._tell([name for name in changed if name not in self._told | anew])
+        left_out = self._told | _made_anew(body)
+        self._tell([name for name in changed if name not in left_out])
 
     def _tell(self, names: list[str]) -> None:
         self._told.update(names)
@@ -174,11 +176,11 @@ def _body(frame: FrameType) -> list[dis.Instruction]:
     return [one for one in code if head.offset < one.offset < head.argval]
 
 
-def _names(frame: FrameType) -> tuple[list[str], list[str]]:
+def _names(body: list[dis.Instruction]) -> tuple[list[str], list[str]]:
     """What the loop's body reads only, and what it carries."""
     first: dict[str, str] = {}
     written: set[str] = set()
-    for one in _body(frame):
+    for one in body:
         kinds = _VARIABLE.findall(one.opname) if "CLEAR" not in one.opname else []
         names = one.argval if isinstance(one.argval, tuple) else (one.argval,)
         for kind, name in zip(kinds, names, strict=False):
@@ -188,9 +190,10 @@ def _names(frame: FrameType) -> tuple[list[str], list[str]]:
     return [n for n in read if n not in written], [n for n in read if n in written]
 
 
-def _carried_attributes(frame: FrameType, known: _Known) -> Iterator[str]:
+def _carried_attributes(
+    frame: FrameType, body: list[dis.Instruction], known: _Known
+) -> Iterator[str]:
     """Those that the body reads and writes, as ``data.level += 1``, however seldom it does."""
-    body = _body(frame)
     written = {one.argval for one in body if one.opname == "STORE_ATTR"}
     found = dict.fromkeys(
         (name, attribute)
@@ -203,9 +206,9 @@ def _carried_attributes(frame: FrameType, known: _Known) -> Iterator[str]:
             yield f"{name}.{attribute}"
 
 
-def _made_anew(frame: FrameType) -> set[str]:
+def _made_anew(body: list[dis.Instruction]) -> set[str]:
     """What the body sets before it does anything else, as ``self.epoch = step.epoch``."""
-    head = takewhile(lambda one: one.opname.startswith(_PLAIN), _body(frame))
+    head = takewhile(lambda one: one.opname.startswith(_PLAIN), body)
     first: dict[str, str] = {}
     for kind, name, attribute in _attributes(head):
         first.setdefault(f"{name}.{attribute}", kind)

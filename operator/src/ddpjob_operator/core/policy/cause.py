@@ -29,12 +29,13 @@ _REFUNDED_UNTIL: Final = 2 * NODE_WAIT
 WAITING: Final = "WaitingForCause"
 #: How peers of a lost member end. Other classes have causes of their own, or are free anyway.
 _BY_PEERS: Final = ("Hang", "Killed", "User")
+_PERHAPS_PEERS: Final = (*_BY_PEERS, "Collateral")
 
 
 def loss(view: View, restarts: Restarts) -> Failure | None:
     """The failure that ends this attempt, or None. One per attempt."""
     found = _seen(view)
-    if found is None or found.cls not in (*_BY_PEERS, "Collateral"):
+    if found is None or found.cls not in _PERHAPS_PEERS:
         return found
     if found.cls == "Collateral":
         return None if _left(view, CAUSE_WAIT) > 0 else classify.settle(found)
@@ -126,7 +127,7 @@ def refund(view: View, change: Change) -> Change:
 def _seen(view: View) -> Failure | None:
     """Peers of one that is cut off, being removed or gone die of it, each with its own code."""
     first = _first(view)
-    if first is None or first.cls not in (*_BY_PEERS, "Collateral"):
+    if first is None or first.cls not in _PERHAPS_PEERS:
         return first
     silent = fence.suspect(view)
     if silent:

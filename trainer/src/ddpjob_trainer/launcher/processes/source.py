@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from ddpjob_trainer.imports import imported, parsed
 from ddpjob_trainer.launcher.processes.fork_server import Program
 
 _PACKAGE = "ddpjob_trainer"
@@ -21,15 +22,8 @@ def uses_our_library(program: Program) -> bool:
     """
     if program.module and program.name.split(".")[0] == _PACKAGE:
         return True
-    tree = _tree(program)
-    for node in ast.walk(tree) if tree is not None else ():
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and not node.level:
-            names = [node.module or ""]
-        ours = [name.split(".") for name in names if name.split(".")[0] == _PACKAGE]
-        if any(parts[1:2] != ["adapters"] for parts in ours):
-            return True
-    return False
+    names = [name.split(".") for name in imported(_tree(program))]
+    return any(parts[0] == _PACKAGE and parts[1:2] != ["adapters"] for parts in names)
 
 
 def sets_environment_first(program: Program) -> bool:
@@ -62,14 +56,8 @@ def _is_environ(node: ast.AST) -> bool:
 
 
 def _tree(program: Program) -> ast.Module | None:
-    """None: it is no Python source that could be read."""
     path = _module_path(program.name) if program.module else Path(program.name)
-    if path is None or path.suffix != ".py":
-        return None
-    try:
-        return ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return None
+    return None if path is None else parsed(path)
 
 
 def _module_path(name: str) -> Path | None:
