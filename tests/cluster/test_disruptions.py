@@ -139,7 +139,14 @@ def test_pods_that_end_slowly_are_waited_for(site: Site, undisturbed: Undisturbe
 @pytest.mark.fault("A6", "O6")
 def test_the_api_server_is_away_while_a_gang_trains(site: Site, undisturbed: Undisturbed) -> None:
     name = "unwatched"
-    site.apply(digits(name, steps=STEPS, step_seconds=0.4, every=5))
+    body = digits(name, steps=STEPS, step_seconds=0.4, every=5)
+    # On a busy machine a kubelet comes back late: that its node is then taken for lost, and its
+    # pods evicted, those that are done and their logs as well, is another fault's test.
+    taints = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+    body["spec"]["template"]["spec"]["tolerations"] = [
+        {"key": taint, "operator": "Exists", "effect": "NoExecute"} for taint in taints
+    ]
+    site.apply(body)
     site.wait_running(name, 1, snapshot_after=0)
     volume = volume_of(site)
     plane = Plane(site.cluster)
