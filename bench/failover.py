@@ -47,7 +47,7 @@ def cut_off(way: Proxy, _: OperatorProcess) -> None:
 
 
 def end(_: Proxy, leader: OperatorProcess) -> None:
-    leader.terminate(60)
+    leader.terminate()
 
 
 FAULTS = {"none": leave_it, "killed": kill, "paused": pause, "cut off": cut_off, "ended": end}

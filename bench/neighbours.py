@@ -101,10 +101,10 @@ def main() -> int:
             operator = OperatorProcess(plane.kubeconfig, OURS, Path(folder), *served)
             operator.start()
             children.append(operator.process)
-            operator.wait_ready(300)
-            operator.wait_leading(120)
+            operator.wait_ready()
+            operator.wait_leading()
             found = asyncio.run(measure(args, plane, operator))
-            operator.terminate(60)
+            operator.terminate()
     finally:
         for child in children:
             child.kill()

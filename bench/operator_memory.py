@@ -225,9 +225,9 @@ def measure(plane: cluster.Cluster, namespaces: str, source: Path) -> dict[str, 
         probe = Probe(operator)
         probe.start()
         try:
-            operator.wait_ready(300)
+            operator.wait_ready()
             result: dict[str, Any] = {"ready_seconds": round(time.monotonic() - began, 1)}
-            operator.wait_leading(60)
+            operator.wait_leading()
             time.sleep(RESYNC_SECONDS)  # what came with the start is over
             result["start"] = memory(operator)
             pages, spent, began = lists(operator), cpu(operator), time.monotonic()

@@ -324,8 +324,8 @@ def main() -> int:
             operator._env["PYTHONPATH"] = str(args.source / "operator/src")
             operator.start()
             children.append(operator.process)
-            operator.wait_ready(300)
-            operator.wait_leading(120)
+            operator.wait_ready()
+            operator.wait_leading()
             try:
                 found = asyncio.run(measure(args, plane, operator))
             except BaseException:

@@ -320,7 +320,7 @@ def test_the_quota_of_the_operations_page_bounds_jobs(control_plane: Cluster) ->
         used = ("wait", "quota/ddpjobs", *here, "--for=jsonpath={.status.used}", "--timeout=3s")
         return control_plane.kubectl(*used).returncode == 0 or None
 
-    wait_for(counts, "the quota to count jobs", 120)
+    wait_for(counts, "the quota to count jobs")
     create = ("create", *here, "-f", "-")
     control_plane.kubectl(*create, input=as_json(ddpjob("first")), check=True)
     done = control_plane.kubectl(*create, input=as_json(ddpjob("second")))

@@ -77,7 +77,7 @@ def test_nothing_drifts(control_plane: Cluster, stage: Arena, how: tuple[str, ..
 
     stage.start_operator()
     kubectl("apply", *how)
-    before = eventually("all examples run", settled, 90)
+    before = eventually("all examples run", settled)
     assert len(before) > 5
     assert kubectl("diff", *how) == ""
     kubectl("apply", *how)

@@ -37,7 +37,7 @@ def test_each_is_told_what_is_wrong_and_none_is_failed_before_a_pod_ran(stage: A
         else:
             jobs[name] = kept["metadata"]["name"]
     for name, job in jobs.items():
-        found[name] = eventually(f"{name} to come to rest", lambda j=job: at_rest(stage, j), 90)
+        found[name] = eventually(f"{name} to come to rest", lambda j=job: at_rest(stage, j))
     for job in jobs.values():
         stage.remove(job)
     page = written({name: found[name] for name in ODD}, stage.namespace)

@@ -59,7 +59,7 @@ def test_killed_at_a_write(stage: Arena, harm: Harm, write: int) -> None:
     fault = Fault(harm, lambda call: about(name, call), skip=write)
     proxy.faults = [fault]
     stage.kubelet.finish(f"{name}-1", 1, "boom")
-    operator.wait(20)
+    operator.wait()
     assert fault.met == 1
     struck = [call for call in proxy.writes() if about(name, call)][write]
     operator.start()

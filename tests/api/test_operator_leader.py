@@ -58,7 +58,7 @@ def test_sigterm_ends_in_order_and_frees_the_lease(stage: Arena) -> None:
     assert holder(stage) == ""
     assert "Traceback" not in operator.log()
     second = stage.operator(*SHORT, name="op-b").start()
-    second.wait_leading(seconds=20)
+    second.wait_leading()
 
 
 @pytest.mark.fault("O5")
@@ -67,7 +67,7 @@ def test_who_cannot_renew_stops_and_the_process_ends(stage: Arena) -> None:
     stage.proxy.faults = [
         Fault("answer", lambda call: "/leases/" in call.path, times=10_000, code=500)
     ]
-    assert operator.wait(20) == 1
+    assert operator.wait() == 1
     assert "lost the lease" in operator.log()
 
 
@@ -124,12 +124,12 @@ def test_a_leader_that_is_paused_past_its_lease_harms_nothing_when_it_goes_on(
     assert first.process is not None
     first.process.send_signal(signal.SIGSTOP)
     stage.kubelet.finish(f"{gang}-1", 1, "boom")
-    stage.wait_phase(gang, "Running", attempt=2, seconds=60)
+    stage.wait_phase(gang, "Running", attempt=2)
     assert holder(stage) == "op-b"
     first.process.send_signal(signal.SIGCONT)
-    assert first.wait(60) == 1
+    assert first.wait() == 1
     assert "lost the lease" in first.log()
     stage.kubelet.finish(f"{gang}-2", 1, "boom")
-    status = stage.wait_phase(gang, "Running", attempt=3, seconds=60)
+    status = stage.wait_phase(gang, "Running", attempt=3)
     assert status["restarts"]["total"] == 2
     assert stage.attempts(gang) == [(f"{gang}-{r}", "3") for r in range(3)]

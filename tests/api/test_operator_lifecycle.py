@@ -203,7 +203,7 @@ def test_a_deleted_job_leaves_nothing(stage: Arena, gang: str) -> None:
             for obj in stage.rest.items(stage.path(plural, group=group))
         ]
 
-    eventually("the garbage collector has removed everything", lambda: not left(), 90)
+    eventually("the garbage collector has removed everything", lambda: not left())
     stage.apply(gang, replicas=2)
     stage.wait_phase(gang, "Running", attempt=1)
     assert Counter(attempt for _, attempt in stage.attempts(gang)) == {"1": 2}

@@ -71,7 +71,6 @@ def gang(stage: Arena) -> Iterator[str]:
         eventually(
             "the nodes are known again",
             lambda: any(lists_nodes(call) and call.code == 200 for call in stage.proxy.calls),
-            seconds=90,  # as long as it rests between two tries, and more
         )
     stage.kubelet.remove_pods = True
     stage.remove(name)
@@ -131,7 +130,7 @@ def test_fence_deletes_by_force_and_the_gang_runs_elsewhere(
     stage.proxy.swallow = hears_of_it
     machine.ready("Unknown")
     # A new operator counts 20 s at least.
-    status = stage.wait_phase(gang, "Running", attempt=2, seconds=90)
+    status = stage.wait_phase(gang, "Running", attempt=2)
     failure = status["lastFailure"]
     assert (failure["reason"], failure["class"]) == ("NodeLost", "Infrastructure")
     assert (failure["node"], status["restarts"]["charged"]) == (machine.name, 0)
@@ -159,7 +158,6 @@ def test_fence_takes_a_watch_that_is_behind_at_no_word(
     eventually(
         "the node is read",
         lambda: [c for c in stage.proxy.calls if c.path == machine.path],
-        seconds=60,  # a new operator counts 20 s at least
     )
     stage.wait_status(
         gang,
@@ -213,7 +211,7 @@ def test_fence_without_rights_is_told_and_the_gang_runs(
     def told(s: Object) -> bool:
         return any(c["reason"] == "NodesNotReadable" for c in s["conditions"])
 
-    stage.wait_status(gang, "Unsupported", told, seconds=60)
+    stage.wait_status(gang, "Unsupported", told)
     assert "rbac.nodes=true" in stage.condition(gang, "Unsupported")["message"]
     stage.proxy.faults = []
-    stage.wait_status(gang, "it is over", lambda s: not told(s), seconds=60)
+    stage.wait_status(gang, "it is over", lambda s: not told(s))

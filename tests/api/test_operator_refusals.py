@@ -148,7 +148,7 @@ def test_what_is_refused_for_long_is_tried_by_one_pod_and_told_once(
     assert len([line for line in told if "creation was refused" in line]) == 1
     body: Object = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": account}}
     stage.rest.post(stage.path("serviceaccounts"), body)
-    stage.wait_phase(gang, "Running", seconds=60)
+    stage.wait_phase(gang, "Running")
     stage.remove(other)
 
 
@@ -190,7 +190,7 @@ def test_a_quota_of_jobs_refuses_one_too_many(stage: Arena, gang: str) -> None:
     stage.rest.post(stage.path("resourcequotas"), quota)
     path = stage.path("resourcequotas", quota["metadata"]["name"])
     # The controller learns of kinds that are not built in by and by.
-    eventually("the quota counts", lambda: stage.rest.get(path).get("status", {}).get("used"), 90)
+    eventually("the quota counts", lambda: stage.rest.get(path).get("status", {}).get("used"))
     stage.apply(gang)
     try:
         with pytest.raises(RestError) as refused:

@@ -77,7 +77,7 @@ def test_a_taken_port_is_a_clear_error(stage: Arena) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         operator = stage.operator("--probe-port", str(taken.getsockname()[1])).start()
-        assert operator.wait(20) == 1
+        assert operator.wait() == 1
     assert "cannot start" in operator.log()
     assert "Traceback" not in operator.log()
 
@@ -101,7 +101,7 @@ def test_a_restored_etcd_ends_the_process_and_the_next_one_takes_the_gang_as_it_
     stage.proxy.faults = [Fault("answer", of_the_past, code=200, text=past)]
     stage.proxy.errors_next = [("/pods", 410)]  # so that the pods are listed, too
     stage.proxy.cut_watches()
-    assert operator.wait(30) == 1
+    assert operator.wait() == 1
     assert "etcd was restored from a backup; starting anew" in operator.log()
     assert "Traceback" not in operator.log()
     stage.proxy.clear()

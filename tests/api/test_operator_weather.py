@@ -190,9 +190,7 @@ def test_kopf_is_started_again_when_its_watch_ends_it(stage: Arena, gang: str, c
         stage.proxy.faults = [kopf_lists]
         stage.proxy.errors_next = [("/ddpjobs", 410)]  # so that kopf lists again
         stage.proxy.cut_watches()
-    eventually(
-        "the watch ends", lambda: operator.log().count("starting it again") > before, seconds=60
-    )
+    eventually("the watch ends", lambda: operator.log().count("starting it again") > before)
     stage.apply(gang)
     ready(stage, gang)
     assert operator.process is not None

@@ -50,7 +50,7 @@ def invariants(request: pytest.FixtureRequest) -> Iterator[None]:
     assert chronicle.violations() == []
     wait_for(
         lambda: (chronicle.violations(), chronicle.orphans()) == ([], []) or None,
-        f"pods of jobs that are gone to go: {chronicle.orphans()}", 60,
+        f"pods of jobs that are gone to go: {chronicle.orphans()}",
     )  # fmt: skip
 
 

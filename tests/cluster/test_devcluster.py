@@ -25,7 +25,7 @@ from devcluster.cluster import MARK
 from devcluster.cluster import home as cluster_home
 from devcluster.layout import Layout
 from support import cluster as support
-from support.cluster import DEVCLUSTER, Cluster, wait_for
+from support.cluster import DEVCLUSTER, WITHIN, Cluster, wait_for
 
 pytestmark = pytest.mark.root
 
@@ -209,13 +209,13 @@ def wait_running(cluster: Cluster, number: int) -> str:
                 return str(one["containerID"])
         return None
 
-    return wait_for(container, f"gang-{number} to run", 60)
+    return wait_for(container, f"gang-{number} to run")
 
 
 def wait_restarted(cluster: Cluster, number: int, old: str) -> None:
     """Wait until a pod's container is another one than ``old``."""
     what = f"a new container in gang-{number}"
-    wait_for(lambda: wait_running(cluster, number) != old or None, what, 60)
+    wait_for(lambda: wait_running(cluster, number) != old or None, what)
 
 
 def fetch(cluster: Cluster, host: str) -> str | None:
@@ -234,7 +234,7 @@ def test_pods_run_on_both_nodes(cluster: Cluster) -> None:
 
 def test_a_pod_that_is_not_ready_has_a_name_and_is_reached_by_it(cluster: Cluster) -> None:
     name = "gang-2.gang.default.svc.cluster.local"
-    assert wait_for(lambda: fetch(cluster, name), f"an answer from {name}", 30) == "2"
+    assert wait_for(lambda: fetch(cluster, name), f"an answer from {name}") == "2"
 
 
 def test_a_pod_reaches_the_api_server_by_its_service(cluster: Cluster) -> None:
@@ -257,13 +257,13 @@ def test_pods_of_no_privilege_write_to_one_volume(cluster: Cluster) -> None:
 def test_a_deleted_claim_takes_its_volume_along(cluster: Cluster) -> None:
     claim = PODS.partition("---")[0].replace("name: data", "name: passing")
     cluster.kubectl("apply", "-f", "-", input=claim, check=True)
-    words = ("wait", "--for=jsonpath={.status.phase}=Bound", "pvc/passing", "--timeout=20s")
+    words = ("wait", "--for=jsonpath={.status.phase}=Bound", "pvc/passing", WITHIN)
     cluster.kubectl(*words, check=True)
     path = "jsonpath={.items[?(@.spec.claimRef.name=='passing')].spec.hostPath.path}"
     directory = cluster.kubectl("get", "pv", "-o", path, check=True).stdout
     assert Path(directory).is_dir()
     cluster.kubectl("delete", "pvc", "passing", check=True)
-    wait_for(lambda: not Path(directory).exists() or None, "the volume's directory to go", 40)
+    wait_for(lambda: not Path(directory).exists() or None, "the volume's directory to go")
 
 
 def test_a_partition_cuts_a_node_off_and_kills_nothing(cluster: Cluster) -> None:
@@ -274,7 +274,7 @@ def test_a_partition_cuts_a_node_off_and_kills_nothing(cluster: Cluster) -> None
     assert fetch(cluster, address) is None
     assert status()["nodes"]["node2"]["state"] == "partitioned"  # type: ignore[index]
     devcluster("node", "heal", "2")
-    assert wait_for(lambda: fetch(cluster, address), "the healed node to answer", 30) == "2"
+    assert wait_for(lambda: fetch(cluster, address), "the healed node to answer") == "2"
     assert wait_running(cluster, 2) == container
 
 
@@ -294,7 +294,7 @@ def test_up_repairs_a_killed_component(cluster: Cluster, component: str) -> None
     pid = json.loads((register / f"{component}.json").read_text())["pid"]
     containers = [wait_running(cluster, number) for number in (1, 2)]
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: process.identify(pid) is None or None, f"{component} to die", 10)
+    wait_for(lambda: process.identify(pid) is None or None, f"{component} to die")
     assert status()["ok"] is False
     devcluster("up")
     assert_ok()
@@ -315,7 +315,7 @@ def test_up_brings_all_back_after_a_reboot(cluster: Cluster) -> None:
     for number in (1, 2):
         wait_restarted(cluster, number, old[number])
     name = "gang-2.gang.default.svc.cluster.local"
-    assert wait_for(lambda: fetch(cluster, name), f"an answer from {name}", 30) == "2"
+    assert wait_for(lambda: fetch(cluster, name), f"an answer from {name}") == "2"
 
 
 def test_down_leaves_nothing_and_takes_nothing(cluster: Cluster, before: Traces) -> None:

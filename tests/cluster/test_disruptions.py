@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.cluster import wait_for
+from support.cluster import WITHIN, wait_for
 from support.plane import Plane
 from support.site import Site, digits, job
 
@@ -47,7 +47,7 @@ def test_a_drained_node_is_left(site: Site, undisturbed: Undisturbed) -> None:
     selector = f"--pod-selector=ddpjob.dev/job-name={name}"
     words = ("drain", node, "--force", "--delete-emptydir-data", "--ignore-daemonsets", selector)
     try:
-        site.cluster.kubectl(*words, "--timeout=120s", check=True, timeout=150)
+        site.cluster.kubectl(*words, WITHIN, check=True)
         after = site.wait_running(name, 2)
         assert node not in {pod["spec"]["nodeName"] for pod in site.pods(name).values()}
     finally:
@@ -84,10 +84,10 @@ def test_a_preempted_gang_gives_all_back_and_comes_again(
     site.apply(body)
     site.wait_running(name, 1, snapshot_after=0)
     site.apply(intruder(site))
-    after = wait_for(lambda: lost_one(site, name), f"{name} to lose a pod", 60)
+    after = wait_for(lambda: lost_one(site, name), f"{name} to lose a pod")
     failure = after["lastFailure"]
     assert (failure["class"], failure["reason"]) == ("Disruption", "PreemptionByScheduler")
-    wait_for(lambda: released(site, name), f"{name} to give its pods back", 120)
+    wait_for(lambda: released(site, name), f"{name} to give its pods back")
     site.kubectl("delete", "pod", "intruder", "--wait", check=True)
     site.wait_running(name, 3)
     after = site.wait_phase(name, "Succeeded")
@@ -130,7 +130,7 @@ def test_pods_that_end_slowly_are_waited_for(site: Site, undisturbed: Undisturbe
         assert len(now) <= 1, f"pods of two attempts at once: {now}"
         return now == {"2"} or None
 
-    wait_for(came, "the second attempt", 120)
+    wait_for(came, "the second attempt")
     site.wait_phase(name, "Succeeded")
     assert site.result(name) == undisturbed(STEPS)
     site.delete(name)
@@ -153,7 +153,7 @@ def test_the_api_server_is_away_while_a_gang_trains(site: Site, undisturbed: Und
     plane.kill("apiserver")
     try:
         reached = newest(volume, name)
-        wait_for(lambda: newest(volume, name) >= reached + 50 or None, "50 steps more", 120)
+        wait_for(lambda: newest(volume, name) >= reached + 50 or None, "50 steps more")
     finally:
         plane.repair()
     after = site.wait_phase(name, "Succeeded")

@@ -93,7 +93,7 @@ def test_none_has_vanished() -> None:
 def test_it_runs_to_its_end(site: Site, file: str) -> None:
     body = job(file)
     name = body["metadata"]["name"]
-    status = site.wait_phase(name, "Succeeded", timeout=540)
+    status = site.wait_phase(name, "Succeeded")
     assert (status["attempt"], status["restarts"]["total"]) == (1, 0)
     assert status["replicas"]["succeeded"] == body["spec"]["replicas"]
 
@@ -103,7 +103,7 @@ def test_one_machine_or_several_the_weights_are_the_same(site: Site) -> None:
     """Steps 3 and 4 of the ladder: three processes in one pod, or one in each of three."""
     results = []
     for name in ("ladder-3-faults", "ladder-4-machines"):
-        site.wait_phase(name, "Succeeded", timeout=540)
+        site.wait_phase(name, "Succeeded")
         results.append(site.result(name))
     assert results[0] == results[1]
     assert float(results[0]["test_accuracy"]) > 0.95
@@ -111,7 +111,7 @@ def test_one_machine_or_several_the_weights_are_the_same(site: Site) -> None:
 
 @pytest.mark.usefixtures("applied")
 def test_the_gpt_has_written_something(site: Site) -> None:
-    site.wait_phase("ladder-5-gpt", "Succeeded", timeout=540)
+    site.wait_phase("ladder-5-gpt", "Succeeded")
     log = site.kubectl("logs", "ladder-5-gpt-0", check=True).stdout
     assert "\ndef " in log
     assert 0 < float(site.result("ladder-5-gpt")["loss"]) < 3.4
@@ -119,14 +119,14 @@ def test_the_gpt_has_written_something(site: Site) -> None:
 
 @pytest.mark.usefixtures("applied")
 def test_a_script_that_no_image_holds_runs_from_what_init_prints(site: Site) -> None:
-    status = site.wait_phase("own-script", "Succeeded", timeout=540)
+    status = site.wait_phase("own-script", "Succeeded")
     assert status["replicas"]["succeeded"] == 2
     assert 0 < float(site.result("own-script")["test_accuracy"]) < 1
 
 
 @pytest.mark.usefixtures("applied")
 def test_a_package_runs_with_its_folders_and_files(site: Site) -> None:
-    site.wait_phase("own-train", "Succeeded", timeout=540)
+    site.wait_phase("own-train", "Succeeded")
     for rank in (0, 1):
         log = site.kubectl("logs", f"own-train-{rank}", check=True).stdout
         assert f"rank {rank} has a sibling and 3 bytes" in log
@@ -135,7 +135,7 @@ def test_a_package_runs_with_its_folders_and_files(site: Site) -> None:
 @pytest.mark.usefixtures("applied")
 def test_the_weights_can_be_had_when_all_pods_are_done(site: Site, tmp_path: Path) -> None:
     """As docs/your-script.md says."""
-    site.wait_phase("own-script", "Succeeded", timeout=540)
+    site.wait_phase("own-script", "Succeeded")
     page = (ROOT / "docs" / "your-script.md").read_text()
     section = page.partition("\n## The weights\n")[2].partition("\n## ")[0]
     shown, commands = re.findall(r"^```(?:yaml)?\n(.*?)^```", section, re.MULTILINE | re.DOTALL)

@@ -84,7 +84,7 @@ def said(site: Site, image: str, name: str, command: list[str]) -> str:
         phase = site.get("pod", name)["status"].get("phase")
         return phase if phase in ("Succeeded", "Failed") else None
 
-    phase = wait_for(ended, f"pod {name} to end", 500)
+    phase = wait_for(ended, f"pod {name} to end")
     log = site.kubectl("logs", name, check=True).stdout
     assert phase == "Succeeded", log
     site.kubectl("delete", "pod", name, "--grace-period=1", check=True)
@@ -110,15 +110,15 @@ def test_kills_leave_no_trace_in_it(site: Site, image: str) -> None:
 
 def test_a_gang_in_it_comes_back_and_ends_in_the_same_weights(site: Site, image: str) -> None:
     site.apply(*job(image, "undisturbed", "--total-steps", "60"))
-    site.wait_phase("undisturbed", "Succeeded", timeout=300)
+    site.wait_phase("undisturbed", "Succeeded")
     expected = site.result("undisturbed")
     site.apply(*job(image, "disturbed", "--total-steps", "60", "--step-seconds", "0.3"))
     status = site.wait_running("disturbed", 1, snapshot_after=0)
     site.kill_training("disturbed-1")
-    wait_for(lambda: site.status("disturbed")["restarts"].get("inPlace"), "a restart in place", 90)
+    wait_for(lambda: site.status("disturbed")["restarts"].get("inPlace"), "a restart in place")
     site.wait_running("disturbed", 1, snapshot_after=status["progress"]["snapshotStep"])
     site.kubectl("delete", "pod", "disturbed-0", "--wait=false", check=True)
-    status = site.wait_phase("disturbed", "Succeeded", timeout=300)
+    status = site.wait_phase("disturbed", "Succeeded")
     assert (status["attempt"], status["restarts"]["total"]) == (2, 1)
     assert site.result("disturbed") == expected
     for name in ("undisturbed", "disturbed"):

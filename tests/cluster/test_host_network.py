@@ -62,7 +62,7 @@ def test_two_gangs_train_side_by_side_on_the_same_nodes(site: Site) -> None:
         steps = all("/40" in rows[name] for name in NAMES)
         return True if steps and all(line.split()[6] != "-" for line in table) else None
 
-    wait_for(told, "the steps of both gangs in the plugin", 120)
+    wait_for(told, "the steps of both gangs in the plugin")
     for name in NAMES:
         status = site.wait_phase(name, "Succeeded")
         assert (status["restarts"]["total"], status["restarts"].get("inPlace", 0)) == (0, 0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.cluster import wait_for
+from support.cluster import WITHIN, wait_for
 from support.site import SYSTEM, Site, digits, job
 
 Record = Callable[[str, float], None]  # pytest's record_property
@@ -32,11 +32,11 @@ def machines(site: Site) -> Iterator[None]:
 
 
 def whole(site: Site) -> None:
-    ready = ("wait", "--for=condition=Ready", "--timeout=120s", *(f"node/{n}" for n in NODES))
-    site.cluster.kubectl(*ready, check=True, timeout=150)
-    rolled = ("rollout", "status", "deployment/ddpjob-operator", "--timeout=180s")
-    site.cluster.kubectl("-n", SYSTEM, *rolled, check=True, timeout=200)
-    wait_for(lambda: leader(site), "a leader whose pod is there", 60)
+    ready = ("wait", "--for=condition=Ready", WITHIN, *(f"node/{n}" for n in NODES))
+    site.cluster.kubectl(*ready, check=True)
+    rolled = ("rollout", "status", "deployment/ddpjob-operator", WITHIN)
+    site.cluster.kubectl("-n", SYSTEM, *rolled, check=True)
+    wait_for(lambda: leader(site), "a leader whose pod is there")
 
 
 def leader(site: Site) -> str | None:
@@ -95,10 +95,10 @@ def test_a_gang_behind_a_partition_is_replaced_and_its_zombie_is_shut_out(
     zombie = steps_in(site, name, "00000001")
     wait_for(
         lambda: steps_in(site, name, "00000001") > zombie or None,
-        "the zombie to commit beside the new gang", 60,
+        "the zombie to commit beside the new gang",
     )  # fmt: skip
     site.cluster.node("heal", cut)
-    after = site.wait_phase(name, "Succeeded", timeout=300)
+    after = site.wait_phase(name, "Succeeded")
     assert (after["attempt"], after["restarts"]["total"]) == (2, 1), after["failures"]
     assert site.result(name) == undisturbed(STEPS)
     site.delete(name)
@@ -119,7 +119,7 @@ def test_a_node_dies_with_the_leading_operator_and_ranks_of_a_gang(
     assert status["restarts"]["charged"] == 0
     assert site.leader()[0] != pod
     assert dead not in nodes_of(site, name)
-    after = site.wait_phase(name, "Succeeded", timeout=300)
+    after = site.wait_phase(name, "Succeeded")
     assert (after["attempt"], after["restarts"]["total"]) == (2, 1), after["failures"]
     assert site.result(name) == undisturbed(STEPS)
     site.delete(name)
@@ -141,11 +141,11 @@ def test_under_wait_the_job_says_what_ends_it_and_that_does(
         return stalled["message"] if waits else None
 
     taint = f"{dead} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
-    assert f"kubectl taint node {taint}" in wait_for(told, "Stalled by NodeNotReady", 120)
+    assert f"kubectl taint node {taint}" in wait_for(told, "Stalled by NodeNotReady")
     site.cluster.kubectl("taint", "node", *taint.split(), check=True)
     try:
         site.wait_running(name, 2)
-        site.wait_phase(name, "Succeeded", timeout=300)
+        site.wait_phase(name, "Succeeded")
     finally:
         key = "node.kubernetes.io/out-of-service:NoExecute-"
         site.cluster.kubectl("taint", "node", dead, key, check=True)

@@ -68,7 +68,7 @@ def job(name: str, step_seconds: str) -> dict[str, Any]:
 @pytest.mark.usefixtures("store")
 def test_all_disks_are_lost_at_once_and_the_store_has_what_it_takes(site: Site) -> None:
     site.apply(job("kept", "0"))
-    site.wait_phase("kept", "Succeeded", timeout=300)
+    site.wait_phase("kept", "Succeeded")
     expected = site.result("kept")
     site.delete("kept")
     site.apply(job("lost", "0.4"))
@@ -77,7 +77,7 @@ def test_all_disks_are_lost_at_once_and_the_store_has_what_it_takes(site: Site) 
     site.kubectl("delete", "pod", *names, "--force", "--grace-period=0", "--wait=false", check=True)
     site.wait_running("lost", 2)
     assert site.resumed_from("lost") >= 10
-    status = site.wait_phase("lost", "Succeeded", timeout=300)
+    status = site.wait_phase("lost", "Succeeded")
     assert (status["attempt"], status["restarts"]["total"]) == (2, 1)
     assert site.result("lost") == expected
     site.delete("lost")

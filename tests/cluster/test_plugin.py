@@ -40,7 +40,7 @@ def test_status_shows_how_far_each_replica_is(site: Site, plugin: Plugin) -> Non
         told = all(row["STEP"].isdigit() and row["SNAPSHOT"] != "-" for row in rows)
         return rows if told else None
 
-    rows = wait_for(all_told, "every replica to tell its step", 60)
+    rows = wait_for(all_told, "every replica to tell its step")
     nodes = {pod["spec"]["nodeName"] for pod in site.pods(NAME).values()}
     assert {row["NODE"] for row in rows} == nodes
     assert {(row["POD"], row["READY"], row["ROUND"]) for row in rows} == {("Running", "yes", "0")}
@@ -96,7 +96,7 @@ def test_after_a_hang_stacks_and_log_say_where(site: Site, plugin: Plugin) -> No
 def test_a_suspended_job_says_how_to_look_at_its_snapshots(site: Site, plugin: Plugin) -> None:
     plugin.says("suspend", NAME)
     site.wait_phase(NAME, "Suspended")
-    wait_for(lambda: True if not site.pods(NAME) else None, "its pods to go", 60)
+    wait_for(lambda: True if not site.pods(NAME) else None, "its pods to go")
     assert f"snapshot ls /snapshots/{NAME}` in a pod that mounts" in plugin.refuses(
         "snapshots", NAME
     )

@@ -14,7 +14,7 @@ import yaml
 
 from devcluster import binaries
 from support import panels, prometheus
-from support.cluster import ROOT, wait_for
+from support.cluster import ROOT, WITHIN, wait_for
 from support.prometheus import Prometheus
 from support.site import SYSTEM, Site, digits, job
 
@@ -58,18 +58,18 @@ def watch(
 def wait_firing(watch: Prometheus, name: str, **labels: str) -> None:
     wait_for(
         lambda: labels.items() <= watch.firing().get(name, {"": ""}).items() or None,
-        f"{name} {labels} to fire among {watch.firing()}", 90,
+        f"{name} {labels} to fire among {watch.firing()}",
     )  # fmt: skip
 
 
 def wait_resolved(watch: Prometheus, name: str) -> None:
-    wait_for(lambda: name not in watch.firing() or None, f"{name} to be over", 90)
+    wait_for(lambda: name not in watch.firing() or None, f"{name} to be over")
 
 
 def test_everything_is_found_alerts_fire_and_every_panel_has_data(
     site: Site, watch: Prometheus
 ) -> None:
-    wait_for(lambda: len(watch.query("ddpjob_leader")) == 2 or None, "two operators", 60)
+    wait_for(lambda: len(watch.query("ddpjob_leader")) == 2 or None, "two operators")
     assert [one["value"][1] for one in watch.query("sum(ddpjob_leader)")] == ["1"]
     begun = time.time()
     site.apply(digits("watched", steps=10_000, step_seconds=0.1, every=20))
@@ -77,7 +77,7 @@ def test_everything_is_found_alerts_fire_and_every_panel_has_data(
     here = f'namespace="{site.namespace}",ddpjob="watched"'
     wait_for(
         lambda: len(watch.query(f"ddpjob_trainer_step{{{here}}} > 20")) == 3 or None,
-        "a step of each rank", 60,
+        "a step of each rank",
     )  # fmt: skip
     (jobs,) = watch.query(f'sum(ddpjob_jobs{{namespace="{site.namespace}",phase="Running"}})')
     assert jobs["value"][1] == "1", "told by the leader alone"
@@ -103,7 +103,7 @@ def test_everything_is_found_alerts_fire_and_every_panel_has_data(
         site.kubectl("delete", "pod", "watched-1", "--wait=false", check=True)
         site.wait_running("watched", 2, step=100)
         recovered = "ddpjob_recovery_seconds_count > 0"
-        wait_for(lambda: watch.query(recovered) or None, "the recovery to be scraped", 60)
+        wait_for(lambda: watch.query(recovered) or None, "the recovery to be scraped")
         panels.write(watch, site.namespace, begun)
 
     # Nobody leads.
@@ -124,7 +124,7 @@ def check_panels(site: Site, watch: Prometheus) -> None:
             expression = panels.expression(target, site.namespace)
             what = f"{panel['title']}: data for {expression}"
             # Samples per second come with a line of progress, now and then.
-            wait_for(lambda asked=expression: watch.query(asked) or None, what, 60)
+            wait_for(lambda asked=expression: watch.query(asked) or None, what)
             asked += 1
     assert asked > 15
 
@@ -133,7 +133,7 @@ def test_helm_test_passes(site: Site) -> None:
     helm = binaries.ensure(["helm"], print)["helm"]
     where = ("--kubeconfig", site.cluster.kubeconfig, "-n", SYSTEM)
     done = subprocess.run(
-        [helm, "test", "ddpjob", *where, "--logs", "--timeout", "90s"],
+        [helm, "test", "ddpjob", *where, "--logs", WITHIN],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -51,14 +51,14 @@ def test_a_restored_etcd_loses_no_gang_and_doubles_none(
     plane.repair()
     chronicle.begin_anew()
 
-    wait_for(lambda: not gangs_of(site, later) or None, "pods that nobody knows to go", 120)
+    wait_for(lambda: not gangs_of(site, later) or None, "pods that nobody knows to go")
     after = site.wait_running(again, 2, snapshot_after=reached)
     assert after["attempt"] > 1
-    wait_for(lambda: len(gangs_of(site, again)) == 1 or None, "one gang", 60)
+    wait_for(lambda: len(gangs_of(site, again)) == 1 or None, "one gang")
     assert site.status(over) == ended
     site.apply(unknown)  # as its user would
     for name in (again, later):
-        site.wait_phase(name, "Succeeded", timeout=300)
+        site.wait_phase(name, "Succeeded")
         assert site.result(name) == undisturbed(STEPS)
     for name in (again, later, over):
         site.delete(name)

@@ -26,7 +26,7 @@ def wait_rounds(site: Site, name: str, rounds: int) -> dict[str, Any]:
         return status if status["restarts"]["inPlace"] >= rounds else None
 
     try:
-        return wait_for(counted, f"{name}: {rounds} restarts in place", 90)
+        return wait_for(counted, f"{name}: {rounds} restarts in place")
     except AssertionError as error:
         raise AssertionError(f"{error}\n{site.explain(name)}") from None
 
@@ -51,7 +51,7 @@ def test_a_killed_process_comes_back_in_its_pod(site: Site, undisturbed: Undistu
         told = f"replica {failure['replica']} (rank {failure['rank']})"
         wait_for(
             lambda told=told: told in site.kubectl("describe", "ddpjob", name).stdout or None,
-            f"an event that tells of {told}", 30,
+            f"an event that tells of {told}",
         )  # fmt: skip
     after = site.wait_phase(name, "Succeeded")
     restarts = after["restarts"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.cluster import ROOT, wait_for
+from support.cluster import ROOT, WITHIN, wait_for
 from support.site import Site, digits, job
 
 #: The API server's words for what a role lacks, as they stand in a line of JSON; a list names no
@@ -35,7 +35,7 @@ def wait_condition(site: Site, name: str, type_: str, reason: str) -> str:
         return str(found["message"]) if right else None
 
     try:
-        return wait_for(told, f"{type_}={reason}", 90)
+        return wait_for(told, f"{type_}={reason}")
     except AssertionError as error:
         raise AssertionError(f"{error}\n{site.explain(name)}") from None
 
@@ -133,16 +133,16 @@ def test_deletion_leaves_nothing(site: Site) -> None:
     kinds = "pods,services,networkpolicies,endpointslices"
     wait_for(
         lambda: True if not site.get(kinds, "-l", selector)["items"] else None,
-        "everything of the job to go", 60,
+        "everything of the job to go",
     )  # fmt: skip
 
 
 def test_the_plain_torchrun_example_runs_as_it_stands(site: Site) -> None:
     manifest: Path = ROOT / "manifests" / "examples" / "plain-torchrun.yaml"
     site.kubectl("apply", "-f", str(manifest), check=True)
-    status = site.wait_phase("plain-torchrun", "Succeeded", timeout=300)
+    status = site.wait_phase("plain-torchrun", "Succeeded")
     assert status["restarts"]["total"] == 0
-    site.kubectl("delete", "-f", str(manifest), "--timeout=90s", check=True)
+    site.kubectl("delete", "-f", str(manifest), WITHIN, check=True)
 
 
 def test_the_operator_was_never_refused_anything(site: Site) -> None:

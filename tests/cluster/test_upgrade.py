@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 
 from devcluster import binaries
-from support.cluster import ROOT, wait_for
+from support.cluster import ROOT, WITHIN, wait_for
 from support.site import OPERATOR_LABEL, SYSTEM, Site, digits
 
 
@@ -13,8 +13,8 @@ def helm(site: Site, *args: str) -> None:
     program = binaries.ensure(["helm"], print)["helm"]
     where = ("--kubeconfig", str(site.cluster.kubeconfig), "-n", SYSTEM)
     done = subprocess.run(
-        [program, *args, *where, "--wait", "--timeout", "180s"],
-        capture_output=True, text=True, check=False, timeout=240,
+        [program, *args, *where, "--wait", WITHIN],
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
@@ -39,7 +39,7 @@ def test_a_running_gang_is_left_alone(site: Site) -> None:
         seen = site.progress(name, "step")
         wait_for(
             lambda seen=seen: site.progress(name, "step") > seen + 20 or None,
-            "a new operator to report progress", 90,
+            "a new operator to report progress",
         )  # fmt: skip
     assert {pod: body["metadata"]["uid"] for pod, body in site.pods(name).items()} == gang
     status = site.status(name)

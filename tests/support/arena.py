@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support.cluster import PATIENCE
 from support.history import History
 from support.operator import OperatorProcess, write_kubeconfig
 from support.pods import HandKubelet
@@ -110,7 +111,7 @@ class Arena:
         return next((c for c in found if c["type"] == kind), {})
 
     def wait_status(
-        self, name: str, what: str, check: Callable[[Object], object], seconds: float = 90
+        self, name: str, what: str, check: Callable[[Object], object], seconds: float = PATIENCE
     ) -> Object:
         """Wait until the job's status is as wanted and return it."""
 
@@ -125,7 +126,7 @@ class Arena:
             raise AssertionError(f"{error}\nstatus {self.status(name)}\n{log}") from None
 
     def wait_phase(
-        self, name: str, phase: str, attempt: int | None = None, seconds: float = 90
+        self, name: str, phase: str, attempt: int | None = None, seconds: float = PATIENCE
     ) -> Object:
         """Wait for a phase, of a certain attempt if one is given; return the status."""
         return self.wait_status(
@@ -190,7 +191,7 @@ def arena(kubeconfig: Path, folder: Path, *, of_many: bool = False) -> Iterator[
     body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
     rest.post("/api/v1/namespaces", body)
     account = f"/api/v1/namespaces/{namespace}/serviceaccounts/default"
-    eventually("the namespace's ServiceAccount", lambda: rest.find(account), 120)
+    eventually("the namespace's ServiceAccount", lambda: rest.find(account))
     with (
         History(rest, namespace) as history,
         Proxy(rest) as proxy,

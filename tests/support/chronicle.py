@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from support.cluster import PATIENCE
 from support.invariants import ALWAYS, JOBS, NODES, PODS, SERVICES, State, Write, at_rest
 from support.objects import owner
 from support.rest import Rest, RestError
@@ -84,7 +85,7 @@ class Chronicle:
         with self._lock:
             return self._streams[plural].latest.get(name, {})
 
-    def violations(self, seconds: float = 30) -> list[str]:
+    def violations(self, seconds: float = PATIENCE) -> list[str]:
         """Hold what came since the last call against every invariant; what is wrong.
 
         Waits until the watches have told all that is in the store now.

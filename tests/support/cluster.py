@@ -20,6 +20,10 @@ from devcluster import binaries
 ROOT = Path(__file__).resolve().parents[2]
 DEVCLUSTER = ROOT / "devcluster" / "devcluster"
 CRD = ROOT / "manifests" / "crd.yaml"
+#: Seconds after which a test gives up on what it waits for. Longer than anything takes on a machine
+#: that others use too: it ends a test that would never end, and says nothing of how long is right.
+PATIENCE = 500
+WITHIN = f"--timeout={PATIENCE}s"  # kubectl and helm
 
 T = TypeVar("T")
 
@@ -37,7 +41,7 @@ class Cluster:
         *args: str,
         input: str | None = None,  # noqa: A002 - as subprocess.run names it
         check: bool = False,
-        timeout: float = 60,
+        timeout: float = PATIENCE,
     ) -> subprocess.CompletedProcess[str]:
         """Run kubectl as administrator; with ``check`` fail with what it said."""
         command = [str(self.kubectl_path), "--kubeconfig", str(self.kubeconfig), *args]
@@ -50,7 +54,7 @@ class Cluster:
 
     def node(self, verb: str, name: str) -> None:
         """`devcluster node stop|start|partition|heal N`."""
-        _devcluster(self.name, "node", verb, name.removeprefix("node"), timeout=180)
+        _devcluster(self.name, "node", verb, name.removeprefix("node"), timeout=PATIENCE)
 
     def apply_crd(self) -> None:
         """Install the DDPJob definition and wait until the API server serves it."""
@@ -66,14 +70,14 @@ class Cluster:
 def up(name: str, *args: str, timeout: float = 1800) -> Cluster:
     """Run ``devcluster --name NAME up ARGS``; it builds what is missing, once."""
     _devcluster(name, "up", *args, timeout=timeout)
-    kubeconfig = Path(_devcluster(name, "kubeconfig", timeout=60).strip())
+    kubeconfig = Path(_devcluster(name, "kubeconfig", timeout=PATIENCE).strip())
     kubectl = binaries.ensure(["kubectl"], print)["kubectl"]
     return Cluster(name, kubeconfig, kubectl)
 
 
 def down(name: str) -> None:
     """Remove the cluster and everything that it made."""
-    _devcluster(name, "down", timeout=300)
+    _devcluster(name, "down", timeout=PATIENCE)
 
 
 @contextmanager
@@ -88,8 +92,8 @@ def control_plane(purpose: str) -> Iterator[Cluster]:
         down(name)
 
 
-def wait_for(probe: Callable[[], T | None], what: str, timeout: float = 30) -> T:
-    """Call ``probe`` until it returns something; fail after ``timeout`` seconds."""
+def wait_for(probe: Callable[[], T | None], what: str, timeout: float = PATIENCE) -> T:
+    """Call ``probe`` until it returns something; give up after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while True:
         value = probe()

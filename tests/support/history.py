@@ -85,7 +85,7 @@ class History:
             until = self.catch_up()
         except RecursionError:  # a list with what is nested too deep for Python: not judged
             return self.state
-        eventually("no write is under way", lambda: not unanswered(), 60)
+        eventually("no write is under way", lambda: not unanswered())
         writes = self.writes(calls)
         new = [write for write in writes if self._checked < _version(write.obj) <= until]
         self._checked = until

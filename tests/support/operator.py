@@ -15,6 +15,7 @@ from pathlib import Path
 
 import yaml
 
+from support.cluster import PATIENCE
 from support.forked import Forked
 from support.rest import eventually
 
@@ -107,16 +108,16 @@ class OperatorProcess:
         if self.process is not None:
             self.process.kill()
 
-    def wait(self, seconds: float = 10.0) -> int:
+    def wait(self) -> int:
         """Wait for its end; the exit status."""
         assert self.process is not None
-        return self.process.wait(seconds)
+        return self.process.wait(PATIENCE)
 
-    def terminate(self, seconds: float = 10.0) -> int:
+    def terminate(self) -> int:
         """SIGTERM, and wait for its end; the exit status."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(seconds)
+        return self.process.wait(PATIENCE)
 
     def probe(self, path: str) -> tuple[int, str]:
         """Status and body of /healthz, /readyz or /metrics; 0 if nobody listens."""
@@ -132,7 +133,7 @@ class OperatorProcess:
         except OSError:
             return 0, ""
 
-    def wait_ready(self, seconds: float = 90.0) -> None:
+    def wait_ready(self) -> None:
         """Wait until its caches are full."""
 
         def ready() -> bool:
@@ -141,10 +142,10 @@ class OperatorProcess:
             return self.probe("/readyz")[0] == 200
 
         try:
-            eventually("the operator is ready", ready, seconds)
+            eventually("the operator is ready", ready)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log()}") from None
 
-    def wait_leading(self, seconds: float = 90.0) -> None:
+    def wait_leading(self) -> None:
         """Wait until it holds the lease."""
-        eventually("the operator leads", lambda: "leading as" in self.log(), seconds)
+        eventually("the operator leads", lambda: "leading as" in self.log())

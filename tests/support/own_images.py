@@ -21,7 +21,7 @@ from devcluster import cluster as devclusters
 from devcluster.cachedir import cache_root, digest, ensure_dir, locked, timed
 from devcluster.imageload import Containerd, load_image
 from devcluster.imagestore import BuiltImage, Store
-from support.cluster import ROOT
+from support.cluster import ROOT, WITHIN
 from support.site import Site
 
 PAGE = ROOT / "docs" / "your-script.md"
@@ -146,7 +146,7 @@ def serving(site: Site, name: str, image: str, command: list[str], port: int) ->
     container |= {"image": image, "command": command}
     container["readinessProbe"] = {"tcpSocket": {"port": port}, "periodSeconds": 1}
     site.apply(pod)
-    site.kubectl("wait", "--for=condition=Ready", f"pod/{name}", "--timeout=90s", check=True)
+    site.kubectl("wait", "--for=condition=Ready", f"pod/{name}", WITHIN, check=True)
     address: str = site.get("pod", name)["status"]["podIP"]
     return address
 

@@ -97,8 +97,8 @@ def running(
             return int(found.group(1)) if found else None
 
         try:
-            found = Prometheus(wait_for(port, "Prometheus to listen", 60))
-            wait_for(lambda: found.ready() or None, "Prometheus to be ready", 60)
+            found = Prometheus(wait_for(port, "Prometheus to listen"))
+            wait_for(lambda: found.ready() or None, "Prometheus to be ready")
             yield found
         finally:
             process.terminate()

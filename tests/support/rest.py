@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 import yaml
 
+from support.cluster import PATIENCE
+
 T = TypeVar("T")
 Object = dict[str, Any]
 
@@ -131,7 +133,7 @@ class Rest:
 
 
 def eventually(
-    what: str, check: Callable[[], T | None], seconds: float = 90.0, every: float = 0.05
+    what: str, check: Callable[[], T | None], seconds: float = PATIENCE, every: float = 0.05
 ) -> T:
     """Wait until ``check`` gives something true and return it; say what was missing if not."""
     deadline = time.monotonic() + seconds

@@ -1,7 +1,7 @@
 """A cluster with the operator installed as a user installs it, and jobs on it.
 
-Everything goes through devcluster, helm and kubectl; only the operator's own process is
-looked up on this machine, since nothing in Kubernetes can SIGKILL a container's PID 1.
+Everything goes through devcluster, helm and kubectl; only processes that are to be signalled are
+looked up on this machine: nothing in Kubernetes can SIGKILL a container's PID 1, or two at once.
 """
 
 from __future__ import annotations
@@ -9,40 +9,23 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from signal import SIGKILL, Signals
 from typing import Any
 
 from devcluster import binaries
 from support import cluster
-from support.cluster import ROOT, Cluster, wait_for
-from support.plane import is_first, processes_with, send
+from support.cluster import ROOT, WITHIN, Cluster, wait_for
+from support.plane import is_first, is_rank, processes_with, send
 
 IMAGES = ("ddpjob/operator:0.1.0", "ddpjob/trainer:0.1.0")
 SYSTEM = "ddpjob-system"
 OPERATOR_LABEL = "app.kubernetes.io/name=ddpjob-operator"
 CLAIM = "snapshots"
-#: Sends a signal to the child of PID 1 that has a rank's record in memory, as soon as there is one.
-#: Other children are spares and their fork server; without these the oldest is the one, at once.
-SIGNAL_TRAINING = r"""
-for i in $(seq 400); do
-  children=$(grep -l '^PPid:[[:space:]]*1$' /proc/[0-9]*/status 2>/dev/null | cut -d/ -f3 | sort -n)
-  spares=
-  for child in $children; do
-    grep -q '/rank-[0-9]*[.]state' /proc/$child/maps 2>/dev/null && kill -SIGNAL $child && exit 0
-    grep -q '[.]fork_server' /proc/$child/cmdline 2>/dev/null && spares=yes
-  done
-  oldest=$(echo "$children" | head -n 1)
-  [ -z "$spares" ] && [ -n "$oldest" ] && kill -SIGNAL $oldest && exit 0
-  sleep 0.05
-done
-echo no training process >&2
-exit 9
-"""
 DIGITS = "/workspace/examples/digits.py"
 
 
@@ -89,7 +72,7 @@ class Site:
 
     # --- waiting --------------------------------------------------------------------------
 
-    def wait_phase(self, name: str, phase: str, timeout: float = 180) -> dict[str, Any]:
+    def wait_phase(self, name: str, phase: str) -> dict[str, Any]:
         """Wait until the job is in a phase; an end in another one fails at once."""
 
         def reached() -> dict[str, Any] | None:
@@ -102,7 +85,7 @@ class Site:
             return status if now == phase else None
 
         try:
-            return wait_for(reached, f"{name} to be {phase}", timeout)
+            return wait_for(reached, f"{name} to be {phase}")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.explain(name)}") from None
 
@@ -122,7 +105,7 @@ class Site:
             return status if there and on and newer else None
 
         try:
-            return wait_for(reached, f"{name}: attempt {attempt}, step {step}", 180)
+            return wait_for(reached, f"{name}: attempt {attempt}, step {step}")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.explain(name)}") from None
 
@@ -146,18 +129,23 @@ class Site:
     # --- disturbing -----------------------------------------------------------------------
 
     def kill_training(self, *pods: str, signal: str = "KILL") -> None:
-        """Signal the training process in each pod, all at the same time."""
-        script = SIGNAL_TRAINING.replace("SIGNAL", signal)
-        base = [str(self.cluster.kubectl_path), "--kubeconfig", str(self.cluster.kubeconfig)]
-        words = ["-n", self.namespace, "exec", "-c", "trainer"]
-        running = [
-            subprocess.Popen([*base, *words, pod, "--", "sh", "-c", script], stderr=subprocess.PIPE)
-            for pod in pods
-        ]
-        for one in running:
-            _, said = one.communicate(timeout=30)
-            # The container may end before the exec session does (137); then it has worked too.
-            assert one.returncode in (0, 137), said
+        """Signal a training process of each pod, from outside, as soon as each pod has one.
+
+        Through kubectl the first would be dead, and its gang with it, before the second is reached.
+        """
+
+        def ranks() -> list[list[int]] | None:
+            found = [self.ranks(pod) for pod in pods]
+            return found if all(found) else None
+
+        each = wait_for(ranks, f"a training process in each of {', '.join(pods)}")
+        reached = send([min(pids) for pids in each], Signals[f"SIG{signal}"])
+        assert reached == len(pods), f"{reached} of {len(pods)} were there"
+
+    def ranks(self, pod: str) -> list[int]:
+        """The training processes of a pod, as this machine numbers them."""
+        inside = processes_with(DDPJOB_NAMESPACE=self.namespace, HOSTNAME=pod)
+        return [pid for pid in inside if is_rank(pid)]
 
     def leader(self) -> tuple[str, str]:
         """The operator that holds the lease, and its node."""
@@ -180,7 +168,7 @@ class Site:
         names = {pod["metadata"]["name"] for pod in found}
         assert names, f"no pod of the operator with label {OPERATOR_LABEL}"
         for name in names:  # HOSTNAME in a pod is the pod's name
-            send([pid for pid in processes_with(HOSTNAME=name) if is_first(pid)], signal.SIGKILL)
+            send([pid for pid in processes_with(HOSTNAME=name) if is_first(pid)], SIGKILL)
         if pods_too:
             force = ("--grace-period=0", "--force", "--wait=false")
             self.cluster.kubectl("-n", SYSTEM, "delete", "pod", *force, *names)
@@ -200,12 +188,12 @@ class Site:
             found = re.search(r"resuming after step (\d+)", log)
             return int(found.group(1)) if found else None
 
-        return wait_for(said, f"{name} to resume from a snapshot", 90)
+        return wait_for(said, f"{name} to resume from a snapshot")
 
     def delete(self, name: str) -> None:
         """Delete a job and wait until nothing of it is left."""
-        self.kubectl("delete", "ddpjob", name, "--wait", "--timeout=60s", check=True)
-        wait_for(lambda: True if not self.pods(name) else None, f"pods of {name} to go", 60)
+        self.kubectl("delete", "ddpjob", name, "--wait", WITHIN, check=True)
+        wait_for(lambda: True if not self.pods(name) else None, f"pods of {name} to go")
 
 
 def digits(
@@ -279,6 +267,6 @@ def _helm_install(plane: Cluster) -> None:
     command += [ROOT / "charts" / "ddpjob", "--namespace", SYSTEM, "--create-namespace"]
     # On a cluster that an interrupted run has left, the operator is to be of this checkout, too.
     command += ["--set", f"progressSeconds=1,podAnnotations.installed=at-{uuid.uuid4().hex[:6]}"]
-    command += ["--wait", "--timeout", "180s"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    command += ["--wait", WITHIN]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -174,13 +174,13 @@ def test_no_kubectl_is_left_behind(tmp_path: Path) -> None:
     env = fake_kubectl(tmp_path, f"{follows}; exec sleep 300")
     command = [sys.executable, "-m", "kubectl_ddp", "logs", "-f", "j"]
     plugin = subprocess.Popen(command, env=env)
-    wait_for(lambda: (tmp_path / "pid").exists() or None, "kubectl to follow", 60)
+    wait_for(lambda: (tmp_path / "pid").exists() or None, "kubectl to follow")
     followed = int((tmp_path / "pid").read_text())
     plugin.terminate()
     assert plugin.wait(60) == 143
     gone = Path(f"/proc/{followed}")
     try:
-        wait_for(lambda: not gone.exists() or None, "kubectl to end", 30)
+        wait_for(lambda: not gone.exists() or None, "kubectl to end")
     finally:
         if gone.exists():
             os.kill(followed, signal.SIGKILL)
