@@ -22,7 +22,7 @@ DEVCLUSTER = ROOT / "devcluster" / "devcluster"
 CRD = ROOT / "manifests" / "crd.yaml"
 #: Seconds after which a test gives up on what it waits for. Longer than anything takes on a machine
 #: that others use too: it ends a test that would never end, and says nothing of how long is right.
-PATIENCE = 500
+PATIENCE = 900
 WITHIN = f"--timeout={PATIENCE}s"  # kubectl and helm
 
 T = TypeVar("T")
