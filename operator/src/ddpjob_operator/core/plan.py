@@ -141,13 +141,19 @@ def _start(view: View, change: Change) -> Change:
 
 
 def _overdue(view: View, change: Change) -> Change:
-    """The deadline ends the job. What had broken the gang by then is told, and charged no more."""
+    """The deadline ends the job."""
     what = f"activeDeadlineSeconds {view.spec.active_deadline:g} has passed"
-    loss = cause.known(view)
-    if loss is not None:
-        change = restart.record(view, change, loss)
-        what = f"{what}; the gang was broken by then: {restart.describe(loss)}"
+    change, what = _broken(view, change, what)
     return finish.fail(view, change, "DeadlineExceeded", what)
+
+
+def _broken(view: View, change: Change, what: str) -> tuple[Change, str]:
+    """What had broken the gang by the time that something else ends it is told, and not charged."""
+    loss = cause.known(view)
+    if loss is None:
+        return change, what
+    what = f"{what}; the gang was broken by then: {restart.describe(loss)}"
+    return restart.record(view, change, loss), what
 
 
 def _suspend(view: View, change: Change) -> Change:
@@ -155,6 +161,7 @@ def _suspend(view: View, change: Change) -> Change:
     message = "spec.suspend is true: no pods; set it to false to go on"
     if not view.spec.suspend:
         message = "spec.template changed while the job was suspended for a moment: its pods are new"
+    change, message = _broken(view, change, message)
     change = change.with_status(
         phase="Suspended",
         members_since=view.status.attempt + 1,

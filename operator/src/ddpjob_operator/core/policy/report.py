@@ -18,7 +18,7 @@ from ddpjob_operator.core.observe import KIND, Pod
 from ddpjob_operator.core.policy import avoid, fence, hold, turn
 from ddpjob_operator.core.ranges import format_ranges
 from ddpjob_operator.core.status import Condition, Progress, Replicas, Status, with_condition
-from ddpjob_operator.core.view import Change, View
+from ddpjob_operator.core.view import Change, View, recovers_from
 
 #: Shorter than this, creating a container or ending a pod is no stall yet.
 PATIENCE = timedelta(seconds=20)
@@ -68,7 +68,7 @@ def _reason(status: Status) -> str:
         found = status.condition(type_)
         if found and found.status == "True":
             return found.reason
-    loss = status.last_loss
+    loss = recovers_from(status)
     return loss.reason if loss and status.phase == "Restarting" else ""
 
 
