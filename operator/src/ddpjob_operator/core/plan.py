@@ -96,6 +96,8 @@ def _decide(view: View) -> Change:
     status, change = view.status, Change(view.status)
     if view.next_attempt > status.attempt + 1:
         # Either our view of the job is old, and this write is refused, or etcd was restored.
+        if status.phase == "Suspended" and not (hold.suspends(view) or hold.why(view)):
+            return _start(view, change)  # the active deadline does not count from before
         return restart.new_attempt(view, change, "Restarting", 0)
     change = rounds.count(view, change)
     if len(view.succeeded) == view.spec.replicas:
