@@ -169,7 +169,11 @@ def recovers_from(status: Status) -> Failure | None:
     None if it is the job's start or a resume that it is made for: those begin a time of their own.
     """
     loss, since = status.last_loss, status.timings.started_at
-    return loss if loss and since and loss.detected_at >= since else None
+    if loss is None:
+        return None
+    # Two operators' clocks may disagree; where nothing lies in between none is needed.
+    at_once = loss.attempt == status.attempt - 1 and status.restarts.consecutive > 0
+    return loss if at_once or (since and loss.detected_at >= since) else None
 
 
 @dataclass(frozen=True, slots=True)
