@@ -260,3 +260,10 @@ def test_a_recovery_with_a_try_that_was_given_back_counts_from_the_failure():
     assert (world.phase, took.name) == ("Running", "recovery_seconds")
     assert 600 < took.value < 1800
     assert world.status["timings"]["lastRecoverySeconds"] == round(took.value, 3)
+
+
+def test_long_deadlines_are_told_to_the_second():
+    world = started(activeDeadlineSeconds=1209601).run().wait(1209601)
+    assert "activeDeadlineSeconds 1209601 has" in world.condition("Failed")["message"]
+    world = started(startupDeadlineSeconds=1209601).run(0, 1).waiting(2, "ErrImagePull")
+    assert "within 1209601 s" in world.wait(1209601).status["lastFailure"]["message"]

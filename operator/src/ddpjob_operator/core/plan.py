@@ -144,7 +144,7 @@ def _start(view: View, change: Change) -> Change:
 
 def _overdue(view: View, change: Change) -> Change:
     """The deadline ends the job."""
-    what = f"activeDeadlineSeconds {view.spec.active_deadline:g} has passed"
+    what = f"activeDeadlineSeconds {view.spec.active_deadline:.10g} has passed"
     change, what = _broken(view, change, what)
     return finish.fail(view, change, "DeadlineExceeded", what)
 

@@ -138,6 +138,6 @@ def _too_slow(view: View) -> Failure:
         node=pod.node if pod else "",
         cls="Startup",
         reason="StartupDeadlineExceeded",
-        message=f"not all replicas ran within {view.spec.startup_deadline:g} s: {known}",
+        message=f"not all replicas ran within {view.spec.startup_deadline:.10g} s: {known}",
         detected_at=view.now,
     )
