@@ -159,7 +159,7 @@ def _broken(view: View, change: Change, what: str) -> tuple[Change, str]:
 
 
 def _suspend(view: View, change: Change) -> Change:
-    """Pods go with their own grace period, so that the trainer can save a snapshot."""
+    """Pods go with their own grace period, to save a snapshot in, unless the gang is broken."""
     message = "spec.suspend is true: no pods; set it to false to go on"
     if not view.spec.suspend:
         message = "spec.template changed while the job was suspended for a moment: its pods are new"
