@@ -6,9 +6,12 @@ API server and the page cannot disagree.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+_BOUND: Final = re.compile(r"self >= \d+")
 
 INTRO = """\
 # DDPJob: every field
@@ -128,15 +131,23 @@ def _bounds(field: Schema) -> str:
     parts = []
     if "enum" in field:
         parts.append("one of " + ", ".join(field["enum"]))
-    if "minimum" in field and "maximum" in field:
-        parts.append(f"{field['minimum']} to {field['maximum']}")
-    elif "minimum" in field:
-        parts.append(f"at least {field['minimum']}")
+    least = _least(field)
+    if least is not None and "maximum" in field:
+        parts.append(f"{least} to {field['maximum']}")
+    elif least is not None:
+        parts.append(f"at least {least}")
     if "maxItems" in field:
         parts.append(f"at most {field['maxItems']} items")
     if "maxProperties" in field:
         parts.append(f"at most {field['maxProperties']} keys")
     return ", ".join(parts)
+
+
+def _least(field: Schema) -> int | None:
+    """The minimum. Where a rule asks for more, it does so for the sake of its message."""
+    asked = [rule["rule"].strip() for rule in field.get("x-kubernetes-validations", ())]
+    more = [int(rule.removeprefix("self >= ")) for rule in asked if _BOUND.fullmatch(rule)]
+    return max([field["minimum"], *more]) if "minimum" in field else None
 
 
 def _rules(root: Schema) -> str:

@@ -51,6 +51,13 @@ def test_committed_files_are_what_the_chart_renders() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_page_gives_the_bounds_of_rules_too() -> None:
+    """A minimum that the schema leaves to a rule, for its message."""
+    lines = (ROOT / "docs" / "api.md").read_text().splitlines()
+    (told,) = (line for line in lines if "terminationGracePeriodSeconds` |" in line)
+    assert "*1 to 2592000*" in told
+
+
 def test_rules_over_the_spec_read_no_text_of_unknown_length(root: Schema) -> None:
     """Kubernetes 1.30 reckons int-or-string as 3 MB each, and refuses the whole definition then."""
     rules = [rule["rule"] for rule in root["properties"]["spec"]["x-kubernetes-validations"]]

@@ -270,6 +270,31 @@ def test_a_deadline_that_falls_into_the_wait_takes_no_failure_with_it(
     assert (counts["total"], len(world.status["failures"])) == (0, 1)
 
 
+@pytest.mark.parametrize(("code", "reason"), [(1, "ExitCode1"), (75, "ExitCode75")])
+def test_a_suspension_that_falls_into_the_wait_takes_no_failure_with_it(code: int, reason: str):
+    world = running(restart={"maxRestarts": 0}).end(0, code).wait(1).patch(suspend=True)
+    assert (world.phase, world.status["lastFailure"]["reason"]) == ("Suspended", reason)
+    assert reason in world.condition("Suspended")["message"]
+    assert world.status["restarts"]["total"] == 0
+    world.finish_deletions().wait(600).patch(suspend=False)
+    assert (world.status["phase"], world.status.get("reason")) == ("Starting", None)
+    world.wait(2).run()
+    assert (world.phase, len(world.status["failures"])) == ("Running", 1)
+    names = [found.name for found in world.measurements]
+    assert names == ["time_to_running_seconds", "detection_seconds", "time_to_running_seconds"]
+    assert (world.measurements[-1].value, charged(world)) == (2.0, 0)
+
+
+def test_what_a_suspension_has_ended_gives_no_charge_back():
+    world = running(restart={"maxRestarts": 1}).end(1, 1).finish_deletions().run().wait(1)
+    world.end(0, 1).patch(suspend=True)
+    fall_silent(world, "node2").finish_deletions_on("node1").patch(suspend=False).wait(20)
+    assert (world.phase, charged(world), world.status["restarts"]["disruptions"]) == (
+        ("Restarting", 1, 0)
+    )  # fmt: skip
+    assert world.status["lastFailure"]["reason"] == "ExitCode1"
+
+
 @pytest.mark.parametrize("restart", [{"maxRestarts": 0}, {}])
 def test_peers_of_one_that_was_deleted_while_nobody_looked_die_of_it(restart: dict):
     """By force, or while the operator was away: its object is gone before its peers' ends show."""

@@ -351,6 +351,23 @@ def test_a_number_of_an_attempt_that_is_none_is_replaced_before_anything_else():
     assert world.settle(20).phase == "Suspended"
 
 
+@pytest.mark.parametrize("phase", ["Running", "Suspended"])
+def test_after_a_restore_of_etcd_no_condition_is_true_of_another_phase(phase: str):
+    """The status is of an older attempt than the pods."""
+    world = started(activeDeadlineSeconds=100).run()
+    if phase == "Suspended":
+        world.patch(suspend=True).wait(90)
+    old = world.job["status"]
+    world.patch(suspend=False)
+    for _ in range(2):
+        world.run().end(0, 1).wait(20)
+    world.job["status"] = old
+    world.carry_out(world.plan().actions[0])
+    assert (world.phase, world.status["attempt"]) == ("Restarting", max(world.attempts()) + 1)
+    assert {c["type"] for c in world.status["conditions"] if c["status"] == "True"} == set()
+    assert world.restart_operator().settle().run().phase == "Running", "no deadline has passed"
+
+
 def test_a_status_from_the_year_9999_is_no_deadline():
     world = started(activeDeadlineSeconds=10).run()
     world.job["status"]["timings"]["startedAt"] = "9999-12-31T23:59:59Z"

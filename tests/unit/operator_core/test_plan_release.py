@@ -245,3 +245,25 @@ def test_who_has_waited_long_tries_more_often():
         return pause(world)
 
     assert wait_after(1) > 45 > wait_after(24)
+
+
+def test_a_recovery_with_a_try_that_was_given_back_counts_from_the_failure():
+    """It was taken for a first start, as long as the job was old."""
+    world = started().run().wait(86400)
+    world.end(1, 1)
+    for replica in range(3):
+        unscheduled(world, replica)
+    world.wait(600)
+    assert (world.phase, world.status["restarts"]["released"]) == ("Pending", 1)
+    world.wait(pause(world)).run()
+    took = world.measurements[-1]
+    assert (world.phase, took.name) == ("Running", "recovery_seconds")
+    assert 600 < took.value < 1800
+    assert world.status["timings"]["lastRecoverySeconds"] == round(took.value, 3)
+
+
+def test_long_deadlines_are_told_to_the_second():
+    world = started(activeDeadlineSeconds=1209601).run().wait(1209601)
+    assert "activeDeadlineSeconds 1209601 has" in world.condition("Failed")["message"]
+    world = started(startupDeadlineSeconds=1209601).run(0, 1).waiting(2, "ErrImagePull")
+    assert "within 1209601 s" in world.wait(1209601).status["lastFailure"]["message"]

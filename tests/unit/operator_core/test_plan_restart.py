@@ -335,6 +335,14 @@ def test_recovery_time_and_metrics_are_told_with_the_transition():
     assert [e.reason for e in world.events][-2:] == ["Restarting", "Running"]
 
 
+def test_a_loss_is_one_of_this_start_though_another_clock_has_stored_the_start_as_later():
+    world = running().restart_operator()
+    world.now -= timedelta(hours=1)  # the clock of the machine on which the next operator runs
+    assert world.end(1, 1).status["timings"]["startedAt"] > world.now.isoformat()
+    world.now += timedelta(seconds=3)
+    assert world.run().status["timings"]["lastRecoverySeconds"] == 3.0
+
+
 @pytest.mark.fault("U8")
 @pytest.mark.parametrize(("kilobytes", "most"), [(1, 500), (10, 110), (120, 9)])
 def test_a_large_gang_of_a_large_template_is_rendered_a_few_pods_at_a_time(

@@ -221,15 +221,22 @@ async def test_after_a_status_write_and_a_read_that_both_failed_nothing_is_confi
 
 
 @pytest.mark.parametrize("code", [0, 500, 504])
-async def test_a_status_write_of_unknown_fate_reads_the_job_again(stage: Stage, code: int) -> None:
+@pytest.mark.parametrize(("found", "told"), [("Starting", ["Started"]), ("Pending", [])])
+async def test_a_status_write_of_unknown_fate_reads_the_job_again(
+    stage: Stage, code: int, found: str, told: list[str]
+) -> None:
+    """If only the answer was lost, its events and figures are those of any other write."""
     stage.api.script["replace ddpjobs"] = [errors.Unavailable(code, "", "lost")]
-    stage.api.script["get ddpjobs"] = [job_object(9, phase="Starting")]
+    stage.api.script["get ddpjobs"] = [job_object(9, phase=found)]
     with pytest.raises(errors.Unavailable):
         await stage.do(WRITE)
     snapshot = stage.store.snapshot(("ns", "job"))
     assert snapshot is not None
     assert snapshot.job.resource_version == "9"
-    assert stage.recorder.sent == []
+    assert [event.reason for event in stage.recorder.sent] == told
+    labels = {"namespace": "ns", "class": "User"}
+    counted = stage.metrics.registry.get_sample_value("ddpjob_restarts_total", labels)
+    assert (counted or 0) == len(told)
 
 
 async def test_a_status_that_is_refused_is_an_error_with_the_servers_words(

@@ -96,6 +96,8 @@ def _decide(view: View) -> Change:
     status, change = view.status, Change(view.status)
     if view.next_attempt > status.attempt + 1:
         # Either our view of the job is old, and this write is refused, or etcd was restored.
+        if status.phase == "Suspended" and not (hold.suspends(view) or hold.why(view)):
+            return _start(view, change)  # the active deadline does not count from before
         return restart.new_attempt(view, change, "Restarting", 0)
     change = rounds.count(view, change)
     if len(view.succeeded) == view.spec.replicas:
@@ -141,20 +143,27 @@ def _start(view: View, change: Change) -> Change:
 
 
 def _overdue(view: View, change: Change) -> Change:
-    """The deadline ends the job. What had broken the gang by then is told, and charged no more."""
-    what = f"activeDeadlineSeconds {view.spec.active_deadline:g} has passed"
-    loss = cause.known(view)
-    if loss is not None:
-        change = restart.record(view, change, loss)
-        what = f"{what}; the gang was broken by then: {restart.describe(loss)}"
+    """The deadline ends the job."""
+    what = f"activeDeadlineSeconds {view.spec.active_deadline:.10g} has passed"
+    change, what = _broken(view, change, what)
     return finish.fail(view, change, "DeadlineExceeded", what)
 
 
+def _broken(view: View, change: Change, what: str) -> tuple[Change, str]:
+    """What had broken the gang by the time that something else ends it is told, and not charged."""
+    loss = cause.known(view)
+    if loss is None:
+        return change, what
+    what = f"{what}; the gang was broken by then: {restart.describe(loss)}"
+    return restart.record(view, change, loss), what
+
+
 def _suspend(view: View, change: Change) -> Change:
-    """Pods go with their own grace period, so that the trainer can save a snapshot."""
+    """Pods go with their own grace period, to save a snapshot in, unless the gang is broken."""
     message = "spec.suspend is true: no pods; set it to false to go on"
     if not view.spec.suspend:
         message = "spec.template changed while the job was suspended for a moment: its pods are new"
+    change, message = _broken(view, change, message)
     change = change.with_status(
         phase="Suspended",
         members_since=view.status.attempt + 1,

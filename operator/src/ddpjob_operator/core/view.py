@@ -17,7 +17,7 @@ from ddpjob_operator.core.actions import Confirmation, Event, Measurement, Outco
 from ddpjob_operator.core.nodes import Nodes
 from ddpjob_operator.core.observe import Job, Pod
 from ddpjob_operator.core.spec import Spec
-from ddpjob_operator.core.status import Status
+from ddpjob_operator.core.status import Failure, Status
 
 #: More restarts than this between a backup of etcd and its restore are not believed.
 _ATTEMPTS_AHEAD = 10_000
@@ -161,6 +161,19 @@ def look(
         else:
             others.append(pod)
     return View(job, spec, status, members, tuple(others), outcomes, now, nodes)
+
+
+def recovers_from(status: Status) -> Failure | None:
+    """The loss after which the gang is made anew, tries that were given back in between or not.
+
+    None if it is the job's start or a resume that it is made for: those begin a time of their own.
+    """
+    loss, since = status.last_loss, status.timings.started_at
+    if loss is None:
+        return None
+    # Two operators' clocks may disagree; where nothing lies in between none is needed.
+    at_once = loss.attempt == status.attempt - 1 and status.restarts.consecutive > 0
+    return loss if at_once or (since and loss.detected_at >= since) else None
 
 
 @dataclass(frozen=True, slots=True)

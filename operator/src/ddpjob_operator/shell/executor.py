@@ -182,6 +182,9 @@ class Executor:
                 # Should the read fail too, nothing is created on what was known before.
                 self._learn(job.uid, lambda known: replace(known, confirmed=None))
                 await self.refresh(job)
+                found = self._store.snapshot(job.key)
+                if found and (found.job.uid, found.job.status) == (job.uid, action.status):
+                    self._tell_of(job, action)  # only the answer was lost
             raise
         self._store.put_own_write(written)
         at, stored = self._now(), written.get("status")
@@ -189,11 +192,14 @@ class Executor:
         if pruned and not self._store.outcomes(job.uid).pruned:
             log.error("%s/%s: an old or new CRD drops fields of its status", *job.key)
         self._learn(job.uid, lambda known: replace(known, status_written_at=at, pruned=pruned))
+        self._tell_of(job, action)
+        return True
+
+    def _tell_of(self, job: observe.Job, action: WriteStatus) -> None:
         self._recorder.send(job, action.events)
         self._metrics.record(job.namespace, action.measurements)
         for event in action.events:
             log.info("%s/%s: %s: %s (uid %s)", *job.key, event.reason, event.message, job.uid)
-        return True
 
     async def _delete_job(self, job: observe.Job, action: DeleteJob) -> None:
         version = job.resource_version
@@ -287,7 +293,7 @@ class Executor:
             refusal = self._refusal(job, action.attempt, error, existing)
             before = self._store.outcomes(job.uid).refusals.get(action.replica)
             self._learn(job.uid, lambda known: retry.refused(known, action.replica, refusal))
-            if error.code == 409 and not _same(before, refusal):
+            if error.code == 409 and not retry.same(before, refusal):
                 self._tell(job, refusal)
             return refusal
         self._store.put_pod(pod, from_watch=False)
@@ -307,7 +313,7 @@ class Executor:
                 self._store.set_outcomes(job.uid, known)
                 if refusal.code != 409:
                     self._set_back(job, refusal)
-                elif not _same(before, refusal):
+                elif not retry.same(before, refusal):
                     self._tell(job, refusal)
                 return False
         self._learn(
@@ -387,13 +393,8 @@ class Executor:
         self._store.set_outcomes(uid, change(self._store.outcomes(uid)))
 
 
-def _same(before: Refusal | None, after: Refusal) -> bool:
-    return before is not None and (before.code, before.message) == (after.code, after.message)
-
-
 async def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Let every call end before the first error is raised: none is cut off half-way."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    for result in results:
+    for result in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result

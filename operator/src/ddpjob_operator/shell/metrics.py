@@ -83,7 +83,7 @@ class Metrics:
             "ddpjob_recovery_seconds", "From a stored restart to all replicas running", _SLOW
         )
         self.time_to_running = self._histogram(
-            "ddpjob_time_to_running_seconds", "From a new attempt to all replicas running", _SLOW
+            "ddpjob_time_to_running_seconds", "From start or resume to all replicas running", _SLOW
         )
         self.lost_steps = self._histogram(
             "ddpjob_lost_steps", "Steps between the failure and the newest snapshot", _STEPS

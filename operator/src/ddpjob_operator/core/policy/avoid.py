@@ -32,7 +32,7 @@ def node_of(view: View, change: Change, loss: Failure) -> Change:
         return change
     message = (
         f"a GPU of {loss.node} failed: new pods go to other nodes; when they find no room there "
-        f"within {view.spec.startup_deadline:g} s, to any"
+        f"within {view.spec.startup_deadline:.10g} s, to any"
     )
     change = change.with_status(avoided_nodes=(*old, loss.node)[-MAX_AVOIDED:])
     return change.tell("Warning", "NodeAvoided", message)

@@ -97,6 +97,8 @@ def refund(view: View, change: Change) -> Change:
     charged, old = view.status.last_failure, change.status.restarts
     if charged is None or charged.in_place or charged.cls not in _BY_PEERS or not old.charged:
         return change
+    if not old.consecutive:
+        return change  # a suspension ended that attempt, and nothing was charged
     followed = view.status.phase == "Restarting" and charged.attempt == view.status.attempt - 1
     if not followed or view.now > charged.detected_at + _REFUNDED_UNTIL:
         return change

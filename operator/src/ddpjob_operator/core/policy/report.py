@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Refusal
@@ -18,7 +18,7 @@ from ddpjob_operator.core.observe import KIND, Pod
 from ddpjob_operator.core.policy import avoid, fence, hold, turn
 from ddpjob_operator.core.ranges import format_ranges
 from ddpjob_operator.core.status import Condition, Progress, Replicas, Status, with_condition
-from ddpjob_operator.core.view import Change, View
+from ddpjob_operator.core.view import Change, View, recovers_from
 
 #: Shorter than this, creating a container or ending a pod is no stall yet.
 PATIENCE = timedelta(seconds=20)
@@ -26,11 +26,18 @@ PATIENCE = timedelta(seconds=20)
 SCHEDULING_PATIENCE = timedelta(seconds=5)
 #: Ranks end together; who still works so long after another has something to tell.
 LINGERING = timedelta(minutes=10)
+#: The only phase of which each of these conditions is true.
+_PHASE_OF: Final = {
+    "Running": "Running",
+    "Suspended": "Suspended",
+    "Complete": "Succeeded",
+    "Failed": "Failed",
+}
 
 
 def fill(view: View, change: Change) -> Change:
     """Counts, progress, observedGeneration and the condition Ready."""
-    status = change.status
+    status = replace(change.status, conditions=_of_phase(change.status, view.now))
     fields: dict[str, Any] = {"observed_generation": hold.acted_on(view, status.phase)}
     if not status.terminal:  # the end has its own last words
         fields |= {"progress": heard(status.progress, view.outcomes.progress)}
@@ -44,6 +51,17 @@ def fill(view: View, change: Change) -> Change:
     conditions = _with_ready(status, view.now)
     change = change.with_status(**fields, reason=_reason(status), conditions=conditions)
     return _unsupported(view, change)
+
+
+def _of_phase(status: Status, now: datetime) -> tuple[Condition, ...]:
+    """Without those that are true of another phase: etcd was restored, or somebody wrote them."""
+    conditions = status.conditions
+    for type_, phase in _PHASE_OF.items():
+        told = status.condition(type_)
+        if told and told.status == "True" and status.phase != phase:
+            why = status.phase or "Pending"
+            conditions = with_condition(conditions, type_, False, why, f"phase {why}", now)
+    return conditions
 
 
 def _with_ready(status: Status, now: datetime) -> tuple[Condition, ...]:
@@ -68,7 +86,7 @@ def _reason(status: Status) -> str:
         found = status.condition(type_)
         if found and found.status == "True":
             return found.reason
-    loss = status.last_loss
+    loss = recovers_from(status)
     return loss.reason if loss and status.phase == "Restarting" else ""
 
 

@@ -44,6 +44,11 @@ def met(known: Outcomes, refusal: Refusal, generation: int) -> Outcomes:
     return replace(known, setback=Setback(words, count, generation, refusal.at))
 
 
+def same(before: Refusal | None, after: Refusal) -> bool:
+    """Whether it is the refusal that has been told before."""
+    return before is not None and (before.code, before.message) == (after.code, after.message)
+
+
 def over(known: Outcomes) -> Outcomes:
     """Pods were created and none was refused: the others may follow at once."""
     if known.setback is None:

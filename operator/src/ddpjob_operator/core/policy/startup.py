@@ -15,7 +15,7 @@ from ddpjob_operator.core.actions import Measurement, Refusal
 from ddpjob_operator.core.policy import avoid, fence, hold, report, restart
 from ddpjob_operator.core.policy.release import release
 from ddpjob_operator.core.status import Failure
-from ddpjob_operator.core.view import Change, View
+from ddpjob_operator.core.view import Change, View, recovers_from
 
 #: Nothing but the user, or whoever changes pods on their way in, can mend it.
 _CURE: Final = "suspend the job, mend it and resume; it is tried again from time to time as it is"
@@ -102,9 +102,9 @@ def all_running(view: View) -> bool:
 
 
 def _run(view: View, change: Change) -> Change:
-    timings, loss = view.status.timings, view.status.last_loss
-    recovered = loss is not None and loss.attempt == view.status.attempt - 1
-    since = loss.detected_at if loss and recovered else timings.started_at or view.now
+    timings, loss = view.status.timings, recovers_from(view.status)
+    recovered = loss is not None
+    since = loss.detected_at if loss else timings.started_at or view.now
     seconds = max(0.0, (view.now - since).total_seconds())
     change = change.with_status(
         phase="Running",
@@ -138,6 +138,6 @@ def _too_slow(view: View) -> Failure:
         node=pod.node if pod else "",
         cls="Startup",
         reason="StartupDeadlineExceeded",
-        message=f"not all replicas ran within {view.spec.startup_deadline:g} s: {known}",
+        message=f"not all replicas ran within {view.spec.startup_deadline:.10g} s: {known}",
         detected_at=view.now,
     )
