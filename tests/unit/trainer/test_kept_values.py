@@ -127,3 +127,19 @@ def test_parameters_that_change_their_group_in_the_loop_are_refused(
         else contextlib.nullcontext()
     ):
         state.capture(0)
+
+
+def test_a_rate_that_is_a_tensor_stays_the_one_that_the_loop_and_all_groups_hold() -> None:
+    def made(rate: torch.Tensor) -> torch.optim.Optimizer:
+        groups = [{"params": [nn.Parameter(torch.ones(2))]} for _ in range(2)]
+        return torch.optim.Adam(groups, lr=rate)
+
+    before, after = torch.tensor(0.5), torch.tensor(0.25)
+    optimizers = [made(before), made(after)]
+    states = [TrainingState(nn.Linear(2, 2)) for _ in range(2)]
+    for state, optimizer in zip(states, optimizers, strict=True):
+        state.register("optimizer", optimizer)
+    states[1].restore(memory_source(copy.deepcopy(states[0].capture(0).flat)), 0)
+    assert after == 0.5
+    assert [group["lr"] is after for group in optimizers[1].param_groups] == [True, True]
+    assert states[0].sha256(0) == states[1].sha256(0)
