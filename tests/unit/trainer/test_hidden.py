@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -303,12 +304,28 @@ def test_what_begins_late_is_found_a_little_later() -> None:
     watched = Watched()
     watched.step(5)
     watched.net.change = count
-    watched.step(3)
+    watched.step(2)
     assert not watched.said
     watched.step(1)
     assert "'count'" in watched.said[0]
     watched.step(64)
     assert len(watched.said) == 1
+
+
+def test_what_changes_at_an_epochs_end_only_is_told_of() -> None:
+    """After steps 6, 12, 18: never between two steps of which both are looked at."""
+    watched = Watched()
+    for step in range(1, 17):
+        watched.step(1, lambda last=step % 6 == 0: count(watched.net) if last else None)
+    assert ["'count'" in text for text in watched.said] == [True]
+
+
+def test_a_tensor_that_a_module_keeps_for_a_step_is_not_held_longer() -> None:
+    net = Net()
+    seen, watched = weakref.ref(net.queue[0]), Watched(net)
+    watched.step(1)
+    net.queue = []
+    assert seen() is None
 
 
 class Decay:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import random
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -95,3 +97,49 @@ def test_settings_of_torchs_modules_come_back() -> None:
     assert nets[1].norm.momentum is None
     for odd in (5, {"model.drop": 5}):
         modes[1].put_back({"settings": odd})
+
+
+def regroup(groups: list[dict[str, Any]]) -> None:
+    groups.append({**groups[0], "params": [groups[0]["params"].pop()]})
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        (lambda groups: groups[0].update(lr=0.5), False),
+        (lambda groups: groups[0]["params"].reverse(), True),
+        (regroup, True),
+    ],
+)
+def test_parameters_that_change_their_group_in_the_loop_are_refused(
+    change: Callable[[list[dict[str, Any]]], None], *, refused: bool
+) -> None:
+    """load_state_dict() goes by the place: another parameter would get the state."""
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    state = TrainingState(net)
+    state.register("optimizer", optimizer)
+    state.begin()
+    change(optimizer.param_groups)
+    with (
+        pytest.raises(ConfigError, match=r"Make all groups before prepare\(\)")
+        if refused
+        else contextlib.nullcontext()
+    ):
+        state.capture(0)
+
+
+def test_a_rate_that_is_a_tensor_stays_the_one_that_the_loop_and_all_groups_hold() -> None:
+    def made(rate: torch.Tensor) -> torch.optim.Optimizer:
+        groups = [{"params": [nn.Parameter(torch.ones(2))]} for _ in range(2)]
+        return torch.optim.Adam(groups, lr=rate)
+
+    before, after = torch.tensor(0.5), torch.tensor(0.25)
+    optimizers = [made(before), made(after)]
+    states = [TrainingState(nn.Linear(2, 2)) for _ in range(2)]
+    for state, optimizer in zip(states, optimizers, strict=True):
+        state.register("optimizer", optimizer)
+    states[1].restore(memory_source(copy.deepcopy(states[0].capture(0).flat)), 0)
+    assert after == 0.5
+    assert [group["lr"] is after for group in optimizers[1].param_groups] == [True, True]
+    assert states[0].sha256(0) == states[1].sha256(0)

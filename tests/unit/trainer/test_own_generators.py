@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ddpjob_trainer.data import own_generators
 from ddpjob_trainer.data.fetch import Batches, Work
@@ -178,6 +178,75 @@ def test_what_all_ranks_shuffle_alike_they_still_do() -> None:
         assert sorted(orders[-1]) == list(range(12))
         assert len({number for _, number in samples}) == 12
     assert orders[0] != orders[1]  # of two epochs
+
+
+class Buckets:
+    """A batch sampler of batches of two; ``shuffled`` by whatever generator."""
+
+    def __init__(self, rank: int, shuffled: Callable[[Any], list[int]]) -> None:
+        self.rank, self.shuffled = rank, shuffled
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.shuffled(self)[self.rank :: 3]:
+            yield [2 * batch, 2 * batch + 1]
+
+
+SHUFFLED: dict[str, Callable[[Any], list[int]]] = {
+    "random": lambda _: random.sample(range(12), 12),
+    "torch": lambda _: torch.randperm(12).tolist(),
+    "numpy": lambda _: np.random.permutation(12).tolist(),
+    "its own": lambda sampler: torch.randperm(12, generator=sampler.generator).tolist(),
+}
+
+
+class Drawing(Dataset[Any]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index, random.random()
+
+
+def read(sources: Sequence[Any]) -> list[list[list[Any]]]:
+    """Two epochs of four batches for each rank: by epoch and rank."""
+    streams = [
+        Stream(
+            source, batch=None, rows=None, collate=list, seed=5, rank=rank,
+            say=lambda text: None, alive=lambda: None,
+        )
+        for rank, source in enumerate(sources)
+    ]  # fmt: skip
+    for stream in streams:
+        stream.compare([one.own for one in streams])
+    return [
+        [[sample for _ in range(4) for sample in stream.next()] for stream in streams]
+        for _ in range(2)
+    ]
+
+
+@pytest.mark.parametrize("by", SHUFFLED)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_that_all_ranks_shuffle_are_shuffled_alike(by: str, workers: int) -> None:
+    """start() seeds all ranks alike. Else one would read what another does, and some nobody."""
+    epochs = [
+        [[index for index, _ in samples] for samples in epoch]
+        for epoch in read([loader(rank, by, workers) for rank in range(3)])
+    ]
+    for epoch in epochs:
+        assert sorted(number for samples in epoch for number in samples) == list(range(24))
+    assert epochs[0] != epochs[1]
+
+
+def loader(rank: int, by: str, workers: int) -> DataLoader[Any]:
+    sampler: Any = Buckets(rank, SHUFFLED[by])
+    return DataLoader(Drawing(), batch_sampler=sampler, num_workers=workers, collate_fn=list)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_samples_draw_is_each_ranks_own_for_all_that(workers: int) -> None:
+    first, _ = read([loader(rank, "torch", workers) for rank in range(3)])
+    assert len({drawn for samples in first for _, drawn in samples}) == 24
 
 
 @pytest.mark.parametrize(

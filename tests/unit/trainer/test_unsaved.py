@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -135,6 +136,43 @@ def test_a_teacher_that_learns_by_data_is_found_whenever_it_begins(begins):  # t
             train(5)
     finally:
         watched.guard.stop()
+
+
+def test_a_teacher_that_learns_at_an_epochs_end_only_is_found(watched):  # type: ignore[no-untyped-def]
+    watched.updater.units.append(Unit(watched.optimizer, None, Clip(None, [])))
+    watched.guard = Guard(watched.state, watched.updater, [], modules=True)
+    teacher = torch.nn.Linear(2, 2).requires_grad_(False)
+
+    def train() -> None:
+        for step in range(1, 17):
+            teacher(torch.ones(2))
+            if step % 4 == 0:  # never between two steps in which it is looked at
+                teacher.load_state_dict(MODEL.state_dict())
+            watched.guard.step_ended()
+
+    with pytest.raises(ConfigError, match="Linear changes its parameters in the loop"):
+        train()
+
+
+def test_a_loop_over_epochs_around_that_over_the_steps_is_told_of_once(watched):  # type: ignore[no-untyped-def]
+    watched.updater.units.append(Unit(watched.optimizer, None, Clip(None, [])))
+    said: list[str] = []
+    watched.guard = guard = Guard(
+        watched.state, watched.updater, [], modules=False, say=said.append, variables=True
+    )
+
+    def make() -> Iterator[int]:
+        for step in range(4):
+            yield step
+            guard.step_ended()
+
+    steps = make()
+    for _ in range(2):
+        for _ in itertools.islice(steps, 2):
+            pass
+    (text,) = said
+    assert "stands within another one" in text
+    assert "step.epoch" in text
 
 
 def test_a_network_that_only_measures_now_and_then_is_let_be(watched):  # type: ignore[no-untyped-def]

@@ -158,6 +158,27 @@ def test_what_the_loop_carries_is_told_once(
     assert all("run.register(name, dict)" in text for text in watched.said)
 
 
+class EarlyStopping:
+    def __init__(self) -> None:
+        self.best, self.bad = 9.0, 0
+
+    def __call__(self, loss: float) -> bool:
+        self.bad += loss >= self.best
+        self.best = min(self.best, loss)
+        return self.bad > 3
+
+
+def test_what_changes_at_an_epochs_end_only_is_told_of() -> None:
+    """After steps 6, 12, 18: never between two steps of which both are looked at."""
+    watched, stopper, epochs = Watched(), EarlyStopping(), list[int]()
+    for step in watched.steps(16):
+        if (step + 1) % 6 == 0:
+            epochs.append(step)
+            if stopper(step):
+                break
+    assert watched.names == {"stopper.best", "stopper.bad", "epochs"}
+
+
 def test_what_it_makes_anew_in_each_step_is_no_state() -> None:
     watched = Watched()
     noise, scale, state, begun = torch.Generator(), torch.ones(2), NET.state_dict(), time.time()

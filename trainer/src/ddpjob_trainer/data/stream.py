@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from ddpjob_trainer.data import own_generators
+from ddpjob_trainer.data.alike import draw_alike
 from ddpjob_trainer.data.fetch import Collate, map_tensors
 from ddpjob_trainer.data.permutation import Indices, key64, words
 from ddpjob_trainer.data.reseeded import reseed_workers
@@ -100,6 +101,8 @@ class Stream:
             _check_loader(source, stateful=self._keeper is not None)
             if self._keeper is source:
                 reseed_workers(source)
+            if self._keeper is None:
+                draw_alike(source, lambda: key64(self._key_of_all, self.epoch))
             source.worker_init_fn = dying_with_parent(
                 source.worker_init_fn, source.multiprocessing_context
             )
@@ -155,14 +158,15 @@ class Stream:
 
     def _open(self) -> Iterator[Any]:
         source = self._source
-        key = key64(self._key, self.epoch)
+        key, key_of_all = key64(self._key, self.epoch), key64(self._key_of_all, self.epoch)
+        shared = {id(generator) for generator in self._shared}
         if self._keeper is None:  # else they are a part of its state, which may have come back
             found = own_generators.found_in(source)
-            shared = {id(generator) for generator in self._shared}
             own_generators.seed([one for one in found if id(one) not in shared], key)
-            own_generators.seed(self._shared, key64(self._key_of_all, self.epoch))
+            own_generators.seed(self._shared, key_of_all)
         for holder in _generator_holders(source):
-            holder.generator.manual_seed(key)
+            alike = holder is not source and id(holder.generator) in shared
+            holder.generator.manual_seed(key_of_all if alike else key)
         seed_generators(key)  # workers' seeds are drawn from torch's
         if callable(set_epoch := getattr(source, "set_epoch", None)):
             set_epoch(self.epoch)

@@ -127,6 +127,7 @@ class TrainingState:
         self.registered: dict[str, Stateful] = {}
         self.per_rank: dict[str, Stateful] = {}
         self._begun: dict[str, torch.Size] | None = None  # the model's tensors before the loop
+        self._groups: dict[str, list[list[int]]] = {}  # of optimizers then, with ids of parameters
         #: Names of averages that only updates change, from the parameters.
         self.averages: set[str] = set()
 
@@ -178,8 +179,25 @@ class TrainingState:
     def begin(self) -> None:
         """The loop begins: a resume begins with the model as the script has made it by now."""
         self._begun = _Inventory(self.module).shapes()
+        self._groups = self._groups_now()
+
+    def _groups_now(self) -> dict[str, list[list[int]]]:
+        return {
+            name: [[id(p) for p in group["params"]] for group in obj.param_groups]
+            for name, obj in self.registered.items()
+            if isinstance(obj, torch.optim.Optimizer)
+        }
 
     def _check_begun(self, model: _Inventory) -> None:
+        now = self._groups_now()
+        for name, groups in self._groups.items():
+            if now.get(name, groups) != groups:
+                raise ConfigError(
+                    f"the loop has changed which parameters the groups of {name!r} hold, or their"
+                    " order: by these a snapshot finds each parameter's state, and the script makes"
+                    " them as before after a resume. Make all groups before prepare(), and change"
+                    " in the loop what is in them only, such as group['lr']"
+                )
         shapes = model.shapes()
         if self._begun is None or shapes == self._begun:
             return

@@ -176,8 +176,9 @@ def _give_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
     optimizer.load_state_dict(state)
     for group, found in zip(members, optimizer.param_groups, strict=True):
         if group is not found:
+            own = dict(group)
             group.clear()
-            group.update(found)
+            group.update({name: _filled(own.get(name), value) for name, value in found.items()})
     optimizer.param_groups[:] = members  # an optimizer within may have been given this list
     with contextlib.suppress(AttributeError):  # some show that of the one within, by a property
         if optimizer.param_groups is not groups:
@@ -189,6 +190,16 @@ def _give_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
             states.clear()
             states.update(fresh)
     lay_out_like_parameters(optimizer)
+
+
+def _filled(own: Any, value: Any) -> Any:
+    """A group's setting: the tensor that it was, filled, as a loop or another group may hold it."""
+    if not (isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor)):
+        return value
+    if (own.shape, own.dtype) != (value.shape, value.dtype):
+        return value
+    with torch.no_grad():
+        return own.copy_(value)
 
 
 def lay_out_like_parameters(optimizer: torch.optim.Optimizer) -> None:

@@ -2,7 +2,8 @@
 
 Of an optimizer that is not torch's, of a scheduler that is neither torch's nor registered, of a
 scheduler's functions, of the model's modules. Looked at after the first steps of each process: a
-loop does the same in every one. And ever more seldom later, as what it does may begin late.
+loop does the same in every one. And ever more seldom later, as what it does may begin late, or
+come at an epoch's end only.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import dis
 import gc
 import inspect
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -68,12 +70,9 @@ class Hidden:
         self._steps += 1
         if self._steps <= _TWO:
             self._check_flags()
-        marks, self._marks = self._marks, {}
-        if marks or is_early(self._steps):
-            now = dict(self._attributes())
-            self._check(marks, now)
-            if is_early(self._steps):
-                self._marks = now
+        if is_early(self._steps) or is_early(self._steps - 1):
+            marks, self._marks = self._marks, dict(self._attributes())
+            self._check(marks, self._marks)
 
     # --- Attributes of optimizers and of modules -------------------------------------------
 
@@ -301,8 +300,7 @@ def _marks(values: Mapping[str, Any], besides: Container[str] = ()) -> Iterator[
 def _mark(value: Any, depth: int) -> Any:
     """What tells a value from its later self; None for what is not taken for state.
 
-    A tensor with a graph is none: it cannot be used in the next step. Of the others the tensor
-    itself is held, or another could be in its place.
+    A tensor with a graph is none: it cannot be used in the next step.
     """
     if isinstance(value, bool):
         return None
@@ -331,16 +329,19 @@ def key(value: Any) -> Any:
 
 
 class _Tensor:
-    """Equal to another mark if that is of the same tensor, not changed since."""
+    """Equal to another mark if that is of the same tensor, not changed since.
+
+    It keeps none alive: long after, that may be all of a step's outputs.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
+        self._tensor = weakref.ref(tensor)
         self._contents = contents(tensor)
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, _Tensor)
-            and other._tensor is self._tensor
+            and other._tensor() is self._tensor()
             and other._contents == self._contents
         )
 

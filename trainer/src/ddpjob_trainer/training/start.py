@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -38,6 +39,8 @@ from ddpjob_trainer.training.shutdown import Shutdown
 
 _LOG_LINES = 40  # in a whole run, when log_every is not given
 _PREFIX = len("[rank 0] ")  # of a launcher
+#: Snapshot directories of this process' runs, with the last step that one of them was to do.
+_BEGUN: dict[Path, int] = {}
 
 
 def start(
@@ -136,6 +139,7 @@ def start(
     reporting = Reporting.among(given)
     chosen = _chosen_sinks(reporting, env)
     settings = _snapshot_settings(env.snapshot, SnapshotOptions.among(given))
+    _begin_in(settings, options.total_steps)
     recorder = Recorder(env.chaos, env.rank)
     recorder.started(
         env.identity,
@@ -196,6 +200,24 @@ def _snapshot_settings(given: SnapshotSettings, asked: SnapshotOptions) -> Snaps
         allow_changes=asked.changes,
         upload=url,
     )
+
+
+def _begin_in(settings: SnapshotSettings, total_steps: int) -> None:
+    """Raise ConfigError for a second run that would begin where the first has ended.
+
+    As one for each fold: it would train nothing, and go on with what the first has learned.
+    """
+    if settings.directory is None or not settings.resume:
+        return
+    directory = settings.directory.absolute()
+    if total_steps <= _BEGUN.get(directory, -1):
+        raise ConfigError(
+            f"a run before in this process has its snapshots in {directory}, too: this one would go"
+            " on from the newest of them, with what that has learned. Give each run a directory of"
+            " its own, as in start(snapshot_dir=os.environ['DDPJOB_SNAPSHOT_DIR'] + '/fold-2'); to"
+            " go on with the first, ask for more total_steps"
+        )
+    _BEGUN[directory] = total_steps
 
 
 def _chosen_sinks(asked: Reporting, env: WorkerEnvironment) -> dict[str, Sink]:

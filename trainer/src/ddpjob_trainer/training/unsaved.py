@@ -23,8 +23,9 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.update import Updater
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.stateful import kept_by
+from ddpjob_trainer.training.enclosing import find_enclosing, warning
 from ddpjob_trainer.training.hidden import Hidden, contents, is_early
-from ddpjob_trainer.training.variables import Variables
+from ddpjob_trainer.training.variables import Variables, frame_of_the_script, looking
 
 _STEPS = 2
 
@@ -55,7 +56,9 @@ class Guard:
         self._state = state
         self._registered = 0
         self._asleep = False
-        self._frozen: dict[torch.nn.Module, _Marks] = {}
+        self._frozen: weakref.WeakKeyDictionary[torch.nn.Module, _Marks] = (
+            weakref.WeakKeyDictionary()
+        )
         self._left = _STEPS
         self._optimizers: Any = register_optimizer_step_pre_hook(self._optimizer_steps)
         self._methods = contextlib.ExitStack()
@@ -67,6 +70,7 @@ class Guard:
         self._watch_new_optimizers()
         self._watch(AveragedModel, "update_parameters", self._averages)
         self._watch(torch.amp.GradScaler, "scale", self._scales)
+        self._say = say
         self._hidden = Hidden(state.module, updater, self.knows, say, self._is_registered)
         self._variables = Variables(self._kept, self._hooks, say) if variables else None
         self._modules: Any = None
@@ -79,6 +83,8 @@ class Guard:
         self._hidden.step_ended()
         if self._variables is not None:
             self._variables.step_ended()
+            if not self._steps:
+                self._tell_of_loops()
         self._steps += 1
         if self._left:
             self._check_frozen()
@@ -89,6 +95,13 @@ class Guard:
         elif is_early(self._steps):
             self._left = _STEPS
             self._watch_modules()
+
+    def _tell_of_loops(self) -> None:
+        line = None
+        with looking():
+            line = find_enclosing(frame_of_the_script())
+        if line is not None:
+            self._say(warning(line))
 
     def stop(self) -> None:
         """Watch no longer."""
@@ -105,7 +118,6 @@ class Guard:
         if self._modules is not None:
             self._modules.remove()
             self._modules = None
-        self._frozen.clear()
 
     @contextlib.contextmanager
     def asleep(self) -> Iterator[None]:

@@ -2,7 +2,8 @@
 
 Two ways. A name that the loop's body reads before it writes it is carried, whatever it holds: that
 stands in the code. And what the body uses without writing it (a list, an object, a generator, what
-its functions reach) is compared after two steps. It is only told of: it may be a mere log.
+its functions reach) is compared from look to look, as an epoch's end may change it only. It is only
+told of: it may be a mere log.
 """
 
 from __future__ import annotations
@@ -73,26 +74,23 @@ class Variables:
     def step_ended(self) -> None:
         """Called from within the script's next(): its frame is one of ours' callers."""
         self._steps += 1
-        marks, self._marks = self._marks, {}
-        early = is_early(self._steps)
-        if not (marks or early or self._steps == _FIRST_TOLD):
-            return
-        with _looking():
-            self._compare(marks, early=early)
+        if is_early(self._steps) or is_early(self._steps - 1):
+            with looking():
+                self._compare()
 
-    def _compare(self, marks: dict[str, Any], *, early: bool) -> None:
-        frame = _frame_of_the_script()
+    def _compare(self) -> None:
+        frame = frame_of_the_script()
         body = _body(frame) if frame is not None else []
         read, carried = _names(body)
         known = _Known(self._kept())
         now = dict(self._look(frame, read, known))
+        marks, self._marks = self._marks, now
         changed = [name for name, mark in now.items() if marks.get(name, mark) != mark]
         if frame is not None and self._steps == _FIRST_TOLD:
             values = _values(frame, carried)
             sure = [n for n in carried if n in values and _counts(values[n], known)]
             sure += _carried_attributes(frame, body, known)
             changed = list(dict.fromkeys([*sure, *changed]))
-        self._marks = now if early else {}
         left_out = self._told | _made_anew(body)
         self._tell([name for name in changed if name not in left_out])
 
@@ -116,7 +114,7 @@ class Variables:
             found.setdefault(name, hook)
         seen: set[int] = set()
         for name, value in found.items():
-            with _looking():  # at this one; what it raises hides no other
+            with looking():  # at this one; what it raises hides no other
                 for path, part in _reached(name, value, seen, _DEPTH, known):
                     mark = known.mark(part)
                     if mark is not None:
@@ -124,7 +122,7 @@ class Variables:
 
 
 @contextlib.contextmanager
-def _looking() -> Iterator[None]:
+def looking() -> Iterator[None]:
     """The script's objects may be anything, and to be looked at must not end a training.
 
     What a handler of a signal raises meanwhile is for the script, as torch's for a dead worker is.
@@ -147,7 +145,7 @@ def _handlers() -> Iterator[Any]:
 # --- The script's code -----------------------------------------------------------------------
 
 
-def _frame_of_the_script() -> FrameType | None:
+def frame_of_the_script() -> FrameType | None:
     """The innermost that stands at a for loop, is not ours, and does not only pass steps on."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
