@@ -210,19 +210,25 @@ class Drawing(Dataset[Any]):
 
 def read(sources: Sequence[Any]) -> list[list[list[Any]]]:
     """Two epochs of four batches for each rank: by epoch and rank."""
-    streams = [
+    found = streams(sources)
+    return [
+        [[sample for _ in range(4) for sample in stream.next()] for stream in found]
+        for _ in range(2)
+    ]
+
+
+def streams(sources: Sequence[Any]) -> list[Stream]:
+    """One for each rank."""
+    found = [
         Stream(
             source, batch=None, rows=None, collate=list, seed=5, rank=rank,
             say=lambda text: None, alive=lambda: None,
         )
         for rank, source in enumerate(sources)
     ]  # fmt: skip
-    for stream in streams:
-        stream.compare([one.own for one in streams])
-    return [
-        [[sample for _ in range(4) for sample in stream.next()] for stream in streams]
-        for _ in range(2)
-    ]
+    for stream in found:
+        stream.compare([one.own for one in found])
+    return found
 
 
 @pytest.mark.parametrize("by", SHUFFLED)
@@ -236,6 +242,20 @@ def test_batches_that_all_ranks_shuffle_are_shuffled_alike(by: str, workers: int
     for epoch in epochs:
         assert sorted(number for samples in epoch for number in samples) == list(range(24))
     assert epochs[0] != epochs[1]
+
+
+def test_ranks_that_take_no_part_of_their_own_are_told_of_whatever_they_do_to_samples() -> None:
+    """Loop.compare_streams() warns by what tells their first batches apart."""
+    for ranks, different in (((0, 0, 0), 1), ((0, 1, 2), 3)):
+        found = streams([loader(rank, "torch", 0) for rank in ranks])
+        read = [stream.next() for stream in found]
+        assert len({drawn for batch in read for _, drawn in batch}) == 6
+        assert len({stream.first for stream in found}) == different
+
+
+def test_a_second_run_over_the_same_loader_draws_as_one_over_a_fresh_loader() -> None:
+    sources = [loader(rank, "torch", 0) for rank in range(3)]
+    assert read(sources) == read(sources)
 
 
 def loader(rank: int, by: str, workers: int) -> DataLoader[Any]:

@@ -15,12 +15,13 @@ from ddpjob_trainer.data.permutation import key64
 from ddpjob_trainer.data.seeding import kept, seed_generators
 
 
-class _Alike:
+class Alike:
     """For the loader: its sampler, seeded before each batch. ``key`` is of the epoch."""
 
     def __init__(self, inner: Any, key: Callable[[], int]) -> None:
         self._inner = inner
         self._key = key
+        self.first = b""  # what it drew first in this process
 
     def __getattr__(self, name: str) -> Any:
         if name == "_inner":  # while it is copied
@@ -43,12 +44,17 @@ class _Alike:
                 except StopIteration:
                     return
             number += 1
+            self.first = self.first or repr(found).encode()
             yield found
 
 
-def draw_alike(loader: DataLoader[Any], key: Callable[[], int]) -> None:
-    """Have the sampler that decides a loader's batches draw by this key."""
-    if not isinstance(loader.dataset, IterableDataset):  # which has no order but its own
-        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        if not isinstance(getattr(loader, name), _Alike):
-            vars(loader)[name] = _Alike(getattr(loader, name), key)  # torch lets nobody assign it
+def draw_alike(loader: DataLoader[Any], key: Callable[[], int]) -> Alike | None:
+    """Have the sampler that decides a loader's batches draw by this key, and return it."""
+    if isinstance(loader.dataset, IterableDataset):  # which has no order but its own
+        return None
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    inner = getattr(loader, name)
+    if isinstance(inner, Alike):  # of a run before
+        inner = inner._inner
+    alike = vars(loader)[name] = Alike(inner, key)  # torch lets nobody assign it
+    return alike

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from ddpjob_trainer.data import own_generators
-from ddpjob_trainer.data.alike import draw_alike
+from ddpjob_trainer.data.alike import Alike, draw_alike
 from ddpjob_trainer.data.fetch import Collate, map_tensors
 from ddpjob_trainer.data.permutation import Indices, key64, words
 from ddpjob_trainer.data.reseeded import reseed_workers
@@ -95,14 +95,15 @@ class Stream:
         self._alive = alive
         self._taken = 0  # of this epoch
         self._iterator: Iterator[Any] | None = None
-        self.first = b""  # hash of the first batch that this process has read
+        self.first = b""  # tells the first batch that this process has read from another
+        self._alike: Alike | None = None
         self._keeper = _keeper(source)
         if isinstance(source, DataLoader):
             _check_loader(source, stateful=self._keeper is not None)
             if self._keeper is source:
                 reseed_workers(source)
             if self._keeper is None:
-                draw_alike(source, lambda: key64(self._key_of_all, self.epoch))
+                self._alike = draw_alike(source, lambda: key64(self._key_of_all, self.epoch))
             source.worker_init_fn = dying_with_parent(
                 source.worker_init_fn, source.multiprocessing_context
             )
@@ -129,7 +130,7 @@ class Stream:
             self._seed(self.total)
             batch = self._read(self._iterator)
             if batch is not None:
-                self.first = self.first or _hash(batch[0])
+                self.first = self.first or self._drawn() or _hash(batch[0])
                 self.total += 1
                 self._taken += 1
                 return batch[0]
@@ -142,6 +143,10 @@ class Stream:
             self._iterator = None
             self.epoch += 1
             self._taken = 0
+
+    def _drawn(self) -> bytes:
+        """The samples, where they are known: each rank may have changed them in its own way."""
+        return self._alike.first if self._alike is not None else b""
 
     def _seed(self, number: int) -> None:
         """What is drawn for a batch depends on its number."""
