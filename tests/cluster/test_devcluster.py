@@ -25,7 +25,8 @@ from devcluster.cluster import MARK
 from devcluster.cluster import home as cluster_home
 from devcluster.layout import Layout
 from support import cluster as support
-from support.cluster import DEVCLUSTER, WITHIN, Cluster, wait_for
+from support.cluster import DEVCLUSTER, Cluster, wait_for
+from support.patience import WITHIN
 
 pytestmark = pytest.mark.root
 

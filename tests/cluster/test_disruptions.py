@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from support.cluster import WITHIN, wait_for
+from support.cluster import wait_for
+from support.patience import WITHIN
 from support.plane import Plane
 from support.site import Site, digits, job
 

@@ -14,7 +14,8 @@ import yaml
 
 from devcluster import binaries
 from support import panels, prometheus
-from support.cluster import ROOT, WITHIN, wait_for
+from support.cluster import ROOT, wait_for
+from support.patience import WITHIN
 from support.prometheus import Prometheus
 from support.site import SYSTEM, Site, digits, job
 

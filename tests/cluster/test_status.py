@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from support.cluster import ROOT, WITHIN, wait_for
+from support.cluster import ROOT, wait_for
+from support.patience import WITHIN
 from support.site import Site, digits, job
 
 #: The API server's words for what a role lacks, as they stand in a line of JSON; a list names no

@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 
 from devcluster import binaries
-from support.cluster import ROOT, WITHIN, wait_for
+from support.cluster import ROOT, wait_for
+from support.patience import WITHIN
 from support.site import OPERATOR_LABEL, SYSTEM, Site, digits
 
 

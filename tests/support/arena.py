@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.cluster import PATIENCE
 from support.history import History
 from support.operator import OperatorProcess, write_kubeconfig
+from support.patience import PATIENCE
 from support.pods import HandKubelet
 from support.proxy import Call, Proxy
 from support.rest import JOBS, Object, Rest, RestError, eventually

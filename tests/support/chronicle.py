@@ -18,9 +18,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from support.cluster import PATIENCE
 from support.invariants import ALWAYS, JOBS, NODES, PODS, SERVICES, State, Write, at_rest
 from support.objects import owner
+from support.patience import PATIENCE
 from support.rest import Rest, RestError
 
 _PATHS = {

@@ -16,14 +16,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from devcluster import binaries
+from support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVCLUSTER = ROOT / "devcluster" / "devcluster"
 CRD = ROOT / "manifests" / "crd.yaml"
-#: Seconds after which a test gives up on what it waits for. Longer than anything takes on a machine
-#: that others use too: it ends a test that would never end, and says nothing of how long is right.
-PATIENCE = 900
-WITHIN = f"--timeout={PATIENCE}s"  # kubectl and helm
 
 T = TypeVar("T")
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from support.patience import PATIENCE
+
 RUN = (sys.executable, "-m", "ddpjob_trainer", "run")
 #: A failure ends the run, as in a pod whose job has restart in place switched off.
 NO_ROUNDS = ("--max-rounds-without-progress", "0")
@@ -41,7 +43,7 @@ def launch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Pop
 
 @contextmanager
 def launched(
-    *arguments: str, env: dict[str, str] | None = None, seconds: float = 300
+    *arguments: str, env: dict[str, str] | None = None, seconds: float = PATIENCE
 ) -> Iterator[subprocess.Popen[str]]:
     """A launcher that does not outlive a test that fails; its workers die with it.
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import yaml
 
-from support.cluster import PATIENCE
 from support.forked import Forked
+from support.patience import PATIENCE
 from support.rest import eventually
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,7 +21,8 @@ from devcluster import cluster as devclusters
 from devcluster.cachedir import cache_root, digest, ensure_dir, locked, timed
 from devcluster.imageload import Containerd, load_image
 from devcluster.imagestore import BuiltImage, Store
-from support.cluster import ROOT, WITHIN
+from support.cluster import ROOT
+from support.patience import WITHIN
 from support.site import Site
 
 PAGE = ROOT / "docs" / "your-script.md"

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from support.cluster import PATIENCE
+from support.patience import PATIENCE
 
 T = TypeVar("T")
 Object = dict[str, Any]

@@ -19,7 +19,8 @@ from typing import Any
 
 from devcluster import binaries
 from support import cluster
-from support.cluster import ROOT, WITHIN, Cluster, wait_for
+from support.cluster import ROOT, Cluster, wait_for
+from support.patience import WITHIN
 from support.plane import is_first, is_rank, processes_with, send
 
 IMAGES = ("ddpjob/operator:0.1.0", "ddpjob/trainer:0.1.0")

@@ -24,6 +24,7 @@ from ddpjob_trainer.snapshot.staging import Buffer
 from ddpjob_trainer.snapshot.takeover import Loaded, open_store
 from ddpjob_trainer.snapshot.write_plan import Captured, Shares, assembler, lay_out
 from ddpjob_trainer.state.codec import DTYPES, Flat, flatten
+from support.patience import PATIENCE
 
 CPU = accelerator.of(torch.device("cpu"))
 SOLE = "n"  # tensors below this name are rank 0's alone
@@ -133,7 +134,7 @@ def save_state(store: Store, step: int, state: Any, config: Mapping[str, Any]) -
     store.save(step, flatten(state), config)
 
 
-def await_snapshot(directory: Path, step: int, seconds: float = 60) -> None:
+def await_snapshot(directory: Path, step: int, seconds: float = PATIENCE) -> None:
     """Wait until the snapshot of a step is committed in an incarnation's directory."""
     deadline = time.monotonic() + seconds
     while not (directory / manifest.file_name(step)).exists():

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from support.launching import free_ports
+from support.patience import PATIENCE
 
 Program = Callable[[int], None]
 _libc = ctypes.CDLL(None)
@@ -79,7 +80,7 @@ class Gang:
     def log(self, rank: int) -> str:
         return self.log_path(rank).read_text()
 
-    def wait(self, seconds: float = 90) -> dict[int, int]:
+    def wait(self, seconds: float = PATIENCE) -> dict[int, int]:
         """Exit code, or -signal, of every rank; fails when one does not end."""
         codes: dict[int, int] = {}
         deadline = time.monotonic() + seconds
@@ -122,7 +123,7 @@ def gang(tmp_path: Path) -> Iterator[Gang]:
     found.end()
 
 
-def wait_until(condition: Callable[[], object], what: str, seconds: float = 60) -> None:
+def wait_until(condition: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
