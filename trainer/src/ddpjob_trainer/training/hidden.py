@@ -70,7 +70,7 @@ class Hidden:
         self._steps += 1
         if self._steps <= _TWO:
             self._check_flags()
-        if is_early(self._steps) or is_early(self._steps - 1):
+        if is_looked_after(self._steps):
             marks, self._marks = self._marks, dict(self._attributes())
             self._check(marks, self._marks)
 
@@ -196,6 +196,11 @@ class Hidden:
 def is_early(step: int) -> bool:
     """Whether to look after this step, and the next: the first, the 4th, 8th, 16th and so on."""
     return step != _TWO and step & (step - 1) == 0
+
+
+def is_looked_after(step: int) -> bool:
+    """Whether state is looked at after this step, and held against what the last look saw."""
+    return is_early(step) or is_early(step - 1)
 
 
 def _is_logged(kind: type, name: str) -> bool:

@@ -30,7 +30,7 @@ import torch
 
 from ddpjob_trainer.data.own_generators import OF_ALL, SEEDED, is_library
 from ddpjob_trainer.data.own_generators import mark as generator_mark
-from ddpjob_trainer.training.hidden import is_early, key
+from ddpjob_trainer.training.hidden import is_looked_after, key
 
 _FOR_ITER = dis.opmap["FOR_ITER"]
 _CACHE = dis.opmap["CACHE"]
@@ -74,7 +74,7 @@ class Variables:
     def step_ended(self) -> None:
         """Called from within the script's next(): its frame is one of ours' callers."""
         self._steps += 1
-        if is_early(self._steps) or is_early(self._steps - 1):
+        if is_looked_after(self._steps):
             with looking():
                 self._compare()
 
