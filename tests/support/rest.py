@@ -147,18 +147,26 @@ def eventually(
 
 
 def _tls(base: Path, cluster: Object, user: Object) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=_file(base, cluster, "certificate-authority"))
-    certificate = _file(base, user, "client-certificate")
-    if certificate:
-        context.load_cert_chain(certificate, _file(base, user, "client-key"))
+    # What stands in the kubeconfig itself ssl reads from files only; no key is left in them.
+    with tempfile.TemporaryDirectory() as inline:
+        files = {
+            name: _file(base, Path(inline), fields, name)
+            for fields, name in (
+                (cluster, "certificate-authority"),
+                (user, "client-certificate"),
+                (user, "client-key"),
+            )
+        }
+        context = ssl.create_default_context(cafile=files["certificate-authority"])
+        if files["client-certificate"]:
+            context.load_cert_chain(files["client-certificate"], files["client-key"])
     return context
 
 
-def _file(base: Path, fields: Object, name: str) -> str | None:
+def _file(base: Path, inline: Path, fields: Object, name: str) -> Path | None:
     if name in fields:
-        return str(base / fields[name])
+        return base / str(fields[name])
     if f"{name}-data" in fields:
-        with tempfile.NamedTemporaryFile(delete=False, suffix=".pem") as file:
-            file.write(base64.b64decode(fields[f"{name}-data"]))
-        return file.name
+        (inline / name).write_bytes(base64.b64decode(fields[f"{name}-data"]))
+        return inline / name
     return None
