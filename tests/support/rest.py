@@ -148,18 +148,13 @@ def eventually(
 
 def _tls(base: Path, cluster: Object, user: Object) -> ssl.SSLContext:
     # What stands in the kubeconfig itself ssl reads from files only; no key is left in them.
-    with tempfile.TemporaryDirectory() as inline:
-        files = {
-            name: _file(base, Path(inline), fields, name)
-            for fields, name in (
-                (cluster, "certificate-authority"),
-                (user, "client-certificate"),
-                (user, "client-key"),
-            )
-        }
-        context = ssl.create_default_context(cafile=files["certificate-authority"])
-        if files["client-certificate"]:
-            context.load_cert_chain(files["client-certificate"], files["client-key"])
+    with tempfile.TemporaryDirectory() as directory:
+        inline = Path(directory)
+        authority = _file(base, inline, cluster, "certificate-authority")
+        context = ssl.create_default_context(cafile=authority)
+        certificate = _file(base, inline, user, "client-certificate")
+        if certificate:
+            context.load_cert_chain(certificate, _file(base, inline, user, "client-key"))
     return context
 
 
