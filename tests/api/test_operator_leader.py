@@ -55,7 +55,7 @@ def test_sigterm_ends_in_order_and_frees_the_lease(stage: Arena) -> None:
     stage.apply(gang)
     stage.wait_phase(gang, "Running")
     assert operator.terminate() == 0
-    assert holder(stage) == ""
+    assert holder(stage) == "", operator.log()
     assert "Traceback" not in operator.log()
     second = stage.operator(*SHORT, name="op-b").start()
     second.wait_leading()

@@ -5,7 +5,6 @@ DDPJOB_KEEP_CLUSTER=1 leaves it up, which makes the next run start at once.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,10 +12,9 @@ import pytest
 from devcluster import host
 from support import site as support
 from support.chronicle import Chronicle
-from support.cluster import ROOT, wait_for
+from support.cluster import CHECKOUT, wait_for
 
-# A checkout's own: two may be tested side by side.
-NAME = f"t-{hashlib.sha256(str(ROOT).encode()).hexdigest()[:6]}"
+NAME = f"t-{CHECKOUT}"
 
 
 @pytest.fixture(scope="session", autouse=True)

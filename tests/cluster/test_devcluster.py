@@ -25,12 +25,12 @@ from devcluster.cluster import MARK
 from devcluster.cluster import home as cluster_home
 from devcluster.layout import Layout
 from support import cluster as support
-from support.cluster import DEVCLUSTER, Cluster, wait_for
+from support.cluster import CHECKOUT, DEVCLUSTER, Cluster, wait_for
 from support.patience import WITHIN
 
 pytestmark = pytest.mark.root
 
-NAME = "t-residue"
+NAME = f"residue-{CHECKOUT}"
 PODS = """
 apiVersion: v1
 kind: PersistentVolumeClaim

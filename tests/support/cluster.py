@@ -5,6 +5,7 @@ Only the `devcluster` command and kubectl are used, as a user would use them.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from devcluster import binaries
 from support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
+#: In the names of clusters that outlive a process: two checkouts may be tested side by side.
+CHECKOUT = hashlib.sha256(str(ROOT).encode()).hexdigest()[:6]
 DEVCLUSTER = ROOT / "devcluster" / "devcluster"
 CRD = ROOT / "manifests" / "crd.yaml"
 

@@ -6,6 +6,8 @@ import asyncio
 import copy
 from collections.abc import Callable
 
+import pytest
+
 from ddpjob_operator.shell import errors
 from ddpjob_operator.shell.api import Object, Resource
 from ddpjob_operator.shell.elector import Elector
@@ -132,6 +134,40 @@ async def test_release_lets_the_next_begin_at_once() -> None:
     await clock.pass_by(4)
     assert second.leads()
     await second.die()
+
+
+async def test_a_renewal_that_is_stored_late_does_not_keep_the_lease() -> None:
+    """Its task is cancelled while the API server has the call already."""
+    server, clock = LeaseServer(), Clock()
+    first = Candidate(server, clock, "a")
+    await clock.pass_by(5)
+    await first.die()
+
+    def late(verb: str) -> None:
+        if verb == "replace":
+            server.fail = lambda verb: None
+            assert server.lease is not None
+            server._store(server.lease)
+
+    server.fail = late
+    await first.elector.release()
+    assert server.holder == ""
+
+
+async def test_a_release_that_cannot_be_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    server, clock = LeaseServer(), Clock()
+    first = Candidate(server, clock, "a")
+    await clock.pass_by(5)
+    await first.die()
+    for error in (errors.ApiError(500, "", "down"), errors.Conflict(409, "Conflict", "changed")):
+
+        def fail(verb: str, error: errors.ApiError = error) -> None:
+            raise error
+
+        server.fail = fail
+        caplog.clear()
+        await first.elector.release()
+        assert "cannot give the lease ns/lease back" in caplog.text
 
 
 async def test_release_touches_nobody_elses_lease() -> None:

@@ -39,10 +39,10 @@ from ddpjob_operator.shell.workqueue import WorkQueue
 
 log = logging.getLogger(__name__)
 
-# Seconds at the end. With _LAST_TASKS twice they stay below the pod's grace of 10.
+# Seconds at the end. With _LAST_TASKS after the release they stay below the pod's grace of 10.
 _LAST_WORK = 4.0  # for work under way
 _LAST_TASKS = 1.0  # for cancelled tasks
-_LAST_CALLS = 2.0  # for giving the lease back; without, it expires
+_RELEASED = 7.0  # after the signal the lease is given back, or left to expire
 _AWAY = 30.0  # seconds by which a list of jobs is late when the API server counts as away
 _RELIST_FACTOR = 20  # pods are listed anew once for so many resyncs of jobs
 _NO_WHOLE_SEARCH = 10**6  # threshold of the oldest generation
@@ -150,11 +150,15 @@ class App:
             )
             if asked in done:
                 log.info("asked to stop")
+                # The release has what the work leaves: beside a busy API server it needs it.
+                until = asyncio.get_running_loop().time() + _RELEASED
                 await self._finish_work()
                 await _cancel([lease, *tasks])
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_LAST_CALLS):
+                try:
+                    async with asyncio.timeout_at(until):
                         await self._elector.release()
+                except TimeoutError:
+                    log.warning("cannot give the lease back: no answer")
                 return 0
             for task in done:
                 rewound = _rewound(task.exception())

@@ -8,7 +8,6 @@ not *changed* here for its whole duration, whatever time somebody wrote into it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -20,6 +19,8 @@ from ddpjob_operator.shell import errors
 from ddpjob_operator.shell.api import LEASES, Object, Resource
 
 log = logging.getLogger(__name__)
+
+_RELEASE_TRIES = 3
 
 
 class LeaseApi(Protocol):
@@ -97,11 +98,22 @@ class Elector:
         """Let the next one begin at once. Failing to is not a failure: the lease expires."""
         if not self._to_release:
             return
-        with contextlib.suppress(errors.ApiError):
-            lease = await self._api.get(LEASES, self._namespace, self._name)
-            if (lease.get("spec") or {}).get("holderIdentity") == self.identity:
-                lease["spec"] |= {"holderIdentity": "", "leaseDurationSeconds": 1}
-                await self._api.replace(LEASES, self._namespace, self._name, lease)
+        for _ in range(_RELEASE_TRIES):
+            try:
+                await self._give_back()
+                return
+            except errors.Conflict:
+                continue  # a renewal of ours, cancelled on its way here, was stored meanwhile
+            except errors.ApiError as error:
+                log.warning("cannot give the lease %s back: %s", self._where, error)
+                return
+        log.warning("cannot give the lease %s back: it is written all the time", self._where)
+
+    async def _give_back(self) -> None:
+        lease = await self._api.get(LEASES, self._namespace, self._name)
+        if (lease.get("spec") or {}).get("holderIdentity") == self.identity:
+            lease["spec"] |= {"holderIdentity": "", "leaseDurationSeconds": 1}
+            await self._api.replace(LEASES, self._namespace, self._name, lease)
 
     @property
     def _where(self) -> str:
