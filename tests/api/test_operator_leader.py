@@ -10,7 +10,7 @@ import pytest
 
 from support.arena import Arena, arena
 from support.cluster import Cluster
-from support.proxy import Fault
+from support.proxy import Call, Fault
 from support.rest import Object, eventually
 
 #: So that whoever takes over need not wait long.
@@ -59,6 +59,23 @@ def test_sigterm_ends_in_order_and_frees_the_lease(stage: Arena) -> None:
     assert "Traceback" not in operator.log()
     second = stage.operator(*SHORT, name="op-b").start()
     second.wait_leading()
+
+
+@pytest.mark.fault("O5")
+def test_a_renewal_on_its_way_at_sigterm_does_not_keep_the_lease(stage: Arena) -> None:
+    """It arrives between the two calls that give the lease back."""
+    operator = stage.start_operator(*SHORT)
+
+    def renewal(call: Call) -> bool:
+        return call.method == "PUT" and "/leases/" in call.path
+
+    def end() -> None:
+        assert operator.process is not None
+        operator.process.send_signal(signal.SIGTERM)
+
+    stage.proxy.faults = [Fault("late", renewal, until=renewal, then=end)]
+    assert operator.wait() == 0
+    assert holder(stage) == "", operator.log()
 
 
 @pytest.mark.fault("O5")
