@@ -154,11 +154,16 @@ def test_a_deleted_member_restarts_the_gang_once(
 
 
 @pytest.mark.fault("N2")
-def test_two_members_lost_at_once_are_one_restart(stage: Arena, gang: str) -> None:
+def test_two_members_lost_at_once_are_one_restart(
+    stage: Arena, gang: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the operator answers the first loss before the second has been told."""
     stage.apply(gang)
     stage.wait_phase(gang, "Running")
-    stage.kubelet.finish(f"{gang}-0", 137)
-    stage.kubelet.finish(f"{gang}-2", 137)
+    with monkeypatch.context() as held:
+        held.setattr(stage.kubelet, "remove_pods", False)  # so that the second is there to end
+        stage.kubelet.finish(f"{gang}-0", 137)
+        stage.kubelet.finish(f"{gang}-2", 137)
     stage.wait_phase(gang, "Running", attempt=2)
     status = stage.succeed(gang)
     assert (status["attempt"], status["restarts"]["total"]) == (2, 1)
