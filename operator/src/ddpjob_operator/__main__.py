@@ -1,30 +1,43 @@
-"""`python -m ddpjob_operator`, also installed as `ddpjob-operator`."""
+"""`python -m ddpjob_operator`, also installed as `ddpjob-operator`.
+
+Its first act is to let signals end it, also while it still imports: it is PID 1 in a pod, and the
+kernel drops signals to PID 1 that have no handler. The app puts its own in their place.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
+import signal
 import sys
 
-from ddpjob_operator.shell import logs, settings
-from ddpjob_operator.shell.app import App
-from ddpjob_operator.shell.credentials import Credentials, NoCredentialsError
+
+def _end(signum: int, frame: object) -> None:
+    os._exit(0)  # nothing has begun
 
 
 def main() -> None:
     """Run the operator; never returns."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
+    # After the handlers, for this takes a while.
+    from ddpjob_operator.shell import logs, settings
+    from ddpjob_operator.shell.app import App
+    from ddpjob_operator.shell.credentials import Credentials, NoCredentialsError
+
     options = settings.parse()
     logs.configure(options.log_level, options.log_format)
     try:
         credentials = Credentials.load(options.kubeconfig, options.context)
-        status = asyncio.run(App(options, credentials).run())
+        # Not asyncio.run, which waits for a name that is being looked up, however long it takes.
+        status = asyncio.new_event_loop().run_until_complete(App(options, credentials).run())
     except (NoCredentialsError, OSError) as error:
         logging.getLogger(__name__).error("cannot start: %s", error)
         status = 1
     logging.shutdown()
     sys.stdout.flush()
-    # kopf's thread may still wait for the network; everything that matters has ended.
+    # Threads may still wait for the network; everything that matters has ended.
     os._exit(status)
 
 

@@ -138,7 +138,8 @@ async def test_the_end_fits_in_the_grace_that_the_chart_gives(
     stubborn = Stubborn()
     monkeypatch.setattr(app._resync, "run", stubborn.run)
     monkeypatch.setattr(app._queue, "drained", endless)
-    monkeypatch.setattr(app._elector, "release", endless)
+    monkeypatch.setattr(app._elector, "_written_at", 0.0)
+    monkeypatch.setattr(app._elector, "_give_back", endless)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     running: asyncio.Task[Any] = asyncio.create_task(app._run_parts(stop))
@@ -157,11 +158,13 @@ async def test_the_lease_is_given_back_in_the_time_that_the_work_leaves(
     """A slow API server needs more than it had: 2 s, though the work was done at once."""
     released = []
 
-    async def slow() -> None:
+    async def slow() -> str:
         await asyncio.sleep(5)
         released.append(True)
+        return ""
 
-    monkeypatch.setattr(app._elector, "release", slow)
+    monkeypatch.setattr(app._elector, "_written_at", 0.0)
+    monkeypatch.setattr(app._elector, "_give_back", slow)
     stop = asyncio.Event()
     stop.set()
     assert await app._run_parts(stop) == 0

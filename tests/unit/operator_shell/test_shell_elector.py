@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 
 from ddpjob_operator.shell import errors
 from ddpjob_operator.shell.api import Object, Resource
 from ddpjob_operator.shell.elector import Elector
+from support.patience import PATIENCE
 
 
 class Clock:
@@ -45,15 +46,20 @@ class Clock:
 
 
 class LeaseServer:
-    """One Lease with optimistic concurrency; ``fail`` may raise instead."""
+    """One Lease with optimistic concurrency; ``fail`` may raise instead.
+
+    ``slow`` is awaited before each answer, so after a write is stored.
+    """
 
     def __init__(self) -> None:
         self.lease: Object | None = None
         self.version = 0
         self.fail: Callable[[str], None] = lambda verb: None
+        self.slow: Callable[[str], Awaitable[object]] = lambda verb: asyncio.sleep(0)
 
     async def get(self, resource: Resource, namespace: str, name: str) -> Object:
         self.fail("get")
+        await self.slow("get")
         if self.lease is None:
             raise errors.NotFound(404, "NotFound", "no lease")
         return copy.deepcopy(self.lease)
@@ -62,18 +68,23 @@ class LeaseServer:
         self.fail("create")
         if self.lease is not None:
             raise errors.Conflict(409, "AlreadyExists", "there is one")
-        return self._store(body)
+        return await self._answer("create", body)
 
     async def replace(self, resource: Resource, namespace: str, name: str, body: Object) -> Object:
         self.fail("replace")
         if body["metadata"]["resourceVersion"] != str(self.version):
             raise errors.Conflict(409, "Conflict", "changed")
-        return self._store(body)
+        return await self._answer("replace", body)
 
     @property
     def holder(self) -> str:
         assert self.lease is not None
         return str(self.lease["spec"]["holderIdentity"])
+
+    async def _answer(self, verb: str, body: Object) -> Object:
+        stored = self._store(body)
+        await self.slow(verb)
+        return stored
 
     def _store(self, body: Object) -> Object:
         self.version += 1
@@ -83,7 +94,15 @@ class LeaseServer:
 
 
 class Candidate:
-    def __init__(self, server: LeaseServer, clock: Clock, name: str) -> None:
+    """One elector. ``clock`` is a Clock, or else ``sleep`` goes with it."""
+
+    def __init__(
+        self,
+        server: LeaseServer,
+        clock: Callable[[], float],
+        name: str,
+        sleep: Callable[[float], Awaitable[None]] | None = None,
+    ) -> None:
         self.changes: list[bool] = []
         self.elector = Elector(
             server,
@@ -93,7 +112,7 @@ class Candidate:
             seconds=15,
             on_change=self.changes.append,
             clock=clock,
-            sleep=clock.sleep,
+            sleep=sleep or clock.sleep,  # type: ignore[attr-defined]
         )
         self.task = asyncio.create_task(self.elector.run())
 
@@ -130,7 +149,7 @@ async def test_release_lets_the_next_begin_at_once() -> None:
     second = Candidate(server, clock, "b")
     await clock.pass_by(5)
     await first.die()
-    await first.elector.release()
+    await first.elector.release(PATIENCE)
     await clock.pass_by(4)
     assert second.leads()
     await second.die()
@@ -150,24 +169,87 @@ async def test_a_renewal_that_is_stored_late_does_not_keep_the_lease() -> None:
             server._store(server.lease)
 
     server.fail = late
-    await first.elector.release()
+    release = asyncio.create_task(first.elector.release(PATIENCE))
+    await clock.pass_by(1)
+    assert server.holder == ""
+    await release
+
+
+@pytest.mark.parametrize("verb", ["create", "replace"])
+async def test_a_lease_that_is_just_being_taken_is_given_back(verb: str) -> None:
+    """Its task is cancelled, or the answer is lost, when the API server has stored it already."""
+    server, clock = LeaseServer(), Clock()
+    if verb == "replace":
+        before = Candidate(server, clock, "z")
+        await clock.pass_by(1)
+        await before.die()
+        await before.elector.release(PATIENCE)
+    server.slow = lambda done: asyncio.sleep(0 if done == "get" else 3600)
+    first = Candidate(server, clock, "a")
+    await clock.pass_by(1)
+    assert (server.holder, first.leads()) == ("a", False)
+    await first.die()
+    server.slow = lambda done: asyncio.sleep(0)
+    await first.elector.release(PATIENCE)
     assert server.holder == ""
 
 
-async def test_a_release_that_cannot_be_says_so(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_release_outlasts_a_passing_error(caplog: pytest.LogCaptureFixture) -> None:
     server, clock = LeaseServer(), Clock()
     first = Candidate(server, clock, "a")
     await clock.pass_by(5)
     await first.die()
-    for error in (errors.ApiError(500, "", "down"), errors.Conflict(409, "Conflict", "changed")):
+    passing = [errors.Unavailable(0, "", "refused"), errors.Unavailable(503, "", "starting")]
 
-        def fail(verb: str, error: errors.ApiError = error) -> None:
-            raise error
+    def fail(verb: str) -> None:
+        if passing:
+            raise passing.pop()
 
-        server.fail = fail
-        caplog.clear()
-        await first.elector.release()
-        assert "cannot give the lease ns/lease back" in caplog.text
+    server.fail = fail
+    release = asyncio.create_task(first.elector.release(PATIENCE))
+    await clock.pass_by(3)
+    assert server.holder == ""
+    await release
+    assert "cannot" not in caplog.text
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize(
+    ("error", "seconds"),
+    [
+        (errors.Unavailable(500, "", "down"), 7),
+        (errors.Conflict(409, "Conflict", "changed"), 7),
+        (errors.Forbidden(403, "Forbidden", "not yours"), 0),
+    ],
+)
+async def test_a_release_that_cannot_be_says_why(
+    error: errors.ApiError, seconds: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Time is simulated: it tries for as long as it may, but not what cannot change."""
+    server, loop = LeaseServer(), asyncio.get_running_loop()
+    first = Candidate(server, loop.time, "a", asyncio.sleep)
+    await asyncio.sleep(5)
+    await first.die()
+
+    def fail(verb: str) -> None:
+        raise error
+
+    server.fail = fail
+    began = loop.time()
+    await first.elector.release(7)
+    assert loop.time() - began == seconds
+    assert f"cannot give the lease ns/lease back: {error}" in caplog.text
+
+
+@pytest.mark.looptime
+async def test_a_lease_that_is_gone_needs_no_release(caplog: pytest.LogCaptureFixture) -> None:
+    server, loop = LeaseServer(), asyncio.get_running_loop()
+    first = Candidate(server, loop.time, "a", asyncio.sleep)
+    await asyncio.sleep(5)
+    await first.die()
+    server.lease = None
+    await first.elector.release(7)
+    assert "cannot" not in caplog.text
 
 
 async def test_release_touches_nobody_elses_lease() -> None:
@@ -176,7 +258,7 @@ async def test_release_touches_nobody_elses_lease() -> None:
     await clock.pass_by(5)
     assert server.lease is not None
     server.lease["spec"]["holderIdentity"] = "somebody"
-    await first.elector.release()
+    await first.elector.release(PATIENCE)
     assert server.holder == "somebody"
     await first.die()
 
@@ -300,3 +382,53 @@ async def test_a_renewal_that_comes_late_tells_that_leadership_is_back() -> None
     await clock.pass_by(20)
     assert first.changes == [True, True], "renewals in time tell nothing"
     await first.die()
+
+
+@pytest.mark.looptime
+async def test_one_renewal_that_hangs_is_no_pause(caplog: pytest.LogCaptureFixture) -> None:
+    """A lost packet, a dead connection: time is simulated."""
+    server, loop = LeaseServer(), asyncio.get_running_loop()
+    first = Candidate(server, loop.time, "a", asyncio.sleep)
+    await asyncio.sleep(5)
+    hung = iter([3600.0])
+    server.slow = lambda verb: asyncio.sleep(next(hung, 0.0))
+    for _ in range(300):
+        assert first.leads()
+        await asyncio.sleep(0.1)
+    assert not [*hung]
+    assert "cannot reach the lease ns/lease: no answer" in caplog.text
+    await first.die()
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize(("seconds", "share"), [(2.4, 1.0), (4.8, 0.5)])
+async def test_slow_calls_leave_a_leader(seconds: float, share: float) -> None:
+    """Where every call takes that long: whoever holds the lease also acts, most of the time."""
+    server, loop = LeaseServer(), asyncio.get_running_loop()
+    server.slow = lambda verb: asyncio.sleep(seconds)
+    first = Candidate(server, loop.time, "a", asyncio.sleep)
+    await asyncio.sleep(2 * seconds + 0.1)
+    led = 0
+    for _ in range(600):
+        led += first.leads()
+        await asyncio.sleep(0.1)
+    assert not first.task.done()
+    assert led >= share * 600
+    await first.die()
+
+
+async def test_what_others_write_to_the_lease_is_no_sign_of_life() -> None:
+    """Whoever labels or annotates it, a backup's or GitOps' controller, does not hold it."""
+    server, clock = LeaseServer(), Clock()
+    first = Candidate(server, clock, "a")
+    await clock.pass_by(5)
+    await first.die()
+    second = Candidate(server, clock, "b")
+    for number in range(6):
+        await clock.pass_by(3)
+        assert server.lease is not None
+        if server.holder == "a":
+            server.lease["metadata"]["annotations"] = {"touched": str(number)}
+            server._store(server.lease)
+    assert second.leads()
+    await second.die()

@@ -151,14 +151,11 @@ class App:
             if asked in done:
                 log.info("asked to stop")
                 # The release has what the work leaves: beside a busy API server it needs it.
-                until = asyncio.get_running_loop().time() + _RELEASED
+                loop = asyncio.get_running_loop()
+                until = loop.time() + _RELEASED
                 await self._finish_work()
                 await _cancel([lease, *tasks])
-                try:
-                    async with asyncio.timeout_at(until):
-                        await self._elector.release()
-                except TimeoutError:
-                    log.warning("cannot give the lease back: no answer")
+                await self._elector.release(until - loop.time())
                 return 0
             for task in done:
                 rewound = _rewound(task.exception())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from ddpjob_operator.shell.api import LEASES, Object, Resource
 
 log = logging.getLogger(__name__)
 
-_RELEASE_TRIES = 3
+_RELEASE_PAUSE = 0.2  # seconds between two tries to give the lease back
 
 
 class LeaseApi(Protocol):
@@ -61,12 +61,14 @@ class Elector:
         self.identity = identity
         self._seconds = seconds
         self._renew_deadline = seconds * 2 / 3
+        self._call_limit = self._renew_deadline / 2
         self._period = seconds / 5
         self._on_change = on_change
         self._clock, self._sleep = clock, sleep
-        self._leading = self._to_release = False
-        self._renewed_at = 0.0
-        self._seen: tuple[str, str] | None = None  # holder, resourceVersion
+        self._leading = False
+        self._tried_at = self._renewed_at = 0.0
+        self._written_at: float | None = None  # from then on it may be ours, whatever we hear of it
+        self._seen: Object | None = None  # the spec; only its holder's writes change that
         self._seen_at = 0.0
 
     def leads(self) -> bool:
@@ -80,13 +82,13 @@ class Elector:
             if ours is False and not waiting:
                 log.info("standing by: somebody holds the lease %s", self._where)
                 waiting = True
-            await self._sleep(self._period)
-        self._leading = self._to_release = True
+            await self._pause()
+        self._leading = True
         self._on_change(True)
         log.info("leading as %s (lease %s)", self.identity, self._where)
         try:
             while self.leads():
-                await self._sleep(self._period)
+                await self._pause()
                 if await self._try_once() is False:
                     break
             log.error("lost the lease %s", self._where)
@@ -94,26 +96,48 @@ class Elector:
             self._leading = False
             self._on_change(False)
 
-    async def release(self) -> None:
-        """Let the next one begin at once. Failing to is not a failure: the lease expires."""
-        if not self._to_release:
-            return
-        for _ in range(_RELEASE_TRIES):
-            try:
-                await self._give_back()
-                return
-            except errors.Conflict:
-                continue  # a renewal of ours, cancelled on its way here, was stored meanwhile
-            except errors.ApiError as error:
-                log.warning("cannot give the lease %s back: %s", self._where, error)
-                return
-        log.warning("cannot give the lease %s back: it is written all the time", self._where)
+    async def release(self, seconds: float) -> None:
+        """Let the next one begin at once; tries for so long, in seconds.
 
-    async def _give_back(self) -> None:
-        lease = await self._api.get(LEASES, self._namespace, self._name)
-        if (lease.get("spec") or {}).get("holderIdentity") == self.identity:
-            lease["spec"] |= {"holderIdentity": "", "leaseDurationSeconds": 1}
-            await self._api.replace(LEASES, self._namespace, self._name, lease)
+        Failing to is not a failure: the lease expires.
+        """
+        if self._written_at is None:
+            return
+        why = ""
+        try:
+            async with asyncio.timeout(seconds):
+                while why := await self._give_back():
+                    await self._sleep(_RELEASE_PAUSE)
+        except TimeoutError:
+            log.warning("cannot give the lease %s back: %s", self._where, why or "no answer")
+        except errors.Forbidden as error:
+            log.warning("cannot give the lease %s back: %s", self._where, error)
+
+    async def _give_back(self) -> str:
+        """One try: why it is to be tried again, or nothing."""
+        try:
+            lease = await self._call(self._api.get(LEASES, self._namespace, self._name))
+            spec = lease.get("spec") or {}
+            if spec.get("holderIdentity") == self.identity:
+                lease["spec"] = spec | {"holderIdentity": "", "leaseDurationSeconds": 1}
+                await self._call(self._api.replace(LEASES, self._namespace, self._name, lease))
+        except errors.NotFound:
+            return ""  # somebody deleted it: nobody holds it
+        except errors.Forbidden:
+            raise
+        # A conflict: a renewal of ours, cancelled on its way there, was stored meanwhile.
+        except (errors.ApiError, TimeoutError) as error:
+            return str(error) or "no answer"
+        return ""
+
+    async def _call(self, call: Coroutine[Any, Any, Object]) -> Object:
+        """Each has half of the deadline by which we stop acting: one that hangs costs no lease."""
+        async with asyncio.timeout(self._call_limit):
+            return await call
+
+    async def _pause(self) -> None:
+        """Until a period after the last try *began*: one that hung is followed by the next."""
+        await self._sleep(max(0.0, self._tried_at + self._period - self._clock()))
 
     @property
     def _where(self) -> str:
@@ -121,20 +145,18 @@ class Elector:
 
     async def _try_once(self) -> bool | None:
         """Take or renew the lease: ours now, somebody else's, or None for unknown."""
-        started = self._clock()
+        self._tried_at = self._clock()
         try:
-            # A call that hangs must not outlive the deadline by which we stop acting.
-            async with asyncio.timeout(self._renew_deadline / 2):
-                ours = await self._acquire()
+            ours = await self._acquire()
         except errors.Conflict:
             return None  # somebody wrote it just now; the next look tells who
         except (errors.ApiError, TimeoutError) as error:
-            log.warning("cannot reach the lease %s: %s", self._where, error or "no answer")
+            log.warning("cannot reach the lease %s: %s", self._where, str(error) or "no answer")
             return None
         if ours:
-            # From before the call: the others count from when they saw it, which is later.
+            # From before the write: the others count from when they saw it, which is later.
             paused = self._leading and not self.leads()
-            self._renewed_at = started
+            self._renewed_at = self._written_at or 0.0
             if paused:
                 log.warning("renewed the lease %s late: nothing was done meanwhile", self._where)
                 self._on_change(True)
@@ -142,7 +164,7 @@ class Elector:
 
     async def _acquire(self) -> bool:
         try:
-            lease = await self._api.get(LEASES, self._namespace, self._name)
+            lease = await self._call(self._api.get(LEASES, self._namespace, self._name))
         except errors.NotFound:
             body = {
                 "apiVersion": "coordination.k8s.io/v1",
@@ -150,20 +172,22 @@ class Elector:
                 "metadata": {"name": self._name, "namespace": self._namespace},
                 "spec": self._spec({}),
             }
-            await self._api.create(LEASES, self._namespace, body)
+            self._written_at = self._clock()
+            await self._call(self._api.create(LEASES, self._namespace, body))
             return True
         spec = lease.get("spec") or {}
         holder = spec.get("holderIdentity") or ""
-        self._notice(holder, lease["metadata"]["resourceVersion"])
+        self._notice(spec)
         if holder not in ("", self.identity) and not self._expired(spec):
             return False
         lease["spec"] = self._spec(spec)
-        await self._api.replace(LEASES, self._namespace, self._name, lease)
+        self._written_at = self._clock()
+        await self._call(self._api.replace(LEASES, self._namespace, self._name, lease))
         return True
 
-    def _notice(self, holder: str, version: str) -> None:
-        if self._seen != (holder, version):
-            self._seen, self._seen_at = (holder, version), self._clock()
+    def _notice(self, spec: Object) -> None:
+        if self._seen != spec:
+            self._seen, self._seen_at = spec, self._clock()
 
     def _expired(self, spec: dict[str, Any]) -> bool:
         duration = spec.get("leaseDurationSeconds") or self._seconds

@@ -1,0 +1,64 @@
+"""The command itself: how it ends before it has begun, and while a thread waits for ever."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.operator import ROOT, write_kubeconfig
+from support.patience import PATIENCE
+
+ENV = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT / "operator" / "src"), "POD_NAME": "a"}
+
+SIGNALLED = """
+import os, signal, sys
+class Importing:
+    def find_spec(self, name, path=None, target=None):
+        if name == "ddpjob_operator.shell":
+            os.kill(os.getpid(), signal.{name})
+sys.meta_path.insert(0, Importing())
+from ddpjob_operator.__main__ import main
+main()
+"""
+
+SILENT_RESOLVER = """
+import os, signal, socket, threading
+usual = socket.getaddrinfo
+def getaddrinfo(host, *args, **kwargs):
+    if host == "api.example":
+        print("looked up", flush=True)
+        threading.Event().wait()
+    return usual(host, *args, **kwargs)
+socket.getaddrinfo = getaddrinfo
+from ddpjob_operator.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_while_it_imports_ends_it(name: str) -> None:
+    """To PID 1, which it is in a pod, the kernel delivers no signal that has no handler."""
+    command = [sys.executable, "-c", SIGNALLED.format(name=name)]
+    done = subprocess.run(
+        command, env=ENV, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_resolver_that_never_answers_does_not_keep_it(tmp_path: Path) -> None:
+    kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", "http://api.example:1", "default")
+    command = [
+        *(sys.executable, "-c", SILENT_RESOLVER, "--kubeconfig", str(kubeconfig)),
+        *("--probe-host", "127.0.0.1", "--probe-port", "0"),
+    ]
+    with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "looked up\n"
+            process.terminate()
+            assert process.wait(PATIENCE) == 0
+        finally:
+            process.kill()
