@@ -113,8 +113,15 @@ def digest_of(text: str) -> str:
 
 
 def inside(node: Containerd, script: str) -> str:
-    """Run a shell script in a container of the image."""
-    return node.ctr("run", "--rm", NAME, f"c{time.monotonic_ns()}", "busybox", "sh", "-c", script)
+    """What a shell script prints in a container of the image.
+
+    Into a file: ctr itself drops what it has not begun to read when the container ends.
+    """
+    name = f"c{time.monotonic_ns()}"
+    told = node.socket.parent / name
+    to_file = ("--log-uri", f"file://{told}")
+    node.ctr("run", "--rm", *to_file, NAME, name, "busybox", "sh", "-c", script)
+    return told.read_text()
 
 
 def test_layers_lie_above_one_another(node: Containerd, image: BuiltImage) -> None:
