@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import yaml
 
+from api.quotas import set_quota
 from devcluster import binaries
 from support.cluster import ROOT, Cluster, wait_for
 from support.manifest import as_json, changed, ddpjob
+from support.rest import JOBS, Rest
 
 NAMESPACE = "policies"
 OPERATOR = "system:serviceaccount:ops:ddpjob-operator"
@@ -307,20 +310,14 @@ def test_nor_does_its_status_or_its_way_to_a_node(plane: Cluster) -> None:
 
 def test_the_quota_of_the_operations_page_bounds_jobs(control_plane: Cluster) -> None:
     text = (ROOT / "docs" / "operations.md").read_text()
-    (quota,) = re.findall(r"```yaml\n(.*?kind: ResourceQuota.*?)```", text, re.DOTALL)
+    (block,) = re.findall(r"```yaml\n(.*?kind: ResourceQuota.*?)```", text, re.DOTALL)
     here = ("-n", "quota-of-jobs")
     control_plane.kubectl("create", "namespace", here[1], check=True)
-    body = quota.replace('"20"', '"1"')
-    assert body != quota
-
-    def counts() -> bool | None:
-        """Made anew each time: of a kind that is new to its controller nothing is counted yet."""
-        control_plane.kubectl("delete", "quota", "ddpjobs", *here, "--ignore-not-found")
-        control_plane.kubectl("apply", *here, "-f", "-", input=body, check=True)
-        used = ("wait", "quota/ddpjobs", *here, "--for=jsonpath={.status.used}", "--timeout=3s")
-        return control_plane.kubectl(*used).returncode == 0 or None
-
-    wait_for(counts, "the quota to count jobs")
+    quota = yaml.safe_load(block)
+    (kind,) = quota["spec"]["hard"]
+    quota["spec"]["hard"][kind] = "1"
+    tried = (f"{JOBS}/namespaces/{here[1]}/ddpjobs", ddpjob("first"))
+    set_quota(Rest(control_plane.kubeconfig), here[1], quota, tried)
     create = ("create", *here, "-f", "-")
     control_plane.kubectl(*create, input=as_json(ddpjob("first")), check=True)
     done = control_plane.kubectl(*create, input=as_json(ddpjob("second")))

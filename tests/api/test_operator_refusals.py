@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
+from api.quotas import set_quota
 from support.arena import Arena, arena
 from support.cluster import ROOT, Cluster
 from support.rest import Object, RestError, eventually
@@ -32,15 +33,15 @@ def gang(stage: Arena) -> Iterator[str]:
 def test_quota_releases_all_and_the_gang_comes_up_when_it_is_lifted(
     stage: Arena, gang: str
 ) -> None:
-    quota = stage.path("resourcequotas", "few")
     body: Object = {
         "apiVersion": "v1",
         "kind": "ResourceQuota",
         "metadata": {"name": "few"},
         "spec": {"hard": {"pods": "2"}},
     }
-    stage.rest.post(stage.path("resourcequotas"), body)
-    eventually("the quota counts", lambda: stage.rest.get(quota).get("status", {}).get("used"))
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "tried"}}
+    tried = {**pod, "spec": {"containers": [{"name": "c", "image": "x"}]}}
+    quota = set_quota(stage.rest, stage.namespace, body, (stage.path("pods"), tried))
     stage.apply(gang)
     stage.wait_status(
         gang,
@@ -187,10 +188,8 @@ def test_a_quota_of_jobs_refuses_one_too_many(stage: Arena, gang: str) -> None:
     quota: Object = yaml.safe_load(block)
     (kind,) = quota["spec"]["hard"]
     quota["spec"]["hard"][kind] = "1"
-    stage.rest.post(stage.path("resourcequotas"), quota)
-    path = stage.path("resourcequotas", quota["metadata"]["name"])
-    # The controller learns of kinds that are not built in by and by.
-    eventually("the quota counts", lambda: stage.rest.get(path).get("status", {}).get("used"))
+    tried = (stage.job_path(), stage.job(gang))
+    path = set_quota(stage.rest, stage.namespace, quota, tried)
     stage.apply(gang)
     try:
         with pytest.raises(RestError) as refused:

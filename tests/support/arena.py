@@ -90,17 +90,20 @@ class Arena:
     def path(self, plural: str, name: str = "", group: str = "/api/v1") -> str:
         return f"{group}/namespaces/{self.namespace}/{plural}" + (f"/{name}" if name else "")
 
-    def apply(self, name: str, **spec: Any) -> Object:
-        """Create a DDPJob of 3 replicas whose pods the real scheduler leaves alone."""
+    def job(self, name: str, **spec: Any) -> Object:
+        """A DDPJob of 3 replicas whose pods the real scheduler leaves alone."""
         container = {"name": "trainer", "image": "example/train:1"}
         template = {"spec": {"schedulerName": "hand", "containers": [container]}}
-        body = {
+        return {
             "apiVersion": "ddpjob.dev/v1alpha1",
             "kind": "DDPJob",
             "metadata": {"name": name},
             "spec": {"replicas": 3, "template": template, **spec},
         }
-        return self.rest.post(self.job_path(), body)
+
+    def apply(self, name: str, **spec: Any) -> Object:
+        """Create such a job."""
+        return self.rest.post(self.job_path(), self.job(name, **spec))
 
     def status(self, name: str) -> Object:
         return dict(self.rest.get(self.job_path(name)).get("status") or {})
