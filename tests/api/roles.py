@@ -36,6 +36,20 @@ def role(call: Call, made: Iterable[Call]) -> str:
     return f"{call.method.lower()}-{'-'.join(kind)}"
 
 
+def deciding(calls: Iterable[Call], before: str) -> list[Call]:
+    """The writes without those of a status that only report: phase and attempt stay as they are.
+
+    ``before``: the name of the write that told of these last.
+    """
+    kept = []
+    for call in calls:
+        name = role(call, ())
+        if not name.startswith("status-") or name != before:
+            kept.append(call)
+        before = name if name.startswith("status-") else before
+    return kept
+
+
 def happening(kind: str, obj: Object) -> str:
     """The name of an event of a watch: `pod-1-of-1-failed`, `job-running-2`; "" for any other."""
     meta = obj.get("metadata", {})

@@ -7,11 +7,13 @@ deleted more often than undisturbed, but for the one write at which it died.
 from __future__ import annotations
 
 import secrets
+import time
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
+from api.roles import deciding
 from support.arena import Arena, arena
 from support.cluster import Cluster
 from support.proxy import Call, Fault, Harm
@@ -84,9 +86,14 @@ def test_a_restart_has_as_many_writes_as_these_tests_believe(stage: Arena) -> No
     stage.wait_phase(name, "Running")
     stage.wait_status(name, "all ready", lambda s: s["replicas"]["ready"] == REPLICAS)
     stage.proxy.clear()
+    since = time.monotonic()
     stage.kubelet.finish(f"{name}-1", 1, "boom")
     stage.wait_phase(name, "Running", attempt=2)
     writes = [call for call in stage.proxy.writes() if about(name, call)]
+    took = time.monotonic() - since
     assert changes(writes) == expected(name)
-    assert len(writes) == WRITES, [call.target for call in writes]
+    decided = deciding(writes, "status-running-1")
+    assert len(decided) == WRITES, [call.target for call in writes]
+    # One that only reports comes 2 s after the write before it: only where the machine is slow.
+    assert len(writes) - len(decided) <= took // 2, [call.target for call in writes]
     stage.remove(name)

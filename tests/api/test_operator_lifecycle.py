@@ -7,11 +7,13 @@ import json
 import secrets
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
+from api.roles import deciding
 from ddpjob_operator.core import contract
 from support.arena import Arena, arena
 from support.cluster import Cluster
@@ -102,6 +104,7 @@ def test_a_restart_keeps_the_order_of_writes(stage: Arena, gang: str) -> None:
     stage.wait_phase(gang, "Running")
     eventually("the count of ready pods is stored", lambda: stage.quiet_resyncs(1) == [])
     stage.proxy.clear()
+    since = time.monotonic()
     stage.kubelet.finish(f"{gang}-1", 1, "Traceback: boom")
     status = stage.wait_phase(gang, "Running", attempt=2)
     assert status["restarts"]["total"] == status["restarts"]["charged"] == 1
@@ -117,7 +120,11 @@ def test_a_restart_keeps_the_order_of_writes(stage: Arena, gang: str) -> None:
     assert [kind for kind in kinds[barrier:] if kind == "create"] == ["create"] * 3
     assert "create" not in kinds[:barrier]
     writes = stage.proxy.writes()
-    assert len(writes) <= 3 + 2 * 3, [call.target for call in writes]
+    took = time.monotonic() - since
+    decided = deciding(writes, "status-running-1")
+    assert len(decided) <= 3 + 2 * 3, [call.target for call in writes]
+    # One that only reports comes 2 s after the write before it: only where the machine is slow.
+    assert len(writes) - len(decided) <= took // 2, [call.target for call in writes]
     assert all(uid_guarded(call) for call in writes if call.method == "DELETE")
 
 
