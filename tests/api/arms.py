@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from api.roles import happening
-from api.story import Play
+from api.story import QUIET, Play
 from support.proxy import Call, Fault, Harm
 from support.rest import Object
 
@@ -219,7 +219,7 @@ def _second(play: Play, place: str) -> None:
     """From then on another operator acts, too, as after a pause of the one with the lease."""
     play.stage.history.state.deposed = True
     play.outcome.extra += 60
-    other = play.stage.operator("--lease-name", "another", name="op-b")
+    other = play.stage.operator(*QUIET, "--lease-name", "another", name="op-b")
     play.stage.operators.remove(other)
 
     def act() -> None:

@@ -63,7 +63,7 @@ def test_jobs_that_are_nested_deep_hurt_nobody(control_plane: Cluster, stage: Ar
 def test_a_template_of_a_megabyte_is_refused_with_the_cure(
     control_plane: Cluster, stage: Arena
 ) -> None:
-    stage.start_operator("--lease-seconds", "15")
+    stage.start_operator()
     container = {"name": "trainer", "image": "x", "unknown": os.urandom(400_000).hex()}
     stage.apply("large", template={"spec": {"containers": [container]}})
     said = functools.partial(refusal, control_plane, stage, "large")

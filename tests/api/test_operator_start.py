@@ -25,7 +25,8 @@ def stage(control_plane: Cluster, tmp_path: Path) -> Iterator[Arena]:
 @pytest.mark.fault("A8")
 def test_it_waits_for_the_api_server_and_says_so(stage: Arena) -> None:
     stage.proxy.faults = [Fault("lose-call", lambda call: True, times=10_000)]
-    operator = stage.operator().start()
+    # It tries for the lease again when a fifth of it has passed.
+    operator = stage.operator("--lease-seconds", "30").start()
     eventually("it says so", lambda: "no answer from the API server" in operator.log())
     assert operator.probe("/readyz")[0] == 503
     assert operator.probe("/healthz")[0] == 200, "a restart would not help"

@@ -24,7 +24,7 @@ from support.rights import Rights
 
 #: Quick, so that tests need not wait; the defaults are for clusters. Only the lease is long, lest
 #: it be lost on a busy machine: the next process has the same name, and takes it at once.
-FLAGS = ("--lease-seconds", "30", "--resync-seconds", "1", "--progress-seconds", "0.5")
+FLAGS = ("--lease-seconds", "120", "--resync-seconds", "1", "--progress-seconds", "0.5")
 
 
 @dataclass
@@ -42,14 +42,15 @@ class Arena:
     history: History
     operators: list[OperatorProcess] = field(default_factory=list)
     of_many: bool = False  # one of many that share the machine
-    breaks: Callable[[], None] | None = None  # makes its operators wrong
+    breaks: Callable[[], None] | None = None  # changes its operators as they start
     _token_file: Path | None = None
 
     def operator(self, *flags: str, name: str = "op-a") -> OperatorProcess:
         """An operator for this namespace, not started yet."""
         path = self.folder / "kubeconfig"
         kubeconfig = write_kubeconfig(path, self.proxy.url, self.namespace, self._token_file)
-        how: Any = {"name": name, "forked": self.of_many, "breaks": self.breaks}
+        forked = self.of_many or self.breaks is not None
+        how: Any = {"name": name, "forked": forked, "breaks": self.breaks}
         made = OperatorProcess(kubeconfig, self.namespace, self.folder, *FLAGS, *flags, **how)
         self.operators.append(made)
         return made

@@ -48,7 +48,7 @@ def write_kubeconfig(
 class OperatorProcess:
     """One operator for one namespace. ``name`` is its pod name, so its identity in the lease.
 
-    ``forked``: by a fork server, for tests that start hundreds; ``breaks`` then makes it wrong.
+    ``forked``: by a fork server, for tests that start hundreds; ``breaks`` then changes it.
     """
 
     def __init__(
