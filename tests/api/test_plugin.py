@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -106,12 +106,26 @@ def cells(line: str) -> list[str]:
     return re.split(r" {2,}", line.strip())
 
 
+def heard(what: Callable[[], str], told: Callable[[str], object]) -> str:
+    """What it says once the pods were heard: it waits for 3 s, too short for a slow machine."""
+
+    def look() -> str | None:
+        said = what()
+        return said if told(said) else None
+
+    return eventually("the pods are heard", look)
+
+
 def test_status_shows_each_replica_and_waits_for_none(
     stage: Arena, gang: str, port: int, plugin: Plugin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Trainers, "silent", 2)
     running(stage, gang, port)
-    lines = plugin.says("status", gang).splitlines()
+
+    def told(said: str) -> bool:
+        return not any("-" in cells(row)[4:8] for row in said.splitlines()[-3:-1])
+
+    lines = heard(lambda: plugin.says("status", gang), told).splitlines()
     assert max(map(len, lines)) <= 120
     assert f"Job:       {stage.namespace}/{gang}" in lines
     assert "Progress:  step 41/90, loss 0.25" in lines
@@ -133,7 +147,12 @@ def test_status_of_all_jobs_is_a_line_each(
     stage.apply(f"{gang}-held", suspend=True)
     stage.wait_phase(f"{gang}-held", "Suspended")
     stage.wait_status(gang, "progress", lambda s: s.get("progress", {}).get("step") == 41)
-    rows = {row[0]: row for row in map(cells, plugin.says("status").splitlines())}
+
+    def table(said: str) -> dict[str, list[str]]:
+        return {row[0]: row for row in map(cells, said.splitlines())}
+
+    said = heard(lambda: plugin.says("status"), lambda said: table(said)[gang][-1] != "-")
+    rows = table(said)
     assert rows[gang] == [gang, "Running", "-", "3/3", "0 (+1 in place)", "41/90", "0.25", "120m"]
     assert rows[f"{gang}-held"][1] == "Suspended"
     everywhere = plugin.says("status", "-A").splitlines()
@@ -205,8 +224,18 @@ def test_four_rights_are_enough_to_look(
 ) -> None:
     running(stage, gang, port)
     viewer = user(control_plane, stage.namespace, "viewer", VIEWER, tmp_path)
-    assert cells(viewer.says("status", gang).splitlines()[-1])[5] == "43"
-    stacks = viewer.says("stacks", gang)
+
+    def step(said: str) -> str:
+        return cells(said.splitlines()[-1])[5]
+
+    said = heard(lambda: viewer.says("status", gang), lambda said: step(said) != "-")
+    assert step(said) == "43"
+
+    def stacks_told() -> str:
+        done = viewer.run("stacks", gang)
+        return done.stdout if (done.returncode, done.stderr) == (0, "") else ""
+
+    stacks = heard(stacks_told, lambda said: f"--- {gang}-1" in said)
     assert stacks.startswith(f"--- {gang}-1, attempt 1")
     assert "in forward()?[2J" in stacks, "what a container says moves no cursor"
     assert gang in viewer.says("status")
@@ -224,9 +253,10 @@ def test_what_a_right_is_missing_for_is_said(
     without = user(control_plane, stage.namespace, "no-proxy", VIEWER[:-1], tmp_path)
     done = without.run("status", gang)
     assert done.returncode == 0
-    assert "you may not get pods/proxy in namespace" in done.stderr
     assert cells(done.stdout.splitlines()[-1])[:4] == ["2", stage.kubelet.node, "Running", "yes"]
-    assert "you may not get pods/proxy" in without.refuses("stacks", gang)
+    right = "you may not get pods/proxy in namespace"
+    heard(lambda: without.run("status", gang).stderr, lambda said: right in said)
+    heard(lambda: without.refuses("stacks", gang), lambda said: right in said)
     assert "you may not list ddpjobs" in nobody.refuses("status", "-A")
     assert "in all namespaces" in nobody.refuses("status", "-A")
 

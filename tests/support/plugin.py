@@ -15,6 +15,7 @@ import yaml
 
 from devcluster import binaries
 from support.cluster import ROOT, Cluster
+from support.patience import PATIENCE
 
 SOURCE = ROOT / "plugin" / "src"
 
@@ -26,7 +27,7 @@ class Plugin:
     kubeconfig: Path
     namespace: str
 
-    def run(self, *args: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    def run(self, *args: str, timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:
         """Run it; what it wrote is text."""
         flags = [f"--kubeconfig={self.kubeconfig}", f"--namespace={self.namespace}"]
         return subprocess.run(
