@@ -43,9 +43,15 @@ def test_the_kubelet_asks_the_clusters_dns_and_its_own_containerd() -> None:
 
 def test_nothing_without_tls_listens_where_pods_reach_it() -> None:
     assert all("10.89." not in argument for argument in render.etcd(LAYOUT))
-    assert f"--bind-address={LAYOUT.loopback}" in render.controller_manager(LAYOUT)
+    assert f"--bind-address={LAYOUT.loopback}" in render.controller_manager(LAYOUT, 2)
     assert f"--bind-address={LAYOUT.loopback}" in render.scheduler(LAYOUT)
     assert f"--server-address={LAYOUT.loopback}:10247" in kwok.arguments(LAYOUT)
+
+
+def test_who_writes_nodes_by_hand_need_not_be_quick() -> None:
+    for nodes, seconds in ((0, 900), (1, 20), (2, 20)):
+        arguments = render.controller_manager(LAYOUT, nodes)
+        assert f"--node-monitor-grace-period={seconds}s" in arguments
 
 
 def test_cgroup_hierarchies_are_found_with_what_mounts_them_again() -> None:

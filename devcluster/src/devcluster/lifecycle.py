@@ -80,7 +80,7 @@ def _start(this: Cluster, programs: dict[str, Path], log: Log) -> None:
     wait(this, "apiserver", api.is_ready)
     manager: list[str | Path] = [
         programs["kube-controller-manager"],
-        *render.controller_manager(layout),
+        *render.controller_manager(layout, this.nodes),
     ]
     this.ensure_process("controller-manager", manager)
     this.ensure_process("scheduler", [programs["kube-scheduler"], *render.scheduler(layout)])
