@@ -11,6 +11,7 @@ from support.arena import Arena, arena
 from support.cluster import Cluster
 from support.gitops import argo_health, kstatus
 from support.manifest import EXAMPLES
+from support.patience import WITHIN
 from support.rest import Object, eventually
 
 
@@ -35,7 +36,7 @@ def test_each_phase_is_what_tools_take_it_for(control_plane: Cluster, stage: Are
     stage.start_operator()
     stage.wait_phase("gang", "Running")
     assert health(stage, "gang") == ("Current", "Healthy")
-    ready = ("wait", "--for=condition=Ready", "ddpjob/gang", "--timeout=10s")
+    ready = ("wait", "--for=condition=Ready", "ddpjob/gang", WITHIN)
     control_plane.kubectl("-n", stage.namespace, *ready, check=True)
     stage.rest.merge(stage.job_path("gang"), {"spec": {"suspend": True}})
     stage.wait_phase("gang", "Suspended")

@@ -126,7 +126,7 @@ class OperatorProcess:
             return 0, ""
         url = f"http://127.0.0.1:{found[1]}{path}"
         try:
-            with urllib.request.urlopen(url, timeout=5) as answer:
+            with urllib.request.urlopen(url, timeout=60) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()

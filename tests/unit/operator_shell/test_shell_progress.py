@@ -16,6 +16,7 @@ from ddpjob_operator.core import contract, observe, packed, ports, render, spec
 from ddpjob_operator.core.observe import LABEL_ATTEMPT, LABEL_REPLICA
 from ddpjob_operator.shell.progress import ProgressReader, _url
 from ddpjob_operator.shell.store import Key, Store
+from support.patience import PATIENCE
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -88,7 +89,7 @@ def pod(replica: int, ip: str, job: str = "job", uid: str = "u1") -> dict[str, A
 
 
 async def until(check: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while True:
             if check():
                 return
@@ -230,9 +231,11 @@ async def test_who_does_not_lead_asks_nobody() -> None:
 @needs_address
 async def test_jobs_that_never_answer_do_not_silence_the_others() -> None:
     """More of them than are asked side by side, and all before the one that answers."""
-    steps = 0
+    steps = holes = 0
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal holes
+        holes += 1
         await reader.read()  # until the other side gives up
         writer.close()
 
@@ -251,8 +254,9 @@ async def test_jobs_that_never_answer_do_not_silence_the_others() -> None:
             store.put_job(job(port, name, uid))
             store.put_pod(pod(0, ADDRESS, name, uid))
         store.put_job(job(first.spec["metrics"]["port"]))
-        await until(lambda: steps >= 10)  # in rounds of 2 s or more it would take longer
+        await until(lambda: steps >= 40 or holes >= 450)
     hole.close()
+    assert steps >= 40, "for each answer some 17 of the others had their 2 seconds"
 
 
 @pytest.mark.parametrize("ip", ["127.0.0.1", "169.254.169.254", "::1", "224.0.0.1", "", "example"])
