@@ -21,9 +21,10 @@ import pytest
 import yaml
 
 from api import arms
-from api.story import PATIENCE, Play
+from api.story import Play
 from support.arena import arena
 from support.cluster import ROOT, Cluster
+from support.patience import PATIENCE
 
 TRACE = Path(__file__).with_name("trace.json")
 #: `make test` plays one plan of so many, and one of each kind.

@@ -19,6 +19,7 @@ from ddpjob_operator.core import observe
 from support import invariants
 from support.arena import Arena
 from support.objects import attempt, ended, name, status, trainer_state
+from support.patience import PATIENCE
 from support.proxy import Call
 from support.rest import Object, eventually
 
@@ -27,10 +28,9 @@ REPLICAS = 3
 SPEC = {"replicas": REPLICAS, "cleanPodPolicy": "All", "ttlSecondsAfterFinished": 1}
 #: Nobody answers for progress here, and no lease is lost because nothing ran for a minute.
 QUIET = ("--progress-seconds", "60", "--lease-seconds", "120")
-#: Seconds after which a story that is not over is stuck. Lost events are found after 20.
-PATIENCE = 240.0
 _LOOK = 0.05
 _PAUSE = 0.3  # seconds between looks at which nothing was told
+_TAKEN_BACK = 16  # writes at most to a gang that is well, by operators whose view is old yet
 
 
 @dataclass
@@ -111,14 +111,17 @@ class Play:
 
     def _tend(self) -> None:
         """Start who is dead, do what is due."""
-        for operator in self.stage.operators:
-            if operator.process and operator.process.poll() is not None:
-                self.deaths += 1
-                operator.start()
+        self._revive()
         due = [one for one in self.timers if one[0] <= time.monotonic()]
         self.timers = [one for one in self.timers if one not in due]
         for _, do in due:
             do()
+
+    def _revive(self) -> None:
+        for operator in self.stage.operators:
+            if operator.process and operator.process.poll() is not None:
+                self.deaths += 1
+                operator.start()
 
     def _act(self) -> None:
         """Once a gang runs and all is at rest, its pods end: one badly the first time."""
@@ -145,16 +148,19 @@ class Play:
 
         One whose view is old yet may tell of that and take it back first.
         """
-        end = time.monotonic() + 10
+        end = time.monotonic() + self.patience
         path = self.stage.job_path()
-        before, looks, wrote = len(self.stage.proxy.calls), 0, list[str]()
-        while time.monotonic() < end and looks < 2:
+        before, wrote = len(self.stage.proxy.calls), list[str]()
+        while not self.timers and len(wrote) <= _TAKEN_BACK:
+            assert time.monotonic() < end, "no operator looks at the gang"
             time.sleep(_LOOK)
+            self._revive()
             calls = self.stage.proxy.calls[before:]
-            looks = sum(c.path == path and not c.watches and c.code == 200 for c in calls)
             if writes := [c.target for c in calls if c.is_write]:
-                before, looks, wrote = before + len(calls), 0, writes
-        self.idle = wrote if looks < 2 else []
+                before, wrote = before + len(calls), wrote + writes
+            elif sum(c.path == path and not c.watches and c.code == 200 for c in calls) >= 2:
+                return
+        self.idle = wrote[_TAKEN_BACK:]
 
     def _end(self, pod: Object, code: int) -> None:
         if pod["metadata"]["uid"] not in self.finished:

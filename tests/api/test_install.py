@@ -13,6 +13,7 @@ import pytest
 from devcluster import binaries
 from support.cluster import ROOT, Cluster
 from support.manifest import as_json, ddpjob
+from support.patience import PATIENCE
 
 CHART = str(ROOT / "charts" / "ddpjob")
 SYSTEM = "ddpjob-system"
@@ -34,7 +35,7 @@ def helm(plane: Cluster, *args: str) -> subprocess.CompletedProcess[str]:
     program = binaries.ensure(["helm"], print)["helm"]
     where = ("--kubeconfig", str(plane.kubeconfig), "-n", SYSTEM)
     return subprocess.run(
-        [program, *args, *where], capture_output=True, text=True, check=False, timeout=240
+        [program, *args, *where], capture_output=True, text=True, check=False, timeout=PATIENCE
     )
 
 

@@ -19,6 +19,7 @@ import aiohttp
 
 from support import invariants
 from support.invariants import State, Write
+from support.patience import PATIENCE
 from support.proxy import Call
 from support.rest import JOBS, Object, Rest, eventually
 
@@ -53,7 +54,7 @@ class History:
 
     def __enter__(self) -> History:
         self._thread.start()
-        assert self._ready.wait(60), "the history did not start"
+        assert self._ready.wait(PATIENCE), "the history did not start"
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -99,7 +100,6 @@ class History:
             eventually(
                 f"the watch of {plural} has told all",
                 lambda plural=plural, listing=listing: self._knows(plural, listing),
-                60,
             )
         return min(_version(listing) for listing in lists.values())
 
@@ -114,7 +114,7 @@ class History:
 
     def pause(self) -> None:
         """Before the store is set back: what happened until now has been judged."""
-        asyncio.run_coroutine_threadsafe(self._unfollow(), self._loop).result(60)
+        asyncio.run_coroutine_threadsafe(self._unfollow(), self._loop).result(PATIENCE)
 
     def begin_anew(self) -> None:
         """After the store was set back: it begins with what is there."""
@@ -125,7 +125,7 @@ class History:
             for objects in self.objects.values():
                 objects.clear()
         self.state, self._checked = State(deposed=True, **kept), 0
-        asyncio.run_coroutine_threadsafe(self._follow_all(), self._loop).result(60)
+        asyncio.run_coroutine_threadsafe(self._follow_all(), self._loop).result(PATIENCE)
 
     async def _watch(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()

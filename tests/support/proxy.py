@@ -20,6 +20,7 @@ from typing import Any, Literal
 import aiohttp
 from aiohttp import web
 
+from support.patience import PATIENCE
 from support.rest import Object, Rest
 
 #: What a fault does to the call that it meets.
@@ -138,7 +139,7 @@ class Proxy:
 
     def __enter__(self) -> Proxy:
         self._thread.start()
-        assert self._ready.wait(60), "the proxy did not start"
+        assert self._ready.wait(PATIENCE), "the proxy did not start"
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -248,7 +249,7 @@ class Proxy:
 
     def release(self) -> None:
         """Let all that was held up arrive, and wait until it has."""
-        asyncio.run_coroutine_threadsafe(self.deliver_held(), self._loop).result(60)
+        asyncio.run_coroutine_threadsafe(self.deliver_held(), self._loop).result(PATIENCE)
 
     def _meet(self, call: Call) -> Fault | None:
         for fault in self.faults:
