@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 
@@ -62,6 +61,13 @@ class Scene:
         for replica in replicas:
             ours = tuple(Exit(replica * 2 + i, i, -9, 0.0, ours=True) for i in range(2))
             self.hub.receive(replica, Stopped(round_, ours, step), now)
+
+    def watch(self, begin: float, end: float) -> None:
+        """Seconds that the launcher of the hub spends awake, after the first."""
+        now = begin
+        while now < end:
+            now = min(now + 1, end)
+            self.hub.tick(now)
 
     def everyone(self, message: Message) -> dict[int, list[Message]]:
         return {replica: [message] for replica in range(3)}
@@ -136,6 +142,8 @@ def test_who_does_not_stop_ends_the_attempt() -> None:
     scene.stops(0, 1, now=2.0)
     assert scene.hub.tick(3.0) == 1.0 + BARRIER_SECONDS
     scene.told()
+    scene.watch(3.0, 0.9 + BARRIER_SECONDS)
+    assert scene.told() == {}
     scene.hub.tick(1.0 + BARRIER_SECONDS)
     end = End(2, "replica 2 did not stop within 5 s", graceful=False)
     assert scene.told() == scene.everyone(end)
@@ -146,7 +154,7 @@ def test_who_never_came_is_told_from_who_does_not_stop() -> None:
     scene.fails(0, 5, now=1.0)
     scene.stops(0, now=2.0)
     scene.told()
-    scene.hub.tick(1.0 + BARRIER_SECONDS)
+    scene.watch(2.0, 1.0 + BARRIER_SECONDS)
     end = End(0, "replica 1 has not come to the hub within 5 s", graceful=False)
     assert scene.told() == {0: [end], 2: [end]}
 
@@ -171,11 +179,46 @@ def test_who_does_not_say_so_any_more_ends_the_attempt() -> None:
     scene = Scene()
     scene.fails(1, -9, now=1.0)
     scene.stops(0, 1, now=2.0)
-    scene.hub.receive(2, Exiting(0), 10.0)
+    scene.watch(2.0, 4.0)
+    scene.hub.receive(2, Exiting(0), 4.0)
     scene.told()
-    scene.hub.tick(15.0)
-    end = End(2, "replica 2 did not stop within 14 s", graceful=False)
+    scene.watch(4.0, 8.9)
+    assert scene.told() == {}
+    scene.hub.tick(9.0)
+    end = End(2, "replica 2 did not stop within 8 s", graceful=False)
     assert scene.told() == scene.everyone(end)
+
+
+def test_a_hub_that_stood_still_itself_hears_who_stopped_meanwhile() -> None:
+    """Its own workers' ends and the others' words wait until the launcher that holds it is awake."""
+    scene = Scene()
+    scene.fails(1, -9, now=1.0)
+    scene.told()
+    scene.stops(1, now=600.0)
+    scene.stops(2, now=600.0)
+    due = scene.hub.tick(600.0)
+    assert due is not None
+    assert due > 602.0
+    assert scene.told() == {}
+    scene.stops(0, now=600.1)
+    assert isinstance(scene.told()[0][0], Go)
+
+
+@pytest.mark.parametrize("exiting", [False, True])
+def test_a_hub_that_stood_still_waits_no_longer_than_for_anybody(exiting: bool) -> None:
+    scene = Scene()
+    scene.fails(1, -9, now=1.0)
+    scene.stops(0, 1, now=600.0)
+    scene.told()
+    if exiting:
+        scene.hub.receive(2, Exiting(0), 600.0)
+    due = scene.hub.tick(600.0)
+    assert due is not None
+    assert due <= 600.0 + BARRIER_SECONDS
+    scene.watch(600.0, due - 0.1)
+    assert scene.told() == {}
+    scene.hub.tick(due)
+    assert isinstance(scene.told()[2][0], End)
 
 
 def test_who_comes_late_learns_where_things_stand() -> None:
@@ -188,7 +231,7 @@ def test_who_comes_late_learns_where_things_stand() -> None:
     assert isinstance(scene.told()[2][0], Go)
     scene = Scene(here=(0, 1))
     scene.fails(1, 64)
-    scene.hub.tick(math.inf)
+    scene.watch(0.0, BARRIER_SECONDS)
     scene.told()
     scene.hub.admit(dataclasses.replace(GANG, replica=2))
     told = scene.told()[2]
@@ -272,7 +315,7 @@ def test_the_hub_is_needed_as_long_as_another_launcher_is_at_work() -> None:
     scene = Scene()
     scene.hub.receive(0, Done(0), 0.0)
     scene.fails(1, 64)
-    scene.hub.tick(math.inf)
+    scene.watch(0.0, BARRIER_SECONDS)
     assert not scene.hub.needed  # it has said that the attempt ends
 
 

@@ -31,6 +31,9 @@ from ddpjob_trainer.launcher.hub.rounds import History, Limits
 
 #: From Stop, or from a launcher's last word that its workers still end, until all have ended.
 BARRIER_SECONDS = 5.0
+#: The supervisor's loop comes by at least this often. What passes beyond it, the launcher that
+#: holds the hub stood still itself, and took in nobody's word.
+_LOOK_SECONDS = 1.0
 
 _Post = Callable[[int, Message], None]
 
@@ -60,6 +63,7 @@ class Hub:
         self._here: set[int] = set()  # replicas admitted and not lost
         self._seen: set[int] = set()  # replicas ever admitted
         self._over: Message | None = None
+        self._looked = 0.0
         self._begin()
 
     def _begin(self) -> None:
@@ -107,6 +111,7 @@ class Hub:
 
     def receive(self, replica: int, message: Message, now: float) -> None:
         """Take in what an admitted launcher says. Raise ValueError for what it must not say."""
+        self._look(now)
         if self._phase is _Phase.OVER:
             return
         if isinstance(message, Leaving):
@@ -161,6 +166,7 @@ class Hub:
 
     def tick(self, now: float) -> float | None:
         """Do what is due; return when to call again at the latest."""
+        self._look(now)
         if self._begun_at is None:
             self._begun_at = now
         if self._phase is _Phase.RUNNING:
@@ -180,6 +186,13 @@ class Hub:
             took = now - self._stop_at
             self._end(_end(cause, f"replica {which} {what} within {took:.0f} s"))
         return None
+
+    def _look(self, now: float) -> None:
+        """Move the barrier by our own pause: whoever stopped meanwhile is still to be heard."""
+        pause = now - self._looked - _LOOK_SECONDS
+        if self._barrier_at is not None and pause > 0:
+            self._barrier_at += pause
+        self._looked = now
 
     def _stop_when_due(self, now: float) -> float | None:
         silent = self._gang.replicas - len(self._running)
