@@ -61,5 +61,5 @@ def launched(
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
     with launched(*arguments, env=env) as process:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=PATIENCE)
         return process.returncode, out, err

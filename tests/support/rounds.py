@@ -23,11 +23,11 @@ from typing import Any
 import pytest
 
 from support.launching import SOURCES, free_ports, launch
+from support.patience import PATIENCE
 
 STEPS = 16
 EVERY = 4  # steps between snapshots
-#: What takes longer is a hang, on a machine with far too much to do as well.
-DEADLINE = 240
+DEADLINE = PATIENCE
 
 #: Three ranks, three buckets, dropout, buffers.
 SCRIPT = f"""
@@ -236,12 +236,13 @@ class Training:
         return "\n".join(texts)
 
 
-def patched(directory: Path, constant: str, value: object) -> dict[str, str]:
-    """Environment in which a launcher has another value for a constant in its package."""
-    module, _, name = constant.rpartition(".")
-    (directory / "sitecustomize.py").write_text(
-        f"import ddpjob_trainer.launcher.{module} as module\nmodule.{name} = {value!r}\n"
-    )
+def patched(directory: Path, constants: Mapping[str, object]) -> dict[str, str]:
+    """Environment in which a launcher has other values for constants of ddpjob_trainer."""
+    lines = []
+    for constant, value in constants.items():
+        module, _, name = constant.rpartition(".")
+        lines.append(f"import ddpjob_trainer.{module} as module\nmodule.{name} = {value!r}\n")
+    (directory / "sitecustomize.py").write_text("".join(lines))
     return {"PYTHONPATH": f"{directory}{os.pathsep}{SOURCES}"}
 
 

@@ -11,21 +11,20 @@ import signal
 
 import pytest
 
-from support.launching import free_ports, launch, run
+from support.launching import free_ports, launch, launched, run
+from support.patience import PATIENCE
+from support.rounds import patched
 
 WORKER = """
 import ctypes
 from pathlib import Path
-from ddpjob_trainer.liveness import stacks
-from ddpjob_trainer.liveness.heartbeat import RankStateWriter
+from ddpjob_trainer.liveness import heartbeat, stacks
 directory = Path(os.environ["DDPJOB_TRAINER_STATE_DIR"])
 stacks.enable(directory, rank)
-writer = RankStateWriter(directory, rank)
-def everybody_is_here():
-    for other in range(int(os.environ["WORLD_SIZE"])):
-        while not (directory / f"rank-{other}.state").exists():
-            time.sleep(0.01)
+writer = heartbeat.RankStateWriter(directory, rank)
 def waits_for_its_peers():
+    if rank == 0:
+        show()
     while True:
         time.sleep(600)
 def asleep():
@@ -39,11 +38,31 @@ def in_a_write_that_never_returns():
     read, write = os.pipe()
     while True:
         os.write(write, bytes(65536))
+def show():
+    pass
+"""
+#: Records that the launcher sees all at once, when each rank stands where it is to stand.
+HIDDEN = """
+shown = os.environ["DDPJOB_TRAINER_STATE_DIR"]
+os.environ["DDPJOB_TRAINER_STATE_DIR"] = shown + ".hidden"
+os.makedirs(shown + ".hidden", exist_ok=True)
+"""
+SHOW = """
+def state_of(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+def show():
+    for other in (1, 2):
+        while not (directory / f"at-{other}").exists():
+            time.sleep(0.01)
+        pid = heartbeat.read_state(directory, other).pid
+        while state_of(pid) not in "ST":  # asleep or stopped
+            time.sleep(0.01)
+    directory.rename(shown)
 """
 
 
 def environment(**seconds: float) -> dict[str, str]:
-    limits = {"startup": 60.0, "step": 60.0, "snapshot": 60.0, **seconds}
+    limits = {"startup": PATIENCE, "step": PATIENCE, "snapshot": PATIENCE, **seconds}
     return {f"DDPJOB_HANG_{name.upper()}_SECONDS": str(value) for name, value in limits.items()}
 
 
@@ -63,19 +82,26 @@ def test_the_culprit_is_named_and_counts_as_76(script, tmp_path, name):  # type:
     phase, activity, what, shows = CASES[name]
     report = tmp_path / "report"
     program = script(
-        f"""{WORKER}
-everybody_is_here()
+        f"""{HIDDEN}{WORKER}{SHOW}
 writer.update(phase={phase!r}, step=7)
+writer.mark({activity!r} if rank == 1 else "backward")
+(directory / f"at-{{rank}}").touch()
 if rank != 1:
-    writer.mark("backward")
     waits_for_its_peers()
-writer.mark({activity!r})
 {what}()
 """
     )
+    # However slowly an answer is written; who is stopped gives none, and is waited for so long.
+    patience = patched(
+        tmp_path,
+        {
+            "launcher.hangs._STACKS_SECONDS": 30 if shows else 10,
+            "launcher.hangs._STACKS_SETTLED_SECONDS": 1,
+        },
+    )
     code, _, err = run(
         "--nproc", "3", "--max-rounds-without-progress", "0", "--termination-log", str(report),
-        program, env=environment(**{phase: 1.5}),
+        program, env={**environment(**{phase: 1.5}), **patience},
     )  # fmt: skip
     assert code == 76, err
     found = json.loads(report.read_bytes())
@@ -94,8 +120,10 @@ writer.mark({activity!r})
 def test_nothing_is_watched(script, kind):  # type: ignore[no-untyped-def]
     keeps_records = f"{WORKER}\nwriter.update(phase='done')\n"
     program = script((keeps_records if kind == "after the loop" else "") + "time.sleep(2)")
-    limits = environment(startup=10.0, step=0.3, snapshot=0.3)
-    code, _, err = run("--nproc", "2", program, env=limits)
+    limits = {"step": 0.3, "snapshot": 0.3}
+    if kind == "without our library":
+        limits["startup"] = 0.3
+    code, _, err = run("--nproc", "2", program, env=environment(**limits))
     assert (code, err) == (0, "")
 
 
@@ -115,15 +143,24 @@ def does_not_care():
 does_not_care()
 """
     )
-    process = launch(
+    # It is asked right after the signal, and has 10 s to answer until it is killed.
+    early = patched(
+        tmp_path,
+        {
+            "launcher.hangs._BEFORE_KILL_SECONDS": 10.5,
+            "launcher.hangs._STACKS_SECONDS": 10,
+            "launcher.hangs._STACKS_SETTLED_SECONDS": 1,
+        },
+    )
+    with launched(
         "--nproc", "2", "--termination-log", str(report), program,
-        env={**environment(), "DDPJOB_GRACE_SECONDS": "2.5"},
-    )  # fmt: skip
-    assert process.stdout is not None
-    for _ in range(2):
-        assert process.stdout.readline().endswith("ready\n")
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
+        env={**environment(), **early, "DDPJOB_GRACE_SECONDS": "12"},
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        for _ in range(2):
+            assert process.stdout.readline().endswith("ready\n")
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 143, err
     assert json.loads(report.read_bytes())["kind"] == "sigterm"
     assert "the grace period is over and not ended: rank 0, 1" in err
@@ -137,30 +174,31 @@ def test_across_pods_the_launcher_of_the_culprit_finds_it(script, tmp_path):  # 
     program = script(
         f"""{WORKER}
 hung = {str(tmp_path)!r} + "/hung-" + os.environ["DDPJOB_ROUND"]
+writer.mark("data" if rank == 1 else "backward")
 writer.update(phase="step", step=7)
 if rank == 1:
-    writer.mark("data")
     open(hung, "w").close()
     asleep()
 while not os.path.exists(hung):
-    writer.mark("data")
+    writer.mark("backward")
     time.sleep(0.01)
-writer.mark("backward")
 waits_for_its_peers()
 """
     )
+    # What the waiting get on top is much more than the culprit's launcher needs to act.
+    patient = patched(tmp_path, {"liveness.hang._WAITING_SECONDS": 20})
     ports = free_ports(2)
     gang = {
         "DDPJOB_UID": "u", "DDPJOB_ATTEMPT": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "DDPJOB_HUB_PORT": str(ports[1]),
-        "DDPJOB_IN_PLACE_MAX_WITHOUT_PROGRESS": "1", **environment(step=1.5),
+        "DDPJOB_IN_PLACE_MAX_WITHOUT_PROGRESS": "1", **environment(step=1.5), **patient,
     }  # fmt: skip
     launchers = [
         launch("--termination-log", str(tmp_path / f"report-{replica}"), program,
                env={**gang, "DDPJOB_REPLICA": str(replica)})
         for replica in range(2)
     ]  # fmt: skip
-    errors = [launcher.communicate(timeout=90)[1] for launcher in launchers]
+    errors = [launcher.communicate(timeout=PATIENCE)[1] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [75, 76], errors
     found = json.loads((tmp_path / "report-1").read_bytes())
     assert (found["kind"], found["rank"], found["round"]) == ("hang", 1, 1)

@@ -237,7 +237,7 @@ def test_a_worker_that_takes_longer_to_end_than_the_barrier_is_waited_for(  # ty
     second_round = 'if os.environ["DDPJOB_ROUND"] == "1":\n    sys.exit(0)\n'
     program = script(second_round + until_traced(tmp_path))
     pid = tmp_path / "pid"
-    env = patched(tmp_path, "plan._EXIT_SECONDS", 120.0)
+    env = patched(tmp_path, {"launcher.plan._EXIT_SECONDS": PATIENCE})
     with launched("--nproc", "2", program, env=env) as process:
         wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"), "rank 0", 30)
         with traced(int(pid.read_text())):

@@ -79,7 +79,7 @@ def test_two_at_once_then_a_kill_at_each_stage_of_the_restart(training, undistur
 @pytest.mark.fault("T2")
 def test_spares_and_their_fork_server_under_fire(training, undisturbed, tmp_path):  # type: ignore[no-untyped-def]
     training.hold("1-0-step-9", "1-1-step-9", "1-3-step-9")
-    patient = patched(tmp_path, "processes.spares._ANSWER_SECONDS", 4.0)
+    patient = patched(tmp_path, {"launcher.processes.spares._ANSWER_SECONDS": 30})
     launcher = training.launch("--max-rounds-without-progress", "9", **patient)
     first = training.at("1-0-step-9")
     training.until(lambda: training.marks("spares"), "spares")
@@ -278,7 +278,7 @@ def pair(
         "DDPJOB_UID": "u", "DDPJOB_ATTEMPT": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "2",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]),
         "DDPJOB_HUB_PORT": str(hub or ports[1]),
-        "DDPJOB_IN_PLACE_MAX_WITHOUT_PROGRESS": "3", **patched(directory, constant, value),
+        "DDPJOB_IN_PLACE_MAX_WITHOUT_PROGRESS": "3", **patched(directory, {f"launcher.{constant}": value}),
     }  # fmt: skip
     return [
         launch("--termination-log", str(directory / f"report-{replica}"), script,

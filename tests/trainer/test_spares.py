@@ -194,7 +194,7 @@ def test_a_child_that_an_import_leaves_behind_does_no_harm(bare, tmp_path):  # t
         "import forking\n" + FRESH + BARE + "if round_ == '0':\n    until_spares()\n"
         "    sys.exit(5)\ntime.sleep(3)",
         fresh=False,
-        env=patched(tmp_path, "processes.spares._ANSWER_SECONDS", 1.0)
+        env=patched(tmp_path, {"launcher.processes.spares._ANSWER_SECONDS": 10})
         | {"PYTHONPATH": f"{tmp_path}:{SOURCES}"},
     )
     assert code == 0, err
@@ -258,7 +258,7 @@ def test_spares_that_were_asked_for_come_without_our_library_too(tmp_path, wait_
     (tmp_path / "torch.py").write_text("raise ImportError('not in this test')")
     script = tmp_path / "script.py"
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
-    env = patched(tmp_path, "starter._STARTED_SECONDS", 0.1)
+    env = patched(tmp_path, {"launcher.starter._STARTED_SECONDS": 0.1})
     env["DDPJOB_TRAINER_TRACE"] = str(tmp_path / "trace")
     with launched("--spares", "1", str(script), env=env) as launcher:
         try:
