@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from support.patience import PATIENCE
@@ -19,16 +20,37 @@ NO_ROUNDS = ("--max-rounds-without-progress", "0")
 SOURCES = Path(__file__).parents[2] / "trainer/src"
 
 
+#: Below those that the kernel gives to whoever asks for any: none of them is lost to a connection
+#: between this function's end and the use of the port.
+PORTS = range(12_000, 20_000)
+
+
 def free_ports(count: int) -> list[int]:
     """Ports that nobody listens on, each another one: all are held until all are known."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
+    found: list[int] = []
+    with contextlib.ExitStack() as probes:
+        while len(found) < count:
+            probe = probes.enter_context(socket.socket())
+            port = random.SystemRandom().choice(PORTS)  # beside other tests, whatever seed is set
+            with contextlib.suppress(OSError):
+                probe.bind(("", port))
+                found.append(port)
+    return found
+
+
+def after_rank_0(directory: Path) -> str:
+    """Lines of a script: rank 1 goes on when rank 0 has ended and the launcher knows."""
+    return f"""
+pid = {str(directory / "pid")!r}
+if rank == 0:
+    open(pid + ".new", "w").write(str(os.getpid()))
+    os.rename(pid + ".new", pid)
+else:
+    while not os.path.exists(pid):
+        time.sleep(0.01)
+    while os.path.exists("/proc/" + open(pid).read()):
+        time.sleep(0.01)
+"""
 
 
 def launch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
@@ -41,7 +63,7 @@ def launch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Pop
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def launched(
     *arguments: str, env: dict[str, str] | None = None, seconds: float = PATIENCE
 ) -> Iterator[subprocess.Popen[str]]:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from support.launching import NO_ROUNDS, RUN, SOURCES
+from support.patience import PATIENCE
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 AT_EXIT = Path(__file__).with_name("at_exit")
@@ -32,7 +33,7 @@ def finish(*command: str, code: int = 0, **env: str) -> str:
     """Its output; fails unless it ends with this exit code, and all threads before it."""
     with start(*command, **env) as process:
         try:
-            out, _ = process.communicate(timeout=300)
+            out, _ = process.communicate(timeout=PATIENCE)
         finally:
             process.kill()
     assert process.returncode == code, out[-30_000:]
@@ -59,15 +60,22 @@ def show(
 
 
 def kill_rank_1_after(snapshot: int, *command: str, **env: str) -> tuple[int, str]:
-    """SIGKILL it when the launcher's log tells of the snapshot: exit code, the log from then on."""
-    process = start(*command, **env)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if re.search(rf"step \d+/\d+ .* snapshot {snapshot}$", line):
-            os.kill(workers(process.pid)[1], signal.SIGKILL)
-            break
-    rest = process.stdout.read()
-    return process.wait(timeout=60), rest
+    """SIGKILL it when the launcher's log tells of the snapshot: exit code, the log from then on.
+
+    Or of a later one, if that one was told of too late. Until then nobody trains on.
+    """
+    with start(*command, TEST_HELD_FROM_SNAPSHOT=str(snapshot), **env) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                told = re.search(r"step \d+/\d+ .* snapshot (\d+)$", line)
+                if told and int(told[1]) >= snapshot:
+                    os.kill(workers(process.pid)[1], signal.SIGKILL)
+                    break
+            rest, _ = process.communicate(timeout=PATIENCE)
+        finally:
+            process.kill()
+    return process.returncode, rest
 
 
 def value(name: str, output: str) -> str:

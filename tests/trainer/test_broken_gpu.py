@@ -6,7 +6,9 @@ import json
 
 import pytest
 
-from support.launching import NO_ROUNDS, run
+from support.launching import NO_ROUNDS, after_rank_0, run
+from support.patience import PATIENCE
+from support.rounds import patched
 
 #: As ProcessGroupNCCL's watchdog: to stderr, from C++, then SIGABRT.
 ABORT = """
@@ -28,7 +30,7 @@ def nccl_aborts(words):
 )
 def test_a_gpu_that_failed_is_not_met_again_in_place(script, tmp_path, end):  # type: ignore[no-untyped-def]
     report = tmp_path / "report"
-    program = script(f"{ABORT}\nif rank == 1: {end}\ntime.sleep(600)\n")
+    program = script(f"{ABORT}\nif rank == 1: {end}\ntime.sleep(3600)\n")
     code, _, err = run("--nproc", "2", "--termination-log", str(report), program)
     assert code == 74, err
     assert "no further round: a GPU failed" in err
@@ -40,12 +42,13 @@ def test_a_gpu_that_failed_is_not_met_again_in_place(script, tmp_path, end):  # 
         assert "uncorrectable ECC error" in content["exception"]
 
 
-def test_who_nccl_ends_for_a_peer_is_not_the_cause(script):  # type: ignore[no-untyped-def]
+def test_who_nccl_ends_for_a_peer_is_not_the_cause(script, tmp_path):  # type: ignore[no-untyped-def]
     words = "NCCL error: remote process exited or there was a network error"
     program = script(
-        f"{ABORT}\nif rank == 0: nccl_aborts({words!r})\ntime.sleep(0.5)\nsys.exit(9)\n"
+        f"{ABORT}{after_rank_0(tmp_path)}\nif rank == 0: nccl_aborts({words!r})\nsys.exit(9)\n"
     )
-    code, _, err = run(*NO_ROUNDS, "--nproc", "2", program)
+    patient = patched(tmp_path, {"launcher.hub.root_cause.CAUSE_WAIT_SECONDS": PATIENCE})
+    code, _, err = run(*NO_ROUNDS, "--nproc", "2", program, env=patient)
     assert code == 9, err
     assert "rank 1 ended first, with exit code 9" in err
 

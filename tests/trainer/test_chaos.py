@@ -18,6 +18,7 @@ import pytest
 
 from support.busy import busy_machine
 from support.launching import SOURCES
+from support.patience import PATIENCE
 
 CHAOS = (sys.executable, "-m", "ddpjob_trainer", "chaos")
 
@@ -75,12 +76,12 @@ def training(tmp_path: Path):  # type: ignore[no-untyped-def]
 
 def chaos(*arguments: str) -> tuple[int, str]:
     done = subprocess.run(
-        [*CHAOS, *arguments],
+        [*CHAOS, "--patience", str(PATIENCE), *arguments],
         env={**os.environ, "PYTHONPATH": str(SOURCES)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=500,
+        timeout=PATIENCE,
         check=False,
     )
     return done.returncode, done.stdout
@@ -147,8 +148,8 @@ def test_what_cannot_be_compared_is_refused(tmp_path, text, complaint):  # type:
 def test_an_interrupted_chaos_leaves_nobody(tmp_path, signum, wait_until):  # type: ignore[no-untyped-def]
     script = tmp_path / "script.py"
     pid_file = tmp_path / "pid"
-    text = f"import os, time\nopen({str(pid_file)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
-    script.write_text(text)
+    say = f"open({str(pid_file)!r}, 'w').write(str(os.getpid()))"
+    script.write_text(f"import os, time\n{say}\ntime.sleep(3600)")
     with subprocess.Popen(
         [*CHAOS, "--nproc", "1", "--keep", str(tmp_path / "kept"), str(script)],
         env={**os.environ, "PYTHONPATH": str(SOURCES)},
@@ -157,9 +158,9 @@ def test_an_interrupted_chaos_leaves_nobody(tmp_path, signum, wait_until):  # ty
         # Whoever started pytest in the background has it ignore SIGINT.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
     ) as process:
-        wait_until(lambda: pid_file.exists() and pid_file.read_text(), "the worker runs", 60)
+        wait_until(lambda: pid_file.exists() and pid_file.read_text(), "the worker runs")
         worker = Path(f"/proc/{pid_file.read_text()}")
         process.send_signal(signum)
-        process.wait(timeout=60)
+        process.wait(timeout=PATIENCE)
     assert process.returncode == (-9 if signum == signal.SIGKILL else 128 + signum)
-    wait_until(lambda: not worker.exists(), "the worker is gone", 20)
+    wait_until(lambda: not worker.exists(), "the worker is gone")

@@ -18,6 +18,7 @@ import pytest
 
 from support.busy import busy_machine
 from support.launching import SOURCES
+from support.patience import PATIENCE
 
 EXAMPLES = SOURCES.parents[1] / "examples"
 SCRIPTS = ("gan.py", "muon.py", "text.py", "loader.py", "stream.py")
@@ -38,14 +39,14 @@ def test_an_example_survives_kills_bit_for_bit(tmp_path: Path, script: str, npro
             [
                 *(sys.executable, "-m", "ddpjob_trainer", "chaos", "--nproc", str(nproc)),
                 *("--kills", str(KILLS), "--every", "4", "--seed", str(nproc)),
-                *("--signals", "KILL,TERM", "--patience", "400"),
+                *("--signals", "KILL,TERM", "--patience", str(PATIENCE)),
                 *("--json", str(report), *program),
             ],
             env={**os.environ, "PYTHONPATH": str(SOURCES)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=550,
+            timeout=PATIENCE,
             check=False,
         )
     assert done.returncode == 0, done.stdout

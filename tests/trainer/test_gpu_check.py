@@ -15,13 +15,14 @@ import pytest
 from ddpjob_trainer.gpu_check import launches
 from ddpjob_trainer.gpu_check.launches import Setup
 from support.launching import SOURCES
+from support.patience import PATIENCE
 
 
 def gpu_check(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "ddpjob_trainer", "gpu-check", *words],
         env={**os.environ, "PYTHONPATH": str(SOURCES)},
-        capture_output=True, text=True, timeout=580, check=False,
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
 
 
@@ -64,7 +65,7 @@ import os, pathlib, time
 draft = pathlib.Path({str(there)!r} + ".draft")
 draft.write_text(f"{{os.getppid()}} {{os.getpid()}}")
 draft.rename({str(there)!r})
-time.sleep(600)
+time.sleep(3600)
 """)
     command = [sys.executable, "-m", "ddpjob_trainer", "run", str(script)]
     complete = "import sys; from ddpjob_trainer.gpu_check import launches;"
@@ -110,7 +111,7 @@ def test_the_benchmark_comes_to_its_table(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(SOURCES.parents[1] / "bench/gpu.py"), *words],
         env={**os.environ, "PYTHONPATH": str(SOURCES), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, timeout=580, check=False,
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(report.read_text())

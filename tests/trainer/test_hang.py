@@ -26,12 +26,12 @@ def waits_for_its_peers():
     if rank == 0:
         show()
     while True:
-        time.sleep(600)
+        time.sleep(3600)
 def asleep():
-    time.sleep(600)
+    time.sleep(3600)
 def holds_the_gil():
     while True:
-        ctypes.PyDLL(None).sleep(600)
+        ctypes.PyDLL(None).sleep(3600)
 def stopped():
     os.kill(os.getpid(), signal.SIGSTOP)
 def in_a_write_that_never_returns():
@@ -139,7 +139,7 @@ if rank == 0:
 print("ready", flush=True)
 def does_not_care():
     while True:
-        time.sleep(600)
+        time.sleep(3600)
 does_not_care()
 """
     )

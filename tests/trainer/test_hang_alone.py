@@ -13,12 +13,19 @@ import torch
 from torch import nn
 
 import ddpjob_trainer as ddp
+from ddpjob_trainer.liveness import hang
 
 HANG = {
-    "DDPJOB_HANG_STARTUP_SECONDS": "30",
-    "DDPJOB_HANG_STEP_SECONDS": "3",
-    "DDPJOB_HANG_SNAPSHOT_SECONDS": "30",
+    "DDPJOB_HANG_STARTUP_SECONDS": "300",
+    "DDPJOB_HANG_STEP_SECONDS": "10",
+    "DDPJOB_HANG_SNAPSHOT_SECONDS": "300",
 }
+
+
+@pytest.fixture(autouse=True)
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the waiting get on top is much more than the one at fault needs to end."""
+    monkeypatch.setattr(hang, "_WAITING_SECONDS", 30)
 
 
 class Data:
@@ -38,7 +45,7 @@ class Data:
         return torch.full((8,), float(index)), torch.tensor([float(index)])
 
     def a_disk_that_does_not_answer(self) -> None:
-        time.sleep(600)
+        time.sleep(3600)
 
 
 def train(rank: int) -> None:
@@ -57,8 +64,8 @@ def test_the_rank_that_hangs_ends_with_76_and_its_stacks(gang):  # type: ignore[
     assert codes == {0: 75, 1: 76, 2: 75}, gang.log(1)
     log = gang.log(1)
     assert re.search(
-        r"rank 1 hangs: it gave no sign of life for \d\.\d s in phase step \(data\) after step 5;"
-        r" the limit is DDPJOB_HANG_STEP_SECONDS=3, ending with exit code 76",
+        r"rank 1 hangs: it gave no sign of life for \d+\.\d s in phase step \(data\) after step 5;"
+        r" the limit is DDPJOB_HANG_STEP_SECONDS=10, ending with exit code 76",
         log,
     )
     assert "in a_disk_that_does_not_answer" in log
@@ -95,7 +102,7 @@ def test_a_disk_that_hangs_at_the_end_is_that_ranks_fault(gang, tmp_path):  # ty
             step.commit()
 
     try:
-        codes = gang.run(program, env={**HANG, "DDPJOB_HANG_SNAPSHOT_SECONDS": "3"})
+        codes = gang.run(program, env={**HANG, "DDPJOB_HANG_SNAPSHOT_SECONDS": "10"})
     finally:
         os.kill(int(stopped.read_text()), signal.SIGKILL)  # without a launcher nobody else does
     assert codes == {0: 75, 1: 76, 2: 75}, gang.log(1)

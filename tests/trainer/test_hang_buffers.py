@@ -22,7 +22,7 @@ model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 model, optimizer = run.prepare(model, optimizer, bucket_cap_mb=0.0001)
 def stands_still():
-    time.sleep(600)
+    time.sleep(3600)
 def metric(model, batch):
     return model(batch[0]).sum()
 for step in run.steps(data):
@@ -53,7 +53,7 @@ def test_rank_0_hangs_and_not_those_that_wait_for_its_buffers(script, tmp_path, 
     with launched(
         "--nproc", "3", *NO_ROUNDS, "--termination-log", str(report),
         script(TRAINING.format(rank_0=rank_0, all_ranks=all_ranks)),
-        env={"DDPJOB_HANG_STEP_SECONDS": "5"},
+        env={"DDPJOB_HANG_STEP_SECONDS": "12"},
     ) as process:  # fmt: skip
         _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 76, err

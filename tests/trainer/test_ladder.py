@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from ddpjob_trainer.telemetry.event_log import read_losses
+from support.patience import PATIENCE
 from support.scripts import EXAMPLES, LAUNCHER, TORCHRUN, finish, kill_rank_1_after, value
 
 LADDER = EXAMPLES / "ladder"
@@ -94,7 +95,7 @@ def test_whatever_is_killed_the_weights_are_the_same(tmp_path: Path) -> None:
     """As docs/ladder.md has the reader do it: chaos kills, and compares with an undisturbed run."""
     report, kept = tmp_path / "report.json", tmp_path / "kept"
     chaos = (sys.executable, "-m", "ddpjob_trainer", "chaos", "--nproc", "3", "--kills", "2")
-    where = ("--json", str(report), "--keep", str(kept))
+    where = ("--json", str(report), "--keep", str(kept), "--patience", str(PATIENCE))
     out = finish(*chaos, "--every", "10", "--seed", "3", *where, FAULTS, *EPOCHS)
     result = json.loads(report.read_text())
     assert result["identical"]

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from support.launching import NO_ROUNDS, SOURCES, free_ports, launch, run
+from support.launching import NO_ROUNDS, SOURCES, after_rank_0, free_ports, launch, run
+from support.patience import PATIENCE
+from support.rounds import patched
 
 
 def alive(pid: int) -> bool:
@@ -59,15 +61,16 @@ def test_the_report_stays_below_2_kib(script, tmp_path):  # type: ignore[no-unty
     assert json.loads(report.read_bytes())["exception"].startswith("ValueError: yyy")
 
 
-def test_the_cause_is_told_from_collateral_that_ended_first(script):  # type: ignore[no-untyped-def]
-    program = script("if rank == 0: sys.exit(75)\ntime.sleep(0.5)\nsys.exit(9)")
-    code, _, err = run(*NO_ROUNDS, "--nproc", "2", program)
+def test_the_cause_is_told_from_collateral_that_ended_first(script, tmp_path):  # type: ignore[no-untyped-def]
+    program = script(f"{after_rank_0(tmp_path)}\nsys.exit(75 if rank == 0 else 9)")
+    patient = patched(tmp_path, {"launcher.hub.root_cause.CAUSE_WAIT_SECONDS": PATIENCE})
+    code, _, err = run(*NO_ROUNDS, "--nproc", "2", program, env=patient)
     assert code == 9
     assert "rank 1 ended first, with exit code 9" in err
 
 
 def test_collateral_alone_is_not_waited_for_forever(script):  # type: ignore[no-untyped-def]
-    program = script("if rank == 0: sys.exit(75)\ntime.sleep(600)")
+    program = script("if rank == 0: sys.exit(75)\ntime.sleep(3600)")
     code, _, err = run(*NO_ROUNDS, "--nproc", "2", program)
     assert code == 75
     assert "peerLost" in err
@@ -83,14 +86,14 @@ for _ in range(2):
         os.setsid()
         if os.fork() == 0:
             open({str(tmp_path)!r} + f"/{{os.getpid()}}.pid", "w").close()
-            time.sleep(600)
+            time.sleep(3600)
         os._exit(0)
 while len([n for n in os.listdir({str(tmp_path)!r}) if n.endswith(".pid")]) < 6:
     time.sleep(0.01)
 if rank == 2:
     sys.exit(5)
 open({str(tmp_path)!r} + f"/{{os.getpid()}}.pid", "w").close()
-time.sleep(600)
+time.sleep(3600)
 """
     )
     code, _, err = run(*NO_ROUNDS, "--nproc", "3", program)
@@ -109,25 +112,25 @@ if os.fork() == 0:
         time.sleep(0.1)
     os._exit(0)
 os.wait()
-time.sleep(600)
+time.sleep(3600)
 """
     )
     process = launch(program)
     assert process.stdout is not None
     orphan = Path(f"/proc/{int(process.stdout.readline())}")
-    wait_until(lambda: not orphan.exists(), "the orphan has ended and is no zombie", 20)
+    wait_until(lambda: not orphan.exists(), "the orphan has ended and is no zombie")
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 143, err  # the launcher was still at work
 
 
 def test_workers_die_with_a_killed_launcher(script, wait_until):  # type: ignore[no-untyped-def]
-    process = launch("--nproc", "2", script("print(os.getpid(), flush=True)\ntime.sleep(600)"))
+    process = launch("--nproc", "2", script("print(os.getpid(), flush=True)\ntime.sleep(3600)"))
     assert process.stdout is not None
     pids = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
     process.kill()
-    process.communicate(timeout=30)
-    wait_until(lambda: not any(alive(pid) for pid in pids), "workers are gone", 20)
+    process.communicate(timeout=PATIENCE)
+    wait_until(lambda: not any(alive(pid) for pid in pids), "workers are gone")
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -142,8 +145,8 @@ for s in (signal.SIGTERM, signal.SIGINT):
     signal.signal(s, handler)
 signal.signal(signal.SIGUSR1, lambda *_: print("user", flush=True))
 print("ready", flush=True)
-time.sleep(600)
-time.sleep(600)
+time.sleep(3600)
+time.sleep(3600)
 """
     )
     process = launch(program)
@@ -152,7 +155,7 @@ time.sleep(600)
     process.send_signal(signal.SIGUSR1)
     assert process.stdout.readline() == "user\n"
     process.send_signal(signum)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=PATIENCE)
     assert f"got {int(signum)}\n" in out
     assert process.returncode == code, err
 
@@ -162,7 +165,7 @@ def test_what_nohup_has_the_launcher_ignore_ends_no_training(script):  # type: i
         """
 signal.signal(signal.SIGUSR1, lambda *_: print("user", flush=True))
 print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, flush=True)
-time.sleep(600)
+time.sleep(3600)
 """
     )
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -176,18 +179,18 @@ time.sleep(600)
     process.send_signal(signal.SIGUSR1)
     assert process.stdout.readline() == "user\n"
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 143, err
 
 
 def test_who_ignores_sigterm_is_killed_before_the_grace_period_ends(script, tmp_path):  # type: ignore[no-untyped-def]
     report = tmp_path / "report"
-    program = script("signal.signal(15, signal.SIG_IGN)\nprint('x', flush=True)\ntime.sleep(600)")
+    program = script("signal.signal(15, signal.SIG_IGN)\nprint('x', flush=True)\ntime.sleep(3600)")
     process = launch("--termination-log", str(report), program, env={"DDPJOB_GRACE_SECONDS": "2"})
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode == 143
     assert json.loads(report.read_bytes())["kind"] == "sigterm"
 
@@ -260,14 +263,14 @@ metrics.add("samples", 32)
 metrics.flush()
 writer.update(phase="step", step=12, total_steps=40, loss=0.5, snapshot_step=10)
 print("ready", flush=True)
-time.sleep(600)
+time.sleep(3600)
 """
     )
     (port,) = free_ports(1)
     process = launch("--nproc", "2", "--metrics-port", str(port), program)
 
     def get(path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE) as reply:
             return str(reply.read().decode())
 
     try:
@@ -287,7 +290,7 @@ time.sleep(600)
             assert f'ddpjob_trainer_samples_total{{rank="{rank}"}} 32.0' in metrics
     finally:
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=30)
+        process.communicate(timeout=PATIENCE)
 
 
 def test_the_launcher_never_imports_torch(script):  # type: ignore[no-untyped-def]
@@ -298,7 +301,7 @@ def test_the_launcher_never_imports_torch(script):  # type: ignore[no-untyped-de
     )
     result = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(SOURCES)},
-        capture_output=True, text=True, check=True, timeout=60,
+        capture_output=True, text=True, check=True, timeout=PATIENCE,
     )  # fmt: skip
     assert result.stdout == "False False\n"
 

@@ -21,6 +21,7 @@ import pytest
 
 from ddpjob_trainer.launcher.hub.hub import BARRIER_SECONDS
 from support.launching import RUN, SOURCES, free_ports, launch, launched, run
+from support.patience import PATIENCE
 from support.rounds import patched
 
 _PTRACE_SEIZE = 0x4206
@@ -41,7 +42,7 @@ def test_closed_standard_files_do_not_become_other_files(tmp_path):  # type: ign
     command = [*RUN, "--events", str(events), "sh", "-c", "echo secret; echo secret >&2"]
     closed = f"exec {shlex.join(command)} <&- >&- 2>&-"
     env = {**os.environ, "PYTHONPATH": str(SOURCES)}
-    done = subprocess.run(["sh", "-c", closed], env=env, timeout=60, check=False)
+    done = subprocess.run(["sh", "-c", closed], env=env, timeout=PATIENCE, check=False)
     assert done.returncode == 0
     assert [json.loads(line)["event"] for line in events.read_text().splitlines()] == ["end"]
 
@@ -91,10 +92,10 @@ while not os.path.exists({str(tmp_path / "seen")!r}):
         assert process.stdout is not None
         seen = b""
         while seen != b"epoch 1\r> ":
-            assert select.select([process.stdout], [], [], 30)[0], seen
+            assert select.select([process.stdout], [], [], PATIENCE)[0], seen
             seen += os.read(process.stdout.fileno(), 100)
         (tmp_path / "seen").touch()
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE) == 0
 
 
 def test_with_a_prefix_each_state_of_a_progress_bar_is_a_line(script):  # type: ignore[no-untyped-def]
@@ -111,11 +112,11 @@ def test_a_slow_reader_of_a_non_blocking_pipe_gets_every_line(script, wait_until
         [*RUN, program], env={**os.environ, "PYTHONPATH": str(SOURCES)}, stdout=write
     ) as process:
         # Nothing is read until the pipe is full.
-        wait_until(lambda: not select.select([], [write], [], 0)[1], "the pipe is full", 30)
+        wait_until(lambda: not select.select([], [write], [], 0)[1], "the pipe is full")
         os.close(write)
         with os.fdopen(read, "rb") as stream:
             lines = stream.read().splitlines()
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE) == 0
     assert len(lines) == 20000
 
 
@@ -147,7 +148,7 @@ sys.exit(1)
     with launched(*words, *more, program) as launcher:
         wait_until(told, "the time of the third checkpoint in /state")
         go.touch()
-        _, err = launcher.communicate(timeout=60)
+        _, err = launcher.communicate(timeout=PATIENCE)
     assert (launcher.returncode, "failed 2 times without progress in between" in err) == (1, True)
     found = json.loads(report.read_text())
     assert (found["round"], found["fileModifiedAt"]) == (3, third)
@@ -186,14 +187,14 @@ while True:
         ) as process:  # fmt: skip
             try:
                 seconds = [tmp_path / f"second-{rank}" for rank in range(3)]
-                wait_until(lambda: all(path.exists() for path in seconds), "round 1", 30)
+                wait_until(lambda: all(path.exists() for path in seconds), "round 1")
                 url = f"http://127.0.0.1:{port}/"
-                with urllib.request.urlopen(f"{url}healthz", timeout=10) as reply:
+                with urllib.request.urlopen(f"{url}healthz", timeout=PATIENCE) as reply:
                     assert reply.read() == b"ok\n"
-                with urllib.request.urlopen(f"{url}state", timeout=10) as reply:
+                with urllib.request.urlopen(f"{url}state", timeout=PATIENCE) as reply:
                     assert json.load(reply)["round"] == 1
                 process.send_signal(signal.SIGTERM)
-                assert process.wait(30) == 143
+                assert process.wait(PATIENCE) == 143
             finally:
                 process.kill()
     finally:
@@ -223,7 +224,7 @@ def until_traced(folder: Path) -> str:
     return f"""
 if rank == 0:
     open({str(folder)!r} + "/pid", "w").write(str(os.getpid()) + "\\n")
-    time.sleep(600)
+    time.sleep(3600)
 while not os.path.exists({str(folder)!r} + "/traced"):
     time.sleep(0.01)
 sys.exit(7)
@@ -239,13 +240,13 @@ def test_a_worker_that_takes_longer_to_end_than_the_barrier_is_waited_for(  # ty
     pid = tmp_path / "pid"
     env = patched(tmp_path, {"launcher.plan._EXIT_SECONDS": PATIENCE})
     with launched("--nproc", "2", program, env=env) as process:
-        wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"), "rank 0", 30)
+        wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"), "rank 0")
         with traced(int(pid.read_text())):
             (tmp_path / "traced").touch()
             stat = Path(f"/proc/{int(pid.read_text())}/stat")
-            wait_until(lambda: ") Z " in stat.read_text(), "rank 0 was killed", 30)
+            wait_until(lambda: ") Z " in stat.read_text(), "rank 0 was killed")
             time.sleep(BARRIER_SECONDS + 2)  # what is tested is that so long is not too long
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
     assert "round 1: rank 1 ended" in err
 
@@ -256,10 +257,10 @@ def test_a_worker_that_not_even_sigkill_ends_is_left_and_named(script, tmp_path,
     program = script(until_traced(tmp_path))
     pid = tmp_path / "pid"
     with launched("--nproc", "2", "--termination-log", str(report), program) as process:
-        wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"), "rank 0", 30)
+        wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"), "rank 0")
         with traced(int(pid.read_text())):
             (tmp_path / "traced").touch()
-            _, err = process.communicate(timeout=120)
+            _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 7, err
     content = json.loads(report.read_bytes())
     assert (content["rank"], content["code"]) == (1, 7)
@@ -271,9 +272,11 @@ def test_sigterm_while_a_log_is_waited_for_does_not_change_how_it_ended(  # type
 ):
     report = tmp_path / "report"
     program = script("for _ in range(100): os.write(1, b'x' * 1023 + b'\\n')")
-    with launched("--termination-log", str(report), program) as process:
-        wait_until(report.exists, "the report is written", 20)
+    patient = {"launcher.log._PATIENCE_SECONDS": PATIENCE, "launcher.log._FLUSH_SECONDS": PATIENCE}
+    env = patched(tmp_path, patient)
+    with launched("--termination-log", str(report), program, env=env) as process:
+        wait_until(report.exists, "the report is written")
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=PATIENCE) == 0
     assert json.loads(report.read_text())["kind"] == "success"

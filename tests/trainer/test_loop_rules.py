@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 import termios
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from ddpjob_trainer.snapshot import load, manager, staging
 from ddpjob_trainer.snapshot.ondisk import manifest
 from ddpjob_trainer.state.codec import unflatten
 from ddpjob_trainer.telemetry import progress
+from ddpjob_trainer.training import shutdown
+from support.patience import PATIENCE
 from support.snapshots import await_snapshot
 
 DATA = TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(1)))
@@ -103,7 +106,7 @@ def test_what_differs_between_ranks_is_named(gang, tmp_path, name, value):  # ty
             step.commit()
 
     # Without the comparison some of these wait for each other until a timeout.
-    env = {"DDPJOB_HANG_STEP_SECONDS": "3", "DDPJOB_HANG_SNAPSHOT_SECONDS": "3"}
+    env = {"DDPJOB_HANG_STEP_SECONDS": "30", "DDPJOB_HANG_SNAPSHOT_SECONDS": "30"}
     assert gang.run(differs, world=2, env=env) == {0: 64, 1: 64}
     for rank in (0, 1):
         assert f"ConfigError: {name} is {value} on rank 1 and" in gang.log(rank)
@@ -296,7 +299,7 @@ def test_finish_in_a_finally_does_not_wait_for_those_that_train_on(gang):  # typ
         finally:
             run.finish()
 
-    env = {"DDPJOB_HANG_STEP_SECONDS": "5", "DDPJOB_HANG_SNAPSHOT_SECONDS": "5"}
+    env = {"DDPJOB_HANG_STEP_SECONDS": "30", "DDPJOB_HANG_SNAPSHOT_SECONDS": "30"}
     assert gang.run(fails, env=env) == {0: 75, 1: 1, 2: 75}
     assert "KeyError: 'bug'" in gang.log(1)
 
@@ -416,16 +419,26 @@ def test_a_lost_peer_that_only_torch_noticed_leaves_a_traceback(gang):  # type: 
     assert "lost a peer" in gang.log(0)
 
 
-def test_a_peer_that_dies_before_it_has_connected_is_a_lost_peer(gang):  # type: ignore[no-untyped-def]
+def test_a_peer_that_dies_before_it_has_connected_is_a_lost_peer(gang, tmp_path):  # type: ignore[no-untyped-def]
     def dies(rank: int) -> None:
         from ddpjob_trainer.comm import rendezvous
 
         rendezvous._CONNECT_SECONDS = 1.0  # type: ignore[attr-defined]
-        if rank == 1:
-            torch.distributed.init_process_group = lambda *_, **__: os._exit(9)
+        dead = tmp_path / "dead"
+        connect = torch.distributed.init_process_group
+
+        def dies_or_waits(*arguments: Any, **options: Any) -> None:
+            if rank == 1:
+                dead.touch()
+                os._exit(9)
+            while not dead.exists():  # it has met the others by now
+                time.sleep(0.01)
+            connect(*arguments, **options)
+
+        torch.distributed.init_process_group = dies_or_waits
         ddp.start(total_steps=1, global_batch=6)
 
-    env = {"DDPJOB_HANG_STEP_SECONDS": "4", "DDPJOB_HANG_SNAPSHOT_SECONDS": "4"}
+    env = {"DDPJOB_HANG_STEP_SECONDS": "30", "DDPJOB_HANG_SNAPSHOT_SECONDS": "30"}
     assert gang.run(dies, env=env) == {0: 75, 1: 9, 2: 75}
 
 
@@ -434,10 +447,10 @@ def test_a_child_forked_in_the_loop_ends_on_sigterm(gang):  # type: ignore[no-un
         run = ddp.start(total_steps=1, global_batch=6)
         wrapped = prepared(run)
         for step in run.steps(DATA):
-            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,))
             child.start()
             child.terminate()
-            child.join(5)
+            child.join(PATIENCE)
             code = child.exitcode
             child.kill()
             assert code == -signal.SIGTERM
@@ -469,7 +482,7 @@ def test_sigterm_while_a_print_blocks_ends_the_process(gang, wait_until):  # typ
 
     wait_until(full, "the print blocks")
     os.kill(pid, signal.SIGTERM)
-    assert gang.wait(20) == {0: 143}, gang.log(0)
+    assert gang.wait() == {0: 143}, gang.log(0)
     os.close(read)
 
 
@@ -584,6 +597,16 @@ def test_a_loop_that_a_variable_holds_is_over_with_finish(gang, tmp_path):  # ty
     """As in `for step in tqdm(run.steps(data))`: after a break nobody closes the generator."""
 
     def leaves(rank: int) -> None:
+        over = threading.Event()
+
+        class Timer(threading.Timer):
+            """Its time begins when finish() is over: that may take longer."""
+
+            def run(self) -> None:
+                over.wait()
+                super().run()
+
+        shutdown.threading.Timer = Timer  # type: ignore[misc]
         run = ddp.start(total_steps=6, global_batch=6)
         wrapped = prepared(run)
         steps = run.steps(DATA)
@@ -597,6 +620,7 @@ def test_a_loop_that_a_variable_holds_is_over_with_finish(gang, tmp_path):  # ty
             os.kill(os.getpid(), signal.SIGTERM)
         run.finish()
         (tmp_path / f"finished-{rank}").touch()
+        over.set()
         while rank == 1:
             time.sleep(0.01)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from ddpjob_trainer.telemetry import metric_names
 from ddpjob_trainer.telemetry.event_log import read_events, read_losses
 from support.launching import free_ports, launch
+from support.patience import PATIENCE
 
 SCRIPT = """
 import torch
@@ -42,7 +43,7 @@ class Data:
             self.never_answers()
         return torch.full((8,), float(index)), torch.tensor([float(index)])
     def never_answers(self):
-        time.sleep(600)
+        time.sleep(3600)
 model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 model, optimizer = run.prepare(model, optimizer, bucket_cap_mb=0.001, clip_grad_norm=1.0)
@@ -77,11 +78,11 @@ def test_over_rounds(script, tmp_path, wait_until):  # type: ignore[no-untyped-d
     process = launch(
         "--nproc", "3", "--metrics-port", str(port), "--events", str(events),
         script(SCRIPT.format(directory=directory)),
-        env={"DDPJOB_HANG_STEP_SECONDS": "4"},
+        env={"DDPJOB_HANG_STEP_SECONDS": "12"},
     )  # fmt: skip
 
     def get(page: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{page}", timeout=10) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{page}", timeout=PATIENCE) as reply:
             return str(reply.read().decode())
 
     assert process.stdout is not None
@@ -89,18 +90,18 @@ def test_over_rounds(script, tmp_path, wait_until):  # type: ignore[no-untyped-d
         seen = []
         while sum("trained" in line for line in seen) < 3:
             seen.append(process.stdout.readline())
-            assert seen[-1], process.communicate(timeout=30)[1]
+            assert seen[-1], process.communicate(timeout=PATIENCE)[1]
         check_metrics(samples(get("metrics")))
         check_state(json.loads(get("state")))
         assert get("healthz") == "ok\n"
         Path(directory, "go").touch()
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE)
         assert process.returncode == 0
         check_events(events)
         check_curve(tmp_path / "curve")
     finally:
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=30)
+        process.communicate(timeout=PATIENCE)
 
 
 def check_metrics(found: dict[str, float]) -> None:

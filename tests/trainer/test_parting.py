@@ -13,6 +13,7 @@ import sys
 import pytest
 
 from support.launching import SOURCES
+from support.patience import PATIENCE
 
 PROGRAM = """
 import os, sys
@@ -52,7 +53,7 @@ def test_no_thread_of_the_process_group_outlives_the_run(kind: str) -> None:
         env={**os.environ, "PYTHONPATH": str(SOURCES)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr

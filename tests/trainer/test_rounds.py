@@ -79,7 +79,7 @@ def test_two_at_once_then_a_kill_at_each_stage_of_the_restart(training, undistur
 @pytest.mark.fault("T2")
 def test_spares_and_their_fork_server_under_fire(training, undisturbed, tmp_path):  # type: ignore[no-untyped-def]
     training.hold("1-0-step-9", "1-1-step-9", "1-3-step-9")
-    patient = patched(tmp_path, {"launcher.processes.spares._ANSWER_SECONDS": 30})
+    patient = patched(tmp_path, {"launcher.processes.spares._ANSWER_SECONDS": 15})
     launcher = training.launch("--max-rounds-without-progress", "9", **patient)
     first = training.at("1-0-step-9")
     training.until(lambda: training.marks("spares"), "spares")
@@ -120,18 +120,18 @@ def test_sigterm_during_a_restart_ends_it_at_once(script, tmp_path):  # type: ig
     report = tmp_path / "report"
     program = script(
         "if os.environ['DDPJOB_ROUND'] == '0': sys.exit(rank == 1)\n"
-        "print('round 1', flush=True)\ntime.sleep(600)"
+        "print('round 1', flush=True)\ntime.sleep(3600)"
     )
     with launched(
         *("--nproc", "3", "--termination-log", str(report)),
         program,
-        env={"DDPJOB_GRACE_SECONDS": "600"},
+        env={"DDPJOB_GRACE_SECONDS": "3600"},
     ) as launcher:
         assert launcher.stdout is not None
         for _ in range(3):
             assert launcher.stdout.readline().endswith("round 1\n")
         launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(60) == 143
+        assert launcher.wait(DEADLINE) == 143
     assert json.loads(report.read_bytes())["kind"] == "sigterm"
 
 
@@ -153,7 +153,7 @@ def test_the_budget_is_what_may_follow_without_a_newer_snapshot(script, tmp_path
 
 def test_a_permanent_exit_code_ends_at_once(script):  # type: ignore[no-untyped-def]
     program = script(
-        "print('round', os.environ['DDPJOB_ROUND'])\nif rank == 1: sys.exit(2)\ntime.sleep(600)"
+        "print('round', os.environ['DDPJOB_ROUND'])\nif rank == 1: sys.exit(2)\ntime.sleep(3600)"
     )
     code, out, err = run("--nproc", "3", program)
     assert code == 2
@@ -278,7 +278,8 @@ def pair(
         "DDPJOB_UID": "u", "DDPJOB_ATTEMPT": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "2",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]),
         "DDPJOB_HUB_PORT": str(hub or ports[1]),
-        "DDPJOB_IN_PLACE_MAX_WITHOUT_PROGRESS": "3", **patched(directory, {f"launcher.{constant}": value}),
+        "DDPJOB_IN_PLACE_MAX_WITHOUT_PROGRESS": "3",
+        **patched(directory, {f"launcher.{constant}": value}),
     }  # fmt: skip
     return [
         launch("--termination-log", str(directory / f"report-{replica}"), script,
@@ -297,7 +298,7 @@ Path = __import__("pathlib").Path
 while not (Path({str(tmp_path)!r}) / "go").exists():
     time.sleep(0.01)
 if rank == 2: sys.exit(2)
-time.sleep(600)
+time.sleep(3600)
 """
     )
     hub, other = pair(program, tmp_path, "supervisor._ANSWER_SECONDS", 1.0)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from support.launching import SOURCES, launched
+from support.patience import PATIENCE
 from support.rounds import DEADLINE, children, kill, patched
 
 #: Has round 0 run in fresh interpreters.
@@ -192,7 +193,7 @@ def test_a_child_that_an_import_leaves_behind_does_no_harm(bare, tmp_path):  # t
     )
     code, _, err = bare(
         "import forking\n" + FRESH + BARE + "if round_ == '0':\n    until_spares()\n"
-        "    sys.exit(5)\ntime.sleep(3)",
+        "    sys.exit(5)\ntime.sleep(12)",
         fresh=False,
         env=patched(tmp_path, {"launcher.processes.spares._ANSWER_SECONDS": 10})
         | {"PYTHONPATH": f"{tmp_path}:{SOURCES}"},
@@ -218,7 +219,7 @@ def test_what_kills_spares_again_and_again_is_not_tried_for_ever(tmp_path, who):
         assert launcher.stderr is not None
         line = launcher.stderr.readline()
         launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(60) == 143
+        assert launcher.wait(PATIENCE) == 143
     assert line == f"launcher: no warm spares: {who} died 3 times in a row\n"
 
 
@@ -234,7 +235,7 @@ def test_a_process_in_wait_that_holds_a_gpu_is_let_go(tmp_path, wait_until, who)
     first = "import mine\n" if who == "a spare" else ""
     script.write_text(
         first + "import os, sys, time\nrank = int(os.environ['RANK'])\n" + FRESH + BARE
-        + "print(round_, flush=True)\nif round_ == '0': time.sleep(600)\n"
+        + "print(round_, flush=True)\nif round_ == '0': time.sleep(3600)\n"
     )  # fmt: skip
     names = (str(driver),)
     (tmp_path / "sitecustomize.py").write_text(
@@ -257,7 +258,7 @@ def test_a_process_in_wait_that_holds_a_gpu_is_let_go(tmp_path, wait_until, who)
 def test_spares_that_were_asked_for_come_without_our_library_too(tmp_path, wait_until):  # type: ignore[no-untyped-def]
     (tmp_path / "torch.py").write_text("raise ImportError('not in this test')")
     script = tmp_path / "script.py"
-    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
+    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(3600)\n")
     env = patched(tmp_path, {"launcher.starter._STARTED_SECONDS": 0.1})
     env["DDPJOB_TRAINER_TRACE"] = str(tmp_path / "trace")
     with launched("--spares", "1", str(script), env=env) as launcher:
@@ -271,7 +272,7 @@ def test_spares_that_were_asked_for_come_without_our_library_too(tmp_path, wait_
             assert int(launcher.stdout.readline()) in others
         finally:
             launcher.send_signal(signal.SIGTERM)
-            assert launcher.wait(60) == 143
+            assert launcher.wait(PATIENCE) == 143
 
 
 #: Modules that count who imports them, each one line.

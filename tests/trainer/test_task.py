@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from support.launching import SOURCES
+from support.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 TASK = str(ROOT / "examples/task_digits.py")
@@ -28,7 +29,7 @@ def task(*arguments: str, **env: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "ddpjob_trainer", "task", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(SOURCES), **env}
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=200, check=False
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     return done.returncode, done.stdout + done.stderr
 

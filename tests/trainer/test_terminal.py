@@ -12,6 +12,7 @@ import termios
 import pytest
 
 from support.launching import NO_ROUNDS, RUN, SOURCES
+from support.patience import PATIENCE
 
 COLUMNS = 67
 ONE_OF_TWO = {
@@ -35,7 +36,7 @@ def output(program: str, *, terminal: bool) -> str:
         while data := _read(read):
             found += data
         os.close(read)
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE) == 0
     return found.decode().replace("\r\n", "\n")
 
 

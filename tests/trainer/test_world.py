@@ -14,7 +14,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
+from ddpjob_trainer.liveness import hang
 from support.launching import free_ports
+from support.patience import PATIENCE
 
 DATA = TensorDataset(torch.ones(24, 4))
 
@@ -137,7 +139,7 @@ def assert_code(gang, rank: int, code: int) -> None:  # type: ignore[no-untyped-
     assert os.waitstatus_to_exitcode(status) == code, gang.log(rank)
 
 
-def test_a_stranger_on_the_port_is_no_rank_0(gang):  # type: ignore[no-untyped-def]
+def test_a_stranger_on_the_port_is_no_rank_0(gang, monkeypatch):  # type: ignore[no-untyped-def]
     """Something that accepts and closes: not our store, and no reason to crash."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -150,6 +152,8 @@ def test_a_stranger_on_the_port_is_no_rank_0(gang):  # type: ignore[no-untyped-d
                         return
 
         threading.Thread(target=serve, daemon=True).start()
+        # It gives up on the stranger itself, before it counts as one that hangs.
+        monkeypatch.setattr(hang, "_WAITING_SECONDS", PATIENCE)
         env = environment(port_of(server), 1, 2, DDPJOB_HANG_STARTUP_SECONDS="2")
         gang.spawn(program, 1, env)
         assert gang.wait() == {1: 75}
@@ -176,7 +180,7 @@ def test_an_exception_on_one_rank_is_the_cause_and_75_the_others(gang):  # type:
 def test_sigterm_before_the_loop_ends_at_once(gang, wait_until):  # type: ignore[no-untyped-def]
     def waits(rank: int) -> None:
         if rank == 1:
-            time.sleep(600)
+            time.sleep(3600)
         ddp.start(total_steps=1, global_batch=6)
 
     gang.start(waits, env={"DDPJOB_HANG_STARTUP_SECONDS": "300"})

@@ -19,8 +19,6 @@ from support.descriptors import none_left
 
 GANG = Hello("uid", 1, replicas=2, nproc=1, replica=0)
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Port:
     """A hub's port, heard when the test says so."""

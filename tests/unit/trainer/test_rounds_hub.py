@@ -190,7 +190,7 @@ def test_who_does_not_say_so_any_more_ends_the_attempt() -> None:
 
 
 def test_a_hub_that_stood_still_itself_hears_who_stopped_meanwhile() -> None:
-    """Its own workers' ends and the others' words wait until the launcher that holds it is awake."""
+    """Its own workers' ends and the others' words wait until its launcher is awake again."""
     scene = Scene()
     scene.fails(1, -9, now=1.0)
     scene.told()

@@ -24,7 +24,6 @@ from ddpjob_trainer.snapshot.ondisk.retention import retain
 from ddpjob_trainer.state.codec import flatten
 from support.snapshots import open_snapshots
 
-pytestmark = pytest.mark.timeout(60)
 SECRET = b"a secret of the trainer"
 
 

@@ -143,7 +143,6 @@ def test_a_fork_server_that_has_died_is_asked_for_no_second_spare():
     assert not spares.full
 
 
-@pytest.mark.timeout(60)
 def test_a_fork_server_that_imports_keeps_no_launcher_with_many_workers_waiting(monkeypatch):  # type: ignore[no-untyped-def]
     """What its socket does not take is refused, and a fresh interpreter takes its place."""
     ends: list[socket.socket] = []
