@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from ddpjob_trainer.launcher import hangs
 from ddpjob_trainer.launcher.hangs import HangWatch, StackRequest
 from ddpjob_trainer.liveness import stacks as stacks_module
 from ddpjob_trainer.liveness.hang import Deadlines
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter
+from support.patience import PATIENCE
 
 LIMITS = Deadlines(startup=10, step=10, snapshot=10)
 PIDS = {0: 1, 1: 2}
@@ -138,23 +140,35 @@ def _answer(request: StackRequest) -> str:
     return request.text(first=1)
 
 
+def _answered(request: StackRequest) -> str:
+    """A whole answer, however slowly it is written: the script's own frame is the last."""
+    deadline = time.monotonic() + PATIENCE
+    while "in <module>\n" not in (text := request.text(first=1)):
+        assert time.monotonic() < deadline, text
+        time.sleep(0.01)
+    return text
+
+
 def test_stacks_of_all_threads_from_outside_even_while_the_gil_is_held(tmp_path):  # type: ignore[no-untyped-def]
     running = [_worker(tmp_path, rank) for rank in (0, 1)]
     try:
         pids = {rank: process.pid for rank, process in enumerate(running)}
         running[0].send_signal(signal.SIGSTOP)
-        text = _answer(StackRequest(tmp_path, pids, time.monotonic()))
+        request = StackRequest(tmp_path, pids, 100.0)
+        text = _answered(request)
+        assert not request.is_done(100.0 + hangs._STACKS_SECONDS - 0.1)  # the other may be slow
+        assert request.is_done(100.0 + hangs._STACKS_SECONDS)
         assert text.startswith("--- rank 1\n")
         assert "in in_c_with_the_gil" in text
         assert text.count("(most recent call first)") == 2
         assert "--- rank 0\nno answer: it is stopped" in text
         assert running[1].poll() is None  # it lives on
-        again = _answer(StackRequest(tmp_path, pids, time.monotonic()))
+        again = _answered(StackRequest(tmp_path, pids, 200.0))
         assert again.count("in in_c_with_the_gil") == 1  # no more of the first answer
     finally:
         for process in running:
             process.kill()
-            process.communicate(timeout=20)
+            process.communicate(timeout=PATIENCE)
 
 
 def test_a_line_per_thread_for_the_report():
@@ -194,4 +208,4 @@ def test_the_text_is_bounded(tmp_path):  # type: ignore[no-untyped-def]
         assert len(request.text(limit=100)) <= 100
     finally:
         running.kill()
-        running.communicate(timeout=20)
+        running.communicate(timeout=PATIENCE)
