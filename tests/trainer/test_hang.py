@@ -173,20 +173,22 @@ def test_across_pods_the_launcher_of_the_culprit_finds_it(script, tmp_path):  # 
     """Two launchers, a rank each; the other one only waits and must not be blamed."""
     program = script(
         f"""{WORKER}
-hung = {str(tmp_path)!r} + "/hung-" + os.environ["DDPJOB_ROUND"]
+waiting = {str(tmp_path)!r} + "/waiting-" + os.environ["DDPJOB_ROUND"]
 writer.mark("data" if rank == 1 else "backward")
 writer.update(phase="step", step=7)
-if rank == 1:
-    open(hung, "w").close()
-    asleep()
-while not os.path.exists(hung):
-    writer.mark("backward")
+if rank == 0:
+    open(waiting, "w").close()
+    waits_for_its_peers()
+while not os.path.exists(waiting):
+    writer.mark("data")
     time.sleep(0.01)
-waits_for_its_peers()
+time.sleep(1)  # the other stands still for longer than this one
+writer.mark("data")
+asleep()
 """
     )
     # What the waiting get on top is much more than the culprit's launcher needs to act.
-    patient = patched(tmp_path, {"liveness.hang._WAITING_SECONDS": 20})
+    patient = patched(tmp_path, {"liveness.hang._WAITING_SECONDS": PATIENCE})
     ports = free_ports(2)
     gang = {
         "DDPJOB_UID": "u", "DDPJOB_ATTEMPT": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1",
