@@ -12,6 +12,9 @@ from typing import Any
 from devcluster.failure import Failure
 from devcluster.layout import Layout
 
+#: Of a request that is not asked again when no answer comes in time.
+_ONCE_SECONDS = 60.0
+
 
 class ApiError(Exception):
     """The API server's refusal."""
@@ -53,13 +56,18 @@ class Api:
         return reply
 
     def get(self, path: str) -> Any:
-        """GET."""
+        """GET; for those who ask again."""
         return self.request("GET", path)
+
+    def items(self, path: str) -> list[dict[str, Any]]:
+        """Return what a list has; for those who ask once."""
+        found: list[dict[str, Any]] = self.request("GET", path, timeout=_ONCE_SECONDS)["items"]
+        return found
 
     def ensure(self, collection: str, manifest: dict[str, Any]) -> None:
         """Create an object unless it is there."""
         try:
-            self.request("POST", collection, manifest)
+            self.request("POST", collection, manifest, _ONCE_SECONDS)
         except ApiError as error:
             if error.status != 409:
                 raise
@@ -67,7 +75,7 @@ class Api:
     def delete(self, path: str) -> None:
         """Delete an object if it is there."""
         try:
-            self.request("DELETE", path)
+            self.request("DELETE", path, timeout=_ONCE_SECONDS)
         except ApiError as error:
             if error.status != 404:
                 raise

@@ -45,7 +45,7 @@ def node(number: int) -> dict[str, Any]:
 
 def ensure_nodes(api: Api, count: int) -> None:
     """Have exactly ``count`` fake nodes."""
-    listed = api.get(f"{_NODES}?labelSelector=type%3Dkwok")["items"]
+    listed = api.items(f"{_NODES}?labelSelector=type%3Dkwok")
     present = {found["metadata"]["name"] for found in listed}
     wanted = {f"kwok{number}": number for number in range(1, count + 1)}
     for name in present - wanted.keys():

@@ -36,7 +36,8 @@ from devcluster.failure import Failure
 from devcluster.layout import Layout, Node
 
 _PACKAGE_ROOT = Path(__file__).resolve().parents[1]
-_READY_SECONDS = 90.0
+#: It ends what would never come: a machine with too much to do may take minutes.
+_READY_SECONDS = 300.0
 _NEVER = "1970-01-01T00:00:00Z"
 
 

@@ -18,7 +18,8 @@ from devcluster.layout import Node
 from devcluster.process import Identity
 
 _SCRIPT = Path(__file__).with_name("nodespace.py")
-_READY_SECONDS = 20.0
+#: It ends what would never come, as in lifecycle.py.
+_READY_SECONDS = 300.0
 
 
 def _script(cluster: Cluster, node: Node, verb: str, config: Mapping[str, object], why: str) -> int:
