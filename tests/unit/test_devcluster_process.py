@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,11 +14,12 @@ import pytest
 
 from devcluster import process
 from devcluster.process import Register
+from support.patience import PATIENCE
 
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(["sleep", "60"]) as started:
+    with subprocess.Popen(["sleep", "infinity"]) as started:
         yield started
         started.kill()
 
@@ -46,7 +48,7 @@ def test_a_running_process_is_alive_and_an_ended_one_is_not(
 def test_a_zombie_is_not_alive(child: subprocess.Popen[bytes]) -> None:
     identity = identity_of(child)
     child.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while process.is_alive(identity):  # not waited for: it stays a zombie
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -76,14 +78,24 @@ def test_a_polite_end_lets_a_process_clean_up(tmp_path: Path) -> None:
     assert mark.exists()
 
 
-def test_a_deaf_process_is_killed(tmp_path: Path) -> None:
+def test_a_deaf_process_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = f"trap '' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
     with subprocess.Popen(["sh", "-c", script]) as child:
         while not (tmp_path / "ready").exists():
             assert child.poll() is None
             time.sleep(0.01)
+        signal_it, sent = process._signal, []
+
+        def and_see_it_die(one: process.Identity, number: signal.Signals) -> None:
+            sent.append(number)
+            signal_it(one, number)
+            if number == signal.SIGKILL:  # which may take longer than SIGTERM is given here
+                child.wait(PATIENCE)
+
+        monkeypatch.setattr(process, "_signal", and_see_it_die)
         assert process.end([identity_of(child)], seconds=0.3) == []
-        assert child.wait(10) == -9
+        assert sent == [signal.SIGTERM, signal.SIGKILL]
+        assert child.wait(PATIENCE) == -9
 
 
 def test_a_proxy_of_the_caller_is_not_passed_on(
@@ -91,7 +103,7 @@ def test_a_proxy_of_the_caller_is_not_passed_on(
 ) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example:3128")
     pid = process.start(["env"], tmp_path / "log", {"MARK": "1"})
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while process.identify(pid) is not None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
