@@ -19,6 +19,7 @@ import pytest
 from devcluster import host
 from devcluster.imageload import Containerd, chain_id, load_image
 from devcluster.imagestore import BuiltImage, Layer
+from support.patience import PATIENCE
 
 pytestmark = pytest.mark.root
 
@@ -48,7 +49,7 @@ def node() -> Iterator[Containerd]:
         ["containerd", "-c", str(home / "config.toml")], stdout=log, stderr=log
     )
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE
         while not answers(home / "containerd.sock"):
             assert running.poll() is None, (home / "log").read_text()
             assert time.monotonic() < deadline, "containerd does not answer"
@@ -56,7 +57,7 @@ def node() -> Iterator[Containerd]:
         yield Containerd(home / "containerd.sock")
     finally:
         running.send_signal(signal.SIGTERM)
-        running.wait(30)
+        running.wait(PATIENCE)
         shutil.rmtree(home)
 
 

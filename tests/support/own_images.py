@@ -21,7 +21,7 @@ from devcluster import cluster as devclusters
 from devcluster.cachedir import cache_root, digest, ensure_dir, locked, timed
 from devcluster.imageload import Containerd, load_image
 from devcluster.imagestore import BuiltImage, Store
-from support.cluster import ROOT
+from support.cluster import CHECKOUT, ROOT
 from support.patience import WITHIN
 from support.site import Site
 
@@ -50,7 +50,7 @@ def built(name: str, dockerfile: str, context: Path, pip: Path) -> Iterator[str]
 
     ``pip``: a folder with pip.conf, and what that names as being in /etc/xdg/pip.
     """
-    store, there = Store(), f"localhost/ddpjob/own:{name}"
+    store, there = Store(), f"localhost/ddpjob/own:{CHECKOUT}-{name}"
     file = pip / f"Dockerfile.{name}"
     file.write_text(dockerfile)
     command = ["build", "--isolation", "chroot", "--network", "host", "--format", "oci"]
