@@ -8,6 +8,7 @@ endpoints instead and gives it all of them, with the labels that its own discove
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import itertools
 import json
@@ -26,7 +27,8 @@ import yaml
 
 from devcluster import host
 from support.cluster import wait_for
-from support.rest import Object, Rest
+from support.patience import PATIENCE
+from support.rest import Object, Rest, RestError
 
 _META = "__meta_kubernetes"
 
@@ -49,7 +51,7 @@ class Prometheus:
         return body["data"]
 
     def _get(self, path: str) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         try:
             connection.request("GET", path)
             response = connection.getresponse()
@@ -150,24 +152,26 @@ def _discovery(rest: Rest, folder: Path) -> Iterator[None]:
     """Keep pod.json and endpoints.json up to date until the end."""
     over = threading.Event()
 
+    def look() -> None:
+        pods = {(_key(pod)): pod for pod in rest.items("/api/v1/pods")}
+        services = {_key(service): service for service in rest.items("/api/v1/services")}
+        found = {
+            "pod": [target for pod in pods.values() for target in _of_pod(pod)],
+            "endpoints": [
+                target
+                for one in rest.items("/api/v1/endpoints")
+                for target in _of_endpoints(one, services.get(_key(one), {}), pods)
+            ],
+        }
+        for role, targets in found.items():
+            new = folder / f"{role}.new"
+            new.write_text(json.dumps(targets))
+            new.replace(folder / f"{role}.json")
+
     def write() -> None:
-        while True:
-            pods = {(_key(pod)): pod for pod in rest.items("/api/v1/pods")}
-            services = {_key(service): service for service in rest.items("/api/v1/services")}
-            found = {
-                "pod": [target for pod in pods.values() for target in _of_pod(pod)],
-                "endpoints": [
-                    target
-                    for one in rest.items("/api/v1/endpoints")
-                    for target in _of_endpoints(one, services.get(_key(one), {}), pods)
-                ],
-            }
-            for role, targets in found.items():
-                new = folder / f"{role}.new"
-                new.write_text(json.dumps(targets))
-                new.replace(folder / f"{role}.json")
-            if over.wait(1):
-                return
+        while not over.wait(1):
+            with contextlib.suppress(OSError, http.client.HTTPException, RestError):  # once more
+                look()
 
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
