@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -24,6 +25,15 @@ ROOT = Path(__file__).resolve().parents[2]
 CHECKOUT = hashlib.sha256(str(ROOT).encode()).hexdigest()[:6]
 DEVCLUSTER = ROOT / "devcluster" / "devcluster"
 CRD = ROOT / "manifests" / "crd.yaml"
+
+#: kubectl's words where the API server, or a kubelet behind it, gave no answer of its own.
+UNANSWERED = re.compile(
+    r"Unable to connect to the server|The connection to the server|etcdserver: |http2: "
+    r"|TLS handshake timeout|i/o timeout|connection (?:refused|reset)|context deadline exceeded"
+    r"|Client\.Timeout|unexpected EOF|: EOF$"
+    r"|from server \((?:Timeout|ServerTimeout|ServiceUnavailable|TooManyRequests|InternalError)\)",
+    re.MULTILINE,
+)
 
 T = TypeVar("T")
 
@@ -51,6 +61,17 @@ class Cluster:
         if check and done.returncode:
             raise AssertionError(f"kubectl {' '.join(args)}: {done.stderr.strip()}")
         return done
+
+    def read(self, *args: str) -> str:
+        """What a kubectl command that only reads prints; asked again while nobody answers."""
+
+        def answered() -> subprocess.CompletedProcess[str] | None:
+            done = self.kubectl(*args)
+            return None if done.returncode and UNANSWERED.search(done.stderr) else done
+
+        done = wait_for(answered, f"an answer to kubectl {' '.join(args)}")
+        assert done.returncode == 0, f"kubectl {' '.join(args)}: {done.stderr.strip()}"
+        return done.stdout
 
     def node(self, verb: str, name: str) -> None:
         """`devcluster node stop|start|partition|heal N`."""
