@@ -112,7 +112,7 @@ def test_a_gang_in_it_comes_back_and_ends_in_the_same_weights(site: Site, image:
     site.apply(*job(image, "undisturbed", "--total-steps", "60"))
     site.wait_phase("undisturbed", "Succeeded")
     expected = site.result("undisturbed")
-    site.apply(*job(image, "disturbed", "--total-steps", "60", "--step-seconds", "0.3"))
+    site.apply(*job(image, "disturbed", "--total-steps", "60", "--step-seconds", "1"))
     status = site.wait_running("disturbed", 1, snapshot_after=0)
     site.kill_training("disturbed-1")
     wait_for(lambda: site.status("disturbed")["restarts"].get("inPlace"), "a restart in place")

@@ -20,7 +20,7 @@ NAMES = ("host-a", "host-b")
 
 def on_host(name: str) -> dict[str, Any]:
     """A gang with a pod on each node."""
-    obj = digits(name, steps=40, step_seconds=0.2, replicas=2)
+    obj = digits(name, steps=40, slow=2, replicas=2)
     pod = obj["spec"]["template"]["spec"]
     pod["hostNetwork"] = True
     pod["topologySpreadConstraints"] = [
@@ -63,6 +63,8 @@ def test_two_gangs_train_side_by_side_on_the_same_nodes(site: Site) -> None:
         return True if steps and all(line.split()[6] != "-" for line in table) else None
 
     wait_for(told, "the steps of both gangs in the plugin")
+    for name in NAMES:
+        site.hurry(name)
     for name in NAMES:
         status = site.wait_phase(name, "Succeeded")
         assert (status["restarts"]["total"], status["restarts"].get("inPlace", 0)) == (0, 0)

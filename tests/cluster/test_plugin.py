@@ -17,7 +17,7 @@ NAME = "watched"
 @pytest.fixture(scope="module")
 def plugin(site: Site) -> Iterator[Plugin]:
     """With a gang that trains for as long as the tests of this file need it."""
-    obj = digits(NAME, steps=100_000, hang={"stepSeconds": 10})
+    obj = digits(NAME, steps=100_000, hang={"stepSeconds": 20})
     (trainer,) = obj["spec"]["template"]["spec"]["containers"]
     talks = 'echo "here is replica $DDPJOB_REPLICA"; exec "$@"'
     trainer["command"] = ["sh", "-c", talks, "sh", *trainer["command"]]
@@ -52,7 +52,6 @@ def test_status_shows_how_far_each_replica_is(site: Site, plugin: Plugin) -> Non
             or None
         ),
         "the steps to go on",
-        60,
     )
 
 
@@ -76,9 +75,7 @@ def test_snapshots_are_listed_in_a_pod(site: Site, plugin: Plugin) -> None:
 def test_after_a_hang_stacks_and_log_say_where(site: Site, plugin: Plugin) -> None:
     assert "no process has hung" in plugin.says("stacks", NAME)
     site.kill_training(f"{NAME}-1", signal="STOP")
-    wait_for(
-        lambda: site.status(NAME)["restarts"].get("inPlace") or None, "the restart in place", 120
-    )
+    wait_for(lambda: site.status(NAME)["restarts"].get("inPlace") or None, "the restart in place")
     # The first to be late is found: the one that is stopped, or one that waits for it.
     stacks = plugin.says("stacks", NAME)
     found = re.search(rf"--- ({NAME}-\d), attempt 1", stacks)

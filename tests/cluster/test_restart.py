@@ -37,7 +37,7 @@ def test_any_replica_lost_in_any_way(
     name = f"lose-{how}"
     # Without restarts in place a killed process ends the attempt; a lost pod does so anyway.
     restart = WITHOUT_ROUNDS if how == "process" else {}
-    site.apply(digits(name, steps=STEPS, restart=restart))
+    site.apply(digits(name, steps=STEPS, slow=1, every=5, restart=restart))
     newest = 0
     for replica in range(3):
         attempt = replica + 1
@@ -54,6 +54,7 @@ def test_any_replica_lost_in_any_way(
         if how == "process":
             assert failure["signal"] == 9
             assert failure["node"].startswith("node")
+    site.hurry(name)
     done = site.wait_phase(name, "Succeeded")
     check_counts(done, 3, how)
     counted = (3, 0) if how == "process" else (0, 3)
@@ -96,9 +97,11 @@ def test_two_replicas_killed_at_once_are_one_restart(
     site: Site, undisturbed: Undisturbed, record_property: Record
 ) -> None:
     name = "lose-two"
-    site.apply(digits(name, steps=STEPS, restart=WITHOUT_ROUNDS))
-    site.wait_running(name, 1, step=25)
+    site.apply(digits(name, steps=STEPS, slow=1, every=5, restart=WITHOUT_ROUNDS))
+    site.wait_running(name, 1, snapshot_after=0)
     site.kill_training(f"{name}-0", f"{name}-2")
+    site.wait_running(name, 2)
+    site.hurry(name)
     after = site.wait_phase(name, "Succeeded")
     assert (after["attempt"], after["restarts"]["total"]) == (2, 1)
     record_property("recovery_seconds", after["timings"]["lastRecoverySeconds"])
@@ -134,7 +137,7 @@ def test_operator_killed_at_random_moments_of_restarts(
     name, kills, draw = "operator-killed-often", 4, random.Random(1)
     backoff = {"initialSeconds": 1, "maxSeconds": 1}
     restart = {"maxRestarts": kills, "backoff": backoff, **WITHOUT_ROUNDS}
-    site.apply(digits(name, steps=STEPS, step_seconds=0.2, every=5, restart=restart))
+    site.apply(digits(name, steps=STEPS, slow=1, every=5, restart=restart))
     for attempt in range(1, kills + 1):
         seen = site.wait_running(name, attempt).get("progress", {}).get("snapshotStep", 0)
         if attempt % 4 == 1:  # now and then let training get on
@@ -148,6 +151,7 @@ def test_operator_killed_at_random_moments_of_restarts(
         time.sleep(draw.uniform(0, 3))  # the moment is random on purpose; nothing waits for it
         site.kill_operator(pods_too=True)
     site.wait_running(name, kills + 1)
+    site.hurry(name)
     after = site.wait_phase(name, "Succeeded")
     assert (after["attempt"], after["restarts"]["total"]) == (kills + 1, kills)
     pods = site.pods(name)

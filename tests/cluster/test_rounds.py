@@ -35,7 +35,7 @@ def wait_rounds(site: Site, name: str, rounds: int) -> dict[str, Any]:
 def test_a_killed_process_comes_back_in_its_pod(site: Site, undisturbed: Undisturbed) -> None:
     """One after the other: the process of rank 0, of another rank, and two at once."""
     name = "round-kill"
-    site.apply(digits(name, steps=STEPS, step_seconds=0.2))
+    site.apply(digits(name, steps=STEPS, slow=1, every=5))
     newest = rounds = 0
     before: dict[str, str] = {}
     for replicas in ((0,), (1,), (0, 2)):
@@ -53,6 +53,7 @@ def test_a_killed_process_comes_back_in_its_pod(site: Site, undisturbed: Undistu
             lambda told=told: told in site.kubectl("describe", "ddpjob", name).stdout or None,
             f"an event that tells of {told}",
         )  # fmt: skip
+    site.hurry(name)
     after = site.wait_phase(name, "Succeeded")
     restarts = after["restarts"]
     assert (after["attempt"], restarts["total"], restarts["charged"]) == (1, 0, 0), after
@@ -67,13 +68,14 @@ def test_a_killed_process_comes_back_in_its_pod(site: Site, undisturbed: Undistu
 @pytest.mark.fault("T3")
 def test_a_process_that_hangs_is_ended_and_comes_back(site: Site, undisturbed: Undisturbed) -> None:
     name = "round-hang"
-    site.apply(digits(name, steps=STEPS, hang={"stepSeconds": 10}))
-    site.wait_running(name, 1, step=25)
+    site.apply(digits(name, steps=STEPS, slow=1, every=5, hang={"stepSeconds": 10}))
+    site.wait_running(name, 1, snapshot_after=0)
     before = uids(site, name)
     site.kill_training(f"{name}-1", signal="STOP")
     after = wait_rounds(site, name, 1)
     assert after["lastFailure"]["class"] == "Hang", after["lastFailure"]
     assert (after["attempt"], after["restarts"]["total"]) == (1, 0)
+    site.hurry(name)
     site.wait_phase(name, "Succeeded")
     assert uids(site, name) == before
     assert site.result(name) == undisturbed(STEPS)
@@ -84,7 +86,7 @@ def test_failures_without_progress_end_the_attempt(site: Site, undisturbed: Undi
     """No snapshot is made, so the second death ends the attempt; new pods begin again."""
     name = "round-budget"
     restart = {"maxRestarts": 1, "inPlace": {"maxWithoutProgress": 1}}
-    site.apply(digits(name, steps=STEPS, every=STEPS * 2, restart=restart))
+    site.apply(digits(name, steps=STEPS, slow=1, every=STEPS * 2, restart=restart))
     site.wait_running(name, 1, step=5)
     before = uids(site, name)
     site.kill_training(f"{name}-2")
@@ -97,6 +99,7 @@ def test_failures_without_progress_end_the_attempt(site: Site, undisturbed: Undi
     told = [(f["replica"], f["round"], f.get("inPlace")) for f in status["failures"]]
     assert told == [(2, 0, True), (1, 1, None)]
     assert not before.items() & uids(site, name).items()
+    site.hurry(name)
     site.wait_phase(name, "Succeeded")
     assert site.result(name) == undisturbed(STEPS)
     site.delete(name)

@@ -22,8 +22,8 @@ def helm(site: Site, *args: str) -> None:
 
 def operators(site: Site) -> set[str]:
     names = ("-o", "jsonpath={.items[*].metadata.uid}")
-    found = site.cluster.kubectl("-n", SYSTEM, "get", "pods", "-l", OPERATOR_LABEL, *names)
-    return set(found.stdout.split())
+    found = site.cluster.read("-n", SYSTEM, "get", "pods", "-l", OPERATOR_LABEL, *names)
+    return set(found.split())
 
 
 def test_a_running_gang_is_left_alone(site: Site) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from signal import SIGKILL, Signals
 from typing import Any
 
@@ -28,6 +30,7 @@ SYSTEM = "ddpjob-system"
 OPERATOR_LABEL = "app.kubernetes.io/name=ddpjob-operator"
 CLAIM = "snapshots"
 DIGITS = "/workspace/examples/digits.py"
+SLOW = Path(__file__).with_name("slow.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,8 @@ class Site:
 
     def get(self, *args: str) -> dict[str, Any]:
         """`kubectl get ARGS -o json`, parsed."""
-        done = self.kubectl("get", *args, "-o", "json", check=True)
-        found: dict[str, Any] = json.loads(done.stdout)
+        text = self.cluster.read("-n", self.namespace, "get", *args, "-o", "json")
+        found: dict[str, Any] = json.loads(text)
         return found
 
     def apply(self, *objects: dict[str, Any]) -> None:
@@ -129,6 +132,19 @@ class Site:
 
     # --- disturbing -----------------------------------------------------------------------
 
+    def volume(self) -> Path:
+        """The directory of the claim's volume on this machine."""
+
+        def bound() -> str | None:
+            return self.get("pvc", CLAIM)["spec"].get("volumeName")
+
+        volume = self.get("pv", wait_for(bound, f"claim {CLAIM} to be bound"))
+        return Path(volume["spec"]["hostPath"]["path"])
+
+    def hurry(self, name: str) -> None:
+        """Let a job of `digits(slow=...)` train as fast as it can from now on."""
+        (self.volume() / f"{name}.hurry").touch()
+
     def kill_training(self, *pods: str, signal: str = "KILL") -> None:
         """Signal a training process of each pod, from outside, as soon as each pod has one.
 
@@ -152,20 +168,16 @@ class Site:
         """The operator that holds the lease, and its node."""
         get = ("-n", SYSTEM, "get", "-o")
         holder = "jsonpath={.spec.holderIdentity}"
-        pod = self.cluster.kubectl(*get, holder, "lease", "ddpjob-operator", check=True).stdout
-        node = "jsonpath={.spec.nodeName}"
-        return pod, self.cluster.kubectl(*get, node, "pod", pod, check=True).stdout
+        pod = self.cluster.read(*get, holder, "lease", "ddpjob-operator")
+        return pod, self.cluster.read(*get, "jsonpath={.spec.nodeName}", "pod", pod)
 
     def kill_operator(self, *, pods_too: bool = False) -> None:
         """SIGKILL the operator's processes, from outside their containers.
 
         ``pods_too``: new pods come at once, where a kubelet waits longer before each restart.
         """
-        found = json.loads(
-            self.cluster.kubectl(
-                "-n", SYSTEM, "get", "pods", "-l", OPERATOR_LABEL, "-o", "json", check=True
-            ).stdout
-        )["items"]
+        get = ("-n", SYSTEM, "get", "pods", "-l", OPERATOR_LABEL, "-o", "json")
+        found = json.loads(self.cluster.read(*get))["items"]
         names = {pod["metadata"]["name"] for pod in found}
         assert names, f"no pod of the operator with label {OPERATOR_LABEL}"
         for name in names:  # HOSTNAME in a pod is the pod's name
@@ -178,7 +190,7 @@ class Site:
 
     def result(self, name: str) -> dict[str, str]:
         """The `key=value` lines that digits.py prints at its end."""
-        log = self.kubectl("logs", f"{name}-0", check=True).stdout
+        log = self.cluster.read("-n", self.namespace, "logs", f"{name}-0")
         return dict(re.findall(r"(\w+)=(\S+)\s*$", log, re.MULTILINE))
 
     def resumed_from(self, name: str) -> int:
@@ -198,11 +210,25 @@ class Site:
 
 
 def digits(
-    name: str, *, steps: int = 60, step_seconds: float = 0.1, every: int = 10, **spec: Any
+    name: str,
+    *,
+    steps: int = 60,
+    step_seconds: float = 0.1,
+    slow: float = 0,
+    every: int = 10,
+    **spec: Any,
 ) -> dict[str, Any]:
-    """The digits example as a DDPJob of 3 replicas, slowed down so that it can be disturbed."""
-    command = ["ddpjob-trainer", "run", DIGITS]
-    command += ["--total-steps", str(steps), "--step-seconds", str(step_seconds)]
+    """The digits example as a DDPJob of 3 replicas, slowed down so that it can be disturbed.
+
+    ``slow``: seconds of a step until `Site.hurry`: so a job that is to be disturbed is not over
+    before, however late word of it comes, and takes no longer for that.
+    """
+    if slow:
+        command = ["ddpjob-trainer", "run", f"/snapshots/{SLOW.name}"]
+        command += [f"/snapshots/{name}.hurry", str(slow), DIGITS, "--total-steps", str(steps)]
+    else:
+        command = ["ddpjob-trainer", "run", DIGITS]
+        command += ["--total-steps", str(steps), "--step-seconds", str(step_seconds)]
     claim = {"persistentVolumeClaim": {"claimName": CLAIM}}
     snapshot = {"path": "/snapshots", "volume": claim, "everySteps": every}
     return job(name, command, snapshot=snapshot, **spec)
@@ -256,6 +282,7 @@ def installed(name: str) -> Iterator[Site]:
                 },
             }
         )
+        shutil.copyfile(SLOW, site.volume() / SLOW.name)
         yield site
     finally:
         if not os.environ.get("DDPJOB_KEEP_CLUSTER"):
