@@ -20,8 +20,9 @@ from support import invariants
 from support.arena import Arena
 from support.objects import attempt, ended, name, status, trainer_state
 from support.patience import PATIENCE
+from support.pods import gone
 from support.proxy import Call
-from support.rest import Object, eventually
+from support.rest import Object, RestError, eventually
 
 JOB = "job"
 REPLICAS = 3
@@ -163,9 +164,16 @@ class Play:
         self.idle = wrote[_TAKEN_BACK:]
 
     def _end(self, pod: Object, code: int) -> None:
-        if pod["metadata"]["uid"] not in self.finished:
-            self.finished.add(pod["metadata"]["uid"])
-            self.stage.kubelet.finish(name(pod), code, "boom" if code else "")
+        uid = pod["metadata"]["uid"]
+        if uid in self.finished:
+            return
+        self.finished.add(uid)
+        try:
+            self.stage.kubelet.finish(name(pod), code, "boom" if code else "", uid=uid)
+        except RestError as error:
+            if not gone(error):
+                raise
+            # Who removed it meanwhile was first: a fault of the plan, or an operator that is wrong.
 
     def _pods(self) -> list[Object]:
         found = list(self.stage.history.objects[invariants.PODS].values())

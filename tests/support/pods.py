@@ -66,8 +66,13 @@ class HandKubelet:
         found = self.rest.items(self.path + selector)
         return sorted(found, key=lambda pod: str(pod["metadata"]["name"]))
 
-    def finish(self, name: str, code: int = 0, message: str = "", reason: str = "") -> None:
-        """End the trainer container of a pod, with an exit code and its last words."""
+    def finish(
+        self, name: str, code: int = 0, message: str = "", reason: str = "", *, uid: str = ""
+    ) -> None:
+        """End the trainer container of a pod, with an exit code and its last words.
+
+        Of exactly this ``uid``, if one is given; a RestError that is `gone` where it is no more.
+        """
         pod = self.rest.get(f"{self.path}/{name}")
         state: Object = {
             "exitCode": code,
@@ -84,7 +89,7 @@ class HandKubelet:
             "conditions": _conditions(ready=False),
             "containerStatuses": _containers(pod, {"terminated": state}, ready=False),
         }
-        self._patch(name, status)
+        self._patch(name, status, uid or pod["metadata"]["uid"])
 
     def _loop(self) -> None:
         while not self._stop.is_set():
@@ -127,10 +132,11 @@ class HandKubelet:
             "conditions": _conditions(ready=True),
             "containerStatuses": _containers(pod, {"running": {"startedAt": _now()}}, ready=True),
         }
-        self._patch(pod["metadata"]["name"], status)
+        self._patch(pod["metadata"]["name"], status, pod["metadata"]["uid"])
 
-    def _patch(self, name: str, status: Object) -> None:
-        self.rest.merge(f"{self.path}/{name}/status", {"status": status})
+    def _patch(self, name: str, status: Object, uid: str) -> None:
+        body: Object = {"metadata": {"uid": uid}, "status": status}
+        self.rest.merge(f"{self.path}/{name}/status", body)
 
     def _heartbeat(self) -> None:
         now = _now()
@@ -151,8 +157,13 @@ class HandKubelet:
         try:
             yield
         except RestError as error:
-            if error.code not in (404, 409):
+            if not gone(error):
                 raise
+
+
+def gone(error: RestError) -> bool:
+    """Whether it says that the pod was removed meanwhile, replaced or written by somebody else."""
+    return error.code in (404, 409) or (error.code == 422 and "metadata.uid" in str(error))
 
 
 def _conditions(*, ready: bool) -> list[Object]:
