@@ -211,10 +211,13 @@ class Drawing(Dataset[Any]):
 def read(sources: Sequence[Any]) -> list[list[list[Any]]]:
     """Two epochs of four batches for each rank: by epoch and rank."""
     found = streams(sources)
-    return [
+    epochs = [
         [[sample for _ in range(4) for sample in stream.next()] for stream in found]
         for _ in range(2)
     ]
+    for stream in reversed(found):  # the workers of each hold the queues of those before
+        stream.close()
+    return epochs
 
 
 def streams(sources: Sequence[Any]) -> list[Stream]:
