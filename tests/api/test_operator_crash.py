@@ -92,8 +92,6 @@ def test_a_restart_has_as_many_writes_as_these_tests_believe(stage: Arena) -> No
     writes = [call for call in stage.proxy.writes() if about(name, call)]
     took = time.monotonic() - since
     assert changes(writes) == expected(name)
-    decided = deciding(writes, "status-running-1")
+    decided = deciding(writes, "status-running-1", took)
     assert len(decided) == WRITES, [call.target for call in writes]
-    # One that only reports comes 2 s after the write before it: only where the machine is slow.
-    assert len(writes) - len(decided) <= took // 2, [call.target for call in writes]
     stage.remove(name)

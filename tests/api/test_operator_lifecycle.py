@@ -121,10 +121,8 @@ def test_a_restart_keeps_the_order_of_writes(stage: Arena, gang: str) -> None:
     assert "create" not in kinds[:barrier]
     writes = stage.proxy.writes()
     took = time.monotonic() - since
-    decided = deciding(writes, "status-running-1")
+    decided = deciding(writes, "status-running-1", took)
     assert len(decided) <= 3 + 2 * 3, [call.target for call in writes]
-    # One that only reports comes 2 s after the write before it: only where the machine is slow.
-    assert len(writes) - len(decided) <= took // 2, [call.target for call in writes]
     assert all(uid_guarded(call) for call in writes if call.method == "DELETE")
 
 

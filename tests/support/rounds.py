@@ -27,7 +27,6 @@ from support.patience import PATIENCE
 
 STEPS = 16
 EVERY = 4  # steps between snapshots
-DEADLINE = PATIENCE
 
 #: Three ranks, three buckets, dropout, buffers.
 SCRIPT = f"""
@@ -115,7 +114,7 @@ class Training:
             (self.directory / f"hold-{place}").touch()
 
     def at(
-        self, place: str, ranks: Collection[int] = range(3), seconds: float = DEADLINE
+        self, place: str, ranks: Collection[int] = range(3), seconds: float = PATIENCE
     ) -> list[int]:
         """Wait until these ranks have come to a place; their pids."""
         paths = [self.directory / f"at-{place}-{rank}" for rank in ranks]
@@ -124,7 +123,7 @@ class Training:
         )
         return [int(path.read_text()) for path in paths]
 
-    def until(self, condition: Any, what: str, seconds: float = DEADLINE) -> None:
+    def until(self, condition: Any, what: str, seconds: float = PATIENCE) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
@@ -185,7 +184,7 @@ class Training:
     def hub_port(self) -> int:
         return self._ports[1]
 
-    def codes(self, seconds: float = DEADLINE) -> list[int]:
+    def codes(self, seconds: float = PATIENCE) -> list[int]:
         """Exit codes of the launchers; the test fails when one does not end."""
         deadline = time.monotonic() + seconds
         self.errors = []

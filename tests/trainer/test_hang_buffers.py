@@ -10,7 +10,7 @@ import json
 import pytest
 
 from support.launching import NO_ROUNDS, launched
-from support.rounds import DEADLINE
+from support.patience import PATIENCE
 
 TRAINING = """
 import torch
@@ -55,7 +55,7 @@ def test_rank_0_hangs_and_not_those_that_wait_for_its_buffers(script, tmp_path, 
         script(TRAINING.format(rank_0=rank_0, all_ranks=all_ranks)),
         env={"DDPJOB_HANG_STEP_SECONDS": "12"},
     ) as process:  # fmt: skip
-        _, err = process.communicate(timeout=DEADLINE)
+        _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 76, err
     found = json.loads(report.read_bytes())
     assert (found["kind"], found["rank"]) == ("hang", 0), found

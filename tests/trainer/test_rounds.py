@@ -16,8 +16,8 @@ from subprocess import Popen
 import pytest
 
 from support.launching import launch, launched, run
+from support.patience import PATIENCE
 from support.rounds import (
-    DEADLINE,
     STEPS,
     Forwarder,
     Outcome,
@@ -131,7 +131,7 @@ def test_sigterm_during_a_restart_ends_it_at_once(script, tmp_path):  # type: ig
         for _ in range(3):
             assert launcher.stdout.readline().endswith("round 1\n")
         launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(DEADLINE) == 143
+        assert launcher.wait(PATIENCE) == 143
     assert json.loads(report.read_bytes())["kind"] == "sigterm"
 
 
@@ -195,7 +195,7 @@ dist.destroy_process_group()
 def test_an_unmodified_torch_script_goes_on_from_its_own_checkpoint(script, tmp_path):  # type: ignore[no-untyped-def]
     words = ("--nproc", "3", script(UNMODIFIED), str(tmp_path / "checkpoint.pt"))
     with launched(*words) as launcher:
-        out, err = launcher.communicate(timeout=DEADLINE)
+        out, err = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 0, err
     found = re.findall(r"\[rank (\d)\] ended at 8 after 1 restarts from (\d)", out)
     assert sorted(rank for rank, _ in found) == ["0", "1", "2"]
@@ -306,7 +306,7 @@ time.sleep(3600)
         wait_until(lambda: len(list(tmp_path.glob("here-*"))) == 4, "all four run")
         hub.send_signal(signal.SIGSTOP)
         (tmp_path / "go").touch()
-        _, err = other.communicate(timeout=DEADLINE)
+        _, err = other.communicate(timeout=PATIENCE)
     finally:
         for launcher in (hub, other):
             launcher.kill()
@@ -318,7 +318,7 @@ time.sleep(3600)
 def test_the_hub_stays_until_all_others_are_done(script, tmp_path):  # type: ignore[no-untyped-def]
     launchers = pair(script("time.sleep(1.5 * rank)"), tmp_path, "supervisor._SUCCESS_SECONDS", 0.2)
     try:
-        errors = [launcher.communicate(timeout=DEADLINE)[1] for launcher in launchers]
+        errors = [launcher.communicate(timeout=PATIENCE)[1] for launcher in launchers]
     finally:
         for launcher in launchers:
             launcher.kill()
@@ -344,12 +344,12 @@ sys.exit({code} if rank == 2 else 0)
     [nobody] = free_ports(1)
     other = Forwarder(nobody)  # takes connections, and closes them
     first, second = launchers = pair(
-        program, tmp_path, constant, 10 * DEADLINE, other.port if taken else nobody
+        program, tmp_path, constant, 10 * PATIENCE, other.port if taken else nobody
     )
     if not taken:
         first.kill()
     try:
-        errors = [launcher.communicate(timeout=DEADLINE)[1] for launcher in launchers]
+        errors = [launcher.communicate(timeout=PATIENCE)[1] for launcher in launchers]
     finally:
         other.cut()
         for launcher in launchers:

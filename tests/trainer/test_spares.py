@@ -18,7 +18,7 @@ import pytest
 
 from support.launching import SOURCES, launched
 from support.patience import PATIENCE
-from support.rounds import DEADLINE, children, kill, patched
+from support.rounds import children, kill, patched
 
 #: Has round 0 run in fresh interpreters.
 FRESH = "import os\nos.environ['ROUND_0'] = 'fresh'\nimport sys\n"
@@ -53,7 +53,7 @@ def bare(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
         more = {"PYTHONPATH": f"{tmp_path}:{SOURCES}", **(env or {})}
         more["DDPJOB_TRAINER_TRACE"] = str(tmp_path / "trace")
         with launched(*options, str(path), "--lr", "1", env=more) as launcher:
-            out, err = launcher.communicate(timeout=DEADLINE)
+            out, err = launcher.communicate(timeout=PATIENCE)
             return launcher.returncode, out, err
 
     return run
@@ -139,7 +139,7 @@ def test_a_module_in_a_spare_sees_what_it_sees_in_a_fresh_interpreter(bare, tmp_
     }
     words = ("--max-rounds-without-progress", "1", "-m", "package.train", "--lr", "1")
     with launched(*words, env=env) as launcher:
-        _, err = launcher.communicate(timeout=DEADLINE)
+        _, err = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 1, err
     same_tracebacks(err)
     fresh, spare = (json.loads((tmp_path / f"facts-{r}").read_text()) for r in (0, 1))
@@ -249,7 +249,7 @@ def test_a_process_in_wait_that_holds_a_gpu_is_let_go(tmp_path, wait_until, who)
         wait_until(lambda: len(children(launcher.pid)) == 2, "only workers are left")
         for pid in children(launcher.pid):
             kill(pid)
-        out, err = launcher.communicate(timeout=DEADLINE)
+        out, err = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 0, err
     assert sorted(re.findall(r"\d$", out, re.MULTILINE)) == ["0", "0", "1", "1"]
     assert "no warm spares" not in err
@@ -381,7 +381,7 @@ def test_what_torch_is_like_in_a_spare(tmp_path):  # type: ignore[no-untyped-def
     script.write_text(FRESH + TRAINING)
     env = {"DDPJOB_TRAINER_TRACE": str(tmp_path / "trace")}
     with launched("--nproc", "2", str(script), env=env) as launcher:
-        _, err = launcher.communicate(timeout=DEADLINE)
+        _, err = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 0, err
     found: dict[str, dict[str, Any]] = {
         path.name: json.loads(path.read_text()) for path in tmp_path.glob("facts-*")

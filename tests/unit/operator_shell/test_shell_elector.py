@@ -125,6 +125,14 @@ class Candidate:
         await asyncio.wait([self.task])
 
 
+async def dead_leader(server: LeaseServer, clock: Clock) -> Candidate:
+    """It led for a moment, and the lease is its still."""
+    found = Candidate(server, clock, "a")
+    await clock.pass_by(5)
+    await found.die()
+    return found
+
+
 async def test_one_of_two_leads_and_the_other_follows_when_it_dies() -> None:
     server, clock = LeaseServer(), Clock()
     first = Candidate(server, clock, "a")
@@ -158,9 +166,7 @@ async def test_release_lets_the_next_begin_at_once() -> None:
 async def test_a_renewal_that_is_stored_late_does_not_keep_the_lease() -> None:
     """Its task is cancelled while the API server has the call already."""
     server, clock = LeaseServer(), Clock()
-    first = Candidate(server, clock, "a")
-    await clock.pass_by(5)
-    await first.die()
+    first = await dead_leader(server, clock)
 
     def late(verb: str) -> None:
         if verb == "replace":
@@ -196,9 +202,7 @@ async def test_a_lease_that_is_just_being_taken_is_given_back(verb: str) -> None
 
 async def test_a_release_outlasts_a_passing_error(caplog: pytest.LogCaptureFixture) -> None:
     server, clock = LeaseServer(), Clock()
-    first = Candidate(server, clock, "a")
-    await clock.pass_by(5)
-    await first.die()
+    first = await dead_leader(server, clock)
     passing = [errors.Unavailable(0, "", "refused"), errors.Unavailable(503, "", "starting")]
 
     def fail(verb: str) -> None:
@@ -265,9 +269,7 @@ async def test_release_touches_nobody_elses_lease() -> None:
 
 async def test_a_restarted_pod_takes_its_own_lease_back_at_once() -> None:
     server, clock = LeaseServer(), Clock()
-    first = Candidate(server, clock, "a")
-    await clock.pass_by(5)
-    await first.die()
+    await dead_leader(server, clock)
     again = Candidate(server, clock, "a")
     await clock.pass_by(0.1)
     assert again.leads()
@@ -322,9 +324,7 @@ async def test_a_lost_race_for_the_lease_is_lost() -> None:
             server.lease["spec"]["holderIdentity"] = "winner"
             server._store(server.lease)
 
-    first = Candidate(server, clock, "a")
-    await clock.pass_by(5)
-    await first.die()
+    await dead_leader(server, clock)
     server.fail = race
     second = Candidate(server, clock, "b")
     await clock.pass_by(16)
@@ -420,9 +420,7 @@ async def test_slow_calls_leave_a_leader(seconds: float, share: float) -> None:
 async def test_what_others_write_to_the_lease_is_no_sign_of_life() -> None:
     """Whoever labels or annotates it, a backup's or GitOps' controller, does not hold it."""
     server, clock = LeaseServer(), Clock()
-    first = Candidate(server, clock, "a")
-    await clock.pass_by(5)
-    await first.die()
+    await dead_leader(server, clock)
     second = Candidate(server, clock, "b")
     for number in range(6):
         await clock.pass_by(3)

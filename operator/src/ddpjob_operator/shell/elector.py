@@ -109,9 +109,11 @@ class Elector:
                 while why := await self._give_back():
                     await self._sleep(_RELEASE_PAUSE)
         except TimeoutError:
-            log.warning("cannot give the lease %s back: %s", self._where, why or "no answer")
+            why = why or "no answer"
         except errors.Forbidden as error:
-            log.warning("cannot give the lease %s back: %s", self._where, error)
+            why = str(error)
+        if why:
+            log.warning("cannot give the lease %s back: %s", self._where, why)
 
     async def _give_back(self) -> str:
         """One try: why it is to be tried again, or nothing."""
