@@ -8,12 +8,15 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ddpjob_trainer.launcher import log as log_module
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.output import OutputPump
+from support.patience import PATIENCE
+
+NEVER = 1e6  # seconds
 
 
 @contextmanager
@@ -32,6 +35,13 @@ def unread(*targets: int) -> Iterator[int]:
         for target, old in kept.items():
             os.dup2(old, target)
             os.close(old)
+
+
+def ends(flush: Callable[[], object]) -> bool:
+    thread = threading.Thread(target=flush, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return not thread.is_alive()
 
 
 class Reader:
@@ -76,11 +86,41 @@ def test_what_nobody_reads_is_kept_up_to_a_bound_then_dropped_and_counted(monkey
 
 def test_a_reader_that_stands_still_is_not_waited_for_at_the_end(monkeypatch):  # type: ignore[no-untyped-def]
     monkeypatch.setattr(log_module, "_PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr(log_module, "_FLUSH_SECONDS", 600.0)
+    monkeypatch.setattr(log_module, "_FLUSH_SECONDS", NEVER)
     with unread(1, 2):
         log = Log()
         log.put(1, b"x" * 1_000_000)
-        log.flush()
+        ended = ends(log.flush)
+    assert ended
+
+
+def test_a_thread_that_stands_still_is_waited_for_at_the_end(monkeypatch):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(log_module, "_HURRY_SECONDS", 0.05)
+    monkeypatch.setattr(log_module, "_BUSY_SECONDS", PATIENCE)
+    goes_on = threading.Event()
+    write = log_module._write
+    monkeypatch.setattr(log_module, "_write", lambda *a: goes_on.wait(PATIENCE) and write(*a))
+    with unread(1, 2) as pipe:
+        log = Log()
+        log.say("last words")
+        end = threading.Thread(target=lambda: log.flush(hurry=True))
+        end.start()
+        end.join(0.5)
+        assert end.is_alive()
+        goes_on.set()
+        end.join(PATIENCE)
+        assert os.read(pipe, 100) == b"launcher: last words\n"
+
+
+def test_who_is_in_a_hurry_waits_for_no_reader_that_stands_still(monkeypatch):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(log_module, "_FLUSH_SECONDS", NEVER)
+    monkeypatch.setattr(log_module, "_PATIENCE_SECONDS", NEVER)
+    monkeypatch.setattr(log_module, "_BUSY_SECONDS", NEVER)
+    with unread(1, 2):
+        log = Log()
+        log.put(1, b"x" * 1_000_000)
+        ended = ends(lambda: log.flush(hurry=True))
+    assert ended
 
 
 def test_who_reads_slowly_gets_everything(monkeypatch):  # type: ignore[no-untyped-def]

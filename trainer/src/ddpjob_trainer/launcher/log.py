@@ -22,12 +22,15 @@ _PIECE: Final = 64 * 1024  # so that a slow reader is told from one that stands 
 _PATIENCE_SECONDS: Final = 5.0
 _FLUSH_SECONDS: Final = 30.0
 _HURRY_SECONDS: Final = 0.5
+#: So much longer while the reader has room: then it is our thread that stands still.
+_BUSY_SECONDS: Final = 5.0
 
 
 class _Sink:
     """One file, pipe or terminal; ``put`` never blocks."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, fd: int) -> None:
+        self._fd = fd
         self._queue: deque[tuple[int, bytes]] = deque()
         self._bytes = 0  # in the queue, and what the thread is writing
         self._dropped = 0
@@ -57,7 +60,10 @@ class _Sink:
             while self._bytes and (left := deadline - time.monotonic()) > 0:
                 self._moved = False
                 if not self._changed.wait_for(lambda: self._moved, min(left, _PATIENCE_SECONDS)):
-                    return
+                    break
+            end = time.monotonic() + _BUSY_SECONDS
+            while self._bytes and _has_room(self._fd) and time.monotonic() < end:
+                self._changed.wait(0.05)
 
     def _run(self) -> None:
         while True:
@@ -86,12 +92,19 @@ def _write(fd: int, data: memoryview) -> int:
             return len(data)  # nobody reads our output any more; training goes on
 
 
+def _has_room(fd: int) -> bool:
+    try:
+        return bool(select.select([], [fd], [], 0)[1])
+    except OSError:
+        return False
+
+
 class Log:
     """The launcher's standard output and error. Where both are one file, order is kept."""
 
     def __init__(self) -> None:
-        error = _Sink("stderr")
-        self._sinks = {1: error if _same_file(1, 2) else _Sink("stdout"), 2: error}
+        error = _Sink("stderr", 2)
+        self._sinks = {1: error if _same_file(1, 2) else _Sink("stdout", 1), 2: error}
 
     def say(self, text: str) -> None:
         """One line of the launcher's own."""
