@@ -18,7 +18,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -235,6 +235,14 @@ class Training:
         return "\n".join(texts)
 
 
+#: For `patched`: no launcher or spare that stands still is given up for it.
+UNHURRIED: Final = {
+    "launcher.hub.hub.BARRIER_SECONDS": PATIENCE,
+    "launcher.supervisor._ANSWER_SECONDS": PATIENCE,
+    "launcher.processes.spares._ANSWER_SECONDS": PATIENCE,
+}
+
+
 def patched(directory: Path, constants: Mapping[str, object]) -> dict[str, str]:
     """Environment in which a launcher has other values for constants of ddpjob_trainer."""
     lines = []
@@ -310,5 +318,7 @@ def children(pid: int) -> dict[int, str]:
 
 
 def kill(*pids: int, signum: int = signal.SIGKILL) -> None:
+    """At once: one that its launcher ends for the loss of another may be gone by its turn."""
     for pid in pids:
-        os.kill(pid, signum)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)

@@ -13,7 +13,7 @@ import pytest
 
 from support.launching import free_ports, launch, launched, run
 from support.patience import PATIENCE
-from support.rounds import patched
+from support.rounds import UNHURRIED, patched
 
 WORKER = """
 import ctypes
@@ -188,7 +188,7 @@ asleep()
 """
     )
     # What the waiting get on top is much more than the culprit's launcher needs to act.
-    patient = patched(tmp_path, {"liveness.hang._WAITING_SECONDS": PATIENCE})
+    patient = patched(tmp_path, {"liveness.hang._WAITING_SECONDS": PATIENCE, **UNHURRIED})
     ports = free_ports(2)
     gang = {
         "DDPJOB_UID": "u", "DDPJOB_ATTEMPT": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1",

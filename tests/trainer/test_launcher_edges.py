@@ -26,6 +26,9 @@ from support.rounds import patched
 
 _PTRACE_SEIZE = 0x4206
 
+#: For `patched`: however long a reader of the output stands still.
+PATIENT_LOG = {"launcher.log._PATIENCE_SECONDS": PATIENCE, "launcher.log._FLUSH_SECONDS": PATIENCE}
+
 
 def test_what_cannot_be_started_has_the_shells_exit_codes(tmp_path):  # type: ignore[no-untyped-def]
     program = tmp_path / "program"
@@ -41,7 +44,7 @@ def test_closed_standard_files_do_not_become_other_files(tmp_path):  # type: ign
     events = tmp_path / "events"
     command = [*RUN, "--events", str(events), "sh", "-c", "echo secret; echo secret >&2"]
     closed = f"exec {shlex.join(command)} <&- >&- 2>&-"
-    env = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    env = {**os.environ, **patched(tmp_path, {"launcher.events._END_SECONDS": PATIENCE})}
     done = subprocess.run(["sh", "-c", closed], env=env, timeout=PATIENCE, check=False)
     assert done.returncode == 0
     assert [json.loads(line)["event"] for line in events.read_text().splitlines()] == ["end"]
@@ -104,13 +107,12 @@ def test_with_a_prefix_each_state_of_a_progress_bar_is_a_line(script):  # type: 
     assert re.findall(r"\[rank 1\] (.*)", out.replace("\r", "\n")) == ["1 %", "2 %", "done"]
 
 
-def test_a_slow_reader_of_a_non_blocking_pipe_gets_every_line(script, wait_until):  # type: ignore[no-untyped-def]
+def test_a_slow_reader_of_a_non_blocking_pipe_gets_every_line(script, tmp_path, wait_until):  # type: ignore[no-untyped-def]
     read, write = os.pipe()
     os.set_blocking(write, False)
     program = script("for n in range(20000): print('line', n)")
-    with subprocess.Popen(
-        [*RUN, program], env={**os.environ, "PYTHONPATH": str(SOURCES)}, stdout=write
-    ) as process:
+    env = {**os.environ, **patched(tmp_path, PATIENT_LOG)}
+    with subprocess.Popen([*RUN, program], env=env, stdout=write) as process:
         # Nothing is read until the pipe is full.
         wait_until(lambda: not select.select([], [write], [], 0)[1], "the pipe is full")
         os.close(write)
@@ -145,7 +147,8 @@ sys.exit(1)
         except OSError:
             return False
 
-    with launched(*words, *more, program) as launcher:
+    env = patched(tmp_path, {"launcher.supervisor._LOOK_SECONDS": PATIENCE})
+    with launched(*words, *more, program, env=env) as launcher:
         wait_until(told, "the time of the third checkpoint in /state")
         go.touch()
         _, err = launcher.communicate(timeout=PATIENCE)
@@ -272,11 +275,32 @@ def test_sigterm_while_a_log_is_waited_for_does_not_change_how_it_ended(  # type
 ):
     report = tmp_path / "report"
     program = script("for _ in range(100): os.write(1, b'x' * 1023 + b'\\n')")
-    patient = {"launcher.log._PATIENCE_SECONDS": PATIENCE, "launcher.log._FLUSH_SECONDS": PATIENCE}
-    env = patched(tmp_path, patient)
+    env = patched(tmp_path, PATIENT_LOG)
     with launched("--termination-log", str(report), program, env=env) as process:
         wait_until(report.exists, "the report is written")
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=PATIENCE) == 0
     assert json.loads(report.read_text())["kind"] == "success"
+
+
+@pytest.mark.parametrize("step", ["termination.finish", "supervisor.Scratch.close"])
+def test_sigterm_right_after_the_report_hurries_the_end_and_does_not_change_it(  # type: ignore[no-untyped-def]
+    script, tmp_path, step
+):
+    program = script("for _ in range(100): os.write(1, b'x' * 1023 + b'\\n')")
+    env = patched(tmp_path, PATIENT_LOG)
+    with (tmp_path / "sitecustomize.py").open("a") as file:
+        file.write(
+            f"""
+import os
+from ddpjob_trainer.launcher import {step.split(".")[0]}
+def interrupted(*args, step={step}):
+    found = step(*args)
+    os.kill(os.getpid(), 15)
+    return found
+{step} = interrupted
+"""
+        )
+    with launched(program, env=env) as process:  # nobody reads the output
+        assert process.wait(timeout=PATIENCE) == 0

@@ -13,6 +13,7 @@ from ddpjob_trainer.telemetry import metric_names
 from ddpjob_trainer.telemetry.event_log import read_events, read_losses
 from support.launching import free_ports, launch
 from support.patience import PATIENCE
+from support.rounds import patched
 
 SCRIPT = """
 import torch
@@ -72,13 +73,21 @@ def samples(text: str) -> dict[str, float]:
     return found
 
 
+#: However slowly an answer or a line is written.
+PATIENT = {
+    "launcher.hangs._STACKS_SECONDS": 30,
+    "launcher.hangs._STACKS_SETTLED_SECONDS": 1,
+    "launcher.events._END_SECONDS": PATIENCE,
+}
+
+
 def test_over_rounds(script, tmp_path, wait_until):  # type: ignore[no-untyped-def]
     (port,) = free_ports(1)
     events, directory = tmp_path / "events.jsonl", str(tmp_path)
     process = launch(
         "--nproc", "3", "--metrics-port", str(port), "--events", str(events),
         script(SCRIPT.format(directory=directory)),
-        env={"DDPJOB_HANG_STEP_SECONDS": "12"},
+        env={"DDPJOB_HANG_STEP_SECONDS": "12", **patched(tmp_path, PATIENT)},
     )  # fmt: skip
 
     def get(page: str) -> str:

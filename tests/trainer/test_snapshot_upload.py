@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -12,6 +13,9 @@ import torch
 from torch import nn
 
 import ddpjob_trainer as ddp
+from ddpjob_trainer.errors import InvalidSnapshotError
+from ddpjob_trainer.snapshot.ondisk import manifest
+from support.patience import PATIENCE
 
 DATA = torch.utils.data.TensorDataset(torch.arange(240.0).reshape(60, 4) / 240)
 
@@ -56,9 +60,18 @@ def test_a_gang_whose_disk_is_lost_goes_on_from_the_store(gang, tmp_path, disks)
     assert len(list(store.glob("*/step-000000000008.json"))) == 1  # before the end
 
 
+def whole(store: Path) -> bool:
+    """Whether there is a manifest that can be read; it may have its name before its content."""
+    for path in store.glob("*/step-*.json"):
+        with contextlib.suppress(InvalidSnapshotError):
+            manifest.read(path)
+            return True
+    return False
+
+
 def wait_for_step(store: Path, each: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not list(store.glob("*/step-*.json")) or not list(store.glob("*/start.json")):
+    deadline = time.monotonic() + PATIENCE
+    while not whole(store) or not list(store.glob("*/start.json")):
         assert time.monotonic() < deadline, "nothing was uploaded"
         each()  # as further steps would
         time.sleep(0.01)

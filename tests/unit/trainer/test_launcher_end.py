@@ -162,6 +162,15 @@ def test_who_cannot_be_killed_is_not_waited_for(monkeypatch, sent):  # type: ign
     assert children.end_all(nobody, 600.0, (NEVER, NEVER + 1)) == [NEVER, NEVER + 1]
 
 
+def test_who_ended_while_the_launcher_stood_still_is_not_left_behind(monkeypatch, sent):  # type: ignore[no-untyped-def]
+    zombies = [NEVER]
+    monkeypatch.setattr(children, "children", lambda: list(zombies))
+    monkeypatch.setattr(children, "reap", lambda: [(zombies.pop(), -9)] if zombies else [])
+    reaped: list[tuple[int, int]] = []
+    assert children.end_all(lambda *one: reaped.append(one), -1.0, ()) == []
+    assert reaped == [(NEVER, -9)]
+
+
 def test_without_descriptors_a_worker_cannot_start_and_none_leaks(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
     """A failure like any other: the next round may have some."""
     plan = make_plan(read_launcher({}), Program("sh", (), module=False), nproc=1)

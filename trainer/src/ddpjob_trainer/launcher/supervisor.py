@@ -46,7 +46,7 @@ from ddpjob_trainer.launcher.scratch import NoRoomError, Scratch
 from ddpjob_trainer.launcher.starter import Starter
 from ddpjob_trainer.telemetry.event_log import EventLog
 
-_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_ENDING = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT))
 _FORWARDED = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
 _TICK_SECONDS = 1.0
 _HEALTHY_SECONDS = 10.0
@@ -104,7 +104,8 @@ class Supervisor:
         for signum in _ENDING:  # the report is written: a signal hurries the end, and changes none
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, lambda *_: os._exit(code))
-        self._log.flush(hurry=self._ended.signal != 0)
+        told_late = not _ENDING.isdisjoint(self._signals)  # nobody has looked since
+        self._log.flush(hurry=self._ended.signal != 0 or told_late)
         return code
 
     def _run(self) -> int:
@@ -147,7 +148,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _signal_handling(self) -> Iterator[None]:
-        """Collect signals; each wakes the selector."""
+        """Collect signals; each wakes the selector. Afterwards those that end us still count."""
         read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
         def received(signum: int, frame: FrameType | None) -> None:
@@ -167,8 +168,8 @@ class Supervisor:
             yield
         finally:
             signal.set_wakeup_fd(old_fd)
-            for signum, handler in old.items():
-                signal.signal(signum, handler)
+            for signum in old.keys() - _ENDING:
+                signal.signal(signum, old[signum])
             os.close(read)
             os.close(write)
 
@@ -215,6 +216,7 @@ class Supervisor:
         """Until nothing more is to be done here."""
         while True:
             now = self._tick = time.monotonic()
+            self._sleep(0)  # what has come by now is read before the time is held against anybody
             for pid, status in children.reap():
                 self._gang.ended(pid, status, now)
                 self._starter.ended(pid, now)

@@ -123,15 +123,16 @@ def end_all(
     Return who has not ended after ``seconds``; ``hopeless`` are not waited for at all.
     """
     until = time.monotonic() + seconds
-    while left := children():
-        if time.monotonic() > until or set(left) <= set(hopeless):
-            break
-        for pid in left:
-            send(pid, signal.SIGKILL)
+    while True:
+        late = time.monotonic() > until  # before we look: we may be the one that stood still
         for pid, status in reap():
             reaped(pid, status)
+        left = children()
+        for pid in left:
+            send(pid, signal.SIGKILL)
+        if late or set(left) <= set(hopeless):
+            return left
         time.sleep(0.001)
-    return left
 
 
 def where(pid: int) -> str:

@@ -295,7 +295,8 @@ class Spares:
         if "ready" in body or "unfit" in body:
             one.ready = True
             self._deaths = 0
-            if self.full and all(other.ready for other in self._spares.values()):
+            spares = [other for other in self._spares.values() if other.called_at is None]
+            if len(spares) == self._count and all(other.ready for other in spares):
                 trace.mark("spares")
         if one.ready and one.called_at is not None:
             one.called_at = now
