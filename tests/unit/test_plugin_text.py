@@ -10,6 +10,7 @@ import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import LABEL_ATTEMPT, LABEL_REPLICA
 from kubectl_ddp.kubectl import Kubectl, explained
 from support.cluster import wait_for
+from support.patience import PATIENCE
 
 SOURCE = Path(cli.__file__).parent
 
@@ -177,13 +179,37 @@ def test_no_kubectl_is_left_behind(tmp_path: Path) -> None:
     wait_for(lambda: (tmp_path / "pid").exists() or None, "kubectl to follow")
     followed = int((tmp_path / "pid").read_text())
     plugin.terminate()
-    assert plugin.wait(60) == 143
+    assert plugin.wait(PATIENCE) == 143
     gone = Path(f"/proc/{followed}")
     try:
         wait_for(lambda: not gone.exists() or None, "kubectl to end")
     finally:
         if gone.exists():
             os.kill(followed, signal.SIGKILL)
+
+
+def test_no_kubectl_is_left_behind_by_who_is_told_to_end_as_it_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[subprocess.Popen[str]] = []
+
+    class Interrupted(subprocess.Popen[str]):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            started.append(self)
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setenv("PATH", fake_kubectl(tmp_path, "exec sleep 300")["PATH"])
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    before = signal.signal(signal.SIGTERM, __main__._end)
+    try:
+        with pytest.raises(SystemExit):
+            Kubectl().show("logs")
+        assert started[0].poll() == -signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        with started[0]:
+            started[0].kill()
 
 
 def test_flags_are_passed_on_from_before_and_behind_the_command(

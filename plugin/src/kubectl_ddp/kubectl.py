@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +48,19 @@ class Kubectl:
         except OSError as error:
             raise Failure(f"kubectl does not start: {error.strerror}") from None
 
+    @contextlib.contextmanager
+    def running(self, *args: str, **streams: Any) -> Iterator[subprocess.Popen[str]]:
+        """Start it and end it, also where SIGTERM tells us to end while it starts."""
+        process = None
+        try:
+            with _put_off(signal.SIGTERM):
+                process = self.start(*args, **streams)
+            yield process
+        finally:
+            if process is not None:
+                with process:
+                    process.terminate()
+
     def read(self, *args: str) -> str:
         """Run it to its end and return its stdout; raises Failure."""
         process = self.start(*args, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -60,15 +75,25 @@ class Kubectl:
 
     def show(self, *args: str) -> None:
         """Run it with our own stdout; raises Failure."""
-        process = self.start(*args, stderr=subprocess.PIPE)
-        try:
+        with self.running(*args, stderr=subprocess.PIPE) as process:
             _, said = process.communicate()
-        finally:
-            process.terminate()  # it would follow logs without us
         if process.returncode == -signal.SIGPIPE:
             raise BrokenPipeError  # whoever read has had enough: `| head`
         if process.returncode:
             raise Failure(explained(said))
+
+
+@contextlib.contextmanager
+def _put_off(number: signal.Signals) -> Iterator[None]:
+    """Have its handler, which raises, called after this."""
+    came: list[int] = []
+    handler = signal.signal(number, lambda *_: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(number, handler)
+        if came:
+            signal.raise_signal(number)
 
 
 def _decoded(text: str) -> Object:

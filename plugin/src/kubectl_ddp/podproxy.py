@@ -80,18 +80,14 @@ def _serving(kubectl: Kubectl) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="ddp-") as directory:
         path = str(Path(directory, "s"))
         limits = (f"--accept-paths={_ACCEPTED}", "--reject-methods=^(POST|PUT|PATCH|DELETE)$")
-        process = kubectl.start(
+        with kubectl.running(
             "proxy", f"--unix-socket={path}", *limits,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        try:
+        ) as process:  # fmt: skip
             assert process.stdout is not None
             if not process.stdout.readline():  # "Starting to serve on ..."
                 raise Failure(explained(process.communicate()[1]))
             yield path
-        finally:
-            process.terminate()
-            process.communicate()
 
 
 class _Connection(http.client.HTTPConnection):
