@@ -74,7 +74,7 @@ def test_a_polite_end_lets_a_process_clean_up(tmp_path: Path) -> None:
         while not (tmp_path / "ready").exists():
             assert child.poll() is None
             time.sleep(0.01)
-        assert process.end([identity_of(child)]) == []
+        assert process.end([identity_of(child)], seconds=PATIENCE) == []
     assert mark.exists()
 
 
@@ -98,6 +98,17 @@ def test_a_deaf_process_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert left == []
         assert sent == [signal.SIGTERM, signal.SIGKILL]
         assert child.wait(PATIENCE) == -9
+
+
+def test_who_ends_in_time_is_gone_however_long_we_stood_still_ourselves(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stand_still(one: process.Identity, number: signal.Signals) -> None:
+        child.kill()
+        child.wait()
+
+    monkeypatch.setattr(process, "_signal", stand_still)
+    assert process.end([identity_of(child)], seconds=0, polite=False) == []
 
 
 def test_a_proxy_of_the_caller_is_not_passed_on(

@@ -86,9 +86,10 @@ def _signal(identity: Identity, number: signal.Signals) -> None:
 
 def _wait_gone(identities: list[Identity], seconds: float) -> list[Identity]:
     deadline = time.monotonic() + seconds
-    left = identities
-    while left and time.monotonic() < deadline:
+    left, over = identities, False
+    while left and not over:
         time.sleep(0.02)
+        over = time.monotonic() >= deadline  # before the last look, however late that comes
         left = [one for one in left if is_alive(one)]
     return left
 
