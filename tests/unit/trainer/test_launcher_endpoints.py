@@ -15,6 +15,12 @@ from ddpjob_trainer.contract import State
 from ddpjob_trainer.launcher import endpoints, sockets
 from ddpjob_trainer.launcher.metrics import LauncherMetrics
 from support.descriptors import none_left
+from support.patience import PATIENCE
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints, "_IDLE_SECONDS", 2 * PATIENCE)  # longer than clients wait
 
 
 def test_it_serves_without_a_resolver_and_frees_its_port_at_the_end(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
@@ -27,13 +33,13 @@ def test_it_serves_without_a_resolver_and_frees_its_port_at_the_end(tmp_path, mo
         0, lambda: tmp_path, LauncherMetrics(), lambda: {"version": 1}, lambda: True
     )
     port = server.socket.getsockname()[1]
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=10) as reply:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=PATIENCE) as reply:
         assert reply.read() == b"ok\n"
     server.end()
-    server.thread.join(20)
+    server.thread.join(PATIENCE)
     assert not server.thread.is_alive()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port), timeout=10)
+        socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
 
 
 def test_strangers_who_connect_and_say_nothing_make_room_for_others(tmp_path):  # type: ignore[no-untyped-def]
@@ -42,9 +48,9 @@ def test_strangers_who_connect_and_say_nothing_make_room_for_others(tmp_path):  
         0, lambda: tmp_path, LauncherMetrics(), lambda: {"version": 1}, lambda: True
     )
     address = ("127.0.0.1", server.socket.getsockname()[1])
-    silent = [socket.create_connection(address, timeout=10) for _ in range(40)]
+    silent = [socket.create_connection(address, timeout=PATIENCE) for _ in range(40)]
     url = f"http://127.0.0.1:{address[1]}/healthz"
-    with urllib.request.urlopen(url, timeout=10) as reply:
+    with urllib.request.urlopen(url, timeout=PATIENCE) as reply:
         assert reply.read() == b"ok\n"
     assert silent[0].recv(1) == b""
     assert len(server._connections) <= endpoints._MAX_CONNECTIONS
@@ -58,7 +64,7 @@ def test_a_request_that_does_not_end_is_answered_and_closed_before_it_fills_the_
         0, lambda: tmp_path, LauncherMetrics(), lambda: {"version": 1}, lambda: True
     )
     port = server.socket.getsockname()[1]
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as stranger:
         begin = b"GET /healthz HTTP/1.1\r\na: "
         stranger.sendall(begin + b"x" * (endpoints._MAX_HEAD - len(begin)))
         with stranger.makefile("rb") as reply:
@@ -90,11 +96,11 @@ def test_without_descriptors_it_waits_instead_of_trying_all_the_time(tmp_path, m
         if pause == 600.0:
             assert len(tries) == 1
         else:
-            client.settimeout(20)
+            client.settimeout(PATIENCE)
             client.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
             assert client.recv(100).startswith(b"HTTP/1.1 200")
     server.end()
-    server.thread.join(20)
+    server.thread.join(PATIENCE)
     assert not server.thread.is_alive()
 
 
@@ -110,7 +116,9 @@ def test_strangers_are_told_neither_what_admits_them_to_the_hub_nor_stacks(tmp_p
     port = server.socket.getsockname()[1]
 
     def ask(query: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/state{query}", timeout=10) as reply:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{port}/state{query}", timeout=PATIENCE
+        ) as reply:
             return str(reply.read().decode())
 
     try:

@@ -29,6 +29,8 @@ STATE_VERSION = 1
 _MAX_CONNECTIONS = 32
 #: Bytes of a request. Python itself takes 6 MiB, with which strangers could fill a pod's memory.
 _MAX_HEAD = 16 * 1024
+#: So long one may say nothing, or take nothing of the answer.
+_IDLE_SECONDS = 5.0
 
 
 def state_body(
@@ -181,7 +183,7 @@ def serve(
     """Serve until end(). Port 0 takes a free one. Raises OSError when it is taken."""
 
     class Handler(BaseHTTPRequestHandler):
-        timeout = 5.0
+        timeout = _IDLE_SECONDS
         protocol_version = "HTTP/1.1"
 
         def setup(self) -> None:
