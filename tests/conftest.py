@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 
+import hypothesis
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
@@ -14,6 +16,20 @@ from support.busy import busy_machine
 from support.faults import Recorder
 
 LINES_AT_ONCE = 40  # of a failure that is told before the summary, which has it whole
+
+# `make soak` tries new random examples each time; else every run of the tests is the same.
+hypothesis.settings.register_profile(
+    "test", derandomize=True, deadline=None, max_examples=120, stateful_step_count=30
+)
+hypothesis.settings.register_profile(
+    "soak",
+    deadline=None,
+    max_examples=20_000,
+    stateful_step_count=60,
+    print_blob=True,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+hypothesis.settings.load_profile("soak" if os.environ.get("DDPJOB_SOAK") else "test")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

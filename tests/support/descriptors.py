@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from contextlib import contextmanager
 @contextmanager
 def none_left() -> Iterator[None]:
     """Have every open(), socket() and accept() of this process fail with EMFILE."""
+    gc.collect()
+    gc.disable()  # what it closes would be free again
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.open(os.devnull, os.O_RDONLY)  # all below are in use
     os.close(lowest)
@@ -19,3 +22,4 @@ def none_left() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        gc.enable()

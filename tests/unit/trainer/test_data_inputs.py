@@ -9,7 +9,6 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +36,8 @@ from ddpjob_trainer.data.reseeded import reseed_workers
 from ddpjob_trainer.data.sampler import Sequential, Shuffled, Weighted
 from ddpjob_trainer.data.workers import dying_with_parent
 from ddpjob_trainer.errors import ConfigError
+from devcluster import process
+from support.patience import PATIENCE
 
 SAMPLES = 20
 
@@ -469,18 +470,19 @@ def test_a_worker_dies_with_its_rank():
     read, write = os.pipe()
     rank = os.fork()
     if rank == 0:
-        signal.alarm(100)  # nothing is left behind, whatever fails
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's would fail the test in here
+        signal.alarm(2 * PATIENCE)  # nothing is left behind, whatever fails
         begin = dying_with_parent(lambda number: os.write(write, b"%d\n" % os.getpid()))  # type: ignore[arg-type]
         if os.fork() == 0:
-            signal.alarm(100)
+            signal.alarm(2 * PATIENCE)
             begin(0)
         signal.pause()
         os._exit(1)
     worker = int(os.read(read, 64))
     os.kill(rank, signal.SIGKILL)
     os.waitpid(rank, 0)
-    deadline = time.monotonic() + 60
-    while (stat := Path(f"/proc/{worker}/stat")).exists() and ") Z " not in stat.read_text():
+    deadline = time.monotonic() + PATIENCE
+    while process.identify(worker) is not None:
         assert time.monotonic() < deadline, "the worker outlives its rank"
         time.sleep(0.01)
 

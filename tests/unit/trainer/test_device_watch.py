@@ -12,6 +12,7 @@ import torch
 from ddpjob_trainer import accelerator
 from ddpjob_trainer.liveness.hang import WAITING
 from ddpjob_trainer.training.device_watch import DeviceWatch
+from support.patience import PATIENCE
 from support.queued import Queued
 
 
@@ -104,7 +105,7 @@ def test_its_thread_asks_its_own_gpu() -> None:
     watch = DeviceWatch(Device(torch.device("cpu")), Progress())  # type: ignore[arg-type]
     watch.start()
     try:
-        assert entered.wait(30)
+        assert entered.wait(PATIENCE)
     finally:
         watch.stop()
 

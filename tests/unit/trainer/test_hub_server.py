@@ -16,6 +16,7 @@ from ddpjob_trainer.launcher.hub.messages import Hello, Welcome, encode
 from ddpjob_trainer.launcher.hub.rounds import Limits
 from ddpjob_trainer.launcher.hub.server import HubServer
 from support.descriptors import none_left
+from support.patience import PATIENCE
 
 GANG = Hello("uid", 1, replicas=2, nproc=1, replica=0)
 
@@ -38,14 +39,18 @@ class Port:
                 key.data(now)
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(self.address, timeout=10)
+        return socket.create_connection(self.address, timeout=PATIENCE)
+
+    def close(self) -> None:
+        self.server.close()
+        self.selector.close()
 
 
 @pytest.fixture
 def port() -> Iterator[Port]:
     found = Port()
     yield found
-    found.server.close()
+    found.close()
 
 
 def hello(uid: str = "uid") -> bytes:
@@ -103,7 +108,7 @@ def test_a_port_without_descriptors_can_be_closed() -> None:
     with socket.socket() as launcher, none_left():
         launcher.connect(port.address)
         port.hear(100.0)
-        port.server.close()
+        port.close()
 
 
 def test_who_is_not_admitted_says_why_and_once(port: Port) -> None:

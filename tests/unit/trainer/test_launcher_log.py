@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sys
-import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -57,7 +55,7 @@ class Reader:
             self.found += data
 
     def until(self, words: bytes) -> bytes:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while words not in self.found:
             assert time.monotonic() < deadline, self.found[-500:]
             time.sleep(0.002)
@@ -66,11 +64,12 @@ class Reader:
 
 def test_what_nobody_reads_is_kept_up_to_a_bound_then_dropped_and_counted(monkeypatch):  # type: ignore[no-untyped-def]
     monkeypatch.setattr(log_module, "_MAX_BYTES", 200_000)
+    monkeypatch.setattr(log_module, "_PATIENCE_SECONDS", NEVER)
+    monkeypatch.setattr(log_module, "_FLUSH_SECONDS", NEVER)
     with unread(1, 2) as pipe:
         log = Log()
         log.put(2, b"x" * 99_999 + b"\n")
-        while int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, b"0000"), sys.byteorder) < 65_536:
-            time.sleep(0.002)
+        log.wait_for_room(2)  # the pipe is full
         for number in range(10_000):
             log.say(f"{number:080}")
         reader = Reader(pipe)
@@ -124,7 +123,8 @@ def test_who_is_in_a_hurry_waits_for_no_reader_that_stands_still(monkeypatch):  
 
 
 def test_who_reads_slowly_gets_everything(monkeypatch):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(log_module, "_PATIENCE_SECONDS", 5.0)
+    monkeypatch.setattr(log_module, "_PATIENCE_SECONDS", NEVER)
+    monkeypatch.setattr(log_module, "_FLUSH_SECONDS", NEVER)
     with unread(1, 2) as pipe:
         log = Log()
         log.put(1, b"x" * 500_000)
@@ -134,7 +134,7 @@ def test_who_reads_slowly_gets_everything(monkeypatch):  # type: ignore[no-untyp
         found = b""
         while not found.endswith(b"launcher: last\n"):
             found += os.read(pipe, 30_000)
-        reader.join(20)
+        reader.join(PATIENCE)
         assert not reader.is_alive()
     assert len(found) == 500_000 + len(b"launcher: last\n")
 

@@ -21,6 +21,7 @@ from ddpjob_trainer.launcher.plan import (
 )
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from support.launching import SOURCES
+from support.patience import PATIENCE
 
 BUDGET = contract.IN_PLACE_MAX_WITHOUT_PROGRESS
 POD = {
@@ -150,7 +151,7 @@ def test_an_interrupt_right_after_the_start_is_a_plain_end(when):  # type: ignor
         env={**os.environ, "PYTHONPATH": str(SOURCES)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
     assert (done.returncode, done.stderr) == (130, "")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ddpjob_trainer.launcher.metrics import forget_dead, worker_metrics
 from ddpjob_trainer.telemetry import metrics as metrics_module
+from support.patience import PATIENCE
 
 _PROCESS = """
 import os, signal, sys
@@ -35,8 +36,8 @@ def run(directory: Path, rank: int, step: int) -> None:
         "PYTHONPATH": str(Path(metrics_module.__file__).parents[2]),
     }
     ended = subprocess.run(
-        [sys.executable, "-c", _PROCESS, str(rank), str(step)], env=environment, timeout=60,
-        check=False,
+        [sys.executable, "-c", _PROCESS, str(rank), str(step)], env=environment,
+        timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert ended.returncode == -9
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 
 from ddpjob_trainer.launcher import progress_path
 from ddpjob_trainer.launcher.progress_path import NEVER, ProgressPath, newest_mtime
+from support.patience import PATIENCE
 
 SECOND = 10**9
 
@@ -115,14 +117,14 @@ def test_a_newer_file_is_seen_and_an_older_one_takes_nothing_back(
 ):
     path = touch("last", 5)
     watched = ProgressPath(path, every=60)
-    watched.look(30)
+    watched.look(PATIENCE)
     assert watched.newest == 5 * SECOND
     touch("last", 8)
-    watched.look(30)
+    watched.look(PATIENCE)
     assert watched.newest == 8 * SECOND
     path.unlink()
     touch("last", 3)
-    watched.look(30)
+    watched.look(PATIENCE)
     assert watched.newest == 8 * SECOND
 
 
@@ -138,31 +140,38 @@ def test_it_is_read_now_and_then(monkeypatch: pytest.MonkeyPatch):
 
     seen: list[Path] = []
     monkeypatch.setattr(progress_path, "newest_mtime", look)
+    monkeypatch.setattr(progress_path, "_SHARE", 1e9)  # else it rests after a slow look
     ProgressPath(Path("x"), every=0.001)
-    assert all(looks.acquire(timeout=30) for _ in range(5))
+    assert all(looks.acquire(timeout=PATIENCE) for _ in range(5))
 
 
 def test_a_file_server_that_does_not_answer_stops_nobody(monkeypatch: pytest.MonkeyPatch):
-    stuck, answers = threading.Event(), threading.Event()
-    looks = iter(range(1, 9))
+    begun, answers = threading.Semaphore(0), threading.Semaphore(0)
+    looks = itertools.count(1)
 
     def look(path: Path) -> int:
-        stuck.set()
-        answers.wait(60)
+        begun.release()
+        answers.acquire(timeout=PATIENCE)
         return next(looks)
 
     monkeypatch.setattr(progress_path, "newest_mtime", look)
     watched = ProgressPath(Path("x"))
-    assert stuck.wait(30)
+    assert begun.acquire(timeout=PATIENCE)
     watched.look(0.01)
     assert watched.newest == NEVER
-    threading.Timer(0.1, answers.set).start()
-    watched.look(30)
-    assert watched.newest == 2, "a look that had begun before does not count"
+    waits = threading.Thread(target=watched.look, args=[PATIENCE])
+    waits.start()
+    answers.release()
+    assert begun.acquire(timeout=PATIENCE)
+    waits.join(0.2)
+    assert waits.is_alive(), "a look that had begun before does not count"
+    answers.release(9)
+    waits.join(PATIENCE)
+    assert watched.newest >= 2
 
 
-def test_without_a_path_nothing_runs():
-    before = threading.active_count()
+def test_without_a_path_nothing_runs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(threading, "Thread", None)
     nothing = ProgressPath(None)
     nothing.look(30)
-    assert (nothing.newest, threading.active_count()) == (NEVER, before)
+    assert nothing.newest == NEVER

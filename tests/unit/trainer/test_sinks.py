@@ -28,6 +28,7 @@ from ddpjob_trainer.telemetry.sinks import Sink, Sinks
 from ddpjob_trainer.telemetry.tensorboard import TensorBoard
 from ddpjob_trainer.telemetry.trackers import RUN_TAG, MLflow, WandB
 from ddpjob_trainer.training.run_config import run_id
+from support.patience import PATIENCE
 
 
 class Fake:
@@ -46,7 +47,7 @@ class Fake:
             raise OSError("no route to it")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.go.wait(60)
+        self.go.wait(PATIENCE)
         if self._failures:
             self._failures -= 1
             raise RuntimeError("refused\nbecause")
@@ -61,7 +62,7 @@ def told(sink: Sink, steps: range, *, resumed: int = 0, name: str = "id") -> Non
     sinks.open(name, resumed)
     for step in steps:
         sinks.log(step, {"loss": float(step)})
-    sinks.close(30)
+    sinks.close(PATIENCE)
 
 
 @pytest.mark.parametrize("failing", [{"failures": 2}, {"opens": 2}])
@@ -73,7 +74,7 @@ def test_what_a_sink_does_not_take_at_once_is_tried_again(failing, monkeypatch, 
     sinks.log(1, {})
     while not sink.rows:  # the end tries nothing again, so it must not come too early
         threading.Event().wait(0.001)
-    sinks.close(30)
+    sinks.close(PATIENCE)
     assert sink.rows == [1, -1]
     assert capsys.readouterr().err.count("warning: fake takes no values: ") == 1
 
@@ -121,11 +122,11 @@ def test_what_a_sink_has_not_taken_a_snapshot_keeps(monkeypatch, capsys):  # typ
     assert list(kept) == ["slow"]
     assert [step for step, _ in kept["slow"]] == [2, 3]
     sink.go.set()
-    sinks.close(30)
+    sinks.close(PATIENCE)
     later = Sinks({"fast": fast, "slow": sink})
     later.open("id", 3, unpacked(kept))
     later.log(4, {"loss": 0.4})
-    later.close(30)
+    later.close(PATIENCE)
     assert sink.rows == [1, 2, 3, -1, 2, 3, 4, -1]
     assert fast.rows == [1, 2, 3, -1, 4, -1]
     assert later.untaken() == {}
@@ -297,7 +298,7 @@ def test_mlflow_goes_on_with_its_run_and_takes_no_value_twice(monkeypatch, capsy
     for step in (3, 4, 5):
         sinks.log(step, {"loss": 0.5})
         sinks.log(step, {"accuracy": 0.5})  # the kill came before it was told
-    sinks.close(30)
+    sinks.close(PATIENCE)
     told(MLflow(), range(1, 3), name="b")
     assert server.told == [
         [("loss", 1), ("loss", 2), ("loss", 3), ("loss", 4),

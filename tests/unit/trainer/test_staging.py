@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import threading
@@ -17,6 +18,7 @@ from ddpjob_trainer.snapshot import pipeline, staging
 from ddpjob_trainer.snapshot.part_reports import Report
 from ddpjob_trainer.snapshot.pipeline import Part, Place, Tracker
 from ddpjob_trainer.snapshot.staging import Buffer, Pool
+from support.patience import PATIENCE
 
 
 class Pins(Accelerator):
@@ -57,6 +59,7 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same_and_told_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(staging, "_told_unpinned", False)
+    gc.collect()  # what earlier tests left open
     before = len(list(Path("/proc/self/fd").iterdir()))
     device = Pins(full=True)
     pool = Pool(device)
@@ -82,7 +85,7 @@ def test_the_thread_says_which_gpu_is_its_own_before_it_asks_for_anything(
     tracker = Tracker(0, Place(tmp_path, 1, "n", 2, (0,)), reports, device)
     tracker.prepare(5000)
     try:
-        assert Keeper.made.wait(30)
+        assert Keeper.made.wait(PATIENCE)
     finally:
         tracker.close()
     names = [name for name, thread in device.calls if thread != threading.get_ident()]
@@ -143,7 +146,7 @@ def test_what_changes_while_it_is_copied_is_no_snapshot(
         weight.mul_(0.5)
     tracker.submit(part)
     try:
-        step, report = told.get(timeout=30)
+        step, report = told.get(timeout=PATIENCE)
     finally:
         tracker.close()
     assert step == 3

@@ -26,10 +26,9 @@ from ddpjob_trainer.snapshot.remote.process import Uploads as Retries
 from ddpjob_trainer.snapshot.remote.store import Store
 from ddpjob_trainer.snapshot.remote.upload import Uploader
 from ddpjob_trainer.state.codec import flatten, unflatten
+from support.patience import PATIENCE
 from support.snapshots import Clock, open_snapshots
 from support.snapshots import Store as Disk
-
-pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +154,7 @@ def test_a_zombie_that_begins_late_does_not_begin(store, tmp_path):  # type: ign
 
 def test_two_that_begin_at_once_have_two_numbers():  # type: ignore[no-untyped-def]
     drawn = {incarnations.draw([1_500_000]) for _ in range(20)}
-    assert len(drawn) == 20
+    assert len(drawn) >= 19  # of a million numbers: two may be the same
     assert all(number > 1_500_000 for number in drawn)
 
 
@@ -309,7 +308,7 @@ def test_beside_a_rank_and_for_its_successor(url, tmp_path):  # type: ignore[no-
     for step in (1, 2, 3):
         save(disk, step)
         uploads.committed(step)
-    uploads.wait(60, lambda: None)
+    uploads.wait(PATIENCE, lambda: None)
     uploads.close()
     assert counted[-1] == 3
     assert told == []
@@ -336,7 +335,7 @@ def test_a_store_that_cannot_be_reached_is_told_and_counted(tmp_path):  # type: 
     while not counted:
         uploads.hear(5)
     (tmp_path / "store").unlink()
-    uploads.wait(60, lambda: None)
+    uploads.wait(PATIENCE, lambda: None)
     uploads.close()
     assert counted[0] is None
     assert counted[-1] == 1
