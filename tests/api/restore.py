@@ -15,6 +15,7 @@ from api.story import Play
 from devcluster import cluster as devclusters
 from devcluster import process
 from support import cluster
+from support.patience import PATIENCE
 
 
 class Backup:
@@ -40,7 +41,7 @@ class Backup:
         """Kill the control plane, exchange the data, start it again."""
         register = self._cluster.register
         running = [one for name in register.names() if (one := register.running(name))]
-        assert not process.end(running, polite=False)
+        assert not process.end(running, seconds=PATIENCE, polite=False)
         shutil.rmtree(self._data)
         shutil.copytree(self._copy, self._data)
         cluster.up(self._name, "--nodes", "0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -53,6 +54,27 @@ def test_a_zombie_is_not_alive(child: subprocess.Popen[bytes]) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert Path(f"/proc/{child.pid}").exists()
+
+
+def test_a_process_of_which_a_thread_is_left_is_alive() -> None:
+    script = (
+        "import ctypes, platform, sys, threading\n"
+        "threading.Thread(target=sys.stdin.read).start()\n"
+        "number = {'x86_64': 60, 'aarch64': 93}[platform.machine()]  # exit, of this thread only\n"
+        "ctypes.CDLL(None).syscall(number, 0)\n"
+    )
+    words = [sys.executable, "-c", script]
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as child:
+        deadline = time.monotonic() + PATIENCE
+        while process.parse_stat(Path(f"/proc/{child.pid}/stat").read_text())[0] != "Z":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        alive = process.identify(child.pid)
+        child.kill()
+        assert alive is not None
+        while process.identify(child.pid) is not None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize("other", [{"started": 1}, {"boot": "another"}])

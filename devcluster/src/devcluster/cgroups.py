@@ -13,9 +13,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from devcluster.failure import Failure
+from devcluster.failure import PATIENCE, Failure
 
-_SECONDS = 10.0
+_UNUSED_SECONDS = 10.0  # until what may be another's, and is in use, is left to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def remove(name: str) -> None:
     Nothing does once a node's PID 1 is gone, unless its record was lost. The kernel may need a
     moment after the last process.
     """
-    deadline = time.monotonic() + _SECONDS
+    deadline = time.monotonic() + PATIENCE
     tops = [hierarchy.where / name for hierarchy in hierarchies()]
     while left := [top for top in tops if not _remove_tree(top)]:
         for top in left:
@@ -104,7 +104,7 @@ def remove(name: str) -> None:
 
 def remove_unused(name: str) -> None:
     """Remove a cgroup that may be another's: only once nothing lives in it, else leave it."""
-    deadline = time.monotonic() + _SECONDS
+    deadline = time.monotonic() + _UNUSED_SECONDS
     tops = [hierarchy.where / name for hierarchy in hierarchies()]
     while any(_pids(top) or not _remove_tree(top) for top in tops):
         if time.monotonic() > deadline:

@@ -32,12 +32,10 @@ from devcluster import (
 from devcluster.api import Api, ApiError, connect
 from devcluster.cachedir import Log
 from devcluster.cluster import Cluster
-from devcluster.failure import Failure
+from devcluster.failure import PATIENCE, Failure
 from devcluster.layout import Layout, Node
 
 _PACKAGE_ROOT = Path(__file__).resolve().parents[1]
-#: It ends what would never come: a machine with too much to do may take minutes.
-_READY_SECONDS = 300.0
 _NEVER = "1970-01-01T00:00:00Z"
 
 
@@ -122,13 +120,13 @@ def _start_shared_services(this: Cluster, api: Api, programs: dict[str, Path]) -
 
 def wait(this: Cluster, component: str, done: Callable[[], bool]) -> None:
     """Wait for a condition; fail at once when the component that brings it about has died."""
-    deadline = time.monotonic() + _READY_SECONDS
+    deadline = time.monotonic() + PATIENCE
     while not done():
         log = this.log_of(component)
         if this.register.running(component) is None:
             raise Failure(f"{component} died: {process.last_lines(log)} (see {log})")
         if time.monotonic() > deadline:
-            raise Failure(f"{component} is not ready after {_READY_SECONDS:.0f} s: see {log}")
+            raise Failure(f"{component} is not ready after {PATIENCE:.0f} s: see {log}")
         time.sleep(0.1)
 
 
@@ -186,7 +184,7 @@ def down(name: str, log: Log) -> None:
         cluster.require_own(state)
         cluster.require_no_mounts(state)
         started = time.monotonic()
-        left = process.end(cluster.strays(state), seconds=20, polite=False)
+        left = process.end(cluster.strays(state), seconds=PATIENCE, polite=False)
         if left:
             raise Failure(f"processes of cluster {name} do not end: {[one.pid for one in left]}")
         if this is not None:

@@ -13,13 +13,11 @@ from pathlib import Path
 from devcluster import busybox, cgroups, host, network, process, render
 from devcluster.cachedir import Log, digest
 from devcluster.cluster import MARK, Cluster
-from devcluster.failure import Failure
+from devcluster.failure import PATIENCE, Failure
 from devcluster.layout import Node
 from devcluster.process import Identity
 
 _SCRIPT = Path(__file__).with_name("nodespace.py")
-#: It ends what would never come, as in lifecycle.py.
-_READY_SECONDS = 300.0
 
 
 def _script(cluster: Cluster, node: Node, verb: str, config: Mapping[str, object], why: str) -> int:
@@ -34,10 +32,10 @@ def _script(cluster: Cluster, node: Node, verb: str, config: Mapping[str, object
              MARK: str(cluster.layout.state)},
     )  # fmt: skip
     try:
-        said, complaint = done.communicate(timeout=_READY_SECONDS)
+        said, complaint = done.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired as error:
         done.kill()
-        raise Failure(f"{why}: no answer within {_READY_SECONDS:.0f} s") from error
+        raise Failure(f"{why}: no answer within {PATIENCE:.0f} s") from error
     words = said.split()
     if done.returncode != 0 or not words or (verb == "init" and words[-1] != "ready"):
         lines = complaint.strip().splitlines()
@@ -71,7 +69,7 @@ def power_on(cluster: Cluster, node: Node, keep: list[Path]) -> Identity:
 def power_off(cluster: Cluster, node: Node) -> None:
     """Pull the plug: the kernel ends all that runs in the node and drops its mounts."""
     identity = cluster.register.read(init_name(node))
-    if identity is not None and process.end([identity], seconds=20, polite=False):
+    if identity is not None and process.end([identity], seconds=PATIENCE, polite=False):
         raise Failure(f"{node.name} does not end: see `cat /proc/{identity.pid}/stack`")
     network.disconnect(cluster.layout, node)
     cgroups.remove(node.cgroup)
@@ -128,7 +126,7 @@ def ensure_containerd(cluster: Cluster, node: Node, log: Log) -> None:
 def wait_for_socket(cluster: Cluster, node: Node) -> None:
     """Wait until containerd answers; a kubelet that starts before it would give up."""
     component = f"{node.name}-containerd"
-    deadline = time.monotonic() + _READY_SECONDS
+    deadline = time.monotonic() + PATIENCE
     while not _answers(node.containerd_socket):
         if cluster.register.running(component) is None or time.monotonic() > deadline:
             log = cluster.log_of(component)

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -46,7 +47,18 @@ def identify(pid: int, spec: str = "") -> Identity | None:
         state, started = parse_stat(Path(f"/proc/{pid}/stat").read_text())
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if state in "ZX" else Identity(pid, started, boot_id(), spec)
+    gone = state in "ZX" and not _lives_on(pid)
+    return None if gone else Identity(pid, started, boot_id(), spec)
+
+
+def _lives_on(pid: int) -> bool:
+    """Tell whether a thread is left of a process whose main thread has ended."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                if parse_stat((thread / "stat").read_text())[0] not in "ZX":
+                    return True
+    return False
 
 
 def is_alive(identity: Identity | None) -> bool:
