@@ -118,16 +118,22 @@ def _lost_in_a_gap(play: Play, place: str) -> None:
     play.stage.proxy.swallow = swallow
 
 
+def _lasting(play: Play) -> float:
+    """How long a lure lasts: an operator that is wrong must come to it, however slow it is."""
+    return 30.0 if play.stage.breaks else 3.0
+
+
 def slow_to_end(play: Play, place: str) -> None:
-    """The pod takes three seconds to end: nothing may be made beside it."""
+    """The pod takes some seconds to end: nothing may be made beside it."""
     since: list[float] = []
+    seconds = _lasting(play)
 
     def keeps(pod: Object) -> bool:
         name = happening("MODIFIED", {"kind": "Pod", **pod})
         if name != place:
             return False
         since.append(time.monotonic())
-        return since[-1] - since[0] < 3.0
+        return since[-1] - since[0] < seconds
 
     play.stage.kubelet.keeps = keeps
     play.armed.append(lambda: since)
@@ -181,7 +187,7 @@ def _old_pods(behind: int) -> Arm:
             versions = play.stage.history.versions()
             at = str(versions[max(0, len(versions) - 1 - behind)])
             match = partial(_is_list, "ddpjob", "/pods")
-            stale = Fault("stale", match, version=at, then=lambda: slow.append(3.0))
+            stale = Fault("stale", match, version=at, then=lambda: slow.append(_lasting(play)))
             play.stage.proxy.faults.append(stale)
             play.armed.append(lambda: stale.met)
 

@@ -12,7 +12,7 @@ import pytest
 
 from support.arena import Arena, arena
 from support.cluster import Cluster
-from support.rest import eventually
+from support.rest import Rest, eventually
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def stage(control_plane: Cluster, tmp_path: Path) -> Iterator[Arena]:
         yield found
 
 
-def apply_deep(stage: Arena, name: str, value: str) -> None:
+def apply_deep(plane: Cluster, stage: Arena, name: str, value: str) -> None:
     """A job with a field of its pods that Kubernetes does not know; no client library writes it."""
     body = {
         "apiVersion": "ddpjob.dev/v1alpha1",
@@ -30,7 +30,7 @@ def apply_deep(stage: Arena, name: str, value: str) -> None:
         "spec": {"replicas": 1, "template": {"spec": {"containers": [{"name": "t"}], "x": 0}}},
     }
     text = json.dumps(body).replace('"x": 0', f'"x": {value}').encode()
-    connection = stage.rest._connection()
+    connection = Rest(plane.kubeconfig)._connection()  # a new one: none that was closed when idle
     headers = {"Content-Type": "application/json", "Accept": "application/json"}
     connection.request("POST", stage.job_path(), text, headers)
     answer = connection.getresponse()
@@ -45,9 +45,9 @@ def refusal(plane: Cluster, stage: Arena, name: str) -> str:
 
 
 def test_jobs_that_are_nested_deep_hurt_nobody(control_plane: Cluster, stage: Arena) -> None:
-    apply_deep(stage, "deep-before", "[" * 5000 + "]" * 5000)
+    apply_deep(control_plane, stage, "deep-before", "[" * 5000 + "]" * 5000)
     operator = stage.start_operator("--resync-seconds", "2")
-    apply_deep(stage, "deep-after", '{"a":' * 5000 + "1" + "}" * 5000)
+    apply_deep(control_plane, stage, "deep-after", '{"a":' * 5000 + "1" + "}" * 5000)
     stage.apply("gang")
     stage.wait_phase("gang", "Running")
     for name in ("deep-before", "deep-after"):

@@ -229,13 +229,13 @@ class Proxy:
                 skip_auto_headers=("Content-Type",),
             ) as answer:
                 body = await answer.read()
+            call.code = answer.status
+            if call.is_write and answer.status < 300:
+                with contextlib.suppress(RecursionError):  # too deep for Python: nobody's write
+                    call.found = json.loads(body).get("metadata") or {}
+                    self.made.append(call)
         finally:
-            self.unanswered -= call.is_write
-        call.code = answer.status
-        if call.is_write and answer.status < 300:
-            with contextlib.suppress(RecursionError):  # nested too deep for Python: nobody's write
-                call.found = json.loads(body).get("metadata") or {}
-                self.made.append(call)
+            self.unanswered -= call.is_write  # last: whoever saw none has all that was made
         return web.Response(body=body, status=answer.status, headers=_pass(answer))
 
     async def deliver_held(self, passing: Call | None = None) -> None:
