@@ -45,11 +45,14 @@ def invariants(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     chronicle: Chronicle = request.getfixturevalue("chronicle")
     yield
-    assert chronicle.violations() == []
-    wait_for(
-        lambda: (chronicle.violations(), chronicle.orphans()) == ([], []) or None,
-        f"pods of jobs that are gone to go: {chronicle.orphans()}",
-    )  # fmt: skip
+    wrong = chronicle.violations()
+
+    def none_left() -> bool | None:
+        wrong.extend(chronicle.violations())  # each is told once
+        return True if wrong or not chronicle.orphans() else None
+
+    wait_for(none_left, f"pods of jobs that are gone to go: {chronicle.orphans()}")
+    assert wrong == []
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ class _Stream:
     latest: dict[str, Mapping[str, Any]] = field(default_factory=dict)  # by name
     heard: float = 0.0
     era: int = 0
+    listed: int = 0  # the version of its list
 
 
 class Chronicle:
@@ -88,12 +89,20 @@ class Chronicle:
     def violations(self, seconds: float = PATIENCE) -> list[str]:
         """Hold what came since the last call against every invariant; what is wrong.
 
-        Waits until the watches have told all that is in the store now.
+        Waits until the watches have told all that is in the store now. What only some of them
+        have told yet is for the next call.
         """
-        self._catch_up(time.monotonic() + seconds)
-        with self._lock:
-            told, self._pending = sorted(self._pending, key=lambda one: one.version), []
-        return list(self._judge(told))
+        deadline = time.monotonic() + seconds
+        told: list[Told] | None = None
+        while told is None:
+            era = self.gaps
+            until = self._catch_up(deadline)
+            with self._lock:
+                if era == self.gaps:
+                    told = sorted(self._pending, key=lambda one: one.version)
+                    self._pending = [one for one in told if one.version > until]
+                    known = max(stream.listed for stream in self._streams.values())
+        return list(self._judge([one for one in told if one.version <= until], known))
 
     def orphans(self) -> list[str]:
         """Pods that are left of jobs that are gone."""
@@ -109,30 +118,39 @@ class Chronicle:
 
     # --- inside ---------------------------------------------------------------------------
 
-    def _judge(self, told: list[Told]) -> Iterator[str]:
+    def _judge(self, told: list[Told], known: int) -> Iterator[str]:
+        """``known``: the newest list. What was asked for before it no watch tells."""
         for one in told:
-            wrong = [(rule.__name__, rule(self.state, one.write)) for rule in ALWAYS]
+            write = one.write if one.version > known else replace(one.write, by="")
+            wrong = [(rule.__name__, rule(self.state, write)) for rule in ALWAYS]
             yield from (f"{name}: {what} (version {one.version})" for name, what in wrong if what)
-            self.state.take(one.write)
+            self.state.take(write)
             self.writes += 1
 
-    def _catch_up(self, deadline: float) -> None:
+    def _catch_up(self, deadline: float) -> int:
+        """Up to which version all watches have told everything."""
+        until = []
         for plural, stream in self._streams.items():
-            while not self._has_told(plural, stream):
+            while (version := self._has_told(plural, stream)) is None:
                 if time.monotonic() > deadline:
                     raise AssertionError(f"the watch of {plural} stays behind the list")
                 time.sleep(0.05)
+            until.append(version)
+        return min(until)
 
-    def _has_told(self, plural: str, stream: _Stream) -> bool:
+    def _has_told(self, plural: str, stream: _Stream) -> int | None:
+        """The version of a list of which the watch has told all."""
         try:
-            items = self._rest.items(_PATHS[plural].format(self._namespace))
+            body = self._rest.get(_PATHS[plural].format(self._namespace))
         except (OSError, RestError, http.client.HTTPException):
-            return False
-        there = {one["metadata"]["name"]: one["metadata"]["resourceVersion"] for one in items}
+            return None
+        metas = [one["metadata"] for one in body.get("items") or []]
+        there = {meta["name"]: meta["resourceVersion"] for meta in metas}
         with self._lock:
             known = {n: o["metadata"]["resourceVersion"] for n, o in stream.latest.items()}
             current = stream.era == self.gaps and there == known
-            return current and time.monotonic() - stream.heard > _QUIET
+            quiet = time.monotonic() - stream.heard > _QUIET
+            return int(body["metadata"]["resourceVersion"]) if current and quiet else None
 
     def _follow(self, stream: _Stream) -> None:
         while not self._ended.is_set():
@@ -156,6 +174,7 @@ class Chronicle:
             self._take(stream, "ADDED", obj, listed=True)
         with self._lock:
             stream.version = str(body["metadata"]["resourceVersion"])
+            stream.listed = int(stream.version)
             stream.heard = time.monotonic()
 
     def _watch(self, stream: _Stream) -> None:
@@ -185,6 +204,8 @@ class Chronicle:
         # Only jobs own what is looked at, and only the operator creates what a job owns.
         made = kind == "ADDED" and not listed and stream.plural != JOBS and owner(obj) is not None
         with self._lock:
+            if stream.era != self.gaps:  # it was on its way when history began anew
+                return
             stream.heard = now
             stream.version = str(meta["resourceVersion"])
             if kind == "BOOKMARK":
