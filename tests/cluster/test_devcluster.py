@@ -6,6 +6,7 @@ is compared after `down`. Other clusters may stand beside it, so what belongs to
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -32,6 +33,7 @@ from support.patience import PATIENCE, WITHIN
 pytestmark = pytest.mark.root
 
 NAME = f"residue-{CHECKOUT}"
+STILL = 5.0  # seconds; longer than what a cluster is made of is without its owner's name
 PODS = """
 apiVersion: v1
 kind: PersistentVolumeClaim
@@ -84,23 +86,32 @@ def lines(*argv: str) -> set[str]:
     return {line.strip() for line in done.stdout.splitlines() if line.strip()}
 
 
-def others() -> tuple[list[str], list[str]]:
+def others() -> tuple[set[str], set[str]]:
     """Return the bridges and the cgroups of all other clusters of this machine."""
     listed = json.loads(subprocess.check_output(["ip", "-j", "link", "show", "type", "bridge"]))
-    links, groups = [], []
+    links, groups = set(), set()
     for link in listed:
         owner = Path(link.get("ifalias", "").removeprefix("devcluster "))
         if owner.name and owner.name != NAME:
-            links.append(link["ifname"])
+            links.add(link["ifname"])
             layout = Layout(owner.name, int(link["ifname"].removeprefix("dc")), owner)
-            groups += [layout.cgroup, layout.old_cgroup]  # it may be of an earlier version
+            groups |= {layout.cgroup, layout.old_cgroup}  # it may be of an earlier version
     return links, groups
 
 
 def traces() -> Traces:
-    links, groups = others()
-    device = re.compile(rf" dev ({'|'.join(links)})(n\d+)? ") if links else None
+    earlier = others()
     shown = json.loads(subprocess.check_output(["ip", "-j", "link", "show"]))
+    routes = lines("ip", "route", "show", "table", "all")
+    walked = {
+        directory: top.name
+        for hierarchy in cgroups.hierarchies()
+        for top in hierarchy.where.glob("devcluster-*")
+        for directory, _, _ in os.walk(top)
+    }
+    # Whose bridge came or went in between was there, too.
+    links, groups = (old | new for old, new in zip(earlier, others(), strict=True))
+    device = re.compile(rf" dev ({'|'.join(links)})(n\d+)? ") if links else None
     return Traces(
         mounts=set(mounted()),
         namespaces=lines("ip", "netns", "list") | lines("sh", "-c", "ls /run/netns || true"),
@@ -110,19 +121,9 @@ def traces() -> Traces:
             if link["ifname"] not in links and link.get("master", "dc") not in links
             if link.get("master", "dc").startswith("dc")  # else of another program's bridge
         },
-        routes={
-            route
-            for route in lines("ip", "route", "show", "table", "all")
-            if device is None or not device.search(f"{route} ")
-        },
+        routes={route for route in routes if device is None or not device.search(f"{route} ")},
         tables=lines("nft", "-s", "list", "ruleset"),
-        cgroups={
-            directory
-            for hierarchy in cgroups.hierarchies()
-            for top in hierarchy.where.glob("devcluster-*")
-            if top.name not in groups
-            for directory, _, _ in os.walk(top)
-        },
+        cgroups={directory for directory, top in walked.items() if top not in groups},
         processes=set(running()),
     )
 
@@ -160,8 +161,18 @@ def running() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def before() -> Traces:
+    """What stays: of what other runs make and remove some has no owner's name for a moment."""
     support.down(NAME)
-    return traces()
+    last, since = traces(), time.monotonic()
+
+    def still() -> Traces | None:
+        nonlocal last, since
+        now = traces()
+        if now != last:
+            last, since = now, time.monotonic()
+        return last if time.monotonic() - since > STILL else None
+
+    return wait_for(still, "other runs to leave this machine as it is for a moment")
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +342,8 @@ def test_up_brings_all_back_after_a_reboot(cluster: Cluster) -> None:
     records = [json.loads(file.read_text()) for file in (state / "process").glob("*.json")]
     for record in records:
         if process.identify(record["pid"]) is not None:
-            os.kill(record["pid"], signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # the kernel ends it with its node
+                os.kill(record["pid"], signal.SIGKILL)
     subprocess.run(["ip", "link", "del", f"dc{link}"], check=True)
     devcluster("up")
     assert_ok()

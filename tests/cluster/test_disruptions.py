@@ -25,8 +25,10 @@ def test_an_evicted_pod_is_a_disruption_and_loses_no_step(
     site: Site, undisturbed: Undisturbed, record_property: Record
 ) -> None:
     name = "evicted"
-    # No snapshot but that of SIGTERM.
-    site.apply(digits(name, steps=STEPS, slow=1, every=1000))
+    # No snapshot but that of SIGTERM, for which there is time enough.
+    body = digits(name, steps=STEPS, slow=1, every=1000)
+    body["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = 600
+    site.apply(body)
     reached = site.wait_running(name, 1, step=5)["progress"]["step"]
     evict(site, f"{name}-1")
     after = site.wait_running(name, 2)
@@ -115,8 +117,9 @@ def test_out_of_memory_is_told_as_such(site: Site) -> None:
     container["resources"] = {"limits": {"memory": "100Mi"}}
     site.apply(body)
     status = site.wait_phase(name, "Failed")
-    failure = status["lastFailure"]
-    assert (failure["class"], failure["reason"]) == ("OOM", "OOMKilled"), failure
+    # containerd may hear of a container's end before it hears why: not so twice.
+    told = {(failure["class"], failure["reason"]) for failure in status["failures"]}
+    assert ("OOM", "OOMKilled") in told, status["failures"]
     assert status["restarts"]["charged"] == 1, "exactly as often as maxRestarts allows"
     site.delete(name)
 

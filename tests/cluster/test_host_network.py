@@ -20,7 +20,7 @@ NAMES = ("host-a", "host-b")
 
 def on_host(name: str) -> dict[str, Any]:
     """A gang with a pod on each node."""
-    obj = digits(name, steps=40, slow=2, replicas=2)
+    obj = digits(name, steps=40, slow=20, replicas=2)
     pod = obj["spec"]["template"]["spec"]
     pod["hostNetwork"] = True
     pod["topologySpreadConstraints"] = [

@@ -82,7 +82,7 @@ def test_a_gang_behind_a_partition_is_replaced_and_its_zombie_is_shut_out(
 ) -> None:
     name = "fenced"
     cut = next(node for node in NODES if node != site.leader()[1])
-    job = digits(name, steps=STEPS, slow=2, every=5, nodeLost=FENCE)
+    job = digits(name, steps=STEPS, slow=6, every=2, nodeLost=FENCE)
     site.apply(preferring(job, cut))
     site.wait_running(name, 1, snapshot_after=0)
     assert nodes_of(site, name) == {cut}
@@ -171,8 +171,14 @@ def test_peers_that_end_before_kubernetes_knows_of_the_node_do_not_fail_the_job(
     pods = site.pods(name).values()
     lives = next(p["metadata"]["name"] for p in pods if p["spec"]["nodeName"] != dead)
     site.cluster.node("stop", dead)
-    # No check: what it brings about may kill it.
-    site.kubectl("exec", lives, "--", "touch", "/tmp/end")
+    touch = ("exec", lives, "--", "touch", "/tmp/end")
+
+    def arrived() -> bool | None:
+        # No check: what it brings about may kill it.
+        came = site.kubectl(*touch).returncode == 0
+        return True if came or site.status(name)["phase"] != "Running" else None
+
+    wait_for(arrived, "the peer to be told to end")
     status = site.wait_phase(name, "Restarting")
     failure = status["lastFailure"]
     assert (failure["reason"], failure["node"]) == ("NodeLost", dead)

@@ -34,6 +34,17 @@ def gang(plugin: Plugin) -> list[dict[str, str]]:
     return [dict(zip(head, row, strict=True)) for row in rows]
 
 
+def stacks(plugin: Plugin, wanted: str) -> str:
+    """What `stacks` tells once that is there: it waits for 3 s, too short for a slow machine."""
+
+    def told() -> str | None:
+        done = plugin.run("stacks", NAME)
+        whole = (done.returncode, done.stderr) == (0, "")
+        return done.stdout if whole and re.search(wanted, done.stdout) else None
+
+    return wait_for(told, f"the stacks to tell of {wanted}")
+
+
 def test_status_shows_how_far_each_replica_is(site: Site, plugin: Plugin) -> None:
     def all_told() -> list[dict[str, str]] | None:
         rows = gang(plugin)
@@ -48,7 +59,10 @@ def test_status_shows_how_far_each_replica_is(site: Site, plugin: Plugin) -> Non
     before = [int(row["STEP"]) for row in rows]
     wait_for(
         lambda: (
-            all(int(row["STEP"]) > old for row, old in zip(gang(plugin), before, strict=True))
+            all(
+                row["STEP"].isdigit() and int(row["STEP"]) > old  # else its page was late
+                for row, old in zip(gang(plugin), before, strict=True)
+            )
             or None
         ),
         "the steps to go on",
@@ -73,16 +87,17 @@ def test_snapshots_are_listed_in_a_pod(site: Site, plugin: Plugin) -> None:
 
 
 def test_after_a_hang_stacks_and_log_say_where(site: Site, plugin: Plugin) -> None:
-    assert "no process has hung" in plugin.says("stacks", NAME)
+    stacks(plugin, "no process has hung")
     site.kill_training(f"{NAME}-1", signal="STOP")
     wait_for(lambda: site.status(NAME)["restarts"].get("inPlace") or None, "the restart in place")
     # The first to be late is found: the one that is stopped, or one that waits for it.
-    stacks = plugin.says("stacks", NAME)
-    found = re.search(rf"--- ({NAME}-\d), attempt 1", stacks)
-    assert found, stacks
-    stopped = "no answer: it is stopped" in stacks
+    head = rf"--- ({NAME}-\d), attempt 1"
+    said = stacks(plugin, head)
+    found = re.search(head, said)
+    assert found, said
+    stopped = "no answer: it is stopped" in said
     assert (found[1] == f"{NAME}-1") == stopped
-    assert stopped or "(most recent call first)" in stacks
+    assert stopped or "(most recent call first)" in said
     failed = plugin.says("logs", NAME, "--failed")
     assert "Hang" in failed.splitlines()[0]
     assert f"--- {NAME}-{site.status(NAME)['lastFailure']['replica']}, attempt 1" in failed

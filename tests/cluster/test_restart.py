@@ -36,8 +36,12 @@ def test_any_replica_lost_in_any_way(
     """One after the other: each loss is one restart, from the newest snapshot."""
     name = f"lose-{how}"
     # Without restarts in place a killed process ends the attempt; a lost pod does so anyway.
-    restart = WITHOUT_ROUNDS if how == "process" else {}
-    site.apply(digits(name, steps=STEPS, slow=1, every=5, restart=restart))
+    body = digits(name, steps=STEPS, slow=1, every=5)
+    if how == "process":
+        body["spec"]["restart"] = WITHOUT_ROUNDS
+        # One kubelet tells of all ends: of two one may be so late that the cause is given up.
+        body["spec"]["template"]["spec"]["nodeSelector"] = {"kubernetes.io/hostname": "node1"}
+    site.apply(body)
     newest = 0
     for replica in range(3):
         attempt = replica + 1

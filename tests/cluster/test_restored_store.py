@@ -37,11 +37,11 @@ def test_a_restored_etcd_loses_no_gang_and_doubles_none(
     plane, again, later, over = Plane(site.cluster), "restored", "forgotten", "long-over"
     site.apply(job(over, ["true"]))
     ended = site.wait_phase(over, "Succeeded")
-    site.apply(digits(again, steps=STEPS, slow=1, every=5))
+    site.apply(digits(again, steps=STEPS, slow=4, every=2))
     site.wait_running(again, 1, snapshot_after=0)
     plane.save_store(tmp_path / "etcd")
     site.kubectl("delete", "pod", f"{again}-1", "--grace-period=0", "--force", check=True)
-    unknown = digits(later, steps=STEPS, slow=1, every=5)
+    unknown = digits(later, steps=STEPS, slow=4, every=2)
     site.apply(unknown)
     reached = site.wait_running(again, 2, snapshot_after=0)["progress"]["snapshotStep"]
     site.wait_running(later, 1, snapshot_after=0)

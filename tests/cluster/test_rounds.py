@@ -50,7 +50,7 @@ def test_a_killed_process_comes_back_in_its_pod(site: Site, undisturbed: Undistu
         assert failure["node"].startswith("node")
         told = f"replica {failure['replica']} (rank {failure['rank']})"
         wait_for(
-            lambda told=told: told in site.kubectl("describe", "ddpjob", name).stdout or None,
+            lambda told=told: told in site.describe(name) or None,
             f"an event that tells of {told}",
         )  # fmt: skip
     site.hurry(name)
@@ -59,7 +59,7 @@ def test_a_killed_process_comes_back_in_its_pod(site: Site, undisturbed: Undistu
     assert (after["attempt"], restarts["total"], restarts["charged"]) == (1, 0, 0), after
     # The second of two kills may come when the round of the first is over already.
     assert restarts["inPlace"] in (3, 4), after
-    assert "RestartedInPlace" in site.kubectl("describe", "ddpjob", name).stdout
+    assert "RestartedInPlace" in site.describe(name)
     assert uids(site, name) == before
     assert site.result(name) == undisturbed(STEPS)
     site.delete(name)

@@ -57,7 +57,7 @@ def test_max_restarts_is_exact_and_the_cause_is_told(site: Site, limit: int) -> 
     assert failure["node"] in ("node1", "node2")
     assert "the data set is gone" in failure["message"]
     assert site.condition(name, "Failed")["reason"] == "MaxRestartsExceeded"
-    shown = site.kubectl("describe", "ddpjob", name).stdout
+    shown = site.describe(name)
     assert "MaxRestartsExceeded" in shown
     assert "exit code 3" in shown
     site.delete(name)

@@ -35,6 +35,11 @@ UNANSWERED = re.compile(
     re.MULTILINE,
 )
 
+#: Those of them after which nothing can have been done: it may be tried again, whatever it was.
+UNREACHED = re.compile(
+    r"TLS handshake timeout|connection refused|The connection to the server \S+ was refused"
+)
+
 T = TypeVar("T")
 
 
@@ -53,11 +58,20 @@ class Cluster:
         check: bool = False,
         timeout: float = PATIENCE,
     ) -> subprocess.CompletedProcess[str]:
-        """Run kubectl as administrator; with ``check`` fail with what it said."""
+        """Run kubectl as administrator.
+
+        With ``check`` fail with what it said; but while it reaches nobody run it again.
+        """
         command = [str(self.kubectl_path), "--kubeconfig", str(self.kubeconfig), *args]
-        done = subprocess.run(
-            command, input=input, capture_output=True, text=True, timeout=timeout, check=False
-        )
+
+        def ran() -> subprocess.CompletedProcess[str] | None:
+            done = subprocess.run(
+                command, input=input, capture_output=True, text=True, timeout=timeout, check=False
+            )
+            again = check and done.returncode and UNREACHED.search(done.stderr)
+            return None if again else done
+
+        done = wait_for(ran, f"kubectl {' '.join(args)} to reach the API server")
         if check and done.returncode:
             raise AssertionError(f"kubectl {' '.join(args)}: {done.stderr.strip()}")
         return done

@@ -23,6 +23,7 @@ from devcluster import cluster as devclusters
 from devcluster.cluster import Cluster as Kept
 from support import cluster
 from support.cluster import Cluster, wait_for
+from support.patience import PATIENCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class Plane:
     def _answers(self) -> bool:
         try:
             return self._revision() > 0
-        except OSError:
+        except (OSError, http.client.HTTPException, AssertionError):
             return False
 
     def _revision(self) -> int:
@@ -97,14 +98,17 @@ class Plane:
 
     def _etcd(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         address = urllib.parse.urlsplit(self._kept.layout.etcd)
-        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=10)
+        connection = http.client.HTTPConnection(
+            address.hostname or "", address.port, timeout=PATIENCE
+        )
         try:
             connection.request("POST", f"/v3/{path}", json.dumps(body))
             response = connection.getresponse()
-            found: dict[str, Any] = json.loads(response.read())
+            text = response.read()
         finally:
             connection.close()
-        assert response.status == 200, found
+        assert response.status == 200, text
+        found: dict[str, Any] = json.loads(text)
         return found
 
 

@@ -55,6 +55,10 @@ class Site:
         items = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
         self.kubectl("apply", "-f", "-", input=json.dumps(items), check=True)
 
+    def describe(self, name: str) -> str:
+        """What `kubectl describe` shows of a job, its events included."""
+        return self.cluster.read("-n", self.namespace, "describe", "ddpjob", name)
+
     def status(self, name: str) -> dict[str, Any]:
         """.status of a job; empty before the operator has seen it."""
         found: dict[str, Any] = self.get("ddpjob", name).get("status", {})
