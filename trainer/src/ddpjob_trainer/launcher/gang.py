@@ -13,9 +13,8 @@ from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.output import OutputPump, exception_in
 from ddpjob_trainer.launcher.plan import Plan
 from ddpjob_trainer.launcher.processes import children
+from ddpjob_trainer.launcher.signals import ENDING
 from ddpjob_trainer.liveness.heartbeat import RankState, read_state
-
-_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 #: Start a worker: (local rank, stdout, stderr) -> pid, or None: it will come. Raises OSError.
 Starter = Callable[[int, int, int], int | None]
@@ -159,7 +158,7 @@ class Gang:
         """Forward a signal to all workers. Who has not come yet ends with it."""
         for pid in self._pids:
             children.send(pid, signum)
-        if signum in _ENDING:
+        if signum in ENDING:
             self._recall(signum, now)
 
     def _recall(self, signum: int, now: float) -> None:

@@ -6,16 +6,12 @@ resolve the hub's name and serve HTTP. When the loop ends no descendant of the l
 
 from __future__ import annotations
 
-import contextlib
-import os
 import selectors
 import shutil
 import signal
 import time
 import traceback
-from collections.abc import Iterator
 from enum import Enum
-from types import FrameType
 
 from ddpjob_trainer import trace
 from ddpjob_trainer.contract import State
@@ -43,11 +39,10 @@ from ddpjob_trainer.launcher.plan import Plan
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.progress_path import ProgressPath
 from ddpjob_trainer.launcher.scratch import NoRoomError, Scratch
+from ddpjob_trainer.launcher.signals import ENDING, Signals
 from ddpjob_trainer.launcher.starter import Starter
 from ddpjob_trainer.telemetry.event_log import EventLog
 
-_ENDING = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT))
-_FORWARDED = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
 _TICK_SECONDS = 1.0
 _HEALTHY_SECONDS = 10.0
 #: When no round can follow: what a worker may still say or write after another one failed.
@@ -75,7 +70,7 @@ class Supervisor:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._selector = selectors.DefaultSelector()
-        self._signals: list[int] = []
+        self._signals = Signals()
         self._tick = time.monotonic()
         self._phase = _Phase.RUNNING
         self._since = self._tick  # when the phase began, or the first failure was told
@@ -101,10 +96,8 @@ class Supervisor:
             if not isinstance(error, NoRoomError):
                 self._log.put(2, traceback.format_exc().encode(errors="replace"))
             code = termination.broke(self._plan, error, self._log.say)
-        for signum in _ENDING:  # the report is written: a signal hurries the end, and changes none
-            if signal.getsignal(signum) is not signal.SIG_IGN:
-                signal.signal(signum, lambda *_: os._exit(code))
-        told_late = not _ENDING.isdisjoint(self._signals)  # nobody has looked since
+        # The report is written: a signal hurries the end, and changes none.
+        told_late = self._signals.end_at_once(code)
         self._log.flush(hurry=self._ended.signal != 0 or told_late)
         return code
 
@@ -113,7 +106,7 @@ class Supervisor:
         self._scratch = Scratch(plan.nproc)
         children.adopt_orphans()
         try:
-            with self._signal_handling():
+            with self._signals.collected(self._selector):
                 self._pump = OutputPump(
                     self._log,
                     prefixed=plan.world_size > 1 and (plan.nproc > 1 or stdout_is_terminal()),
@@ -145,33 +138,6 @@ class Supervisor:
             self._scratch.close()
 
     # --- Start ---------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _signal_handling(self) -> Iterator[None]:
-        """Collect signals; each wakes the selector. Afterwards those that end us still count."""
-        read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-
-        def received(signum: int, frame: FrameType | None) -> None:
-            if signum != signal.SIGCHLD:
-                self._signals.append(signum)
-
-        def drain(now: float) -> None:
-            with contextlib.suppress(BlockingIOError):
-                os.read(read, 4096)
-
-        self._selector.register(read, selectors.EVENT_READ, drain)
-        # What nohup, or a shell at `&`, has us ignore ends neither us nor the workers.
-        kept = [s for s in _FORWARDED if signal.getsignal(s) is not signal.SIG_IGN]
-        old = {s: signal.signal(s, received) for s in (*kept, signal.SIGCHLD)}
-        old_fd = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(old_fd)
-            for signum in old.keys() - _ENDING:
-                signal.signal(signum, old[signum])
-            os.close(read)
-            os.close(write)
 
     def _serve(self) -> endpoints.Server | None:
         plan = self._plan
@@ -232,7 +198,7 @@ class Supervisor:
             self._stopped_at_last(now)
             if self._is_over(now):
                 return
-            if not self._signals and not self._member.link.inbox:
+            if not self._signals.pending and not self._member.link.inbox:
                 dues = (
                     member_due,
                     kill_due,
@@ -250,10 +216,10 @@ class Supervisor:
         self._phase, self._since = phase, now
 
     def _forward(self, now: float) -> None:
-        while self._signals:
-            signum = self._signals.pop(0)
+        while self._signals.pending:
+            signum = self._signals.pending.pop(0)
             self._gang.signal(signum, now)
-            if signum not in _ENDING:
+            if signum not in ENDING:
                 continue
             if not self._ended.signal:
                 self._ended.signal = signum

@@ -1,0 +1,57 @@
+"""Signals that the launcher is sent: collected while it watches, and obeyed at once at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+from collections.abc import Iterator
+from types import FrameType
+from typing import Final
+
+ENDING: Final = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT))
+_FORWARDED: Final = ENDING | {signal.SIGUSR1, signal.SIGUSR2}
+
+
+class Signals:
+    """``pending``: those that nobody has dealt with yet, oldest first."""
+
+    def __init__(self) -> None:
+        self.pending: list[int] = []
+
+    @contextlib.contextmanager
+    def collected(self, selector: selectors.BaseSelector) -> Iterator[None]:
+        """Each, and each child's end, wakes the selector. Those that end us count afterwards too.
+
+        What nohup, or a shell at `&`, has us ignore ends neither us nor the workers.
+        """
+        read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+        def received(signum: int, frame: FrameType | None) -> None:
+            if signum != signal.SIGCHLD:
+                self.pending.append(signum)
+
+        def drain(now: float) -> None:
+            with contextlib.suppress(BlockingIOError):
+                os.read(read, 4096)
+
+        selector.register(read, selectors.EVENT_READ, drain)
+        kept = [s for s in _FORWARDED if signal.getsignal(s) is not signal.SIG_IGN]
+        old = {s: signal.signal(s, received) for s in (*kept, signal.SIGCHLD)}
+        old_fd = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(old_fd)
+            for signum in old.keys() - ENDING:
+                signal.signal(signum, old[signum])
+            os.close(read)
+            os.close(write)
+
+    def end_at_once(self, code: int) -> bool:
+        """From now on what ends us does so with ``code``; whether such a signal is pending."""
+        for signum in ENDING:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, lambda *_: os._exit(code))
+        return not ENDING.isdisjoint(self.pending)
