@@ -120,6 +120,7 @@ def test_out_of_memory_is_told_as_such(site: Site) -> None:
     # containerd may hear of a container's end before it hears why: not so twice.
     told = {(failure["class"], failure["reason"]) for failure in status["failures"]}
     assert ("OOM", "OOMKilled") in told, status["failures"]
+    assert {class_ for class_, _ in told} <= {"OOM", "Killed"}, status["failures"]
     assert status["restarts"]["charged"] == 1, "exactly as often as maxRestarts allows"
     site.delete(name)
 

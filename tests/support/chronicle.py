@@ -50,7 +50,7 @@ class _Stream:
     version: str = ""  # where the watch goes on; "" before the first list
     latest: dict[str, Mapping[str, Any]] = field(default_factory=dict)  # by name
     heard: float = 0.0
-    era: int = 0
+    era: int = -1
     listed: int = 0  # the version of its list
 
 
@@ -63,6 +63,7 @@ class Chronicle:
         self._streams = {plural: _Stream(plural) for plural in _PATHS}
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._pending: list[Told] = []
+        self._judged = 0  # up to this version
         self.state = State(deposed=deposed)
         self.gaps = 0
         self.writes = 0
@@ -101,7 +102,8 @@ class Chronicle:
                 if era == self.gaps:
                     told = sorted(self._pending, key=lambda one: one.version)
                     self._pending = [one for one in told if one.version > until]
-                    known = max(stream.listed for stream in self._streams.values())
+                    known = max(self._judged, *(one.listed for one in self._streams.values()))
+                    self._judged = until
         return list(self._judge([one for one in told if one.version <= until], known))
 
     def orphans(self) -> list[str]:
@@ -114,12 +116,16 @@ class Chronicle:
         with self._lock:
             self.gaps += 1
             self._pending.clear()
+            self._judged = 0
             self.state = State(deposed=self._deposed)
 
     # --- inside ---------------------------------------------------------------------------
 
     def _judge(self, told: list[Told], known: int) -> Iterator[str]:
-        """``known``: the newest list. What was asked for before it no watch tells."""
+        """``known``: the newest list, or what was judged before.
+
+        Who asked for what is not newer can no more be judged: it comes too late, out of order.
+        """
         for one in told:
             write = one.write if one.version > known else replace(one.write, by="")
             wrong = [(rule.__name__, rule(self.state, write)) for rule in ALWAYS]
@@ -166,16 +172,19 @@ class Chronicle:
                 self._ended.wait(0.5)
 
     def _list(self, stream: _Stream) -> None:
-        stream.era = self.gaps
+        era = self.gaps
         body = self._rest.get(_PATHS[stream.plural].format(self._namespace))
         with self._lock:
+            if era != self.gaps:
+                return
+            stream.era = era
             stream.latest.clear()
+            stream.listed = int(body["metadata"]["resourceVersion"])
+            stream.heard = time.monotonic()
         for obj in body.get("items") or []:
             self._take(stream, "ADDED", obj, listed=True)
         with self._lock:
             stream.version = str(body["metadata"]["resourceVersion"])
-            stream.listed = int(stream.version)
-            stream.heard = time.monotonic()
 
     def _watch(self, stream: _Stream) -> None:
         path = _PATHS[stream.plural].format(self._namespace)

@@ -285,10 +285,11 @@ def test_sigterm_while_a_log_is_waited_for_does_not_change_how_it_ended(  # type
 
 
 @pytest.mark.parametrize("step", ["termination.finish", "supervisor.Scratch.close"])
-def test_sigterm_right_after_the_report_hurries_the_end_and_does_not_change_it(  # type: ignore[no-untyped-def]
-    script, tmp_path, step
+@pytest.mark.parametrize(("signum", "lines"), [(signal.SIGTERM, 100), (signal.SIGUSR1, 1)])
+def test_no_signal_after_the_report_changes_the_end_and_sigterm_hurries_it(  # type: ignore[no-untyped-def]
+    script, tmp_path, step, signum, lines
 ):
-    program = script("for _ in range(100): os.write(1, b'x' * 1023 + b'\\n')")
+    program = script(f"for _ in range({lines}): os.write(1, b'x' * 1023 + b'\\n')")
     env = patched(tmp_path, PATIENT_LOG)
     with (tmp_path / "sitecustomize.py").open("a") as file:
         file.write(
@@ -297,7 +298,7 @@ import os
 from ddpjob_trainer.launcher import {step.split(".")[0]}
 def interrupted(*args, step={step}):
     found = step(*args)
-    os.kill(os.getpid(), 15)
+    os.kill(os.getpid(), {signum:d})
     return found
 {step} = interrupted
 """

@@ -325,7 +325,9 @@ print(shared.VALUE)
 if round_ == '0':
     until_spares()
     launcher = f"/proc/{os.getppid()}/task/{os.getppid()}/children"
-    print(len(open(launcher).read().split()))
+    while (count := len(open(launcher).read().split())) > 3:  # an earlier fork server ends
+        time.sleep(0.01)
+    print(count)
     sys.exit(3)
 """
     )

@@ -156,7 +156,8 @@ def fake_kubectl(folder: Path, script: str) -> dict[str, str]:
     }
 
 
-def test_no_kubectl_is_left_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("deaf", ["", "trap '' TERM; "])
+def test_no_kubectl_is_left_behind(tmp_path: Path, deaf: str) -> None:
     job = {"metadata": {"name": "j", "namespace": "n", "uid": "u"}, "spec": {"replicas": 1}}
     running = {"name": "t", "state": {"running": {}}}
     pod = {
@@ -171,7 +172,8 @@ def test_no_kubectl_is_left_behind(tmp_path: Path) -> None:
     (tmp_path / "ddpjobs.ddpjob.dev").write_text(json.dumps(job))
     (tmp_path / "pods").write_text(json.dumps({"items": [pod]}))
     follows = (
-        '[ $1 = get ] && exec cat "$HERE/$2"; echo $$ > "$HERE/new"; mv "$HERE/new" "$HERE/pid"'
+        f'{deaf}[ $1 = get ] && exec cat "$HERE/$2"; '
+        'echo $$ > "$HERE/new"; mv "$HERE/new" "$HERE/pid"'
     )
     env = fake_kubectl(tmp_path, f"{follows}; exec sleep 300")
     command = [sys.executable, "-m", "kubectl_ddp", "logs", "-f", "j"]

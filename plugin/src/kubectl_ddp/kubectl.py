@@ -19,6 +19,7 @@ Object = dict[str, Any]
 #: With its group: another operator may have a kind of the same name.
 DDPJOBS = "ddpjobs.ddpjob.dev"
 
+_END_SECONDS = 5.0  # after SIGTERM; kubectl takes milliseconds
 #: The API server takes objects of up to 10,000 levels.
 _DEEPEST = 12_000
 _FORBIDDEN = re.compile(
@@ -60,6 +61,7 @@ class Kubectl:
             if process is not None:
                 with process:
                     process.terminate()
+                    _end(process)
 
     def read(self, *args: str) -> str:
         """Run it to its end and return its stdout; raises Failure."""
@@ -81,6 +83,14 @@ class Kubectl:
             raise BrokenPipeError  # whoever read has had enough: `| head`
         if process.returncode:
             raise Failure(explained(said))
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """One that SIGTERM does not end, a wrapper that ignores it, is killed."""
+    try:
+        process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ _PATIENCE_SECONDS: Final = 5.0
 _FLUSH_SECONDS: Final = 30.0
 _HURRY_SECONDS: Final = 0.5
 #: So much longer while the reader has room: then it is our thread that stands still.
-_BUSY_SECONDS: Final = 5.0
+_BUSY_SECONDS: Final = 2.0
 
 
 class _Sink:
@@ -60,9 +60,12 @@ class _Sink:
             while self._bytes and (left := deadline - time.monotonic()) > 0:
                 self._moved = False
                 if not self._changed.wait_for(lambda: self._moved, min(left, _PATIENCE_SECONDS)):
-                    break
-            end = time.monotonic() + _BUSY_SECONDS
-            while self._bytes and _has_room(self._fd) and time.monotonic() < end:
+                    return
+
+    def catch_up(self, deadline: float) -> None:
+        """Wait for our thread, while there is room for what it has to write."""
+        with self._changed:
+            while self._bytes and _has_room(self._fd) and time.monotonic() < deadline:
                 self._changed.wait(0.05)
 
     def _run(self) -> None:
@@ -127,6 +130,9 @@ class Log:
         deadline = time.monotonic() + (_HURRY_SECONDS if hurry else _FLUSH_SECONDS)
         for sink in self._sinks.values():
             sink.flush(deadline)
+        deadline = time.monotonic() + _BUSY_SECONDS
+        for sink in self._sinks.values():
+            sink.catch_up(deadline)
 
 
 def _same_file(one: int, other: int) -> bool:

@@ -22,9 +22,10 @@ class Signals:
 
     @contextlib.contextmanager
     def collected(self, selector: selectors.BaseSelector) -> Iterator[None]:
-        """Each, and each child's end, wakes the selector. Those that end us count afterwards too.
+        """Each, and each child's end, wakes the selector.
 
-        What nohup, or a shell at `&`, has us ignore ends neither us nor the workers.
+        Afterwards they are still collected, and do nothing else until `end_at_once`. What nohup,
+        or a shell at `&`, has us ignore ends neither us nor the workers.
         """
         read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
@@ -37,15 +38,16 @@ class Signals:
                 os.read(read, 4096)
 
         selector.register(read, selectors.EVENT_READ, drain)
-        kept = [s for s in _FORWARDED if signal.getsignal(s) is not signal.SIG_IGN]
-        old = {s: signal.signal(s, received) for s in (*kept, signal.SIGCHLD)}
+        for signum in _FORWARDED:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, received)
+        old = signal.signal(signal.SIGCHLD, received)
         old_fd = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         try:
             yield
         finally:
             signal.set_wakeup_fd(old_fd)
-            for signum in old.keys() - ENDING:
-                signal.signal(signum, old[signum])
+            signal.signal(signal.SIGCHLD, old)
             os.close(read)
             os.close(write)
 

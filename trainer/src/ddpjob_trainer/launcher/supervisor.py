@@ -181,8 +181,10 @@ class Supervisor:
     def _watch(self) -> None:
         """Until nothing more is to be done here."""
         while True:
+            # What has come is read before the time is held against anybody. In this order: a
+            # failure elsewhere that we hear of here is older than an end that we see below.
+            self._sleep(0)
             now = self._tick = time.monotonic()
-            self._sleep(0)  # what has come by now is read before the time is held against anybody
             for pid, status in children.reap():
                 self._gang.ended(pid, status, now)
                 self._starter.ended(pid, now)

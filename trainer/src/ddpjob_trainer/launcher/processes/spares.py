@@ -296,7 +296,7 @@ class Spares:
             one.ready = True
             self._deaths = 0
             spares = [other for other in self._spares.values() if other.called_at is None]
-            if len(spares) == self._count and all(other.ready for other in spares):
+            if len(spares) >= self._count > 0 and all(other.ready for other in spares):
                 trace.mark("spares")
         if one.ready and one.called_at is not None:
             one.called_at = now
