@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +23,7 @@ from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.plan import make_plan
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.processes.fork_server import Program
+from ddpjob_trainer.launcher.supervisor import Supervisor
 
 NEVER = 4194304  # above every pid: nothing is ever reaped
 
@@ -213,3 +216,20 @@ def test_who_has_not_come_yet_is_not_waited_for(tmp_path, sent, how):  # type: i
     else:
         ours = how == "stop"
         assert (found, gang.running) == ([(0, 3, False), (1, -9, ours), (2, -9, ours)], 0)
+
+
+def test_a_failure_that_is_heard_of_is_older_than_an_end_that_is_seen_after_it(monkeypatch):  # type: ignore[no-untyped-def]
+    """Else a victim here would be the first, and blamed."""
+    heard, seen = list[float](), list[float]()
+
+    def ended(pid: int, status: int, at: float) -> None:
+        seen.append(at)
+        raise StopIteration  # so far
+
+    supervisor = object.__new__(Supervisor)
+    supervisor._sleep = lambda seconds: heard.append(time.monotonic())  # type: ignore[method-assign]
+    supervisor._gang = SimpleNamespace(ended=ended)  # type: ignore[assignment]
+    monkeypatch.setattr(children, "reap", lambda: [(NEVER, 1)])
+    with pytest.raises(StopIteration):
+        supervisor._watch()
+    assert heard[0] <= seen[0]
