@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import ddpjob_trainer as ddp
-from ddpjob_trainer.errors import InvalidSnapshotError
 from ddpjob_trainer.snapshot.ondisk import manifest
 from support.patience import PATIENCE
 
@@ -63,7 +62,7 @@ def test_a_gang_whose_disk_is_lost_goes_on_from_the_store(gang, tmp_path, disks)
 def whole(store: Path) -> bool:
     """Whether there is a manifest that can be read; it may have its name before its content."""
     for path in store.glob("*/step-*.json"):
-        with contextlib.suppress(InvalidSnapshotError):
+        with contextlib.suppress(manifest.InvalidSnapshotError):
             manifest.read(path)
             return True
     return False
