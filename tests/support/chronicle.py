@@ -172,11 +172,9 @@ class Chronicle:
                 self._ended.wait(0.5)
 
     def _list(self, stream: _Stream) -> None:
-        era = self.gaps
+        era = self.gaps  # where history begins anew meanwhile, this is of the old one
         body = self._rest.get(_PATHS[stream.plural].format(self._namespace))
         with self._lock:
-            if era != self.gaps:
-                return
             stream.era = era
             stream.latest.clear()
             stream.listed = int(body["metadata"]["resourceVersion"])

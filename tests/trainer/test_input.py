@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.gradients import determinism
+from support.rounds import alive
 from support.snapshots import await_snapshot
 
 STEPS = 9
@@ -139,13 +140,6 @@ def processes_of(directory: Path) -> list[int]:
     return [int(path.name.split("-")[1]) for path in directory.glob("worker-*")]
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def test_workers_change_no_bit_and_die_with_their_rank(gang, tmp_path, wait_until):
     micro = {"micro_batches": 2}
     plain = Training(tmp_path / "plain", augmented, start=micro)
@@ -160,7 +154,7 @@ def test_workers_change_no_bit_and_die_with_their_rank(gang, tmp_path, wait_unti
         assert killed_and_resumed(gang, directory, first, then) == plain.outcome()
         workers = processes_of(directory)
         assert len(workers) == sum(3 * (count or 1) for count in counts)
-        wait_until(lambda found=workers: not any(map(is_alive, found)), "all workers are gone")
+        wait_until(lambda found=workers: not any(map(alive, found)), "all workers are gone")
     directory = tmp_path / "loader"
     first, then = Training(directory, loader, start=micro), Training(directory, loader, start=micro)
     assert killed_and_resumed(gang, directory, first, then) == plain.outcome()

@@ -15,14 +15,7 @@ import pytest
 
 from support.launching import NO_ROUNDS, SOURCES, after_rank_0, free_ports, launch, run
 from support.patience import PATIENCE
-from support.rounds import patched
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+from support.rounds import alive, patched
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from subprocess import Popen
 
 import pytest
 
+from devcluster import process
 from support.launching import launch, launched, run
 from support.patience import PATIENCE
 from support.rounds import (
@@ -119,7 +120,7 @@ def spared(launcher: int, workers: list[int]) -> set[int]:
 
 def started(pid: int) -> int:
     """When, in ticks; pids begin anew at the end of their range."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return process.parse_stat(Path(f"/proc/{pid}/stat").read_text())[1]
 
 
 def test_sigterm_during_a_restart_ends_it_at_once(script, tmp_path):  # type: ignore[no-untyped-def]

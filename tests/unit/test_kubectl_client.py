@@ -16,6 +16,7 @@ def cluster(folder: Path, complaint: str) -> Cluster:
 echo run >> {runs}
 [ $(wc -l < {runs}) = 1 ] && echo '{complaint}' >&2 && exit 1
 echo "$(cat) $(wc -l < {runs})"
+shift 2; echo "$@" > {folder}/asked
 """
     (folder / "kubectl").write_text(script)
     (folder / "kubectl").chmod(0o755)
@@ -44,3 +45,15 @@ def test_what_may_have_been_done_is_not_done_again(tmp_path: Path) -> None:
 def test_without_a_check_each_answer_is_an_answer(tmp_path: Path) -> None:
     found = cluster(tmp_path, "TLS handshake timeout")
     assert found.kubectl("exec").returncode == 1
+
+
+def test_what_a_program_says_is_an_answer(tmp_path: Path) -> None:
+    found = cluster(tmp_path, "connection refused")
+    with pytest.raises(AssertionError, match="connection refused"):
+        found.kubectl("exec", "pod", "--", "curl", check=True)
+
+
+def test_what_was_deleted_the_first_time_need_not_be_there_the_second(tmp_path: Path) -> None:
+    found = cluster(tmp_path, "connection refused")
+    found.kubectl("delete", "pod", "p", input="", check=True)
+    assert (tmp_path / "asked").read_text() == "delete pod p --ignore-not-found\n"

@@ -60,7 +60,6 @@ class Kubectl:
         finally:
             if process is not None:
                 with process:
-                    process.terminate()
                     _end(process)
 
     def read(self, *args: str) -> str:
@@ -86,7 +85,8 @@ class Kubectl:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """One that SIGTERM does not end, a wrapper that ignores it, is killed."""
+    """By SIGTERM; what it does not end, a wrapper that ignores it, is killed."""
+    process.terminate()
     try:
         process.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:
