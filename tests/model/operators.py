@@ -189,7 +189,7 @@ class Operator:
             "nodes": NodeInformer(api, self.store, None, self.queue.add),
         }
         watcher: Any = SimpleNamespace(heard_at=0.0, restart=lambda: None)
-        self._resync = Resync(api, self.store, (), self.queue.add, watcher)
+        self._resync = Resync(api, self.store, None, self.queue.add, watcher)
         self._app: Any = SimpleNamespace(_store=self.store, _queue=self.queue)
         self.cursor: dict[str, int] = {}
         pods = behind if pods_behind is None else pods_behind

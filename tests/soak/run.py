@@ -91,6 +91,9 @@ class Soak:
     def tend_all(self) -> None:
         """In a thread: until the soak ends."""
         while not self.ended.wait(0.3):
+            with suppress(Failure):  # it ended at once: again in a moment
+                if self.stage.plane.supervise():
+                    self.say("the scheduler had ended by itself, and is started again")
             for gang in self.stage.gangs:
                 try:
                     self.tend(gang, last=False)

@@ -52,6 +52,19 @@ class Plane:
         """Start whatever is missing; wait until all of it is ready."""
         cluster.up(self.cluster.name, "--nodes", str(self._kept.nodes))
 
+    def supervise(self) -> bool:
+        """Start the scheduler again if it has ended, as a control plane's kubelet does; True then.
+
+        It ends by itself where its cache contradicts the API server, as after a binding that an API
+        server has stored and was killed before it answered.
+        """
+        kept = self._kept
+        if kept.register.running("scheduler") is not None:
+            return False
+        program = binaries.ensure(["kube-scheduler"], print)["kube-scheduler"]
+        with devclusters.hold(self.cluster.name, print):  # repair() may be at it
+            return kept.ensure_process("scheduler", [program, *render.scheduler(kept.layout)])
+
     @property
     def _store(self) -> Path:
         return self._kept.layout.state / "etcd"

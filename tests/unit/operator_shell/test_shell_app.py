@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ddpjob_operator.core import observe
 from ddpjob_operator.core.actions import ConfirmGone, Plan
-from ddpjob_operator.shell import reconciler
-from ddpjob_operator.shell.api import Listing
+from ddpjob_operator.shell import errors, reconciler
+from ddpjob_operator.shell.api import JOBS, Listing, Object, Resource
 from ddpjob_operator.shell.app import App
 from ddpjob_operator.shell.credentials import Credentials
 from ddpjob_operator.shell.resync import Resync
@@ -53,8 +55,8 @@ class Stubborn:
 def app(monkeypatch: pytest.MonkeyPatch) -> App:
     """An operator of which no part does anything."""
     made = App(Settings(identity="a"), Credentials(FakeConfiguration(), "default"))
-    informers = (*made._informers, made._node_informer)
-    for part in (made._resync, made._watcher, made._recorder, made._progress, *informers):
+    lists = (*made._resyncs.values(), *made._informers.values(), made._node_informer)
+    for part in (made._watcher, made._recorder, made._progress, *lists):
         monkeypatch.setattr(part, "run", endless)
     monkeypatch.setattr(made._elector, "run", endless)
     monkeypatch.setattr(made, "_work", endless)
@@ -69,7 +71,7 @@ async def lose() -> None:
     pass
 
 
-@pytest.mark.parametrize("part", ["_elector", "_resync"])
+@pytest.mark.parametrize("part", ["_elector", "_node_informer"])
 async def test_a_part_that_fails_ends_the_process_and_tells_why(
     app: App, part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -94,7 +96,8 @@ async def test_a_restored_etcd_is_no_bug_and_a_reason_to_start_anew(
 
     monkeypatch.setattr(app._api, "list_all", list_pods)
     app._store.check_list("ddpjobs", "8", 0)
-    monkeypatch.setattr(app._resync, "run", lambda: Resync.run(app._resync))
+    resync = app._resyncs[None]
+    monkeypatch.setattr(resync, "run", lambda: Resync.run(resync))
     assert await app._run_parts(asyncio.Event()) == 1
     assert "etcd was restored from a backup; starting anew" in caplog.text
     assert "bug" not in caplog.text
@@ -115,6 +118,8 @@ async def test_so_is_one_that_a_barrier_shows(
     monkeypatch.setattr(app._reconciler, "_leads", lambda: True)
     monkeypatch.setattr(app._reconciler._executor, "_leads", lambda: True)
     monkeypatch.setattr(app, "_work", work)
+    for part in (app._resyncs[None], app._informers[None]):
+        part.synced.set()
     app._store.put_job(job_object())
     app._store.check_list("pods", "8", 0)
     app._queue.add(("ns", "job"))
@@ -136,7 +141,7 @@ async def test_the_end_fits_in_the_grace_that_the_chart_gives(
     found = re.search(r"terminationGracePeriodSeconds: (\d+)", DEPLOYMENT.read_text())
     assert found is not None
     stubborn = Stubborn()
-    monkeypatch.setattr(app._resync, "run", stubborn.run)
+    monkeypatch.setattr(app._resyncs[None], "run", stubborn.run)
     monkeypatch.setattr(app._queue, "drained", endless)
     monkeypatch.setattr(app._elector, "_written_at", 0.0)
     monkeypatch.setattr(app._elector, "_give_back", endless)
@@ -186,8 +191,9 @@ def test_no_whole_search_for_cycles_while_the_caches_fill(monkeypatch: pytest.Mo
         task = asyncio.create_task(made._work())
         await asyncio.sleep(0)
         assert gc.get_threshold()[2] > 1000
-        for part in (made._resync, *made._informers, made._node_informer):
+        for part in (made._resyncs[None], made._informers[None], made._node_informer):
             part.synced.set()
+            part.answered.set()
         await asyncio.gather(task, begun.wait())
         assert gc.get_freeze_count() > 0
 
@@ -197,3 +203,62 @@ def test_no_whole_search_for_cycles_while_the_caches_fill(monkeypatch: pytest.Mo
     finally:
         gc.unfreeze()
         gc.set_threshold(*usual)
+
+
+class HalfForbidden:
+    """An API of two namespaces, of which b may not be read until it is given back."""
+
+    def __init__(self) -> None:
+        self.given_back = False
+        self.planned: list[str] = []
+
+    async def list_all(
+        self,
+        resource: Resource,
+        namespace: str | None,
+        *_: object,
+        keep: Callable[[Object], Any],
+        **__: object,
+    ) -> Listing:
+        await asyncio.sleep(0.01)
+        if namespace == "b" and not self.given_back:
+            raise errors.Forbidden(403, "Forbidden", "somebody deleted the RoleBinding")
+        job = job_object()
+        job["metadata"] |= {"namespace": namespace, "uid": f"uid-{namespace}"}
+        return Listing([keep(job)] if resource is JOBS else [], "7")
+
+    async def watch(self, *_: object, **__: object) -> AsyncIterator[tuple[str, Object]]:
+        await asyncio.sleep(60)
+        return
+        yield
+
+    def plan(self, job: observe.Job, *_: object) -> Plan:
+        self.planned.append(job.namespace)
+        return Plan()
+
+
+@pytest.mark.looptime
+async def test_a_namespace_that_may_not_be_read_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever administers one can take the operator's rights there. Time is simulated."""
+    settings = Settings(identity="a", namespaces=("b", "a"))
+    made, api = App(settings, Credentials(FakeConfiguration(), "default")), HalfForbidden()
+    for part in (made._watcher, made._recorder, made._progress):
+        monkeypatch.setattr(part, "run", endless)
+    monkeypatch.setattr(made._api, "list_all", api.list_all)
+    monkeypatch.setattr(made._api, "watch", api.watch)
+    monkeypatch.setattr(made._elector, "leads", lambda: True)
+    monkeypatch.setattr(made._reconciler, "_leads", lambda: True)
+    monkeypatch.setattr(made._elector, "run", endless)
+    monkeypatch.setattr(reconciler, "plan", api.plan)
+    stop = asyncio.Event()
+    running = asyncio.create_task(made._run_parts(stop))
+    await asyncio.sleep(400)
+    assert set(api.planned) == {"a"}
+    assert made._unready() == []
+    api.given_back = True
+    await asyncio.sleep(60)
+    assert set(api.planned) == {"a", "b"}
+    stop.set()
+    assert await running == 0

@@ -90,3 +90,18 @@ def test_who_takes_over_begins_anew():
     taken = machine.clock.now()
     machine.live(30)
     assert machine.clock.seen_since() == taken
+
+
+def test_what_cannot_be_seen_of_one_namespace_is_no_gap_in_anothers():
+    """Or whoever takes the operator's rights in one would stop every deadline in all."""
+    machine = Machine()
+    machine.clock = Clock(
+        60.0, wall=machine.wall, monotonic=lambda: machine.passed, namespaces=("a", "b")
+    )
+    for _ in range(10):
+        machine.passed += 30
+        machine.clock.heard("a")
+    assert machine.clock.seen_since("a") == START
+    assert machine.clock.seen_since("b") == machine.clock.now()
+    machine.clock.interrupted()
+    assert machine.clock.seen_since("a") == machine.clock.now()

@@ -137,8 +137,9 @@ def test_a_list_drops_jobs_that_vanished_but_none_younger_than_itself() -> None:
     store.put_job(job(3, uid="u2", name="old"))
     store.put_job(job(30, uid="u3", name="young"))
     assert store.drop_vanished_jobs(None, ["u1"], "20") == [("ns", "old")]
-    assert sorted(store.all_keys()) == [("ns", "job"), ("ns", "young")]
+    assert sorted(store.keys_in(None)) == [("ns", "job"), ("ns", "young")]
     assert store.drop_vanished_jobs("elsewhere", [], "99") == []
+    assert (store.keys_in("elsewhere"), len(store.keys_in("ns"))) == ([], 2)
 
 
 def test_outcomes_of_an_unknown_job_are_not_kept() -> None:

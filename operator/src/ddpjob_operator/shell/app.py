@@ -16,6 +16,7 @@ import signal
 import time
 from collections.abc import Coroutine
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from ddpjob_operator import __version__
@@ -31,7 +32,7 @@ from ddpjob_operator.shell.probes import Probes
 from ddpjob_operator.shell.progress import ProgressReader
 from ddpjob_operator.shell.reconciler import Reconciler
 from ddpjob_operator.shell.recorder import Recorder
-from ddpjob_operator.shell.resync import Resync
+from ddpjob_operator.shell.resync import Resync, wait_for_crd
 from ddpjob_operator.shell.settings import Settings
 from ddpjob_operator.shell.store import Key, RewoundError, Store
 from ddpjob_operator.shell.watcher import JobWatcher
@@ -55,7 +56,11 @@ class App:
         self._settings = settings
         self._metrics = Metrics()
         self._store = Store(self._now)
-        self._clock = Clock(settings.resync_seconds + _AWAY, stepped=self._store.forget_outcomes)
+        self._clock = Clock(
+            settings.resync_seconds + _AWAY,
+            stepped=self._store.forget_outcomes,
+            namespaces=settings.namespaces,
+        )
         self._queue: WorkQueue[Key] = WorkQueue(
             self._metrics.queue_latency.observe,
             group=lambda key: key[0],  # namespaces take turns
@@ -84,22 +89,26 @@ class App:
             leads,
             self._clock,
             settings.metrics_from,
+            self._known,
         )
         self._watcher = JobWatcher(credentials, settings.namespaces, self._on_job_event)
-        self._resync = Resync(
-            self._api,
-            self._store,
-            settings.namespaces,
-            self._queue.add,
-            self._watcher,
-            settings.resync_seconds,
-            self._clock.heard,
-        )
         relist = settings.resync_seconds * _RELIST_FACTOR
-        self._informers = [
-            PodInformer(self._api, self._store, namespace, self._queue.add, relist)
-            for namespace in settings.namespaces or (None,)
-        ]
+        # A list and a watch per namespace: one that may not be read holds up no other's jobs.
+        self._resyncs: dict[str | None, Resync] = {}
+        self._informers: dict[str | None, PodInformer] = {}
+        for namespace in settings.namespaces or (None,):
+            self._resyncs[namespace] = Resync(
+                self._api,
+                self._store,
+                namespace,
+                self._queue.add,
+                self._watcher,
+                settings.resync_seconds,
+                partial(self._clock.heard, namespace),
+            )
+            self._informers[namespace] = PodInformer(
+                self._api, self._store, namespace, self._queue.add, relist
+            )
         self._node_informer = NodeInformer(self._api, self._store, None, self._queue.add, relist)
         self._progress = ProgressReader(
             self._store, self._queue.add, leads, settings.progress_seconds
@@ -134,13 +143,13 @@ class App:
 
     async def _run_parts(self, stop: asyncio.Event) -> int:
         parts = {
-            "resync": self._resync.run(),
-            "kopf": self._watcher.run(self._resync.wait_for_crd),
+            "kopf": self._watcher.run(partial(wait_for_crd, self._api)),
             "recorder": self._recorder.run(),
             "progress": self._progress.run(),
             "work": self._work(),
             "nodes": self._node_informer.run(),
-            **{f"pods-{n}": informer.run() for n, informer in enumerate(self._informers)},
+            **{f"resync {where or ''}": part.run() for where, part in self._resyncs.items()},
+            **{f"pods {where or ''}": part.run() for where, part in self._informers.items()},
         }
         tasks = [_task(name, part) for name, part in parts.items()]
         lease, asked = _task("lease", self._elector.run()), _task("signal", stop.wait())
@@ -174,17 +183,36 @@ class App:
         # and the last of them holds the loop up for 70 ms and more.
         usual = gc.get_threshold()
         gc.set_threshold(*usual[:2], _NO_WHOLE_SEARCH)
-        await self._resync.synced.wait()
-        for informer in (*self._informers, self._node_informer):
-            await informer.synced.wait()
+        await self._fill()
         log.info(
             "caches are full: %d jobs, %d pods",
-            len(self._store.all_keys()),
+            len(self._store.keys_in(None)),
             self._store.pod_count(),
         )
         gc.freeze()  # no later search need look at it either
         gc.set_threshold(*usual)
         await self._queue.run(self._settings.workers, self._reconciler.reconcile)
+
+    async def _fill(self) -> None:
+        """Return once every namespace has been read or may not be, and one has been."""
+        for where in self._resyncs:
+            await self._resyncs[where].answered.wait()
+            await self._informers[where].answered.wait()
+        await self._node_informer.synced.wait()
+        listed = [_task(f"list {where or ''}", self._listed(where)) for where in self._resyncs]
+        try:
+            await asyncio.wait(listed, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await _cancel(listed)
+
+    async def _listed(self, where: str | None) -> None:
+        await self._resyncs[where].synced.wait()
+        await self._informers[where].synced.wait()
+
+    def _known(self, namespace: str | None) -> bool:
+        """Whether its jobs and pods have been listed."""
+        where = namespace if namespace in self._resyncs else None
+        return self._resyncs[where].synced.is_set() and self._informers[where].synced.is_set()
 
     async def _finish_work(self) -> None:
         """Let what is under way end, and its events go out."""
@@ -207,7 +235,7 @@ class App:
         if leading:
             self._store.doubt_all()
             self._clock.interrupted()
-            for key in self._store.all_keys():
+            for key in self._store.keys_in(None):
                 self._queue.add(key)
 
     def _now(self) -> datetime:
@@ -215,21 +243,31 @@ class App:
 
     def _idle_times(self) -> dict[str, float]:
         now = time.monotonic()
-        pods = max(now - informer.alive_at for informer in self._informers)
+        pods = max(now - informer.alive_at for informer in self._informers.values())
         nodes = now - self._node_informer.alive_at
-        return {"pods": pods, "nodes": nodes, observe.PLURAL: now - self._resync.alive_at}
+        jobs = max(now - resync.alive_at for resync in self._resyncs.values())
+        return {"pods": pods, "nodes": nodes, observe.PLURAL: jobs}
 
     def _watch_ages(self) -> dict[str, float]:
         now = time.monotonic()
-        pods = max(now - informer.heard_at for informer in self._informers)
-        heard = max(self._watcher.heard_at, self._resync.heard_at)
+        pods = max(now - informer.heard_at for informer in self._informers.values())
+        listed = min(resync.heard_at for resync in self._resyncs.values())
+        heard = max(self._watcher.heard_at, listed)
         return {"pods": pods, observe.PLURAL: now - heard}
 
     def _unready(self) -> list[str]:
-        missing = [] if self._resync.synced.is_set() else [f"list of {observe.PLURAL}"]
-        if not all(informer.synced.is_set() for informer in self._informers):
-            missing.append("list of pods")
-        return missing
+        """What nobody has answered yet. One namespace that may not be read is the log's to tell."""
+        jobs, pods = self._resyncs.values(), self._informers.values()
+        lists: dict[str, list[Resync | PodInformer]] = {
+            f"list of {observe.PLURAL}": [*jobs],
+            "list of pods": [*pods],
+        }
+        return [
+            name
+            for name, parts in lists.items()
+            if not all(part.answered.is_set() for part in parts)
+            or not any(part.synced.is_set() for part in parts)
+        ]
 
     def _expose(self) -> None:
         self._metrics.expose_jobs(lambda: self._store.jobs() if self._elector.leads() else [])

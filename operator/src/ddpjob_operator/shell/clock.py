@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
@@ -22,9 +22,11 @@ _STEP: Final = timedelta(hours=12)
 
 
 class Clock:
-    """``heard()`` is called at each sign of life of the API server, within ``tolerance`` seconds.
+    """``heard(namespace)`` is called at each sign of life of the API server about a namespace.
 
-    ``stepped()``: the time has been set; what was remembered with its time is of another one.
+    Within ``tolerance`` seconds; ``namespaces`` are those with a sight of their own, None all that
+    have none. ``stepped()``: the time has been set; what was remembered with its time is of another
+    one.
     """
 
     def __init__(
@@ -34,11 +36,14 @@ class Clock:
         wall: Callable[[], datetime] = lambda: datetime.now(UTC),
         monotonic: Callable[[], float] = time.monotonic,
         stepped: Callable[[], None] = lambda: None,
+        namespaces: Sequence[str] = (),
     ) -> None:
         self._stepped = stepped
         self._wall, self._monotonic, self._tolerance = wall, monotonic, tolerance
         self._at, self._shown = monotonic(), wall()
-        self._heard_at, self._seen_since = self._at, self._shown
+        served = namespaces or (None,)
+        self._heard_at: dict[str | None, float] = dict.fromkeys(served, self._at)
+        self._seen_since: dict[str | None, datetime] = dict.fromkeys(served, self._shown)
 
     def now(self) -> datetime:
         """UTC; never goes back but when the machine's clock was set anew by half a day."""
@@ -48,27 +53,35 @@ class Clock:
         self._at = at
         if abs(off) > _STEP:
             log.warning("the clock was set by %.0f hours", off / timedelta(hours=1))
-            self._shown = self._seen_since = wall
+            self._shown = wall
+            self._begin_anew()
             self._stepped()
         else:
             self._shown += passed + max(-passed * _SLEW, min(off, passed * _SLEW))
         return self._shown
 
-    def heard(self) -> None:
-        """The API server has just told something."""
-        if self._blind():
-            self.interrupted()
-        self._heard_at = self._monotonic()
+    def heard(self, namespace: str | None = None) -> None:
+        """The API server has just told something about it."""
+        self.seen_since(namespace)
+        self._heard_at[self._served(namespace)] = self._monotonic()
 
     def interrupted(self) -> None:
         """Until this moment somebody else, or nobody, has acted."""
-        self._seen_since = self.now()
+        self.now()
+        self._begin_anew()
 
-    def seen_since(self) -> datetime:
-        """Since when this process has seen and acted without a gap; now, while it sees nothing."""
-        if self._blind():
-            self.interrupted()
-        return self._seen_since
+    def seen_since(self, namespace: str | None = None) -> datetime:
+        """Since when this process has seen it and acted without a gap; now, while it sees nothing.
 
-    def _blind(self) -> bool:
-        return self._monotonic() - self._heard_at > self._tolerance
+        What cannot be seen of one namespace is no gap in another's sight.
+        """
+        served = self._served(namespace)
+        if self._monotonic() - self._heard_at[served] > self._tolerance:
+            self._seen_since[served] = self.now()
+        return self._seen_since[served]
+
+    def _served(self, namespace: str | None) -> str | None:
+        return namespace if namespace in self._heard_at else None
+
+    def _begin_anew(self) -> None:
+        self._seen_since = dict.fromkeys(self._seen_since, self._shown)

@@ -49,6 +49,7 @@ class Informer(ABC):
         self._gone = 0  # times in a row that the server called our version too old
         self._told = ""  # the trouble that was logged last
         self.synced = asyncio.Event()
+        self.answered = asyncio.Event()  # it was read once, or may not be
         self.heard_at = time.monotonic()  # the server said something
         self.alive_at = time.monotonic()  # we did something; if not for long, we are stuck
 
@@ -67,6 +68,8 @@ class Informer(ABC):
     def _refused(self, error: errors.ApiError) -> None:
         """The list was refused: trouble of the server's, none of ours."""
         self._mark_alive()
+        if isinstance(error, errors.Forbidden):
+            self.answered.set()
 
     async def run(self) -> None:
         """List and watch until cancelled; trouble with the API server is waited out.
@@ -104,6 +107,7 @@ class Informer(ABC):
         self._told = ""
         keys = self._replace(listing)
         self.synced.set()
+        self.answered.set()
         for key in keys:
             self._changed(key)
         return listing.resource_version
@@ -159,7 +163,9 @@ class PodInformer(Informer):
     def _replace(self, listing: Listing) -> Iterable[Key]:
         uids = [uid for uid, _ in listing.items]
         gone = self._store.drop_vanished_pods(self._namespace, uids, listing.resource_version)
-        return gone.union(*(keys for _, keys in listing.items))
+        # Until the first list nobody worked on the namespace's jobs, those without pods included.
+        waited = () if self.synced.is_set() else self._store.keys_in(self._namespace)
+        return gone.union(waited, *(keys for _, keys in listing.items))
 
     def _apply(self, kind: str, obj: Object) -> Iterable[Key]:
         if kind != "DELETED":

@@ -33,7 +33,10 @@ _LONGEST_REST = 0.5
 
 
 class Reconciler:
-    """The work that the queue's workers do."""
+    """The work that the queue's workers do.
+
+    ``known(namespace)``: its jobs and pods have been listed; until then its jobs are left alone.
+    """
 
     def __init__(
         self,
@@ -44,10 +47,11 @@ class Reconciler:
         leads: Callable[[], bool],
         clock: Clock,
         metrics_from: tuple[Body, ...] = (),
+        known: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self._store, self._queue, self._executor = store, queue, executor
         self._metrics, self._leads, self._clock = metrics, leads, clock
-        self._metrics_from = metrics_from
+        self._metrics_from, self._known = metrics_from, known
         self._busy: dict[Key, int] = {}
 
     async def reconcile(self, key: Key) -> None:
@@ -82,7 +86,7 @@ class Reconciler:
     async def _step(self, key: Key) -> None:
         now = self._clock.now()  # first: a clock that was set makes the store forget
         snapshot = self._store.snapshot(key)
-        if snapshot is None or not self._leads():
+        if snapshot is None or not self._leads() or not self._known(key[0]):
             return
         began = time.thread_time()
         job = snapshot.job
@@ -90,7 +94,7 @@ class Reconciler:
         outcomes = replace(
             snapshot.outcomes,
             seen=seen,
-            seen_since=self._clock.seen_since(),
+            seen_since=self._clock.seen_since(job.namespace),
             waiters=self._store.waiters(job.namespace),
             metrics_from=self._metrics_from,
         )

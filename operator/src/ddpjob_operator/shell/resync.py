@@ -1,7 +1,8 @@
 """A full list of all DDPJobs now and then: it finds what the watch missed.
 
 A job deleted during a watch gap is announced by nobody; only a list that no longer shows it
-tells. The first list also tells whether the CRD is installed at all.
+tells. The first list also tells whether the CRD is installed at all. Each namespace that is served
+has a list of its own, so that one which may not be read holds up no other's jobs.
 """
 
 from __future__ import annotations
@@ -24,26 +25,27 @@ _RETRY = 2.0
 
 
 class Resync:
-    """Lists every ``seconds``; ``changed(key)`` is told of every job, new, old and vanished.
+    """Lists one namespace, or all (None), every ``seconds``.
 
-    ``heard()`` is called as a list is read, however long that takes.
+    ``changed(key)`` is told of every job, new, old and vanished; ``heard()`` is called as a list is
+    read, however long that takes. ``answered`` is set once it was read, or may not be.
     """
 
     def __init__(
         self,
         api: Api,
         store: Store,
-        namespaces: tuple[str, ...],
+        namespace: str | None,
         changed: Callable[[Key], None],
         watcher: JobWatcher,
         seconds: float = 30.0,
         heard: Callable[[], None] = lambda: None,
     ) -> None:
         self._api, self._store = api, store
-        self._namespaces: tuple[str | None, ...] = namespaces or (None,)
+        self._namespace = namespace
         self._changed, self._watcher, self._seconds = changed, watcher, seconds
         self._heard = heard
-        self.synced = asyncio.Event()
+        self.synced, self.answered = asyncio.Event(), asyncio.Event()
         self.heard_at = time.monotonic()
         self.alive_at = time.monotonic()
         self._missed_at: float | None = None
@@ -60,48 +62,30 @@ class Resync:
                 await self._list_all()
                 self.heard_at = time.monotonic()
                 self.synced.set()
+                self.answered.set()
                 self._tell("")
             except errors.ApiError as error:
-                self._tell(_explain(error))
+                self._tell(self._explain(error))
+                if isinstance(error, errors.Forbidden):
+                    self.answered.set()
                 delay = min(max(_RETRY, error.retry_after or 0.0), self._seconds)
             self.alive_at = time.monotonic()
             await asyncio.sleep(delay)
 
-    async def wait_for_crd(self) -> None:
-        """Return once the API server serves DDPJobs: kopf looks for them only once."""
-        while True:
-            if await self._served():
-                return
-            await asyncio.sleep(1.0)
-
-    async def _served(self) -> bool:
-        try:
-            groups = await self._api.discover("/apis")
-            kinds = await self._api.discover(f"/apis/{observe.GROUP}/{observe.VERSION}")
-        except errors.ApiError:
-            return False  # run() says why
-        return any(group["name"] == observe.GROUP for group in groups.get("groups", ())) and any(
-            kind["name"] == observe.PLURAL for kind in kinds.get("resources", ())
-        )
-
     async def _list_all(self) -> None:
-        missed = 0
         began = time.monotonic()
-        for namespace in self._namespaces:
-            newest = self._store.newest(JOBS.plural)
-            take = partial(self._take, self._store.job_versions())
-            listing = await self._api.list_all(JOBS, namespace, keep=take)
-            self._heard()
-            self._store.check_list(JOBS.plural, listing.resource_version, newest)
-            uids = [uid for uid, _ in listing.items]
-            gone = self._store.drop_vanished_jobs(namespace, uids, listing.resource_version)
-            missed += len(gone) + sum(news for _, news in listing.items)
-            for key in gone:
-                log.info("%s/%s: vanished without a word from the watch", *key)
-                self._changed(key)
-        for key in self._store.all_keys():
+        newest = self._store.newest(JOBS.plural)
+        take = partial(self._take, self._store.job_versions())
+        listing = await self._api.list_all(JOBS, self._namespace, keep=take)
+        self._heard()
+        self._store.check_list(JOBS.plural, listing.resource_version, newest)
+        uids = [uid for uid, _ in listing.items]
+        gone = self._store.drop_vanished_jobs(self._namespace, uids, listing.resource_version)
+        for key in gone:
+            log.info("%s/%s: vanished without a word from the watch", *key)
+        for key in (*gone, *self._store.keys_in(self._namespace)):
             self._changed(key)
-        self._judge_watch(missed, began)
+        self._judge_watch(len(gone) + sum(news for _, news in listing.items), began)
 
     def _take(self, before: Mapping[str, str], obj: Object) -> tuple[str, bool]:
         """At once, for whole jobs would fill the memory: uid, and whether that was news."""
@@ -124,20 +108,42 @@ class Resync:
         if trouble and trouble != self._told:
             log.error("%s; trying again until it works", trouble)
         elif self._told and not trouble:
-            log.info("the API server serves DDPJobs now")
+            log.info("the API server serves DDPJobs%s now", self._where)
         self._told = trouble
 
+    @property
+    def _where(self) -> str:
+        return f" of namespace {self._namespace}" if self._namespace else ""
 
-def _explain(error: errors.ApiError) -> str:
-    match error:
-        case errors.NotFound():
-            return (
-                f"the cluster does not know {observe.KIND}s ({observe.PLURAL}.{observe.GROUP}): "
-                "kubectl apply -f manifests/crd.yaml"
-            )
-        case errors.Forbidden():
-            return f"not allowed to list {observe.PLURAL}: {error.message}"
-        case _ if error.code == 0:
-            return f"no answer from the API server: {error.message}"
-        case _:
-            return f"cannot list {observe.PLURAL}: {error}"
+    def _explain(self, error: errors.ApiError) -> str:
+        match error:
+            case errors.NotFound():
+                return (
+                    f"the cluster does not know {observe.KIND}s ({observe.PLURAL}.{observe.GROUP}):"
+                    " kubectl apply -f manifests/crd.yaml"
+                )
+            case errors.Forbidden():
+                return f"not allowed to list {observe.PLURAL}{self._where}: {error.message}"
+            case _ if error.code == 0:
+                return f"no answer from the API server: {error.message}"
+            case _:
+                return f"cannot list {observe.PLURAL}{self._where}: {error}"
+
+
+async def wait_for_crd(api: Api) -> None:
+    """Return once the API server serves DDPJobs: kopf looks for them only once."""
+    while True:
+        if await _served(api):
+            return
+        await asyncio.sleep(1.0)
+
+
+async def _served(api: Api) -> bool:
+    try:
+        groups = await api.discover("/apis")
+        kinds = await api.discover(f"/apis/{observe.GROUP}/{observe.VERSION}")
+    except errors.ApiError:
+        return False  # Resync.run() says why
+    return any(group["name"] == observe.GROUP for group in groups.get("groups", ())) and any(
+        kind["name"] == observe.PLURAL for kind in kinds.get("resources", ())
+    )

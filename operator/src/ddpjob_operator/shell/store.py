@@ -176,9 +176,9 @@ class Store:
             self.forget_job(job.key, job.uid)
         return [job.key for job in gone]
 
-    def all_keys(self) -> list[Key]:
-        """The keys of all jobs."""
-        return list(self._jobs)
+    def keys_in(self, namespace: str | None) -> list[Key]:
+        """The keys of its jobs, or of all (None)."""
+        return [key for key in self._jobs if namespace in (None, key[0])]
 
     def jobs(self) -> Iterator[observe.Job]:
         """All jobs; the store must not change meanwhile."""
