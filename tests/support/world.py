@@ -6,7 +6,9 @@ that a whole story of a gang runs in a millisecond. A hand plays user and kubele
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -25,6 +27,8 @@ from support.cluster import ROOT
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 JOB_UID = "uid-of-job"
+#: RFC 3339 as the API server reads it. jsonschema has no word on formats without another package.
+DATE_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
 
 
 def job_object(**spec: Any) -> dict[str, Any]:
@@ -53,6 +57,7 @@ def crd_schema() -> dict[str, Any]:
 
 def check_status(status: object) -> None:
     """Fail on what the API server would refuse or, without a word, drop."""
+    json.dumps(status, allow_nan=False)
     schema = crd_schema()["properties"]["status"]
     jsonschema.Draft202012Validator(schema).validate(status)
     _check_fields(status, schema, "status")
@@ -69,6 +74,9 @@ def _check_fields(value: object, schema: dict[str, Any], path: str) -> None:
     elif schema.get("format") == "int32":
         assert isinstance(value, int)
         assert abs(value) < 2**31, f"{path} is no int32"
+    elif schema.get("format") == "date-time":
+        assert isinstance(value, str)
+        assert DATE_TIME.fullmatch(value), f"{path} is no date-time: {value}"
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from copy import deepcopy
 from dataclasses import replace
 from datetime import timedelta
@@ -49,6 +50,21 @@ def test_numbers_of_a_report_that_no_field_can_hold_are_dropped():
         '{"version":1,"kind":"exit","rank":5000000000,"round":1099511627776,"signal":2147483648}'
     )
     assert world.end(1, 1, message=report).status["attempt"] == 2
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"fileModifiedAt": "0999-12-31T23:59:59Z"},
+        {"fileModifiedAt": "1000-01-01T00:00:00+14:00"},
+        {"samplesPerSecond": sys.float_info.max},
+    ],
+    ids=["year 999", "year 999 of UTC", "rounds up to infinity"],
+)
+def test_nothing_that_a_trainer_tells_spoils_the_status(state: dict[str, object]):
+    world = started().run()
+    world.outcomes = replace(world.outcomes, progress=observe.progress(state, world.now))
+    assert world.wait(60).end(1, 1).run().status["attempt"] == 2
 
 
 @pytest.mark.fault("N11")

@@ -67,6 +67,8 @@ def parse_time(value: object) -> datetime | None:
         at = datetime.fromisoformat(value)
     except ValueError:
         return None
-    if not 1 < at.year <= 9000:  # adding a deadline or a time zone to it would overflow
+    # Later a deadline or a time zone would overflow; earlier the year has three digits in UTC, and
+    # strftime does not pad it to the four that the CRD's date-time asks for.
+    if not 1000 < at.year <= 9000:
         return None
     return at if at.tzinfo else at.replace(tzinfo=UTC)

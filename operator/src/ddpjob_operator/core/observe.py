@@ -378,7 +378,7 @@ def _count(value: object, limit: int = 2**63) -> int | None:
 def _rounded(value: object, digits: int) -> float | None:
     """A finite number with so many significant digits: a column of kubectl shows them all."""
     number = _finite(value)
-    return None if number is None else float(f"{number:.{digits}g}")
+    return None if number is None else _finite(float(f"{number:.{digits}g}"))  # may round up to inf
 
 
 def _finite(value: object) -> float | None:
