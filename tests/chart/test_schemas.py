@@ -15,11 +15,13 @@ from kubernetes_validate import utils
 from ddpjob_operator.core import observe, render, spec
 from support.cluster import ROOT
 from support.manifest import example, examples
+from support.world import crd_schema
 
 Object = dict[str, Any]
 
 #: docs/operations.md names the first and the last.
 VERSIONS = [f"1.{minor}" for minor in range(30, 38)]
+DEFINITIONS = "kubernetes-json-schema/v{}.0-local/_definitions.json"
 #: Values that make the chart render each of its objects, in each of its shapes.
 VALUES = {
     "default": (),
@@ -82,3 +84,14 @@ def test_each_object_is_one_of_that_kubernetes(
             kubernetes_validate.validate(body, version, strict=True)
         except kubernetes_validate.ValidationError as error:
             pytest.fail(f"{name}: {list(error.absolute_path)}: {error.message}")
+
+
+def test_every_source_of_a_volume_is_named() -> None:
+    """Of one without a name the definition sees no change, and takes null."""
+    known: set[str] = set()
+    for version in VERSIONS:
+        found = utils.schema_contents(DEFINITIONS.format(version), version)["$defs"]
+        known |= found["io.k8s.api.core.v1.Volume"]["properties"].keys()
+    volume = crd_schema()["properties"]["spec"]["properties"]["snapshot"]["properties"]["volume"]
+    assert known - volume["properties"].keys() == {"name"}
+    assert {source["type"] for source in volume["properties"].values()} == {"object"}

@@ -324,8 +324,8 @@ properties:
               readOnly:
                 description: Must be false or left out.
                 type: boolean
-          # Named so that a change from one to another is seen; they may hold what Kubernetes
-          # lets them hold.
+          # All are named, so that a change from one to another is seen and null is refused; they
+          # may hold what Kubernetes lets them hold.
           nfs:
             description: A directory of an NFS server.
             type: object
@@ -346,6 +346,15 @@ properties:
             description: A directory of each pod's own, which is lost with the pod.
             type: object
             x-kubernetes-preserve-unknown-fields: true
+          {{- range list "awsElasticBlockStore" "azureDisk" "azureFile" "cephfs" "cinder" "configMap"
+            "downwardAPI" "fc" "flexVolume" "flocker" "gcePersistentDisk" "gitRepo" "glusterfs" "image"
+            "iscsi" "photonPersistentDisk" "portworxVolume" "projected" "quobyte" "rbd" "scaleIO"
+            "secret" "storageos" "vsphereVolume" }}
+          {{ . }}:
+            description: As in a pod.
+            type: object
+            x-kubernetes-preserve-unknown-fields: true
+          {{- end }}
       everySteps:
         description: Steps between snapshots (DDPJOB_SNAPSHOT_EVERY_STEPS).
         type: integer

@@ -143,6 +143,10 @@ properties:
     description: Hash of the spec that the current attempt's pods were made from.
     type: string
     maxLength: 128
+  snapshotHash:
+    description: Hash of spec.snapshot.volume, which that attempt's pods mount.
+    type: string
+    maxLength: 128
   ready:
     description: Ready replicas of all, for example "2/3"; absent once the job has ended.
     type: string

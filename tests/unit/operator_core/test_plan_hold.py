@@ -94,6 +94,38 @@ def test_a_changed_template_is_taken_by_suspend_and_resume():
     assert world.pods["job-0"]["spec"]["containers"][0]["image"] == "other"
 
 
+def snapshot(**hostpath: str) -> dict[str, Any]:
+    return {"path": "/snapshots", "volume": {"hostPath": hostpath}}
+
+
+def test_another_volume_of_snapshots_is_taken_by_no_attempt():
+    """CEL takes {path: /a} and {type: ""} for equal, since it knows neither field."""
+    world = started(snapshot=snapshot(path="/a")).run().patch(snapshot=snapshot(type=""))
+    assert (world.phase, len(world.pods)) == ("Running", 3)
+    assert world.condition("Invalid")["reason"] == "SnapshotChanged"
+    world.end(0, 1)
+    assert (world.phase, world.status["attempt"], world.pods) == ("Restarting", 2, {})
+    world.patch(suspend=True).patch(suspend=False)
+    assert (world.phase, world.pods) == ("Suspended", {})
+    assert world.condition("Invalid")["reason"] == "SnapshotChanged"
+    assert world.patch(snapshot=snapshot(path="/a")).run().phase == "Running"
+    assert world.condition("Invalid")["status"] == "False"
+
+
+def test_a_volume_that_an_older_operator_did_not_note_is_noted_at_the_next_attempt():
+    world = started(snapshot=snapshot(path="/a")).run()
+    noted = world.status.pop("snapshotHash")
+    assert world.wait(60).condition("Invalid") == {}
+    assert world.end(0, 1).run().status["snapshotHash"] == noted
+
+
+@pytest.mark.parametrize("volume", [{}, {"azureFile": None}, {"hostPath": "/a"}])
+def test_a_volume_without_a_source_is_no_emptydir(volume: dict[str, Any]):
+    world = started(snapshot={"path": "/snapshots", "volume": volume})
+    assert (world.phase, world.pods) == ("Pending", {})
+    assert "spec.snapshot.volume" in world.condition("Invalid")["message"]
+
+
 def move(world: World, looks: int) -> None:
     for _ in range(looks):
         for action in world.plan().actions[:1]:
@@ -170,6 +202,7 @@ def test_nothing_under_the_template_is_ever_defaulted():
     spec = crd_schema()["properties"]["spec"]
     assert defaults(spec["properties"]["restart"], "restart")  # the search finds them
     assert defaults(spec["properties"]["template"], "template") == []
+    assert defaults(spec["properties"]["snapshot"]["properties"]["volume"], "volume") == []
 
 
 @pytest.mark.fault("U1")
@@ -179,3 +212,4 @@ def test_the_hash_of_a_template_is_that_of_every_version():
     trainer = {"name": "trainer", "image": "é", "resources": resources}
     template = {"spec": {"nodeSelector": {}, "containers": [trainer]}, "metadata": None}
     assert packed.template(template).packed.digest == "19ae1bda7edf822a"
+    assert packed.volume({"nfs": {"server": "é", "path": "/a"}}).digest == "7fda66c907117fff"

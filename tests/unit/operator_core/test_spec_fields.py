@@ -50,6 +50,7 @@ def test_every_field_of_the_spec_is_read():
     schema, read = crd_schema()["properties"]["spec"], set[str]()
     raw = example(schema, "spec", read)
     raw["template"] = job_object()["spec"]["template"]
+    raw["snapshot"]["volume"] = {"emptyDir": {}}
     raw["nodeLost"]["policy"] = "Fence"  # Wait has no use for afterSeconds
     spec.parse(raw)
     assert fields(schema, "spec") - read == set()

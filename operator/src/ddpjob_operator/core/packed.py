@@ -99,7 +99,12 @@ def volume(raw: object) -> Packed:
     """spec.snapshot.volume as written, or packed already."""
     if isinstance(raw, Packed):
         return raw
-    return pack(mapping(raw), "spec.snapshot.volume", VOLUME_BYTES)
+    written = mapping(raw)
+    if not any(isinstance(source, Mapping) for source in written.values()):
+        # Kubernetes takes that for an emptyDir, which ends with its pod.
+        what = "write one, for example persistentVolumeClaim: {claimName: NAME}"
+        return Packed(b"", "", f"spec.snapshot.volume has no source: {what}")
+    return pack(written, "spec.snapshot.volume", VOLUME_BYTES)
 
 
 def spec(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -94,6 +94,11 @@ class Spec:
         return self.template.packed.digest
 
     @property
+    def snapshot_hash(self) -> str:
+        """Differs whenever the volume of the snapshots does; empty without one."""
+        return self.snapshot.volume.digest if self.snapshot else ""
+
+    @property
     def world_size(self) -> int:
         """Number of training processes."""
         return self.replicas * self.nproc_per_node

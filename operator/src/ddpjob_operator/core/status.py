@@ -181,6 +181,7 @@ class Status:
     attempt: int = 0
     members_since: int = 0
     template_hash: str = ""
+    snapshot_hash: str = ""  # empty: stored by an older operator, or there is no snapshot
     restarts: Restarts = field(default_factory=Restarts)
     replicas: Replicas = field(default_factory=Replicas)
     succeeded: frozenset[int] = frozenset()
@@ -223,6 +224,7 @@ def to_dict(status: Status) -> dict[str, Any]:
             "attempt": status.attempt,
             "membersSince": status.members_since,
             "templateHash": status.template_hash,
+            "snapshotHash": status.snapshot_hash,
             "restarts": _restarts_to_dict(status.restarts),
             "ready": ready,
             "replicas": asdict(replicas),
@@ -252,6 +254,7 @@ def from_dict(body: object) -> Status:
         # Later than that, and its pods would be nobody's.
         members_since=min(integer(raw.get("membersSince")), attempt + (phase == "Suspended")),
         template_hash=text(raw.get("templateHash")),
+        snapshot_hash=text(raw.get("snapshotHash")),
         restarts=Restarts(
             total=counter(restarts.get("total")),
             charged=counter(restarts.get("charged")),

@@ -80,12 +80,13 @@ def end(view: View, old: Restarts, loss: Failure) -> tuple[str, str] | None:
 
 def new_attempt(view: View, change: Change, phase: str, delay: float) -> Change:
     """The intent: from now on pods of older attempts are no members."""
-    attempt = view.next_attempt
+    attempt, made_of = view.next_attempt, view.status if hold.why(view) else view.spec
     return change.with_status(
         phase=phase,
         attempt=attempt,
         members_since=attempt,
-        template_hash=(view.status if hold.why(view) else view.spec).template_hash,
+        template_hash=made_of.template_hash,
+        snapshot_hash=made_of.snapshot_hash,
         succeeded=frozenset(),
         restarts=replace(change.status.restarts, round=0),
         replicas=replace(view.status.replicas, active=0, ready=0, succeeded=0, failed=0),
