@@ -267,7 +267,7 @@ def test_what_the_user_wrote_is_kept():
                     "name": "trainer",
                     "env": [{"name": "PYTHONUNBUFFERED", "value": "0"}],
                     "terminationMessagePolicy": "File",
-                    "volumeMounts": [{"name": "mine", "mountPath": "/dev/shm/"}],
+                    "volumeMounts": [{"name": "mine", "mountPath": "//dev/shm/"}],
                     "x-unknown": {"deep": [1]},
                 },
             ],

@@ -126,6 +126,25 @@ def test_a_volume_without_a_source_is_no_emptydir(volume: dict[str, Any]):
     assert "spec.snapshot.volume" in world.condition("Invalid")["message"]
 
 
+MOUNTS = {
+    **dict.fromkeys(
+        ("/snapshots", "/snapshots//", "//snapshots", "snapshots", "/a/../snapshots/."), True
+    ),
+    **dict.fromkeys(("/snapshots/job", "/snapshots/x/../job/", "/snapshots/job/cache"), True),
+    **dict.fromkeys(("/", "/snap", "/snapshots/jobs", "/snapshots/other", "/a/snapshots"), False),
+}
+
+
+@pytest.mark.parametrize(("path", "hides"), MOUNTS.items(), ids=MOUNTS)
+def test_no_mount_of_the_template_hides_where_snapshots_go(path: str, hides: bool):
+    trainer = {"name": "trainer", "volumeMounts": [{"name": "data", "mountPath": path}]}
+    template = {"spec": {"containers": [trainer]}}
+    world = started(template=template, snapshot=snapshot(path="/a"))
+    assert world.phase == ("Pending" if hides else "Starting")
+    if hides:
+        assert "snapshots in /snapshots/job: mount it elsewhere" in str(world.condition("Invalid"))
+
+
 def move(world: World, looks: int) -> None:
     for _ in range(looks):
         for action in world.plan().actions[:1]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import posixpath
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class Packed:
 class Template:
     """spec.template. ``gpus``: the trainer's limit of ``gpu`` as written; ``ports``: all declared.
 
-    ``host_network``: its pods are on their node's network.
+    ``mounts``: paths of the trainer's volumes. ``host_network``: they are on the node's network.
     """
 
     packed: Packed
@@ -50,6 +51,7 @@ class Template:
     gpu: str
     gpus: str
     ports: frozenset[int]
+    mounts: frozenset[str]
     host_network: bool
 
 
@@ -85,12 +87,14 @@ def template(raw: object) -> Template:
     given = (name for name in GPUS if str(limits.get(name, 0)) != "0")
     gpu = next(given, GPUS[0])
     numbers = (mapping(port).get("containerPort") for port in declared)
+    mounts = (mapping(mount).get("mountPath") for mount in sequence(trainer.get("volumeMounts")))
     return Template(
         packed=pack(whole, "spec.template", TEMPLATE_BYTES),
         has_trainer=bool(trainer),
         gpu=gpu,
         gpus=str(limits.get(gpu, "")),
         ports=frozenset(number for number in numbers if isinstance(number, int)),
+        mounts=frozenset(place(path) for path in mounts if isinstance(path, str)),
         host_network=body.get("hostNetwork") is True,
     )
 
@@ -114,6 +118,11 @@ def spec(raw: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(snapshot, Mapping):
         slim["snapshot"] = {**snapshot, "volume": volume(snapshot.get("volume"))}
     return slim
+
+
+def place(path: str) -> str:
+    """What a container finds at a path: /a is also at a, //a and /b/../a."""
+    return "/" + posixpath.normpath(f"/{path}").lstrip("/")
 
 
 def trainer_container(pod_spec: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -78,7 +78,7 @@ def plan(
     timings = ahead.mended(status.timings, now)
     if timings != status.timings or job.status.get("attempt", 0) != status.attempt:  # forged
         return Plan((WriteStatus(st.to_dict(replace(status, timings=timings))),))
-    spec = spec_module.read(job.spec)
+    spec = spec_module.read(job.spec, job.name)
     view = look(job, spec, status, pods, outcomes, now, nodes)
     if status.terminal:
         return finish.answer(view) or finish.clean_up(view)

@@ -239,11 +239,10 @@ def _mount(body: dict[str, Any], trainer: dict[str, Any], spec: Spec) -> None:
     """Add the snapshot volume and a /dev/shm in memory, unless the user mounts one there."""
     volumes = list(body.get("volumes") or [])
     mounts = list(trainer.get("volumeMounts") or [])
-    taken = {mount.get("mountPath", "").rstrip("/") for mount in mounts}
     if spec.snapshot:
         volumes.append({"name": SNAPSHOT_VOLUME, **spec.snapshot.volume.unpack()})
         mounts.append({"name": SNAPSHOT_VOLUME, "mountPath": spec.snapshot.path})
-    if "/dev/shm" not in taken:
+    if "/dev/shm" not in spec.template.mounts:
         # The runtime's own /dev/shm has 64 MiB; data loaders and NCCL need more.
         volumes.append({"name": SHM_VOLUME, "emptyDir": {"medium": "Memory"}})
         mounts.append({"name": SHM_VOLUME, "mountPath": "/dev/shm"})

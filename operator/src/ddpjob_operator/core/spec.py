@@ -104,10 +104,10 @@ class Spec:
         return self.replicas * self.nproc_per_node
 
 
-def read(raw: Mapping[str, Any]) -> Spec:
-    """A raw .spec -> Spec; what cannot work is in ``flaw``, and the rest still holds."""
+def read(raw: Mapping[str, Any], name: str = "") -> Spec:
+    """A job's raw .spec -> Spec; what cannot work is in ``flaw``, and the rest still holds."""
     try:
-        return parse(raw)
+        return parse(raw, name)
     except SpecError as error:
         # What runs was made of a better spec: these parts are not needed to look after it.
         left_out = ("template", "nprocPerNode", "nodeLost", "snapshot")
@@ -116,8 +116,8 @@ def read(raw: Mapping[str, Any]) -> Spec:
         return replace(parse(rest), flaw=str(error))
 
 
-def parse(raw: Mapping[str, Any]) -> Spec:
-    """A raw .spec -> Spec.
+def parse(raw: Mapping[str, Any], name: str = "") -> Spec:
+    """A job's raw .spec -> Spec. Its name is that of the directory of its snapshots.
 
     Raises:
         SpecError: the field that cannot work and what to do about it.
@@ -125,7 +125,7 @@ def parse(raw: Mapping[str, Any]) -> Spec:
     template, snapshot = packed.template(raw.get("template")), _snapshot(raw.get("snapshot"))
     if not template.has_trainer:
         raise SpecError("spec.template.spec.containers: at least one container is needed")
-    flaw = template.packed.flaw or (snapshot.volume.flaw if snapshot else "")
+    flaw = template.packed.flaw or (snapshot and _unusable(snapshot, template, name))
     if flaw:
         raise SpecError(flaw)
     return Spec(
@@ -198,6 +198,20 @@ def _snapshot(raw: object) -> Snapshot | None:
         keep=integer(raw.get("keep"), 3),
         resume=str(raw.get("resume", "Auto")),
     )
+
+
+def _unusable(snapshot: Snapshot, template: Template, name: str) -> str:
+    """Why the job's snapshots would not come to lie on their volume; empty if they do."""
+    path = packed.place(snapshot.path)
+    # CEL refuses only what is written as the path is, and knows nothing of the directory in it.
+    hiding = (m for m in template.mounts if m == path or f"{m}/".startswith(f"{path}/{name}/"))
+    if mount := min(hiding, default=""):
+        return (
+            f"spec.template mounts a volume at {mount} in the trainer container, over this job's"
+            f" snapshots in {path}/{name}: mount it elsewhere, or create a new DDPJob with another"
+            " spec.snapshot.path"
+        )
+    return snapshot.volume.flaw
 
 
 def _hang(raw: Mapping[str, Any]) -> Hang:
