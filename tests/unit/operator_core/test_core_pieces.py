@@ -205,6 +205,9 @@ def test_ranges(text: object, found: set[int]):
      (3, {"nvidia.com/gpu": "0"}, 3), (3, {"nvidia.com/mig-1g.5gb": 1}, 3),
      ("auto", {"amd.com/gpu": 8}, 8), ("auto", {"gpu.intel.com/xe": 4, "cpu": 1}, 4),
      ("auto", {"nvidia.com/gpu": "0", "amd.com/gpu": 4}, 4),
+     ("auto", {"nvidia.com/gpu": "0k", "amd.com/gpu": 4}, 4), ("auto", {"nvidia.com/gpu": None}, 1),
+     ("auto", {"nvidia.com/gpu": "0e5"}, 1), ("auto", {"amd.com/gpu": "0.0"}, 1),
+     (4, {"nvidia.com/gpu": "8000m"}, 4), ("auto", {"nvidia.com/gpu": "08"}, 8),
      ("auto", {"gpu.intel.com/i915": "2"}, 2), ("auto", {"nvidia.com/mig-1g.5gb": 2}, 1)],
 )  # fmt: skip
 def test_nproc_per_node(nproc: object, limits: dict[str, Any], expected: int):
@@ -221,6 +224,14 @@ def test_more_processes_than_gpus_are_refused(nproc: object, gpus: object, kind:
     says = rf"spec\.nprocPerNode is {nproc}, but the limit {kind} .* is {gpus},"
     with pytest.raises(spec.SpecError, match=says):
         spec.parse({"nprocPerNode": nproc, "template": template, "replicas": 2})
+
+
+@pytest.mark.parametrize("gpus", ["8.0", "8e0", "8000m", "+8", "0.008k", 8.0, "9" * 5000])
+def test_a_count_of_gpus_in_another_spelling_is_not_one_process(gpus: object):
+    limits = {"nvidia.com/gpu": 0, "amd.com/gpu": gpus}
+    template = {"spec": {"containers": [{"name": "t", "resources": {"limits": limits}}]}}
+    with pytest.raises(spec.SpecError, match=r"amd\.com/gpu .* plain number, or set nprocPerNode"):
+        spec.parse({"template": template, "replicas": 2})
 
 
 def test_a_template_without_containers_is_refused():

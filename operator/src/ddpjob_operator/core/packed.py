@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import posixpath
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ TRAINER_CONTAINER: Final = "trainer"
 #: Resources of which a process takes one. Not MIG's: CUDA shows one slice to a process, whatever
 #: the container has. How many devices a ResourceClaim gives is not in the pod.
 GPUS: Final = ("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/xe", "gpu.intel.com/i915")
+#: A quantity that is not zero, as 0, 0.0 and 0k are.
+_SOME: Final = re.compile("[^a-zA-Z]*[1-9]")
 TEMPLATE_BYTES: Final = 128 * 1024
 VOLUME_BYTES: Final = 16 * 1024
 
@@ -41,9 +44,10 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """spec.template. ``gpus``: the trainer's limit of ``gpu`` as written; ``ports``: all declared.
+    """spec.template. ``gpus``: the trainer's limit of ``gpu`` as written, empty without one.
 
-    ``mounts``: paths of the trainer's volumes. ``host_network``: they are on the node's network.
+    ``ports``: all declared. ``mounts``: paths of the trainer's volumes. ``host_network``: its pods
+    are on their node's network.
     """
 
     packed: Packed
@@ -84,15 +88,15 @@ def template(raw: object) -> Template:
     containers = [*sequence(body.get("containers")), *sequence(body.get("initContainers"))]
     declared = [port for c in containers for port in sequence(mapping(c).get("ports"))]
     limits = mapping(mapping(trainer.get("resources")).get("limits"))
-    given = (name for name in GPUS if str(limits.get(name, 0)) != "0")
-    gpu = next(given, GPUS[0])
+    given = ((name, str(limits.get(name))) for name in GPUS)
+    gpu, gpus = next((one for one in given if _SOME.match(one[1])), (GPUS[0], ""))
     numbers = (mapping(port).get("containerPort") for port in declared)
     mounts = (mapping(mount).get("mountPath") for mount in sequence(trainer.get("volumeMounts")))
     return Template(
         packed=pack(whole, "spec.template", TEMPLATE_BYTES),
         has_trainer=bool(trainer),
         gpu=gpu,
-        gpus=str(limits.get(gpu, "")),
+        gpus=gpus,
         ports=frozenset(number for number in numbers if isinstance(number, int)),
         mounts=frozenset(place(path) for path in mounts if isinstance(path, str)),
         host_network=body.get("hostNetwork") is True,

@@ -6,13 +6,17 @@ say is refused here with SpecError, which ends in the condition Invalid.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from ddpjob_operator.core import packed, ports
 from ddpjob_operator.core.lenient import integer, mapping, text
 from ddpjob_operator.core.packed import Packed, Template
+
+#: Kubernetes takes 8.0, 8e0, +8, 8000m and 0.008k for 8, too.
+_PLAIN: Final = re.compile("[0-9]{1,9}")
 
 
 class SpecError(ValueError):
@@ -148,7 +152,13 @@ def parse(raw: Mapping[str, Any], name: str = "") -> Spec:
 
 
 def _nproc(value: object, template: Template) -> int:
-    gpus = int(template.gpus) if template.gpus.isdecimal() else 0
+    plain = _PLAIN.fullmatch(template.gpus)
+    gpus = int(template.gpus) if plain else 0
+    if value == "auto" and template.gpus and not plain:
+        raise SpecError(
+            f"spec.nprocPerNode is auto, and the limit {template.gpu} of the trainer container is"
+            f" {template.gpus[:40]!r}: write that as a plain number, or set nprocPerNode"
+        )
     if value == "auto":
         return gpus or 1
     given = int(str(value)) if str(value).isdecimal() else 0
