@@ -6,15 +6,17 @@ import ast
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kubectl_ddp import __main__, cli, text
+from kubectl_ddp import __main__, cli, podproxy, text
 from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import LABEL_ATTEMPT, LABEL_REPLICA
 from kubectl_ddp.kubectl import Kubectl, explained
@@ -246,6 +248,34 @@ def test_an_answer_that_is_no_json_is_told_in_a_line(
     monkeypatch.setenv("PATH", fake_kubectl(tmp_path, f"printf '{answer}'")["PATH"])
     assert cli.run(["status"]) == 1
     assert "is the kubectl on PATH the real one?" in capsys.readouterr().err
+
+
+def test_the_socket_of_the_proxy_has_a_short_path_wherever_tmpdir_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    long = tmp_path / ("d" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setenv("PATH", fake_kubectl(tmp_path, "echo serves; exec sleep 300")["PATH"])
+    with podproxy._serving(Kubectl()) as path, socket.socket(socket.AF_UNIX) as taken:
+        taken.bind(path)
+
+
+def test_without_a_proxy_the_table_has_no_steps(tmp_path: Path) -> None:
+    job = {
+        "metadata": {"name": "j", "namespace": "n", "uid": "u"},
+        "spec": {"replicas": 1, "template": {}, "metrics": {"port": 9400}},
+        "status": {"phase": "Running"},
+    }
+    (tmp_path / "jobs").write_text(json.dumps({"items": [job]}))
+    env = fake_kubectl(
+        tmp_path, '[ $1 = get ] && exec cat "$HERE/jobs"; echo no socket >&2; exit 1'
+    )
+    command = [sys.executable, "-m", "kubectl_ddp", "status"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.stderr == "no steps and no snapshots of pods: kubectl: no socket\n"
+    assert done.stdout.splitlines()[1].split() == ["j", "Running", "-", "-", "0", "-", "-", "-"]
+    assert done.returncode == 0
 
 
 def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:

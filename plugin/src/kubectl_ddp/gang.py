@@ -244,7 +244,7 @@ def find_first(kubectl: Kubectl, jobs: Iterable[Job], *where: str) -> dict[str, 
 def ask(
     kubectl: Kubectl, pods: Iterable[tuple[Job, int, Member | None]], *names: str
 ) -> tuple[dict[tuple[str, str, int], Told], str]:
-    """What the trainers of these replicas say, by namespace, job and replica; a missing right.
+    """What the trainers of these replicas say, by namespace, job and replica; why not.
 
     ``names``: the pages to read, of state and metrics.
     """

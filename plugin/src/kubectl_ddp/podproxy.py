@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import socket
 import subprocess
 import tempfile
@@ -27,6 +28,8 @@ _SECONDS = 3.0  # for one page ...
 _SECONDS_ALL = 12.0  # ... and for all of them
 _AT_ONCE = 32
 _MAX_BYTES = 4 << 20
+#: The path of a socket has 104 bytes on macOS, 108 on Linux, the last of them 0.
+_SHORT = 104 - len("/ddp-xxxxxxxx/s") - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """``bodies`` has the pages that came. ``refusal``: a right that is missing, in words."""
+    """``bodies`` has the pages that came. ``refusal``: why none could, in words."""
 
     bodies: dict[Page, bytes]
     refusal: str = ""
@@ -57,14 +60,17 @@ class Answers:
 def read(kubectl: Kubectl, pages: Iterable[Page]) -> Answers:
     """Ask for all of them; a pod that does not answer is left out, and holds nobody up.
 
-    Raises Failure when kubectl does not run.
+    A proxy that does not start is a refusal, too: pages are an extra to what else is known.
     """
     wanted = list(pages)
     if not wanted:
         return Answers({})
-    with _serving(kubectl) as path, ThreadPoolExecutor(_AT_ONCE) as pool:
-        give_up = time.monotonic() + _SECONDS_ALL
-        found = list(pool.map(lambda page: _fetch(path, page, give_up), wanted))
+    try:
+        with _serving(kubectl) as path, ThreadPoolExecutor(_AT_ONCE) as pool:
+            give_up = time.monotonic() + _SECONDS_ALL
+            found = list(pool.map(lambda page: _fetch(path, page, give_up), wanted))
+    except (Failure, OSError) as error:
+        return Answers({}, str(error))
     bodies = {page: body for page, (code, body) in zip(wanted, found, strict=True) if code == 200}
     # A pod, too, may answer 403 and name a right: believed is what the API server would say.
     said = [_message(body) for code, body in found if code == 403]
@@ -77,7 +83,9 @@ def _serving(kubectl: Kubectl) -> Iterator[str]:
     """Run kubectl proxy; the path of its socket."""
     if not hasattr(socket, "AF_UNIX"):
         raise Failure("steps are read through a Unix socket: run this in Linux, macOS or WSL")
-    with tempfile.TemporaryDirectory(prefix="ddp-") as directory:
+    usual = tempfile.gettempdir()
+    where = usual if len(os.fsencode(usual)) <= _SHORT else "/tmp"
+    with tempfile.TemporaryDirectory(prefix="ddp-", dir=where) as directory:
         path = str(Path(directory, "s"))
         limits = (f"--accept-paths={_ACCEPTED}", "--reject-methods=^(POST|PUT|PATCH|DELETE)$")
         with kubectl.running(
