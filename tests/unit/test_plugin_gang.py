@@ -86,9 +86,9 @@ def test_in_the_list_the_first_pods_on_the_hosts_network_are_looked_up_together(
     calls = []
 
     class Recorded(Kubectl):
-        def get(self, *args: str) -> dict[str, Any]:
+        def items(self, *args: str) -> list[dict[str, Any]]:
             calls.append(args)
-            return {"items": [ours, stranger]}
+            return [ours, stranger]
 
     assert gang.find_first(Recorded(), [host], "-A") == {host.uid: Member(ours)}
     plain = job()

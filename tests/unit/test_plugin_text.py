@@ -144,7 +144,7 @@ def test_what_is_nested_as_deep_as_the_api_server_allows_is_read(
 ) -> None:
     deep = '{"a":' * levels + "1" + "}" * levels
     monkeypatch.setattr(Kubectl, "read", lambda *_: f'{{"items": [{deep}, {{"kind": "DDPJob"}}]}}')
-    assert Kubectl().get("ddpjobs")["items"][1] == {"kind": "DDPJob"}
+    assert Kubectl().items("ddpjobs")[1] == {"kind": "DDPJob"}
 
 
 def fake_kubectl(folder: Path, script: str) -> dict[str, str]:
@@ -248,6 +248,25 @@ def test_an_answer_that_is_no_json_is_told_in_a_line(
     monkeypatch.setenv("PATH", fake_kubectl(tmp_path, f"printf '{answer}'")["PATH"])
     assert cli.run(["status"]) == 1
     assert "is the kubectl on PATH the real one?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "answer", ["null", "[]", "3", '"x"', "{}", '{"items": null}', '{"items": [3]}']
+)
+@pytest.mark.parametrize(
+    "command", [["status"], ["status", "j"], ["events", "j"], ["suspend", "j"]]
+)
+def test_json_of_another_shape_is_told_in_a_line(
+    command: list[str],
+    answer: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Kubectl, "read", lambda *_: answer)
+    assert cli.run(command) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert f"but {answer!r}: is the kubectl on PATH the real one?" in err
 
 
 def test_the_socket_of_the_proxy_has_a_short_path_wherever_tmpdir_is(

@@ -213,7 +213,7 @@ def chosen(job: Job, replica: int | None) -> set[int]:
 
 def find_members(kubectl: Kubectl, job: Job) -> dict[int, Member]:
     """The job's pods by replica. By uid: a job of the same name may have left some."""
-    found = kubectl.get("pods", "-n", job.namespace, "-l", f"{LABEL_UID}={job.uid}")["items"]
+    found = kubectl.items("pods", "-n", job.namespace, "-l", f"{LABEL_UID}={job.uid}")
     ours = [Member(pod) for pod in found if _is_ours(job, pod)]
     return {one.replica: one for one in sorted(ours, key=lambda one: one.attempt)}
 
@@ -236,7 +236,7 @@ def find_first(kubectl: Kubectl, jobs: Iterable[Job], *where: str) -> dict[str, 
     on_host = {job.uid: job for job in jobs if job.on_host}
     if not on_host:
         return {}
-    found = kubectl.get("pods", *where, "-l", f"{LABEL_REPLICA}=0")["items"]
+    found = kubectl.items("pods", *where, "-l", f"{LABEL_REPLICA}=0")
     uids = [(pod["metadata"]["labels"].get(LABEL_UID), pod) for pod in found]
     return {uid: Member(pod) for uid, pod in uids if uid in on_host and _is_ours(on_host[uid], pod)}
 

@@ -71,8 +71,20 @@ class Kubectl:
         return out
 
     def get(self, *args: str) -> Object:
-        """`kubectl get ARGS -o json`; raises Failure."""
-        return _decoded(self.read("get", *args, "-o", "json"))
+        """`kubectl get ARGS -o json` of one object; raises Failure."""
+        text = self.read("get", *args, "-o", "json")
+        found = _decoded(text)
+        if not isinstance(found.get("metadata"), dict) or not isinstance(found.get("spec"), dict):
+            raise _unlike("object", text)
+        return found
+
+    def items(self, *args: str) -> list[Object]:
+        """`kubectl get ARGS -o json` of a list; raises Failure."""
+        text = self.read("get", *args, "-o", "json")
+        found = _decoded(text).get("items")
+        if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+            raise _unlike("list of objects", text)
+        return found
 
     def show(self, *args: str) -> None:
         """Run it with our own stdout; raises Failure."""
@@ -111,17 +123,22 @@ def _decoded(text: str) -> Object:
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, _DEEPEST))
     try:
-        found: Object = json.loads(text)
+        found = json.loads(text)
     except RecursionError:
         what = "an object is nested too deep to be read: name a job, or a --namespace without it"
         raise Failure(what) from None
     except ValueError:
-        begins = text.strip()[:80] or "nothing"
-        what = f"kubectl answered no JSON but {begins!r}: is the kubectl on PATH the real one?"
-        raise Failure(what) from None
+        raise _unlike("JSON", text) from None
     finally:
         sys.setrecursionlimit(limit)
-    return found
+    return found if isinstance(found, dict) else {}
+
+
+def _unlike(what: str, text: str) -> Failure:
+    begins = text.strip()[:80] or "nothing"
+    return Failure(
+        f"kubectl answered no {what} but {begins!r}: is the kubectl on PATH the real one?"
+    )
 
 
 def explained(said: str) -> str:

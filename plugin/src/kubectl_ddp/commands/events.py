@@ -60,8 +60,7 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
 
 
 def _events(kubectl: Kubectl, job: Job, selector: str) -> list[Object]:
-    found = kubectl.get("events", "-n", job.namespace, f"--field-selector={selector}")
-    return list(found["items"])
+    return kubectl.items("events", "-n", job.namespace, f"--field-selector={selector}")
 
 
 def story(job: Job, events: Iterable[Object]) -> list[Happening]:

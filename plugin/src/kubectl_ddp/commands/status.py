@@ -35,8 +35,7 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
 
 def _all(kubectl: Kubectl, *, everywhere: bool) -> tuple[list[str], str]:
     where = ["-A"] if everywhere else []
-    found = kubectl.get(DDPJOBS, *where)["items"]
-    jobs = [Job(obj) for obj in found]
+    jobs = [Job(obj) for obj in kubectl.items(DDPJOBS, *where)]
     if not jobs:
         return [f"no DDPJobs {'in any namespace' if everywhere else 'in this namespace'}"], ""
     running = [job for job in jobs if job.phase == "Running"]
