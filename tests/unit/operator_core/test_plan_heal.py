@@ -170,10 +170,11 @@ def test_a_change_of_the_time_holds_at_once():
     assert spent(world) == (0, 0)
 
 
-def test_a_status_without_the_time_of_running_does_not_heal_by_time():
+def test_a_status_without_the_time_of_running_heals_by_time_from_when_that_is_seen():
     world = restarted()
     del world.status["timings"]["runningAt"]
     assert spent(world.wait(9 * HOUR)) == (1, 1)
+    assert spent(world.wait(HOUR)) == (0, 0)
 
 
 def test_a_clock_that_was_set_back_only_delays():

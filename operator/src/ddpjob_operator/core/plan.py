@@ -75,7 +75,8 @@ def plan(
     if job.deleting:
         return Plan()  # the garbage collector removes what it owns
     status = st.from_dict(job.status)
-    timings = ahead.mended(status.timings, now)
+    dropped = outcomes.pruned is not None and outcomes.pruned[1] == job.status  # by an older CRD
+    timings = ahead.mended(status.timings if dropped else ahead.restored(status, now), now)
     if timings != status.timings or job.status.get("attempt", 0) != status.attempt:  # forged
         return Plan((WriteStatus(st.to_dict(replace(status, timings=timings))),))
     spec = spec_module.read(job.spec, job.name)
