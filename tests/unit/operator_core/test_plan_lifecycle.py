@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from ddpjob_operator.core import actions as act
-from ddpjob_operator.core.status import Progress
-from support.world import JOB_UID, START, World, job_object
+from ddpjob_operator.core import observe
+from ddpjob_operator.core.status import Progress, Status, to_dict
+from ddpjob_operator.core.view import Change
+from support.world import JOB_UID, START, World, check_status, job_object
 
 
 def started(**spec: object) -> World:
@@ -143,6 +145,32 @@ def test_replicas_that_do_not_end_when_others_are_done_are_told():
     assert "1 have not ended" in stalled["message"]
     assert world.end(1, 0).phase == "Succeeded"
     assert world.condition("Stalled")["status"] == "False"
+
+
+def test_ten_thousand_replicas_of_which_each_second_one_is_done_are_told_in_a_bounded_message():
+    """One that the CRD refuses would be written again and again, and nothing else be done."""
+    world = started().run()
+    world.job["spec"]["replicas"] = 10_000
+    world.status["succeededReplicas"] = ",".join(str(n) for n in range(0, 10_000, 2))
+    world.now += timedelta(seconds=600)
+    (write,) = world.plan().actions
+    assert isinstance(write, act.WriteStatus)
+    world.carry_out(write)
+    told = world.condition("Stalled")
+    assert (told["reason"], len(told["message"]) <= observe.MESSAGE_MAX) == (
+        "WaitingForReplicas",
+        True,
+    )
+    assert told["message"].startswith("replicas 0,2,4,")
+    assert " have succeeded, and 1,3,5," in told["message"]
+    assert told["message"].endswith(" have not ended")
+    assert all(len(event.message) <= observe.MESSAGE_MAX for event in write.events)
+
+
+def test_the_message_of_any_condition_fits_the_crd():
+    change = Change(Status()).condition("Invalid", True, "SpecInvalid", "x" * 40_000, START)
+    check_status(to_dict(change.status))
+    assert len(change.status.conditions[0].message) == observe.MESSAGE_MAX
 
 
 @pytest.mark.parametrize("told_before", [False, True])

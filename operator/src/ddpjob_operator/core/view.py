@@ -15,7 +15,7 @@ from ddpjob_operator.core import classify
 from ddpjob_operator.core import status as st
 from ddpjob_operator.core.actions import Confirmation, Event, Measurement, Outcomes, Refusal
 from ddpjob_operator.core.nodes import Nodes
-from ddpjob_operator.core.observe import Job, Pod
+from ddpjob_operator.core.observe import Job, Pod, clean
 from ddpjob_operator.core.spec import Spec
 from ddpjob_operator.core.status import Failure, Status
 
@@ -200,9 +200,13 @@ class Change:
     def condition(
         self, type_: str, value: bool, reason: str, message: str, now: datetime
     ) -> Change:
-        """Set a condition. A false one that never was true is left out: it says nothing."""
+        """Set a condition. A false one that never was true is left out: it says nothing.
+
+        Its message is bounded: one that is too long for the CRD would be refused for ever.
+        """
         if not value and self.status.condition(type_) is None:
             return self
+        message = clean(message)
         return self.with_status(
             conditions=st.with_condition(self.status.conditions, type_, value, reason, message, now)
         )

@@ -14,7 +14,7 @@ from typing import Any, Final
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Refusal
 from ddpjob_operator.core.lenient import mapping
-from ddpjob_operator.core.observe import KIND, Pod
+from ddpjob_operator.core.observe import KIND, Pod, clean
 from ddpjob_operator.core.policy import avoid, fence, hold, turn
 from ddpjob_operator.core.ranges import format_ranges
 from ddpjob_operator.core.status import Condition, Progress, Replicas, Status, with_condition
@@ -26,6 +26,8 @@ PATIENCE = timedelta(seconds=20)
 SCHEDULING_PATIENCE = timedelta(seconds=5)
 #: Ranks end together; who still works so long after another has something to tell.
 LINGERING = timedelta(minutes=10)
+#: Characters of a list of replicas.
+_LISTED: Final = 400
 #: The only phase of which each of these conditions is true.
 _PHASE_OF: Final = {
     "Running": "Running",
@@ -162,8 +164,9 @@ def lingers(view: View) -> datetime | None:
 def _lingering(view: View) -> Iterator[tuple[str, str]]:
     due = lingers(view)
     if due is not None and view.now >= due:
-        done = format_ranges(view.succeeded)
-        left = format_ranges(frozenset(range(view.spec.replicas)) - view.succeeded)
+        # Of thousands neither may leave no room for the other.
+        done = clean(format_ranges(view.succeeded), _LISTED)
+        left = clean(format_ranges(frozenset(range(view.spec.replicas)) - view.succeeded), _LISTED)
         yield "WaitingForReplicas", f"replicas {done} have succeeded, and {left} have not ended"
 
 
