@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -89,6 +90,30 @@ def test_a_new_generation_is_tried_at_once():
     world.job["metadata"]["generation"] += 1
     world.settle()
     assert [replica for _, replica in asked] == [0], "one goes first all the same"
+
+
+def test_a_gang_that_rests_for_the_refusals_of_the_attempt_before_says_so_and_until_when():
+    world = World(job_object(startupDeadlineSeconds=DAY))
+    world.refuse = lambda action: (
+        act.Refusal(action.attempt, 403, "Forbidden", DENIED, world.now)
+        if action.replica == 2
+        else None
+    )
+    live(world.settle().run(0, 1), 700).end(0, 1)
+    world.refuse = lambda _: None
+    assert (world.phase, world.status["attempt"], world.pods) == ("Restarting", 2, {})
+    assert world.condition("Stalled")["reason"] == "Forbidden", "the word of before holds at first"
+    live(world, 20)
+    told = world.condition("Stalled")
+    assert (told["status"], told["reason"]) == ("True", "CreationFailed")
+    assert 'violates PodSecurity "restricted:latest"' in told["message"]
+    until = re.fullmatch(r".*: tried again at (\d\d:\d\d:\d\d) UTC", told["message"])
+    assert until
+    while world.phase == "Restarting":
+        assert f"{world.now:%H:%M:%S}" <= until[1]
+        assert world.condition("Stalled") == told
+        live(world, 1)
+    assert world.run().condition("Stalled")["status"] == "False"
 
 
 def test_a_refused_service_waits_the_same_way():

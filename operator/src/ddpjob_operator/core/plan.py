@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
+from itertools import chain
 from typing import Any, Final
 
 from ddpjob_operator.core import render
@@ -122,7 +123,8 @@ def _decide(view: View) -> Change:
     elif _barrier_passed(view):
         change = startup.begin(view, change)
     if change.status.phase == status.phase:
-        change = report.stall(view, change, cause.reasons(view))
+        why = chain(cause.reasons(view), report.reasons(view), retry.reasons(view))
+        change = report.stall(view, change, why)
     return change
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
-from itertools import chain
 from typing import Any, Final
 
 from ddpjob_operator.core import classify
@@ -92,14 +91,14 @@ def _reason(status: Status) -> str:
     return loss.reason if loss and status.phase == "Restarting" else ""
 
 
-def stall(view: View, change: Change, first: Iterator[tuple[str, str]]) -> Change:
-    """Set or clear Stalled while a gang is wanted but does not run. ``first``: other reasons."""
+def stall(view: View, change: Change, why: Iterator[tuple[str, str]]) -> Change:
+    """Set or clear Stalled while a gang is wanted but does not run, for the first reason."""
     old = view.status.condition("Stalled")
-    found = next(chain(first, _reasons(view)), None)
+    found = next(why, None)
     if found is None:
         # Kept over the waits and first moments of retries, or it would flap with each.
         phase = change.status.phase
-        retrying = phase == "Pending" or (phase != "Running" and _fresh(view))
+        retrying = phase == "Pending" or (phase != "Running" and fresh(view))
         if old and old.status == "True" and not retrying:
             return change.condition("Stalled", False, "Progressing", "", view.now)
         return change
@@ -110,7 +109,8 @@ def stall(view: View, change: Change, first: Iterator[tuple[str, str]]) -> Chang
     return change.tell("Warning", reason, message)
 
 
-def _reasons(view: View) -> Iterator[tuple[str, str]]:
+def reasons(view: View) -> Iterator[tuple[str, str]]:
+    """What holds up this attempt, as far as it shows."""
     yield from _refusals(view)
     yield from turn.reasons(view)
     yield from fence.reasons(view)
@@ -119,11 +119,11 @@ def _reasons(view: View) -> Iterator[tuple[str, str]]:
         if pod.waiting_reason:
             yield pod.waiting_reason, f"pod {pod.name}: {pod.waiting_message}"
     for pod in view.members.values():
-        if pod.unschedulable and not pod.node and not _fresh(view, SCHEDULING_PATIENCE):
+        if pod.unschedulable and not pod.node and not fresh(view, SCHEDULING_PATIENCE):
             yield "Unschedulable", f"pod {pod.name}: {pod.unschedulable}{avoid.words(view)}"
     for pod in view.members.values():
         started = classify.running(pod) or pod.trainer.state == "terminated"
-        if pod.node and not started and not _fresh(view):
+        if pod.node and not started and not fresh(view):
             hint = f"see kubectl describe pod -n {pod.namespace} {pod.name}{_held(view, pod)}"
             yield "ContainerCreating", f"pod {pod.name} on {pod.node} does not start: {hint}"
     for pod in view.members.values():
@@ -172,7 +172,7 @@ def _lingering(view: View) -> Iterator[tuple[str, str]]:
 
 def _refusals(view: View) -> Iterator[tuple[str, str]]:
     for refusal in (view.network_refusal, *view.refusals.values()):
-        if refusal and not (ours(view, refusal) and _fresh(view)):
+        if refusal and not (ours(view, refusal) and fresh(view)):
             yield refused(view, refusal)
 
 
@@ -185,13 +185,14 @@ def _stuck_deletions(view: View) -> Iterator[tuple[str, str]]:
                 yield "WaitingForDeletion", f"pod {pod.name} is not gone: {cure}"
             else:
                 yield "WaitingForDeletion", f"pod {pod.name} has not ended: {fence.cure(pod.node)}"
-    if not _fresh(view):
+    if not fresh(view):
         for pod in view.others:
             where = f"pod {pod.name} of attempt {pod.attempt} on {pod.node or 'no node'}"
             yield "WaitingForDeletion", f"{where} is still being deleted"
 
 
-def _fresh(view: View, patience: timedelta = PATIENCE) -> bool:
+def fresh(view: View, patience: timedelta = PATIENCE) -> bool:
+    """Whether the attempt is too young for a wait to be news."""
     since = view.begun_at
     return since is None or view.now - since < patience
 

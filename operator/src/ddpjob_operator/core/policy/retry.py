@@ -8,6 +8,7 @@ one pod, after a wait that doubles as long as the words stay the same and that n
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
@@ -113,6 +114,16 @@ def waits(view: View) -> list[datetime]:
     """When something that met a refusal may be tried again."""
     found = [*view.refusals.values(), *([view.network_refusal] if view.network_refusal else [])]
     return [*(rests_until(view, refusal) for refusal in found), *_pauses(view)]
+
+
+def reasons(view: View) -> Iterator[tuple[str, str]]:
+    """Why a gang that restarts is not made yet: what refused the attempt before rests this one."""
+    at, found = due(view), view.outcomes.setback
+    if at is None or found is None or view.now >= at or view.status.phase != "Restarting":
+        return  # of its own refusals report.py tells, and release.py of the wait in Pending
+    if not report.fresh(view):
+        what = f"the attempt before was refused ({found.words}): tried again at {at:%H:%M:%S} UTC"
+        yield "CreationFailed", what
 
 
 def _tried(view: View) -> dict[int, datetime]:
