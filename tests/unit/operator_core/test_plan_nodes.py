@@ -208,6 +208,25 @@ def test_a_node_of_which_no_watch_has_told_yet_is_no_trouble():
     assert world.condition("Stalled")["reason"] == "NodeNotReady"
 
 
+def test_what_fails_beside_a_node_of_which_no_watch_has_told_yet_is_charged_to_the_program():
+    """On an autoscaled cluster a failure of the user's cost nothing, as often as a node was new."""
+    world = running()
+    assert world.machines
+    world.machines.gone["node2"] = world.now
+    world.machines.guessed.add("node2")
+    world.settle().end(0, 1)
+    failure = world.status["lastFailure"]
+    assert (failure["class"], failure["reason"], failure["replica"]) == ("User", "ExitCode1", 0)
+    assert world.status["restarts"]["charged"] == 1
+
+
+def test_a_pod_that_starts_too_late_on_such_a_node_is_not_lost_with_it():
+    machines = Machines(gone={"node2": START}, guessed={"node2"})
+    world = World(job_object(startupDeadlineSeconds=50), machines=machines).settle()
+    world.run(0, 2).waiting(1, "ContainerCreating").wait(50)
+    assert world.status["lastFailure"]["class"] == "Startup"
+
+
 def test_a_deleted_node_takes_its_pods_along_at_once_under_fence():
     world = running(**FENCE)
     assert world.machines

@@ -47,13 +47,13 @@ def lost(view: View, pod: Pod) -> bool:
 
 def suspect(view: View) -> Pod | None:
     """A member on a node that is not ready: what its peers die of, whatever they say."""
-    return next((pod for pod in _needed(view) if _node(view, pod)), None)
+    return next((pod for pod in _needed(view) if _known(view, pod)), None)
 
 
 def hindered(view: View) -> Pod | None:
     """A member that does not run yet since its node is not ready."""
     late = (pod for pod in _needed(view) if not classify.running(pod))
-    return next((pod for pod in late if _node(view, pod)), None)
+    return next((pod for pod in late if _known(view, pod)), None)
 
 
 def nowhere(view: View) -> Pod | None:
@@ -66,8 +66,7 @@ def left_behind(view: View, ended: Failure) -> Pod | None:
     """A pod of an attempt that has ended, on a silent node: nobody has told of its end."""
     peers = (pod for pod in view.others if pod.attempt == ended.attempt)
     alive = (pod for pod in peers if classify.decisive(pod).state != "terminated")
-    nodes = ((pod, _node(view, pod)) for pod in alive)
-    return next((pod for pod, node in nodes if node and not node.guessed), None)
+    return next((pod for pod in alive if _known(view, pod)), None)
 
 
 def reads(view: View) -> tuple[ReadNodes, ...]:
@@ -99,7 +98,7 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
     """Why the gang waits for a machine, and what a person can do about it."""
     after = view.spec.fence_after
     for pod, node in _silent(view):
-        if node.guessed:  # a new one, of which the watch has not told yet: no word of trouble
+        if node.guessed:  # no word of trouble
             continue
         reason = "NodeNotReady"
         if _given_up(view, node) or not node.exists:
@@ -147,6 +146,12 @@ def _node(view: View, pod: Pod) -> Node | None:
         return None
     node = view.nodes.known.get(pod.node)
     return None if node is None or (node.exists and node.ready) else node
+
+
+def _known(view: View, pod: Pod) -> bool:
+    """Whether its node is silent by somebody's word: a new one may be told of after its pod."""
+    node = _node(view, pod)
+    return node is not None and not node.guessed
 
 
 def _nowhere(view: View, pod: Pod) -> Node | None:
