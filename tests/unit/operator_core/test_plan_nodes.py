@@ -313,6 +313,18 @@ def test_pods_of_a_job_without_a_gang_go_by_force_too(end: str):
     assert "job-1" not in world.pods
 
 
+@pytest.mark.parametrize(("ttl", "left"), [(None, 25), (3600, 25), (9, 4)])
+def test_an_ended_job_asks_to_be_looked_at_when_its_pods_may_go_by_force(
+    ttl: int | None, left: float
+):
+    """Nothing else would bring that look: the node tells nothing any more."""
+    fields = {} if ttl is None else {"ttlSecondsAfterFinished": ttl}
+    world = fall_silent(running(**FENCE, **fields), "node2").end(0, 2).wait(5)
+    assert (world.phase, world.plan().requeue_after) == ("Failed", left)
+    if left == 25:
+        assert "job-1" not in world.wait(left).pods
+
+
 @pytest.mark.parametrize("end", ["suspend", "fail"])
 def test_a_pod_that_a_finalizer_holds_is_not_deleted_again_and_again(end: str):
     world = fall_silent(running(**FENCE, restart={"maxRestarts": 0}), "node2")

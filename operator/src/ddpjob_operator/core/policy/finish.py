@@ -95,13 +95,14 @@ def clean_up(view: View) -> Plan:
         elif not keep and not pod.deleting:
             actions.append(DeletePod(pod.name, pod.uid, grace))
     actions += fence.reads(view)
+    waits = fence.waits(view)
     completed, ttl = view.status.timings.completed_at, view.spec.ttl
-    if ttl is None or completed is None:
-        return Plan(tuple(actions))
-    left = (completed + timedelta(seconds=ttl) - view.now).total_seconds()
-    if left > 0:
-        return Plan(tuple(actions), left)
-    return Plan((*actions, DeleteJob(view.job.uid)))
+    if ttl is not None and completed is not None:
+        left = (completed + timedelta(seconds=ttl) - view.now).total_seconds()
+        if left <= 0:
+            return Plan((*actions, DeleteJob(view.job.uid)))
+        waits.append(left)
+    return Plan(tuple(actions), min(waits, default=None))
 
 
 def _end(view: View, change: Change, phase: str) -> Change:
