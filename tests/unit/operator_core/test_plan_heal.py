@@ -32,6 +32,13 @@ def restarted(**fields: Any) -> World:
     return world
 
 
+def heard(world: World, **state: Any) -> World:
+    """Restarted, after a poll that told so much and is stored."""
+    poll(world, **state).wait(3)
+    world.log.clear()
+    return world
+
+
 def spent(world: World) -> tuple[int, int]:
     return world.status["restarts"]["charged"], world.status["restarts"]["disruptions"]
 
@@ -189,7 +196,7 @@ def test_a_clock_that_was_set_back_only_delays():
 
 
 def test_a_newer_snapshot_heals_as_soon_as_it_is_heard_of():
-    world = poll(restarted(), step=60, snapshotStep=50)
+    world = poll(heard(restarted(), step=40), step=60, snapshotStep=50)
     assert spent(world) == (0, 0)
     assert world.log == ["status Running 3"]
     assert world.events[-1].message.startswith("a newer snapshot, of step 50: the budget")
@@ -198,7 +205,7 @@ def test_a_newer_snapshot_heals_as_soon_as_it_is_heard_of():
 
 
 def test_a_newer_file_heals_once_for_each_newer_time():
-    world = poll(restarted(), fileModifiedAt=OLD)
+    world = poll(heard(restarted()), fileModifiedAt=OLD)
     assert (spent(world), world.log) == ((0, 0), ["status Running 3"])
     assert world.events[-1].message.startswith("spec.restart.progressPath was written: the budget")
     assert world.status["progress"]["fileModifiedAt"] == OLD
@@ -207,6 +214,43 @@ def test_a_newer_file_heals_once_for_each_newer_time():
     assert spent(poll(world, fileModifiedAt=OLD)) == (1, 0)
     assert spent(poll(world, fileModifiedAt=NEW)) == (0, 0)
     assert spent(poll(world.end(1, 1).wait(1).run(), fileModifiedAt=NEW)) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"step": 500, "snapshotStep": 500}, {"step": 600, "snapshotStep": 550}),
+        ({"fileModifiedAt": OLD}, {"fileModifiedAt": NEW}),
+    ],
+)
+@pytest.mark.parametrize("last_words", [False, True])
+def test_what_was_there_before_the_job_heals_nothing(
+    old: dict[str, Any], new: dict[str, Any], last_words: bool
+):
+    """A crash before the first poll; then the snapshot that the job resumes from is heard of."""
+    world = running().end(1, 1).wait(1).run()
+    if "step" in old:
+        heard(world)  # the launcher starts up: it does not know of steps yet
+    if last_words:
+        world.end(1, 137, message=report(**old)).wait(1).run()
+    charged = 1 + last_words
+    assert spent(poll(world, **old)) == (charged, 0)
+    assert spent(poll(world.wait(60), **old)) == (charged, 0)
+    assert spent(poll(world, **new)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("none", "first"),
+    [({"step": 9}, {"step": 60, "snapshotStep": 50}), ({}, {"fileModifiedAt": OLD})],
+)
+def test_the_first_snapshot_heals_if_there_was_none_before(
+    none: dict[str, Any], first: dict[str, Any]
+):
+    """Told in the attempt that was charged, or in the one that makes it; by another operator."""
+    world = heard(running(), **none).end(1, 1).wait(1).run()
+    assert spent(poll(world.restart_operator(), **first)) == (0, 0)
+    world = heard(running().end(1, 1).wait(1).run(), **none)
+    assert spent(poll(world.restart_operator(), **first)) == (0, 0)
 
 
 def test_an_older_file_or_none_heals_nothing_and_takes_nothing_back():
@@ -231,8 +275,8 @@ def test_what_the_last_words_tell_of_the_file_heals_before_the_restart_is_charge
 
 def test_the_operators_clock_and_that_of_the_files_are_never_compared():
     """Files of 1999, of next year, and an operator in 2026: only later than before counts."""
-    world = poll(restarted(), fileModifiedAt="2099-01-01T00:00:00Z").end(1, 1).wait(1).run()
-    assert spent(poll(world, fileModifiedAt="2098-01-01T00:00:00Z")) == (1, 0)
+    world = heard(restarted(), fileModifiedAt="2099-01-01T00:00:00Z").end(1, 1).wait(2).run()
+    assert spent(poll(world, fileModifiedAt="2098-01-01T00:00:00Z")) == (2, 1)
     assert spent(poll(world, fileModifiedAt="2099-01-01T00:00:00.000001Z")) == (0, 0)
 
 
@@ -252,9 +296,9 @@ def test_a_job_that_has_succeeded_tells_the_last_time_of_its_file():
     ],
 )  # fmt: skip
 def test_a_time_that_is_none_is_not_believed(told: object):
-    world = poll(restarted(), fileModifiedAt=told)
+    world = heard(restarted(), fileModifiedAt=told)
     assert spent(world) == (1, 1)
-    assert "progress" not in world.status
+    assert "fileModifiedAt" not in world.status["progress"]
     assert spent(world.end(1, 1, message=report(fileModifiedAt=told))) == (2, 1)
 
 

@@ -11,7 +11,7 @@ from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import observe
 from ddpjob_operator.core.plan import plan
 from ddpjob_operator.core.status import Progress
-from support.world import World, job_object
+from support.world import START, World, job_object
 
 
 def started(**spec: object) -> World:
@@ -167,7 +167,8 @@ def test_a_new_snapshot_heals_the_budget():
 
 def test_a_snapshot_that_was_polled_heals_too():
     world = running(restart={"maxRestarts": 1})
-    world.end(1, 1).run()
+    world.outcomes = replace(world.outcomes, progress=Progress(step=40, updated_at=START))
+    world.wait(2).end(1, 1).run()
     world.outcomes = replace(world.outcomes, progress=Progress(snapshot_step=50))
     assert world.end(1, 1).run().status["restarts"]["charged"] == 1
 

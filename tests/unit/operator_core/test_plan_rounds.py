@@ -10,7 +10,8 @@ import pytest
 
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import contract, observe, render, spec
-from support.world import World, job_object
+from ddpjob_operator.core.status import Progress
+from support.world import START, World, job_object
 
 
 def running(**fields: object) -> World:
@@ -142,8 +143,9 @@ def test_a_round_does_not_cut_short_the_end_of_pods_that_may_save():
 
 
 def test_a_snapshot_made_between_rounds_heals_the_budget():
-    world = running(restart={"maxRestarts": 1}).end(1, 1).run()
-    poll(world, 1, killed(0))  # and snapshotStep 40
+    world = running(restart={"maxRestarts": 1})
+    world.outcomes = replace(world.outcomes, progress=Progress(step=3, updated_at=START))
+    poll(world.wait(2).end(1, 1).run(), 1, killed(0))  # and snapshotStep 40
     assert world.end(1, 1).run().status["restarts"]["charged"] == 1
 
 

@@ -4,6 +4,7 @@ Progress is a newer snapshot of ours or, for programs that keep their own files,
 at spec.restart.progressPath. Where neither is seen, time alone heals: spec.restart.healAfterSeconds
 of a gang that runs. Nothing is remembered between plans: what is newer than status.restarts knew
 when the budget was last charged is progress, and time is counted from the stored status.timings.
+What is heard first may be older than the job, so it is what later ones are to be newer than.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from ddpjob_operator.core.view import Change, View
 
 def budgets(view: View, change: Change) -> Change:
     """Give back what was charged, once there is a reason to; no change where nothing was."""
-    old = change.status.restarts
-    if not _spent(old):
+    if not _spent(change.status.restarts):
         return change
+    old = _marked(view, change.status.restarts)
+    change = change.with_status(restarts=old)
     why = _reason(view, change.status)
     if why is None:
         return change
@@ -43,6 +45,16 @@ def due(view: View, status: Status) -> datetime | None:
         return None
     since = max(timings.running_at, timings.last_round_at or timings.running_at)
     return since + timedelta(seconds=seconds)
+
+
+def _marked(view: View, restarts: Restarts) -> Restarts:
+    """With what is heard first. Whoever told of steps, or at all, had no snapshot, or no file."""
+    heard, marks = view.status.progress, restarts
+    if not marks.snapshot_step and heard.step is None:
+        marks = replace(marks, snapshot_step=view.snapshot_step)
+    if marks.file_at is None and heard.updated_at is None:
+        marks = replace(marks, file_at=view.file_at)
+    return marks
 
 
 def _reason(view: View, status: Status) -> str | None:

@@ -237,7 +237,10 @@ def _replicas(view: View) -> Replicas:
 
 
 def heard(old: Progress, new: Progress | None) -> Progress:
-    """The newest that was heard; a poll that brings nothing new moves no timestamp."""
+    """The newest that was heard; a poll that brings nothing new moves no timestamp.
+
+    The first one has its own, whatever it brings: heal.py asks whether anything was heard before.
+    """
     if new is None:
         return old
     merged = Progress(
@@ -251,7 +254,8 @@ def heard(old: Progress, new: Progress | None) -> Progress:
         file_at=old.file_at if new.file_at is None else new.file_at,
         updated_at=old.updated_at,
     )
-    return old if merged == old else replace(merged, updated_at=new.updated_at)
+    news = merged != old or old.updated_at is None
+    return replace(merged, updated_at=new.updated_at) if news else old
 
 
 def _unsupported(view: View, change: Change) -> Change:
