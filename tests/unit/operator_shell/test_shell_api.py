@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from ddpjob_operator.shell import errors
-from ddpjob_operator.shell.api import JOBS, PODS, Api
+from ddpjob_operator.shell.api import JOBS, PODS, Api, Resource
 from ddpjob_operator.shell.credentials import Credentials
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -185,6 +187,61 @@ async def test_of_each_object_only_what_is_kept_is_there(api: Api, server: Serve
     listing = await api.list_all(PODS, "ns", keep=lambda obj: kept.append(obj["name"]))
     assert listing.items == [None] * 3
     assert kept == list("abc")
+
+
+async def test_only_the_servers_silence_ends_a_list(
+    api: Api, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is long to decode, for one user has made it so, would keep the list from all others."""
+    monkeypatch.setattr("ddpjob_operator.shell.api._TIMEOUT", 2.0)
+
+    async def page(request: web.Request) -> web.StreamResponse:
+        items = [{"fill": "x" * 50_000}] * 40
+        return web.json_response({"metadata": {"resourceVersion": "7"}, "items": items})
+
+    server.handle = page
+    listing = await api.list_all(PODS, "ns", keep=lambda _: time.sleep(0.08))
+    assert len(listing.items) == 40
+
+    async def stall(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b'{"items":[')
+        await asyncio.sleep(3600)
+        return response
+
+    server.handle = stall
+    monkeypatch.setattr("ddpjob_operator.shell.api._TIMEOUT", 0.2)
+    with pytest.raises(errors.Unavailable, match=r"no answer within 0\.2 s"):
+        await api.list_all(PODS, "ns")
+
+
+async def test_a_page_that_was_cut_off_is_asked_for_in_smaller_ones(
+    api: Api, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    largest = 40
+
+    async def page(request: web.Request) -> web.StreamResponse:
+        rest = '],"metadata":{"resourceVersion":"7"}}'
+        whole = int(request.query["limit"]) <= largest
+        return web.Response(text='{"items":[{}' + (rest if whole else ""))
+
+    async def limits(lists: int, resource: Resource = JOBS) -> list[str]:
+        server.seen.clear()
+        for _ in range(lists):
+            with contextlib.suppress(errors.Unavailable):
+                await api.list_all(resource, "ns")
+        return [request.query["limit"] for request in server.seen]
+
+    server.handle = page
+    monkeypatch.setattr("ddpjob_operator.shell.api._TIMEOUT", 0.0)  # every list is a long one
+    largest = 0
+    assert await limits(8) == ["500", "250", "125", "62", "31", "15", "10", "10"]
+    largest = 40
+    assert await limits(2) == ["10", "10"]
+    assert await limits(1, PODS) == ["500"], "the list of another kind"
+    monkeypatch.undo()
+    assert await limits(2) == ["10", "500"], "all of it was quick"
 
 
 @pytest.mark.parametrize("broken", ["expired", "cut off"])

@@ -176,6 +176,21 @@ async def test_another_error_does_not_forget_the_nodes() -> None:
     task.cancel()
 
 
+async def test_each_object_of_a_list_is_a_sign_of_life() -> None:
+    """All of them may take longer than a loop may seem stuck."""
+    api = NodesApi([node("a", 3)])
+    informer = NodeInformer(api, Store(), None, lambda _: None)  # type: ignore[arg-type]
+
+    async def list_all(*_: object, keep: Callable[[Object], Any], **__: object) -> Listing:
+        informer.alive_at = 0.0
+        keep(node("a", 3))
+        assert informer.alive_at > 0.0
+        return Listing([], "5")
+
+    api.list_all = list_all  # type: ignore[method-assign]
+    assert await informer._list() == "5"
+
+
 def test_the_double_has_the_real_ones_methods() -> None:
     for name in ("list_all", "watch"):
         method: Callable[..., Any] = getattr(Api, name)

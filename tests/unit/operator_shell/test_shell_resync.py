@@ -39,3 +39,13 @@ async def test_a_slow_list_is_no_gap_in_sight() -> None:
         await resync._list_all()
         api.passed += 30
     assert clock.seen_since() == START
+
+
+def test_each_job_of_a_list_is_a_sign_of_life() -> None:
+    """All of them may take longer than a loop may seem stuck."""
+    api: Any = SlowApi()
+    watcher: Any = SimpleNamespace(heard_at=0.0, restart=lambda: None)
+    resync = Resync(api, Store(), (), lambda _: None, watcher)
+    resync.alive_at = 0.0
+    resync._take({}, job_object())
+    assert resync.alive_at > 0.0

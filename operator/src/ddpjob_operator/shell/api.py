@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -21,10 +22,11 @@ from ddpjob_operator.shell.credentials import Credentials
 
 Object = decode.Object
 
-_TIMEOUT = 20.0  # seconds for one call; a quorum list of 500 pods takes well below one
+_TIMEOUT = 20.0  # seconds for one call, or of silence in a list
 _THROTTLE_PATIENCE = 5.0  # a longer Retry-After goes to the caller
 _THROTTLE_RETRIES = 3
 _PAGE = 500
+_SMALLEST_PAGE = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class Api:
         self._credentials = credentials
         self._count = count
         self._server = credentials.endpoint.server
+        self._pages: dict[tuple[str, str], int] = {}  # objects in one, where 500 are too many
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Api:
@@ -163,21 +166,29 @@ class Api:
         ``keep`` is called with one object at a time, as it arrives: whole ones would fill the
         memory. Raises Gone if the pages took too long.
         """
-        params = {"limit": str(_PAGE)}
+        path, began = resource.path(namespace), time.monotonic()
+        limit = self._pages.get((path, selector), _PAGE)
+        params = {"limit": str(limit)}
         if selector:
             params["labelSelector"] = selector
         items: list[Any] = []
 
         async def read(response: aiohttp.ClientResponse) -> Object:
-            found, rest = await decode.read_list(response.content.iter_any(), keep)
+            try:
+                found, rest = await decode.read_list(response.content.iter_any(), keep)
+            except (aiohttp.ClientError, OSError, ValueError):
+                # The server gives up on an answer that is not fetched within a minute.
+                self._pages[path, selector] = max(limit // 2, _SMALLEST_PAGE)
+                raise
             items.extend(found)
             return rest
 
         while True:
-            path = resource.path(namespace)
-            page = await self._call("list", resource, path, None, params, read=read)
+            page = await self._call("list", resource, path, None, params, _TIMEOUT, read)
             meta = page.get("metadata") or {}
             if not meta.get("continue"):
+                if time.monotonic() - began < _TIMEOUT:
+                    self._pages.pop((path, selector), None)  # larger ones come whole too
                 return Listing(items, meta.get("resourceVersion", ""))
             params["continue"] = meta["continue"]
 
@@ -252,7 +263,13 @@ class Api:
         what = f"{verb} {path}"
         code = 0
         try:
-            limits = aiohttp.ClientTimeout(total=within, sock_connect=min(within, 10))
+            limits = aiohttp.ClientTimeout(
+                # Of a list only the server's silence counts, not what we take to decode it.
+                total=None if read else within,
+                connect=within,
+                sock_connect=min(within, 10),
+                sock_read=within,
+            )
             async with self._send(_METHODS[verb], path, body, params, limits) as response:
                 if response.status >= 300:
                     code = response.status

@@ -100,7 +100,7 @@ class Informer(ABC):
     async def _list(self) -> str:
         newest = self._store.newest(self.resource.plural)
         listing = await self._api.list_all(
-            self.resource, self._namespace, self.selector, keep=self._keep
+            self.resource, self._namespace, self.selector, keep=self._take
         )
         self._store.check_list(self.resource.plural, listing.resource_version, newest)
         self._mark_heard()
@@ -111,6 +111,10 @@ class Informer(ABC):
         for key in keys:
             self._changed(key)
         return listing.resource_version
+
+    def _take(self, obj: Object) -> Any:
+        self._mark_alive()  # all of a list may take longer than we may seem stuck
+        return self._keep(obj)
 
     async def _watch_from(self, version: str) -> None:
         """Watch, and watch again where it ended; return when it is time for a new list."""

@@ -89,6 +89,7 @@ class Resync:
 
     def _take(self, before: Mapping[str, str], obj: Object) -> tuple[str, bool]:
         """At once, for whole jobs would fill the memory: uid, and whether that was news."""
+        self.alive_at = time.monotonic()
         self._heard()
         return obj["metadata"]["uid"], self._store.put_read_job(obj, before)
 
