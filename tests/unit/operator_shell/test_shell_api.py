@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from ddpjob_operator.shell import errors
-from ddpjob_operator.shell.api import JOBS, PODS, Api, Resource
+from ddpjob_operator.shell.api import JOBS, PODS, Api, Listing, Resource
 from ddpjob_operator.shell.credentials import Credentials
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -250,7 +250,8 @@ async def test_a_list_that_breaks_between_its_pages_is_none(
 ) -> None:
     async def page(request: web.Request) -> web.StreamResponse:
         if "continue" not in request.query:
-            return web.json_response({"metadata": {"continue": "more"}, "items": [{"a": 1}]})
+            meta = {"resourceVersion": "7", "continue": "more"}
+            return web.json_response({"metadata": meta, "items": [{"a": 1}]})
         if broken == "expired":
             return status(410)
         return web.Response(text='{"items":[{"a":2},{"a"', content_type="application/json")
@@ -260,10 +261,77 @@ async def test_a_list_that_breaks_between_its_pages_is_none(
         await api.list_all(PODS, "ns")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "[]",
+        '{"kind":"Status","status":"Success","metadata":{"resourceVersion":"7"}}',
+        '{"items":[]}',
+        '{"items":[],"metadata":null}',
+        '{"items":[],"metadata":{"resourceVersion":""}}',
+        '{"items":{},"kind":"PodList","metadata":{"resourceVersion":"7"}}',
+        '{"items":null,"metadata":{"resourceVersion":"7"}}',
+        '{"items":null,"kind":"PodList","metadata":{}}',
+    ],
+)
+async def test_an_answer_that_is_no_list_is_not_an_empty_one(
+    api: Api, server: Server, text: str
+) -> None:
+    """Every pod would count as gone, and every gang would be restarted."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.Response(text=text, content_type="application/json")
+
+    server.handle = answer
+    with pytest.raises(errors.Unavailable, match="no answer") as caught:
+        await api.list_all(PODS, "ns")
+    assert caught.value.code == 0
+
+
+@pytest.mark.parametrize("items", [[], None], ids=["items", "nil"])
+async def test_an_empty_list_is_one(api: Api, server: Server, items: object) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        meta = {"resourceVersion": "7"}
+        return web.json_response({"kind": "PodList", "metadata": meta, "items": items})
+
+    server.handle = answer
+    assert await api.list_all(PODS, "ns") == Listing([], "7")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "null",
+        "[]",
+        "{}",
+        "<html>",
+        '{"type":"ADDED"}',
+        '{"type":"ADDED","object":{}}',
+        '{"type":"BOOKMARK","object":{"metadata":{}}}',
+        '{"type":"BOOKMARK","object":{"metadata":{"resourceVersion":7}}}',
+        '{"type":"ERROR","object":null}',
+        '{"type":"ERROR","object":{"code":"x"}}',
+        '{"kind":"Status","code":500}',
+    ],
+)
+async def test_a_line_that_is_no_event_ends_the_watch_as_an_error(
+    api: Api, server: Server, line: str
+) -> None:
+    async def stream(request: web.Request) -> web.StreamResponse:
+        return web.Response(text=line + "\n")
+
+    server.handle = stream
+    with pytest.raises(errors.Unavailable):
+        async for _ in api.watch(PODS, "ns", "5"):
+            pass
+
+
 async def test_a_watch_reads_lines_of_any_length_and_ends_with_the_stream(
     api: Api, server: Server
 ) -> None:
-    long = {"type": "ADDED", "object": {"metadata": {"note": "x" * 700_000}}}
+    meta = {"resourceVersion": "7", "note": "x" * 700_000}
+    long = {"type": "ADDED", "object": {"metadata": meta}}
 
     async def stream(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()

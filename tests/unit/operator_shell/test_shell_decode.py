@@ -49,7 +49,9 @@ async def test_a_list_is_read_from_pieces_of_any_size(
     assert rest == {name: LIST[name] for name in ("apiVersion", "metadata")}
 
 
-@pytest.mark.parametrize("text", ['{"items":[],"metadata":{}}', '{"items":null,"metadata":{}}'])
+@pytest.mark.parametrize(
+    "text", ['{"items":[],"metadata":{}}', '{"items":null,"kind":"PodList","metadata":{}}']
+)
 async def test_a_list_of_nothing(text: str) -> None:
     items, rest = await read(text, 3)
     assert items == []

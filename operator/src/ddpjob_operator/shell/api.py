@@ -180,16 +180,17 @@ class Api:
                 # The server gives up on an answer that is not fetched within a minute.
                 self._pages[path, selector] = max(limit // 2, _SMALLEST_PAGE)
                 raise
+            _version(rest)
             items.extend(found)
             return rest
 
         while True:
             page = await self._call("list", resource, path, None, params, _TIMEOUT, read)
-            meta = page.get("metadata") or {}
+            meta = page["metadata"]
             if not meta.get("continue"):
                 if time.monotonic() - began < _TIMEOUT:
                     self._pages.pop((path, selector), None)  # larger ones come whole too
-                return Listing(items, meta.get("resourceVersion", ""))
+                return Listing(items, meta["resourceVersion"])
             params["continue"] = meta["continue"]
 
     async def watch(
@@ -219,8 +220,7 @@ class Api:
                 if response.status != 200:
                     raise await _error(response, what)
                 async for line in decode.lines(response.content.iter_any()):
-                    event = decode.loads(line)
-                    kind, obj = event["type"], event["object"]
+                    kind, obj = _event(line)
                     if kind == "ERROR":
                         raise errors.from_status(int(obj.get("code") or 0), obj, what=what)
                     yield kind, obj
@@ -334,6 +334,24 @@ def _describe(error: BaseException) -> str:
 async def _object(response: aiohttp.ClientResponse) -> Object:
     found: Object = decode.loads(await response.read())
     return found
+
+
+def _version(obj: Object) -> str:
+    """The resourceVersion of an object or a list; ValueError for what is neither."""
+    match obj:
+        case {"metadata": {"resourceVersion": str(version)}} if version:
+            return version
+    raise ValueError("the answer has no metadata.resourceVersion")
+
+
+def _event(line: bytes) -> tuple[str, Object]:
+    """A line of a watch; ValueError for what is none."""
+    match decode.loads(line):
+        case {"type": str(kind), "object": dict(obj)}:
+            if kind != "ERROR":
+                _version(obj)
+            return kind, obj
+    raise ValueError("a line that is no event of a watch")
 
 
 async def _error(response: aiohttp.ClientResponse, what: str) -> errors.ApiError:

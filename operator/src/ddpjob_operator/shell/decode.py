@@ -56,21 +56,27 @@ async def read_list(
 ) -> tuple[list[Any], Object]:
     """The body of a list: what ``keep`` made of each item, and all but the items.
 
-    Raises ValueError for what is no JSON object.
+    Raises ValueError for what is none: no items are not the same as none left.
     """
     text = _Text(content)
-    items: list[Any] = []
+    items: list[Any] | None = None
     rest: Object = {}
     await text.expect("{")
     while await text.peek() != "}":
         name = await text.value()
         if name == "items" and await text.peek() == "[":
             await text.expect("[")
+            items = []
             while await text.peek() != "]":
                 items.append(await text.value(keep))
             await text.expect("]")
         else:
             rest[name] = await text.value()
+    if items is None:
+        nil = rest.pop("items", ...) is None  # as some servers in Go spell an empty one
+        if not (nil and str(rest.get("kind")).endswith("List")):
+            raise ValueError(f"no list: it has no items, but {list(rest)}"[:200])
+        items = []
     return items, rest
 
 
