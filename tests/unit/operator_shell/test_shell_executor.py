@@ -209,6 +209,17 @@ async def test_a_conflict_reads_the_job_again_and_drops_the_rest(stage: Stage) -
     assert stage.outcomes.status_written_at is None
 
 
+async def test_a_conflict_with_our_own_write_tells_of_it(stage: Stage) -> None:
+    """The answer to the first try was lost, and aiohttp made a second one by itself."""
+    stage.api.script["replace ddpjobs"] = [errors.Conflict(409, "Conflict", "changed")]
+    stage.api.script["get ddpjobs"] = [job_object(6, phase="Starting")]
+    await stage.do(WRITE, create())
+    assert [event.reason for event in stage.recorder.sent] == ["Started"]
+    labels = {"namespace": "ns", "class": "User"}
+    assert stage.metrics.registry.get_sample_value("ddpjob_restarts_total", labels) == 1
+    assert stage.api.calls == ["replace ddpjobs", "get ddpjobs"], "the rest is planned anew"
+
+
 async def test_after_a_status_write_and_a_read_that_both_failed_nothing_is_confirmed(
     stage: Stage,
 ) -> None:

@@ -169,10 +169,6 @@ class Executor:
             written = await self._api.replace(JOBS, job.namespace, job.name, body, sub="status")
         except errors.NotFound as error:
             raise JobGoneError from error
-        except errors.Conflict:
-            log.info("%s/%s: changed meanwhile, reading it again (uid %s)", *job.key, job.uid)
-            await self.refresh(job)
-            return False
         except errors.Invalid as error:
             # Only a mend here or in the CRD helps; the caller backs off.
             log.error("%s/%s: its status is refused: %s (uid %s)", *job.key, error, job.uid)
@@ -181,11 +177,15 @@ class Executor:
             if error.maybe_done:
                 # Should the read fail too, nothing is created on what was known before.
                 self._learn(job.uid, lambda known: replace(known, confirmed=None))
+            if error.code == 409 or error.maybe_done:
                 await self.refresh(job)
                 found = self._store.snapshot(job.key)
                 if found and (found.job.uid, found.job.status) == (job.uid, action.status):
-                    self._tell_of(job, action)  # only the answer was lost
-            raise
+                    self._tell_of(job, action)  # only an answer was lost: aiohttp repeats a PUT
+            if error.code != 409:
+                raise
+            log.info("%s/%s: changed meanwhile, read again (uid %s)", *job.key, job.uid)
+            return False
         self._store.put_own_write(written)
         at, stored = self._now(), written.get("status")
         pruned = None if stored == action.status else (action.status, stored or {})
