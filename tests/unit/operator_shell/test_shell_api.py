@@ -124,6 +124,44 @@ async def test_a_body_that_is_no_status_gives_a_message_but_no_reason(
     assert caught.value.message == text
 
 
+async def test_an_error_that_comes_in_pieces_is_read_to_its_end(api: Api, server: Server) -> None:
+    message = "exceeded quota " + "x" * 10_000
+
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=403)
+        await response.prepare(request)
+        body = json.dumps({"kind": "Status", "reason": "Forbidden", "message": message}).encode()
+        await response.write(body[:60])
+        await asyncio.sleep(0.05)
+        await response.write(body[60:])
+        return response
+
+    server.handle = refuse
+    with pytest.raises(errors.Forbidden) as caught:
+        await api.get(PODS, "ns", "x")
+    assert (caught.value.reason, caught.value.message) == ("Forbidden", message)
+
+
+@pytest.mark.parametrize("how", ["endless", "cut off"])
+async def test_an_error_without_an_end_is_one_all_the_same(
+    api: Api, server: Server, how: str
+) -> None:
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=409)
+        response.content_length = 1 << 30
+        await response.prepare(request)
+        await response.write(b"taken")
+        while how == "endless":
+            await response.write(b"!" * 50_000)
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    server.handle = refuse
+    with pytest.raises(errors.Conflict, match="taken"):
+        await api.get(PODS, "ns", "x")
+
+
 async def test_no_answer_may_mean_done(api: Api, server: Server, calls: Counter[Any]) -> None:
     async def hang(request: web.Request) -> web.StreamResponse:
         await asyncio.sleep(30)

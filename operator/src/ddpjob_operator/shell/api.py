@@ -6,6 +6,7 @@ Dicts, because typed models drop fields that they do not know and cost five time
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -27,6 +28,7 @@ _THROTTLE_PATIENCE = 5.0  # a longer Retry-After goes to the caller
 _THROTTLE_RETRIES = 3
 _PAGE = 500
 _SMALLEST_PAGE = 10
+_ERROR_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +358,13 @@ def _event(line: bytes) -> tuple[str, Object]:
 
 async def _error(response: aiohttp.ClientResponse, what: str) -> errors.ApiError:
     """The answer as an exception, whatever its body is."""
-    text = (await response.content.read(64 * 1024)).decode(errors="replace")
+    body = b""
+    with contextlib.suppress(aiohttp.ClientError, OSError):  # the code says enough without the rest
+        async for chunk in response.content.iter_any():
+            body += chunk
+            if len(body) >= _ERROR_BYTES:
+                break
+    text = body.decode(errors="replace")
     try:
         status = json.loads(text)
     except (ValueError, RecursionError):
