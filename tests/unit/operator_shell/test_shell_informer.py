@@ -75,6 +75,26 @@ async def test_an_event_ends_the_row() -> None:
     assert len(api.lists) > before + 10, "each watch said something: it lists at once"
 
 
+async def test_the_news_of_a_list_that_broke_off_are_told() -> None:
+    """The next one shows nothing that the first has not put into the store."""
+    store, told = store_with_a_pod_on("a"), []
+    before = store.pods_of("u1")
+
+    class BrokenApi(ForgetfulApi):
+        async def list_all(self, *_: object, keep: Any = None, **__: object) -> Listing:
+            meta = {"namespace": "ns", "name": "job", "uid": "p", "resourceVersion": "4"}
+            owners = [{"controller": True, "uid": "u1"}]
+            keep({"metadata": {**meta, "ownerReferences": owners}, "status": {"phase": "Failed"}})
+            raise errors.Gone(410, "Expired", "the next page took too long")
+
+    informer = PodInformer(BrokenApi(), store, None, told.append)  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(errors.Gone):
+            await informer._list()
+    assert store.pods_of("u1") != before
+    assert told == [("ns", "job")], "the second list had no news"
+
+
 class NodesApi(ForgetfulApi):
     """Lists ``answer``, then waits."""
 
