@@ -211,6 +211,26 @@ async def test_each_object_of_a_list_is_a_sign_of_life() -> None:
     assert await informer._list() == "5"
 
 
+@pytest.mark.parametrize("part", ["list", "watch"])
+async def test_no_server_makes_it_wait_for_an_hour(part: str) -> None:
+    busy = errors.Unavailable(503, "", "maintenance", retry_after=3600.0)
+
+    class BusyApi(NodesApi):
+        watches = 0
+
+        async def watch(self, *_: object, **__: object) -> AsyncIterator[tuple[str, Object]]:
+            self.watches += 1
+            raise busy
+            yield BOOKMARK
+
+    api = BusyApi(busy if part == "list" else [])
+    informer = NodeInformer(api, Store(), None, lambda _: None)  # type: ignore[arg-type]
+    task = asyncio.create_task(informer.run())
+    await asyncio.sleep(100)
+    task.cancel()
+    assert 3 <= (len(api.lists) if part == "list" else api.watches) <= 6
+
+
 def test_the_double_has_the_real_ones_methods() -> None:
     for name in ("list_all", "watch"):
         method: Callable[..., Any] = getattr(Api, name)

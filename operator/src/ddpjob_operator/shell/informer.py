@@ -91,7 +91,7 @@ class Informer(ABC):
                     await asyncio.sleep(_backoff(self._gone - 1))
             except errors.ApiError as error:
                 failures += 1
-                delay = max(_backoff(failures), error.retry_after or 0.0)
+                delay = _delay(failures, error)
                 if str(error) != self._told:
                     log.warning("%s: %s; trying again", self.resource.plural, error)
                 self._told = str(error)
@@ -140,7 +140,7 @@ class Informer(ABC):
                 raise
             except errors.ApiError as error:
                 failures += 1
-                delay = max(_backoff(failures), error.retry_after or 0.0)
+                delay = _delay(failures, error)
                 log.info("%s: %s; watching again in %.1f s", self.resource.plural, error, delay)
                 await asyncio.sleep(delay)
             else:
@@ -215,6 +215,11 @@ class NodeInformer(Informer):
         # Nobody waits for nodes: until they are known Fence acts as Wait, and only a refusal of the
         # right to read them is told as that.
         self.synced.set()
+
+
+def _delay(failures: int, error: errors.ApiError) -> float:
+    """What the server asks for, but within bounds: a proxy's hour would be an hour of blindness."""
+    return max(_backoff(failures), min(error.retry_after or 0.0, _MAX_BACKOFF))
 
 
 def _backoff(failures: int) -> float:
