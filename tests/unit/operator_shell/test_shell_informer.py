@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,11 +22,14 @@ BOOKMARK: tuple[str, Object] = ("BOOKMARK", {"metadata": {"resourceVersion": "6"
 
 
 class ForgetfulApi:
-    """Its watches tell ``events`` and then that the version is too old."""
+    """Its watches tell ``events`` after ``pause``, and then that the version is too old."""
 
     def __init__(self) -> None:
         self.lists: list[float] = []
+        self.watches = 0
         self.events: list[tuple[str, Object]] = []
+        self.pause = 0.0
+        self.too_old = True
         self.listed = asyncio.Event()
         self.gone_lists = False
 
@@ -38,9 +42,19 @@ class ForgetfulApi:
         return Listing([], "5")
 
     async def watch(self, *_: object, **__: object) -> AsyncIterator[tuple[str, Object]]:
+        self.watches += 1
+        await asyncio.sleep(self.pause)
         for event in self.events:
             yield event
-        raise errors.Gone(410, "Expired", "too old resource version")
+        if self.too_old:
+            raise errors.Gone(410, "Expired", "too old resource version")
+
+
+@pytest.fixture(autouse=True)
+async def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The informer's clock is the simulated one."""
+    clock = SimpleNamespace(monotonic=asyncio.get_running_loop().time)
+    monkeypatch.setattr("ddpjob_operator.shell.informer.time", clock)
 
 
 @contextlib.asynccontextmanager
@@ -67,12 +81,22 @@ async def test_an_event_ends_the_row() -> None:
     api = ForgetfulApi()
     async with informing(api):
         await asyncio.sleep(60)
-        api.events = [BOOKMARK]
+        api.events, api.pause = [BOOKMARK], 5.0
         api.listed.clear()
         await api.listed.wait()
         before = len(api.lists)
-        await asyncio.sleep(0.1)
-    assert len(api.lists) > before + 10, "each watch said something: it lists at once"
+        await asyncio.sleep(60)
+    assert len(api.lists) >= before + 10, "each watch said something: it lists at once"
+
+
+@pytest.mark.parametrize("too_old", [True, False], ids=["too old", "ends"])
+async def test_a_watch_that_tells_something_and_ends_at_once_is_no_storm(too_old: bool) -> None:
+    api = ForgetfulApi()
+    api.events, api.too_old, api.pause = [BOOKMARK], too_old, 0.01
+    async with informing(api):
+        await asyncio.sleep(600)
+    assert 10 < api.watches < 300
+    assert 10 < len(api.lists) < 100
 
 
 async def test_the_news_of_a_list_that_broke_off_are_told() -> None:
@@ -202,9 +226,9 @@ async def test_each_object_of_a_list_is_a_sign_of_life() -> None:
     informer = NodeInformer(api, Store(), None, lambda _: None)  # type: ignore[arg-type]
 
     async def list_all(*_: object, keep: Callable[[Object], Any], **__: object) -> Listing:
-        informer.alive_at = 0.0
+        informer.alive_at = -1.0
         keep(node("a", 3))
-        assert informer.alive_at > 0.0
+        assert informer.alive_at > -1.0
         return Listing([], "5")
 
     api.list_all = list_all  # type: ignore[method-assign]
@@ -216,8 +240,6 @@ async def test_no_server_makes_it_wait_for_an_hour(part: str) -> None:
     busy = errors.Unavailable(503, "", "maintenance", retry_after=3600.0)
 
     class BusyApi(NodesApi):
-        watches = 0
-
         async def watch(self, *_: object, **__: object) -> AsyncIterator[tuple[str, Object]]:
             self.watches += 1
             raise busy

@@ -22,8 +22,8 @@ from ddpjob_operator.shell.store import Key, Store
 log = logging.getLogger(__name__)
 
 _MAX_BACKOFF = 30.0
-_WATCH_TRIES = 5  # in a row without a single event, then list again
-_BRIEF = 1.0  # seconds; a watch that ends sooner, and empty, has failed
+_WATCH_TRIES = 5  # in a row without an event after the first moment, then list again
+_BRIEF = 1.0  # seconds; a watch that ends sooner has failed, whatever it told
 
 
 class Informer(ABC):
@@ -122,13 +122,14 @@ class Informer(ABC):
         until = time.monotonic() + self._relist_seconds * random.uniform(0.9, 1.1)
         failures = 0
         while failures < _WATCH_TRIES and time.monotonic() < until:
-            began, seen = time.monotonic(), version
+            began = time.monotonic()
             try:
                 events = self._api.watch(
                     self.resource, self._namespace, version, selector=self.selector
                 )
                 async for kind, obj in events:
-                    failures = self._gone = 0
+                    if time.monotonic() - began >= _BRIEF:
+                        failures = self._gone = 0
                     self._mark_heard()
                     version = obj["metadata"]["resourceVersion"]
                     if kind != "BOOKMARK":
@@ -144,7 +145,7 @@ class Informer(ABC):
                 log.info("%s: %s; watching again in %.1f s", self.resource.plural, error, delay)
                 await asyncio.sleep(delay)
             else:
-                if seen == version and time.monotonic() - began < _BRIEF:
+                if time.monotonic() - began < _BRIEF:
                     failures += 1  # the server lets nobody watch just now
                     await asyncio.sleep(_backoff(failures))
             self._mark_alive()
