@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-import contextlib
 import gc
 import json
 import re
+import threading
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable
 from typing import Any
 
 Object = dict[str, Any]
@@ -31,7 +31,7 @@ _decoder = json.JSONDecoder()
 
 def loads(text: str | bytes) -> Any:
     """json.loads, but what is nested too deep is cut off."""
-    with _no_collections():
+    with _no_collections:
         try:
             return json.loads(text)
         except RecursionError:
@@ -43,7 +43,7 @@ def shallow(text: bytes) -> bytes:
     """The JSON as it is, if a decoder can read it, else with what is nested too deep cut off."""
     if text.count(b"[") + text.count(b"{") < _SURELY_READ:
         return text
-    with _no_collections():
+    with _no_collections:
         try:
             json.loads(text)
         except RecursionError:
@@ -112,7 +112,7 @@ class _Text:
                 await asyncio.sleep(0)
                 self._turn = time.perf_counter()
             try:
-                with _no_collections():
+                with _no_collections:
                     found, self._at = _value(self._text, self._at)
                     kept = keep(found)
                     del found
@@ -177,16 +177,33 @@ def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
     return found.end() if found else at
 
 
-@contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """JSON has no cycles: looking for them takes longer than decoding it."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
+class _NoCollections:
+    """JSON has no cycles: looking for them takes longer than decoding it.
+
+    The switch is the whole process's, and kopf decodes in a thread of its own: who enters first
+    turns it off, who leaves last turns it on.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._was = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._was = gc.isenabled()
+                gc.disable()
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._was and not self._inside:
+                gc.enable()
+
+
+_no_collections = _NoCollections()
 
 
 async def lines(content: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
