@@ -123,7 +123,7 @@ def _settings() -> kopf.OperatorSettings:
     settings.watching.chunk_size = 500
     settings.watching.connect_timeout = 10
     settings.watching.reconnect_backoff = 1
-    settings.networking.request_timeout = 30
+    settings.networking.request_timeout = 300  # our decoding of a list counts as well
     settings.networking.enforce_retry_after = True
     settings.networking.error_backoffs = _Backoffs()
     settings.queueing.exit_timeout = 1
