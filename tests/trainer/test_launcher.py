@@ -188,6 +188,24 @@ def test_who_ignores_sigterm_is_killed_before_the_grace_period_ends(script, tmp_
     assert json.loads(report.read_bytes())["kind"] == "sigterm"
 
 
+@pytest.mark.parametrize(("signum", "code", "kind"), [(15, 143, "sigterm"), (2, 130, "signal")])
+def test_who_saves_and_ends_with_0_when_told_to_end_has_not_succeeded(  # type: ignore[no-untyped-def]
+    script, tmp_path, signum, code, kind
+):
+    report = tmp_path / "report"
+    program = script(
+        f"signal.signal({signum}, lambda *_: sys.exit(0))\nprint('x', flush=True)\ntime.sleep(3600)"
+    )
+    process = launch("--termination-log", str(report), program)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == code, err
+    content = json.loads(report.read_bytes())
+    assert (content["kind"], content["code"], content["signal"]) == (kind, code, signum)
+
+
 def test_the_environment_of_torchrun_and_of_a_gang(script):  # type: ignore[no-untyped-def]
     program = script("print(*(f'{k}={v}' for k, v in sorted(os.environ.items())), sep='|')")
     code, out, _ = run(

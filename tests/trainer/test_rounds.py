@@ -297,6 +297,29 @@ def pair(
     ]  # fmt: skip
 
 
+def test_one_of_two_that_saves_and_ends_with_0_when_told_to_end_has_not_succeeded(  # type: ignore[no-untyped-def]
+    script, tmp_path, wait_until
+):
+    program = script(
+        f"""
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+open({str(tmp_path)!r} + f"/here-{{rank}}", "w").close()
+time.sleep(3600)
+"""
+    )
+    launchers = pair(program, tmp_path, "supervisor._ANSWER_SECONDS", PATIENCE)
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("here-*"))) == 4, "all four run")
+        launchers[1].send_signal(signal.SIGTERM)
+        _, err = launchers[1].communicate(timeout=PATIENCE)
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.communicate()
+    assert launchers[1].returncode == 143, err
+    assert json.loads((tmp_path / "report-1").read_bytes())["kind"] == "sigterm"
+
+
 @pytest.mark.fault("T5")
 def test_a_hub_that_does_not_answer_is_not_waited_for(script, tmp_path, wait_until):  # type: ignore[no-untyped-def]
     """Nor hides it the cause; and the processes that still run here are ended."""

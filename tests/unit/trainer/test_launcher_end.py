@@ -24,6 +24,7 @@ from ddpjob_trainer.launcher.plan import make_plan
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.supervisor import Supervisor
+from ddpjob_trainer.liveness.heartbeat import RankStateWriter
 
 NEVER = 4194304  # above every pid: nothing is ever reaped
 
@@ -145,6 +146,36 @@ def test_a_signal_between_two_rounds_is_no_success(tmp_path, sent, signum, kind)
     code = termination.finish(plan, gang, pump, termination.Known(), ended, [], said.append)
     content = json.loads(report.read_bytes())
     assert (content["kind"], content["code"], code) == (kind, 128 + signum, 128 + signum)
+
+
+@pytest.mark.parametrize(
+    ("at_work", "phase", "step", "code"),
+    [
+        (True, None, 0, 143),  # without our library
+        (True, "step", 5, 143),
+        (True, "done", 5, 143),  # a handler of the script's own has left the loop
+        (True, "done", 9, 0),
+        (False, None, 0, 0),
+    ],
+)
+def test_who_ends_with_0_after_a_signal_has_succeeded_only_if_it_was_done(  # type: ignore[no-untyped-def]
+    tmp_path, sent, at_work, phase, step, code
+):
+    gang, said = make_gang(tmp_path)
+    for rank in range(3):
+        if phase:
+            RankStateWriter(tmp_path, rank).update(
+                phase="done" if rank else phase, step=9 if rank else step, total_steps=9
+            )
+        gang.ended(NEVER + rank, 0, 1.0)
+    report = tmp_path / "report"
+    plan = make_plan(
+        read_launcher({}), Program("sh", (), module=False), nproc=3, termination_log=report
+    )
+    ended = termination.Ended(signal=15, at_work=at_work)
+    pump = OutputPump(Log(), prefixed=True)
+    assert termination.finish(plan, gang, pump, termination.Known(), ended, [], said.append) == code
+    assert json.loads(report.read_bytes())["kind"] == ("sigterm" if code else "success")
 
 
 def test_who_cannot_be_killed_is_not_waited_for(monkeypatch, sent):  # type: ignore[no-untyped-def]

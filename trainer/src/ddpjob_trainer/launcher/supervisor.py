@@ -225,6 +225,7 @@ class Supervisor:
                 continue
             if not self._ended.signal:
                 self._ended.signal = signum
+                self._ended.at_work = self._gang.running > 0
                 self._ended.between_rounds = self._phase in (_Phase.STOPPING, _Phase.STOPPED)
                 self._member.link.send(Leaving(signum), now)
                 self._end_by_grace(now)

@@ -70,6 +70,7 @@ class Ended:
     """Why no round follows. ``signal`` 0: the launcher itself was not told to end."""
 
     signal: int = 0
+    at_work: bool = False  # workers still ran when the signal came
     between_rounds: bool = False  # the signal came when the workers had been stopped anyway
     end: End | None = None
     lost: str = ""  # how the hub was lost
@@ -104,7 +105,11 @@ def finish(
         known=known,
         elsewhere=elsewhere,
     )
-    if ended.between_rounds:  # there was no worker to say so
+    cut_short = ended.between_rounds  # there was no worker to say so
+    if ended.at_work and failure is None and not cut_short and not _is_done(plan, gang):
+        cut_short = True  # nor do those say so that save and end with 0 when they are told to
+        say("all ended with exit code 0, but at a signal, so this is no success")
+    if cut_short:
         content["kind"] = "sigterm" if ended.signal == signal.SIGTERM else "signal"
         content["code"] = 128 + ended.signal
         content["signal"] = ended.signal
@@ -116,7 +121,7 @@ def finish(
     if elsewhere:
         say(f"ending with exit code {ExitCode.PEER_LOST:d}: {elsewhere}")
         return ExitCode.PEER_LOST
-    if ended.between_rounds:
+    if cut_short:
         return 128 + ended.signal
     if failure is None:
         return ExitCode.SUCCESS
@@ -126,6 +131,15 @@ def finish(
     if content["kind"] == "sigterm" and ended.signal == signal.SIGTERM:
         return ExitCode.SIGTERM  # also when our own SIGKILL ended it
     return failure.code
+
+
+def _is_done(plan: Plan, gang: Gang) -> bool:
+    """Whether all workers here have said that training is over, and have come to its end.
+
+    Who leaves the loop early, as by sys.exit() in a handler of its own, says the former as well.
+    """
+    states = [gang.state(local_rank) for local_rank in range(plan.nproc)]
+    return all(one and one.phase == "done" and one.step >= one.total_steps for one in states)
 
 
 def broke(plan: Plan, error: Exception, say: Callable[[str], None]) -> int:
