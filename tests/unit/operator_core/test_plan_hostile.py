@@ -204,6 +204,25 @@ def test_a_program_that_exits_0_because_it_is_deleted_has_not_succeeded():
     assert world.status["lastFailure"]["class"] == "Disruption"
 
 
+@pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
+def test_nor_has_one_that_exits_0_because_its_kubelet_ends_the_pod(phase: str):
+    """An eviction, or a node that shuts down: nobody deletes the pod, and its phase is Failed.
+
+    One that was done before is Succeeded, whoever wants to disrupt it then.
+    """
+    world = started(replicas=1).run().end(0, 0, settle=False)
+    condition = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}
+    world.pods["job-0"]["status"] |= {"phase": phase, "conditions": [condition]}
+    if phase == "Succeeded":
+        assert world.settle().phase == "Succeeded"
+        return
+    assert world.settle().status["attempt"] == 2
+    assert world.status["lastFailure"]["class"] == "Disruption"
+    assert world.status["lastFailure"]["reason"] == "TerminationByKubelet"
+    counts = world.status["restarts"]
+    assert (counts["total"], counts["charged"], counts["disruptions"]) == (1, 0, 1)
+
+
 def test_a_stored_success_stays_whatever_its_pod_says_later():
     world = started().run().end(0, 0)
     world.end(0, 137, reason="ContainerStatusUnknown")

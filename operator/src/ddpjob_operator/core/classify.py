@@ -61,10 +61,12 @@ _KINDS: Final[Mapping[str, str]] = {
 def succeeded(pod: Pod) -> bool:
     """A replica succeeds with its trainer container, whatever its sidecars do.
 
-    Not while it is being deleted: a program that ends with 0 when it is told to is not done.
+    Not while it is being deleted, nor when a kubelet has ended it, for an eviction or its node's
+    shutdown: a program that ends with 0 when it is told to is not done.
     """
     ended = pod.trainer.state == "terminated" and pod.trainer.exit_code == 0
-    return ended and not pod.deleting
+    cut_short = pod.phase == "Failed" and pod.disruption != ""
+    return ended and not pod.deleting and not cut_short
 
 
 def running(pod: Pod) -> bool:
