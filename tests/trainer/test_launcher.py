@@ -206,6 +206,42 @@ def test_who_saves_and_ends_with_0_when_told_to_end_has_not_succeeded(  # type: 
     assert (content["kind"], content["code"], content["signal"]) == (kind, code, signum)
 
 
+@pytest.mark.parametrize("trap", [False, True])
+def test_behind_a_shell_the_one_that_trains_is_told_to_end(  # type: ignore[no-untyped-def]
+    script, tmp_path, trap
+):
+    """Else the shell ends at once, and the other is killed. One that has a trap is told itself."""
+    report = tmp_path / "report"
+    program = script(
+        """
+from pathlib import Path
+from ddpjob_trainer.liveness.heartbeat import RankStateWriter
+writer = RankStateWriter(Path(os.environ["DDPJOB_TRAINER_STATE_DIR"]), rank)
+writer.update(phase="step", step=1)
+def save(*_):
+    print("saved", flush=True)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(3600)
+"""
+    )
+    shell = tmp_path / "train.sh"
+    trapped = "trap 'echo trapped; kill -TERM $!; wait' TERM\n"
+    python = f"{sys.executable} {program}"
+    body = f"{trapped}{python} &\nwait $!\nwait" if trap else f"{python}\necho the shell goes on"
+    shell.write_text(f"#!/bin/sh\n{body}\n")
+    shell.chmod(0o755)
+    process = launch("--termination-log", str(report), str(shell))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert out == ("trapped\nsaved\n" if trap else "saved\nthe shell goes on\n"), err
+    assert process.returncode == 143, err
+    assert json.loads(report.read_bytes())["kind"] == "sigterm"
+
+
 def test_the_environment_of_torchrun_and_of_a_gang(script):  # type: ignore[no-untyped-def]
     program = script("print(*(f'{k}={v}' for k, v in sorted(os.environ.items())), sep='|')")
     code, out, _ = run(

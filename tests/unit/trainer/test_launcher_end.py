@@ -24,7 +24,7 @@ from ddpjob_trainer.launcher.plan import make_plan
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.supervisor import Supervisor
-from ddpjob_trainer.liveness.heartbeat import RankStateWriter
+from ddpjob_trainer.liveness.heartbeat import RankStateWriter, path_of
 
 NEVER = 4194304  # above every pid: nothing is ever reaped
 
@@ -247,6 +247,17 @@ def test_who_has_not_come_yet_is_not_waited_for(tmp_path, sent, how):  # type: i
     else:
         ours = how == "stop"
         assert (found, gang.running) == ([(0, 3, False), (1, -9, ours), (2, -9, ours)], 0)
+
+
+@pytest.mark.parametrize("pid", [0, 1, 2**32 - 1])
+def test_a_record_that_names_another_process_misleads_no_signal(tmp_path, sent, pid):  # type: ignore[no-untyped-def]
+    gang, _ = make_gang(tmp_path)
+    RankStateWriter(tmp_path, 1)
+    with path_of(tmp_path, 1).open("r+b") as record:
+        record.seek(4)
+        record.write(pid.to_bytes(4, "little"))
+    gang.signal(15, 1.0)
+    assert sent == [(NEVER, 15), (NEVER + 1, 15), (NEVER + 2, 15)]
 
 
 def test_a_failure_that_is_heard_of_is_older_than_an_end_that_is_seen_after_it(monkeypatch):  # type: ignore[no-untyped-def]

@@ -156,10 +156,22 @@ class Gang:
 
     def signal(self, signum: int, now: float) -> None:
         """Forward a signal to all workers. Who has not come yet ends with it."""
-        for pid in self._pids:
-            children.send(pid, signum)
+        for pid, local_rank in self._pids.items():
+            children.send(self._listener(pid, local_rank, signum), signum)
         if signum in ENDING:
             self._recall(signum, now)
+
+    def _listener(self, pid: int, local_rank: int, signum: int) -> int:
+        """Who is to have a worker's signal: itself, or who trains in its process group.
+
+        The latter where the worker is a shell that would only die of it, and the one that trains be
+        killed without a snapshot. Who catches it has a trap, or passes it on; but SIGINT is caught
+        by bash and Python as they are, for at a terminal all have it.
+        """
+        state = self.state(local_rank)
+        if state is None or (signum != signal.SIGINT and children.catches(pid, signum)):
+            return pid
+        return state.pid if children.group_of(state.pid) == pid else pid
 
     def _recall(self, signum: int, now: float) -> None:
         for local_rank in self.recall():

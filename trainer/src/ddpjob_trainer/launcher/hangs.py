@@ -11,7 +11,6 @@ for them as well, just before.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from ddpjob_trainer.contract import STATE_MAX_STACKS_BYTES, ExitCode
 from ddpjob_trainer.launcher.gang import Gang
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.metrics import LauncherMetrics
+from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.liveness import stacks
 from ddpjob_trainer.liveness.hang import Deadlines, Hang, Sign, find
 from ddpjob_trainer.liveness.heartbeat import RankState, read_state
@@ -104,11 +104,8 @@ class StackRequest:
         state = read_state(self._directory, rank)
         if state is None:  # without our library the signal would just kill it
             return False
-        try:
-            # The worker may be a shell around the process that trains: same process group.
-            if os.getpgid(state.pid) != pid:
-                return False
-        except ProcessLookupError:
+        # The worker may be a shell around the process that trains: same process group.
+        if children.group_of(state.pid) != pid:
             return False
         return stacks.request(self._directory, rank, state.pid)
 

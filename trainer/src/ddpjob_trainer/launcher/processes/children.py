@@ -146,6 +146,24 @@ def where(pid: int) -> str:
     return f"state {state} in {place}" if place not in ("", "0") else f"state {state}"
 
 
+def group_of(pid: int) -> int:
+    """A process's group, 0 if it is gone or none can have that number."""
+    try:
+        return os.getpgid(pid)
+    except (ProcessLookupError, OverflowError):
+        return 0
+
+
+def catches(pid: int, signum: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    mask = status.partition("\nSigCgt:")[2].partition("\n")[0]
+    return bool(int(mask or "0", 16) >> (signum - 1) & 1)
+
+
 def send(pid: int, signum: int) -> None:
     """Signal one process, which may be gone."""
     with contextlib.suppress(ProcessLookupError):
