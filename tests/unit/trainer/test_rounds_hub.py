@@ -286,6 +286,43 @@ def test_one_that_is_told_to_end_lets_the_others_save() -> None:
     assert scene.told() == {}
 
 
+@pytest.mark.parametrize("lost", [False, True])  # the launcher takes a moment to end
+def test_who_is_done_and_told_to_end_ends_nobodys_training(lost: bool) -> None:
+    scene = Scene()
+    scene.hub.receive(1, Done(0), 0.0)
+    scene.hub.receive(1, Leaving(15), 1.0)
+    if lost:
+        scene.hub.lost(1, 1.1)
+    assert scene.told() == {}
+    scene.fails(0, -9, now=2.0)  # a round would need it
+    told = scene.told()
+    end = End(0, "a launcher whose workers had succeeded is gone", graceful=False)
+    assert told == {0: [end], 2: [end]}
+
+
+def test_the_others_of_one_that_was_done_and_told_to_end_can_finish() -> None:
+    scene = Scene()
+    scene.hub.receive(1, Done(0), 0.0)
+    scene.hub.receive(1, Leaving(15), 1.0)
+    scene.hub.receive(0, Done(0), 2.0)
+    assert scene.hub.needed, "for replica 2"
+    scene.hub.receive(2, Done(0), 3.0)
+    assert scene.told() == {0: [Finished()], 2: [Finished()]}
+
+
+def test_who_is_done_and_told_to_end_when_a_round_needs_it_or_the_hub_ends_all() -> None:
+    for leaving in (0, 1):
+        scene = Scene()
+        scene.hub.receive(leaving, Done(0), 0.0)
+        if leaving:
+            scene.fails(0, -9)
+            assert scene.told() == scene.everyone(Stop(0))
+        scene.hub.receive(leaving, Leaving(15), 1.0)
+        end = scene.told()[2][0]
+        assert isinstance(end, End)
+        assert end.graceful
+
+
 def test_success_is_everybodys_or_a_round_takes_it_back() -> None:
     scene = Scene()
     for replica in range(3):

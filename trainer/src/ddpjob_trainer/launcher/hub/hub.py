@@ -114,6 +114,10 @@ class Hub:
         self._look(now)
         if self._phase is _Phase.OVER:
             return
+        done = replica != 0 and replica in self._done and self._phase is _Phase.RUNNING
+        if isinstance(message, Leaving) and done:
+            self._here.discard(replica)  # nobody waits for it, but no round can follow without it
+            return
         if isinstance(message, Leaving):
             self._end(End(-1, f"the launcher of replica {replica} was told to end", graceful=True))
             return
