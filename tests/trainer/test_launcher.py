@@ -46,12 +46,19 @@ def test_exit_code_and_report(script, tmp_path, end, code, kind):  # type: ignor
     assert content.get("exception") == ("ValueError: seven" if kind == "exception" else None)
 
 
-def test_the_report_stays_below_2_kib(script, tmp_path):  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("char", ["y", "\u4e2d", "\U0001f600"])
+def test_the_report_stays_below_2_kib(script, tmp_path, char):  # type: ignore[no-untyped-def]
     report = tmp_path / "report"
-    program = script("[print('\\x01é' * 300) for _ in range(30)]\nraise ValueError('y' * 5000)")
-    run(*NO_ROUNDS, "--termination-log", str(report), program)
+    program = script(
+        f"[print('\\x01é' * 300) for _ in range(30)]\nraise ValueError({char!r} * 5000)"
+    )
+    utf8 = {"PYTHONIOENCODING": "utf-8"}
+    run("--max-rounds-without-progress", "1", "--termination-log", str(report), program, env=utf8)
     assert len(report.read_bytes()) <= 2048
-    assert json.loads(report.read_bytes())["exception"].startswith("ValueError: yyy")
+    content = json.loads(report.read_bytes())
+    for words in (content["exception"], content["rounds"][0]["exception"]):
+        assert words.startswith(f"ValueError: {char * 40}")
+    assert len(content["log"]) >= 5
 
 
 def test_the_cause_is_told_from_collateral_that_ended_first(script, tmp_path):  # type: ignore[no-untyped-def]

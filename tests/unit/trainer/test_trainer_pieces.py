@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from ddpjob_trainer import contract
 from ddpjob_trainer.environment import read_launcher, read_worker
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.launcher import endpoints, termination
@@ -133,6 +134,30 @@ def test_log_lines_go_oldest_first_when_the_report_is_too_long():  # type: ignor
     assert len(data) <= 2048
     assert json.loads(data)["log"][-1].startswith("19 ")
     assert json.loads(data)["round"] == json.loads(data)["snapshotStep"] == 2
+
+
+@pytest.mark.parametrize("char", ["y", "\u4e2d", "\U0001f600", "\x01", "\x9b", "\ud800", '"'])
+def test_whatever_they_are_written_in_a_report_keeps_exception_last_lines_and_a_round(char: str):
+    round_: contract.Round = {
+        "round": 123456, "at": "2026-01-01T00:00:00Z", "replica": 1234, "rank": 12345, "code": 143,
+        "signal": 15, "kind": "exception", "exception": char * 400, "step": 2**40,
+        "snapshotStep": 2**40,
+    }  # fmt: skip
+    known = termination.Known(2**40, 2**40, 2**40, 1_500_000_000_123_456_789, (round_,) * 10)
+    state = RankState(0, step=2**40, loss=-1 / 3e100, exception=char * 5000)
+    made = termination.make_report(
+        failed(12345, 1), state, [char * 300] * 20, round_=123456, terminated=False, known=known
+    )
+    data = termination.encode(made)
+    assert len(data) <= 2048
+    assert data.decode().isprintable()
+    found = json.loads(data)
+    assert set(found["exception"]) == set("".join(found["log"])) == {char}
+    assert set(found["rounds"][-1]["exception"]) == {char}
+    assert len(found["log"]) >= 5
+    if char != "y":
+        return
+    assert (len(found["exception"]), len(found["log"][0])) == (300, 200)
 
 
 def test_the_exception_is_found_in_a_traceback():  # type: ignore[no-untyped-def]

@@ -11,6 +11,7 @@ import signal
 import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 from ddpjob_trainer import contract
@@ -31,7 +32,9 @@ from ddpjob_trainer.launcher.progress_path import NEVER, as_text
 from ddpjob_trainer.launcher.scratch import NoRoomError
 from ddpjob_trainer.liveness.heartbeat import RankState
 
+#: Bytes in the report, in any script: so an exception, the last lines and a round fit into it.
 _MAX_LINE = 200
+_MAX_EXCEPTION = 300
 _LAST_LINES = 5  # of the log are kept before rounds are
 
 
@@ -148,7 +151,7 @@ def broke(plan: Plan, error: Exception, say: Callable[[str], None]) -> int:
     say(f"ending: {text}")
     report: TerminationReport = {
         "version": REPORT_VERSION, "kind": "exception", "round": 0, "code": 1,
-        "exception": f"launcher: {text}"[:_MAX_LINE],
+        "exception": _cut(f"launcher: {text}", _MAX_EXCEPTION),
     }  # fmt: skip
     _save(plan, report, say)
     return 1
@@ -209,7 +212,7 @@ def make_report(
     if elsewhere:
         report["kind"] = "peerLost"
         report["code"] = ExitCode.PEER_LOST
-        report["exception"] = elsewhere[:_MAX_LINE]
+        report["exception"] = _cut(elsewhere, _MAX_EXCEPTION)
     if failure is not None:
         report["rank"] = failure.rank
         report["localRank"] = failure.local_rank
@@ -217,8 +220,8 @@ def make_report(
         if failure.status < 0:
             report["signal"] = -failure.status
         if exception and failure.status in (*range(1, 256), -signal.SIGABRT) and not elsewhere:
-            report["exception"] = exception[:_MAX_LINE]
-        report["log"] = [line[:_MAX_LINE] for line in log]
+            report["exception"] = _cut(exception, _MAX_EXCEPTION)
+        report["log"] = [_cut(line, _MAX_LINE) for line in log]
     if state is not None:
         report["step"] = state.step
         if state.loss is not None and math.isfinite(state.loss):
@@ -228,15 +231,34 @@ def make_report(
     if known.modified != NEVER:
         report["fileModifiedAt"] = as_text(known.modified)
     if known.records:
-        report["rounds"] = list(known.records)
+        report["rounds"] = [_brief(record) for record in known.records]
     return report
+
+
+def _brief(record: Round) -> Round:
+    record = record.copy()
+    if "exception" in record:
+        record["exception"] = _cut(record["exception"], _MAX_LINE)
+    return record
+
+
+def _cut(text: str, limit: int) -> str:
+    """As many characters as take ``limit`` bytes in the report."""
+    sizes = accumulate(len(_json(char).encode()) - len('""') for char in text[:limit])
+    return text[: sum(size <= limit for size in sizes)]
+
+
+def _json(value: object) -> str:
+    """JSON with other scripts as they are; escaped stays what no terminal or UTF-8 should meet."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return "".join(c if c.isprintable() else json.dumps(c).strip('"') for c in text)
 
 
 def encode(report: TerminationReport) -> bytes:
     """Return JSON within the limit; the oldest log lines go first, then the oldest rounds."""
     report = report.copy()
     while True:
-        data = json.dumps(report, ensure_ascii=True, separators=(",", ":")).encode()
+        data = _json(report).encode()
         if len(data) <= REPORT_MAX_BYTES:
             return data
         log, rounds = report.get("log", []), report.get("rounds", [])
