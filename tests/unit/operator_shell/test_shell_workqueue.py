@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -237,3 +238,76 @@ async def test_groups_take_turns_however_long_the_line_of_one_is() -> None:
     async with working(queue, work, workers=1):
         await asyncio.sleep(5)
     assert order[:5] == ["a0", "b1", "a1", "b2", "a2"]
+
+
+async def test_work_of_one_group_that_hangs_leaves_a_worker_to_each_other() -> None:
+    """A webhook that hangs in one namespace is not to hold up the gangs of others."""
+    queue: WorkQueue[str] = WorkQueue(group=lambda key: key[0])
+    begun: list[str] = []
+    go_on = asyncio.Event()
+
+    async def work(key: str) -> None:
+        begun.append(key)
+        if key[0] == "a":
+            await go_on.wait()
+
+    for number in range(40):
+        queue.add(f"a{number}")
+    async with working(queue, work, workers=8):
+        await asyncio.sleep(1)
+        assert begun == [f"a{number}" for number in range(7)], "all but one"
+        for key in ("b0", "c0", "b1", "c1", "b0"):
+            queue.add(key)
+            await asyncio.sleep(0.01)
+            assert begun[-1] == key
+        go_on.set()
+        await asyncio.sleep(1)
+    assert sorted(begun) == sorted([*(f"a{n}" for n in range(40)), "b0", "b0", "b1", "c0", "c1"])
+
+
+async def test_a_worker_goes_to_the_group_that_has_fewest() -> None:
+    queue: WorkQueue[str] = WorkQueue(group=lambda key: key[0])
+    inside: Counter[str] = Counter()
+
+    async def work(key: str) -> None:
+        inside[key[0]] += 1
+        await asyncio.sleep(10 if key[0] == "a" else 1)
+        inside[key[0]] -= 1
+
+    for number in range(40):
+        queue.add(f"a{number}")
+    async with working(queue, work, workers=8):
+        await asyncio.sleep(1)
+        for number in range(400):
+            queue.add(f"b{number}")
+        await asyncio.sleep(50.5)
+        assert inside["b"] >= 3, "each that ended made room for b, up to a half"
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 8])
+async def test_no_key_is_left_in_line_while_a_worker_may_take_it(workers: int) -> None:
+    """Whatever the order of adding, ending and coming back: nobody misses being woken."""
+    draw = random.Random(workers)
+    queue: WorkQueue[tuple[int, int]] = WorkQueue(group=lambda key: key[0])
+    inside: Counter[int] = Counter()
+    waiting: set[tuple[int, int]] = set()
+
+    async def work(key: tuple[int, int]) -> None:
+        waiting.discard(key)
+        inside[key[0]] += 1
+        assert inside.total() <= workers
+        await asyncio.sleep(draw.choice([0, 0, 1, 10, 100]))
+        inside[key[0]] -= 1
+
+    async with working(queue, work, workers=workers):
+        for _ in range(500):
+            key = (min(draw.randrange(12), draw.randrange(12)), draw.randrange(5))
+            waiting.add(key)
+            queue.add(key)
+            await asyncio.sleep(draw.choice([0, 0, 0, 0.001, 5, 50]))
+            await asyncio.sleep(0.0001)
+            new = [key for key in waiting if not inside[key[0]]]
+            assert not new or inside.total() == workers, "a worker is free for a group without one"
+        await asyncio.sleep(100_000)
+    assert not waiting
+    assert len(queue) == 0

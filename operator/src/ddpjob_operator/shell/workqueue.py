@@ -4,14 +4,16 @@ The rules are those of client-go's work queue: a key that comes back while it is
 on is worked on once more afterwards; a key that fails comes back after a growing delay.
 Beyond them a key may be given a rest: whatever asks for it meanwhile is answered at its end.
 And there is a line per group of keys, which take turns: a hundred keys of one group that come
-back and back make no key of another wait for more than one of them.
+back and back make no key of another wait for more than one of them. A worker goes to the group
+that has fewest, and the last free one only to a group that has none: though all work of one
+group hangs, a key of another finds a worker at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
 
@@ -22,17 +24,21 @@ _MAX_DELAY = 30.0
 
 
 class WorkQueue(Generic[K]):
-    """``observe_latency(seconds)`` is told how long each key stood in line; ``group(key)``."""
+    """``observe_latency(seconds)`` is told how long each key stood in line.
+
+    ``group(key)`` is what shares a line; without it each key is a group of its own.
+    """
 
     def __init__(
         self,
         observe_latency: Callable[[float], None] = lambda _: None,
-        group: Callable[[K], Hashable] = lambda _: None,
+        group: Callable[[K], Hashable] = lambda key: key,
     ) -> None:
         self._lines: OrderedDict[Hashable, deque[K]] = OrderedDict()  # whose turn it is comes first
         self._group = group
         self._waiting: dict[K, float] = {}  # in line, since when
-        self._working: set[K] = set()
+        self._working: set[K] = set()  # one for each worker that is not free
+        self._workers = 0
         self._again: set[K] = set()  # came back while being worked on
         self._timers: dict[K, asyncio.TimerHandle] = {}
         self._failures: dict[K, int] = {}
@@ -112,6 +118,7 @@ class WorkQueue(Generic[K]):
 
     async def run(self, workers: int, work: Callable[[K], Awaitable[None]]) -> None:
         """Work until cancelled. What ``work`` raises ends the run, as an ExceptionGroup."""
+        self._workers = workers
         async with asyncio.TaskGroup() as group:
             for number in range(workers):
                 group.create_task(self._worker(work), name=f"worker-{number}")
@@ -130,13 +137,15 @@ class WorkQueue(Generic[K]):
             await asyncio.sleep(0)  # work that waited for nothing lets others have their turn
 
     async def _take(self) -> K:
-        while self._closed or not self._lines:
+        # Whoever ends work looks here next, so one that waits need be woken for new keys only.
+        while self._closed or (line := self._next_line()) is None:
             self._wake.clear()
             await self._wake.wait()
-        group, line = self._lines.popitem(last=False)
         key = line.popleft()
         if line:
-            self._lines[group] = line  # at the end
+            self._lines.move_to_end(self._group(key))
+        else:
+            del self._lines[self._group(key)]
         self._observe_latency(_now() - self._waiting.pop(key))
         self._working.add(key)
         self._rests.pop(key, None)
@@ -145,6 +154,16 @@ class WorkQueue(Generic[K]):
         if timer is not None:
             timer.cancel()
         return key
+
+    def _next_line(self) -> deque[K] | None:
+        """The line that a free worker is for, if any."""
+        busy = Counter(map(self._group, self._working))
+        for group, line in self._lines.items():  # finds one at once, or there are few
+            if group not in busy:
+                return line
+        if not self._lines or len(self._working) + 1 >= self._workers:
+            return None  # the last free one is kept for a group that has none
+        return self._lines[min(self._lines, key=busy.__getitem__)]
 
     def _ring(self, key: K) -> None:
         self._timers.pop(key, None)
