@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.client_proto import ResponseHandler
 
 from ddpjob_operator.core import contract, observe, packed, ports, render, spec
 from ddpjob_operator.core.observe import LABEL_ATTEMPT, LABEL_REPLICA
@@ -257,6 +258,57 @@ async def test_jobs_that_never_answer_do_not_silence_the_others() -> None:
         await until(lambda: steps >= 40 or holes >= 450)
     hole.close()
     assert steps >= 40, "for each answer some 17 of the others had their 2 seconds"
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+ENDLESS = {
+    "before": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "head": (OK, b"a: b\r\n"),
+    "body": (OK + b"\r\n", b" "),
+    "chunks": (OK + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+}
+
+
+@needs_address
+@pytest.mark.parametrize(("begin", "more"), ENDLESS.values(), ids=ENDLESS.keys())
+async def test_of_an_answer_without_end_little_is_looked_at(
+    begin: bytes, more: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """aiohttp looks at what comes before an answer for as long as it comes, without a rest."""
+    looked = floods = 0
+    look = ResponseHandler.data_received
+
+    def counted(self: ResponseHandler, data: bytes) -> None:
+        nonlocal looked
+        looked += len(data)
+        look(self, data)
+
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal floods
+        floods += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(begin)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(200):
+                writer.write(more * (100_000 // len(more)))
+                await writer.drain()
+        writer.close()
+
+    async def state(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"step": floods})
+
+    monkeypatch.setattr(ResponseHandler, "data_received", counted)
+    server = await asyncio.start_server(flood, ADDRESS, 0)
+    async with reading(state) as (store, changed):
+        store.put_job(job(server.sockets[0].getsockname()[1], "flood", "u2"))
+        store.put_pod(pod(0, ADDRESS, "flood", "u2"))
+        await until(lambda: floods >= 5)
+        already = len(changed)
+        await until(lambda: len(changed) > already)
+        assert store.outcomes("u2").progress is None
+    server.close()
+    assert set(changed) == {("ns", "job")}, "others are read beside it"
+    assert looked < floods * 100_000
 
 
 @pytest.mark.parametrize("ip", ["127.0.0.1", "169.254.169.254", "::1", "224.0.0.1", "", "example"])
