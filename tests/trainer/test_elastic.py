@@ -173,6 +173,38 @@ def test_from_4_to_3_to_1_to_4_ranks_equals_undisturbed(gang, tmp_path):  # type
         assert "warning" not in gang.log(0)
 
 
+def takes_apart(collect: str) -> Callable[[int], None]:
+    """Losses of all forwards, then their backwards; or batches before any forward."""
+
+    def program(rank: int) -> None:
+        run = ddp.start(total_steps=2, global_batch=8, seed=1, level="elastic", shards=4)
+        model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5))
+        wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in run.steps(TensorDataset(torch.ones(16, 4))):
+            batches = list(step.batches) if collect == "batches" else step.batches
+            for loss in [wrapped(x).sum() for (x,) in batches]:
+                step.backward(loss)
+            step.commit()
+        print(f"weights={run.weights_sha256()}")
+
+    return program
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_batches_collected_before_their_forward_are_refused_at_any_world_size(gang, world):  # type: ignore[no-untyped-def]
+    """All would draw from the last one's random numbers, and which is that ranks decide."""
+    codes = gang.run(takes_apart("batches"), world=world)
+    assert codes == dict.fromkeys(range(world), 64), gang.log(0)
+    assert "as by list(step.batches)" in gang.log(0)
+
+
+def test_losses_may_be_collected(gang):  # type: ignore[no-untyped-def]
+    for world in (1, 3, 4):
+        codes = gang.run(takes_apart("losses"), world=world)
+        assert codes == dict.fromkeys(range(world), 0), gang.log(0)
+    assert len(set(re.findall("weights=.*", gang.log(0)))) == 1
+
+
 def refused(options: dict[str, object], layer: nn.Module) -> Callable[[int], None]:
     def program(rank: int) -> None:
         run = ddp.start(total_steps=2, level="elastic", **{"global_batch": 24, **options})  # type: ignore[arg-type]

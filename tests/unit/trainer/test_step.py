@@ -69,6 +69,16 @@ def test_one_that_looks_a_batch_ahead_has_one_loss_each_too():
         backward(found)
 
 
+def test_at_level_elastic_each_batch_has_its_forward_before_the_next_is_taken():
+    found = step(2, 3)
+    found.handed = 1
+    backward(found)
+    found.check_forward()
+    found.handed = 2
+    with pytest.raises(ConfigError, match=r"as by list\(step\.batches\)"):
+        found.check_forward()
+
+
 def test_commit_needs_a_backward_and_comes_once():
     found = step(2)
     with pytest.raises(NotCommittedError, match=r"commit\(\) was called before step\.backward"):

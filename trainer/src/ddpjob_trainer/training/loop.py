@@ -210,9 +210,12 @@ class Loop:
             elif part.reseed:
                 rng.reseed(self._options.seed, index, part.shard)
             self._progress.at("forward")
-            if self._step is not None:
-                self._step.handed += 1
+            forwards = self._trained.forwards
+            assert self._step is not None
+            self._step.handed += 1
             yield batch
+            if self._options.level == "elastic" and self._trained.forwards == forwards:
+                self._step.check_forward()
 
     def _watch_forwards(self, model: DistributedDataParallel) -> None:
         """See each forward through the wrapper, evaluations included."""
@@ -309,7 +312,8 @@ class Loop:
         self._touched.before_update(units)
         self._averaging.finish([unit.parameters for unit in units])
         if not self._layout_known:
-            self._compare_layout()
+            self._layout_known = True
+            self._warn(run_config.take_layout(self._config, self._averaging.layout()))
         self._progress.at("update")
         self._trained.forwards = 0
         reached = [unit for unit in units if len(units) == 1 or unit.has_gradients()]
@@ -353,10 +357,6 @@ class Loop:
     def mean_loss(self, step: Step) -> float:
         """See Step.loss."""
         return self.agreement.mean_loss(step)
-
-    def _compare_layout(self) -> None:
-        self._layout_known = True
-        self._warn(run_config.take_layout(self._config, self._averaging.layout()))
 
     def _warn(self, text: str) -> None:
         if text and self._world.rank == 0:

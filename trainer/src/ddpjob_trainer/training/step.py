@@ -104,6 +104,19 @@ class Step:
         newest = max(self.handed, 1) - 1
         return min(self.covered, newest)
 
+    def check_forward(self) -> None:
+        """No forward has come since the newest batch was got: its random numbers are over.
+
+        Raises ConfigError, unless the batch has had its backward and the step was committed since.
+        """
+        if self.covered < self.handed:
+            raise ConfigError(
+                "level='elastic': the loop went on in step.batches before the forward of the batch"
+                " that it had got. Each has random numbers of its own, so what is collected, as by"
+                " list(step.batches), would draw others at another world size: call the model on"
+                " each batch before the next one is taken"
+            )
+
     def add(self, number: int, loss: torch.Tensor, weight: float | None) -> None:
         """Account for a backward. Raises ConfigError when it is not clear which batch it is of."""
         self._check_weight(number, weight)
