@@ -101,28 +101,33 @@ def test_buffers_count_where_they_must_be_equal(gang, tmp_path):  # type: ignore
 class Caching(nn.Module):
     """A cache as long as what this rank has seen at once, as rotary embeddings have."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, table: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(32, 8)
-        self.register_buffer("table", torch.ones(8))
+        self.register_buffer("table", torch.ones(8) if table else None)
         self.register_buffer("cache", torch.ones(1), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.linear(x) * self.cache[0] * self.table
-        return result
+        result: torch.Tensor = self.linear(x) * self.cache[0]
+        return result if self.table is None else result * self.table
 
 
-def test_caches_may_differ(gang):  # type: ignore[no-untyped-def]
-    """In the comparison, and when an evaluation shares rank 0's buffers."""
+@pytest.mark.parametrize(
+    ("level", "shorter", "table"),
+    [("elastic", 1, True), ("resume", 1, True), ("resume", 0, True), ("resume", 1, False)],
+)
+def test_caches_may_differ(gang, level, shorter, table):  # type: ignore[no-untyped-def]
+    """In the comparison, and when a forward or an evaluation shares rank 0's buffers."""
 
     def program(rank: int) -> None:
-        run = ddp.start(total_steps=2, global_batch=24, level="elastic", check_every=1)
-        model = Caching()
+        run = ddp.start(total_steps=3, global_batch=24, level=level, check_every=1)
+        model = Caching(table=table)
         wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
-        model.cache = torch.ones(1000 - rank)
+        model.cache = torch.full((1000 - shorter * rank,), 1.0 + rank)
         for step in run.steps(TensorDataset(torch.randn(96, 32))):
             for (x,) in step.batches:
                 step.backward(wrapped(x).pow(2).mean())
+            assert model.cache[0] == 1 + rank, "rank 0's"
             step.commit()
         run.evaluate(TensorDataset(torch.randn(96, 32)), lambda net, batch: net(batch[0]).sum())
         run.finish()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpjob_trainer.training.evaluation import tell_waits
+from ddpjob_trainer.training.evaluation import watch_sharing
 from ddpjob_trainer.training.prepare import tell_of_hooks
 
 
@@ -18,6 +18,12 @@ class Wrapped(nn.Linear):
     """As much of a DistributedDataParallel as that needs."""
 
     shared = 0
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.parameters_to_ignore: set[str] = set()
+        self.module = nn.BatchNorm1d(2)
+        self.modules_buffers = list(self.module.buffers())
 
     def _sync_buffers(self) -> None:
         self.shared += 1
@@ -32,8 +38,8 @@ def test_a_prepared_model_is_copied_and_saved_as_it_would_be_without_us() -> Non
         waits.append(1)
         return nullcontext()
 
-    model, file = Wrapped(2, 2), io.BytesIO()
-    tell_waits(model, waiting)  # type: ignore[arg-type]
+    model, file = Wrapped(), io.BytesIO()
+    watch_sharing(model, waiting)  # type: ignore[arg-type]
     tell_of_hooks(model)  # type: ignore[arg-type]
     torch.save(model, file)
     file.seek(0)

@@ -47,6 +47,12 @@ def persistent(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield place.name, buffer
 
 
+def caches(module: torch.nn.Module) -> set[str]:
+    """Names of those that are not persistent, nor another name of one that is."""
+    kept = {id(buffer) for _, buffer in persistent(module)}
+    return {name for name, buffer in module.named_buffers() if id(buffer) not in kept}
+
+
 class Backup:
     """What the buffers held before a step's first forward.
 

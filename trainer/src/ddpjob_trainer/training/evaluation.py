@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob_trainer.arguments import Arguments, function
 from ddpjob_trainer.comm.world import World
@@ -55,21 +56,26 @@ def share_buffers(module: torch.nn.Module, world: World) -> None:
         world.broadcast_tensor(buffer.data)
 
 
-def tell_waits(
-    wrapped: torch.nn.Module, waiting: Callable[[], AbstractContextManager[None]]
+def watch_sharing(
+    wrapped: DistributedDataParallel, waiting: Callable[[], AbstractContextManager[None]]
 ) -> None:
     """Have a forward's wait for rank 0's buffers be one: not who waits hangs, but rank 0.
 
-    ``wrapped``: a DistributedDataParallel. torch has no hook there; without its method all is as
-    it was, and a hang may be laid to a rank that waits.
+    And leave caches out, see buffers.py. torch has no hook there; without its method all is as it
+    was, and a hang may be laid to a rank that waits.
     """
     share = getattr(wrapped, "_sync_buffers", None)
     if share is None:
         return
 
     def waits() -> None:
-        with waiting():
-            share()
+        caches = buffers.caches(wrapped.module)
+        if not caches <= wrapped.parameters_to_ignore:
+            wrapped.parameters_to_ignore.update(caches)
+            wrapped._assign_modules_buffers()  # type: ignore[no-untyped-call]
+        if wrapped.modules_buffers:
+            with waiting():
+                share()
 
     Instead(wrapped, "_sync_buffers", waits)
 

@@ -136,7 +136,9 @@ class Run:
         with self._together("run.prepare()"):
             wrapped = trained.add(models, optimizers, list(schedulers), given, before_update)
         for one in trained.models[-len(models) :]:
-            evaluation.tell_waits(one.wrapped, lambda: self._process.progress.during("agreement"))
+            evaluation.watch_sharing(
+                one.wrapped, lambda: self._process.progress.during("agreement")
+            )
         return shaped_like(model, wrapped), optimizer
 
     def register(self, name: str, obj: Keepable, *, per_rank: bool = False) -> None:
