@@ -122,6 +122,20 @@ def test_the_number_of_backwards_is_checked(gang, calls, code, words):  # type: 
     assert words in gang.log(0)
 
 
+class Normaliser(nn.Module):
+    """By the mean of all that it has seen, in evaluations as well; and how often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + 1
+        self.mean += (x.mean(0) - self.mean) / self.seen
+        return x - self.mean
+
+
 def test_evaluation_leaves_training_as_it_is(gang, tmp_path):  # type: ignore[no-untyped-def]
     """Dropout in the model, draws in the metric: equal hashes with and without."""
 
@@ -129,8 +143,9 @@ def test_evaluation_leaves_training_as_it_is(gang, tmp_path):  # type: ignore[no
         def run_it(rank: int) -> None:
             run = ddp.start(total_steps=6, global_batch=12, seed=3)
             model = nn.Sequential(
-                nn.Linear(6, 300), nn.BatchNorm1d(300), nn.Dropout(0.5), nn.Linear(300, 2)
-            )
+                Normaliser(), nn.Linear(6, 300), nn.BatchNorm1d(300), nn.Dropout(0.5),
+                nn.Linear(300, 2),
+            )  # fmt: skip
             optimizer = torch.optim.AdamW(model.parameters())
             wrapped, _ = run.prepare(model, optimizer, bucket_cap_mb=0.001, ema=0.9)
             for step in run.steps(DATA):
@@ -147,8 +162,13 @@ def test_evaluation_leaves_training_as_it_is(gang, tmp_path):  # type: ignore[no
                         batch_size=25, collate=torch.stack, reduce="mean",
                     )  # fmt: skip
                     assert found == {"ones": 1.0, "rows": 25.0}
-                    with run.evaluating():
-                        torch.rand(3)
+                    with run.evaluating() as bare:
+                        bare(torch.rand(3, 6))
+                    if step.index == 4:  # the next update takes the model's again
+                        with run.evaluating(ema=True) as average:
+                            average[2].running_mean.fill_(7.0)
+                        with run.evaluating(ema=True) as average:
+                            assert average[2].running_mean[0] == 7.0, "as by update_bn()"
             (tmp_path / f"{name}-{rank}").write_text(f"{run.weights_sha256()} {run.state_sha256()}")
             run.finish()
 

@@ -7,6 +7,7 @@ long they are, so nothing compares, shares or puts them back.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +86,19 @@ class Backup:
         if self._copies:
             # .data: a graph that waits for its backward checks the version of what it has saved.
             torch._foreach_copy_([buffer.data for buffer in _there(self._buffers)], self._copies)
+
+
+@contextmanager
+def preserved(module: torch.nn.Module) -> Iterator[None]:
+    """Leave the buffers as they were found, for evaluation."""
+    backup = Backup(module)
+    with torch.no_grad():
+        backup.take(0)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            backup.put_back()
 
 
 def _there(buffers: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:

@@ -23,6 +23,7 @@ from ddpjob_trainer.optim.update import Hook
 from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.snapshot import weights
 from ddpjob_trainer.snapshot.training_state import weights_sha256
+from ddpjob_trainer.state import buffers
 from ddpjob_trainer.state.stateful import Keepable
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.run_log import checked, number_of
@@ -203,7 +204,10 @@ class Run:
         trained = self._ready("evaluating()")
         guard = self._loop.guard.asleep() if self._loop is not None else contextlib.nullcontext()
         module = trained.model_of(model).weights(ema=ema)
-        with self._process.progress.during("evaluation"), guard, evaluation.evaluating(module):
+        # An average's follow from the model's, unless update_bn() gives it some of its own.
+        kept = contextlib.nullcontext() if ema else buffers.preserved(module)
+        during = self._process.progress.during("evaluation")
+        with during, guard, kept, evaluation.evaluating(module):
             yield module
 
     @overload
@@ -252,7 +256,7 @@ class Run:
             if ema:
                 evaluation.share_buffers(trained.model_of(model).weights(ema=True), world)
         source = fetch.Batches(dataset, collate or self.options.collate, self.options.seed)
-        with self.evaluating(ema=ema, model=model) as module:
+        with self.evaluating(ema=ema, model=model) as module, buffers.preserved(module):
             share = evaluation.share_of_metric(
                 module, source, metric, world,
                 batch_size=given.batch_size, workers=given.workers, mean=mean,
