@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from ddpjob_trainer.data.sampler import DataOrder, Shuffled
+from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gradients import determinism
 from ddpjob_trainer.gradients.ddp import DdpAveraging
 from ddpjob_trainer.options import Options
@@ -42,22 +44,84 @@ def test_buffers_come_from_rank_0_in_the_first_forward_of_each_step_only(models)
         assert shared == [True] * models + [False] * 4 * models
 
 
+def idle(module: nn.Module, rebuild: Callable[[], object] = lambda: None) -> Any:
+    """As much of a DistributedDataParallel as the warm-up needs."""
+    reducer = SimpleNamespace(
+        _check_reducer_finalized=lambda: None,
+        prepare_for_forward=lambda: None,
+        _rebuild_buckets=rebuild,
+        prepare_for_backward=lambda _: None,
+    )
+    return SimpleNamespace(
+        module=module, parameters=module.parameters, reducer=reducer,
+        find_unused_parameters=False, static_graph=False,
+    )  # fmt: skip
+
+
 def test_the_warm_up_drops_its_gradients_before_memory_is_taken_for_other_buckets():
     """Else a GPU would hold a second set of them, in pieces that nothing else fits into."""
     held: list[bool] = []
     module = nn.Linear(3, 2)
     module.weight.grad = kept = torch.ones(2, 3)
-    reducer = SimpleNamespace(
-        _check_reducer_finalized=lambda: None,
-        prepare_for_forward=lambda: None,
-        _rebuild_buckets=lambda: held.append(any(p.grad is not None for p in module.parameters())),
-        prepare_for_backward=lambda _: None,
-    )
-    model: Any = SimpleNamespace(
-        module=module, parameters=module.parameters, reducer=reducer,
-        find_unused_parameters=False, static_graph=False,
-    )  # fmt: skip
+    model = idle(module, lambda: held.append(any(p.grad is not None for p in module.parameters())))
     determinism.warm_up(model, module(torch.ones(1, 3)).sum())
     assert held == [False]
     assert module.weight.grad is kept
     assert module.bias.grad is None
+
+
+class Fused(torch.autograd.Function):
+    """A loss whose gradient is made in forward, as fused ones do; scaled where it lies, or not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, in_place: bool) -> torch.Tensor:
+        ctx.gradient, ctx.in_place = x * 2, in_place
+        return x.pow(2).sum()
+
+    @staticmethod
+    def backward(ctx: Any, given: torch.Tensor) -> Any:
+        if ctx.in_place:
+            return ctx.gradient.mul_(given), None
+        return ctx.gradient * given, None
+
+
+@pytest.mark.parametrize("factor", [0.5, -1.0, 3.0])
+def test_a_backward_that_gives_other_gradients_the_second_time_is_refused(factor):  # type: ignore[no-untyped-def]
+    module = nn.Linear(3, 2)
+    loss = Fused.apply(module(torch.arange(6.0).view(2, 3)), True) * factor
+    with (
+        pytest.raises(ConfigError, match=r"gave '(weight|bias)' another gradient"),
+        determinism.warmed_up(idle(module), loss),
+    ):
+        loss.backward()
+    assert module.weight.grad is not None
+    assert not module.weight._backward_hooks
+
+
+@pytest.mark.parametrize(
+    "factor", [0.5, 0.0, float("nan"), float("inf"), 1e30], ids=lambda factor: f"{factor:g}"
+)
+def test_backwards_that_give_the_same_twice_pass(factor):  # type: ignore[no-untyped-def]
+    module = nn.ModuleDict(
+        {
+            "linear": nn.Linear(3, 2),
+            "short": nn.Linear(2, 2, dtype=torch.bfloat16),
+            "sparse": nn.Embedding(5, 3, sparse=True),
+            "unused": nn.Linear(1, 1),
+            "frozen": nn.Linear(2, 2).requires_grad_(False),
+        }
+    )
+    module["linear"].register_parameter("turn", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
+    module["linear"].register_parameter("empty", nn.Parameter(torch.ones(0, 2)))
+    x = module["linear"](module["sparse"](torch.tensor([1, 1, 4])))
+    x = (x * module["linear"].turn).abs() + module["linear"].empty.sum()
+    x = module["frozen"](module["short"](x.bfloat16()).float())
+    loss = Fused.apply(x, False) * factor
+    with determinism.warmed_up(idle(module), loss):
+        loss.backward()
+
+
+def test_what_the_order_of_additions_makes_of_zero_is_no_other_gradient():  # type: ignore[no-untyped-def]
+    assert not determinism._differ([-3e-7, 1e-7], [2e-7, 5e-7], 1.0)
+    assert determinism._differ([-3e-3, 1e-3], [-6e-3, 2e-3], 1.0)
+    assert not determinism._differ([-1.0, 2.0], [-1.003, 2.004], 2.004)

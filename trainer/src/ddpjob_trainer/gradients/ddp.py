@@ -236,10 +236,11 @@ class DdpAveraging:
         if not (awake or self._several) and number == len(self._parts) - 1:
             determinism.check_marks(self._models[0])
         effect = contextlib.nullcontext() if counts else without_effect(everything)
-        with effect, determinism.reducer_errors():
-            if awake and not self._warm:
-                self._warm = True
-                determinism.warm_up(self._models[0], loss)
+        first = awake and not self._warm
+        self._warm |= awake
+        warm = determinism.warmed_up(self._models[0], loss) if first else contextlib.nullcontext()
+        with effect, determinism.reducer_errors(), warm:
+            if first:
                 self._world.accelerator.release()
             loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         if awake and not determinism.is_reduced(self._models[0]):

@@ -14,7 +14,8 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,6 +81,66 @@ def warm_up(model: DistributedDataParallel, loss: torch.Tensor) -> None:
     failpoints.reach("warm-up")
     for parameter, gradient in gradients:
         parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def warmed_up(model: DistributedDataParallel, loss: torch.Tensor) -> Iterator[None]:
+    """Warm up; within, the caller runs the same backward for real.
+
+    Raises ConfigError when that gives this rank other gradients: a Function that in its backward
+    changes what it has saved would make the first step of each process wrong.
+    """
+    with _extremes(model) as found:
+        warm_up(model, loss)
+        first = dict(found)
+        yield
+    pairs = {name: (first[name].tolist(), found[name].tolist()) for name in first}
+    largest = max((abs(x) for pair in pairs.values() for x in pair[1]), default=0.0)
+    other = [name for name, pair in pairs.items() if _differ(*pair, largest)]
+    if other:
+        raise ConfigError(
+            "step.backward(): the first backward of each process runs twice at level='resume', to"
+            f" learn DDP's buckets, and the second gave {other[0]!r} another gradient. Look for an"
+            " autograd.Function, or a hook, whose backward changes in place what it has saved, or"
+            " counts: let it return a new tensor, or use level='off'"
+        )
+
+
+@contextlib.contextmanager
+def _extremes(model: DistributedDataParallel) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the least and the greatest of each gradient of the newest backward, by name.
+
+    They are this rank's own, not yet averaged: whatever a communication hook or another order of
+    additions makes of them is left out.
+    """
+    found: dict[str, torch.Tensor] = {}
+
+    def look(name: str, gradient: torch.Tensor) -> None:
+        values = gradient.detach()
+        values = values._values() if values.is_sparse else values
+        values = torch.view_as_real(values) if values.is_complex() else values
+        if values.numel():
+            found[name] = torch.stack(torch.aminmax(values))
+
+    hooks = [
+        parameter.register_hook(partial(look, name))  # type: ignore[no-untyped-call]
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _differ(first: Sequence[float], second: Sequence[float], largest: float) -> bool:
+    """Whether by more than kernels do that are not deterministic; what is not finite does not.
+
+    ``largest``: of all gradients. One that adds up to zero is nothing but such differences.
+    """
+    bound = 1e-2 * max(map(abs, second)) + 1e-5 * largest
+    return any(abs(a - b) > bound for a, b in zip(first, second, strict=True))
 
 
 def is_reduced(model: DistributedDataParallel) -> bool:
