@@ -142,7 +142,7 @@ def _url(ip: str, port: int) -> str | None:
 
 
 class _Bounded(ResponseHandler):
-    """Looks at so much in all. What comes before an answer (100 Continue) aiohttp does not limit."""
+    """Looks at so much in all: what comes before an answer (100 Continue) has no limit else."""
 
     _left = _MAX_ANSWER
 
