@@ -26,11 +26,34 @@ EVERY = 3
 SAMPLES = 77
 
 
+class Noise:
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(1)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x + float(self.rng.normal())
+
+
+class Compose:
+    """As torchvision's: one may be among the transforms of another."""
+
+    def __init__(self, *transforms: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.transforms = [*transforms]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        for transform in self.transforms:
+            x = transform(x)
+        return x
+
+
 class Augmented(Dataset[dict[str, Any]]):
     """Rows as Hugging Face's datasets give them, with noise from every generator there is."""
 
     def __init__(self, pids: Path | None = None) -> None:
         self.pids = pids
+        self.transform = Compose(Compose(Noise()))
 
     def __len__(self) -> int:
         return SAMPLES
@@ -40,7 +63,7 @@ class Augmented(Dataset[dict[str, Any]]):
             (self.pids / f"worker-{os.getpid()}").touch()
         x = torch.arange(48.0) * index / 500 + torch.randn(48)
         x[: len(x) // 2] *= random.random() + float(np.random.rand())
-        return {"x": x, "label": index % 10}
+        return {"x": self.transform(x), "label": index % 10}
 
 
 class Streaming(IterableDataset[dict[str, Any]]):

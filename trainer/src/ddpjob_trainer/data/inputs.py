@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 from ddpjob_trainer.accelerator import Accelerator
 from ddpjob_trainer.arguments import Arguments
-from ddpjob_trainer.data import fetch, given, likeness
+from ddpjob_trainer.data import fetch, given, likeness, own_generators
 from ddpjob_trainer.data.fetch import Batches, Collate, Work
 from ddpjob_trainer.data.likeness import Likeness
 from ddpjob_trainer.data.permutation import Indices
@@ -167,6 +167,8 @@ class Indexed:
         self.order = DataOrder(epochs, place.global_batch, place.tail)
         self._source = Batches(source, place.collate, place.seed)
         self.draws = self._source.draws
+        if self.draws:
+            own_generators.warn_of_more(source, place.say)
         self.likeness: Likeness | None = likeness.of(self._source)
         self.own = self.likeness
         self._pinned = place.accelerator.pinned
@@ -252,7 +254,7 @@ class Streamed:
             say=place.say,
             alive=place.alive,
         )
-
+        own_generators.warn_of_more(source, place.say)
         self.own = self.stream.own
 
     def compare(self, every: Sequence[Sequence[str]]) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddpjob_trainer.data.own_generators import OF_ALL, SEEDED, is_library
+from ddpjob_trainer.data.own_generators import OF_ALL, SEEDED, is_library, is_the_scripts
 from ddpjob_trainer.data.own_generators import mark as generator_mark
 from ddpjob_trainer.training.hidden import is_looked_after, key
 
@@ -288,10 +288,7 @@ def _is_the_scripts(value: Any) -> bool:
         return True
     if isinstance(value, _NEVER) or not hasattr(value, "__dict__"):
         return False
-    name = type(value).__module__
-    file = getattr(sys.modules.get(name), "__file__", None)
-    own = name == "__main__" or (file is not None and not is_library(file))
-    return own and not name.startswith("ddpjob_trainer")
+    return is_the_scripts(type(value).__module__)
 
 
 # --- What a value is, to be compared with what it is later -----------------------------------

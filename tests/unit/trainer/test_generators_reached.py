@@ -1,0 +1,248 @@
+"""How far a dataset's own generators are looked for, and what it costs."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import ConcatDataset, Dataset
+
+from ddpjob_trainer import accelerator
+from ddpjob_trainer.data import own_generators
+from ddpjob_trainer.data.inputs import InputOptions, Place, open_input
+
+RNG = np.random.default_rng(1)
+MODULE = ModuleType("augmentation")
+MODULE.draws = np.random.default_rng(1)  # type: ignore[attr-defined]
+
+
+class Noise:
+    def __init__(self, rng: Any = None) -> None:
+        self.rng = rng or random.Random(1)
+
+
+class Holds(Dataset[Any]):
+    """A dataset, one around another, a transform of transforms."""
+
+    transform: Any = None
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = [*parts]
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.parts[index]
+
+
+class OfTheClass:
+    rng = np.random.default_rng(1)
+
+
+class StaticMethod:
+    @staticmethod
+    def draw() -> float:
+        return float(RNG.random())
+
+
+class ClassMethod:
+    @classmethod
+    def draw(cls) -> float:
+        return float(RNG.random())
+
+
+class Property:
+    @property
+    def drawn(self) -> float:
+        return float(RNG.random())
+
+
+class CachedProperty:
+    @functools.cached_property
+    def drawn(self) -> float:
+        return float(RNG.random())
+
+
+class Decorated:
+    @torch.no_grad()
+    def draw(self) -> float:
+        return float(RNG.random())
+
+
+@dataclass(slots=True)
+class Slots:
+    rng: Any
+    empty: Any = None
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = torch.Generator()
+
+
+class Entries(list[Any]):
+    """Of a class that is not list's own, and asks for trouble."""
+
+    def __len__(self) -> int:
+        raise AssertionError("code of the script is run")
+
+    def __iter__(self) -> Any:
+        raise AssertionError("code of the script is run")
+
+
+AUGMENT, TABLE = Holds(Holds(Noise())), {"deep": [{"rng": np.random.default_rng(1)}]}
+
+
+def names_an_object() -> Any:
+    return AUGMENT[0]
+
+
+def names_a_table() -> Any:
+    return [TABLE["deep"] for _ in range(3)]
+
+
+def names_a_module() -> Any:
+    return MODULE.draws.random()
+
+
+def names_a_class() -> Any:
+    return OfTheClass.rng.random()
+
+
+@functools.lru_cache
+def is_wrapped() -> float:
+    return float(RNG.random())
+
+
+def closure(rng: Any) -> Callable[[], Any]:
+    return lambda: [rng.random()]
+
+
+REACHED: dict[str, Callable[[], Any]] = {
+    "plain": lambda: Holds(Noise()),
+    "compose of compose": lambda: Holds(Holds(Holds(Noise()))),
+    "concat of compose": lambda: ConcatDataset([Holds(Holds(Noise()))]),
+    "dataset of a dataset": lambda: Holds(Holds(Holds(Holds(Holds(Holds(Noise())))))),
+    "twice the same": lambda: Holds(AUGMENT, [AUGMENT], AUGMENT.parts[0]),
+    "around in a circle": lambda: (circle := Holds(Noise()), circle.parts.append(circle))[0],
+    "class": lambda: Holds(OfTheClass()),
+    "static method": lambda: Holds(StaticMethod()),
+    "class method": lambda: Holds(ClassMethod()),
+    "property": lambda: Holds(Property()),
+    "cached property": lambda: Holds(CachedProperty()),
+    "decorated method": lambda: Holds(Decorated()),
+    "slots": lambda: Holds(Slots(random.Random(1))),
+    "method of C": lambda: Holds(random.Random(1).random),
+    "partial": lambda: Holds(functools.partial(max, random.Random(1))),
+    "closure": lambda: Holds(closure(random.Random(1))),
+    "nn.Module": lambda: Holds(nn.Sequential(nn.Identity(), Layer())),
+    "namespace": lambda: Holds(SimpleNamespace(rng=np.random.RandomState(1))),
+    "mappings": lambda: Holds(OrderedDict(a=deque([{"b": random.Random(1)}]))),
+    "a list's own kind": lambda: Holds(Entries([random.Random(1)])),
+    "behind 500 numbers": lambda: Holds([*range(500), random.Random(1)]),
+    "global object": lambda: Holds(names_an_object),
+    "global table": lambda: Holds(names_a_table),
+    "global of a module": lambda: Holds(names_a_module),
+    "global class": lambda: Holds(names_a_class),
+    "wrapped function": lambda: Holds(is_wrapped),
+}
+
+
+@pytest.mark.parametrize("case", REACHED)
+def test_it_is_found_once_however_deep_it_is(case: str) -> None:
+    assert len(own_generators.found_in(REACHED[case]())) == 1
+
+
+def test_two_closures_of_one_code_have_two() -> None:
+    found = own_generators.found_in([closure(random.Random(1)), closure(random.Random(2))])
+    assert len(found) == 2
+
+
+class Odd:
+    """What must not be touched. ``AUGMENT`` is an attribute here, not the module's variable."""
+
+    def __init__(self) -> None:
+        self.model = torch.zeros(3)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} is asked for")
+
+    @property
+    def __class__(self) -> Any:
+        raise AssertionError("the class is asked for")
+
+    @property
+    def drawn(self) -> Any:
+        raise AssertionError("the property is asked for")
+
+    def use(self) -> Any:
+        return self.AUGMENT.RNG
+
+
+def test_no_code_of_the_scripts_is_run_and_attributes_are_no_variables() -> None:
+    assert own_generators.found_in(Holds(Odd())) == []
+
+
+@dataclass
+class Record:
+    path: str
+    label: int
+    boxes: list[float]
+    transform: Any = None
+
+
+SHARED = Noise()
+MANY = 50_000
+LARGE: dict[str, tuple[Callable[[], Any], int]] = {
+    "numbers": (lambda: list(range(MANY)), 0),
+    "tuples": (lambda: [(f"{number}.jpg", number) for number in range(MANY)], 0),
+    "dicts": (lambda: [{"text": "a", "ids": [number]} for number in range(MANY)], 0),
+    "tensors": (lambda: {number: torch.zeros(()) for number in range(MANY)}, 0),
+    "records": (lambda: [Record("a", number, [1.0]) for number in range(MANY)], 0),
+    "records of one transform": (lambda: [Record("a", 1, [], SHARED) for _ in range(MANY)], 1),
+}
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_of_many_samples_only_the_first_are_looked_at(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, is_end = [0], own_generators._is_end
+
+    def counted(obj: Any) -> bool:
+        looks[0] += 1
+        return is_end(obj)
+
+    monkeypatch.setattr(own_generators, "_is_end", counted)
+    make, wanted = LARGE[case]
+    walk = own_generators.Walk([Holds(make(), Noise())])
+    assert walk.whole
+    assert len(walk.found) == wanted + 1
+    assert looks[0] < 1000
+
+
+@pytest.mark.parametrize(("count", "warned"), [(3000, False), (30_000, True)])
+def test_a_dataset_that_leads_to_too_much_is_named(count: int, *, warned: bool) -> None:
+    said: list[str] = []
+    place = Place(
+        seed=5, rank=0, ranks=2, global_batch=8, parts=2, level="resume", tail="drop",
+        collate=None, accelerator=accelerator.of(torch.device("cpu")), say=said.append,
+        alive=lambda: None,
+    )  # fmt: skip
+    source = Holds(*(Noise(random.Random(number)) for number in range(count)))
+    source.transform = AUGMENT
+    open_input(source, InputOptions.among(InputOptions.defaults()), place)
+    assert len(said) == warned
+    assert all("warning: Holds leads to more than 10000 objects" in text for text in said)
+    assert len(own_generators.found_in(source)) == (1001 if warned else count + 1)
