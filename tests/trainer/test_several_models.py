@@ -300,6 +300,9 @@ def test_what_would_train_nothing_or_apart_is_refused_with_the_cure(gang):  # ty
         with refused("prepare all models before it"):
             step = next(steps)
             run.prepare(small(1, 1), adam(frozen))
+        for per_rank in (False, True):
+            with refused(r"register\('later'\) was called after steps.*before run\.steps"):
+                run.register("later", {"n": 0}, per_rank=per_rank)
         with pytest.raises(RuntimeError, match=r"update\(\) was called before"):
             step.update(og)
         step.backward(wg(next(step.batches)[0]).mean())

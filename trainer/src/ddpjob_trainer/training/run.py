@@ -149,8 +149,13 @@ class Run:
         or random, or a dict of numbers, strings, tensors, lists, deques and dicts: counters of
         yours, a mean, the best so far.
         Rank 0's value is kept; with ``per_rank`` that of each rank, for the same world size.
-        It may be called before prepare(), which may be given what uses it.
+        It may be called before prepare(), which may be given what uses it. Raises ConfigError.
         """
+        if self._loop is not None:
+            raise ConfigError(
+                f"register({name!r}) was called after steps(): a resume, which takes up the"
+                " snapshot when the first step begins, would not know it. Do so before run.steps()"
+            )
         self._trained.state.register(name, obj, per_rank=per_rank)
 
     # --- The loop ------------------------------------------------------------------------

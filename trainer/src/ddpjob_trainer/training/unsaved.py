@@ -131,7 +131,7 @@ class Guard:
     def knows(self, obj: object) -> bool:
         """Whether it is prepared or registered, or a part of what is."""
         kept = [*self._state.registered.values(), *self._state.per_rank.values()]
-        if len(kept) != self._registered:  # register() inside the loop
+        if len(kept) != self._registered:  # the loop itself registers its stream
             self._registered = len(kept)
             for value in kept:
                 self._known.update(id(part) for part in _parts(value))
