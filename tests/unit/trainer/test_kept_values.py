@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import enum
 import json
 import random
 from collections import deque
@@ -70,6 +71,51 @@ def test_a_deque_in_a_dict_is_filled_in_its_place() -> None:
     fresh: dict[str, Any] = {}
     resumed("mine", {"last": deque([1.0], 2)}, fresh)
     assert (list(fresh["last"]), fresh["last"].maxlen) == ([1.0], 2)
+
+
+def test_the_types_of_a_dicts_values_come_back() -> None:
+    values: dict[str, Any] = {"mean": np.float32(0), "size": torch.Size([1, 1])}
+    resumed("mine", {"mean": np.float32(0.1), "size": torch.Size([2, 3])}, values)
+    assert repr(values) == "{'mean': np.float32(0.1), 'size': torch.Size([2, 3])}"
+    resumed("mine", {"mean": 0.5, "size": (4, 5)}, values)  # as older versions have stored them
+    assert values == {"mean": 0.5, "size": (4, 5)}
+
+
+class Mean:
+    """Keeps a number of Python's, and says it as one of numpy's."""
+
+    def __init__(self, mean: float) -> None:
+        self.mean = mean
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": np.float64(self.mean)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean = float(state["mean"])
+
+
+class Floats(Mean):
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean}
+
+
+def test_of_a_number_that_is_numpys_or_not_nothing_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A snapshot of an older version holds Python's."""
+    for before, after in ((Mean(0.5), Floats(1)), (Floats(0.5), Mean(1))):
+        resumed("mean", before, after)
+        assert after.mean == 0.5
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_name_may_be_an_enums() -> None:
+    class Name(enum.StrEnum):
+        MINE = "mine"
+
+    values = {"n": 0}
+    resumed(Name.MINE, {"n": 1}, values)
+    assert values == {"n": 1}
 
 
 def test_settings_of_torchs_modules_come_back() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
+import enum
+import json
+import math
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from types import MappingProxyType
 from typing import Any
 
@@ -10,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddpjob_trainer.state.codec import flatten, unflatten
+from ddpjob_trainer.state.codec import Flat, UnstorableError, flatten, unflatten, without_numpys
 from support.snapshots import open_snapshots
 
 
@@ -76,6 +79,85 @@ def test_a_mapping_keeps_its_type(value):  # type: ignore[no-untyped-def]
 def test_a_mapping_that_would_come_back_as_another_is_refused(value, name):  # type: ignore[no-untyped-def]
     with pytest.raises(TypeError, match=f"cannot store a/b: a {name}"):
         flatten({"a": {"b": value}})
+
+
+def back(value: Any) -> Any:
+    """What a snapshot gives back, whose tree is JSON on the disk."""
+    flat = flatten({"a": {"b": value}})
+    return unflatten(Flat(json.loads(json.dumps(flat.tree)), flat.tensors, flat.aliases))["a"]["b"]
+
+
+EXACT: list[Any] = [
+    None, True, 5, 2**70, 0.1, math.inf, "text", b"\x00", [1], (1,), {}, deque([1], 3),
+    np.float64(0.1), np.float32(0.1), np.float16(0.1), np.float32("inf"), np.int64(-5),
+    np.uint8(255), np.uint64(2**64 - 1), np.bool_(True), np.str_("täxt"), np.bytes_(b"\x00a"),
+    torch.Size([2, 3]), (np.float32(1), [np.int32(2)]),
+    {np.int64(1): np.float64(2)}, {np.str_("a"): 1}, OrderedDict(a=np.float32(3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", EXACT, ids=repr)
+def test_a_value_comes_back_as_the_type_that_it_was(value: Any) -> None:
+    found = back(value)
+    assert found == value
+    assert repr(found) == repr(value), "types within, and numpy's"
+    assert type(found) is type(value)
+
+
+class Named(str):
+    __slots__ = ()
+
+
+class Stack(list[Any]):
+    pass
+
+
+class Phase(enum.StrEnum):
+    WARM = "warm"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+Best = namedtuple("Best", "loss step")
+INEXACT: list[tuple[Any, str]] = [
+    (Best(0.1, 2), r"a Best; .* keep tuple\(\.\.\.\) of it, and make it anew"),
+    (Phase.WARM, r"a Phase; .* another type: keep its \.value, and make it anew of that"),
+    (Level.LOW, r"a Level; .* keep its \.value"),
+    (Colour.RED, r"a Colour; .* keep its \.value"),
+    (Named("a"), r"a Named; .* keep str\("),
+    (Stack(), r"a Stack; .* keep list\("),
+    (type("Number", (float,), {})(1), r"a Number; .* keep float\("),
+    (torch.max(torch.ones(2, 2), 0), r"a max; .* keep tuple\("),
+    (np.longdouble(1), "a longdouble; state must consist of"),
+    (np.complex64(1), "a complex64; state must"),
+    (np.datetime64(5, "ns"), "a datetime64; state must"),
+]
+
+
+@pytest.mark.parametrize(("value", "words"), INEXACT, ids=lambda value: type(value).__name__)
+def test_one_that_would_come_back_as_another_is_refused_with_the_cure(
+    value: Any, words: str
+) -> None:
+    with pytest.raises(UnstorableError, match=rf"cannot store a/b: {words}"):
+        back(value)
+
+
+def test_a_key_is_no_less_exact() -> None:
+    with pytest.raises(UnstorableError, match=r"cannot store a/b \(a key\): a Phase"):
+        back({Phase.WARM: 1})
+
+
+def test_an_export_needs_no_numpy() -> None:
+    state = {"lr": [np.float64(0.1), np.float32("nan")], "n": {np.int64(1): np.str_("a")}}
+    flat = flatten(state)
+    found = unflatten(Flat(without_numpys(flat.tree)))
+    assert repr(found) == "{'lr': [0.1, nan], 'n': {1: 'a'}}"
 
 
 def nested(depth: int) -> Any:

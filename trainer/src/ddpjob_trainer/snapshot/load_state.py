@@ -200,7 +200,7 @@ def _unshared(value: Any, seen: set[int]) -> Any:
         return copied
     if isinstance(value, list):
         return [_unshared(part, seen) for part in value]
-    if isinstance(value, tuple):
+    if type(value) is tuple:  # a torch.Size holds no tensors
         return tuple(_unshared(part, seen) for part in value)
     if isinstance(value, deque):
         return deque((_unshared(part, seen) for part in value), value.maxlen)

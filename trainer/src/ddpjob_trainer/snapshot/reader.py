@@ -12,7 +12,7 @@ import torch
 from ddpjob_trainer.snapshot.find import SnapshotToolError, choose
 from ddpjob_trainer.snapshot.load import Source
 from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError
-from ddpjob_trainer.state.codec import Flat, member, tensor_names, unflatten
+from ddpjob_trainer.state.codec import Flat, member, tensor_names, unflatten, without_numpys
 
 
 class Snapshot:
@@ -48,7 +48,10 @@ class Snapshot:
         return found
 
     def read(self, *path: str) -> Any:
-        """Return one part of the state. Raises KeyError, OSError, SnapshotToolError."""
+        """Return one part of the state. Raises KeyError, OSError, SnapshotToolError.
+
+        Numbers are Python's, where a resume gets numpy's back: an export is read without numpy.
+        """
         manifest = self._source.manifest
         node = manifest.tree
         for name in path:
@@ -63,7 +66,7 @@ class Snapshot:
                 " retention of a running job may have removed it: read again, or let it keep more"
                 " (snapshot.keep)"
             ) from None
-        return unflatten(Flat(node, tensors, dict(manifest.aliases)))
+        return unflatten(Flat(without_numpys(node), tensors, dict(manifest.aliases)))
 
 
 class _Tensors(Mapping[str, torch.Tensor]):

@@ -23,6 +23,7 @@ from ddpjob_trainer.state.codec import (
     raw,
     tensor_names,
     unflatten,
+    without_numpys,
 )
 from ddpjob_trainer.state.in_place import InPlace
 from ddpjob_trainer.state.stateful import (
@@ -139,7 +140,7 @@ class TrainingState:
         """
         if not isinstance(name, str) or not name:
             raise ConfigError(f"register({name!r}): a name must be a string")
-        kept = stateful(obj)
+        name, kept = str.__str__(name), stateful(obj)  # not of an Enum, as no key may be
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(kept, method, None)):
                 raise ConfigError(f"register({name!r}): {type(obj).__name__} has no {method}()")
@@ -322,7 +323,7 @@ def _is_the_scripts(obj: object) -> bool:
 
 def _check_taken(name: str, wanted: Flat, found: Flat, rank: int) -> None:
     """Tell of a load_state_dict() that has passed over what it was given, as strict=False does."""
-    taken = wanted.tree == found.tree and all(
+    taken = without_numpys(wanted.tree) == without_numpys(found.tree) and all(
         torch.equal(tensor.cpu(), found.tensors[key].cpu())
         for key, tensor in wanted.tensors.items()
         if key in found.tensors and tensor.numel() <= _COMPARED

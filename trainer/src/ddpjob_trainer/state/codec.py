@@ -1,7 +1,8 @@
 """State as tensors and JSON. No pickle is ever written or read.
 
 ``flatten`` splits any nesting of dicts, lists, tuples, deques, numbers, strings, bytes and tensors
-into named tensors and a JSON tree that refers to them; ``unflatten`` joins them.
+into named tensors and a JSON tree that refers to them; ``unflatten`` joins them. What would come
+back as another type, as a namedtuple or an Enum would, is refused.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,7 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 _MARK = "$"
 _TENSORS = ("$tensor", "$complex", "$numpy")
+_NUMBER_BYTES = 8  # of numpy's scalars: longer ones differ from machine to machine
 #: Deep enough for any state, and far from where reading it would end in a RecursionError.
 _MAX_DEPTH = 100
 #: Mappings besides dict that state_dict() of torch and of users may hold.
@@ -80,14 +83,14 @@ class _Encoder:
     def encode(self, value: Any, path: str, depth: int) -> Any:
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
-        if value is None or isinstance(value, bool | str):
+        if value is None or type(value) in (bool, str, int):
             return value
-        if isinstance(value, int):
-            return int(value)
-        if isinstance(value, float):
-            return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
-        if isinstance(value, bytes):
+        if type(value) is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if type(value) is bytes:
             return {"$bytes": base64.b64encode(value).decode()}
+        if isinstance(value, np.generic) and _is_plain(value.dtype):
+            return {"$generic": [value.dtype.str, _content(value)]}
         if isinstance(value, np.ndarray):
             if value.dtype.kind not in "biuf":
                 raise UnstorableError(f"cannot store {path}: an array of {value.dtype}")
@@ -97,27 +100,24 @@ class _Encoder:
         depth += 1
         if isinstance(value, Mapping):
             return self._mapping(value, path, depth)
-        if isinstance(value, list | tuple) or type(value) is deque:
+        if type(value) in (list, tuple, deque, torch.Size):
             return self._sequence(value, path, depth)
-        if isinstance(value, np.generic):
-            return self.encode(value.item(), path, depth)
-        raise UnstorableError(
-            f"cannot store {path}: a {type(value).__name__}; state must consist of tensors,"
-            " numbers, strings, bytes, None, lists, tuples, deques and dicts"
-        )
+        raise UnstorableError(f"cannot store {path}: a {type(value).__name__}; {_cure(value)}")
 
     def _sequence(self, value: Sequence[Any], path: str, depth: int) -> Any:
         parts = [self.encode(v, f"{path}/{i}", depth) for i, v in enumerate(value)]
         if isinstance(value, deque):
             return {"$deque": [value.maxlen, parts]}
-        return {"$tuple": parts} if isinstance(value, tuple) else parts
+        if isinstance(value, tuple):
+            return {"$size" if isinstance(value, torch.Size) else "$tuple": parts}
+        return parts
 
     def _mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> Any:
         items = [
             (k, self.encode(v, f"{path}/{k}" if path else str(k), depth)) for k, v in value.items()
         ]
         node: Any = dict(items)
-        if not all(isinstance(k, str) and not k.startswith(_MARK) for k, _ in items):
+        if not all(type(k) is str and not k.startswith(_MARK) for k, _ in items):
             node = {"$dict": [[self.encode(k, f"{path} (a key)", depth), v] for k, v in items]}
         if type(value) is dict:
             return node
@@ -151,6 +151,50 @@ class _Encoder:
             there.append(path)
         flat.tensors[path] = tensor
         return {"$tensor": path}
+
+
+def _cure(value: Any) -> str:
+    kinds = (str, int, float, bytes, list, tuple, deque)
+    kind = next((kind.__name__ for kind in kinds if isinstance(value, kind)), "")
+    if not (kind or isinstance(value, Enum)):
+        return (
+            "state must consist of tensors, numbers, strings, bytes, None, lists, tuples, deques"
+            " and dicts"
+        )
+    plain = "its .value" if isinstance(value, Enum) else f"{kind}(...) of it"
+    return f"after a resume it would be of another type: keep {plain}, and make it anew of that"
+
+
+def _is_plain(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind in "US" or (dtype.kind in "biuf" and dtype.itemsize <= _NUMBER_BYTES)
+
+
+def _content(value: np.generic) -> str:
+    if isinstance(value, np.str_):
+        return str(value)
+    return base64.b64encode(bytes(value) if isinstance(value, bytes) else value.tobytes()).decode()
+
+
+def _generic(name: Any, content: Any) -> np.generic:
+    dtype = np.dtype(name)
+    if not _is_plain(dtype):
+        raise ValueError(f"no number is of type {name}")
+    if dtype.kind == "U":
+        return np.str_(content)
+    raw = base64.b64decode(content)
+    found: np.generic = np.bytes_(raw) if dtype.kind == "S" else np.frombuffer(raw, dtype)[0]
+    return found
+
+
+def without_numpys(node: Any) -> Any:
+    """A tree with Python's numbers and strings in place of numpy's own, which not all read."""
+    if isinstance(node, list):
+        return [without_numpys(part) for part in node]
+    if not isinstance(node, dict):
+        return node
+    if "$generic" in node:
+        return flatten(_generic(*node["$generic"]).item()).tree
+    return {key: without_numpys(part) for key, part in node.items()}
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -223,6 +267,10 @@ def _decode_marked(mark: str, content: Any, flat: Flat) -> Any:
         return made
     if mark == "$numpy":
         return flat.tensors[flat.aliases.get(content, content)].numpy()
+    if mark == "$generic":
+        return _generic(*content)
+    if mark == "$size":
+        return torch.Size(content)
     if mark == "$tuple":
         return tuple(_decode(part, flat) for part in content)
     if mark == "$deque":

@@ -41,7 +41,7 @@ class InPlace:
             return self._tensor(there, value)
         if isinstance(there, np.ndarray):
             return self._array(there, value)
-        if isinstance(there, tuple) and len(there) == len(value):
+        if type(there) is tuple and len(there) == len(value):
             return tuple(map(self.put, there, value))
         if not isinstance(there, dict | list | deque):
             return value
