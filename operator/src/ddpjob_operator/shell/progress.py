@@ -57,7 +57,8 @@ class ProgressReader:
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT)
         # The gates limit: a wait for one of the connector's would count against the timeout.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        connector._factory = partial(_Bounded, loop=asyncio.get_running_loop())
+        kind: type[ResponseHandler] = _Bounded
+        connector._factory = partial(kind, loop=asyncio.get_running_loop())
         async with (
             aiohttp.ClientSession(
                 timeout=timeout, connector=connector, cookie_jar=aiohttp.DummyCookieJar()

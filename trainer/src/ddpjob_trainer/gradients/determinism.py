@@ -123,7 +123,7 @@ def _extremes(model: DistributedDataParallel) -> Iterator[dict[str, torch.Tensor
             found[name] = torch.stack(torch.aminmax(values))
 
     hooks = [
-        parameter.register_hook(partial(look, name))  # type: ignore[no-untyped-call]
+        parameter.register_hook(partial(look, name))
         for name, parameter in model.module.named_parameters()
         if parameter.requires_grad
     ]
