@@ -153,8 +153,7 @@ class Run:
         """
         if self._loop is not None:
             raise ConfigError(
-                f"register({name!r}) was called after steps(): a resume, which takes up the"
-                " snapshot when the first step begins, would not know it. Do so before run.steps()"
+                f"register({name!r}) was called after steps(): no resume would know it; do so before"
             )
         self._trained.state.register(name, obj, per_rank=per_rank)
 
