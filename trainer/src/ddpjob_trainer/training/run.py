@@ -153,7 +153,7 @@ class Run:
         """
         if self._loop is not None:
             raise ConfigError(
-                f"register({name!r}) was called after steps(): no resume would know it; do so before"
+                f"register({name!r}) was called after steps(): do so before, or no resume knows it"
             )
         self._trained.state.register(name, obj, per_rank=per_rank)
 
