@@ -284,6 +284,21 @@ def test_what_a_script_still_holds_of_a_registered_dict_is_filled():  # type: ig
     assert (*held["mean"].tolist(), *held["array"].tolist(), *mean.tolist()) == (3.0,) * 5
 
 
+@pytest.mark.parametrize("per_rank", [False, True])
+def test_a_hash_does_not_depend_on_which_tensors_share_memory(per_rank: bool):  # type: ignore[no-untyped-def]
+    """After a resume none of a script's do, and the bits are the same."""
+    mean = torch.ones(3)
+    values = {"now": mean, "best": mean, "last": [mean]}
+    states = [TrainingState(nn.Linear(2, 2)) for _ in range(2)]
+    for state, mine in zip(states, (values, {}), strict=True):
+        state.register("mine", mine, per_rank=per_rank)
+    states[1].restore(memory_source(stored(states[0])), 0)
+    hashes = [state.sha256(0) for state in states]
+    assert hashes[0] == hashes[1]
+    values["best"] = torch.zeros(3)
+    assert states[0].sha256(0) != hashes[0]
+
+
 def test_parts_of_one_array_or_tensor_are_filled_too():  # type: ignore[no-untyped-def]
     """``mean, scale = torch.zeros(2, 5)`` makes two, beside each other in one memory."""
     mean, scale = torch.zeros(2, 5)

@@ -87,9 +87,10 @@ def _sha256(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def flat_sha256(flat: Flat) -> str:
-    """Hash a flattened state: the JSON and the tensors."""
+    """Hash a flattened state: the JSON and the tensors, whether or not some share memory."""
+    tensors = flat.tensors | {name: flat.tensors[of] for name, of in flat.aliases.items()}
     digest = hashlib.sha256(json.dumps(flat.tree, sort_keys=True).encode())
-    digest.update(_sha256(flat.tensors.items()).encode())
+    digest.update(_sha256(sorted(tensors.items())).encode())
     return digest.hexdigest()
 
 
@@ -108,6 +109,18 @@ def _own(rank: int, objects: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     own = {f"{prefix}tensor/{name}": tensor for name, tensor in flat.tensors.items()}
     own[f"{prefix}tree"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return own
+
+
+def _flat_of(own: Mapping[str, torch.Tensor], rank: int) -> Flat | None:
+    """What _own() was made of. None: there are more ranks now than when it was written."""
+    prefix = _own_prefix(rank)
+    tree = own.get(f"{prefix}tree")
+    if tree is None:
+        return None
+    node, aliases = json.loads(tree.numpy().tobytes())
+    inner = f"{prefix}tensor/"
+    tensors = {n.removeprefix(inner): t for n, t in own.items() if n.startswith(inner)}
+    return Flat(node, tensors, aliases)
 
 
 def _part(states: Mapping[str, Mapping[int, Any]]) -> Flat:
@@ -230,9 +243,9 @@ class TrainingState:
 
         Collective.
         """
-        captured, prefix = self.capture(rank, gathered=True), _own_prefix(rank)
-        own = {f"own/{n.removeprefix(prefix)}": t for n, t in captured.own.items()}
-        return flat_sha256(Flat(captured.flat.tree, {**captured.flat.tensors, **own}))
+        captured = self.capture(rank, gathered=True)
+        own = _flat_of(captured.own, rank) or Flat()
+        return hashlib.sha256((flat_sha256(captured.flat) + flat_sha256(own)).encode()).hexdigest()
 
     def restore(self, source: Source, rank: int, *, ema_may_differ: bool = False) -> None:
         """Put a state back. Every rank calls it at the same point.
@@ -278,10 +291,10 @@ class TrainingState:
                 give(obj, value, into)
             if wanted is not None:
                 _check_taken(name, wanted, flatten(obj.state_dict()), rank)
-        prefix = _own_prefix(rank)
-        own = loader.read_named("rank/", prefix)
+        found = loader.read_named("rank/", _own_prefix(rank))
         with fitting(f"rank {rank}'s own"):
-            self._restore_own(own, prefix, into)
+            if (own := _flat_of(found, rank)) is not None:
+                self._restore_own(own, into)
 
     def _tensors_of_others(self, model: _Inventory) -> Iterator[torch.Tensor]:
         """Those that do not come back as a part of a registered dict, though one may hold them."""
@@ -302,14 +315,8 @@ class TrainingState:
             if isinstance(value, torch.Tensor)
         }
 
-    def _restore_own(self, found: Mapping[str, torch.Tensor], prefix: str, into: InPlace) -> None:
-        tree = found.get(f"{prefix}tree")
-        if tree is None:  # there are more ranks now than when it was written
-            return
-        node, aliases = json.loads(tree.numpy().tobytes())
-        inner = f"{prefix}tensor/"
-        tensors = {n.removeprefix(inner): t for n, t in found.items() if n.startswith(inner)}
-        own = unshared(unflatten(Flat(node, tensors, aliases)))
+    def _restore_own(self, flat: Flat, into: InPlace) -> None:
+        own = unshared(unflatten(flat))
         for name, obj in self.per_rank.items():
             if name in own["objects"]:
                 give(obj, own["objects"][name], into)
