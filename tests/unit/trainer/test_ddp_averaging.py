@@ -13,7 +13,7 @@ from torch import nn
 from ddpjob_trainer.data.sampler import DataOrder, Shuffled
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gradients import determinism
-from ddpjob_trainer.gradients.ddp import DdpAveraging
+from ddpjob_trainer.gradients.ddp import DdpAveraging, without_effect
 from ddpjob_trainer.options import Options
 
 
@@ -125,3 +125,13 @@ def test_what_the_order_of_additions_makes_of_zero_is_no_other_gradient():  # ty
     assert not determinism._differ([-3e-7, 1e-7], [2e-7, 5e-7], 1.0)
     assert determinism._differ([-3e-3, 1e-3], [-6e-3, 2e-3], 1.0)
     assert not determinism._differ([-1.0, 2.0], [-1.003, 2.004], 2.004)
+
+
+def test_a_batch_that_counts_for_nothing_may_leave_an_output_out() -> None:
+    used, unused = nn.Linear(2, 2), nn.Linear(2, 2)
+    x, _ = Sink.apply(used(torch.ones(1, 2)), unused(torch.ones(1, 2)))
+    with without_effect([*used.parameters(), *unused.parameters()]):
+        (x * float("nan")).sum().backward()
+    assert used.weight.grad is not None
+    assert not used.weight.grad.any()
+    assert unused.weight.grad is None

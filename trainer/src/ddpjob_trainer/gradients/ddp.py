@@ -136,12 +136,17 @@ def without_effect(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
     It still runs: DDP waits for every parameter that the graph holds.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    hooks = [p.register_hook(torch.zeros_like) for p in trained]  # type: ignore[no-untyped-call]
+    hooks = [p.register_hook(_zeros) for p in trained]  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _zeros(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    # None: of an output that the loss leaves out, with find_unused_parameters.
+    return None if gradient is None else torch.zeros_like(gradient)
 
 
 class DdpAveraging:
