@@ -85,6 +85,19 @@ class Fused(torch.autograd.Function):
         return ctx.gradient * given, None
 
 
+class Sink(torch.autograd.Function):
+    """Around a model's outputs, as DDP's: one that no loss reaches hands no gradient on."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return tuple(output.clone() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        return gradients
+
+
 @pytest.mark.parametrize("factor", [0.5, -1.0, 3.0])
 def test_a_backward_that_gives_other_gradients_the_second_time_is_refused(factor):  # type: ignore[no-untyped-def]
     module = nn.Linear(3, 2)
@@ -116,6 +129,7 @@ def test_backwards_that_give_the_same_twice_pass(factor):  # type: ignore[no-unt
     x = module["linear"](module["sparse"](torch.tensor([1, 1, 4])))
     x = (x * module["linear"].turn).abs() + module["linear"].empty.sum()
     x = module["frozen"](module["short"](x.bfloat16()).float())
+    x, _ = Sink.apply(x, module["unused"](torch.ones(1)))
     loss = Fused.apply(x, False) * factor
     with determinism.warmed_up(idle(module), loss):
         loss.backward()

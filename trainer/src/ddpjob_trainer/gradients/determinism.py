@@ -115,7 +115,9 @@ def _extremes(model: DistributedDataParallel) -> Iterator[dict[str, torch.Tensor
     """
     found: dict[str, torch.Tensor] = {}
 
-    def look(name: str, gradient: torch.Tensor) -> None:
+    def look(name: str, gradient: torch.Tensor | None) -> None:
+        if gradient is None:  # DDP gives outputs that the loss leaves out none
+            return
         values = gradient.detach()
         values = values._values() if values.is_sparse else values
         values = torch.view_as_real(values) if values.is_complex() else values
