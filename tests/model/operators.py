@@ -188,7 +188,7 @@ class Operator:
             "pods": PodInformer(api, self.store, None, self.queue.add),
             "nodes": NodeInformer(api, self.store, None, self.queue.add),
         }
-        watcher: Any = SimpleNamespace(heard_at=0.0, restart=lambda: None)
+        watcher: Any = SimpleNamespace(missed=lambda *_: None)
         self._resync = Resync(api, self.store, None, self.queue.add, watcher)
         self._app: Any = SimpleNamespace(_store=self.store, _queue=self.queue)
         self.cursor: dict[str, int] = {}

@@ -130,8 +130,9 @@ MOUNTS = {
     **dict.fromkeys(
         ("/snapshots", "/snapshots//", "//snapshots", "snapshots", "/a/../snapshots/."), True
     ),
-    **dict.fromkeys(("/snapshots/job", "/snapshots/x/../job/", "/snapshots/job/cache"), True),
+    **dict.fromkeys(("/snapshots/job", "/snapshots/x/../job/"), True),
     **dict.fromkeys(("/", "/snap", "/snapshots/jobs", "/snapshots/other", "/a/snapshots"), False),
+    "/snapshots/job/tensorboard": False,  # beside them
 }
 
 

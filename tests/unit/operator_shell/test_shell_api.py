@@ -264,6 +264,9 @@ async def test_a_page_that_was_cut_off_is_asked_for_in_smaller_ones(
         whole = int(request.query["limit"]) <= largest
         return web.Response(text='{"items":[{}' + (rest if whole else ""))
 
+    async def no_list(_: web.Request) -> web.StreamResponse:
+        return web.Response(text="{}")
+
     async def limits(lists: int, resource: Resource = JOBS) -> list[str]:
         server.seen.clear()
         for _ in range(lists):
@@ -272,14 +275,17 @@ async def test_a_page_that_was_cut_off_is_asked_for_in_smaller_ones(
         return [request.query["limit"] for request in server.seen]
 
     server.handle = page
-    monkeypatch.setattr("ddpjob_operator.shell.api._TIMEOUT", 0.0)  # every list is a long one
+    monkeypatch.setattr("ddpjob_operator.shell.api._QUICK", 0.0)  # every page takes long
     largest = 0
     assert await limits(8) == ["500", "250", "125", "62", "31", "15", "10", "10"]
     largest = 40
     assert await limits(2) == ["10", "10"]
     assert await limits(1, PODS) == ["500"], "the list of another kind"
     monkeypatch.undo()
-    assert await limits(2) == ["10", "500"], "all of it was quick"
+    largest = 500
+    assert await limits(8) == ["10", "20", "40", "80", "160", "320", "500", "500"], "quick again"
+    server.handle = no_list
+    assert set(await limits(3)) == {"500"}, "smaller pages would be none either"
 
 
 @pytest.mark.parametrize("broken", ["expired", "cut off"])

@@ -205,11 +205,11 @@ def test_no_whole_search_for_cycles_while_the_caches_fill(monkeypatch: pytest.Mo
         gc.set_threshold(*usual)
 
 
-class HalfForbidden:
-    """An API of two namespaces, of which b may not be read until it is given back."""
+class HalfRefused:
+    """An API of two namespaces, of which b is not read until it is given back."""
 
-    def __init__(self) -> None:
-        self.given_back = False
+    def __init__(self, error: errors.ApiError) -> None:
+        self.error, self.given_back = error, False
         self.planned: list[str] = []
 
     async def list_all(
@@ -222,7 +222,7 @@ class HalfForbidden:
     ) -> Listing:
         await asyncio.sleep(0.01)
         if namespace == "b" and not self.given_back:
-            raise errors.Forbidden(403, "Forbidden", "somebody deleted the RoleBinding")
+            raise self.error
         job = job_object()
         job["metadata"] |= {"namespace": namespace, "uid": f"uid-{namespace}"}
         return Listing([keep(job)] if resource is JOBS else [], "7")
@@ -238,12 +238,21 @@ class HalfForbidden:
 
 
 @pytest.mark.looptime
-async def test_a_namespace_that_may_not_be_read_holds_up_no_other(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.Forbidden(403, "Forbidden", "somebody deleted the RoleBinding"),
+        errors.ApiError(500, "InternalError", "a webhook of conversion is down"),
+        errors.ApiError(0, "", "no answer within 20 s"),
+    ],
+    ids=["forbidden", "error", "silence"],
+)
+async def test_a_namespace_that_cannot_be_read_holds_up_no_other(
+    error: errors.ApiError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever administers one can take the operator's rights there. Time is simulated."""
     settings = Settings(identity="a", namespaces=("b", "a"))
-    made, api = App(settings, Credentials(FakeConfiguration(), "default")), HalfForbidden()
+    made, api = App(settings, Credentials(FakeConfiguration(), "default")), HalfRefused(error)
     for part in (made._watcher, made._recorder, made._progress):
         monkeypatch.setattr(part, "run", endless)
     monkeypatch.setattr(made._api, "list_all", api.list_all)

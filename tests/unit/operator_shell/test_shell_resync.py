@@ -33,7 +33,7 @@ async def test_a_slow_list_is_no_gap_in_sight() -> None:
     """Or the startup deadline would begin anew with each, and never pass."""
     api: Any = SlowApi()
     clock = Clock(60.0, wall=lambda: START, monotonic=lambda: api.passed)
-    watcher: Any = SimpleNamespace(heard_at=0.0, restart=lambda: None)
+    watcher: Any = SimpleNamespace(missed=lambda *_: None)
     resync = Resync(api, Store(), None, lambda _: None, watcher, heard=clock.heard)
     for _ in range(3):
         await resync._list_all()
@@ -44,8 +44,8 @@ async def test_a_slow_list_is_no_gap_in_sight() -> None:
 def test_each_job_of_a_list_is_a_sign_of_life() -> None:
     """All of them may take longer than a loop may seem stuck."""
     api: Any = SlowApi()
-    watcher: Any = SimpleNamespace(heard_at=0.0, restart=lambda: None)
-    resync = Resync(api, Store(), (), lambda _: None, watcher)
+    watcher: Any = SimpleNamespace(missed=lambda *_: None)
+    resync = Resync(api, Store(), None, lambda _: None, watcher)
     resync.alive_at = 0.0
     resync._take({}, job_object())
     assert resync.alive_at > 0.0

@@ -214,8 +214,7 @@ def _unusable(snapshot: Snapshot, template: Template, name: str) -> str:
     """Why the job's snapshots would not come to lie on their volume; empty if they do."""
     path = packed.place(snapshot.path)
     # CEL refuses only what is written as the path is, and knows nothing of the directory in it.
-    hiding = (m for m in template.mounts if m == path or f"{m}/".startswith(f"{path}/{name}/"))
-    if mount := min(hiding, default=""):
+    if mount := min(template.mounts & {path, f"{path}/{name}"}, default=""):
         return (
             f"spec.template mounts a volume at {mount} in the trainer container, over this job's"
             f" snapshots in {path}/{name}: mount it elsewhere, or create a new DDPJob with another"

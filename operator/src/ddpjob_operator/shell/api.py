@@ -28,6 +28,8 @@ _THROTTLE_PATIENCE = 5.0  # a longer Retry-After goes to the caller
 _THROTTLE_RETRIES = 3
 _PAGE = 500
 _SMALLEST_PAGE = 10
+_QUICK = 1.0  # seconds for a page: larger ones will come whole too
+_CALLS = 128  # at once
 _ERROR_BYTES = 64 * 1024
 
 
@@ -67,11 +69,14 @@ class Listing:
 class Api:
     """The session with the API server. Use it as an async context manager.
 
-    ``count(verb, resource, code)`` is called once per finished call.
+    ``count(verb, resource, code)`` is called once per finished call. ``watches``: so many hold a
+    connection each all the time.
     """
 
-    def __init__(self, credentials: Credentials, count: Callable[[str, str, int], None]) -> None:
-        self._credentials = credentials
+    def __init__(
+        self, credentials: Credentials, count: Callable[[str, str, int], None], watches: int = 0
+    ) -> None:
+        self._credentials, self._watches = credentials, watches
         self._count = count
         self._server = credentials.endpoint.server
         self._pages: dict[tuple[str, str], int] = {}  # objects in one, where 500 are too many
@@ -80,7 +85,7 @@ class Api:
     async def __aenter__(self) -> Api:
         endpoint = self._credentials.endpoint
         context = self._credentials.ssl_context()
-        connector = aiohttp.TCPConnector(limit=128, ssl=context or True)
+        connector = aiohttp.TCPConnector(limit=_CALLS + self._watches, ssl=context or True)
         self._session = aiohttp.ClientSession(
             connector=connector,
             proxy=endpoint.proxy,
@@ -178,6 +183,8 @@ class Api:
         async def read(response: aiohttp.ClientResponse) -> Object:
             try:
                 found, rest = await decode.read_list(response.content.iter_any(), keep)
+            except decode.NoListError:
+                raise
             except (aiohttp.ClientError, OSError, ValueError):
                 # The server gives up on an answer that is not fetched within a minute.
                 self._pages[path, selector] = max(limit // 2, _SMALLEST_PAGE)
@@ -186,14 +193,17 @@ class Api:
             items.extend(found)
             return rest
 
+        pages = 0
         while True:
+            pages += 1
             page = await self._call("list", resource, path, None, params, _TIMEOUT, read)
             meta = page["metadata"]
             if not meta.get("continue"):
-                if time.monotonic() - began < _TIMEOUT:
-                    self._pages.pop((path, selector), None)  # larger ones come whole too
-                return Listing(items, meta["resourceVersion"])
+                break
             params["continue"] = meta["continue"]
+        if limit < _PAGE and time.monotonic() - began < _QUICK * pages:
+            self._pages[path, selector] = min(2 * limit, _PAGE)
+        return Listing(items, meta["resourceVersion"])
 
     async def watch(
         self,

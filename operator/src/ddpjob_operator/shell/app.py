@@ -65,7 +65,8 @@ class App:
             self._metrics.queue_latency.observe,
             group=lambda key: key[0],  # namespaces take turns
         )
-        self._api = Api(credentials, self._metrics.count_call)
+        watches = 1 + max(1, len(settings.namespaces))  # of pods and nodes
+        self._api = Api(credentials, self._metrics.count_call, watches)
         self._recorder = Recorder(self._api, settings.identity)
         # Of its own connections: a slow list or a full pool must not cost the lease.
         self._lease_api = Api(credentials, self._metrics.count_call)
@@ -194,7 +195,7 @@ class App:
         await self._queue.run(self._settings.workers, self._reconciler.reconcile)
 
     async def _fill(self) -> None:
-        """Return once every namespace has been read or may not be, and one has been."""
+        """Return once every namespace has been asked for, and one has been read."""
         for where in self._resyncs:
             await self._resyncs[where].answered.wait()
             await self._informers[where].answered.wait()

@@ -51,12 +51,17 @@ def shallow(text: bytes) -> bytes:
     return text
 
 
+class NoListError(ValueError):
+    """An answer that is whole, and no list."""
+
+
 async def read_list(
     content: AsyncIterable[bytes], keep: Callable[[Object], Any]
 ) -> tuple[list[Any], Object]:
     """The body of a list: what ``keep`` made of each item, and all but the items.
 
-    Raises ValueError for what is none: no items are not the same as none left.
+    Raises NoListError for what is none: no items are not the same as none left. ValueError: it is
+    no JSON, or not whole.
     """
     text = _Text(content)
     items: list[Any] | None = None
@@ -75,7 +80,7 @@ async def read_list(
     if items is None:
         nil = rest.pop("items", ...) is None  # as some servers in Go spell an empty one
         if not (nil and str(rest.get("kind")).endswith("List")):
-            raise ValueError(f"no list: it has no items, but {list(rest)}"[:200])
+            raise NoListError(f"no list: it has no items, but {list(rest)}"[:200])
         items = []
     return items, rest
 

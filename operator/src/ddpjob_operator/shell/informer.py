@@ -50,7 +50,7 @@ class Informer(ABC):
         self._gone = 0  # times in a row that the server called our version too old
         self._told = ""  # the trouble that was logged last
         self.synced = asyncio.Event()
-        self.answered = asyncio.Event()  # it was read once, or may not be
+        self.answered = asyncio.Event()  # it was read once, or refused
         self.heard_at = time.monotonic()  # the server said something
         self.alive_at = time.monotonic()  # we did something; if not for long, we are stuck
 
@@ -69,8 +69,7 @@ class Informer(ABC):
     def _refused(self, error: errors.ApiError) -> None:
         """The list was refused: trouble of the server's, none of ours."""
         self._mark_alive()
-        if isinstance(error, errors.Forbidden):
-            self.answered.set()
+        self.answered.set()
 
     async def run(self) -> None:
         """List and watch until cancelled; trouble with the API server is waited out.

@@ -28,7 +28,7 @@ class Resync:
     """Lists one namespace, or all (None), every ``seconds``.
 
     ``changed(key)`` is told of every job, new, old and vanished; ``heard()`` is called as a list is
-    read, however long that takes. ``answered`` is set once it was read, or may not be.
+    read, however long that takes. ``answered`` is set once it was read, or refused.
     """
 
     def __init__(
@@ -48,7 +48,6 @@ class Resync:
         self.synced, self.answered = asyncio.Event(), asyncio.Event()
         self.heard_at = time.monotonic()
         self.alive_at = time.monotonic()
-        self._missed_at: float | None = None
         self._told = ""
 
     async def run(self) -> None:
@@ -66,8 +65,7 @@ class Resync:
                 self._tell("")
             except errors.ApiError as error:
                 self._tell(self._explain(error))
-                if isinstance(error, errors.Forbidden):
-                    self.answered.set()
+                self.answered.set()
                 delay = min(max(_RETRY, error.retry_after or 0.0), self._seconds)
             self.alive_at = time.monotonic()
             await asyncio.sleep(delay)
@@ -85,24 +83,14 @@ class Resync:
             log.info("%s/%s: vanished without a word from the watch", *key)
         for key in (*gone, *self._store.keys_in(self._namespace)):
             self._changed(key)
-        self._judge_watch(len(gone) + sum(news for _, news in listing.items), began)
+        if self.synced.is_set() and (gone or any(news for _, news in listing.items)):
+            self._watcher.missed(self._namespace, began)
 
     def _take(self, before: Mapping[str, str], obj: Object) -> tuple[str, bool]:
         """At once, for whole jobs would fill the memory: uid, and whether that was news."""
         self.alive_at = time.monotonic()
         self._heard()
         return obj["metadata"]["uid"], self._store.put_read_job(obj, before)
-
-    def _judge_watch(self, missed: int, began: float) -> None:
-        """A watch that stayed silent twice while there was news is taken for dead."""
-        if not missed or not self.synced.is_set():
-            self._missed_at = None
-        elif self._missed_at is None or self._watcher.heard_at > self._missed_at:
-            self._missed_at = began
-        else:
-            log.warning("the watch of DDPJobs misses events, starting it again")
-            self._watcher.restart()
-            self._missed_at = None
 
     def _tell(self, trouble: str) -> None:
         """Once per kind of trouble, and once when it is over."""

@@ -37,6 +37,8 @@ class JobWatcher:
         self._credentials, self._namespaces, self._deliver = credentials, namespaces, deliver
         self._stop = threading.Event()
         self.heard_at = time.monotonic()  # of the last event
+        self._heard: dict[str | None, float] = {}  # by namespace; None: of any
+        self._missed: dict[str | None, float] = {}
 
     async def run(self, ready: Callable[[], Awaitable[None]]) -> None:
         """Run kopf for ever; each time ``ready`` comes first, for kopf looks for the CRD once."""
@@ -53,6 +55,19 @@ class JobWatcher:
                 await asyncio.sleep(_PAUSE)
         finally:
             self._stop.set()
+
+    def missed(self, namespace: str | None, began: float) -> None:
+        """A list, of one namespace or of all, that began then has found news.
+
+        A watch that has told nothing of it between two such lists is taken for dead.
+        """
+        before = self._missed.get(namespace)
+        if before is None or self._heard.get(namespace, 0.0) > before:
+            self._missed[namespace] = began
+            return
+        log.warning("the watch of DDPJobs misses events, starting it again")
+        self._missed.clear()
+        self.restart()
 
     def restart(self) -> None:
         """End kopf; ``run`` begins anew."""
@@ -80,7 +95,7 @@ class JobWatcher:
             loop.call_soon_threadsafe(_settle, ended, reason)
 
     def _on_event(self, kind: str | None, job: observe.Job) -> None:
-        self.heard_at = time.monotonic()
+        self.heard_at = self._heard[None] = self._heard[job.namespace] = time.monotonic()
         self._deliver(kind, job)
 
 
