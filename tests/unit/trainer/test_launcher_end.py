@@ -155,6 +155,7 @@ def test_a_signal_between_two_rounds_is_no_success(tmp_path, sent, signum, kind)
         (True, "step", 5, 143),
         (True, "done", 5, 143),  # a handler of the script's own has left the loop
         (True, "done", 9, 0),
+        (True, "done", 0, 143),  # of an unknown number of steps
         (False, None, 0, 0),
     ],
 )
@@ -165,7 +166,9 @@ def test_who_ends_with_0_after_a_signal_has_succeeded_only_if_it_was_done(  # ty
     for rank in range(3):
         if phase:
             RankStateWriter(tmp_path, rank).update(
-                phase="done" if rank else phase, step=9 if rank else step, total_steps=9
+                phase="done" if rank else phase,
+                step=9 if rank else step or 5,
+                total_steps=9 if rank or step else 0,
             )
         gang.ended(NEVER + rank, 0, 1.0)
     report = tmp_path / "report"

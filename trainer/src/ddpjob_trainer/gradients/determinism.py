@@ -120,7 +120,7 @@ def _extremes(model: DistributedDataParallel) -> Iterator[dict[str, torch.Tensor
             return
         values = gradient.detach()
         values = values._values() if values.is_sparse else values
-        values = torch.view_as_real(values) if values.is_complex() else values
+        values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
         if values.numel():
             found[name] = torch.stack(torch.aminmax(values))
 

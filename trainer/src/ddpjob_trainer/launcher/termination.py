@@ -140,9 +140,10 @@ def _is_done(plan: Plan, gang: Gang) -> bool:
     """Whether all workers here have said that training is over, and have come to its end.
 
     Who leaves the loop early, as by sys.exit() in a handler of its own, says the former as well.
+    Of an unknown number of steps no end is known.
     """
     states = [gang.state(local_rank) for local_rank in range(plan.nproc)]
-    return all(one and one.phase == "done" and one.step >= one.total_steps for one in states)
+    return all(one and one.phase == "done" and 0 < one.total_steps <= one.step for one in states)
 
 
 def broke(plan: Plan, error: Exception, say: Callable[[str], None]) -> int:

@@ -89,8 +89,11 @@ class Backup:
 
 
 @contextmanager
-def preserved(module: torch.nn.Module) -> Iterator[None]:
-    """Leave the buffers as they were found, for evaluation."""
+def preserved(module: torch.nn.Module, wanted: bool = True) -> Iterator[None]:
+    """Leave the buffers as they were found, for evaluation; if not ``wanted``, as they become."""
+    if not wanted:
+        yield
+        return
     backup = Backup(module)
     with torch.no_grad():
         backup.take(0)

@@ -68,8 +68,12 @@ def watch_sharing(
     if share is None:
         return
 
+    modules = list(wrapped.module.modules())
+
     def waits() -> None:
-        caches = buffers.caches(wrapped.module)
+        # First what is quick to ask for: it is in each step, and most models have none.
+        some = any(module._non_persistent_buffers_set for module in modules)
+        caches = buffers.caches(wrapped.module) if some else set()
         if not caches <= wrapped.parameters_to_ignore:
             wrapped.parameters_to_ignore.update(caches)
             wrapped._assign_modules_buffers()  # type: ignore[no-untyped-call]

@@ -209,7 +209,7 @@ class Run:
         guard = self._loop.guard.asleep() if self._loop is not None else contextlib.nullcontext()
         module = trained.model_of(model).weights(ema=ema)
         # An average's follow from the model's, unless update_bn() gives it some of its own.
-        kept = contextlib.nullcontext() if ema else buffers.preserved(module)
+        kept = buffers.preserved(module, not ema)
         during = self._process.progress.during("evaluation")
         with during, guard, kept, evaluation.evaluating(module):
             yield module
@@ -260,7 +260,7 @@ class Run:
             if ema:
                 evaluation.share_buffers(trained.model_of(model).weights(ema=True), world)
         source = fetch.Batches(dataset, collate or self.options.collate, self.options.seed)
-        with self.evaluating(ema=ema, model=model) as module, buffers.preserved(module):
+        with self.evaluating(ema=ema, model=model) as module, buffers.preserved(module, ema):
             share = evaluation.share_of_metric(
                 module, source, metric, world,
                 batch_size=given.batch_size, workers=given.workers, mean=mean,
