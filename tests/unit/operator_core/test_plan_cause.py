@@ -329,3 +329,65 @@ def test_what_is_given_back_before_that_read_takes_no_failure_with_it():
     world.patch(template={"spec": {"containers": [{"name": "trainer", "image": "other"}]}})
     assert world.status["lastFailure"]["reason"] == "PodDeleted"
     assert world.status["restarts"]["disruptions"] == 1
+
+
+def gone_while_nobody_looked(**restart: object) -> World:
+    """node2 went, its object too, and then a new operator lists the nodes that are there."""
+    world = running(restart=restart).restart_operator()
+    assert world.machines
+    world.machines.others_up = 3
+    world.machines.gone["node2"] = world.now
+    world.machines.guessed.add("node2")
+    return world
+
+
+def found_there(machines: Machines) -> None:
+    machines.guessed.clear()
+    machines.gone.clear()
+
+
+@pytest.mark.parametrize("limit", [0, 3])
+@pytest.mark.parametrize("deleted", [True, False])
+def test_a_node_of_which_nobody_has_told_is_read_before_its_peers_are_charged(
+    limit: int, deleted: bool
+):
+    """It may be new, or have been deleted before this operator began."""
+    world = gone_while_nobody_looked(maxRestarts=limit)
+    machines = world.machines
+    assert machines
+    machines.truth = machines.guessed.clear if deleted else lambda: found_there(machines)
+    world.end(0, 1, settle=False).end(2, 1)
+    if limit == 0 and not deleted:
+        assert world.phase == "Running", "node2 may still fall silent"
+        assert world.wait(60).phase == "Failed"
+    loss, count = world.status["lastFailure"], world.status["restarts"]
+    told = ("Infrastructure", "NodeLost") if deleted else ("User", "ExitCode1")
+    assert (loss["class"], loss["reason"]) == told
+    free = (count["total"], count["charged"], count["disruptions"])
+    assert free == ((1, 0, 1) if deleted else (min(limit, 1), min(limit, 1), 0))
+    assert world.log.count("read node2") == 1
+
+
+def test_a_new_node_is_read_once_while_the_gang_is_well():
+    world = gone_while_nobody_looked()
+    machines = world.machines
+    assert machines
+    machines.truth = lambda: found_there(machines)
+    assert world.settle().log == ["read node2"]
+    assert world.wait(600).log.count("read node2") == 1
+
+
+def test_a_read_that_fails_holds_up_a_restart_for_a_minute_at_most():
+    world = gone_while_nobody_looked(maxRestarts=3).end(0, 1, settle=False)
+    began = world.now
+    while world.phase == "Running":
+        plan = world.plan()
+        writes = [action for action in plan.actions if isinstance(action, act.WriteStatus)]
+        for write in writes:
+            world.carry_out(write)
+        if not writes:
+            assert plan.actions == (act.ReadNodes(("node2",)),)
+            assert plan.requeue_after
+            world.now += timedelta(seconds=plan.requeue_after)
+    assert world.now - began == timedelta(seconds=60)
+    assert world.status["lastFailure"]["class"] == "User"

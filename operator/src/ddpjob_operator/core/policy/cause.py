@@ -39,7 +39,9 @@ def loss(view: View, restarts: Restarts) -> Failure | None:
         return found
     if found.cls == "Collateral":
         return None if _left(view, CAUSE_WAIT) > 0 else classify.settle(found)
-    return None if _unread(view) or _doubted(view, restarts, found) else found
+    # A node deleted while no operator watched is one of which nobody tells, and so is a new one.
+    unknown = _unread(view) or (fence.guessed(view) and _left(view, NODE_WAIT) > 0)
+    return None if unknown or _doubted(view, restarts, found) else found
 
 
 def known(view: View) -> Failure | None:

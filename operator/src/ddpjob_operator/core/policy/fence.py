@@ -69,8 +69,14 @@ def left_behind(view: View, ended: Failure) -> Pod | None:
     return next((pod for pod in alive if _known(view, pod)), None)
 
 
+def guessed(view: View) -> bool:
+    """Whether a read, which is made at once, has yet to tell a member's node: new, or deleted?"""
+    found = ((_node(view, pod), _nowhere(view, pod)) for pod in _needed(view))
+    return any(node and node.guessed and not none and not _just_read(node) for node, none in found)
+
+
 def reads(view: View) -> tuple[ReadNodes, ...]:
-    """The nodes to be read before their pods may be given up."""
+    """The nodes to be read: before their pods may be given up, and of which nobody has told yet."""
     silent = [node for pod, node in _silent(view) if _due(view, pod, node)]
     found = {node.name for node in silent if not _just_read(node)}
     return (ReadNodes(tuple(sorted(found))),) if found else ()
@@ -172,7 +178,7 @@ def _absent(node: Node) -> bool:
 def _due(view: View, pod: Pod, node: Node) -> bool:
     """Whether something is to follow from this node's silence."""
     nowhere = _nowhere(view, pod)
-    return _absent(nowhere) if nowhere else _given_up(view, node)
+    return _absent(nowhere) if nowhere else node.guessed or _given_up(view, node)
 
 
 def _given_up(view: View, node: Node) -> bool:
