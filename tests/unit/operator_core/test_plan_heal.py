@@ -253,6 +253,15 @@ def test_the_first_snapshot_heals_if_there_was_none_before(
     assert spent(poll(world.restart_operator(), **first)) == (0, 0)
 
 
+def test_the_first_snapshot_heals_if_last_words_told_of_steps_and_of_none():
+    """The attempt that was charged was never polled."""
+    world = running(restart={"maxRestarts": 1}).end(1, 1, message=report(step=3)).wait(15).run()
+    heard(world)  # the launcher of the next one starts up: it does not know of steps yet
+    assert spent(poll(world.wait(15), step=60, snapshotStep=50)) == (0, 0)
+    world.end(1, 1, message=report(step=70, snapshotStep=50)).wait(70)
+    assert world.phase != "Failed"
+
+
 def test_an_older_file_or_none_heals_nothing_and_takes_nothing_back():
     world = poll(running(), fileModifiedAt=NEW).end(1, 1).run()
     assert world.status["restarts"]["fileModifiedAt"] == NEW

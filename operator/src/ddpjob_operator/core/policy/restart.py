@@ -59,6 +59,10 @@ def record(view: View, change: Change, loss: Failure) -> Change:
     if report and report.step is not None:
         lost = max(0, report.step - view.snapshot_step)
         change = change.measure(Measurement("lost_steps", lost))
+        old = change.status.progress
+        if report.step > 0 and not view.snapshot_step and old.step is None:
+            # No poll told of steps: heal.py asks whether there was a snapshot before.
+            change = change.with_status(progress=replace(old, step=report.step))
     return change.with_status(failures=failures)
 
 
