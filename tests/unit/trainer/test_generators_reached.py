@@ -232,17 +232,61 @@ def test_of_many_samples_only_the_first_are_looked_at(
     assert looks[0] < 1000
 
 
-@pytest.mark.parametrize(("count", "warned"), [(3000, False), (30_000, True)])
-def test_a_dataset_that_leads_to_too_much_is_named(count: int, *, warned: bool) -> None:
+def opened(source: Any) -> list[str]:
+    """What is said then."""
     said: list[str] = []
     place = Place(
         seed=5, rank=0, ranks=2, global_batch=8, parts=2, level="resume", tail="drop",
         collate=None, accelerator=accelerator.of(torch.device("cpu")), say=said.append,
         alive=lambda: None,
     )  # fmt: skip
+    open_input(source, InputOptions.among(InputOptions.defaults()), place)
+    return said
+
+
+def sample(number: int) -> Any:
+    return f"{number}.jpg", number
+
+
+PER_CLASS: dict[str, tuple[Callable[[], Any], bool]] = {
+    "100 of 500": (lambda: {a: [sample(b) for b in range(500)] for a in range(100)}, False),
+    "12 of 900": (lambda: {a: [sample(b) for b in range(900)] for a in range(12)}, False),
+    "a list of 12 of 900": (lambda: [[sample(b) for b in range(900)] for _ in range(12)], False),
+    "500 of 60": (lambda: {a: [sample(b) for b in range(60)] for a in range(500)}, False),
+    "100 of 500 records": (
+        lambda: [[Record("a", b, [1.0]) for b in range(500)] for _ in range(100)],
+        False,
+    ),
+    "30 of 30 of 30": (
+        lambda: [[[sample(c) for c in range(30)] for _ in range(30)] for _ in range(30)],
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PER_CLASS)
+def test_many_samples_of_each_class_hide_none_of_the_transforms(case: str) -> None:
+    make, warned = PER_CLASS[case]
+    source = Holds(make(), *range(8))
+    source.transform = Holds(Holds(Noise()))
+    assert own_generators.found_in(source) == [source.transform[0][0].rng]
+    assert len(opened(source)) == warned
+
+
+def test_those_found_near_come_first_and_none_twice() -> None:
+    """Also one that stands behind others of its list, which are taken for samples at last."""
+    behind = [*range(500), random.Random(1)]
+    source = Holds(behind, [[sample(b) for b in range(900)] for _ in range(12)])
+    source.near, source.transform = Noise(), Holds(Holds(Noise()))
+    wanted = [source.near.rng, behind[-1], source.transform[0][0].rng]
+    assert own_generators.found_in(source) == wanted
+
+
+@pytest.mark.parametrize(("count", "warned"), [(3000, False), (30_000, True)])
+def test_a_dataset_that_leads_to_too_much_is_named(count: int, *, warned: bool) -> None:
     source = Holds(*(Noise(random.Random(number)) for number in range(count)))
     source.transform = AUGMENT
-    open_input(source, InputOptions.among(InputOptions.defaults()), place)
+    said = opened(source)
     assert len(said) == warned
     assert all("warning: Holds leads to more than 10000 objects" in text for text in said)
     assert len(own_generators.found_in(source)) == (1001 if warned else count + 1)

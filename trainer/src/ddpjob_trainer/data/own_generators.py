@@ -34,6 +34,7 @@ import torch
 
 _MOST = 10_000  # objects that are looked at: many times what a dataset is made of
 _LONG = 1_000  # entries of a list or dict: what is longer may hold the samples
+_SOME = 64  # likewise where there are many such, as a list for each class
 _FIRST = 8
 _OWN = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
 #: What leads to no generator, or, as a logger does, to all that there is.
@@ -66,12 +67,27 @@ _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 def found_in(obj: Any) -> list[Any]:
     """Return those among its attributes, and theirs, each once: of its transforms, say."""
-    return Walk([obj]).found
+    return _search(obj)[0]
+
+
+def _search(obj: Any) -> tuple[list[Any], bool]:
+    """Those it leads to, and whether none can be overlooked.
+
+    If it leads to too much, shorter lists too are taken for samples, of which the first are looked
+    at: else a list for each class would use up the room, and hide what the transforms have.
+    """
+    found: dict[int, Any] = {}
+    for long in _LONG, _SOME, _FIRST:
+        walk = Walk([obj], long)
+        found |= {id(one): one for one in walk.found}
+        if walk.whole:
+            return list(found.values()), long > _FIRST  # there 9 transforms are taken for samples
+    return list(found.values()), False
 
 
 def warn_of_more(dataset: Any, say: Callable[[str], None]) -> None:
     """Tell of a dataset, or a loader of one, in which some may be overlooked."""
-    if not Walk([dataset]).whole:
+    if not _search(dataset)[1]:
         say(
             f"warning: {type(getattr(dataset, 'dataset', dataset)).__name__} leads to more than"
             f" {_MOST} objects: random generators that it keeps for itself are looked for in those"
@@ -84,14 +100,16 @@ class Walk:
     """From objects to what they hold and use, nearest first, each once. ``whole``: to all of it.
 
     No code of theirs is run. The order is the same in every process, as the seeds go by it.
+    ``long``: lists and dicts of more entries may hold samples.
     ``held``: only what they hold, as far as the first entries of lists and dicts tell.
     """
 
-    def __init__(self, roots: Iterable[Any], *, held: bool = False) -> None:
+    def __init__(self, roots: Iterable[Any], long: int = _LONG, *, held: bool = False) -> None:
         self.found: list[Any] = []
         self.whole = True
         self.met: list[Any] = []  # held, so that no other object gets the id of one
         self._ids: set[int] = set()
+        self._long = long
         self._held = held
         self._members: dict[type, list[MemberDescriptorType]] = {}
         self._meet(roots)
@@ -133,7 +151,7 @@ class Walk:
         """All, but of a million samples the first."""
         entries, length = _CONTAINERS[kind], kind.__len__(obj)
         first = list(islice(entries(obj), _FIRST))
-        if self._held or (length > _LONG and _are_samples(first)):
+        if self._held or (length > self._long and _are_samples(first)):
             return first
         self.whole &= length <= _MOST  # else room is left for what else there is
         return islice(entries(obj), _MOST if length <= _MOST else _LONG)
