@@ -9,7 +9,7 @@ import json
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from torch import nn
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot.training_state import TrainingState
-from ddpjob_trainer.state.codec import flatten
+from ddpjob_trainer.state.codec import UnstorableError, flatten
 from ddpjob_trainer.state.modes import Modes
 from support.snapshots import memory_source
 
@@ -81,6 +81,10 @@ def test_the_types_of_a_dicts_values_come_back() -> None:
     assert values == {"mean": 0.5, "size": (4, 5)}
 
 
+class Best(NamedTuple):
+    loss: float
+
+
 class Mean:
     """Keeps a number of Python's, and says it as one of numpy's."""
 
@@ -107,6 +111,60 @@ def test_of_a_number_that_is_numpys_or_not_nothing_is_told(
         resumed("mean", before, after)
         assert after.mean == 0.5
     assert capsys.readouterr() == ("", "")
+
+
+class Rate(float):
+    """As YAML's and TOML's readers give one."""
+
+    def __repr__(self) -> str:
+        return "no JSON"
+
+
+class Decay(enum.StrEnum):
+    LINEAR = "linear"
+
+
+class Warm(torch.optim.lr_scheduler.LRScheduler):
+    """Its state_dict() is all that it holds."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.decay = Decay.LINEAR
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        assert self.decay == Decay.LINEAR
+        return [base / (1 + self.last_epoch) for base in self.base_lrs]
+
+
+def test_a_rate_of_a_readers_own_type_and_an_enum_of_a_scheduler_go_through_a_resume() -> None:
+    """Only a dict's values are the script's to see."""
+    kept = []
+    for _ in range(2):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=Rate(0.1))
+        kept.append((TrainingState(model), optimizer, Warm(optimizer)))
+        kept[-1][0].register("optimizer", optimizer)
+        kept[-1][0].register("scheduler", kept[-1][2])
+        kept[-1][0].register("also", kept[-1][2], per_rank=True)
+    for _ in range(2):
+        kept[0][1].step()
+        kept[0][2].step()
+    flat = kept[0][0].capture(0).flat
+    flat.tree = json.loads(json.dumps(flat.tree))
+    kept[1][0].restore(memory_source(copy.deepcopy(flat)), 0)
+    for _, optimizer, scheduler in kept:
+        optimizer.step()
+        scheduler.step()
+        assert (scheduler.last_epoch, scheduler.decay) == (3, Decay.LINEAR)
+    assert kept[0][1].param_groups[0]["lr"] == kept[1][1].param_groups[0]["lr"] == 0.1 / 4
+
+
+@pytest.mark.parametrize("per_rank", [False, True])
+def test_a_registered_dicts_namedtuple_is_refused(per_rank: bool) -> None:
+    state = TrainingState(nn.Linear(2, 2))
+    state.register("mine", {"best": Best(1)}, per_rank=per_rank)
+    with pytest.raises(UnstorableError, match=r"mine/values/best: a Best; .* keep tuple\("):
+        state.capture(0)
 
 
 def test_a_name_may_be_an_enums() -> None:

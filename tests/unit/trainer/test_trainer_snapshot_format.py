@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from ddpjob_trainer.state.codec import Flat, UnstorableError, flatten, unflatten, without_numpys
+from ddpjob_trainer.state.codec import (
+    Exact,
+    Flat,
+    UnstorableError,
+    flatten,
+    unflatten,
+    without_numpys,
+)
 from support.snapshots import open_snapshots
 
 
@@ -83,8 +90,8 @@ def test_a_mapping_that_would_come_back_as_another_is_refused(value, name):  # t
 
 def back(value: Any) -> Any:
     """What a snapshot gives back, whose tree is JSON on the disk."""
-    flat = flatten({"a": {"b": value}})
-    return unflatten(Flat(json.loads(json.dumps(flat.tree)), flat.tensors, flat.aliases))["a"]["b"]
+    flat = flatten({"a": value})
+    return unflatten(Flat(json.loads(json.dumps(flat.tree)), flat.tensors, flat.aliases))["a"]
 
 
 EXACT: list[Any] = [
@@ -98,7 +105,7 @@ EXACT: list[Any] = [
 
 @pytest.mark.parametrize("value", EXACT, ids=repr)
 def test_a_value_comes_back_as_the_type_that_it_was(value: Any) -> None:
-    found = back(value)
+    found = back(Exact({"b": value}))["b"]
     assert found == value
     assert repr(found) == repr(value), "types within, and numpy's"
     assert type(found) is type(value)
@@ -106,6 +113,11 @@ def test_a_value_comes_back_as_the_type_that_it_was(value: Any) -> None:
 
 class Named(str):
     __slots__ = ()
+
+
+class Number(float):
+    def __repr__(self) -> str:
+        return "no JSON"
 
 
 class Stack(list[Any]):
@@ -132,7 +144,7 @@ INEXACT: list[tuple[Any, str]] = [
     (Colour.RED, r"a Colour; .* keep its \.value"),
     (Named("a"), r"a Named; .* keep str\("),
     (Stack(), r"a Stack; .* keep list\("),
-    (type("Number", (float,), {})(1), r"a Number; .* keep float\("),
+    (Number(1), r"a Number; .* keep float\("),
     (torch.max(torch.ones(2, 2), 0), r"a max; .* keep tuple\("),
     (np.longdouble(1), "a longdouble; state must consist of"),
     (np.complex64(1), "a complex64; state must"),
@@ -145,12 +157,33 @@ def test_one_that_would_come_back_as_another_is_refused_with_the_cure(
     value: Any, words: str
 ) -> None:
     with pytest.raises(UnstorableError, match=rf"cannot store a/b: {words}"):
-        back(value)
+        back(Exact({"b": value}))
 
 
 def test_a_key_is_no_less_exact() -> None:
     with pytest.raises(UnstorableError, match=r"cannot store a/b \(a key\): a Phase"):
-        back({Phase.WARM: 1})
+        back(Exact({"b": {Phase.WARM: 1}}))
+
+
+PLAIN: list[tuple[Any, Any]] = [
+    (Phase.WARM, "warm"), (Level.LOW, 1), (Named("a"), "a"), (Number(0.1), 0.1),
+    (Number("inf"), math.inf), (Stack([Number(1)]), [1.0]), (Best(0.1, Level.LOW), (0.1, 1)),
+    (torch.Size([2, 3]), (2, 3)), ({Phase.WARM: 1, Level.LOW: 2}, {"warm": 1, 1: 2}),
+    ({Named("$a"): 1}, {"$a": 1}), (np.float64(0.1), np.float64(0.1)), (True, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "plain"), PLAIN, ids=repr)
+def test_elsewhere_a_subclass_is_stored_as_what_it_is_of(value: Any, plain: Any) -> None:
+    """Of an optimizer's lr from a YAML file, say, the script sees nothing."""
+    found = back([value, Exact([])])[0]
+    assert found == plain
+    assert repr(found) == repr(plain)
+
+
+def test_elsewhere_too_what_is_of_no_type_that_is_stored_is_refused() -> None:
+    with pytest.raises(UnstorableError, match=r"cannot store a: a Colour; .* keep its \.value"):
+        back(Colour.RED)
 
 
 def test_an_export_needs_no_numpy() -> None:

@@ -17,6 +17,7 @@ from ddpjob_trainer.snapshot.write_plan import Captured
 from ddpjob_trainer.state import rng
 from ddpjob_trainer.state.codec import (
     DTYPES,
+    Exact,
     Flat,
     flatten,
     member,
@@ -27,6 +28,7 @@ from ddpjob_trainer.state.codec import (
 )
 from ddpjob_trainer.state.in_place import InPlace
 from ddpjob_trainer.state.stateful import (
+    DictState,
     Divided,
     Keepable,
     Stateful,
@@ -175,7 +177,7 @@ class TrainingState:
         divided: dict[str, Any] = {}
         for name, obj in self.registered.items():
             if gathered or not isinstance(obj, Divided):
-                registered[name] = obj.state_dict()
+                registered[name] = _state_of(obj)
             else:
                 found = obj.part()
                 divided[name], registered[name] = found["state"], {**found, "state": {}}
@@ -185,7 +187,7 @@ class TrainingState:
             "extra": {n: part.get_extra_state() for n, part in model.extra.items()},
             "registered": registered,
         }
-        objects = {name: obj.state_dict() for name, obj in self.per_rank.items()}
+        objects = {name: _state_of(obj) for name, obj in self.per_rank.items()}
         # A state_dict() may be collective: nothing is refused before all have been called.
         flat = flatten(state)
         return Captured(flat, self._shared(flat, model), _own(rank, objects), _part(divided))
@@ -321,6 +323,11 @@ class TrainingState:
             if name in own["objects"]:
                 give(obj, own["objects"][name], into)
         rng.restore(own["rng"])
+
+
+def _state_of(obj: Stateful) -> Any:
+    state = obj.state_dict()
+    return Exact(state) if isinstance(obj, DictState) else state
 
 
 def _is_the_scripts(obj: object) -> bool:

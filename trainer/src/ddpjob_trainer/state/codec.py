@@ -1,8 +1,8 @@
 """State as tensors and JSON. No pickle is ever written or read.
 
 ``flatten`` splits any nesting of dicts, lists, tuples, deques, numbers, strings, bytes and tensors
-into named tensors and a JSON tree that refers to them; ``unflatten`` joins them. What would come
-back as another type, as a namedtuple or an Enum would, is refused.
+into named tensors and a JSON tree that refers to them; ``unflatten`` joins them. Subclasses of
+these (a namedtuple, a str Enum) are stored as what they are of, or refused within Exact.
 """
 
 from __future__ import annotations
@@ -50,8 +50,21 @@ _MAPPINGS: dict[str, Callable[[], Any]] = {
 }
 
 
+#: What subclasses are stored as, and how it is made of them.
+_BASES: dict[type, Callable[[Any], Any]] = {
+    int: int, float: float, str: str.__str__, bytes: bytes, list: list, tuple: tuple,
+}  # fmt: skip
+
+
 class UnstorableError(TypeError):
     """A value that no snapshot can hold. The message says where it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """What the script reads itself after a resume: a value of another type then is refused."""
+
+    value: Any
 
 
 @dataclass(slots=True)
@@ -79,6 +92,7 @@ class _Encoder:
     def __init__(self) -> None:
         self.flat = Flat()
         self._seen: dict[int, list[str]] = {}  # where tensors begin: their names
+        self._exact = False
 
     def encode(self, value: Any, path: str, depth: int) -> Any:
         if isinstance(value, torch.Tensor):
@@ -95,6 +109,13 @@ class _Encoder:
             if value.dtype.kind not in "biuf":
                 raise UnstorableError(f"cannot store {path}: an array of {value.dtype}")
             return {"$numpy": self._tensor(_from_numpy(value), path)["$tensor"]}
+        if isinstance(value, Exact):
+            return self._exactly(value, path, depth)
+        return self._other(value, path, depth)
+
+    def _other(self, value: Any, path: str, depth: int) -> Any:
+        if not self._exact and (make := _base(value)):
+            return self.encode(make(value), path, depth)
         if depth == _MAX_DEPTH:
             raise UnstorableError(f"cannot store {path[:99]}...: nested deeper than {depth} times")
         depth += 1
@@ -103,6 +124,12 @@ class _Encoder:
         if type(value) in (list, tuple, deque, torch.Size):
             return self._sequence(value, path, depth)
         raise UnstorableError(f"cannot store {path}: a {type(value).__name__}; {_cure(value)}")
+
+    def _exactly(self, value: Exact, path: str, depth: int) -> Any:
+        self._exact, before = True, self._exact
+        node = self.encode(value.value, path, depth)
+        self._exact = before
+        return node
 
     def _sequence(self, value: Sequence[Any], path: str, depth: int) -> Any:
         parts = [self.encode(v, f"{path}/{i}", depth) for i, v in enumerate(value)]
@@ -114,7 +141,8 @@ class _Encoder:
 
     def _mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> Any:
         items = [
-            (k, self.encode(v, f"{path}/{k}" if path else str(k), depth)) for k, v in value.items()
+            (self._key(k), self.encode(v, f"{path}/{k}" if path else str(k), depth))
+            for k, v in value.items()
         ]
         node: Any = dict(items)
         if not all(type(k) is str and not k.startswith(_MARK) for k, _ in items):
@@ -131,6 +159,10 @@ class _Encoder:
             f"cannot store {path}: a {type(value).__name__}; of mappings only dict, OrderedDict,"
             " Counter, and defaultdict of int, float, list or dict can be stored"
         )
+
+    def _key(self, key: Any) -> Any:
+        make = None if self._exact or type(key) is str else _base(key)
+        return make(key) if make else key
 
     def _tensor(self, value: torch.Tensor, path: str) -> dict[str, str]:
         flat = self.flat
@@ -151,6 +183,13 @@ class _Encoder:
             there.append(path)
         flat.tensors[path] = tensor
         return {"$tensor": path}
+
+
+def _base(value: Any) -> Callable[[Any], Any] | None:
+    """What makes a value of a type that is stored of one of a subclass, if it is one."""
+    if type(value) in _BASES or isinstance(value, np.generic | bool):
+        return None
+    return next((make for kind, make in _BASES.items() if isinstance(value, kind)), None)
 
 
 def _cure(value: Any) -> str:
