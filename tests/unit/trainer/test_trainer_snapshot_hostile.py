@@ -273,7 +273,7 @@ def test_without_an_older_one_training_starts_anew(tmp_path):  # type: ignore[no
 def test_a_newer_format_says_what_to_do():  # type: ignore[no-untyped-def]
     body = Manifest(1, {}, (), {}, (), {}, None).encode()
     newer = unseal(body) | {"version": manifest.VERSION + 1}
-    with pytest.raises(InvalidSnapshotError, match=r"version 2 is not .* newer ddpjob-trainer"):
+    with pytest.raises(InvalidSnapshotError, match=r"version 3 is not .* newer ddpjob-trainer"):
         manifest.decode(seal(newer))
 
 

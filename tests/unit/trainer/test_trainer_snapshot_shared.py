@@ -80,7 +80,7 @@ def test_where_an_older_one_can_be_read_it_is_taken_and_the_newer_stays(tmp_path
     make_newer(tmp_path / "00000001" / manifest.file_name(6))
     assert step_of(open_snapshots(tmp_path, 2)) == 5
     assert (
-        "000000000006.json is not usable, and left as it is: format version 2"
+        "000000000006.json is not usable, and left as it is: format version 3"
         in capsys.readouterr().out
     )
     assert not list(tmp_path.glob("*/*.invalid"))

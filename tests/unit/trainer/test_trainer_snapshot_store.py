@@ -313,14 +313,14 @@ def test_a_future_version_and_a_symbolic_link_are_refused(tmp_path):  # type: ig
     path.symlink_to(target)
     with pytest.raises(manifest.InvalidSnapshotError, match="not a regular file"):
         manifest.read(path)
-    body = target.read_bytes().replace(b'"version":1', b'"version":2')
+    body = target.read_bytes().replace(b'"version":1', b'"version":3')
     text = body[: body.rfind(b',"sha256"')] + b"}"
     import hashlib
 
     digest = hashlib.sha256(text).hexdigest().encode()
     path.unlink()
     path.write_bytes(text[:-1] + b',"sha256":"' + digest + b'"}')
-    with pytest.raises(manifest.InvalidSnapshotError, match="version 2 is not known"):
+    with pytest.raises(manifest.InvalidSnapshotError, match="version 3 is not known"):
         manifest.read(path)
 
 

@@ -308,7 +308,13 @@ class Snapshots:
             buffer,
             later,
             self._world.accelerator.mark() if later else None,
-            Report(rank, own=own, fingerprint=structure.fingerprint, parts=captured.part.tree),
+            Report(
+                rank,
+                own=own,
+                fingerprint=structure.fingerprint,
+                parts=captured.part.tree,
+                version=captured.version,
+            ),
             assembler(step, captured, shares, config, place) if rank == 0 else None,
         )
 

@@ -24,7 +24,8 @@ class Report:
     """What became of a rank's part. ``own``: (name, dtype, shape) of what only it has.
 
     ``parts``: its entries of each optimizer that is divided among the ranks, as JSON.
-    ``fingerprint``: see write_plan.Structure. ``text`` says why it failed; empty: it is durable.
+    ``fingerprint``: see write_plan.Structure. ``version``: see write_plan.Captured.
+    ``text`` says why it failed; empty: it is durable.
     """
 
     rank: int
@@ -34,6 +35,7 @@ class Report:
     fingerprint: int = 0
     text: str = ""
     parts: Mapping[str, list[Any]] = field(default_factory=dict)
+    version: int = 1
 
 
 class PartReports:

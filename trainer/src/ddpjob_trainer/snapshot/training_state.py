@@ -101,9 +101,8 @@ def _own_prefix(rank: int) -> str:
     return f"rank/{rank}/"
 
 
-def _own(rank: int, objects: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _own(rank: int, flat: Flat) -> dict[str, torch.Tensor]:
     """Generators and per-rank objects' states, under names that no other rank uses."""
-    flat = flatten({"objects": dict(objects)})
     # The generators' state is JSON already, and its thousand numbers would take flatten() long.
     text = json.dumps([{**flat.tree, "rng": rng.capture()}, flat.aliases]).encode()
     text += b" " * (-len(text) % _TREE_BYTES)
@@ -132,7 +131,7 @@ def _part(states: Mapping[str, Mapping[int, Any]]) -> Flat:
     entries = {name: member(member(registered, name), "state").get("$dict", []) for name in states}
     # What lies in the same memory is stored twice: only rank 0's aliases get into a manifest.
     tensors = {n: flat.tensors[flat.aliases.get(n, n)] for n in tensor_names(flat.tree)}
-    return Flat(entries, tensors)
+    return Flat(entries, tensors, version=flat.version)
 
 
 class TrainingState:
@@ -189,8 +188,9 @@ class TrainingState:
         }
         objects = {name: _state_of(obj) for name, obj in self.per_rank.items()}
         # A state_dict() may be collective: nothing is refused before all have been called.
-        flat = flatten(state)
-        return Captured(flat, self._shared(flat, model), _own(rank, objects), _part(divided))
+        flat, own, part = flatten(state), flatten({"objects": objects}), _part(divided)
+        version = max(flat.version, own.version, part.version)
+        return Captured(flat, self._shared(flat, model), _own(rank, own), part, version)
 
     def begin(self) -> None:
         """The loop begins: a resume begins with the model as the script has made it by now."""

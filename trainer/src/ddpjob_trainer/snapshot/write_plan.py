@@ -69,12 +69,14 @@ class Captured:
     ``shared``: names of those tensors that all ranks hold in equal bits. ``own``: what only this
     rank has. Rank 0's count for all others. ``part``: this rank's part of optimizers whose state is
     divided among the ranks; its tree holds the entries that belong into "state" of each.
+    ``version``: the greatest of all trees (see codec.Flat).
     """
 
     flat: Flat
     shared: frozenset[str]
     own: Mapping[str, torch.Tensor]
     part: Flat = field(default_factory=lambda: Flat({}))
+    version: int = 1
 
     @cached_property
     def structure(self) -> Structure:
@@ -240,7 +242,8 @@ def assembler(
                 chunks += chunks_of(_whole(alone, shape), name)
             chunks += chunks_of(shared, name)
         _join(tree, [report.parts for report in reports])
-        return Manifest(step, config, tuple(files), tensors, tuple(chunks), aliases, tree)
+        version = max(report.version for report in reports)
+        return Manifest(step, config, tuple(files), tensors, tuple(chunks), aliases, tree, version)
 
     return make
 

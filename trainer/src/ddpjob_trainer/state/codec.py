@@ -72,11 +72,14 @@ class Flat:
     """Named tensors, and the JSON tree that holds everything else.
 
     Tensors that share memory (tied weights) are stored once: ``aliases`` maps the others.
+    ``version``: the first of the format that knows all marks in the tree. A program of before must
+    see that a newer one wrote it, and not take it for damaged.
     """
 
     tree: Any = None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    version: int = 1
 
 
 def flatten(state: Any) -> Flat:
@@ -104,7 +107,7 @@ class _Encoder:
         if type(value) is bytes:
             return {"$bytes": base64.b64encode(value).decode()}
         if isinstance(value, np.generic) and _is_plain(value.dtype):
-            return {"$generic": [value.dtype.str, _content(value)]}
+            return self._since_2({"$generic": [value.dtype.str, _content(value)]})
         if isinstance(value, np.ndarray):
             if value.dtype.kind not in "biuf":
                 raise UnstorableError(f"cannot store {path}: an array of {value.dtype}")
@@ -135,9 +138,13 @@ class _Encoder:
         parts = [self.encode(v, f"{path}/{i}", depth) for i, v in enumerate(value)]
         if isinstance(value, deque):
             return {"$deque": [value.maxlen, parts]}
-        if isinstance(value, tuple):
-            return {"$size" if isinstance(value, torch.Size) else "$tuple": parts}
-        return parts
+        if isinstance(value, torch.Size):
+            return self._since_2({"$size": parts})
+        return {"$tuple": parts} if isinstance(value, tuple) else parts
+
+    def _since_2(self, node: Any) -> Any:
+        self.flat.version = 2
+        return node
 
     def _mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> Any:
         items = [

@@ -21,7 +21,7 @@ from ddpjob_trainer.snapshot.ondisk import disk
 from ddpjob_trainer.snapshot.ondisk.checked_json import MAX_BYTES, count, seal, unseal
 
 FORMAT = "ddpjob-snapshot"
-VERSION = 1
+VERSION = 2  # the newest that this program reads; it writes the oldest that holds a snapshot
 #: Bytes of one element, by safetensors' names of element types.
 ITEM_BYTES: dict[str, int] = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
@@ -89,6 +89,7 @@ class Manifest:
     chunks: tuple[Chunk, ...]
     aliases: Mapping[str, str]
     tree: Any
+    version: int = 1  # of the format: see codec.Flat
 
     def encode(self) -> bytes:
         """Return JSON whose last field is the SHA-256 of all before it.
@@ -97,7 +98,7 @@ class Manifest:
         """
         body: dict[str, Any] = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": self.version,
             "step": self.step,
             "config": dict(self.config),
             "files": [asdict(file) for file in self.files],
@@ -156,6 +157,7 @@ def decode(data: bytes) -> Manifest:
             chunks=tuple(Chunk(**chunk) for chunk in body["chunks"]),
             aliases=dict(body["aliases"]),
             tree=body["tree"],
+            version=body["version"],
         )
         _check(found)
     except NewerFormatError:
@@ -168,10 +170,9 @@ def decode(data: bytes) -> Manifest:
 def _check_version(body: Mapping[str, Any]) -> None:
     if body["format"] != FORMAT:
         raise InvalidSnapshotError(f"format {body['format']!r} is not known")
-    if body["version"] != VERSION:
-        text = f"format version {body['version']} is not known (this program reads {VERSION})"
-        newer = type(body["version"]) is int and body["version"] > VERSION
-        raise NewerFormatError(text) if newer else InvalidSnapshotError(text)
+    if count(body["version"]) not in range(1, VERSION + 1):
+        text = f"format version {body['version']} is not known (this program reads 1 to {VERSION})"
+        raise NewerFormatError(text) if body["version"] else InvalidSnapshotError(text)
 
 
 def _check(found: Manifest) -> None:
