@@ -146,14 +146,14 @@ class Run:
         """Keep one more object in the snapshots.
 
         It has state_dict() and load_state_dict(), or is a generator of torch, of any device, numpy
-        or random, or a dict of numbers, strings, tensors, lists, deques and dicts: counters of
-        yours, a mean, the best so far.
+        or random, or a dict of numbers, strings, tensors, lists, deques and dicts: a mean, say.
         Rank 0's value is kept; with ``per_rank`` that of each rank, for the same world size.
         It may be called before prepare(), which may be given what uses it. Raises ConfigError.
         """
         if self._loop is not None:
             raise ConfigError(
-                f"register({name!r}) was called after steps(): do so before, or no resume knows it"
+                f"register({name!r}) was called after steps(): a resume would not know it; call it"
+                " before run.steps()"
             )
         self._trained.state.register(name, obj, per_rank=per_rank)
 
