@@ -61,12 +61,11 @@ class Resync:
                 await self._list_all()
                 self.heard_at = time.monotonic()
                 self.synced.set()
-                self.answered.set()
                 self._tell("")
             except errors.ApiError as error:
                 self._tell(self._explain(error))
-                self.answered.set()
                 delay = min(max(_RETRY, error.retry_after or 0.0), self._seconds)
+            self.answered.set()
             self.alive_at = time.monotonic()
             await asyncio.sleep(delay)
 
