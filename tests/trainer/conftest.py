@@ -21,6 +21,7 @@ from support.launching import free_ports
 from support.patience import PATIENCE
 
 Program = Callable[[int], None]
+_LAST_WORDS = 8000  # characters: the stacks of all threads, when a rank hung
 _libc = ctypes.CDLL(None)
 
 
@@ -80,6 +81,11 @@ class Gang:
     def log(self, rank: int) -> str:
         return self.log_path(rank).read_text()
 
+    def last_words(self) -> str:
+        """The end of each rank's log."""
+        logs = sorted(self.directory.glob("rank*.log"))
+        return "\n".join(f"--- {path.stem}\n{path.read_text()[-_LAST_WORDS:]}" for path in logs)
+
     def wait(self, seconds: float = PATIENCE) -> dict[int, int]:
         """Exit code, or -signal, of every rank; fails when one does not end."""
         codes: dict[int, int] = {}
@@ -92,9 +98,8 @@ class Gang:
                     codes[rank] = os.waitstatus_to_exitcode(status)
             if time.monotonic() > deadline:
                 running = list(self.pids)
-                logs = "\n".join(f"--- rank {r}\n{self.log(r)[-2000:]}" for r in running)
                 self.end()
-                pytest.fail(f"ranks {running} did not end\n{logs}")
+                pytest.fail(f"ranks {running} did not end")
             time.sleep(0.005)
         return codes
 
@@ -121,6 +126,7 @@ def gang(tmp_path: Path) -> Iterator[Gang]:
     found = Gang(tmp_path)
     yield found
     found.end()
+    print(found.last_words())  # pytest shows it below a failure
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
