@@ -288,6 +288,28 @@ async def test_a_page_that_was_cut_off_is_asked_for_in_smaller_ones(
     assert set(await limits(3)) == {"500"}, "smaller pages would be none either"
 
 
+async def test_pages_that_are_too_many_for_the_time_that_a_list_is_kept_grow(
+    api: Api, server: Server
+) -> None:
+    kept = 3  # pages
+
+    async def page(request: web.Request) -> web.StreamResponse:
+        begin, limit = int(request.query.get("continue", 0)), int(request.query["limit"])
+        if begin >= kept * limit:
+            return status(410)
+        end = min(begin + limit, 100)
+        meta = {"resourceVersion": "7", **({"continue": str(end)} if end < 100 else {})}
+        return web.json_response({"metadata": meta, "items": [{}] * (end - begin)})
+
+    server.handle = page
+    api._pages["/apis/ddpjob.dev/v1alpha1/namespaces/ns/ddpjobs", ""] = 10
+    for limit in (10, 20):
+        with pytest.raises(errors.Gone):
+            await api.list_all(JOBS, "ns")
+        assert server.seen[-1].query["limit"] == str(limit)
+    assert len((await api.list_all(JOBS, "ns")).items) == 100
+
+
 @pytest.mark.parametrize("broken", ["expired", "cut off"])
 async def test_a_list_that_breaks_between_its_pages_is_none(
     api: Api, server: Server, broken: str

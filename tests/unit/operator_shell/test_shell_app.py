@@ -244,8 +244,9 @@ class HalfRefused:
         errors.Forbidden(403, "Forbidden", "somebody deleted the RoleBinding"),
         errors.ApiError(500, "InternalError", "a webhook of conversion is down"),
         errors.ApiError(0, "", "no answer within 20 s"),
+        errors.Gone(410, "Expired", "the pages took too long"),
     ],
-    ids=["forbidden", "error", "silence"],
+    ids=["forbidden", "error", "silence", "too long"],
 )
 async def test_a_namespace_that_cannot_be_read_holds_up_no_other(
     error: errors.ApiError, monkeypatch: pytest.MonkeyPatch

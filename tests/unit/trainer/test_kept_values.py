@@ -32,6 +32,15 @@ KINDS: dict[str, Any] = {
 }
 
 
+class Marked(torch.Tensor):
+    pass
+
+
+class Itself(bytes):
+    def __bytes__(self) -> bytes:
+        return self
+
+
 def resumed(name: str, before: Any, after: Any) -> None:
     states = [TrainingState(nn.Linear(2, 2)) for _ in range(2)]
     for state, obj in zip(states, (before, after), strict=True):
@@ -165,6 +174,46 @@ def test_a_registered_dicts_namedtuple_is_refused(per_rank: bool) -> None:
     state.register("mine", {"best": Best(1)}, per_rank=per_rank)
     with pytest.raises(UnstorableError, match=r"mine/values/best: a Best; .* keep tuple\("):
         state.capture(0)
+
+
+@pytest.mark.parametrize(
+    ("value", "cure"),
+    [
+        (nn.Parameter(torch.ones(2)), r"a Parameter; .* keep its .detach\(\)"),
+        (torch.ones(2).as_subclass(Marked), r"a Marked; .* keep its .detach\(\).as_subclass"),
+        (np.ones(2).view(np.matrix), r"a matrix; .* keep np.asarray\("),
+        (np.ma.masked_array([1.0, 2.0], [1, 0]), r"a MaskedArray; .* its .data and its .mask"),
+    ],
+)
+def test_what_a_registered_dict_would_get_back_as_a_plain_tensor_or_array_is_refused(
+    value: Any, cure: str
+) -> None:
+    state = TrainingState(nn.Linear(2, 2))
+    state.register("mine", {"kept": value})
+    with pytest.raises(UnstorableError, match=cure):
+        state.capture(0)
+
+
+def test_in_a_state_dict_of_the_scripts_only_a_mask_is_refused() -> None:
+    for value in (nn.Parameter(torch.ones(2)), np.ones(2).view(np.matrix), Itself(b"x")):
+        flatten({"kept": value})
+    with pytest.raises(UnstorableError, match="cannot store kept: a MaskedArray"):
+        flatten({"kept": np.ma.masked_array([1.0, 2.0], [1, 0])})
+
+
+def test_conjugates_of_a_model_come_back() -> None:
+    states = []
+    for number in (1, 2):
+        model = nn.Module()
+        made = torch.full((3,), complex(number, number)).conj()
+        model.w, model.same = [nn.Parameter(made)] * 2
+        model.register_buffer("freqs", made.clone().conj())
+        states.append(TrainingState(model))
+    flat = states[0].capture(0).flat
+    states[1].restore(memory_source(copy.deepcopy(flat)), 0)
+    found = states[1].module.state_dict()
+    assert found["w"].tolist() == found["same"].tolist() == [1 - 1j] * 3
+    assert found["freqs"].tolist() == [1 + 1j] * 3
 
 
 def test_a_name_may_be_an_enums() -> None:

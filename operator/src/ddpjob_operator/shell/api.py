@@ -193,14 +193,16 @@ class Api:
             items.extend(found)
             return rest
 
-        pages = 0
-        while True:
-            pages += 1
-            page = await self._call("list", resource, path, None, params, _TIMEOUT, read)
-            meta = page["metadata"]
-            if not meta.get("continue"):
-                break
-            params["continue"] = meta["continue"]
+        pages, meta = 0, {"continue": ""}
+        try:
+            while not pages or meta.get("continue"):
+                pages += 1
+                page = await self._call("list", resource, path, None, params, _TIMEOUT, read)
+                meta = page["metadata"]
+                params["continue"] = meta.get("continue", "")
+        except errors.Gone:  # so many pages take longer than the server keeps the list
+            self._pages[path, selector] = min(2 * limit, _PAGE)
+            raise
         if limit < _PAGE and time.monotonic() - began < _QUICK * pages:
             self._pages[path, selector] = min(2 * limit, _PAGE)
         return Listing(items, meta["resourceVersion"])

@@ -82,9 +82,9 @@ class Informer(ABC):
                 version = await self._list()
                 failures = 0
                 await self._watch_from(version)
-            except errors.Gone:
+            except errors.Gone as error:
                 self._gone += 1
-                self._mark_alive()
+                self._refused(error)
                 log.info("%s: the watch is too old, listing again", self.resource.plural)
                 if self._gone > 1:  # listing did not help: no storm of lists
                     await asyncio.sleep(_backoff(self._gone - 1))

@@ -63,10 +63,14 @@ class Loader:
         """Overwrite tensors of the model; they have the stored shapes. Raises ConfigError."""
         nodes = member(self._source.manifest.tree, "model")
         into: dict[str, torch.Tensor] = {}
-        tied = []
+        tied, conjugated = [], []
         for name, tensor in targets.items():
             target = tensor.detach()
             stored = self._stored(member(nodes, name))
+            if target.is_conj():  # its memory holds the conjugate of what was stored
+                plain = torch.empty_like(target)
+                conjugated.append((target, plain))
+                target = plain
             if target.is_complex():
                 target = torch.view_as_real(target)
             if stored in into:
@@ -75,6 +79,8 @@ class Loader:
         self._read(lambda name: name.startswith("model/"), into)
         for target, stored in tied:
             target.copy_(into[stored])
+        for target, plain in conjugated:
+            target.copy_(plain)
 
     def _stored(self, node: Any) -> str:
         """Under which name a tensor of the model is stored."""

@@ -52,8 +52,19 @@ _MAPPINGS: dict[str, Callable[[], Any]] = {
 
 #: What subclasses are stored as, and how it is made of them.
 _BASES: dict[type, Callable[[Any], Any]] = {
-    int: int, float: float, str: str.__str__, bytes: bytes, list: list, tuple: tuple,
+    int: int, float: float, str: str.__str__, list: list, tuple: tuple,
+    bytes: lambda value: bytes(memoryview(value)),
 }  # fmt: skip
+
+
+#: What to keep in place of others; the last that fits.
+_PLAIN: dict[type, str] = {
+    Enum: "its .value",
+    torch.Tensor: "its .detach().as_subclass(torch.Tensor)",
+    torch.nn.Parameter: "its .detach(), or let a module have it",
+    np.ndarray: "np.asarray(...) of it",
+    np.ma.MaskedArray: "its .data and its .mask",
+}
 
 
 class UnstorableError(TypeError):
@@ -98,8 +109,8 @@ class _Encoder:
         self._exact = False
 
     def encode(self, value: Any, path: str, depth: int) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value, path)
+        if isinstance(value, torch.Tensor | np.ndarray):
+            return self._array(value, path)
         if value is None or type(value) in (bool, str, int):
             return value
         if type(value) is float:
@@ -108,13 +119,19 @@ class _Encoder:
             return {"$bytes": base64.b64encode(value).decode()}
         if isinstance(value, np.generic) and _is_plain(value.dtype):
             return self._since_2({"$generic": [value.dtype.str, _content(value)]})
-        if isinstance(value, np.ndarray):
-            if value.dtype.kind not in "biuf":
-                raise UnstorableError(f"cannot store {path}: an array of {value.dtype}")
-            return {"$numpy": self._tensor(_from_numpy(value), path)["$tensor"]}
         if isinstance(value, Exact):
             return self._exactly(value, path, depth)
         return self._other(value, path, depth)
+
+    def _array(self, value: torch.Tensor | np.ndarray[Any, Any], path: str) -> Any:
+        other = self._exact and type(value) not in (torch.Tensor, np.ndarray)
+        if other or isinstance(value, np.ma.MaskedArray):  # its mask would be lost
+            raise UnstorableError(f"cannot store {path}: a {type(value).__name__}; {_cure(value)}")
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if value.dtype.kind not in "biuf":
+            raise UnstorableError(f"cannot store {path}: an array of {value.dtype}")
+        return {"$numpy": self._tensor(_from_numpy(value), path)["$tensor"]}
 
     def _other(self, value: Any, path: str, depth: int) -> Any:
         if not self._exact and (make := _base(value)):
@@ -201,13 +218,14 @@ def _base(value: Any) -> Callable[[Any], Any] | None:
 
 def _cure(value: Any) -> str:
     kinds = (str, int, float, bytes, list, tuple, deque)
-    kind = next((kind.__name__ for kind in kinds if isinstance(value, kind)), "")
-    if not (kind or isinstance(value, Enum)):
+    plain = next((f"{kind.__name__}(...) of it" for kind in kinds if isinstance(value, kind)), "")
+    for kind, how in _PLAIN.items():
+        plain = how if isinstance(value, kind) else plain
+    if not plain:
         return (
             "state must consist of tensors, numbers, strings, bytes, None, lists, tuples, deques"
             " and dicts"
         )
-    plain = "its .value" if isinstance(value, Enum) else f"{kind}(...) of it"
     return f"after a resume it would be of another type: keep {plain}, and make it anew of that"
 
 

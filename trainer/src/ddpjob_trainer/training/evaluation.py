@@ -68,11 +68,10 @@ def watch_sharing(
     if share is None:
         return
 
-    modules = list(wrapped.module.modules())
-
     def waits() -> None:
-        # First what is quick to ask for: it is in each step, and most models have none.
-        some = any(module._non_persistent_buffers_set for module in modules)
+        # First what is quick to ask for: it is in each step, and most models have none. Of all
+        # modules that there are by now: a forward may make one.
+        some = any(module._non_persistent_buffers_set for module in wrapped.module.modules())
         caches = buffers.caches(wrapped.module) if some else set()
         if not caches <= wrapped.parameters_to_ignore:
             wrapped.parameters_to_ignore.update(caches)
