@@ -214,10 +214,9 @@ LARGE: dict[str, tuple[Callable[[], Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("case", LARGE)
-def test_of_many_samples_only_the_first_are_looked_at(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many objects are looked at."""
     looks, is_end = [0], own_generators._is_end
 
     def counted(obj: Any) -> bool:
@@ -225,6 +224,11 @@ def test_of_many_samples_only_the_first_are_looked_at(
         return is_end(obj)
 
     monkeypatch.setattr(own_generators, "_is_end", counted)
+    return looks
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_of_many_samples_only_the_first_are_looked_at(case: str, looks: list[int]) -> None:
     make, wanted = LARGE[case]
     walk = own_generators.Walk([Holds(make(), Noise())])
     assert walk.whole
@@ -259,8 +263,10 @@ PER_CLASS: dict[str, tuple[Callable[[], Any], bool]] = {
     ),
     "30 of 30 of 30": (
         lambda: [[[sample(c) for c in range(30)] for _ in range(30)] for _ in range(30)],
-        True,
+        False,
     ),
+    "1000 of 1000 numbers": (lambda: {a: [a] * 1000 for a in range(1000)}, False),
+    "1000 of 1000": (lambda: {a: [sample(a)] * 1000 for a in range(1000)}, True),
 }
 
 
@@ -271,6 +277,56 @@ def test_many_samples_of_each_class_hide_none_of_the_transforms(case: str) -> No
     source.transform = Holds(Holds(Noise()))
     assert own_generators.found_in(source) == [source.transform[0][0].rng]
     assert len(opened(source)) == warned
+
+
+def kept(number: int) -> Any:
+    return SimpleNamespace(rng=random.Random(number) if number >= 20 else None)
+
+
+BESIDE: dict[str, tuple[Callable[[], Any], int]] = {
+    "80 of 100 of another class": (
+        lambda: {n: Noise() if n >= 20 else SimpleNamespace() for n in range(100)},
+        80,
+    ),
+    "80 of 100 of the same class": (lambda: [kept(number) for number in range(100)], 80),
+    "one of 100 alike": (lambda: [kept(90 if n == 70 else 0) for n in range(100)], 1),
+    "in a tuple of 100 alike": (lambda: [(n, kept(n - 70)) for n in range(100)], 10),
+    "of another class behind 50,000": (lambda: [*range(MANY), Noise()], 1),
+}
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_beside_many_samples_of_each_class_no_entry_of_a_list_is_overlooked(case: str) -> None:
+    make, wanted = BESIDE[case]
+    samples = [[Record("a", b, [1.0]) for b in range(500)] for _ in range(100)]
+    source = Holds(samples, make(), *range(8))
+    assert len(own_generators.found_in(source)) == wanted
+    assert opened(source) == []
+
+
+class Node:
+    def __init__(self) -> None:
+        self.near: list[Node] = []
+
+
+def test_linked_data_are_gone_through_once(looks: list[int]) -> None:
+    nodes, chance = [Node() for _ in range(5000)], random.Random(1)
+    for node in nodes:
+        node.near = [chance.choice(nodes) for _ in range(12)]
+    source = Holds(nodes, *range(8))
+    assert own_generators.found_in(source) == []
+    assert looks[0] < 200_000
+    assert opened(source) == []
+
+
+@pytest.mark.parametrize("case", [*LARGE, *PER_CLASS])
+def test_no_search_looks_at_more_than_is_said(
+    case: str, looks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_generators, "_LOOKS", 40)
+    walk = own_generators.Walk([Holds((LARGE | PER_CLASS)[case][0]())])
+    assert looks[0] < 40
+    assert not walk.whole or case in LARGE
 
 
 def test_those_found_near_come_first_and_none_twice() -> None:

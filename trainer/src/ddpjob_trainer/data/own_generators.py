@@ -9,6 +9,7 @@ as variables: its closure's, its class', or its module's.
 from __future__ import annotations
 
 import dis
+import functools
 import hashlib
 import logging
 import random
@@ -32,10 +33,12 @@ from typing import Any
 import numpy as np
 import torch
 
-_MOST = 10_000  # objects that are looked at: many times what a dataset is made of
+_LOOKS = 1_000_000  # at entries and attributes in a search: about a second's, whatever they are
+_MOST = 10_000  # entries of a list or dict that have generators of their own
 _LONG = 1_000  # entries of a list or dict: what is longer may hold the samples
-_SOME = 64  # likewise where there are many such, as a list for each class
 _FIRST = 8
+_TYPED = 100_000  # entries of a list or dict whose types are looked at
+_AT_ONCE = 16  # types for the time of a look
 _OWN = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
 #: What leads to no generator, or, as a logger does, to all that there is.
 _ENDS = (
@@ -67,27 +70,12 @@ _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 def found_in(obj: Any) -> list[Any]:
     """Return those among its attributes, and theirs, each once: of its transforms, say."""
-    return _search(obj)[0]
-
-
-def _search(obj: Any) -> tuple[list[Any], bool]:
-    """Those it leads to, and whether none can be overlooked.
-
-    If it leads to too much, shorter lists too are taken for samples, of which the first are looked
-    at: else a list for each class would use up the room, and hide what the transforms have.
-    """
-    found: dict[int, Any] = {}
-    for long in _LONG, _SOME, _FIRST:
-        walk = Walk([obj], long)
-        found |= {id(one): one for one in walk.found}
-        if walk.whole:
-            return list(found.values()), long > _FIRST  # there 9 transforms are taken for samples
-    return list(found.values()), False
+    return Walk([obj]).found
 
 
 def warn_of_more(dataset: Any, say: Callable[[str], None]) -> None:
     """Tell of a dataset, or a loader of one, in which some may be overlooked."""
-    if not _search(dataset)[1]:
+    if not Walk([dataset]).whole:
         say(
             f"warning: {type(getattr(dataset, 'dataset', dataset)).__name__} leads to more than"
             f" {_MOST} objects: random generators that it keeps for itself are looked for in those"
@@ -99,44 +87,62 @@ def warn_of_more(dataset: Any, say: Callable[[str], None]) -> None:
 class Walk:
     """From objects to what they hold and use, nearest first, each once. ``whole``: to all of it.
 
-    No code of theirs is run. The order is the same in every process, as the seeds go by it.
-    ``long``: lists and dicts of more entries may hold samples.
-    ``held``: only what they hold, as far as the first entries of lists and dicts tell.
+    No code of theirs is run. The order is the same in every process, as the seeds go by it. Of a
+    list or dict the first entries and one of each type come with what is near, the others after all
+    that: else samples in a list for each class use up the looks, and hide what transforms have.
     """
 
-    def __init__(self, roots: Iterable[Any], long: int = _LONG, *, held: bool = False) -> None:
+    def __init__(self, roots: Iterable[Any]) -> None:
         self.found: list[Any] = []
-        self.whole = True
-        self.met: list[Any] = []  # held, so that no other object gets the id of one
-        self._ids: set[int] = set()
-        self._long = long
-        self._held = held
+        self._met: dict[int, Any] = {}  # by id; held, so that no other object gets one of these
+        self._left = _LOOKS
+        self._near: deque[Any] = deque()
+        self._later: deque[tuple[Any, Any]] = deque()  # what has more entries, and its container
+        self._last: list[tuple[Any, Any]] = []  # what may hold the samples
         self._members: dict[type, list[MemberDescriptorType]] = {}
-        self._meet(roots)
-        for obj in self.met:  # which grows
+        self.whole = True
+        self._reach(roots)
+        for obj, kind in self._last:  # which grows
+            self._reach_others(obj, kind)
+        self.whole &= self._left > 0
+
+    def _reach(self, parts: Iterable[Any]) -> None:
+        self._meet(parts)
+        while (self._near or self._later) and self._left > 0:
+            if not self._near:
+                obj, kind = self._later.popleft()
+                self._meet(islice(_CONTAINERS[kind](obj), _FIRST, None))
+                continue
+            obj = self._near.popleft()
             if not issubclass(type(obj), _OWN):
                 self._meet(self._parts(obj))
             elif id(obj) not in OF_ALL:
                 self.found.append(obj)
 
+    def _reach_others(self, obj: Any, kind: Any) -> None:
+        """But of a million samples only some, if these add no generator to those of the first."""
+        entries, length, before = _CONTAINERS[kind], kind.__len__(obj), len(self.found)
+        self._reach(islice(entries(obj), _FIRST, 2 * _FIRST))
+        if len(self.found) > before:
+            self.whole &= length <= _MOST
+            self._reach(islice(entries(obj), 2 * _FIRST, _MOST if length <= _MOST else _LONG))
+
     def _meet(self, parts: Iterable[Any]) -> None:
         for part in parts:
-            if _is_end(part) or id(part) in self._ids:
-                continue
-            if len(self.met) == (_LONG if self._held else _MOST):
-                self.whole = False
+            self._left -= 1
+            if self._left <= 0:
                 return
-            self._ids.add(id(part))
-            self.met.append(part)
+            if not _is_end(part) and id(part) not in self._met:
+                self._met[id(part)] = part
+                self._near.append(part)
 
     def _parts(self, obj: Any) -> Iterator[Any]:
         kind = type(obj)  # not isinstance(), which asks the object for a __class__ of its own
         if issubclass(kind, type):
-            if not self._held and is_the_scripts(obj.__module__):
+            if is_the_scripts(obj.__module__):
                 yield from (*vars(obj).values(), *obj.__bases__)
         elif kind is FunctionType:
-            if not self._held:
-                yield from _used_by(obj)
+            yield from _used_by(obj)
         elif kind is BuiltinFunctionType:
             yield obj.__self__  # of a method, as ``rng.random``
         else:
@@ -147,14 +153,17 @@ class Walk:
                 yield from self._attributes(obj, kind)
                 yield kind
 
-    def _entries(self, obj: Any, kind: Any) -> Iterable[Any]:
-        """All, but of a million samples the first."""
+    def _entries(self, obj: Any, kind: Any) -> Iterator[Any]:
+        """The first ones, and the first of each type."""
         entries, length = _CONTAINERS[kind], kind.__len__(obj)
-        first = list(islice(entries(obj), _FIRST))
-        if self._held or (length > self._long and _are_samples(first)):
-            return first
-        self.whole &= length <= _MOST  # else room is left for what else there is
-        return islice(entries(obj), _MOST if length <= _MOST else _LONG)
+        yield from islice(entries(obj), _FIRST)
+        if length > _FIRST:
+            self._left -= min(length, _TYPED) // _AT_ONCE
+            firsts: dict[type, Any] = {}
+            deque(map(firsts.setdefault, map(type, islice(entries(obj), _TYPED)), entries(obj)), 0)
+            yield from firsts.values()
+            if not all(map(_are_ends, firsts)):
+                (self._later if length <= _LONG else self._last).append((obj, kind))
 
     def _attributes(self, obj: Any, kind: type) -> Iterator[Any]:
         """Those of its dict and its slots. So the parts of a method, a property, a partial."""
@@ -174,14 +183,13 @@ class Walk:
 
 
 def _is_end(obj: Any) -> bool:
-    kind = type(obj)
+    kind: Any = type(obj)
+    return _are_ends(kind)
+
+
+@functools.lru_cache(1024)
+def _are_ends(kind: type) -> bool:
     return issubclass(kind, _ENDS) or _OURS.match(str(kind.__module__)) is not None
-
-
-def _are_samples(entries: list[Any]) -> bool:
-    """Whether each adds no generator of its own to those of the first."""
-    every, one = (Walk(some, held=True) for some in (entries, entries[:1]))
-    return every.whole and len(every.found) == len(one.found)
 
 
 def _used_by(function: FunctionType) -> Iterator[Any]:
