@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import random
 from collections import OrderedDict, deque
@@ -167,6 +168,19 @@ def test_it_is_found_once_however_deep_it_is(case: str) -> None:
 def test_two_closures_of_one_code_have_two() -> None:
     found = own_generators.found_in([closure(random.Random(1)), closure(random.Random(2))])
     assert len(found) == 2
+
+
+def test_the_code_of_many_closures_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, instructions = [0], dis.get_instructions
+
+    def counted(code: Any) -> Any:
+        read[0] += 1
+        return instructions(code)
+
+    monkeypatch.setattr(dis, "get_instructions", counted)
+    found = own_generators.found_in([closure(random.Random(n)) for n in range(900)])
+    assert len(found) == 900
+    assert read[0] < 5
 
 
 class Odd:

@@ -200,12 +200,11 @@ def _used_by(function: FunctionType) -> Iterator[Any]:
         return
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
-    for code in _codes(function.__code__):
-        for name in _global_names(code):
-            found = function.__globals__.get(name)
-            if type(found) is ModuleType and is_the_scripts(found.__name__):
-                yield from (vars(found)[n] for n in code.co_names if n in vars(found))
-            yield found
+    for name, names in _global_names(function.__code__):
+        found = function.__globals__.get(name)
+        if type(found) is ModuleType and is_the_scripts(found.__name__):
+            yield from (vars(found)[n] for n in names if n in vars(found))
+        yield found
 
 
 def is_library(file: str) -> bool:
@@ -236,11 +235,15 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(inner)
 
 
-def _global_names(code: CodeType) -> Iterator[str]:
-    """Not co_names, among which are all attributes."""
-    for one in dis.get_instructions(code):
-        if one.opname.startswith("LOAD_") and one.opname.endswith(("GLOBAL", "GLOBALS", "NAME")):
-            yield one.argval
+@functools.lru_cache(1024)  # of a closure for each sample there is one code
+def _global_names(function: CodeType) -> list[tuple[str, tuple[str, ...]]]:
+    """And all names beside each: co_names, among which are all attributes."""
+    return [
+        (one.argval, code.co_names)
+        for code in _codes(function)
+        for one in dis.get_instructions(code)
+        if one.opname.startswith("LOAD_") and one.opname.endswith(("GLOBAL", "GLOBALS", "NAME"))
+    ]
 
 
 def mark(generator: Any) -> str:
