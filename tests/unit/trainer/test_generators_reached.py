@@ -358,5 +358,5 @@ def test_a_dataset_that_leads_to_too_much_is_named(count: int, *, warned: bool) 
     source.transform = AUGMENT
     said = opened(source)
     assert len(said) == warned
-    assert all("warning: Holds leads to more than 10000 objects" in text for text in said)
+    assert all("warning: Holds leads to more objects than are looked at" in text for text in said)
     assert len(own_generators.found_in(source)) == (1001 if warned else count + 1)

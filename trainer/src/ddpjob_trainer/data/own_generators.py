@@ -77,9 +77,9 @@ def warn_of_more(dataset: Any, say: Callable[[str], None]) -> None:
     """Tell of a dataset, or a loader of one, in which some may be overlooked."""
     if not Walk([dataset]).whole:
         say(
-            f"warning: {type(getattr(dataset, 'dataset', dataset)).__name__} leads to more than"
-            f" {_MOST} objects: random generators that it keeps for itself are looked for in those"
-            " nearest to it only. What others draw depends on which samples this process has made"
+            f"warning: {type(getattr(dataset, 'dataset', dataset)).__name__} leads to more"
+            " objects than are looked at: random generators that it keeps for itself are looked for"
+            " in those nearest to it only. What others draw depends on which samples this process has made"
             " before, and is other after a resume: keep them in attributes of the dataset itself"
         )
 
