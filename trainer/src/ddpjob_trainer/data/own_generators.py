@@ -79,8 +79,9 @@ def warn_of_more(dataset: Any, say: Callable[[str], None]) -> None:
         say(
             f"warning: {type(getattr(dataset, 'dataset', dataset)).__name__} leads to more"
             " objects than are looked at: random generators that it keeps for itself are looked for"
-            " in those nearest to it only. What others draw depends on which samples this process has made"
-            " before, and is other after a resume: keep them in attributes of the dataset itself"
+            " in those nearest to it only. What others draw depends on which samples this process"
+            " has made before, and is other after a resume: keep them in attributes of the dataset"
+            " itself"
         )
 
 
