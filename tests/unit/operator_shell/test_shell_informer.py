@@ -67,7 +67,9 @@ async def informing(api: ForgetfulApi) -> AsyncIterator[PodInformer]:
 
 
 @pytest.mark.parametrize("gone_lists", [False, True], ids=["watches", "lists"])
-async def test_repeated_gone_is_no_storm_of_lists(gone_lists: bool) -> None:
+async def test_repeated_gone_is_no_storm_of_lists(
+    gone_lists: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     api = ForgetfulApi()
     api.gone_lists = gone_lists
     async with informing(api):
@@ -75,6 +77,9 @@ async def test_repeated_gone_is_no_storm_of_lists(gone_lists: bool) -> None:
         assert len(api.lists) == 2, "the first time it lists again at once"
         await asyncio.sleep(600)
     assert 10 < len(api.lists) < 50, "it goes on, but ever more slowly"
+    told = [one.message for one in caplog.records if one.levelname == "WARNING"]
+    once = ["pods: 410 Expired: the pages took too long; trying again"]
+    assert told == (once if gone_lists else [])
 
 
 async def test_an_event_ends_the_row() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from ddpjob_trainer.gradients import replica_check
 from ddpjob_trainer.gradients.replica_check import _ROW, _first_difference, hash_tensors
+from ddpjob_trainer.state.codec import raw
 
 
 def hashed(tensor: torch.Tensor) -> int:
@@ -101,3 +102,13 @@ def test_a_gpu_gets_longer_rows_and_finds_as_much(monkeypatch):  # type: ignore[
         flipped = tensor.clone()
         flipped.view(torch.int32)[place] ^= 1
         assert hashed(flipped) != before
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.full((3, 2), 7.0)[:1, 0], torch.full((1,), complex(1, -7)).conj().imag],
+    ids=["of a table", "negative"],
+)
+def test_a_single_element_lies_as_its_tensor_does(tensor: torch.Tensor) -> None:
+    assert hashed(tensor) == hashed(torch.tensor([7.0]))
+    assert bytes(raw(tensor)) == bytes(raw(torch.tensor([7.0])))

@@ -297,6 +297,11 @@ def kept(number: int) -> Any:
     return SimpleNamespace(rng=random.Random(number) if number >= 20 else None)
 
 
+def split(length: int, first: int) -> Any:
+    whole = [kept(20 + number) for number in range(length)]
+    return {"train": whole[:first], "all": whole}
+
+
 BESIDE: dict[str, tuple[Callable[[], Any], int]] = {
     "80 of 100 of another class": (
         lambda: {n: Noise() if n >= 20 else SimpleNamespace() for n in range(100)},
@@ -305,7 +310,17 @@ BESIDE: dict[str, tuple[Callable[[], Any], int]] = {
     "80 of 100 of the same class": (lambda: [kept(number) for number in range(100)], 80),
     "one of 100 alike": (lambda: [kept(90 if n == 70 else 0) for n in range(100)], 1),
     "in a tuple of 100 alike": (lambda: [(n, kept(n - 70)) for n in range(100)], 10),
-    "of another class behind 50,000": (lambda: [*range(MANY), Noise()], 1),
+    "of another class behind 50,000": (lambda: [*map(Record, *[range(MANY)] * 3), Noise()], 1),
+    "each of 2,000, the first also elsewhere": (lambda: split(2000, 100), 2000),
+    "every other 8 of 2,000": (
+        lambda: [kept(20 + n if n % 16 < 8 else 0) for n in range(2000)],
+        1000,
+    ),
+    "each of 2,000 closures": (lambda: [closure(random.Random(n)) for n in range(2000)], 2000),
+    "beside 200 books": (
+        lambda: [[[7] * 100_000 for _ in range(200)], [kept(n + 10) for n in range(11)]],
+        1,
+    ),
 }
 
 
@@ -316,6 +331,25 @@ def test_beside_many_samples_of_each_class_no_entry_of_a_list_is_overlooked(case
     source = Holds(samples, make(), *range(8))
     assert len(own_generators.found_in(source)) == wanted
     assert opened(source) == []
+
+
+def test_classes_that_have_no_hash_are_gone_through() -> None:
+    class Meta(type):
+        def __eq__(cls, _: object) -> bool:
+            return True
+
+        __hash__ = None  # type: ignore[assignment]
+
+    class One(metaclass=Meta):
+        __slots__ = ("rng",)
+
+    class Other(One):
+        __slots__ = ("more",)
+
+    one, other = One(), Other()
+    one.rng, other.more = random.Random(1), random.Random(2)  # type: ignore[attr-defined]
+    assert own_generators.found_in([one, other]) == [one.rng, other.more]  # type: ignore[attr-defined]
+    assert len(own_generators.found_in([*[one] * 20, other])) == 2
 
 
 class Node:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.snapshot.training_state import TrainingState
+from ddpjob_trainer.snapshot.training_state import TrainingState, weights_sha256
 from ddpjob_trainer.state.codec import UnstorableError, flatten
 from ddpjob_trainer.state.modes import Modes
 from support.snapshots import memory_source
@@ -201,19 +201,24 @@ def test_in_a_state_dict_of_the_scripts_only_a_mask_is_refused() -> None:
         flatten({"kept": np.ma.masked_array([1.0, 2.0], [1, 0])})
 
 
-def test_conjugates_of_a_model_come_back() -> None:
+def test_conjugates_and_elements_of_others_in_a_model_come_back() -> None:
     states = []
     for number in (1, 2):
         model = nn.Module()
         made = torch.full((3,), complex(number, number)).conj()
         model.w, model.same = [nn.Parameter(made)] * 2
         model.register_buffer("freqs", made.clone().conj())
+        model.register_buffer("negative", made[:1].imag)
+        model.register_buffer("of a table", torch.full((3, 2), float(number))[:1, 0])
         states.append(TrainingState(model))
     flat = states[0].capture(0).flat
     states[1].restore(memory_source(copy.deepcopy(flat)), 0)
     found = states[1].module.state_dict()
     assert found["w"].tolist() == found["same"].tolist() == [1 - 1j] * 3
     assert found["freqs"].tolist() == [1 + 1j] * 3
+    assert found["negative"].tolist() == [-1.0]
+    assert found["of a table"].tolist() == [1.0]
+    assert weights_sha256(states[0].module) == weights_sha256(states[1].module)
 
 
 def test_a_name_may_be_an_enums() -> None:

@@ -33,6 +33,13 @@ _NCCL_OTHER = ("NCCL_DEBUG", "NCCL_SOCKET", "NCCL_IB", "NCCL_NET", "NCCL_CONF", 
 _SETUP = ("sees none", "not compiled", "no NVIDIA driver", "driver on your system is too old")
 
 
+def in_order(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements one behind the other, shape (n,), in its own memory where it can be."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    # Of a single element torch keeps whatever stride, and then shows no bytes.
+    return flat.as_strided(flat.shape, (1,))
+
+
 class Reading:
     """Numbers on their way to the host."""
 

@@ -71,6 +71,12 @@ class Informer(ABC):
         self._mark_alive()
         self.answered.set()
 
+    def _tell(self, error: errors.ApiError) -> None:
+        """Log trouble, once in a row."""
+        if str(error) != self._told:
+            log.warning("%s: %s; trying again", self.resource.plural, error)
+        self._told = str(error)
+
     async def run(self) -> None:
         """List and watch until cancelled; trouble with the API server is waited out.
 
@@ -78,6 +84,7 @@ class Informer(ABC):
         """
         failures = 0
         while True:
+            version = ""
             try:
                 version = await self._list()
                 failures = 0
@@ -86,14 +93,14 @@ class Informer(ABC):
                 self._gone += 1
                 self._refused(error)
                 log.info("%s: the watch is too old, listing again", self.resource.plural)
+                if not version:
+                    self._tell(error)
                 if self._gone > 1:  # listing did not help: no storm of lists
                     await asyncio.sleep(_backoff(self._gone - 1))
             except errors.ApiError as error:
                 failures += 1
                 delay = _delay(failures, error)
-                if str(error) != self._told:
-                    log.warning("%s: %s; trying again", self.resource.plural, error)
-                self._told = str(error)
+                self._tell(error)
                 self._refused(error)
                 await asyncio.sleep(delay)
 

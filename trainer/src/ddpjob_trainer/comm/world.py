@@ -24,7 +24,7 @@ import torch.distributed.nn
 from torch._C._distributed_c10d import Store
 
 from ddpjob_trainer import accelerator
-from ddpjob_trainer.accelerator import Accelerator
+from ddpjob_trainer.accelerator import Accelerator, in_order
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.errors import ConfigError, PeerLostError
 
@@ -113,7 +113,7 @@ class World:
     def broadcast_tensor(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Overwrite a tensor with that of rank ``source``, in place."""
         if self.size > 1 and tensor.numel():
-            flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            flat = in_order(tensor).cpu().view(torch.uint8)
             with peer_loss():
                 dist.broadcast(flat, source, group=self.control)
             if self.rank != source:

@@ -9,7 +9,6 @@ as variables: its closure's, its class', or its module's.
 from __future__ import annotations
 
 import dis
-import functools
 import hashlib
 import logging
 import random
@@ -28,17 +27,21 @@ from types import (
     MemberDescriptorType,
     ModuleType,
 )
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-_LOOKS = 1_000_000  # at entries and attributes in a search: about a second's, whatever they are
+_LOOKS = 400_000  # at entries and attributes in a search: some tenths of a second
 _MOST = 10_000  # entries of a list or dict that have generators of their own
 _LONG = 1_000  # entries of a list or dict: what is longer may hold the samples
 _FIRST = 8
-_TYPED = 100_000  # entries of a list or dict whose types are looked at
+_ASKED = 1_000  # looks at what the first entries of a long list hold
+_TYPED = 100_000  # entries of a list or dict whose types are looked at, unless it is of numbers
 _AT_ONCE = 16  # types for the time of a look
+_REMEMBERED = 1024
+_Of = TypeVar("_Of")
+_Found = TypeVar("_Found")
 _OWN = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
 #: What leads to no generator, or, as a logger does, to all that there is.
 _ENDS = (
@@ -91,19 +94,20 @@ class Walk:
     No code of theirs is run. The order is the same in every process, as the seeds go by it. Of a
     list or dict the first entries and one of each type come with what is near, the others after all
     that: else samples in a list for each class use up the looks, and hide what transforms have.
+    ``held``: only what they hold, not what their code names, and of long lists only that.
     """
 
-    def __init__(self, roots: Iterable[Any]) -> None:
+    def __init__(self, roots: Iterable[Any], looks: int = 0, *, held: bool = False) -> None:
         self.found: list[Any] = []
         self._met: dict[int, Any] = {}  # by id; held, so that no other object gets one of these
-        self._left = _LOOKS
+        self._left = looks or _LOOKS
+        self._held = held
         self._near: deque[Any] = deque()
         self._later: deque[tuple[Any, Any]] = deque()  # what has more entries, and its container
         self._last: list[tuple[Any, Any]] = []  # what may hold the samples
-        self._members: dict[type, list[MemberDescriptorType]] = {}
         self.whole = True
         self._reach(roots)
-        for obj, kind in self._last:  # which grows
+        for obj, kind in () if held else self._last:  # which grows
             self._reach_others(obj, kind)
         self.whole &= self._left > 0
 
@@ -121,12 +125,19 @@ class Walk:
                 self.found.append(obj)
 
     def _reach_others(self, obj: Any, kind: Any) -> None:
-        """But of a million samples only some, if these add no generator to those of the first."""
-        entries, length, before = _CONTAINERS[kind], kind.__len__(obj), len(self.found)
-        self._reach(islice(entries(obj), _FIRST, 2 * _FIRST))
-        if len(self.found) > before:
+        """But of a million samples only some, if the first ones have no generators of their own."""
+        entries, length = _CONTAINERS[kind], kind.__len__(obj)
+        if self._have_own(list(islice(entries(obj), 2 * _FIRST))):
             self.whole &= length <= _MOST
-            self._reach(islice(entries(obj), 2 * _FIRST, _MOST if length <= _MOST else _LONG))
+            self._reach(islice(entries(obj), _FIRST, _MOST if length <= _MOST else _LONG))
+
+    def _have_own(self, entries: list[Any]) -> bool:
+        """Whether each holds others than the first, wherever else these have been met."""
+        looks = max(1, min(_ASKED, self._left))
+        one, every = (Walk(some, looks, held=True) for some in (entries[:1], entries))
+        self._left -= 2 * looks - one._left - every._left
+        more = len(one.found) != len(every.found)
+        return more or (bool(one.found) and not every.whole)
 
     def _meet(self, parts: Iterable[Any]) -> None:
         for part in parts:
@@ -140,17 +151,17 @@ class Walk:
     def _parts(self, obj: Any) -> Iterator[Any]:
         kind = type(obj)  # not isinstance(), which asks the object for a __class__ of its own
         if issubclass(kind, type):
-            if is_the_scripts(obj.__module__):
+            if not self._held and is_the_scripts(obj.__module__):
                 yield from (*vars(obj).values(), *obj.__bases__)
         elif kind is FunctionType:
-            yield from _used_by(obj)
+            yield from _used_by(obj, named=not self._held)
         elif kind is BuiltinFunctionType:
             yield obj.__self__  # of a method, as ``rng.random``
         else:
             for container in _CONTAINERS:
                 if issubclass(kind, container):
                     yield from self._entries(obj, container)
-            if kind not in _CONTAINERS:
+            if all(kind is not container for container in _CONTAINERS):
                 yield from self._attributes(obj, kind)
                 yield kind
 
@@ -158,42 +169,69 @@ class Walk:
         """The first ones, and the first of each type."""
         entries, length = _CONTAINERS[kind], kind.__len__(obj)
         yield from islice(entries(obj), _FIRST)
-        if length > _FIRST:
-            self._left -= min(length, _TYPED) // _AT_ONCE
-            firsts: dict[type, Any] = {}
-            deque(map(firsts.setdefault, map(type, islice(entries(obj), _TYPED)), entries(obj)), 0)
-            yield from firsts.values()
-            if not all(map(_are_ends, firsts)):
-                (self._later if length <= _LONG else self._last).append((obj, kind))
+        if length <= _FIRST:
+            return
+        firsts = self._of_each_type(obj, kind, _LONG)
+        if all(map(_is_end, firsts)):
+            return
+        if length > _LONG:
+            firsts = self._of_each_type(obj, kind, _TYPED)
+        yield from firsts
+        (self._later if length <= _LONG else self._last).append((obj, kind))
+
+    def _of_each_type(self, obj: Any, kind: Any, most: int) -> list[Any]:
+        """The first of each type among so many entries."""
+        entries, firsts = _CONTAINERS[kind], dict[int, Any]()
+        types = map(id, map(type, islice(entries(obj), most)))
+        deque(map(firsts.setdefault, types, entries(obj)), 0)
+        self._left -= min(kind.__len__(obj), most) // _AT_ONCE
+        return list(firsts.values())
 
     def _attributes(self, obj: Any, kind: type) -> Iterator[Any]:
         """Those of its dict and its slots. So the parts of a method, a property, a partial."""
-        if kind not in self._members:
-            found = [part for base in kind.__mro__ for part in vars(base).values()]
-            self._members[kind] = [one for one in found if type(one) is MemberDescriptorType]
         for base in kind.__mro__:
             own = vars(base).get("__dict__")
             if type(own) is GetSetDescriptorType:
                 yield from dict.values(own.__get__(obj))
                 break
-        for member in self._members[kind]:
+        for member in _slots(kind):
             try:
                 yield member.__get__(obj)
             except AttributeError:  # nothing yet
                 continue
 
 
+def _by_identity(function: Callable[[_Of], _Found]) -> Callable[[_Of], _Found]:
+    """As functools.lru_cache, but for what need have no hash: classes of a script's metaclass."""
+    known: dict[int, tuple[_Of, _Found]] = {}
+
+    def remembered(of: _Of) -> _Found:
+        found = known.get(id(of))
+        if found is None:
+            if len(known) == _REMEMBERED:
+                known.clear()
+            found = known[id(of)] = of, function(of)
+        return found[1]
+
+    return remembered
+
+
 def _is_end(obj: Any) -> bool:
-    kind: Any = type(obj)
-    return _are_ends(kind)
+    return _are_ends(type(obj))
 
 
-@functools.lru_cache(1024)
+@_by_identity
 def _are_ends(kind: type) -> bool:
     return issubclass(kind, _ENDS) or _OURS.match(str(kind.__module__)) is not None
 
 
-def _used_by(function: FunctionType) -> Iterator[Any]:
+@_by_identity
+def _slots(kind: type) -> list[MemberDescriptorType]:
+    found = [part for base in kind.__mro__ for part in vars(base).values()]
+    return [one for one in found if type(one) is MemberDescriptorType]
+
+
+def _used_by(function: FunctionType, *, named: bool) -> Iterator[Any]:
     """What a function reaches: its closure, what it wraps, and the script's own what it names."""
     yield from (cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell))
     yield from vars(function).values()
@@ -201,7 +239,7 @@ def _used_by(function: FunctionType) -> Iterator[Any]:
         return
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
-    for name, names in _global_names(function.__code__):
+    for name, names in _global_names(function.__code__) if named else ():
         found = function.__globals__.get(name)
         if type(found) is ModuleType and is_the_scripts(found.__name__):
             yield from (vars(found)[n] for n in names if n in vars(found))
@@ -236,7 +274,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(inner)
 
 
-@functools.lru_cache(1024)  # of a closure for each sample there is one code
+@_by_identity  # of a closure for each sample there is one code
 def _global_names(function: CodeType) -> list[tuple[str, tuple[str, ...]]]:
     """And all names beside each: co_names, among which are all attributes."""
     return [

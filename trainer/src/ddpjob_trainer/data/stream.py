@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from ddpjob_trainer.accelerator import in_order
 from ddpjob_trainer.data import own_generators
 from ddpjob_trainer.data.alike import Alike, draw_alike
 from ddpjob_trainer.data.fetch import Collate, map_tensors
@@ -244,9 +245,7 @@ def _hash(batch: Any) -> bytes:
     found = hashlib.blake2b(digest_size=8)
 
     def add(tensor: torch.Tensor) -> torch.Tensor:
-        found.update(
-            tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        )
+        found.update(in_order(tensor).cpu().view(torch.uint8).numpy().tobytes())
         return tensor
 
     map_tensors(batch, add)

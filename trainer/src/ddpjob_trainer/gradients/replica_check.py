@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.swa_utils import AveragedModel
 
+from ddpjob_trainer.accelerator import in_order
 from ddpjob_trainer.comm.world import World, peer_loss
 from ddpjob_trainer.errors import DivergedError
 from ddpjob_trainer.state import buffers
@@ -64,7 +65,7 @@ def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """View a tensor's bytes as int64, and what is left at its end."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    flat = tensor.contiguous().view(-1)
+    flat = in_order(tensor)
     size = flat.element_size()
     if flat.storage_offset() * size % 8:
         flat = flat.clone()  # words may not begin anywhere

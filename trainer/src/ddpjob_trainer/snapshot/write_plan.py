@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from ddpjob_trainer.accelerator import in_order
 from ddpjob_trainer.snapshot.keeper.writer import data_name
 from ddpjob_trainer.snapshot.ondisk import checked_json, data_file
 from ddpjob_trainer.snapshot.ondisk.data_file import Piece
@@ -153,12 +154,12 @@ def lay_out(captured: Captured, shares: Shares, writer: int) -> Image:
     tensors = {**captured.flat.tensors, **captured.own, **captured.part.tensors}
     now: list[Copy] = []
     later: list[Copy] = []
-    in_order: dict[str, torch.Tensor] = {}  # a copy of what is not, once for all its spans
+    flat: dict[str, torch.Tensor] = {}  # a copy of what is not, once for all its spans
     for part in drawing.parts:
         span, name = part.span, part.span.tensor
-        if name not in in_order:
-            in_order[name] = tensors[name].detach().contiguous().view(-1)
-        content = in_order[name][span.start : span.start + span.count]
+        if name not in flat:
+            flat[name] = in_order(tensors[name])
+        content = flat[name][span.start : span.start + span.count]
         (later if part.late else now).append((part.offset, content))
     return Image(drawing.header, tuple(now), tuple(later), drawing.bytes)
 

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ddpjob_trainer.accelerator import in_order
+
 #: safetensors' names of element types.
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -124,13 +126,13 @@ class _Encoder:
         return self._other(value, path, depth)
 
     def _array(self, value: torch.Tensor | np.ndarray[Any, Any], path: str) -> Any:
+        if isinstance(value, np.ndarray) and value.dtype.kind not in "biuf":
+            raise UnstorableError(f"cannot store {path}: an array of {value.dtype}")
         other = self._exact and type(value) not in (torch.Tensor, np.ndarray)
         if other or isinstance(value, np.ma.MaskedArray):  # its mask would be lost
             raise UnstorableError(f"cannot store {path}: a {type(value).__name__}; {_cure(value)}")
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
-        if value.dtype.kind not in "biuf":
-            raise UnstorableError(f"cannot store {path}: an array of {value.dtype}")
         return {"$numpy": self._tensor(_from_numpy(value), path)["$tensor"]}
 
     def _other(self, value: Any, path: str, depth: int) -> Any:
@@ -350,7 +352,7 @@ def _decode_marked(mark: str, content: Any, flat: Flat) -> Any:
 
 def raw(tensor: torch.Tensor) -> memoryview:
     """A tensor's bytes in C order, without a copy where it is contiguous in memory already."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
+    flat = in_order(tensor).cpu()
     if not flat.numel():
         return memoryview(b"")
     return memoryview(flat.view(torch.uint8).numpy().data)
