@@ -193,18 +193,23 @@ class Api:
             items.extend(found)
             return rest
 
-        pages, meta = 0, {"continue": ""}
+        def grow() -> None:
+            self._pages[path, selector] = min(2 * limit, _PAGE)
+
+        pages = 0
         try:
-            while not pages or meta.get("continue"):
+            while True:
                 pages += 1
                 page = await self._call("list", resource, path, None, params, _TIMEOUT, read)
                 meta = page["metadata"]
-                params["continue"] = meta.get("continue", "")
+                if not meta.get("continue"):
+                    break
+                params["continue"] = meta["continue"]
         except errors.Gone:  # so many pages take longer than the server keeps the list
-            self._pages[path, selector] = min(2 * limit, _PAGE)
+            grow()
             raise
         if limit < _PAGE and time.monotonic() - began < _QUICK * pages:
-            self._pages[path, selector] = min(2 * limit, _PAGE)
+            grow()
         return Listing(items, meta["resourceVersion"])
 
     async def watch(

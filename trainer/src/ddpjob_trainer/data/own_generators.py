@@ -94,7 +94,7 @@ class Walk:
     No code of theirs is run. The order is the same in every process, as the seeds go by it. Of a
     list or dict the first entries and one of each type come with what is near, the others after all
     that: else samples in a list for each class use up the looks, and hide what transforms have.
-    ``held``: only what they hold, not what their code names, and of long lists only that.
+    ``held``: only what they hold, not what their code names, and of long lists only the first.
     """
 
     def __init__(self, roots: Iterable[Any], looks: int = 0, *, held: bool = False) -> None:

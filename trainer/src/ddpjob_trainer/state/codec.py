@@ -61,6 +61,9 @@ _BASES: dict[type, Callable[[Any], Any]] = {
 
 #: What to keep in place of others; the last that fits.
 _PLAIN: dict[type, str] = {
+    **{
+        kind: f"{kind.__name__}(...) of it" for kind in (str, int, float, bytes, list, tuple, deque)
+    },
     Enum: "its .value",
     torch.Tensor: "its .detach().as_subclass(torch.Tensor)",
     torch.nn.Parameter: "its .detach(), or let a module have it",
@@ -219,16 +222,13 @@ def _base(value: Any) -> Callable[[Any], Any] | None:
 
 
 def _cure(value: Any) -> str:
-    kinds = (str, int, float, bytes, list, tuple, deque)
-    plain = next((f"{kind.__name__}(...) of it" for kind in kinds if isinstance(value, kind)), "")
-    for kind, how in _PLAIN.items():
-        plain = how if isinstance(value, kind) else plain
+    plain = [how for kind, how in _PLAIN.items() if isinstance(value, kind)]
     if not plain:
         return (
             "state must consist of tensors, numbers, strings, bytes, None, lists, tuples, deques"
             " and dicts"
         )
-    return f"after a resume it would be of another type: keep {plain}, and make it anew of that"
+    return f"after a resume it would be of another type: keep {plain[-1]}, and make it anew of that"
 
 
 def _is_plain(dtype: np.dtype[Any]) -> bool:
