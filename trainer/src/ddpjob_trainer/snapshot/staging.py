@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ddpjob_trainer.accelerator import Accelerator, in_order
+from ddpjob_trainer.accelerator import Accelerator
 from ddpjob_trainer.telemetry.console import say
 
 _PAGE = mmap.PAGESIZE
@@ -73,7 +73,7 @@ class Buffer:
         """
         with accelerator.saving(ready):
             for offset, tensor in copies:
-                source = in_order(tensor).view(torch.uint8)
+                source = tensor.view(torch.uint8)
                 target = self.memory[offset : offset + source.numel()]
                 target.copy_(source, non_blocking=accelerator.queues)
 
