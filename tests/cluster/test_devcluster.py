@@ -6,7 +6,6 @@ is compared after `down`. Other clusters may stand beside it, so what belongs to
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -339,11 +338,11 @@ def test_up_brings_all_back_after_a_reboot(cluster: Cluster) -> None:
     old = {number: wait_running(cluster, number) for number in (1, 2)}
     state = Path(cluster.kubeconfig).parent
     link = json.loads((state / "cluster.json").read_text())["index"]
-    records = [json.loads(file.read_text()) for file in (state / "process").glob("*.json")]
-    for record in records:
-        if process.identify(record["pid"]) is not None:
-            with contextlib.suppress(ProcessLookupError):  # the kernel ends it with its node
-                os.kill(record["pid"], signal.SIGKILL)
+    register = process.Register(state / "process")
+    running = [one for name in register.names() if (one := register.running(name)) is not None]
+    assert len(running) == len(register.names()), register.names()
+    # No process outlives a reboot. A node's first one is there until all within it have ended.
+    assert not process.end(running, seconds=PATIENCE, polite=False)
     subprocess.run(["ip", "link", "del", f"dc{link}"], check=True)
     devcluster("up")
     assert_ok()
