@@ -239,7 +239,7 @@ def test_four_rights_are_enough_to_look(
     assert stacks.startswith(f"--- {gang}-1, attempt 1")
     assert "in forward()?[2J" in stacks, "what a container says moves no cursor"
     assert gang in viewer.says("status")
-    assert "Started" in viewer.says("events", gang)
+    heard(lambda: viewer.says("events", gang), lambda said: "Started" in said)
     refused = viewer.refuses("suspend", gang)
     assert f"you may not patch ddpjobs of ddpjob.dev in namespace {stage.namespace}" in refused
 

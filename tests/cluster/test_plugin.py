@@ -9,7 +9,7 @@ import pytest
 
 from support.cluster import wait_for
 from support.plugin import Plugin
-from support.site import Site, digits
+from support.site import Site, digits, unhurried
 
 NAME = "watched"
 
@@ -17,7 +17,7 @@ NAME = "watched"
 @pytest.fixture(scope="module")
 def plugin(site: Site) -> Iterator[Plugin]:
     """With a gang that trains for as long as the tests of this file need it."""
-    obj = digits(NAME, steps=100_000, hang={"stepSeconds": 20})
+    obj = unhurried(digits(NAME, steps=100_000, hang={"stepSeconds": 20}))
     (trainer,) = obj["spec"]["template"]["spec"]["containers"]
     talks = 'echo "here is replica $DDPJOB_REPLICA"; exec "$@"'
     trainer["command"] = ["sh", "-c", talks, "sh", *trainer["command"]]
@@ -91,18 +91,20 @@ def test_after_a_hang_stacks_and_log_say_where(site: Site, plugin: Plugin) -> No
     site.kill_training(f"{NAME}-1", signal="STOP")
     wait_for(lambda: site.status(NAME)["restarts"].get("inPlace") or None, "the restart in place")
     # The first to be late is found: the one that is stopped, or one that waits for it.
-    head = rf"--- ({NAME}-\d), attempt 1"
-    said = stacks(plugin, head)
-    found = re.search(head, said)
-    assert found, said
-    stopped = "no answer: it is stopped" in said
-    assert (found[1] == f"{NAME}-1") == stopped
-    assert stopped or "(most recent call first)" in said
+    head = rf"^--- ({NAME}-\d), attempt 1"
+    said = re.split(head, stacks(plugin, f"(?m){head}"), flags=re.MULTILINE)
+    for pod, told in zip(said[1::2], said[2::2], strict=True):  # one pod, or more that were late
+        stopped = "no answer: it is stopped" in told
+        assert (pod == f"{NAME}-1") == stopped, (pod, told)
+        assert stopped or "(most recent call first)" in told, (pod, told)
     failed = plugin.says("logs", NAME, "--failed")
     assert "Hang" in failed.splitlines()[0]
     assert f"--- {NAME}-{site.status(NAME)['lastFailure']['replica']}, attempt 1" in failed
     assert len(failed.splitlines()) > 5
-    assert "RestartedInPlace" in plugin.says("events", NAME)
+    wait_for(
+        lambda: "RestartedInPlace" in plugin.says("events", NAME) or None,
+        "the event of the restart in place",
+    )  # fmt: skip
 
 
 def test_a_suspended_job_says_how_to_look_at_its_snapshots(site: Site, plugin: Plugin) -> None:

@@ -78,7 +78,7 @@ def test_everything_is_found_alerts_fire_and_every_panel_has_data(
 ) -> None:
     wait_told(watch, "sum(ddpjob_leader)", "two operators of which one leads")
     begun = time.time()
-    site.apply(digits("watched", steps=10_000, step_seconds=0.1, every=20))
+    site.apply(digits("watched", steps=100_000, step_seconds=0.1, every=20))
     site.wait_running("watched", 1, step=25)
     here = f'namespace="{site.namespace}",ddpjob="watched"'
     wait_for(

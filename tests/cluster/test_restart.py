@@ -116,7 +116,7 @@ def test_two_replicas_killed_at_once_are_one_restart(
 @pytest.mark.fault("O6")
 def test_an_operator_killed_while_a_job_runs_changes_nothing(site: Site) -> None:
     name = "operator-killed"
-    site.apply(digits(name, steps=20_000, step_seconds=0.1))
+    site.apply(digits(name, steps=100_000, step_seconds=0.1))
     site.wait_running(name, 1)
     before = {pod: body["metadata"]["uid"] for pod, body in site.pods(name).items()}
     for _ in range(3):

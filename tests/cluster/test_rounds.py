@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from support.cluster import wait_for
-from support.site import Site, digits
+from support.site import Site, digits, unhurried
 
 Undisturbed = Callable[[int], dict[str, str]]
 STEPS = 150  # as another test has, so that one undisturbed run serves both
@@ -35,7 +35,7 @@ def wait_rounds(site: Site, name: str, rounds: int) -> dict[str, Any]:
 def test_a_killed_process_comes_back_in_its_pod(site: Site, undisturbed: Undisturbed) -> None:
     """One after the other: the process of rank 0, of another rank, and two at once."""
     name = "round-kill"
-    site.apply(digits(name, steps=STEPS, slow=1, every=5))
+    site.apply(unhurried(digits(name, steps=STEPS, slow=1, every=5)))
     newest = rounds = 0
     before: dict[str, str] = {}
     for replicas in ((0,), (1,), (0, 2)):
@@ -68,7 +68,7 @@ def test_a_killed_process_comes_back_in_its_pod(site: Site, undisturbed: Undistu
 @pytest.mark.fault("T3")
 def test_a_process_that_hangs_is_ended_and_comes_back(site: Site, undisturbed: Undisturbed) -> None:
     name = "round-hang"
-    site.apply(digits(name, steps=STEPS, slow=1, every=5, hang={"stepSeconds": 10}))
+    site.apply(unhurried(digits(name, steps=STEPS, slow=1, every=5, hang={"stepSeconds": 10})))
     site.wait_running(name, 1, snapshot_after=0)
     before = uids(site, name)
     site.kill_training(f"{name}-1", signal="STOP")
@@ -86,7 +86,7 @@ def test_failures_without_progress_end_the_attempt(site: Site, undisturbed: Undi
     """No snapshot is made, so the second death ends the attempt; new pods begin again."""
     name = "round-budget"
     restart = {"maxRestarts": 1, "inPlace": {"maxWithoutProgress": 1}}
-    site.apply(digits(name, steps=STEPS, slow=1, every=STEPS * 2, restart=restart))
+    site.apply(unhurried(digits(name, steps=STEPS, slow=1, every=STEPS * 2, restart=restart)))
     site.wait_running(name, 1, step=5)
     before = uids(site, name)
     site.kill_training(f"{name}-2")

@@ -127,7 +127,7 @@ def test_a_misspelt_field_of_the_template_waits_in_the_words_of_the_api(site: Si
 
 def test_deletion_leaves_nothing(site: Site) -> None:
     name = "deleted"
-    site.apply(digits(name, steps=10_000))
+    site.apply(digits(name, steps=100_000))
     site.wait_running(name, 1)
     site.delete(name)
     selector = f"ddpjob.dev/job-name={name}"

@@ -28,7 +28,7 @@ def operators(site: Site) -> set[str]:
 
 def test_a_running_gang_is_left_alone(site: Site) -> None:
     name = "beside-upgrades"
-    site.apply(digits(name, steps=10_000, step_seconds=0.1))
+    site.apply(digits(name, steps=100_000, step_seconds=0.1))
     site.wait_running(name, 1)
     gang = {pod: body["metadata"]["uid"] for pod, body in site.pods(name).items()}
     upgrade = ("upgrade", "ddpjob", str(ROOT / "charts" / "ddpjob"), "--reuse-values")

@@ -26,6 +26,8 @@ T = TypeVar("T")
 Object = dict[str, Any]
 
 JOBS = "/apis/ddpjob.dev/v1alpha1"
+#: Of a request; an API server gives one up after 60 s. What is asked twice may be stored twice.
+ANSWER_SECONDS = 90.0
 
 
 class RestError(Exception):
@@ -124,9 +126,11 @@ class Rest:
         if connection is None:
             host, port = self.url.hostname or "", self.url.port
             connection = (
-                http.client.HTTPSConnection(host, port, context=self.context, timeout=30)
+                http.client.HTTPSConnection(
+                    host, port, context=self.context, timeout=ANSWER_SECONDS
+                )
                 if self.context
-                else http.client.HTTPConnection(host, port, timeout=30)
+                else http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
             )
             self._local.connection = connection
         return connection

@@ -245,12 +245,18 @@ UNHURRIED: Final = {
 
 def patched(directory: Path, constants: Mapping[str, object]) -> dict[str, str]:
     """Environment in which a launcher has other values for constants of ddpjob_trainer."""
+    patch(directory, constants)
+    return {"PYTHONPATH": f"{directory}{os.pathsep}{SOURCES}"}
+
+
+def patch(directory: Path, constants: Mapping[str, object]) -> None:
+    """Make a directory that, on PYTHONPATH, gives constants of ddpjob_trainer other values."""
     lines = []
     for constant, value in constants.items():
         module, _, name = constant.rpartition(".")
         lines.append(f"import ddpjob_trainer.{module} as module\nmodule.{name} = {value!r}\n")
+    directory.mkdir(exist_ok=True)
     (directory / "sitecustomize.py").write_text("".join(lines))
-    return {"PYTHONPATH": f"{directory}{os.pathsep}{SOURCES}"}
 
 
 class Forwarder:

@@ -24,6 +24,7 @@ from support import cluster
 from support.cluster import ROOT, Cluster, wait_for
 from support.patience import WITHIN
 from support.plane import is_first, is_rank, processes_with, send
+from support.rounds import UNHURRIED, patch
 
 IMAGES = ("ddpjob/operator:0.1.0", "ddpjob/trainer:0.1.0")
 SYSTEM = "ddpjob-system"
@@ -31,6 +32,7 @@ OPERATOR_LABEL = "app.kubernetes.io/name=ddpjob-operator"
 CLAIM = "snapshots"
 DIGITS = "/workspace/examples/digits.py"
 SLOW = Path(__file__).with_name("slow.py")
+PATIENT = "unhurried"  # a directory of the claim
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +240,13 @@ def digits(
     return job(name, command, snapshot=snapshot, **spec)
 
 
+def unhurried(obj: dict[str, Any]) -> dict[str, Any]:
+    """For `digits`: a launcher that stands still, as on a busy machine, is not given up for it."""
+    (trainer,) = obj["spec"]["template"]["spec"]["containers"]
+    trainer["env"] = [{"name": "PYTHONPATH", "value": f"/snapshots/{PATIENT}"}]
+    return obj
+
+
 def job(name: str, command: list[str], **spec: Any) -> dict[str, Any]:
     """A DDPJob of 3 replicas that runs a command in the trainer image."""
     container = {
@@ -287,6 +296,7 @@ def installed(name: str) -> Iterator[Site]:
             }
         )
         shutil.copyfile(SLOW, site.volume() / SLOW.name)
+        patch(site.volume() / PATIENT, UNHURRIED)
         yield site
     finally:
         if not os.environ.get("DDPJOB_KEEP_CLUSTER"):

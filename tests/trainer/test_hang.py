@@ -95,8 +95,8 @@ if rank != 1:
     patience = patched(
         tmp_path,
         {
-            "launcher.hangs._STACKS_SECONDS": 30 if shows else 10,
-            "launcher.hangs._STACKS_SETTLED_SECONDS": 1,
+            "launcher.hangs._STACKS_SECONDS": 30,
+            "launcher.hangs._STACKS_SETTLED_SECONDS": 5,
         },
     )
     code, _, err = run(
@@ -136,8 +136,8 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if rank == 0:
     {WORKER.replace(chr(10), chr(10) + "    ")}
     writer.update(phase="step", step=3)
-print("ready", flush=True)
 def does_not_care():
+    print("ready", flush=True)
     while True:
         time.sleep(3600)
 does_not_care()
@@ -149,7 +149,7 @@ does_not_care()
         {
             "launcher.hangs._BEFORE_KILL_SECONDS": 10.5,
             "launcher.hangs._STACKS_SECONDS": 10,
-            "launcher.hangs._STACKS_SETTLED_SECONDS": 1,
+            "launcher.hangs._STACKS_SETTLED_SECONDS": 3,
         },
     )
     with launched(

@@ -125,12 +125,14 @@ def test_a_slow_reader_of_a_non_blocking_pipe_gets_every_line(script, tmp_path, 
 def test_a_newer_file_of_the_program_is_progress(script, tmp_path, wait_until):  # type: ignore[no-untyped-def]
     """Three rounds write their checkpoint before they fail, then two in a row do not."""
     path, go, report = tmp_path / "checkpoints" / "last", tmp_path / "go", tmp_path / "report"
+    aside = tmp_path / "aside"
     path.parent.mkdir()
     program = script(f"""
 round = int(os.environ["DDPJOB_ROUND"])
 if round < 3:
-    open({str(path)!r}, "a").close()
-    os.utime({str(path)!r}, (0, round + 1))
+    open({str(aside)!r}, "w").close()
+    os.utime({str(aside)!r}, (0, round + 1))
+    os.rename({str(aside)!r}, {str(path)!r})  # it is looked at any time, and is never older then
 while round == 3 and not os.path.exists({str(go)!r}):
     time.sleep(0.01)
 sys.exit(1)

@@ -406,11 +406,16 @@ def test_the_users_own_lost_connection_is_no_lost_peer(gang):  # type: ignore[no
     assert "RuntimeError: redis://x:6379: Connection refused" in gang.log(0)
 
 
-def test_a_lost_peer_that_only_torch_noticed_leaves_a_traceback(gang):  # type: ignore[no-untyped-def]
+def test_a_lost_peer_that_only_torch_noticed_leaves_a_traceback(gang, tmp_path):  # type: ignore[no-untyped-def]
+    started = tmp_path / "started"
+
     def lost(rank: int) -> None:
         ddp.start(total_steps=1, global_batch=6)
         if rank == 1:
+            while not started.exists():  # else it is start() that has lost a peer
+                time.sleep(0.01)
             os._exit(9)
+        started.touch()
         torch.distributed.barrier()
 
     codes = gang.run(lost, world=2)

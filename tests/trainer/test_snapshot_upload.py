@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import ddpjob_trainer as ddp
+from ddpjob_trainer.snapshot import manager
 from ddpjob_trainer.snapshot.ondisk import manifest
 from support.patience import PATIENCE
 
@@ -21,9 +22,10 @@ DATA = torch.utils.data.TensorDataset(torch.arange(240.0).reshape(60, 4) / 240)
 
 @pytest.mark.fault("S6")
 @pytest.mark.parametrize("disks", ["one", "one each"])
-def test_a_gang_whose_disk_is_lost_goes_on_from_the_store(gang, tmp_path, disks):  # type: ignore[no-untyped-def]
+def test_a_gang_whose_disk_is_lost_goes_on_from_the_store(gang, tmp_path, disks, monkeypatch):  # type: ignore[no-untyped-def]
     """A disk for all ranks, or an emptyDir in each pod, which nobody else sees."""
     store = tmp_path / "store"
+    monkeypatch.setattr(manager, "_LAST_UPLOAD_SECONDS", PATIENCE)  # the last is looked for below
 
     def program(disk: str, *, lost: bool) -> None:
         own = "" if disks == "one" else os.environ["RANK"]

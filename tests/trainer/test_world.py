@@ -109,6 +109,7 @@ def no_name(*_: object) -> None:
 def test_who_finds_nobody_gives_up_at_the_startup_deadline(  # type: ignore[no-untyped-def]
     gang, port, address, why, monkeypatch
 ):
+    monkeypatch.setattr(hang, "_WAITING_SECONDS", PATIENCE)  # it gives up by itself, however late
     if address == "no-such-name":
         monkeypatch.setattr(socket, "getaddrinfo", no_name)
     env = environment(port, 1, 2, MASTER_ADDR=address, DDPJOB_HANG_STARTUP_SECONDS="1")
@@ -118,7 +119,8 @@ def test_who_finds_nobody_gives_up_at_the_startup_deadline(  # type: ignore[no-u
     assert why in gang.log(1)
 
 
-def test_rank_0_says_who_is_missing(gang, port):  # type: ignore[no-untyped-def]
+def test_rank_0_says_who_is_missing(gang, port, monkeypatch):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(hang, "_WAITING_SECONDS", PATIENCE)
     env = environment(port, 0, 3, DDPJOB_HANG_STARTUP_SECONDS="1")
     gang.spawn(program, 0, env)
     assert gang.wait() == {0: 75}

@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ def _start(this: Cluster, programs: dict[str, Path], log: Log) -> None:
     for node in this.members:
         pki.ensure_node(layout, node)
     this.ensure_process("etcd", [programs["etcd"], *render.etcd(layout)])
+    wait(this, "etcd", lambda: _answers(f"{layout.etcd}/health"))  # else kube-apiserver gives up
     this.ensure_process("apiserver", [programs["kube-apiserver"], *render.apiserver(layout)])
     keep = [path.resolve().parent for path in programs.values()]
     for node in this.members:  # while the API server starts
@@ -133,7 +135,7 @@ def wait(this: Cluster, component: str, done: Callable[[], bool]) -> None:
 def _exists(api: Api, path: str) -> bool:
     try:
         api.get(f"/api/v1/namespaces/default/{path}")
-    except (OSError, ApiError):
+    except (OSError, HTTPException, ApiError):
         return False
     return True
 
@@ -142,7 +144,7 @@ def node_is_ready(api: Api, node: Node, since: float = 0.0) -> bool:
     """Tell whether a node said since then that it is Ready, and has no taint of a lost node."""
     try:
         found = api.get(f"/api/v1/nodes/{node.name}")
-    except (OSError, ApiError):
+    except (OSError, HTTPException, ApiError):
         return False
     return is_ready(found, since)
 
@@ -168,7 +170,7 @@ def _answers(url: str) -> bool:
     try:
         with direct.open(url, timeout=2) as reply:
             return bool(reply.status == 200)
-    except OSError:
+    except (OSError, HTTPException):
         return False
 
 

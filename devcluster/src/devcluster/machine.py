@@ -21,7 +21,7 @@ _SCRIPT = Path(__file__).with_name("nodespace.py")
 
 
 def _script(cluster: Cluster, node: Node, verb: str, config: Mapping[str, object], why: str) -> int:
-    """Run nodespace.py; return the pid that it prints first."""
+    """Run nodespace.py; return the pid that it prints."""
     found = cgroups.create(node.cgroup, "machine")
     places = [[str(one.where), one.kind, one.options] for one in found]
     config = {**config, "cgroup": node.cgroup, "hierarchies": places}
@@ -36,11 +36,22 @@ def _script(cluster: Cluster, node: Node, verb: str, config: Mapping[str, object
     except subprocess.TimeoutExpired as error:
         done.kill()
         raise Failure(f"{why}: no answer within {PATIENCE:.0f} s") from error
-    words = said.split()
-    if done.returncode != 0 or not words or (verb == "init" and words[-1] != "ready"):
+    pid = said_pid(said, ready=verb == "init")
+    if done.returncode != 0 or pid is None:
         lines = complaint.strip().splitlines()
         raise Failure(f"{why}: {lines[-1] if lines else 'it ended without a word'}")
-    return int(words[0])
+    return pid
+
+
+def said_pid(said: str, ready: bool) -> int | None:
+    """Return the pid that nodespace.py said, with ``ready`` only if that was said as well.
+
+    Two processes say the two, in whichever order.
+    """
+    words = said.split()
+    if ready and "ready" not in words:
+        return None
+    return next((int(word) for word in words if word.isdigit()), None)
 
 
 def init_name(node: Node) -> str:

@@ -109,7 +109,7 @@ def imitate(setting: str, copy: str) -> None:
 
 
 def init(config: dict[str, Any]) -> None:
-    """Make the namespaces; print PID 1's pid as the host sees it, then `ready`; reap for ever."""
+    """Make the namespaces; print PID 1's pid as the host sees it, and `ready`; reap for ever."""
     # The namespace's root is the cgroup it is made in; processes live one below, since cgroup v2
     # shares out controllers only from cgroups without any.
     join(config["cgroup"], config["hierarchies"])

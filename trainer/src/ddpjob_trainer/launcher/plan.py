@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import sys
 import tempfile
 import uuid
@@ -23,6 +22,7 @@ from ddpjob_trainer.environment import (
     terminal_columns,
 )
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.processes.source import sets_environment_first, uses_our_library
 from ddpjob_trainer.launcher.scratch import Scratch
@@ -114,12 +114,6 @@ def command_line(program: Program) -> tuple[str, ...]:
     raise CannotStartError(contract.ExitCode.NOT_FOUND, f"{name}: not found")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _rounds(env: LauncherEnvironment, given: int | None, *, standalone: bool) -> int:
     """The command line wins. Between pods rounds need the hub's port from the operator."""
     if given is not None:
@@ -190,7 +184,7 @@ def make_plan(
         nproc=nproc,
         replica=env.replica or 0,
         replicas=env.replicas,
-        master=env.master or ("127.0.0.1", master_port or _free_port()),
+        master=env.master or ("127.0.0.1", master_port or sockets.free_ports(1)[0]),
         run_id=run_id,
         uid=run_id if standalone else env.identity.uid,
         attempt=env.identity.attempt,

@@ -6,7 +6,6 @@ is what it is in a cluster. They die with this process, whatever kills it.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import signal
@@ -118,7 +117,7 @@ class Attempts:
     def _start(self, number: int) -> dict[int, int]:
         """Pid -> replica."""
         job = self._job
-        ports = _free_ports(job.ports())
+        ports = sockets.free_ports(job.ports())
         where = f"http://127.0.0.1:{ports[2]}/state?uid={job.uid}"
         self._say(
             f"attempt {number}: replicas {job.replicas}, processes in each {job.nproc};"
@@ -150,10 +149,3 @@ class Attempts:
 
     def _say(self, text: str) -> None:
         self._log.put(2, f"local: {text}\n".encode(errors="replace"))
-
-
-def _free_ports(count: int) -> list[int]:
-    """Each another one: all are held until all are known."""
-    with contextlib.ExitStack() as held:
-        bound = [held.enter_context(sockets.bind(0)) for _ in range(count)]
-        return [int(one.getsockname()[1]) for one in bound]

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from ddpjob_trainer import trace
 from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.messages import Hello, Message, Refused, Welcome
 from ddpjob_trainer.launcher.hub.wire import Wire
@@ -133,6 +134,7 @@ class HubClient:
                 self._connect(_PAUSE_SECONDS)
         elif isinstance(message, Welcome):
             self._admitted = True
+            trace.mark("admitted")
             self.unmet = ""
             for waiting in self._waiting:
                 self.send(waiting, now)
