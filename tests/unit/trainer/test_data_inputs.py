@@ -283,6 +283,14 @@ class Counting(IterableDataset[int]):
             yield torch.tensor([number, drawn], dtype=torch.float64)
 
 
+class Yields(IterableDataset[Any]):
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
 class Kept(Counting):
     """With torch's protocol of a state."""
 
@@ -413,6 +421,25 @@ def test_time_may_come_before_the_batch():
     found.stream._rows = 4
     assert found.next(0, 0, np.arange(4)).shape == (7, 4, 3)
     assert found.next(1, 0, np.arange(4)).shape == (7, 4, 3)  # the rest of three is passed over
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's: these layouts are young
+@pytest.mark.parametrize(
+    "layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.jagged]
+)
+def test_a_stream_may_yield_tensors_that_are_not_dense(layout):
+    def made(number: float) -> Any:
+        dense = number * torch.eye(4)
+        if layout is torch.jagged:
+            return {"x": torch.nested.nested_tensor([dense, dense[:2]], layout=layout)}
+        return {"x": dense.to_sparse(layout=layout)}
+
+    firsts = []
+    for number in (1.0, 1.0, 2.0):
+        found = opened(Yields([made(number), made(3.0)]), batched=True)
+        assert found.next(0, 0, np.arange(4))["x"].layout is layout
+        firsts.append(found.stream.first)
+    assert firsts[0] == firsts[1] != firsts[2]
 
 
 def test_batches_that_the_loop_did_not_ask_for_are_passed_over():

@@ -1,8 +1,12 @@
-"""The numbers that the ranks add up at each step: each name gets its own back."""
+"""What the ranks tell one another: numbers by their names, and tensors however they lie."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
+import torch.distributed as dist
 
 from ddpjob_trainer.comm.exchange import Exchange
 from ddpjob_trainer.comm.world import World
@@ -17,3 +21,32 @@ def test_each_name_gets_its_own_sums_and_may_ask_twice():
     later = exchange.start({"a": [5.0]})
     assert later.told() == {"a": [5.0]}
     assert sent.told()["a"] == [1.0, 2.0], "a step is heard when the next one is under way"
+
+
+LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "channels_last": lambda: torch.ones(8, 4, 1, 1).to(memory_format=torch.channels_last),
+    "channels_last of one channel": lambda: torch.ones(8, 1, 3, 3).to(
+        memory_format=torch.channels_last
+    ),
+    "channels_last of more": lambda: torch.ones(8, 4, 3, 3).to(memory_format=torch.channels_last),
+    "an element of a table": lambda: torch.ones(3, 2)[:1, 0],
+    "transposed": lambda: torch.ones(3, 2).T,
+    "negative": lambda: torch.ones(3, dtype=torch.complex64).conj().imag,
+    "conjugate": lambda: torch.ones(3, dtype=torch.complex64).conj(),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_tensor_is_overwritten_however_its_elements_lie(
+    monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    tensor = LAYOUTS[layout]()
+    sent = torch.arange(float(tensor.numel())).to(tensor.dtype)
+
+    def broadcast(flat: torch.Tensor, source: int, group: object) -> None:
+        flat.copy_(sent.view(torch.uint8))
+
+    monkeypatch.setattr(dist, "broadcast", broadcast)
+    world = World(1, 2, 0, torch.device("cpu"), None, None, None)  # type: ignore[arg-type]
+    world.broadcast_tensor(tensor)
+    assert tensor.flatten().tolist() == sent.tolist()

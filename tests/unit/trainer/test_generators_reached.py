@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import random
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -280,7 +281,12 @@ PER_CLASS: dict[str, tuple[Callable[[], Any], bool]] = {
         False,
     ),
     "1000 of 1000 numbers": (lambda: {a: [a] * 1000 for a in range(1000)}, False),
-    "1000 of 1000": (lambda: {a: [sample(a)] * 1000 for a in range(1000)}, True),
+    "1000 of 1000": (lambda: {a: [sample(a)] * 1000 for a in range(1000)}, False),
+    "900 of 150": (lambda: {a: [sample(b) for b in range(150)] for a in range(900)}, False),
+    "900 of 150 records": (
+        lambda: {a: [Record("a", b, [1.0]) for b in range(150)] for a in range(900)},
+        True,
+    ),
 }
 
 
@@ -302,6 +308,22 @@ def split(length: int, first: int) -> Any:
     return {"train": whole[:first], "all": whole}
 
 
+KEPT = [kept(20 + number) for number in range(10)]
+
+
+WORDS = [("a", n) for n in range(600)]
+
+
+def words(transform: Any) -> Any:
+    return SimpleNamespace(words=WORDS, transform=transform)
+
+
+def leads_back(length: int) -> Any:
+    whole = Holds(Noise())
+    whole.parts += [SimpleNamespace(dataset=whole) for _ in range(length)]
+    return whole
+
+
 BESIDE: dict[str, tuple[Callable[[], Any], int]] = {
     "80 of 100 of another class": (
         lambda: {n: Noise() if n >= 20 else SimpleNamespace() for n in range(100)},
@@ -317,6 +339,13 @@ BESIDE: dict[str, tuple[Callable[[], Any], int]] = {
         1000,
     ),
     "each of 2,000 closures": (lambda: [closure(random.Random(n)) for n in range(2000)], 2000),
+    "behind 1,500 tensors": (lambda: [*torch.zeros(1500), *map(kept, range(20, 520))], 500),
+    "behind 9,000 numbers": (lambda: [*[7] * 9000, *map(kept, range(20, 1020))], 1000),
+    "each of ten classes of 200": (lambda: [KEPT[n // 200] for n in range(2000)], 10),
+    "ten, in turn, of 20,000": (lambda: [KEPT[n % 10] for n in range(20_000)], 10),
+    "ten of 2,000": (lambda: [KEPT[n // 2000] for n in range(20_000)], 10),
+    "one, of 20,000 with words": (lambda: [words(SHARED) for _ in range(20_000)], 1),
+    "one, of 20,000 that lead back": (lambda: leads_back(20_000), 1),
     "beside 200 books": (
         lambda: [[[7] * 100_000 for _ in range(200)], [kept(n + 10) for n in range(11)]],
         1,
@@ -324,11 +353,15 @@ BESIDE: dict[str, tuple[Callable[[], Any], int]] = {
 }
 
 
+@functools.cache
+def samples() -> Any:
+    return [[Record("a", b, [1.0]) for b in range(500)] for _ in range(100)]
+
+
 @pytest.mark.parametrize("case", BESIDE)
 def test_beside_many_samples_of_each_class_no_entry_of_a_list_is_overlooked(case: str) -> None:
     make, wanted = BESIDE[case]
-    samples = [[Record("a", b, [1.0]) for b in range(500)] for _ in range(100)]
-    source = Holds(samples, make(), *range(8))
+    source = Holds(samples(), make(), *range(8))
     assert len(own_generators.found_in(source)) == wanted
     assert opened(source) == []
 
@@ -350,6 +383,38 @@ def test_classes_that_have_no_hash_are_gone_through() -> None:
     one.rng, other.more = random.Random(1), random.Random(2)  # type: ignore[attr-defined]
     assert own_generators.found_in([one, other]) == [one.rng, other.more]  # type: ignore[attr-defined]
     assert len(own_generators.found_in([*[one] * 20, other])) == 2
+
+
+def test_no_code_of_a_metaclass_is_run() -> None:
+    class Meta(type):
+        def __getattribute__(cls, name: str) -> Any:
+            raise AssertionError(f"{name} is asked for")
+
+    class One(metaclass=Meta):
+        __module__ = np.arange(3)  # type: ignore[assignment]
+
+        def __init__(self) -> None:
+            self.rng = random.Random(1)
+
+    one = One()
+    assert own_generators.found_in([one, One]) == [one.rng]
+
+
+def test_what_a_thread_changes_meanwhile_is_gone_through() -> None:
+    buffer, ended = deque([[1.0]] * 900, maxlen=900), threading.Event()
+
+    def fill() -> None:
+        while not ended.is_set():
+            buffer.append([2.0])
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    try:
+        for _ in range(200):
+            assert len(own_generators.found_in(Holds(buffer, Noise()))) == 1
+    finally:
+        ended.set()
+        thread.join()
 
 
 class Node:
@@ -386,11 +451,16 @@ def test_those_found_near_come_first_and_none_twice() -> None:
     assert own_generators.found_in(source) == wanted
 
 
-@pytest.mark.parametrize(("count", "warned"), [(3000, False), (30_000, True)])
-def test_a_dataset_that_leads_to_too_much_is_named(count: int, *, warned: bool) -> None:
-    source = Holds(*(Noise(random.Random(number)) for number in range(count)))
+@pytest.mark.parametrize(
+    ("before", "count", "warned"), [(0, 3000, False), (0, 30_000, True), (99_000, 1000, True)]
+)
+def test_a_dataset_that_leads_to_too_much_is_named(
+    before: int, count: int, *, warned: bool
+) -> None:
+    source = Holds(*[7] * before, *(Noise(random.Random(number)) for number in range(count)))
     source.transform = AUGMENT
     said = opened(source)
     assert len(said) == warned
     assert all("warning: Holds leads to more objects than are looked at" in text for text in said)
-    assert len(own_generators.found_in(source)) == (1001 if warned else count + 1)
+    found = len(own_generators.found_in(source))
+    assert 10 < found < count if warned else found == count + 1

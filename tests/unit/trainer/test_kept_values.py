@@ -209,6 +209,9 @@ def test_conjugates_and_elements_of_others_in_a_model_come_back() -> None:
         model.w, model.same = [nn.Parameter(made)] * 2
         model.register_buffer("freqs", made.clone().conj())
         model.register_buffer("negative", made[:1].imag)
+        both = torch.full((3,), complex(number, number))  # of one memory
+        model.register_buffer("plain", both.imag)
+        model.register_buffer("minus", both.conj().imag)
         model.register_buffer("of a table", torch.full((3, 2), float(number))[:1, 0])
         states.append(TrainingState(model))
     flat = states[0].capture(0).flat
@@ -217,6 +220,7 @@ def test_conjugates_and_elements_of_others_in_a_model_come_back() -> None:
     assert found["w"].tolist() == found["same"].tolist() == [1 - 1j] * 3
     assert found["freqs"].tolist() == [1 + 1j] * 3
     assert found["negative"].tolist() == [-1.0]
+    assert (found["plain"].tolist(), found["minus"].tolist()) == ([1.0] * 3, [-1.0] * 3)
     assert found["of a table"].tolist() == [1.0]
     assert weights_sha256(states[0].module) == weights_sha256(states[1].module)
 

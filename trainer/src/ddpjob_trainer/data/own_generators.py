@@ -8,6 +8,7 @@ as variables: its closure's, its class', or its module's.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import hashlib
 import logging
@@ -17,7 +18,7 @@ import sys
 import sysconfig
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
@@ -36,8 +37,10 @@ _LOOKS = 400_000  # at entries and attributes in a search: some tenths of a seco
 _MOST = 10_000  # entries of a list or dict that have generators of their own
 _LONG = 1_000  # entries of a list or dict: what is longer may hold the samples
 _FIRST = 8
-_ASKED = 1_000  # looks at what the first entries of a long list hold
+_PROBED = 16  # entries of such a list that are compared, and as many from all over it
+_ASKED = 250  # looks at what each of these holds
 _TYPED = 100_000  # entries of a list or dict whose types are looked at, unless it is of numbers
+_TRIES = 1_000  # to read what a thread changes
 _AT_ONCE = 16  # types for the time of a look
 _REMEMBERED = 1024
 _Of = TypeVar("_Of")
@@ -48,11 +51,17 @@ _ENDS = (
     str, bytes, bytearray, int, float, complex, type(None), range, CodeType, ModuleType,
     np.generic, np.ndarray, torch.Tensor, torch.dtype, torch.device, logging.Logger,
 )  # fmt: skip
+_PLAIN = {id(dict), id(list), id(tuple)}  # a class need have no hash, nor an == of type's
+_VALUES = str, bytes, int, float, complex, type(None)
 #: A run leads to the loop's generators. Only what stands in place of the script's own is gone into.
 _OURS = re.compile(r"ddpjob_trainer\.(?!data\.)")
 _CONTAINERS: dict[Any, Callable[[Any], Iterable[Any]]] = {
     dict: dict.values, list: list.__iter__, tuple: tuple.__iter__, deque: deque.__iter__,
 }  # fmt: skip
+#: Of a class, without asking a metaclass of the script's.
+_MODULE, _MRO, _DICT = (
+    type.__dict__[name].__get__ for name in ("__module__", "__mro__", "__dict__")
+)
 _ODD = 0x9E3779B97F4A7C15
 #: The process' own, which are seeded anyway.
 OF_ALL = {
@@ -104,11 +113,11 @@ class Walk:
         self._held = held
         self._near: deque[Any] = deque()
         self._later: deque[tuple[Any, Any]] = deque()  # what has more entries, and its container
-        self._last: list[tuple[Any, Any]] = []  # what may hold the samples
+        self._last: list[tuple[Any, Any, list[Any]]] = []  # what may hold the samples
         self.whole = True
         self._reach(roots)
-        for obj, kind in () if held else self._last:  # which grows
-            self._reach_others(obj, kind)
+        for obj, kind, firsts in () if held else self._last:  # which grows
+            self._reach_others(obj, kind, firsts)
         self.whole &= self._left > 0
 
     def _reach(self, parts: Iterable[Any]) -> None:
@@ -116,7 +125,7 @@ class Walk:
         while (self._near or self._later) and self._left > 0:
             if not self._near:
                 obj, kind = self._later.popleft()
-                self._meet(islice(_CONTAINERS[kind](obj), _FIRST, None))
+                self._meet(_taken(obj, kind, _FIRST))
                 continue
             obj = self._near.popleft()
             if not issubclass(type(obj), _OWN):
@@ -124,20 +133,31 @@ class Walk:
             elif id(obj) not in OF_ALL:
                 self.found.append(obj)
 
-    def _reach_others(self, obj: Any, kind: Any) -> None:
-        """But of a million samples only some, if the first ones have no generators of their own."""
-        entries, length = _CONTAINERS[kind], kind.__len__(obj)
-        if self._have_own(list(islice(entries(obj), 2 * _FIRST))):
-            self.whole &= length <= _MOST
-            self._reach(islice(entries(obj), _FIRST, _MOST if length <= _MOST else _LONG))
+    def _reach_others(self, obj: Any, kind: Any, firsts: list[Any]) -> None:
+        """But of a million samples only some, if those all over it have no generators of their own.
+
+        Or of so many that what others among them have is met already.
+        """
+        length = kind.__len__(obj)
+        some = _taken(obj, kind, 0, _PROBED) + _spread(obj, kind, length, _PROBED)
+        if not self._have_own(firsts + some):
+            return
+        if length <= _MOST:
+            self._reach(_taken(obj, kind, _FIRST))
+            return
+        self._reach(_taken(obj, kind, _FIRST, _LONG) + _spread(obj, kind, length, _LONG))
+        known = len(self.found)
+        self._reach(_spread(obj, kind, length, _LONG, between=True))
+        self.whole &= len(self.found) == known
 
     def _have_own(self, entries: list[Any]) -> bool:
-        """Whether each holds others than the first, wherever else these have been met."""
-        looks = max(1, min(_ASKED, self._left))
-        one, every = (Walk(some, looks, held=True) for some in (entries[:1], entries))
-        self._left -= 2 * looks - one._left - every._left
-        more = len(one.found) != len(every.found)
-        return more or (bool(one.found) and not every.whole)
+        """Whether one holds others than the next does, wherever else these have been met."""
+        found = set()
+        for entry in entries:
+            walk = Walk([entry], max(1, min(_ASKED, self._left)), held=True)
+            self._left -= _ASKED - walk._left
+            found.add(frozenset(map(id, walk.found)))
+        return len(found) > 1
 
     def _meet(self, parts: Iterable[Any]) -> None:
         for part in parts:
@@ -151,8 +171,8 @@ class Walk:
     def _parts(self, obj: Any) -> Iterator[Any]:
         kind = type(obj)  # not isinstance(), which asks the object for a __class__ of its own
         if issubclass(kind, type):
-            if not self._held and is_the_scripts(obj.__module__):
-                yield from (*vars(obj).values(), *obj.__bases__)
+            if not self._held and is_the_scripts(_module(obj)):
+                yield from (*_DICT(obj).values(), *_MRO(obj)[1:])
         elif kind is FunctionType:
             yield from _used_by(obj, named=not self._held)
         elif kind is BuiltinFunctionType:
@@ -167,38 +187,81 @@ class Walk:
 
     def _entries(self, obj: Any, kind: Any) -> Iterator[Any]:
         """The first ones, and the first of each type."""
-        entries, length = _CONTAINERS[kind], kind.__len__(obj)
-        yield from islice(entries(obj), _FIRST)
-        if length <= _FIRST:
+        length = kind.__len__(obj)
+        yield from _taken(obj, kind, 0, _FIRST)
+        if length <= _FIRST or (self._held and length > _LONG):
             return
-        firsts = self._of_each_type(obj, kind, _LONG)
-        if all(map(_is_end, firsts)):
+        all_over = [] if length <= _LONG else _spread(obj, kind, length, _LONG)
+        firsts = self._of_each_type(_taken(obj, kind, 0, _LONG) + all_over)
+        if all(issubclass(type(first), _VALUES) for first in firsts):
             return
-        if length > _LONG:
-            firsts = self._of_each_type(obj, kind, _TYPED)
+        entries = _taken(obj, kind, 0, _TYPED)
+        firsts = self._of_each_type(entries + all_over)
+        if length <= _TYPED and self._hold_ends(entries, firsts):
+            return
         yield from firsts
-        (self._later if length <= _LONG else self._last).append((obj, kind))
+        if length <= _LONG:
+            self._later.append((obj, kind))
+        else:
+            self._last.append((obj, kind, firsts))
 
-    def _of_each_type(self, obj: Any, kind: Any, most: int) -> list[Any]:
-        """The first of each type among so many entries."""
-        entries, firsts = _CONTAINERS[kind], dict[int, Any]()
-        types = map(id, map(type, islice(entries(obj), most)))
-        deque(map(firsts.setdefault, types, entries(obj)), 0)
-        self._left -= min(kind.__len__(obj), most) // _AT_ONCE
-        return list(firsts.values())
+    def _of_each_type(self, entries: list[Any]) -> list[Any]:
+        """The first of each type."""
+        self._left -= len(entries) // _AT_ONCE
+        return _first_of_each_type(entries, entries)
+
+    def _hold_ends(self, entries: list[Any], firsts: list[Any]) -> bool:
+        """Whether all are ends, or as (path, label) nothing but tuples, lists and dicts of ends."""
+        if not all(id(type(one)) in _PLAIN or _is_end(one) for one in firsts):
+            return False
+        parts = [
+            dict.values(one) if type(one) is dict else one
+            for one in entries
+            if id(type(one)) in _PLAIN
+        ]
+        looks = sum(map(len, parts)) // _AT_ONCE
+        if looks > self._left:
+            return False
+        self._left -= looks
+        try:
+            every = _first_of_each_type(chain.from_iterable(parts), chain.from_iterable(parts))
+        except RuntimeError:  # a thread changes one
+            return False
+        return all(map(_is_end, every))
 
     def _attributes(self, obj: Any, kind: type) -> Iterator[Any]:
         """Those of its dict and its slots. So the parts of a method, a property, a partial."""
-        for base in kind.__mro__:
-            own = vars(base).get("__dict__")
+        for base in _MRO(kind):
+            own = _DICT(base).get("__dict__")
             if type(own) is GetSetDescriptorType:
-                yield from dict.values(own.__get__(obj))
+                yield from list(dict.values(own.__get__(obj)))
                 break
         for member in _slots(kind):
             try:
                 yield member.__get__(obj)
             except AttributeError:  # nothing yet
                 continue
+
+
+def _taken(obj: Any, kind: Any, start: int, stop: int | None = None, step: int = 1) -> list[Any]:
+    """Entries of a list or dict, though a thread may change it meanwhile."""
+    for _ in range(_TRIES):
+        with contextlib.suppress(RuntimeError):
+            return list(islice(_CONTAINERS[kind](obj), start, stop, step))
+    return []
+
+
+def _spread(obj: Any, kind: Any, length: int, count: int, *, between: bool = False) -> list[Any]:
+    """So many entries, evenly from all over it, or those half way from one of these to the next."""
+    step = max(1, length // count)
+    return _taken(obj, kind, step // 2 if between else 0, None, step)
+
+
+def _first_of_each_type(entries: Iterable[Any], again: Iterable[Any]) -> list[Any]:
+    """By identity: a class need have no hash. ``again``: the same entries."""
+    firsts = dict[int, Any]()
+    deque(map(firsts.setdefault, map(id, map(type, entries)), again), 0)
+    return list(firsts.values())
 
 
 def _by_identity(function: Callable[[_Of], _Found]) -> Callable[[_Of], _Found]:
@@ -222,19 +285,25 @@ def _is_end(obj: Any) -> bool:
 
 @_by_identity
 def _are_ends(kind: type) -> bool:
-    return issubclass(kind, _ENDS) or _OURS.match(str(kind.__module__)) is not None
+    return issubclass(kind, _ENDS) or _OURS.match(_module(kind)) is not None
+
+
+def _module(kind: type) -> str:
+    """Its module's name, whatever a script has made of it."""
+    found = _MODULE(kind)
+    return found if type(found) is str else ""
 
 
 @_by_identity
 def _slots(kind: type) -> list[MemberDescriptorType]:
-    found = [part for base in kind.__mro__ for part in vars(base).values()]
+    found = [part for base in _MRO(kind) for part in _DICT(base).values()]
     return [one for one in found if type(one) is MemberDescriptorType]
 
 
 def _used_by(function: FunctionType, *, named: bool) -> Iterator[Any]:
     """What a function reaches: its closure, what it wraps, and the script's own what it names."""
     yield from (cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell))
-    yield from vars(function).values()
+    yield from list(vars(function).values())
     if is_library(function.__code__.co_filename):
         return
     yield from function.__defaults__ or ()

@@ -245,7 +245,11 @@ def _hash(batch: Any) -> bytes:
     found = hashlib.blake2b(digest_size=8)
 
     def add(tensor: torch.Tensor) -> torch.Tensor:
-        found.update(in_order(tensor).cpu().view(torch.uint8).numpy().tobytes())
+        plain = tensor.coalesce() if tensor.layout is torch.sparse_coo else tensor
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            found.update(str(tensor.layout).encode())
+            plain = plain.values()
+        found.update(in_order(plain).cpu().view(torch.uint8).numpy().tobytes())
         return tensor
 
     map_tensors(batch, add)

@@ -270,6 +270,7 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
         and one.dtype == other.dtype
         and one.shape == other.shape
         and one.stride() == other.stride()
+        and one.is_neg() == other.is_neg()
     )
 
 
