@@ -20,9 +20,9 @@ NO_ROUNDS = ("--max-rounds-without-progress", "0")
 SOURCES = Path(__file__).parents[2] / "trainer/src"
 
 
-#: Below those that the kernel gives to whoever asks for any: none of them is lost to a connection
-#: between this function's end and the use of the port.
-PORTS = range(12_000, 20_000)
+#: Below those that the kernel gives to whoever asks for any, above those that launchers find for
+#: scripts: none of them is lost between this function's end and the use of the port.
+PORTS = range(20_000, 30_000)
 
 
 def free_ports(count: int) -> list[int]:

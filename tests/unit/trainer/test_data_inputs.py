@@ -423,21 +423,38 @@ def test_time_may_come_before_the_batch():
     assert found.next(1, 0, np.arange(4)).shape == (7, 4, 3)  # the rest of three is passed over
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's: these layouts are young
-@pytest.mark.parametrize(
-    "layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.jagged]
-)
-def test_a_stream_may_yield_tensors_that_are_not_dense(layout):
-    def made(number: float) -> Any:
-        dense = number * torch.eye(4)
-        if layout is torch.jagged:
-            return {"x": torch.nested.nested_tensor([dense, dense[:2]], layout=layout)}
-        return {"x": dense.to_sparse(layout=layout)}
+EYE = torch.eye(4)
+ROWS = [torch.ones(3), torch.ones(1)]
+#: Equal, equal, and of other content.
+NOT_DENSE: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {
+    **{
+        str(layout): (EYE.to_sparse(layout=layout), EYE.to_sparse(layout=layout), other)
+        for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
+        for other in (EYE.flip(0).to_sparse(layout=layout),)
+    },
+    "values": (EYE.to_sparse(), EYE.to_sparse(), (2 * EYE).to_sparse()),
+    "not coalesced": (
+        torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 1.0], (4, 4)),
+        torch.sparse_coo_tensor([[0], [1]], [2.0], (4, 4)),
+        torch.sparse_coo_tensor([[0], [1]], [1.0], (4, 4)),
+    ),
+    "blocks": (EYE.to_sparse_bsr(2), EYE.to_sparse_bsr(2), EYE.flip(0).to_sparse_bsr(2)),
+    "jagged": (
+        torch.nested.nested_tensor(ROWS, layout=torch.jagged),
+        torch.nested.nested_tensor(ROWS, layout=torch.jagged),
+        torch.nested.nested_tensor(ROWS[::-1], layout=torch.jagged),
+    ),
+    "mkldnn": (EYE.to_mkldnn(), EYE.to_mkldnn(), EYE.flip(0).to_mkldnn()),
+}
 
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's: these layouts are young
+@pytest.mark.parametrize("kind", NOT_DENSE)
+def test_a_stream_may_yield_tensors_that_are_not_dense(kind):
     firsts = []
-    for number in (1.0, 1.0, 2.0):
-        found = opened(Yields([made(number), made(3.0)]), batched=True)
-        assert found.next(0, 0, np.arange(4))["x"].layout is layout
+    for tensor in NOT_DENSE[kind]:
+        found = opened(Yields([{"x": tensor}] * 2), batched=True)
+        assert found.next(0, 0, np.arange(4))["x"] is tensor
         firsts.append(found.stream.first)
     assert firsts[0] == firsts[1] != firsts[2]
 

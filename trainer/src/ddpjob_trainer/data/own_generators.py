@@ -39,9 +39,10 @@ _LONG = 1_000  # entries of a list or dict: what is longer may hold the samples
 _FIRST = 8
 _PROBED = 16  # entries of such a list that are compared, and as many from all over it
 _ASKED = 250  # looks at what each of these holds
+_SOME = 250  # entries of a list of more than most that are gone into, of these and those all over
 _TYPED = 100_000  # entries of a list or dict whose types are looked at, unless it is of numbers
 _TRIES = 1_000  # to read what a thread changes
-_AT_ONCE = 16  # types for the time of a look
+_AT_ONCE = 32  # types for the time of a look
 _REMEMBERED = 1024
 _Of = TypeVar("_Of")
 _Found = TypeVar("_Found")
@@ -145,17 +146,19 @@ class Walk:
         if length <= _MOST:
             self._reach(_taken(obj, kind, _FIRST))
             return
-        self._reach(_taken(obj, kind, _FIRST, _LONG) + _spread(obj, kind, length, _LONG))
+        self._reach(_taken(obj, kind, _FIRST, _SOME) + _spread(obj, kind, length, _SOME))
         known = len(self.found)
-        self._reach(_spread(obj, kind, length, _LONG, between=True))
+        self._reach(_spread(obj, kind, length, _SOME, between=True))
         self.whole &= len(self.found) == known
 
     def _have_own(self, entries: list[Any]) -> bool:
-        """Whether one holds others than the next does, wherever else these have been met."""
+        """Whether one may hold others than the next does, wherever else these have been met."""
         found = set()
         for entry in entries:
             walk = Walk([entry], max(1, min(_ASKED, self._left)), held=True)
             self._left -= _ASKED - walk._left
+            if not walk.whole:
+                return True
             found.add(frozenset(map(id, walk.found)))
         return len(found) > 1
 
@@ -191,28 +194,31 @@ class Walk:
         yield from _taken(obj, kind, 0, _FIRST)
         if length <= _FIRST or (self._held and length > _LONG):
             return
-        all_over = [] if length <= _LONG else _spread(obj, kind, length, _LONG)
-        firsts = self._of_each_type(_taken(obj, kind, 0, _LONG) + all_over)
+        entries = _taken(obj, kind, 0, _MOST if length <= _MOST else _LONG)
+        all_over = [] if length <= _MOST else _spread(obj, kind, length, _LONG)
+        firsts = self._of_each_type(entries + all_over)
         if all(issubclass(type(first), _VALUES) for first in firsts):
             return
-        entries = _taken(obj, kind, 0, _TYPED)
-        firsts = self._of_each_type(entries + all_over)
-        if length <= _TYPED and self._hold_ends(entries, firsts):
-            return
-        yield from firsts
-        if length <= _LONG:
+        if length > _MOST:
+            firsts = self._of_each_type(_taken(obj, kind, 0, _TYPED) + all_over)
+        firsts = [first for first in firsts if not _is_end(first)]
+        if length > _LONG and firsts:
+            self._last.append((obj, kind, firsts))
+        elif firsts and not self._hold_ends(entries, firsts):
             self._later.append((obj, kind))
         else:
-            self._last.append((obj, kind, firsts))
+            return
+        yield from firsts
 
     def _of_each_type(self, entries: list[Any]) -> list[Any]:
         """The first of each type."""
-        self._left -= len(entries) // _AT_ONCE
-        return _first_of_each_type(entries, entries)
+        firsts = _first_of_each_type(entries, entries)
+        self._left -= len(entries) // _AT_ONCE + len(firsts)
+        return firsts
 
     def _hold_ends(self, entries: list[Any], firsts: list[Any]) -> bool:
-        """Whether all are ends, or as (path, label) nothing but tuples, lists and dicts of ends."""
-        if not all(id(type(one)) in _PLAIN or _is_end(one) for one in firsts):
+        """Whether but for ends they are tuples, lists and dicts of ends, as (path, label)."""
+        if any(id(type(first)) not in _PLAIN for first in firsts):
             return False
         parts = [
             dict.values(one) if type(one) is dict else one
@@ -290,7 +296,10 @@ def _are_ends(kind: type) -> bool:
 
 def _module(kind: type) -> str:
     """Its module's name, whatever a script has made of it."""
-    found = _MODULE(kind)
+    try:
+        found = _MODULE(kind)
+    except AttributeError:  # it has none
+        return ""
     return found if type(found) is str else ""
 
 

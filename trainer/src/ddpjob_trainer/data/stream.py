@@ -245,15 +245,31 @@ def _hash(batch: Any) -> bytes:
     found = hashlib.blake2b(digest_size=8)
 
     def add(tensor: torch.Tensor) -> torch.Tensor:
-        plain = tensor.coalesce() if tensor.layout is torch.sparse_coo else tensor
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            found.update(str(tensor.layout).encode())
-            plain = plain.values()
-        found.update(in_order(plain).cpu().view(torch.uint8).numpy().tobytes())
+        parts = _dense_parts(tensor)
+        if parts[0] is not tensor:
+            found.update(repr([tensor.layout, *(part.shape for part in parts)]).encode())
+        for part in parts:
+            found.update(in_order(part).cpu().view(torch.uint8).numpy().tobytes())
         return tensor
 
     map_tensors(batch, add)
     return found.digest()
+
+
+def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What it consists of: itself, or where its elements are and what they are."""
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return [tensor.indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor.to_dense()]
 
 
 def _keeper(source: Any) -> Any:

@@ -13,8 +13,9 @@ from typing import Final
 FULL: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 #: Until the next try.
 FULL_SECONDS: Final = 0.2
-#: Below Linux' default net.ipv4.ip_local_port_range, and Kubernetes' ports of nodes.
-_QUIET: Final = range(20000, 30000)
+#: Below net.ipv4.ip_local_port_range as Linux has it, and what the operator draws for gangs on the
+#: host's network.
+_QUIET: Final = range(10000, 20000)
 
 
 def free_ports(count: int) -> list[int]:
@@ -23,25 +24,33 @@ def free_ports(count: int) -> list[int]:
     Not of those that the kernel hands out for 0 or to connections: until it is bound, another
     program would be given it. Raises OSError where there are not so many.
     """
-    found: list[int] = []
+    chance, found = random.SystemRandom(), list[int]()  # whatever seed is set
+    why = OSError(errno.EADDRINUSE, "no port is free")
     with contextlib.ExitStack() as held:
-        for port in random.SystemRandom().sample(_QUIET, k=len(_QUIET)):
-            # Without SO_REUSEADDR: what another holds and does not listen on yet is taken.
-            probe = held.enter_context(socket.socket())
-            with contextlib.suppress(OSError):
-                probe.bind(("", port))
-                found.append(port)
+        for _ in range(count + len(_QUIET)):
+            port = chance.choice(_QUIET)
+            try:
+                # What another holds and does not listen on yet is taken.
+                held.enter_context(bind(port, reuse=False))
+            except OSError as error:
+                why = error
+                continue
+            found.append(port)
             if len(found) == count:
                 return found
-    raise OSError(errno.EADDRINUSE, f"fewer than {count} free ports in {_QUIET}")
+    raise OSError(why.errno, f"fewer than {count} free ports in {_QUIET}: {why.strerror}")
 
 
-def bind(port: int, *, host: str = "") -> socket.socket:
-    """Bind a TCP socket to a port of every address, or of one. 0: any. Raises OSError."""
+def bind(port: int, *, host: str = "", reuse: bool = True) -> socket.socket:
+    """Bind a TCP socket to a port of every address, or of one. 0: any. Raises OSError.
+
+    ``reuse``: also where connections of one before it are left, or another holds it unused.
+    """
     dual = not host and socket.has_dualstack_ipv6()
     bound = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if dual:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         bound.bind((host, port))
