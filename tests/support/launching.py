@@ -38,6 +38,16 @@ def free_ports(count: int) -> list[int]:
     return found
 
 
+def has_address(address: str) -> bool:
+    """Whether this machine has it: not each has IPv6."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
 def after_rank_0(directory: Path) -> str:
     """Lines of a script: rank 1 goes on when rank 0 has ended and the launcher knows."""
     return f"""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -14,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from ddpjob_operator.shell.probes import Probes
 from ddpjob_operator.shell.settings import Settings
-from support.launching import free_ports
+from support.launching import free_ports, has_address
 from support.patience import PATIENCE
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -53,19 +52,10 @@ async def ask(port: int, path: str, times: int = 1) -> bytes:
     return reply
 
 
-def has(address: str) -> bool:
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-        return True
-
-
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_the_kubelet_reaches_it_in_a_cluster_of_ipv6_too(address: str) -> None:
     """Else it would end the operator again and again."""
-    if not has(address):
+    if not has_address(address):
         pytest.skip(f"this machine has no {address}")
     [port] = free_ports(1)
 
