@@ -425,26 +425,22 @@ def test_time_may_come_before_the_batch():
 
 EYE = torch.eye(4)
 ROWS = [torch.ones(3), torch.ones(1)]
-#: Equal, equal, and of other content.
-NOT_DENSE: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {
-    **{
-        str(layout): (EYE.to_sparse(layout=layout), EYE.to_sparse(layout=layout), other)
-        for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
-        for other in (EYE.flip(0).to_sparse(layout=layout),)
-    },
-    "values": (EYE.to_sparse(), EYE.to_sparse(), (2 * EYE).to_sparse()),
-    "not coalesced": (
+#: Equal, equal, and of other content. Made when they are needed, as torch warns of each layout.
+NOT_DENSE: dict[str, Callable[[], list[torch.Tensor]]] = {
+    "coo": lambda: [one.to_sparse() for one in (EYE, EYE, EYE.flip(0))],
+    "csr": lambda: [one.to_sparse_csr() for one in (EYE, EYE, EYE.flip(0))],
+    "csc": lambda: [one.to_sparse_csc() for one in (EYE, EYE, EYE.flip(0))],
+    "blocks": lambda: [one.to_sparse_bsr(2) for one in (EYE, EYE, EYE.flip(0))],
+    "mkldnn": lambda: [one.to_mkldnn() for one in (EYE, EYE, EYE.flip(0))],
+    "values": lambda: [one.to_sparse() for one in (EYE, EYE, 2 * EYE)],
+    "not coalesced": lambda: [
         torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 1.0], (4, 4)),
         torch.sparse_coo_tensor([[0], [1]], [2.0], (4, 4)),
         torch.sparse_coo_tensor([[0], [1]], [1.0], (4, 4)),
-    ),
-    "blocks": (EYE.to_sparse_bsr(2), EYE.to_sparse_bsr(2), EYE.flip(0).to_sparse_bsr(2)),
-    "jagged": (
-        torch.nested.nested_tensor(ROWS, layout=torch.jagged),
-        torch.nested.nested_tensor(ROWS, layout=torch.jagged),
-        torch.nested.nested_tensor(ROWS[::-1], layout=torch.jagged),
-    ),
-    "mkldnn": (EYE.to_mkldnn(), EYE.to_mkldnn(), EYE.flip(0).to_mkldnn()),
+    ],
+    "jagged": lambda: [
+        torch.nested.nested_tensor(rows, layout=torch.jagged) for rows in (ROWS, ROWS, ROWS[::-1])
+    ],
 }
 
 
@@ -452,7 +448,7 @@ NOT_DENSE: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {
 @pytest.mark.parametrize("kind", NOT_DENSE)
 def test_a_stream_may_yield_tensors_that_are_not_dense(kind):
     firsts = []
-    for tensor in NOT_DENSE[kind]:
+    for tensor in NOT_DENSE[kind]():
         found = opened(Yields([{"x": tensor}] * 2), batched=True)
         assert found.next(0, 0, np.arange(4))["x"] is tensor
         firsts.append(found.stream.first)
