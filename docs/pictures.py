@@ -1,7 +1,7 @@
 """Draws docs/pictures/*.svg from recorded data: `make manifests` after a new recording.
 
 buckets.json and ring.json are recorded by bench/pictures.py, docs/scaling.json by bench/scaling.py,
-dashboard.json by tests/cluster/test_prometheus.py where DDPJOB_WRITE_PAGES=1 is set.
+dashboard.json by tests/cluster/disruptive/test_prometheus.py where DDPJOB_WRITE_PAGES=1 is set.
 A test holds each picture equal to what is drawn here.
 """
 
