@@ -20,24 +20,36 @@ FOREIGN := .venv-foreign/bin
 FOREIGN_TESTS := tests/trainer/test_foreign.py tests/unit/trainer/test_trainer_snapshot_remote.py
 DEVCLUSTER = $(PYTHON) devcluster/devcluster
 PYTEST := $(BIN)/python -m pytest
+# Beside the environments: a fresh checkout need not look at all of it again.
+export MYPY_CACHE_DIR := $(or $(DDPJOB_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/ddpjob)/mypy
 # The oldest that the trainer takes, and the newest: trainer/pyproject.toml says the same.
 TORCH_VERSIONS := 2.9.0 2.15.0
 TORCH_TESTS := tests/unit/trainer $(addprefix tests/trainer/test_,bitwise_resume.py run_options.py \
 	elastic.py parting.py nan_policy.py)
 # More arguments for a level's pytest, a demo or a benchmark: make unit ARGS='-k restart -x'
 ARGS ?=
-# In the order in which a failure is cheapest to learn of; but of two processes one takes the
-# cluster's at once, which last about as long as all the others.
-LEVELS := $(wildcard tests/unit tests/cluster tests/model tests/chart tests/api tests/trainer)
-# Without what takes minutes to show what something shorter shows too.
-SHORT := -m "not soak and not foreign_image"
-# Two levels at a time, each whole in one process (tests/conftest.py). ARGS=-n0: one after the other
-SIDE_BY_SIDE := -n2 --no-loadscope-reorder
+# Several files at a time (tests/support/sharing.py). ARGS=-n0: one after the other
+SIDE_BY_SIDE := -n auto
 TYPED := operator/src trainer/src plugin/src devcluster/src
 
 .PHONY: help
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# The three tiers (tests/support/tiers.py), each with all tests of those before it.
+.PHONY: check
+check: setup lint programs ## before each commit: lint, pure code, models, the chart; no cluster (3 minutes)
+	@$(PYTEST) --tier check tests/unit tests/model tests/chart $(SIDE_BY_SIDE) $(ARGS)
+
+.PHONY: test
+test: setup lint programs images ## the gate, before each landing: of each kind of fault the shortest test (15 minutes)
+	@$(PYTEST) --tier gate $(SIDE_BY_SIDE) $(ARGS)
+
+.PHONY: test-all
+test-all: setup lint programs images ## before an issue ends: all tests, a share of the soak (1 hour); writes docs/
+	@$(PYTEST) $(SIDE_BY_SIDE) --fault-matrix --test-durations $(ARGS)
+	@$(MAKE) --no-print-directory foreign
+	@$(MAKE) --no-print-directory soak SOAK=$(SHARE)
 
 .PHONY: setup
 setup: ## make the virtual environment (once per set of pins, kept in the cache)
@@ -68,10 +80,11 @@ mutations: setup ## decisive lines made wrong, each of which a test must find ou
 
 # Hours: every pair of faults, and as many random stories. SOAK=2/8 plays the second of eight shares.
 SOAK ?= 1/1
+# What test-all plays of them, other stories every day.
+SHARE ?= $(shell expr $$(date +%j) % 40 + 1)/160
 .PHONY: soak
-soak: setup programs ## models and plans whole, which make test only samples (hours; SOAK=1/8: a share)
-	@DDPJOB_SOAK=$(SOAK) $(PYTEST) tests/model tests/api/test_plans.py $(ARGS)
-	@$(PYTEST) -m soak tests/trainer $(ARGS)
+soak: setup programs ## models and plans whole, of which others play a sample (hours; SOAK=1/8: a share)
+	@DDPJOB_SOAK=$(SOAK) $(PYTEST) tests/model tests/api/test_plans.py $(SIDE_BY_SIDE) $(ARGS)
 
 # ARGS='--minutes 30 --seed 7 --json docs/soak.json --page docs/soak.md'
 .PHONY: soak-cluster
@@ -88,7 +101,7 @@ api: setup programs ## the operator against a real API server and etcd
 
 .PHONY: trainer
 trainer: setup ## training processes on this machine
-	@$(PYTEST) $(SHORT) tests/trainer $(ARGS)
+	@$(PYTEST) tests/trainer $(ARGS)
 
 .PHONY: foreign
 foreign: setup ## scripts of Lightning, accelerate and transformers, and S3
@@ -96,30 +109,22 @@ foreign: setup ## scripts of Lightning, accelerate and transformers, and S3
 	@$(FOREIGN)/python -m pytest $(FOREIGN_TESTS) $(ARGS)
 
 .PHONY: torch-versions
-torch-versions: ## what depends on torch, with the oldest and the newest (5 GB each, not in make test)
+torch-versions: ## what depends on torch, with the oldest and the newest (5 GB each, not in make test-all)
 	@for version in $(TORCH_VERSIONS); do \
 		$(PYTHON) -m devcluster.venv --torch $$version --link .venv-torch-$$version; \
 		.venv-torch-$$version/bin/python -m pytest $(TORCH_TESTS) $(ARGS); done
 
 .PHONY: cluster
 cluster: setup programs images ## all of it on a real cluster with kubelets and containers
-	@$(PYTEST) $(SHORT) tests/cluster $(ARGS)
+	@$(PYTEST) tests/cluster $(ARGS)
 
 .PHONY: foreign-image
 foreign-image: setup programs images ## images of users: Debian's own Python and torch, S3 (minutes, 3 GB)
-	@$(PYTEST) -m foreign_image tests/cluster $(ARGS)
-
-.PHONY: test
-test: setup lint programs images ## lint, then every level in one pytest run, two at a time
-	@$(PYTEST) $(SHORT) $(LEVELS) $(SIDE_BY_SIDE) $(ARGS)
-
-.PHONY: busy
-busy: setup lint programs images ## make test beside two endless loops, as on any shared machine
-	@$(PYTEST) $(SHORT) $(LEVELS) $(SIDE_BY_SIDE) --busy $(ARGS)
+	@$(PYTEST) tests/cluster/test_foreign_image.py tests/cluster/test_object_store.py $(ARGS)
 
 .PHONY: fault-matrix
 fault-matrix: setup programs images ## run the tests of faults and write docs/fault-matrix.md
-	@$(PYTEST) $(LEVELS) -m fault --fault-matrix $(ARGS)
+	@$(PYTEST) -m fault --fault-matrix $(SIDE_BY_SIDE) $(ARGS)
 
 # Of itself, as compiling takes longer than a test may, and pytest would not show its progress.
 .PHONY: programs

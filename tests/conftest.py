@@ -1,35 +1,40 @@
-"""Options of every level, and how `make test` shares the levels out."""
+"""Options of every level: which tier is run, who runs which file, and what is kept of a run."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 
 import hypothesis
 import pytest
 from xdist.remote import Producer
-from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
+from support import cluster, durations, faults, sharing, tiers
 from support.busy import busy_machine
-from support.faults import Recorder
 
+_SHARED = pytest.StashKey[sharing.Shared]()
 LINES_AT_ONCE = 40  # of a failure that is told before the summary, which has it whole
 
 # `make soak` tries new random examples each time; else every run of the tests is the same.
+_SOAK = os.environ.get("DDPJOB_SOAK", "")
 hypothesis.settings.register_profile(
     "test", derandomize=True, deadline=None, max_examples=120, stateful_step_count=30
 )
 hypothesis.settings.register_profile(
     "soak",
     deadline=None,
-    max_examples=20_000,
+    max_examples=20_000 // int(_SOAK.partition("/")[2] or 1),
     stateful_step_count=60,
     print_blob=True,
     suppress_health_check=list(hypothesis.HealthCheck),
 )
-hypothesis.settings.load_profile("soak" if os.environ.get("DDPJOB_SOAK") else "test")
+hypothesis.settings.load_profile("soak" if _SOAK else "test")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,21 +42,57 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fault-matrix", action="store_true", help="write docs/fault-matrix.md from what is run"
     )
+    parser.addoption(
+        "--test-durations", action="store_true", help="write docs/test-durations.md likewise"
+    )
+    parser.addoption(
+        "--tier",
+        choices=tiers.TIERS,
+        default=tiers.ALL,
+        help="leave later tiers out (default: none)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # A shell that starts us in the background ignores Ctrl-C for us, and so would all we start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    config.addinivalue_line("markers", "fault(*rows): shows these rows of docs/fault-matrix.md")
     if hasattr(config, "workerinput"):  # of xdist: what is for the machine is its parent's
+        config.stash[_SHARED] = sharing.Shared(Path(config.workerinput["shared"]))
         return
+    config.stash[_SHARED] = sharing.Shared(Path(tempfile.mkdtemp(prefix="ddpjob-tests-")))
+    config.add_cleanup(lambda: _end(config.stash[_SHARED]))
     config.pluginmanager.register(_AtOnce(config))
     if config.getoption("--fault-matrix"):
-        config.pluginmanager.register(Recorder())
+        config.pluginmanager.register(faults.Recorder())
+    if config.getoption("--test-durations"):
+        config.pluginmanager.register(durations.Recorder(config))
     if config.getoption("--busy"):
         # No test has the machine to itself, as on any shared one.
         config.add_cleanup(_begin(busy_machine()))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: WorkerController) -> None:
+    node.workerinput["shared"] = str(node.config.stash[_SHARED].folder)
+
+
+@pytest.fixture(scope="session")
+def shared(pytestconfig: pytest.Config) -> sharing.Shared:
+    """What the workers of this run have in common."""
+    return pytestconfig.stash[_SHARED]
+
+
+def _end(shared: sharing.Shared) -> None:
+    for name in [] if os.environ.get("DDPJOB_KEEP_CLUSTER") else shared.clusters():
+        cluster.down(name)
+    shutil.rmtree(shared.folder)
+
+
+@pytest.hookimpl(trylast=True)  # after the levels' own choices
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tiers.select(config, items, config.getoption("--tier"))
+    sharing.longest_first(items, durations.known()["tests"])
 
 
 class _AtOnce:
@@ -75,15 +116,11 @@ def _begin(context: AbstractContextManager[None]) -> Callable[[], None]:
     return stack.close
 
 
-class _ByLevel(LoadScopeScheduling):
-    """Each process takes a whole level: its tests share an API server or a cluster.
-
-    Many of them wait for the operator's or torch's deadlines; another level runs meanwhile.
-    """
-
-    def _split_scope(self, nodeid: str) -> str:
-        return nodeid.split("/")[1]
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    return sharing.workers()
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
-    return _ByLevel(config, log)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> sharing.ByFile:
+    return sharing.ByFile(config, log)

@@ -1,4 +1,4 @@
-"""One real control plane for all API tests: etcd, API server, controllers; no nodes."""
+"""One real control plane for all API tests of a run: etcd, API server, controllers; no nodes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Iterator
 import pytest
 
 from api.plans import everything, plan_of, sample
-from support import cluster
+from support import cluster, tiers
 from support.arena import OPEN
+from support.sharing import Shared
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the plans a sample, unless `make soak` or somebody who names plans (-k) wants more."""
+    """Of the plans a sample, the gate's less than others', unless `make soak` or -k wants more."""
     if config.option.keyword or any("::" in one for one in config.args):
         return
     share = os.environ.get("DDPJOB_SOAK", "")
@@ -22,17 +23,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         number, of = map(int, share.split("/"))
         chosen = {plan.id for plan in every[number - 1 :: of]}
     else:
-        chosen = {plan.id for plan in sample(every)}
+        only = config.getoption("--tier") == tiers.GATE
+        chosen = {plan.id for plan in sample(every, kinds_only=only)}
     left = [item for item in items if (plan := plan_of(item)) and plan.id not in chosen]
     items[:] = [item for item in items if item not in left]
     config.hook.pytest_deselected(items=left)
 
 
 @pytest.fixture(scope="session")
-def control_plane() -> Iterator[cluster.Cluster]:
+def control_plane(shared: Shared) -> cluster.Cluster:
     """A control plane with the DDPJob definition; use a namespace of your own in it."""
-    with cluster.control_plane("api") as plane:
-        yield plane
+    return cluster.shared(shared, f"t-api-{cluster.CHECKOUT}", cluster.plane_up)
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,12 @@ import yaml
 
 from api.quotas import set_quota
 from devcluster import binaries
+from support import cluster
 from support.cluster import ROOT, Cluster, wait_for
 from support.manifest import as_json, changed, ddpjob
 from support.rest import JOBS, Rest
+
+pytestmark = pytest.mark.tier("all")
 
 NAMESPACE = "policies"
 OPERATOR = "system:serviceaccount:ops:ddpjob-operator"
@@ -48,8 +51,15 @@ subjects: [{{apiGroup: rbac.authorization.k8s.io, kind: User, name: "{operator}"
 
 
 @pytest.fixture(scope="module")
-def plane(control_plane: Cluster) -> Iterator[Cluster]:
-    """With the policies in effect; they are gone afterwards."""
+def control_plane() -> Iterator[Cluster]:
+    """One of this file's own: a policy holds for all of a cluster."""
+    with cluster.control_plane("policies") as plane:
+        yield plane
+
+
+@pytest.fixture(scope="module")
+def plane(control_plane: Cluster) -> Cluster:
+    """With the policies in effect."""
     helm = binaries.ensure(["helm"], print)["helm"]
     chart = str(ROOT / "charts" / "ddpjob")
     only = ("--set", VALUES, "-s", "templates/policies.yaml")
@@ -60,28 +70,23 @@ def plane(control_plane: Cluster) -> Iterator[Cluster]:
         control_plane.kubectl("create", "-n", NAMESPACE, "-f", "-", input=as_json(body), check=True)
     objects = done.stdout + "---\n" + ROLES.format(namespace=NAMESPACE, operator=OPERATOR)
     control_plane.kubectl("apply", "-f", "-", input=objects, check=True)
-    try:
-        # The API server takes policies in by and by, each by itself.
-        wait_for(
-            lambda: "may not create pods" in refused(control_plane, ddpjob(), "clerk") or None,
-            "podCreators",
-        )
-        wait_for(
-            lambda: (
-                "hostPID" in refused(control_plane, changed(ddpjob(), f"{POD}.hostPID", True))
-                or None
-            ),
-            "restricted",
-        )
-        wait_for(
-            lambda: "what a DDPJob owns" in refused(control_plane, pod(), OPERATOR) or None,
-            "operator",
-        )
-        wait_for(lambda: refused(control_plane, pod(labels=GANG)) or None, "gangLabels")
-        yield control_plane
-    finally:
-        control_plane.kubectl("delete", "--ignore-not-found", "-f", "-", input=objects)
-        control_plane.kubectl("delete", "ddpjobs", "--all", "-n", NAMESPACE, "--wait=false")
+    # The API server takes policies in by and by, each by itself.
+    wait_for(
+        lambda: "may not create pods" in refused(control_plane, ddpjob(), "clerk") or None,
+        "podCreators",
+    )
+    wait_for(
+        lambda: (
+            "hostPID" in refused(control_plane, changed(ddpjob(), f"{POD}.hostPID", True)) or None
+        ),
+        "restricted",
+    )
+    wait_for(
+        lambda: "what a DDPJob owns" in refused(control_plane, pod(), OPERATOR) or None,
+        "operator",
+    )
+    wait_for(lambda: refused(control_plane, pod(labels=GANG)) or None, "gangLabels")
+    return control_plane
 
 
 def refused(

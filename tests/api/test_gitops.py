@@ -14,6 +14,8 @@ from support.manifest import EXAMPLES
 from support.patience import WITHIN
 from support.rest import Object, eventually
 
+pytestmark = pytest.mark.tier("all")
+
 
 @pytest.fixture
 def stage(control_plane: Cluster, tmp_path: Path) -> Iterator[Arena]:

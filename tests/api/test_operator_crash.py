@@ -28,7 +28,7 @@ WRITES = 3 + 2 * REPLICAS
 
 @pytest.fixture(scope="module")
 def stage(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
-    with arena(control_plane.kubeconfig, tmp_path_factory.mktemp("crash")) as found:
+    with arena(control_plane.kubeconfig, tmp_path_factory.mktemp("crash"), forked=True) as found:
         found.start_operator()
         yield found
 

@@ -57,14 +57,13 @@ def fault_at(harm: Harm, code: int, name: str, write: int) -> Fault:
     ("harm", "code"),
     [
         ("answer", 409),
-        ("answer", 403),
-        ("answer", 429),
-        ("answer", 500),
-        ("answer", 504),
-        ("lose-call", 0),
         ("lose-reply", 0),
+        *(
+            pytest.param(*one, marks=pytest.mark.tier("all"))
+            for one in [*(("answer", code) for code in (403, 429, 500, 504)), ("lose-call", 0)]
+        ),
     ],
-    ids=["409", "403", "429", "500", "504", "lost-call", "lost-reply"],
+    ids=["409", "lost-reply", "403", "429", "500", "504", "lost-call"],
 )
 @pytest.mark.fault("A1", "A4")
 def test_trouble_at_each_write(stage: Arena, harm: Harm, code: int) -> None:

@@ -1,7 +1,8 @@
 """The story under every plan (plans.py): whatever it meets, the right end, and all invariants.
 
-`make test` plays a sample, `make soak` all; each plan has a namespace, a proxy and an operator
-process of its own, and some are played side by side. What they found is in docs/fault-matrix.md.
+`make test` and `make test-all` play a sample, `make soak` all; each plan has a namespace, a proxy
+and an operator process of its own, and some are played side by side. What they found is in
+docs/fault-matrix.md.
 """
 
 from __future__ import annotations

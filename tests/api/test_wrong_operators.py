@@ -15,6 +15,8 @@ from api.plans import everything, play
 from api.story import Play
 from support.cluster import Cluster
 
+pytestmark = pytest.mark.tier("all")
+
 #: Operator, plan ("" for none), what says that it is wrong.
 FOUND_OUT = [
     (wrong.creates_before_the_intent, "", "i4_intent_first"),

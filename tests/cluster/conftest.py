@@ -1,20 +1,24 @@
-"""One real two-node cluster for the whole level, with the chart installed by Helm.
+"""Two real clusters for the whole level, with the chart installed by Helm.
 
-DDPJOB_KEEP_CLUSTER=1 leaves it up, which makes the next run start at once.
+The workers of a run share one, each with a namespace of its own. Tests in disruptive/ stop nodes,
+operators and the API server: they have the other one, and one worker plays them all.
+DDPJOB_KEEP_CLUSTER=1 leaves both up, which makes the next run start at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
 
 import pytest
 
 from devcluster import host
+from support import cluster
 from support import site as support
 from support.chronicle import Chronicle
 from support.cluster import CHECKOUT, wait_for
-
-NAME = f"t-{CHECKOUT}"
+from support.sharing import Shared, disruptive
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -24,13 +28,24 @@ def packages() -> None:
 
 
 @pytest.fixture(scope="session")
-def site() -> Iterator[support.Site]:
-    """The cluster with the operator and an empty namespace."""
-    with support.installed(NAME) as found:
-        yield found
+def sites(shared: Shared) -> Callable[[str], support.Site]:
+    """This worker's namespace in a cluster of that name, both made when first asked for."""
+
+    @cache
+    def found(name: str) -> support.Site:
+        return support.namespace(cluster.shared(shared, name, support.ready))
+
+    return found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
+def site(request: pytest.FixtureRequest, sites: Callable[[str], support.Site]) -> support.Site:
+    """The cluster with the operator, and a namespace for this worker's tests."""
+    own = "-d" if disruptive(request.node.nodeid) else ""
+    return sites(f"t-{CHECKOUT}{own}")
+
+
+@pytest.fixture(scope="module")
 def chronicle(site: support.Site) -> Iterator[Chronicle]:
     """What the API server's watch tells of the tests' namespace."""
     with Chronicle(site.cluster.kubeconfig, site.namespace) as found:
@@ -55,20 +70,22 @@ def invariants(request: pytest.FixtureRequest) -> Iterator[None]:
     assert wrong == []
 
 
-@pytest.fixture(scope="session")
-def undisturbed(site: support.Site) -> Callable[[int], dict[str, str]]:
-    """Results of the digits example that nothing disturbed, by number of steps."""
-    known: dict[int, dict[str, str]] = {}
+@pytest.fixture(scope="module")
+def undisturbed(site: support.Site, shared: Shared) -> Callable[[int], dict[str, str]]:
+    """Results of the digits example that nothing disturbed, by number of steps; one for all."""
+
+    def train(steps: int) -> dict[str, str]:
+        name = f"undisturbed-{steps}"
+        site.apply(support.digits(name, steps=steps, step_seconds=0))
+        status = site.wait_phase(name, "Succeeded")
+        assert status["attempt"] == 1
+        assert status["restarts"]["total"] == 0
+        result = site.result(name)
+        site.delete(name)
+        return result
 
     def result(steps: int) -> dict[str, str]:
-        if steps not in known:
-            name = f"undisturbed-{steps}"
-            site.apply(support.digits(name, steps=steps, step_seconds=0))
-            status = site.wait_phase(name, "Succeeded")
-            assert status["attempt"] == 1
-            assert status["restarts"]["total"] == 0
-            known[steps] = site.result(name)
-            site.delete(name)
-        return known[steps]
+        found: dict[str, Any] = shared.once(f"undisturbed-{steps}", lambda: train(steps))
+        return found
 
     return result

@@ -29,7 +29,7 @@ from support import cluster as support
 from support.cluster import CHECKOUT, DEVCLUSTER, Cluster, wait_for
 from support.patience import PATIENCE, WITHIN
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.tier("all")]
 
 NAME = f"residue-{CHECKOUT}"
 STILL = 5.0  # seconds; longer than what a cluster is made of is without its owner's name

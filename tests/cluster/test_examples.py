@@ -63,7 +63,7 @@ def initialised(here: Path, *words: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def applied(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def applied(site: Site) -> Iterator[None]:
     for file in HERE:
         objects = example(file)
         for body in objects:
@@ -71,6 +71,13 @@ def applied(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
                 (container,) = body["spec"]["template"]["spec"]["containers"]
                 container["command"] += SHORTER.get(file, [])
         site.apply(*objects)
+    yield
+    for file in HERE:
+        site.delete(job(file)["metadata"]["name"])
+
+
+@pytest.fixture(scope="module")
+def own(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     script = ("3_faults.py", "--name", "own-script", "--claim", "1Gi", "--", "--epochs", "2")
     site.apply(*initialised(ROOT / "examples" / "ladder", *script))
     here = tmp_path_factory.mktemp("package")
@@ -79,8 +86,7 @@ def applied(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         (here / name).write_bytes(content)
     site.apply(*initialised(here, "-m", "own.train", "--snapshots", "own-script-snapshots"))
     yield
-    names = [job(file)["metadata"]["name"] for file in HERE]
-    for name in (*names, "own-script", "own-train"):
+    for name in ("own-script", "own-train"):
         site.delete(name)
 
 
@@ -88,6 +94,7 @@ def test_none_has_vanished() -> None:
     assert set(HERE) == LADDER | {"recipe.yaml"}
 
 
+@pytest.mark.tier("all")
 @pytest.mark.usefixtures("applied")
 @pytest.mark.parametrize("file", HERE)
 def test_it_runs_to_its_end(site: Site, file: str) -> None:
@@ -98,6 +105,7 @@ def test_it_runs_to_its_end(site: Site, file: str) -> None:
     assert status["replicas"]["succeeded"] == body["spec"]["replicas"]
 
 
+@pytest.mark.tier("all")
 @pytest.mark.usefixtures("applied")
 def test_one_machine_or_several_the_weights_are_the_same(site: Site) -> None:
     """Steps 3 and 4 of the ladder: three processes in one pod, or one in each of three."""
@@ -109,6 +117,7 @@ def test_one_machine_or_several_the_weights_are_the_same(site: Site) -> None:
     assert float(results[0]["test_accuracy"]) > 0.95
 
 
+@pytest.mark.tier("all")
 @pytest.mark.usefixtures("applied")
 def test_the_gpt_has_written_something(site: Site) -> None:
     site.wait_phase("ladder-5-gpt", "Succeeded")
@@ -117,14 +126,14 @@ def test_the_gpt_has_written_something(site: Site) -> None:
     assert 0 < float(site.result("ladder-5-gpt")["loss"]) < 3.4
 
 
-@pytest.mark.usefixtures("applied")
+@pytest.mark.usefixtures("own")
 def test_a_script_that_no_image_holds_runs_from_what_init_prints(site: Site) -> None:
     status = site.wait_phase("own-script", "Succeeded")
     assert status["replicas"]["succeeded"] == 2
     assert 0 < float(site.result("own-script")["test_accuracy"]) < 1
 
 
-@pytest.mark.usefixtures("applied")
+@pytest.mark.usefixtures("own")
 def test_a_package_runs_with_its_folders_and_files(site: Site) -> None:
     site.wait_phase("own-train", "Succeeded")
     for rank in (0, 1):
@@ -132,7 +141,7 @@ def test_a_package_runs_with_its_folders_and_files(site: Site) -> None:
         assert f"rank {rank} has a sibling and 3 bytes" in log
 
 
-@pytest.mark.usefixtures("applied")
+@pytest.mark.usefixtures("own")
 def test_the_weights_can_be_had_when_all_pods_are_done(site: Site, tmp_path: Path) -> None:
     """As docs/your-script.md says."""
     site.wait_phase("own-script", "Succeeded")

@@ -1,7 +1,7 @@
 """The wheel in an image that is not ours: another Python, another torch, neither built by PyPI.
 
 Debian's testing release has both as packages. Minutes and gigabytes, and another machine's work
-whenever that release moves: `make foreign-image`, not `make test`.
+whenever that release moves: `make foreign-image` and `make test-all`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from support.cluster import ROOT, wait_for
 from support.own_images import blocks
 from support.site import Site
 
-pytestmark = pytest.mark.foreign_image
+pytestmark = pytest.mark.tier("all")
 
 IMAGE = "registry.example/theirs:ddpjob"
 SUITE = "forky"

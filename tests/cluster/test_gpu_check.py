@@ -15,6 +15,8 @@ from support.cluster import wait_for
 from support.manifest import example
 from support.site import Site
 
+pytestmark = pytest.mark.tier("all")
+
 GPUS = "nvidia.com/gpu"
 _AT = "/status/{}/nvidia.com~1gpu"
 

@@ -15,6 +15,8 @@ from support.cluster import wait_for
 from support.plugin import Plugin
 from support.site import Site, digits
 
+pytestmark = pytest.mark.tier("all")
+
 NAMES = ("host-a", "host-b")
 
 

@@ -1,7 +1,7 @@
 """manifests/examples/no-shared-storage.yaml: all pods lose their disks, the weights are the same.
 
 The store is a server of S3's protocol (moto) in a pod, in the image that the example tells to make.
-As that takes packages from PyPI: `make foreign-image`, not `make test`.
+As that takes packages from PyPI: `make foreign-image` and `make test-all`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from support import own_images
 from support.manifest import example
 from support.site import Site
 
-pytestmark = pytest.mark.foreign_image
+pytestmark = pytest.mark.tier("all")
 
 IMAGE = "registry.example/trainer-s3:1"
 FILE = """FROM {ours}

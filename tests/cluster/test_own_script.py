@@ -171,6 +171,7 @@ def cloned(site: Site, tmp_path: Path) -> Iterator[dict[str, Any]]:
     site.kubectl("delete", "pod", "git", "--grace-period=1", check=True)
 
 
+@pytest.mark.tier("all")
 @pytest.mark.usefixtures("claim")
 def test_code_comes_out_of_git_at_the_commit_that_is_named(
     site: Site, here: Path, cloned: dict[str, Any]
@@ -185,6 +186,7 @@ def test_code_comes_out_of_git_at_the_commit_that_is_named(
         site.delete("from-git")
 
 
+@pytest.mark.tier("all")
 def test_an_image_from_ours_has_what_pip_was_asked_for(site: Site, here: Path) -> None:
     file, commands = blocks("More packages: an image of your own from ours")
     assert "REGISTRY/trainer:0.1.0" in file

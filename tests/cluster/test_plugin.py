@@ -86,6 +86,7 @@ def test_snapshots_are_listed_in_a_pod(site: Site, plugin: Plugin) -> None:
     assert all(int(row.split()[3]) % 10 == 0 for row in rows)
 
 
+@pytest.mark.tier("all")
 def test_after_a_hang_stacks_and_log_say_where(site: Site, plugin: Plugin) -> None:
     stacks(plugin, "no process has hung")
     site.kill_training(f"{NAME}-1", signal="STOP")

@@ -65,6 +65,7 @@ def test_a_killed_process_comes_back_in_its_pod(site: Site, undisturbed: Undistu
     site.delete(name)
 
 
+@pytest.mark.tier("all")
 @pytest.mark.fault("T3")
 def test_a_process_that_hangs_is_ended_and_comes_back(site: Site, undisturbed: Undisturbed) -> None:
     name = "round-hang"
@@ -82,6 +83,7 @@ def test_a_process_that_hangs_is_ended_and_comes_back(site: Site, undisturbed: U
     site.delete(name)
 
 
+@pytest.mark.tier("all")
 def test_failures_without_progress_end_the_attempt(site: Site, undisturbed: Undisturbed) -> None:
     """No snapshot is made, so the second death ends the attempt; new pods begin again."""
     name = "round-budget"

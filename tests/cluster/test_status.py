@@ -11,6 +11,7 @@ import pytest
 from support.cluster import ROOT, wait_for
 from support.patience import WITHIN
 from support.site import Site, digits, job
+from support.tiers import some_in_gate
 
 #: The API server's words for what a role lacks, as they stand in a line of JSON; a list names no
 #: object.
@@ -41,7 +42,7 @@ def wait_condition(site: Site, name: str, type_: str, reason: str) -> str:
         raise AssertionError(f"{error}\n{site.explain(name)}") from None
 
 
-@pytest.mark.parametrize("limit", [0, 1, 2])
+@pytest.mark.parametrize("limit", some_in_gate([0, 1, 2], 1))
 @pytest.mark.fault("N1")
 def test_max_restarts_is_exact_and_the_cause_is_told(site: Site, limit: int) -> None:
     name = f"max-restarts-{limit}"
@@ -102,6 +103,7 @@ def test_a_missing_claim_is_told(site: Site) -> None:
     site.delete("no-claim")
 
 
+@pytest.mark.tier("all")
 @pytest.mark.fault("N8")
 def test_a_volume_that_cannot_be_mounted_is_told(site: Site) -> None:
     obj = job("no-config", ["true"])

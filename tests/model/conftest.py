@@ -1,6 +1,6 @@
 """One event loop for all stories.
 
-DDPJOB_SOAK=1/1 (`make soak`) plays whole what `make test` only samples; 2/8 is the second of eight
+DDPJOB_SOAK=1/1 (`make soak`) plays whole what `make check` only samples; 2/8 is the second of eight
 shares.
 """
 
@@ -16,7 +16,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def soak() -> tuple[int, int] | None:
-    """Which share of how many; None in `make test`."""
+    """Which share of how many; None else."""
     asked = os.environ.get("DDPJOB_SOAK", "")
     if not asked:
         return None

@@ -14,13 +14,14 @@ import tempfile
 from pathlib import Path
 
 from mutations.table import MUTATIONS, Mutation
+from support import tiers
 
 ROOT = Path(__file__).resolve().parents[2]
 _STUCK = 120  # seconds after which a test is stuck, which finds a mutation out as well
 PAGE = ROOT / "docs/mutations.md"
 HEAD = """# Mutations
 
-Decisive lines made wrong on purpose, and the first test of `tests/unit` that found each out.
+Decisive lines made wrong on purpose, and the first test of the gate that found each out.
 `make mutations` tries them all, each in a copy of the checkout, and writes this page.
 
 | what is wrong | file | found out by |
@@ -49,7 +50,7 @@ def found_out_by(mutation: Mutation, where: Path) -> str:
     try:
         ran = subprocess.run(
             [sys.executable, "-m", "pytest", mutation.tests, "-x", "-q", "-p", "no:cacheprovider",
-             f"--timeout={_STUCK}"],
+             f"--timeout={_STUCK}", f"--tier={tiers.GATE}"],
             cwd=where, capture_output=True, text=True, check=False,
             env={**os.environ, "PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"},
         )  # fmt: skip

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from support.patience import PATIENCE
+from support.patience import WHOLE
 
 ROOT = Path(__file__).resolve().parents[2]
 for _part in ("bench", "bench/programs"):
@@ -21,7 +21,7 @@ def quick(name: str, directory: Path, *words: str) -> dict[str, Any]:
     out = directory / f"{name}.json"
     command = [sys.executable, str(ROOT / f"bench/{name}.py"), "--quick", "--json", str(out)]
     done = subprocess.run(
-        [*command, *words], capture_output=True, text=True, check=False, timeout=PATIENCE
+        [*command, *words], capture_output=True, text=True, check=False, timeout=WHOLE
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}

@@ -14,11 +14,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from http.client import HTTPException
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from devcluster import binaries
 from support.patience import PATIENCE
+from support.rest import Rest, RestError
+from support.sharing import Shared
 
 ROOT = Path(__file__).resolve().parents[2]
 #: In the names of clusters that outlive a process: two checkouts may be tested side by side.
@@ -92,6 +96,24 @@ class Cluster:
         assert done.returncode == 0, f"kubectl {' '.join(args)}: {done.stderr.strip()}"
         return done.stdout
 
+    def get(self, path: str) -> dict[str, Any]:
+        """What the API server has at a path; asked again while nobody answers.
+
+        For what is looked at ten times a second: a kubectl takes a tenth of a second to start.
+        """
+
+        def answered() -> dict[str, Any] | None:
+            try:
+                return _rest(self.kubeconfig).get(path)
+            except (HTTPException, OSError):
+                return None
+            except RestError as error:
+                if error.code == 429 or error.code >= 500:
+                    return None
+                raise AssertionError(f"GET {path}: {error}") from None
+
+        return wait_for(answered, f"an answer to GET {path}")
+
     def node(self, verb: str, name: str) -> None:
         """`devcluster node stop|start|partition|heal N`."""
         _devcluster(self.name, "node", verb, name.removeprefix("node"), timeout=PATIENCE)
@@ -107,6 +129,11 @@ class Cluster:
         )
 
 
+@cache
+def _rest(kubeconfig: Path) -> Rest:
+    return Rest(kubeconfig)
+
+
 def up(name: str, *args: str, timeout: float = 1800) -> Cluster:
     """Run ``devcluster --name NAME up ARGS``; it builds what is missing, once."""
     _devcluster(name, "up", *args, timeout=timeout)
@@ -120,16 +147,33 @@ def down(name: str) -> None:
     _devcluster(name, "down", timeout=PATIENCE)
 
 
+def plane_up(name: str) -> Cluster:
+    """Bring up a control plane without nodes and with the DDPJob definition."""
+    plane = up(name, "--nodes", "0")
+    plane.apply_crd()
+    return plane
+
+
 @contextmanager
 def control_plane(purpose: str) -> Iterator[Cluster]:
-    """One of this process's own, without nodes and with the DDPJob definition."""
+    """One of this process's own, as `plane_up` makes it."""
     name = f"t-{purpose}-{os.getpid()}"
     try:
-        plane = up(name, "--nodes", "0")
-        plane.apply_crd()
-        yield plane
+        yield plane_up(name)
     finally:
         down(name)
+
+
+def shared(run: Shared, name: str, make: Callable[[str], Cluster]) -> Cluster:
+    """Return the cluster that ``make`` brings up for all workers of a run; it ends with the run."""
+
+    def made() -> dict[str, str]:
+        run.at_end(name)
+        found = make(name)
+        return {"kubeconfig": str(found.kubeconfig), "kubectl_path": str(found.kubectl_path)}
+
+    kept = {key: Path(path) for key, path in run.once(name, made).items()}
+    return Cluster(name, **kept)
 
 
 def wait_for(probe: Callable[[], T | None], what: str, timeout: float = PATIENCE) -> T:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from support.patience import PATIENCE
+from support.patience import WHOLE
 
 RUN = (sys.executable, "-m", "ddpjob_trainer", "run")
 #: A failure ends the run, as in a pod whose job has restart in place switched off.
@@ -75,7 +75,7 @@ def launch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Pop
 
 @contextlib.contextmanager
 def launched(
-    *arguments: str, env: dict[str, str] | None = None, seconds: float = PATIENCE
+    *arguments: str, env: dict[str, str] | None = None, seconds: float = WHOLE
 ) -> Iterator[subprocess.Popen[str]]:
     """A launcher that does not outlive a test that fails; its workers die with it.
 
@@ -93,5 +93,5 @@ def launched(
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
     with launched(*arguments, env=env) as process:
-        out, err = process.communicate(timeout=PATIENCE)
+        out, err = process.communicate(timeout=WHOLE)
         return process.returncode, out, err

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from support.launching import NO_ROUNDS, RUN, SOURCES
-from support.patience import PATIENCE
+from support.patience import WHOLE
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 AT_EXIT = Path(__file__).with_name("at_exit")
@@ -33,7 +33,7 @@ def finish(*command: str, code: int = 0, **env: str) -> str:
     """Its output; fails unless it ends with this exit code, and all threads before it."""
     with start(*command, **env) as process:
         try:
-            out, _ = process.communicate(timeout=PATIENCE)
+            out, _ = process.communicate(timeout=WHOLE)
         finally:
             process.kill()
     assert process.returncode == code, out[-30_000:]
@@ -72,7 +72,7 @@ def kill_rank_1_after(snapshot: int, *command: str, **env: str) -> tuple[int, st
                 if told and int(told[1]) >= snapshot:
                     os.kill(workers(process.pid)[1], signal.SIGKILL)
                     break
-            rest, _ = process.communicate(timeout=PATIENCE)
+            rest, _ = process.communicate(timeout=WHOLE)
         finally:
             process.kill()
     return process.returncode, rest

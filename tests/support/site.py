@@ -24,6 +24,7 @@ from support import cluster
 from support.cluster import ROOT, Cluster, wait_for
 from support.patience import WITHIN
 from support.plane import is_first, is_rank, processes_with, send
+from support.rest import JOBS
 from support.rounds import UNHURRIED, patch
 
 IMAGES = ("ddpjob/operator:0.1.0", "ddpjob/trainer:0.1.0")
@@ -63,7 +64,8 @@ class Site:
 
     def status(self, name: str) -> dict[str, Any]:
         """.status of a job; empty before the operator has seen it."""
-        found: dict[str, Any] = self.get("ddpjob", name).get("status", {})
+        path = f"{JOBS}/namespaces/{self.namespace}/ddpjobs/{name}"
+        found: dict[str, Any] = self.cluster.get(path).get("status", {})
         return found
 
     def progress(self, name: str, field: str) -> int:
@@ -77,7 +79,8 @@ class Site:
 
     def pods(self, name: str) -> dict[str, dict[str, Any]]:
         """The job's pods by name, whatever their attempt."""
-        found = self.get("pods", "-l", f"ddpjob.dev/job-name={name}")["items"]
+        chosen = f"labelSelector=ddpjob.dev/job-name%3D{name}"
+        found = self.cluster.get(f"/api/v1/namespaces/{self.namespace}/pods?{chosen}")["items"]
         return {pod["metadata"]["name"]: pod for pod in found}
 
     # --- waiting --------------------------------------------------------------------------
@@ -274,33 +277,43 @@ def job(name: str, command: list[str], **spec: Any) -> dict[str, Any]:
 
 @contextmanager
 def installed(name: str) -> Iterator[Site]:
-    """Bring up a two-node cluster, install the chart, make a namespace with a claim."""
+    """A two-node cluster of one's own with the chart, and a namespace in it."""
     try:
-        images = [word for image in IMAGES for word in ("--image", image)]
-        plane = cluster.up(name, "--nodes", "2", *images, timeout=3600)
-        _helm_install(plane)
-        site = Site(plane, f"tests-{uuid.uuid4().hex[:6]}")
-        plane.kubectl("create", "namespace", site.namespace, check=True)
-        # What the trainer image promises: it needs no rights at all.
-        label = "pod-security.kubernetes.io/enforce=restricted"
-        plane.kubectl("label", "namespace", site.namespace, label, check=True)
-        site.apply(
-            {
-                "apiVersion": "v1",
-                "kind": "PersistentVolumeClaim",
-                "metadata": {"name": CLAIM},
-                "spec": {
-                    "accessModes": ["ReadWriteMany"],
-                    "resources": {"requests": {"storage": "1Gi"}},
-                },
-            }
-        )
-        shutil.copyfile(SLOW, site.volume() / SLOW.name)
-        patch(site.volume() / PATIENT, UNHURRIED)
-        yield site
+        yield namespace(ready(name))
     finally:
         if not os.environ.get("DDPJOB_KEEP_CLUSTER"):
             cluster.down(name)
+
+
+def ready(name: str) -> Cluster:
+    """Bring up a two-node cluster and install the chart."""
+    images = [word for image in IMAGES for word in ("--image", image)]
+    plane = cluster.up(name, "--nodes", "2", *images, timeout=3600)
+    _helm_install(plane)
+    return plane
+
+
+def namespace(plane: Cluster) -> Site:
+    """Make a namespace with a claim, for the tests of one worker."""
+    site = Site(plane, f"tests-{uuid.uuid4().hex[:6]}")
+    plane.kubectl("create", "namespace", site.namespace, check=True)
+    # What the trainer image promises: it needs no rights at all.
+    label = "pod-security.kubernetes.io/enforce=restricted"
+    plane.kubectl("label", "namespace", site.namespace, label, check=True)
+    site.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": {"name": CLAIM},
+            "spec": {
+                "accessModes": ["ReadWriteMany"],
+                "resources": {"requests": {"storage": "1Gi"}},
+            },
+        }
+    )
+    shutil.copyfile(SLOW, site.volume() / SLOW.name)
+    patch(site.volume() / PATIENT, UNHURRIED)
+    return site
 
 
 def _helm_install(plane: Cluster) -> None:

@@ -6,7 +6,11 @@ import importlib.util
 import json
 from pathlib import Path
 
+import pytest
+
 from support import benches
+
+pytestmark = pytest.mark.tier("all")
 
 
 def test_scaling(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from support import benches
 from harness import counted  # isort: skip
 from replicas import ByHand  # isort: skip
 
+pytestmark = pytest.mark.tier("all")
+
 Found = dict[str, Any]
 
 

@@ -128,7 +128,7 @@ def result(gang, training: Training, world: int) -> tuple[str, dict[str, str]]: 
 @pytest.mark.parametrize(
     ("worlds", "options"),
     [
-        ((1, 2, 3, 4, 5, 8), {}),
+        pytest.param((1, 2, 3, 4, 5, 8), {}, marks=pytest.mark.tier("all")),
         ((1, 4, 5), {"shards": 6, "micro_batches": 2, "bf16": True}),
     ],
 )

@@ -17,11 +17,13 @@ PLAIN = str(EXAMPLES / "plain_torchrun.py")
 SLOWLY = ("--step-seconds", "0.05")
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("launcher", [LAUNCHER, TORCHRUN], ids=["launcher", "torchrun"])
 def test_plain_ddp_without_a_line_of_ours(launcher):  # type: ignore[no-untyped-def]
     assert float(value("test_accuracy", finish(*launcher, PLAIN, "--epochs", "6"))) > 0.9
 
 
+@pytest.mark.tier("all")
 def test_digits_reaches_95_percent_alone():  # type: ignore[no-untyped-def]
     out = finish(sys.executable, DIGITS, "--total-steps", "120")
     assert float(value("test_accuracy", out)) >= 0.95
@@ -40,6 +42,7 @@ def snapshots(tmp_path: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.tier("all")
 def test_digits_killed_and_restarted_in_place_equals_torchruns(tmp_path, undisturbed):  # type: ignore[no-untyped-def]
     report = tmp_path / "report.json"
     command = (*LAUNCHER, "--termination-log", str(report), DIGITS, "--total-steps", "60")
@@ -52,6 +55,7 @@ def test_digits_killed_and_restarted_in_place_equals_torchruns(tmp_path, undistu
     assert [(one["rank"], one["signal"]) for one in content["rounds"]] == [(1, 9)]
 
 
+@pytest.mark.tier("all")
 def test_digits_killed_and_started_anew_equals_torchruns(tmp_path, undisturbed):  # type: ignore[no-untyped-def]
     """As in a pod without restart in place: exit code and report, then a new gang."""
     report = tmp_path / "report.json"

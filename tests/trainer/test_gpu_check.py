@@ -15,14 +15,16 @@ import pytest
 from ddpjob_trainer.gpu_check import launches
 from ddpjob_trainer.gpu_check.launches import Setup
 from support.launching import SOURCES
-from support.patience import PATIENCE
+from support.patience import WHOLE
+
+pytestmark = pytest.mark.tier("all")
 
 
 def gpu_check(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "ddpjob_trainer", "gpu-check", *words],
         env={**os.environ, "PYTHONPATH": str(SOURCES)},
-        capture_output=True, text=True, timeout=PATIENCE, check=False,
+        capture_output=True, text=True, timeout=WHOLE, check=False,
     )  # fmt: skip
 
 
@@ -44,7 +46,7 @@ def test_on_the_cpu(tmp_path: Path, numbers: str) -> None:
     "given",
     [
         ("cnn", "resume", "bf16"),
-        pytest.param(("transformer", "elastic", "fp16"), marks=pytest.mark.soak),
+        pytest.param(("transformer", "elastic", "fp16")),
     ],
 )
 def test_bits_on_the_cpu(tmp_path: Path, given: tuple[str, str, str]) -> None:
@@ -103,7 +105,6 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.stderr.startswith("gpu-check: no GPU: ")
 
 
-@pytest.mark.soak
 def test_the_benchmark_comes_to_its_table(tmp_path: Path) -> None:
     """bench/gpu.py with a tiny model: whoever rents a GPU for it is not to find a mistake in it."""
     report = tmp_path / "report.json"
@@ -111,7 +112,7 @@ def test_the_benchmark_comes_to_its_table(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(SOURCES.parents[1] / "bench/gpu.py"), *words],
         env={**os.environ, "PYTHONPATH": str(SOURCES), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, timeout=PATIENCE, check=False,
+        capture_output=True, text=True, timeout=WHOLE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(report.read_text())

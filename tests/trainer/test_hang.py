@@ -14,6 +14,7 @@ import pytest
 from support.launching import free_ports, launch, launched, run
 from support.patience import PATIENCE
 from support.rounds import UNHURRIED, patched
+from support.tiers import some_in_gate
 
 WORKER = """
 import ctypes
@@ -76,7 +77,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some_in_gate(CASES, "C code that holds the GIL"))
 @pytest.mark.fault("T3")
 def test_the_culprit_is_named_and_counts_as_76(script, tmp_path, name):  # type: ignore[no-untyped-def]
     phase, activity, what, shows = CASES[name]
@@ -116,7 +117,9 @@ if rank != 1:
     assert not any("waits_for_its_peers" in line for line in found["log"])
 
 
-@pytest.mark.parametrize("kind", ["after the loop", "without our library"])
+@pytest.mark.parametrize(
+    "kind", some_in_gate(["after the loop", "without our library"], "without our library")
+)
 def test_nothing_is_watched(script, kind):  # type: ignore[no-untyped-def]
     keeps_records = f"{WORKER}\nwriter.update(phase='done')\n"
     program = script((keeps_records if kind == "after the loop" else "") + "time.sleep(2)")
@@ -127,6 +130,7 @@ def test_nothing_is_watched(script, kind):  # type: ignore[no-untyped-def]
     assert (code, err) == (0, "")
 
 
+@pytest.mark.tier("all")
 def test_who_does_not_end_within_the_grace_period_shows_why(script, tmp_path):  # type: ignore[no-untyped-def]
     """And a program that cannot answer is killed as ever: code and report stay those of SIGTERM."""
     report = tmp_path / "report"
@@ -168,6 +172,7 @@ does_not_care()
     assert "--- rank 1" not in err
 
 
+@pytest.mark.tier("all")
 @pytest.mark.fault("T3")
 def test_across_pods_the_launcher_of_the_culprit_finds_it(script, tmp_path):  # type: ignore[no-untyped-def]
     """Two launchers, a rank each; the other one only waits and must not be blamed."""

@@ -12,6 +12,8 @@ import pytest
 from support.launching import NO_ROUNDS, launched
 from support.patience import PATIENCE
 
+pytestmark = pytest.mark.tier("all")
+
 TRAINING = """
 import torch
 from torch import nn

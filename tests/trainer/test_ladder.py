@@ -21,6 +21,8 @@ from ddpjob_trainer.telemetry.event_log import read_losses
 from support.patience import PATIENCE
 from support.scripts import EXAMPLES, LAUNCHER, TORCHRUN, finish, kill_rank_1_after, value
 
+pytestmark = pytest.mark.tier("all")
+
 LADDER = EXAMPLES / "ladder"
 SINGLE, PROCESSES, FAULTS, GPT = (
     str(LADDER / name)

@@ -18,7 +18,7 @@ import pytest
 from ddpjob_trainer import cli
 from support.launching import SOURCES
 from support.manifest import changed, ddpjob
-from support.patience import PATIENCE
+from support.patience import WHOLE
 from support.rounds import EVERY, Training, alive
 
 #: Tells who runs, and stays until it is told to end, or killed where it does not listen.
@@ -87,6 +87,7 @@ def snapshots(directory: Path) -> list[Path]:
     return list(directory.glob("job-snapshots/job/*/step-*.json"))
 
 
+@pytest.mark.tier("all")
 def test_a_killed_launcher_changes_no_bit(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     outcomes = []
     for name in ("undisturbed", "disturbed"):
@@ -100,7 +101,7 @@ def test_a_killed_launcher_changes_no_bit(tmp_path: Path, capsys) -> None:  # ty
                 training.at("1-0-step-9")
                 training.until(partial(snapshots, training.directory), "a snapshot")
                 os.kill(launchers(process.pid)["1"], signal.SIGKILL)
-            out, _ = process.communicate(timeout=PATIENCE)
+            out, _ = process.communicate(timeout=WHOLE)
         assert process.returncode == 0, out
         outcomes.append(training.outcome())
     assert outcomes[0] == outcomes[1]
@@ -130,7 +131,7 @@ def test_whatever_ends_it_leaves_no_process(signals, deaf, tmp_path, capsys) -> 
             assert process.stdout is not None
             assert any("ending, within" in line for line in process.stdout)
             process.send_signal(signals[1])
-        out, _ = process.communicate(timeout=PATIENCE)
+        out, _ = process.communicate(timeout=WHOLE)
     training.until(lambda: not any(map(alive, pids)), f"no process is left of {pids}\n{out}")
     expected = -signal.SIGKILL if signal.SIGKILL in signals else 128 + signals[0]
     assert process.returncode == expected, out
@@ -143,7 +144,7 @@ def test_restarts_are_the_manifests(failures: int, code: int, tmp_path: Path) ->
     command = ["python", "-u", str(tmp_path / "fail.py"), str(tmp_path), str(failures)]
     body = changed(body, "spec.template.spec.containers.0.command", command)
     with local(tmp_path, json.dumps(body)) as process:
-        out, _ = process.communicate(timeout=PATIENCE)
+        out, _ = process.communicate(timeout=WHOLE)
     assert process.returncode == code, out
     ran = sorted(path.name[4:] for path in tmp_path.glob("ran-*"))
     assert ran == [f"{attempt}-{replica}" for attempt in (1, 2) for replica in range(3)]

@@ -8,6 +8,8 @@ import pytest
 
 from support.scripts import TORCHRUN, numbers, show
 
+pytestmark = pytest.mark.tier("all")
+
 
 def test_spawn_does_what_a_launcher_does() -> None:
     out = show("mechanics/spawn.py", "--nproc", "3", nproc=0)

@@ -9,6 +9,8 @@ import signal
 import urllib.request
 from pathlib import Path
 
+import pytest
+
 from ddpjob_trainer.telemetry import metric_names
 from ddpjob_trainer.telemetry.event_log import read_events, read_losses
 from support.launching import free_ports, launch
@@ -81,6 +83,7 @@ PATIENT = {
 }
 
 
+@pytest.mark.tier("all")
 def test_over_rounds(script, tmp_path, wait_until):  # type: ignore[no-untyped-def]
     (port,) = free_ports(1)
     events, directory = tmp_path / "events.jsonl", str(tmp_path)

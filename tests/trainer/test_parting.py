@@ -14,6 +14,7 @@ import pytest
 
 from support.launching import SOURCES
 from support.patience import PATIENCE
+from support.tiers import some_in_gate
 
 PROGRAM = """
 import os, sys, time
@@ -50,7 +51,7 @@ sys.exit(f"still there: {gloos & threads()}" if gloos & threads() else 0)
 """
 
 
-@pytest.mark.parametrize("kind", ["plain", "elastic", "zero", "bf16"])
+@pytest.mark.parametrize("kind", some_in_gate(["plain", "elastic", "zero", "bf16"], "plain"))
 def test_no_thread_of_the_process_group_outlives_the_run(kind: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, kind],

@@ -24,6 +24,7 @@ from ddpjob_trainer import accelerator
 from ddpjob_trainer.snapshot.ondisk import manifest
 from support.queued import Queued
 from support.snapshots import await_snapshot
+from support.tiers import some_in_gate
 
 STEPS = 12
 ALL_0 = dict.fromkeys(range(3), 0)
@@ -132,7 +133,7 @@ def fresh(path: Path, **changes: Any) -> Training:
     return Training(path, **changes)
 
 
-@pytest.mark.parametrize("level", ["resume", "elastic"])
+@pytest.mark.parametrize("level", some_in_gate(["resume", "elastic"], "resume"))
 @pytest.mark.parametrize(
     "changes",
     [{}, {"weighted": True, "options": {"clip_grad_norm": 0.5}}, {"options": {"ema": 0.9}}],
@@ -161,7 +162,7 @@ def test_nothing_waits_for_what_has_just_been_queued(gang, tmp_path, queued):  #
         assert len(waits) >= STEPS - 1, "each step was heard"
 
 
-@pytest.mark.parametrize("level", ["resume", "elastic"])
+@pytest.mark.parametrize("level", some_in_gate(["resume", "elastic"], "resume"))
 def test_a_kill_and_a_resume(gang, tmp_path, queued, level):  # type: ignore[no-untyped-def]
     queued()
     undisturbed = fresh(tmp_path / "undisturbed", level=level)

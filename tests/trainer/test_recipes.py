@@ -9,6 +9,8 @@ import pytest
 
 from support.scripts import numbers, show
 
+pytestmark = pytest.mark.tier("all")
+
 
 def test_bf16_computes_in_16_bits_and_keeps_32() -> None:
     out = show("recipes/mixed_precision.py", "--total-steps", "20", nproc=2)

@@ -78,6 +78,7 @@ def test_two_at_once_then_a_kill_at_each_stage_of_the_restart(training, undistur
         assert one["signal"] == signal.SIGKILL
 
 
+@pytest.mark.tier("all")
 @pytest.mark.fault("T2")
 def test_spares_and_their_fork_server_under_fire(training, undisturbed, tmp_path):  # type: ignore[no-untyped-def]
     training.hold("1-0-step-9", "1-1-step-9", "1-3-step-9")
@@ -201,6 +202,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.tier("all")
 def test_an_unmodified_torch_script_goes_on_from_its_own_checkpoint(script, tmp_path):  # type: ignore[no-untyped-def]
     words = ("--nproc", "3", script(UNMODIFIED), str(tmp_path / "checkpoint.pt"))
     with launched(*words) as launcher:
@@ -214,6 +216,7 @@ def test_an_unmodified_torch_script_goes_on_from_its_own_checkpoint(script, tmp_
 # --- Three launchers -------------------------------------------------------------------------
 
 
+@pytest.mark.tier("all")
 @pytest.mark.fault("T1")
 def test_across_launchers_a_killed_worker_comes_back_in_place(training, undisturbed, tmp_path):  # type: ignore[no-untyped-def]
     """Also one that dies when all others have ended well."""
@@ -230,6 +233,7 @@ def test_across_launchers_a_killed_worker_comes_back_in_place(training, undistur
     assert rounds == [(0, 1, 1), (1, 2, 2)]
 
 
+@pytest.mark.tier("all")
 @pytest.mark.fault("T5")
 def test_a_lost_launcher_ends_the_attempt_and_the_next_goes_on(training, undisturbed):  # type: ignore[no-untyped-def]
     forwarder = Forwarder(training.hub_port)
@@ -260,6 +264,7 @@ def test_a_lost_launcher_ends_the_attempt_and_the_next_goes_on(training, undistu
     assert training.outcome() == undisturbed
 
 
+@pytest.mark.tier("all")
 def test_a_job_that_was_done_and_runs_again_trains_no_step(done, undisturbed):  # type: ignore[no-untyped-def]
     """As a DDPJob does that a backup gave back without its status."""
     done.launch(*COLD)
@@ -269,6 +274,7 @@ def test_a_job_that_was_done_and_runs_again_trains_no_step(done, undisturbed):  
     assert done.outcome() == undisturbed
 
 
+@pytest.mark.tier("all")
 def test_who_waits_for_a_launcher_that_was_told_to_end_does_not_wait_long(training):  # type: ignore[no-untyped-def]
     """Rank 1 is gone before it has met the others: they cannot notice that by themselves."""
     training.hold("1-0-import-1")
@@ -364,6 +370,7 @@ def test_the_hub_stays_until_all_others_are_done(script, tmp_path):  # type: ign
     assert [launcher.returncode for launcher in launchers] == [0, 0], errors
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize(
     ("code", "constant"),
     [(0, "supervisor._SUCCESS_SECONDS"), (3, "supervisor._ANSWER_SECONDS")],

@@ -20,6 +20,7 @@ import ddpjob_trainer as ddp
 from ddpjob_trainer.gradients import determinism
 from ddpjob_trainer.gradients.buckets import Buckets
 from support.snapshots import await_snapshot
+from support.tiers import some_in_gate
 
 STEPS = 8
 EVERY = 3
@@ -231,7 +232,7 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some_in_gate(CASES, "gan", "muon, elastic"))
 def test_killed_and_resumed_is_undisturbed_bit_for_bit(gang, tmp_path, case):  # type: ignore[no-untyped-def]
     undisturbed, disturbed = (Training(tmp_path / name, **CASES[case]) for name in "ab")
     undisturbed.directory.mkdir()
@@ -254,7 +255,7 @@ def test_killed_and_resumed_is_undisturbed_bit_for_bit(gang, tmp_path, case):  #
         (losses("two forwards by turns"), losses("sum")),
     ],
 )
-@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("micro", some_in_gate([1, 2], 2))
 def test_it_is_the_mean_over_all_samples(gang, tmp_path, make, same, micro):  # type: ignore[no-untyped-def]
     """Three ranks, accumulating, and one rank at once hold the same weights, but for rounding.
 

@@ -186,6 +186,7 @@ if round_ == "0":
     assert (code, out) == (0, "changed mine\n" * 2), err
 
 
+@pytest.mark.tier("all")
 def test_a_child_that_an_import_leaves_behind_does_no_harm(bare, tmp_path):  # type: ignore[no-untyped-def]
     """It holds the line by which the spare was called."""
     (tmp_path / "forking.py").write_text(
@@ -390,6 +391,7 @@ facts["late"] = sorted(set(sys.modules) - before)
 """
 
 
+@pytest.mark.tier("all")
 def test_what_torch_is_like_in_a_spare(tmp_path):  # type: ignore[no-untyped-def]
     script = tmp_path / "script.py"
     script.write_text(FRESH + TRAINING)

@@ -8,8 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from support.launching import SOURCES
-from support.patience import PATIENCE
+from support.patience import WHOLE
+
+pytestmark = pytest.mark.tier("all")
 
 ROOT = Path(__file__).parents[2]
 TASK = str(ROOT / "examples/task_digits.py")
@@ -29,7 +33,7 @@ def task(*arguments: str, **env: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "ddpjob_trainer", "task", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(SOURCES), **env}
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+        command, env=environment, capture_output=True, text=True, timeout=WHOLE, check=False
     )
     return done.returncode, done.stdout + done.stderr
 

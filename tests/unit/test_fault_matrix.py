@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from support import faults
+from support import faults, tiers
 
 CURE = "run `make fault-matrix`, or one of its tests with --fault-matrix"
 
@@ -12,7 +12,16 @@ CURE = "run `make fault-matrix`, or one of its tests with --fault-matrix"
 def test_each_mark_names_a_row() -> None:
     marks = dict(faults.marked())
     assert marks
-    assert {row for rows in marks.values() for row in rows} <= faults.names()
+    assert {row for mark in marks.values() for row in mark.rows} <= faults.names()
+
+
+def test_each_row_has_a_test_in_the_gate_or_a_reason() -> None:
+    marks = dict(faults.marked()).values()
+    shown = {row for mark in marks for row in mark.rows}
+    in_gate = {row for mark in marks if mark.tier != tiers.ALL for row in mark.rows}
+    assert shown == faults.names()
+    assert faults.names() - in_gate == faults.BEYOND_THE_GATE.keys()
+    assert all(faults.BEYOND_THE_GATE.values())
 
 
 def test_no_test_that_is_told_of_failed() -> None:

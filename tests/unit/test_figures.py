@@ -58,7 +58,7 @@ def test_the_picture_of_the_dashboard_has_its_panels() -> None:
         (one["title"], one["fieldConfig"]["defaults"]["unit"], panels.queries(one))
         for one in panels.shown()
     ]
-    assert told == shown, "record anew: DDPJOB_WRITE_PAGES=1, tests/cluster/disruptive/test_prometheus.py"
+    assert told == shown, "record anew: DDPJOB_WRITE_PAGES=1, test_prometheus.py"
     for one in recorded:
         assert any(v is not None for line in one["series"] for v in line["values"]), one["title"]
 

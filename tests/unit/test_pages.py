@@ -61,7 +61,7 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 
 
 def test_every_page_has_its_place_on_the_site() -> None:
-    """`make site` refuses a page that has none, but is no part of `make test`."""
+    """`make site` refuses a page that has none, but is no part of any tier."""
     found = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     entries = [[each] if isinstance(each, str) else next(iter(each.values())) for each in found]
     placed = [page for group in entries for page in group]

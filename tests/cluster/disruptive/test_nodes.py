@@ -107,6 +107,7 @@ def test_a_gang_behind_a_partition_is_replaced_and_its_zombie_is_shut_out(
     site.delete(name)
 
 
+@pytest.mark.tier("all")
 @pytest.mark.fault("N6", "O5")
 def test_a_node_dies_with_the_leading_operator_and_ranks_of_a_gang(
     site: Site, undisturbed: Undisturbed, machines: None
@@ -129,6 +130,7 @@ def test_a_node_dies_with_the_leading_operator_and_ranks_of_a_gang(
     site.delete(name)
 
 
+@pytest.mark.tier("all")
 @pytest.mark.fault("N6")
 def test_under_wait_the_job_says_what_ends_it_and_that_does(
     site: Site, undisturbed: Undisturbed, machines: None
@@ -158,6 +160,7 @@ def test_under_wait_the_job_says_what_ends_it_and_that_does(
     site.delete(name)
 
 
+@pytest.mark.tier("all")
 @pytest.mark.fault("N14")
 def test_peers_that_end_before_kubernetes_knows_of_the_node_do_not_fail_the_job(
     site: Site, machines: None
@@ -188,6 +191,7 @@ def test_peers_that_end_before_kubernetes_knows_of_the_node_do_not_fail_the_job(
     site.delete(name)
 
 
+@pytest.mark.tier("all")
 @pytest.mark.fault("N12")
 def test_a_node_reboots_under_a_gang(
     site: Site, undisturbed: Undisturbed, machines: None, record_property: Record

@@ -19,6 +19,8 @@ from support.patience import WITHIN
 from support.prometheus import Prometheus
 from support.site import SYSTEM, Site, digits, job
 
+pytestmark = pytest.mark.tier("all")
+
 CHART = ROOT / "charts" / "ddpjob"
 #: What takes minutes or hours is to take seconds here; the conditions themselves stay.
 SHORTENED = {

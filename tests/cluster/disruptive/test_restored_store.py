@@ -12,6 +12,8 @@ from support.cluster import wait_for
 from support.plane import Plane, is_first, processes_with
 from support.site import Site, digits, job
 
+pytestmark = pytest.mark.tier("all")
+
 Undisturbed = Callable[[int], dict[str, str]]
 STEPS = 150  # as other tests have, so that one undisturbed run serves all
 

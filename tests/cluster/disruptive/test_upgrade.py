@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import subprocess
 
+import pytest
+
 from devcluster import binaries
 from support.cluster import ROOT, wait_for
 from support.patience import WITHIN
 from support.site import OPERATOR_LABEL, SYSTEM, Site, digits
+
+pytestmark = pytest.mark.tier("all")
 
 
 def helm(site: Site, *args: str) -> None:

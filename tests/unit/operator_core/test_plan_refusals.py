@@ -153,6 +153,7 @@ def test_a_short_deadline_does_not_pass_while_a_gang_rests_and_change_the_reason
     assert live(world, 600).run().phase == "Running"
 
 
+@pytest.mark.tier("all")
 def test_a_thousand_names_that_a_dead_node_holds_are_asked_for_by_and_by():
     """Pods of a deleted job of the same name: each try is a POST and a GET."""
     world, asked, left = World(job_object(replicas=1000)), [], set(range(1000))

@@ -21,6 +21,8 @@ from ddpjob_trainer import accelerator
 from ddpjob_trainer.data import own_generators
 from ddpjob_trainer.data.inputs import InputOptions, Place, open_input
 
+pytestmark = pytest.mark.tier("all")
+
 RNG = np.random.default_rng(1)
 MODULE = ModuleType("augmentation")
 MODULE.draws = np.random.default_rng(1)  # type: ignore[attr-defined]

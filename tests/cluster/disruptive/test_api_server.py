@@ -1,0 +1,50 @@
+"""The API server is away: what trains goes on, and no failure is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.cluster import wait_for
+from support.plane import Plane
+from support.site import Site, digits
+
+pytestmark = pytest.mark.tier("all")
+
+Undisturbed = Callable[[int], dict[str, str]]
+STEPS = 150  # as other tests have, so that one undisturbed run serves all
+
+
+@pytest.mark.fault("A6", "O6")
+def test_the_api_server_is_away_while_a_gang_trains(site: Site, undisturbed: Undisturbed) -> None:
+    name = "unwatched"
+    body = digits(name, steps=STEPS, slow=1, every=5)
+    # On a busy machine a kubelet comes back late: that its node is then taken for lost, and its
+    # pods evicted, those that are done and their logs as well, is another fault's test.
+    taints = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+    body["spec"]["template"]["spec"]["tolerations"] = [
+        {"key": taint, "operator": "Exists", "effect": "NoExecute"} for taint in taints
+    ]
+    site.apply(body)
+    site.wait_running(name, 1, snapshot_after=0)
+    volume = site.volume()
+    plane = Plane(site.cluster)
+    plane.kill("apiserver")
+    try:
+        reached = newest(volume, name)
+        wait_for(lambda: newest(volume, name) >= reached + 20 or None, "20 steps more")
+    finally:
+        plane.repair()
+    site.hurry(name)
+    after = site.wait_phase(name, "Succeeded")
+    restarts = after["restarts"]
+    assert (after["attempt"], restarts["total"], restarts["inPlace"]) == (1, 0, 0), after
+    assert site.result(name) == undisturbed(STEPS)
+    site.delete(name)
+
+
+def newest(volume: Path, name: str) -> int:
+    manifests = (volume / name).glob("*/step-*.json")
+    return max((int(path.stem.split("-")[1]) for path in manifests), default=0)
