@@ -29,7 +29,7 @@ TORCH_TESTS := tests/unit/trainer $(addprefix tests/trainer/test_,bitwise_resume
 # More arguments for a level's pytest, a demo or a benchmark: make unit ARGS='-k restart -x'
 ARGS ?=
 # Several files at a time (tests/support/sharing.py). ARGS=-n0: one after the other
-SIDE_BY_SIDE := -n auto
+SIDE_BY_SIDE := -n auto --max-worker-restart=0
 TYPED := operator/src trainer/src plugin/src devcluster/src
 
 .PHONY: help
@@ -81,7 +81,7 @@ mutations: setup ## decisive lines made wrong, each of which a test must find ou
 # Hours: every pair of faults, and as many random stories. SOAK=2/8 plays the second of eight shares.
 SOAK ?= 1/1
 # What test-all plays of them, other stories every day.
-SHARE ?= $(shell expr $$(date +%j) % 40 + 1)/160
+SHARE ?= $(shell expr $$(date +%j) % 160 + 1)/160
 .PHONY: soak
 soak: setup programs ## models and plans whole, of which others play a sample (hours; SOAK=1/8: a share)
 	@DDPJOB_SOAK=$(SOAK) $(PYTEST) tests/model tests/api/test_plans.py $(SIDE_BY_SIDE) $(ARGS)

@@ -84,9 +84,10 @@ def shared(pytestconfig: pytest.Config) -> sharing.Shared:
 
 
 def _end(shared: sharing.Shared) -> None:
-    for name in [] if os.environ.get("DDPJOB_KEEP_CLUSTER") else shared.clusters():
-        cluster.down(name)
-    shutil.rmtree(shared.folder)
+    with ExitStack() as ends:  # of which none is left out where another fails
+        ends.callback(shutil.rmtree, shared.folder)
+        for name in shared.clusters():
+            ends.callback(cluster.down, name)
 
 
 @pytest.hookimpl(trylast=True)  # after the levels' own choices

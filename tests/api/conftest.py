@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 
 import pytest
@@ -33,7 +34,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def control_plane(shared: Shared) -> cluster.Cluster:
     """A control plane with the DDPJob definition; use a namespace of your own in it."""
-    return cluster.shared(shared, f"t-api-{cluster.CHECKOUT}", cluster.plane_up)
+    # Of this run: what another one has left, or makes beside it, is in nobody's way.
+    run = shared.once("run", lambda: secrets.token_hex(3))
+    return cluster.shared(shared, f"t-api-{run}", cluster.plane_up)
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from devcluster import binaries
+from support import cluster
 from support.cluster import ROOT, Cluster
 from support.manifest import as_json, ddpjob
 from support.patience import PATIENCE
@@ -20,15 +21,11 @@ SYSTEM = "ddpjob-system"
 
 
 @pytest.fixture
-def plane(control_plane: Cluster) -> Iterator[Cluster]:
-    control_plane.kubectl("create", "-f", "-", input=as_json(ddpjob("kept")), check=True)
-    try:
-        yield control_plane
-    finally:
-        for release in ("ddpjob", "other"):
-            helm(control_plane, "uninstall", release, "--ignore-not-found")
-        control_plane.kubectl("delete", "ddpjob", "kept", "--wait=false")
-        control_plane.kubectl("delete", "namespace", SYSTEM, "--wait=false")
+def plane() -> Iterator[Cluster]:
+    """One of this test's own: releases are of a whole cluster."""
+    with cluster.control_plane("install") as found:
+        found.kubectl("create", "-f", "-", input=as_json(ddpjob("kept")), check=True)
+        yield found
 
 
 def helm(plane: Cluster, *args: str) -> subprocess.CompletedProcess[str]:

@@ -7,8 +7,8 @@ DDPJOB_KEEP_CLUSTER=1 leaves both up, which makes the next run start at once.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import pytest
@@ -28,14 +28,21 @@ def packages() -> None:
 
 
 @pytest.fixture(scope="session")
-def sites(shared: Shared) -> Callable[[str], support.Site]:
-    """This worker's namespace in a cluster of that name, both made when first asked for."""
+def sites(shared: Shared) -> Iterator[Callable[[str], support.Site]]:
+    """This worker's namespace in a cluster of that name, both made when first asked for.
 
-    @cache
+    At the end RBAC has given the operators all that they asked for.
+    """
+    made: dict[str, support.Site] = {}
+    keep = bool(os.environ.get("DDPJOB_KEEP_CLUSTER"))
+
     def found(name: str) -> support.Site:
-        return support.namespace(cluster.shared(shared, name, support.ready))
+        if name not in made:
+            made[name] = support.namespace(cluster.shared(shared, name, support.ready, keep=keep))
+        return made[name]
 
-    return found
+    yield found
+    assert [line for site in made.values() for line in site.refused()] == []
 
 
 @pytest.fixture(scope="module")

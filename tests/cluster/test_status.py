@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,6 @@ from support.cluster import ROOT, wait_for
 from support.patience import WITHIN
 from support.site import Site, digits, job
 from support.tiers import some_in_gate
-
-#: The API server's words for what a role lacks, as they stand in a line of JSON; a list names no
-#: object.
-RIGHT = (
-    r'(?:\\*"(?P<name>[^"\\]+)\\*" )?is forbidden: '
-    r'User \\*"(?P<user>[^"\\]+)\\*" cannot (?P<verb>\w+) resource \\*"(?P<resource>[^"\\]+)\\*" '
-    r'in API group \\*"(?P<group>[^"\\]*)\\*" '
-    r'(?:at the cluster scope|in the namespace \\*"(?P<namespace>[^"\\]+)\\*")'
-)
 
 
 def trainer(obj: dict[str, Any]) -> dict[str, Any]:
@@ -146,22 +136,3 @@ def test_the_plain_torchrun_example_runs_as_it_stands(site: Site) -> None:
     status = site.wait_phase("plain-torchrun", "Succeeded")
     assert status["restarts"]["total"] == 0
     site.kubectl("delete", "-f", str(manifest), WITHIN, check=True)
-
-
-def test_the_operator_was_never_refused_anything(site: Site) -> None:
-    """RBAC gives all that it uses: a 403 would show in its log.
-
-    An API server that has just started refuses everybody until it has read the roles, so each
-    refusal is asked about once more.
-    """
-    log = site.operator_log("--tail=-1")
-    assert "ddpjob_operator" in log
-    refused = [line for line in log.splitlines() if "forbidden" in line.lower()]
-    for line in refused:
-        right = re.search(RIGHT, line)
-        assert right, line
-        resource = f"{right['resource']}.{right['group']}".rstrip(".")
-        what = f"{resource}/{right['name']}" if right["name"] else resource
-        where = ("--namespace", right["namespace"]) if right["namespace"] else ("-A",)
-        asked = site.kubectl("auth", "can-i", right["verb"], what, "--as", right["user"], *where)
-        assert asked.stdout.strip() == "yes", line

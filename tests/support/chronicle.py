@@ -8,8 +8,10 @@ forgotten.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -62,6 +64,7 @@ class Chronicle:
         self._namespace, self._deposed = namespace, deposed
         self._streams = {plural: _Stream(plural) for plural in _PATHS}
         self._lock, self._ended = threading.Lock(), threading.Event()
+        self._watches: dict[str, socket.socket] = {}  # of each plural the connection of now
         self._pending: list[Told] = []
         self._judged = 0  # up to this version
         self.state = State(deposed=deposed)
@@ -79,6 +82,11 @@ class Chronicle:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
+        for watch in list(self._watches.values()):
+            with contextlib.suppress(OSError):  # it has ended by itself
+                socket.socket.shutdown(watch, socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(PATIENCE)
 
     # --- reading --------------------------------------------------------------------------
 
@@ -193,16 +201,20 @@ class Chronicle:
         )  # fmt: skip
         try:
             connection.request("GET", f"{path}?{query}&timeoutSeconds=600")
+            self._watches[stream.plural] = connection.sock
             response = connection.getresponse()
             if response.status != 200:
                 raise RestError(response.status, {"message": response.read().decode()})
-            while stream.era == self.gaps and (line := response.readline()):
+            while self._follows(stream) and (line := response.readline()):
                 event = json.loads(line)
                 if event["type"] == "ERROR":
                     raise RestError(int(event["object"].get("code", 0)), event["object"])
                 self._take(stream, event["type"], event["object"])
         finally:
             connection.close()
+
+    def _follows(self, stream: _Stream) -> bool:
+        return stream.era == self.gaps and not self._ended.is_set()
 
     def _take(
         self, stream: _Stream, kind: str, obj: Mapping[str, Any], listed: bool = False

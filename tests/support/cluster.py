@@ -164,16 +164,26 @@ def control_plane(purpose: str) -> Iterator[Cluster]:
         down(name)
 
 
-def shared(run: Shared, name: str, make: Callable[[str], Cluster]) -> Cluster:
-    """Return the cluster that ``make`` brings up for all workers of a run; it ends with the run."""
+def shared(
+    run: Shared, name: str, make: Callable[[str], Cluster], *, keep: bool = False
+) -> Cluster:
+    """Return the cluster that ``make`` brings up for all workers of a run.
+
+    It ends with the run, unless ``keep``. Whoever asks after it has failed fails with its words.
+    """
 
     def made() -> dict[str, str]:
-        run.at_end(name)
-        found = make(name)
+        if not keep:
+            run.at_end(name)
+        try:
+            found = make(name)
+        except AssertionError as error:
+            return {"error": str(error)}
         return {"kubeconfig": str(found.kubeconfig), "kubectl_path": str(found.kubectl_path)}
 
-    kept = {key: Path(path) for key, path in run.once(name, made).items()}
-    return Cluster(name, **kept)
+    kept = run.once(name, made)
+    assert "error" not in kept, kept["error"]
+    return Cluster(name, **{key: Path(path) for key, path in kept.items()})
 
 
 def wait_for(probe: Callable[[], T | None], what: str, timeout: float = PATIENCE) -> T:

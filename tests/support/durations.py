@@ -22,7 +22,7 @@ RESULTS = ROOT / "docs/test-durations.json"
 PAGE = ROOT / "docs/test-durations.md"
 _SHOWN_FILES: Final = 60
 _SHOWN_TESTS: Final = 40
-_WORTH_KEEPING: Final = 1.0  # seconds of a test; below, only its file's sum has it
+_WORTH_KEEPING: Final = 0.2  # seconds of a test; below, only its file's sum has it
 
 HEAD = """# Where the time of the tests goes
 

@@ -83,6 +83,18 @@ class ByFile(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         return scope_of(nodeid)
 
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Take back what a dead worker has not done: a file without a test would hold up a run."""
+        scopes = self.assigned_work[node]
+        for scope in [one for one, tests in scopes.items() if all(tests.values())]:
+            del scopes[scope]
+        return super().remove_node(node)
+
+    def _reschedule(self, node: WorkerController) -> None:
+        # A worker needs to know of one test more; with two a long file would wait behind another.
+        if not self.workqueue or self._pending_of(self.assigned_work[node]) <= 1:
+            super()._reschedule(node)
+
     def _assign_work_unit(self, node: WorkerController) -> None:
         running = [
             scope

@@ -39,6 +39,7 @@ def of_item(item: pytest.Item) -> str:
 def some_in_gate(values: Iterable[Any], *gate: object) -> list[Any]:
     """Return parameters of a test: ``gate`` for the gate, the others for `make test-all`."""
     values = list(values)
+    assert gate, "the whole test is marked then"
     assert all(one in values for one in gate), f"{gate} are not among {values}"
     later = pytest.mark.tier(ALL)
     return [one if one in gate else pytest.param(one, marks=later) for one in values]

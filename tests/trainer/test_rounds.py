@@ -233,7 +233,6 @@ def test_across_launchers_a_killed_worker_comes_back_in_place(training, undistur
     assert rounds == [(0, 1, 1), (1, 2, 2)]
 
 
-@pytest.mark.tier("all")
 @pytest.mark.fault("T5")
 def test_a_lost_launcher_ends_the_attempt_and_the_next_goes_on(training, undisturbed):  # type: ignore[no-untyped-def]
     forwarder = Forwarder(training.hub_port)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,3 +102,13 @@ def test_every_worker_has_what_the_first_made_and_all_of_it_is_run(tmp_path: Pat
     assert len(workers) == 3, done.stdout
     seen = (tmp_path / "pids").read_text().split()
     assert (len(seen), len(set(seen))) == (6, 1), seen
+
+
+def test_of_a_worker_that_dies_only_what_is_left_is_run_again() -> None:
+    """A file that it has finished would hold up whoever gets it: there is no test to wait for."""
+    scheduler = sharing.ByFile.__new__(sharing.ByFile)
+    scheduler.workqueue = OrderedDict()
+    done, left = {f"{SHORT}::a": True}, {f"{LONG}::a": True, f"{LONG}::b": False}
+    scheduler.assigned_work = {"dead": {SHORT: done, LONG: left}}  # type: ignore[dict-item]
+    assert scheduler.remove_node("dead") == f"{LONG}::b"  # type: ignore[arg-type]
+    assert scheduler.workqueue == {LONG: left}
