@@ -38,6 +38,7 @@ class Recorder:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._began = time.monotonic()
+        self._commit = _commit()  # before anything of it is written
         self.seconds: dict[str, float] = defaultdict(float)
         self.outcomes: Counter[str] = Counter()
 
@@ -56,7 +57,7 @@ class Recorder:
         there = {name: s for name, s in files.items() if (ROOT / name).exists()}
         found = {
             "on": datetime.now(UTC).date().isoformat(),
-            "commit": _commit(),
+            "commit": self._commit,
             "workers": self._config.getoption("numprocesses", None) or 1,
             "cores": len(os.sched_getaffinity(0)),
             "minutes": round((time.monotonic() - self._began) / 60, 1),
