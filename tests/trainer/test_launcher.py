@@ -133,6 +133,9 @@ def test_workers_die_with_a_killed_launcher(script, wait_until):  # type: ignore
     wait_until(lambda: not any(alive(pid) for pid in pids), "workers are gone")
 
 
+# Quarantined: on 2026-11-26, in a run of all tests, SIGUSR1 was not answered for ten minutes; a
+# second one was, at once. A signal was lost, it is not known where. A gate would wait for long.
+@pytest.mark.tier("all")
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_are_forwarded(script, signum, code):  # type: ignore[no-untyped-def]
     program = script(
