@@ -47,7 +47,7 @@ class Recorder:
         if report.when == "call" or report.outcome != "passed":
             self.outcomes[report.outcome] += 1
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
         """Replace what is kept of all files that were run, and keep the others."""
         kept = known()
         ran = summed(self.seconds)
@@ -61,6 +61,7 @@ class Recorder:
             "workers": self._config.getoption("numprocesses", None) or 1,
             "cores": len(os.sched_getaffinity(0)),
             "minutes": round((time.monotonic() - self._began) / 60, 1),
+            "whole": exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED),
             "outcomes": dict(sorted(self.outcomes.items())),
             "files": _rounded(there),
             "tests": _rounded(
@@ -102,7 +103,8 @@ def page(found: Mapping[str, Any]) -> str:
     lines = [
         HEAD,
         f"The last run: {found['on']}, commit {found['commit']}, {outcomes} in {found['minutes']}",
-        f"minutes; {found['workers']} workers on {found['cores']} cores.",
+        f"minutes; {found['workers']} workers on {found['cores']} cores."
+        + " It was ended before its last test." * (not found["whole"]),
         "",
     ]
     lines += _table("level", {name: s / 60 for name, s in levels.items()}, "minutes", 1)

@@ -32,7 +32,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def ran(**seconds: float) -> dict[str, Any]:
+def ran(status: int = 0, **seconds: float) -> dict[str, Any]:
     """What is kept after these tests, each of three phases."""
     recorder = durations.Recorder(SimpleNamespace(getoption=lambda *_: 4))  # type: ignore[arg-type]
     for name, taken in seconds.items():
@@ -40,7 +40,7 @@ def ran(**seconds: float) -> dict[str, Any]:
             nodeid = f"tests/api/test_{name[0]}.py::test_{name}"
             report = SimpleNamespace(nodeid=nodeid, when=when, outcome="passed", duration=taken)
             recorder.pytest_runtest_logreport(report)  # type: ignore[arg-type]
-    recorder.pytest_sessionfinish()
+    recorder.pytest_sessionfinish(status)
     found: dict[str, Any] = json.loads(durations.RESULTS.read_text())
     return found
 
@@ -53,4 +53,7 @@ def test_files_that_were_not_run_keep_what_they_had_and_those_that_went_go(kept:
     assert found["outcomes"] == {"passed": 2}
     page = (kept / "docs/test-durations.md").read_text()
     assert "2 passed" in page
+    assert "ended before" not in page
+    ran(pytest.ExitCode.INTERRUPTED, a=1.0)
+    assert "ended before its last test" in (kept / "docs/test-durations.md").read_text()
     assert "| tests/api/test_b.py::test_b | 6 |" in page
