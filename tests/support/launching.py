@@ -17,6 +17,9 @@ from support.patience import WHOLE
 RUN = (sys.executable, "-m", "ddpjob_trainer", "run")
 #: A failure ends the run, as in a pod whose job has restart in place switched off.
 NO_ROUNDS = ("--max-rounds-without-progress", "0")
+#: A script's last line that waits for signals. One that comes just before a long sleep begins is
+#: handled in Python only when the sleep has ended, so none may be long (seen once: 10 minutes).
+HANDLES = "while True: time.sleep(0.02)\n"
 SOURCES = Path(__file__).parents[2] / "trainer/src"
 
 

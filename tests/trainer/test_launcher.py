@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support.launching import NO_ROUNDS, SOURCES, after_rank_0, free_ports, launch, run
+from support.launching import HANDLES, NO_ROUNDS, SOURCES, after_rank_0, free_ports, launch, run
 from support.patience import PATIENCE
 from support.rounds import alive, patched
 
@@ -133,9 +133,6 @@ def test_workers_die_with_a_killed_launcher(script, wait_until):  # type: ignore
     wait_until(lambda: not any(alive(pid) for pid in pids), "workers are gone")
 
 
-# Quarantined: on 2026-11-26, in a run of all tests, SIGUSR1 was not answered for ten minutes; a
-# second one was, at once. A signal was lost, it is not known where. A gate would wait for long.
-@pytest.mark.tier("all")
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_are_forwarded(script, signum, code):  # type: ignore[no-untyped-def]
     program = script(
@@ -148,9 +145,9 @@ for s in (signal.SIGTERM, signal.SIGINT):
     signal.signal(s, handler)
 signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"user\\n"))
 print("ready", flush=True)
-time.sleep(3600)
-time.sleep(3600)
 """
+        + HANDLES
+
     )
     process = launch(program)
     assert process.stdout is not None
@@ -168,8 +165,9 @@ def test_what_nohup_has_the_launcher_ignore_ends_no_training(script):  # type: i
         """
 signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"user\\n"))
 print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, flush=True)
-time.sleep(3600)
 """
+        + HANDLES
+
     )
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -204,7 +202,7 @@ def test_who_saves_and_ends_with_0_when_told_to_end_has_not_succeeded(  # type: 
 ):
     report = tmp_path / "report"
     program = script(
-        f"signal.signal({signum}, lambda *_: sys.exit(0))\nprint('x', flush=True)\ntime.sleep(3600)"
+        f"signal.signal({signum}, lambda *_: sys.exit(0))\nprint('x', flush=True)\n{HANDLES}"
     )
     process = launch("--termination-log", str(report), program)
     assert process.stdout is not None
@@ -233,8 +231,9 @@ def save(*_):
     sys.exit(143)
 signal.signal(signal.SIGTERM, save)
 print("ready", flush=True)
-time.sleep(3600)
 """
+        + HANDLES
+
     )
     shell = tmp_path / "train.sh"
     trapped = "trap 'echo trapped; kill -TERM $!; wait' TERM\n"

@@ -16,7 +16,7 @@ from subprocess import Popen
 import pytest
 
 from devcluster import process
-from support.launching import launch, launched, run
+from support.launching import HANDLES, launch, launched, run
 from support.patience import PATIENCE
 from support.rounds import (
     STEPS,
@@ -316,8 +316,7 @@ def test_one_of_two_that_saves_and_ends_with_0_when_told_to_end_has_not_succeede
         f"""
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 open({str(tmp_path)!r} + f"/here-{{rank}}", "w").close()
-time.sleep(3600)
-"""
+{HANDLES}"""
     )
     launchers = pair(program, tmp_path, "supervisor._ANSWER_SECONDS", PATIENCE)
     try:
