@@ -147,7 +147,6 @@ signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"user\\n"))
 print("ready", flush=True)
 """
         + HANDLES
-
     )
     process = launch(program)
     assert process.stdout is not None
@@ -167,7 +166,6 @@ signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"user\\n"))
 print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, flush=True)
 """
         + HANDLES
-
     )
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -233,7 +231,6 @@ signal.signal(signal.SIGTERM, save)
 print("ready", flush=True)
 """
         + HANDLES
-
     )
     shell = tmp_path / "train.sh"
     trapped = "trap 'echo trapped; kill -TERM $!; wait' TERM\n"
