@@ -18,6 +18,8 @@ import pytest
 from support import release as support
 from support.cluster import ROOT
 
+pytestmark = pytest.mark.tier("gate")  # it builds everything twice
+
 Helm = Callable[..., subprocess.CompletedProcess[str]]
 
 

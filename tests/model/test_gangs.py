@@ -43,6 +43,7 @@ def work_for(world: World, seconds: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize(("size", "quota"), [(3, 4), (3, 5), (2, 3)])
+@pytest.mark.tier("gate")
 def test_three_gangs_that_do_not_fit_together_all_end(
     loop: asyncio.AbstractEventLoop, size: int, quota: int
 ) -> None:
@@ -85,6 +86,7 @@ def test_small_gangs_that_never_cease_do_not_starve_a_big_one_nor_it_them(
     assert len(ended) > 5
 
 
+@pytest.mark.tier("gate")
 def test_a_gang_that_fits_nowhere_leaves_two_thirds_of_the_time_to_others(
     loop: asyncio.AbstractEventLoop,
 ) -> None:

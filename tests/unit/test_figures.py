@@ -139,6 +139,7 @@ def test_one_machine_does_not_refute_what_is_said_of_speeds() -> None:
     assert [claims_verdicts.shown(holds) for holds in tried] == ["true", "when", "not shown"]
 
 
+@pytest.mark.tier("gate")
 def test_gpus_are_asked_for_where_there_are_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -159,6 +159,7 @@ def fake_kubectl(folder: Path, script: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("deaf", ["", "trap '' TERM; "])
+@pytest.mark.tier("gate")
 def test_no_kubectl_is_left_behind(tmp_path: Path, deaf: str) -> None:
     job = {"metadata": {"name": "j", "namespace": "n", "uid": "u"}, "spec": {"replicas": 1}}
     running = {"name": "t", "state": {"running": {}}}

@@ -76,6 +76,7 @@ def test_what_could_not_be_made_is_tried_again(tmp_path: Path) -> None:
     assert shared.once("it", lambda: "made") == "made"
 
 
+@pytest.mark.tier("gate")
 def test_every_worker_has_what_the_first_made_and_all_of_it_is_run(tmp_path: Path) -> None:
     """By pytest-xdist itself: three workers, two levels, a file of which each sees the same."""
     for level in ("api", "trainer", "unit"):

@@ -96,6 +96,7 @@ def test_two_gangs_that_do_not_fit_together_both_finish(pair: tuple[str, str]):
 
 
 @pytest.mark.fault("N9")
+@pytest.mark.tier("gate")
 def test_five_gangs_on_room_for_two_all_finish():
     yard = Yard(5, {f"gang {n}": 2 for n in range(5)}, work=10)
     assert len(yard.live(timedelta(minutes=60))) == 5

@@ -482,6 +482,7 @@ def test_workers_give_what_this_process_would_and_pass_over_what_is_not_asked_fo
         assert [drawn.tolist() for drawn in batch["drawn"]] == [d.tolist() for d in wanted["drawn"]]
 
 
+@pytest.mark.tier("gate")
 def test_workers_start_by_a_fork_server_where_that_is_pythons_default():
     """As from Python 3.14 on: their parent is that server, which they must not take for a loss."""
     multiprocessing.set_start_method("forkserver", force=True)

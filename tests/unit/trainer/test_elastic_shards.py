@@ -41,6 +41,7 @@ def over_ranks(values: list[float], ranges: list[range]) -> float:
 
 
 @pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.tier("gate")
 def test_any_contiguous_split_gives_the_same_bits(count):  # type: ignore[no-untyped-def]
     draw = random.Random(count)
     for seed in range(20):

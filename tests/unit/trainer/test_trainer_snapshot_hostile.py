@@ -209,6 +209,7 @@ def test_a_manifest_that_takes_much_memory_to_read(tmp_path, text):  # type: ign
     check_older_is_taken(tmp_path)
 
 
+@pytest.mark.tier("gate")
 def test_as_many_values_as_may_be_take_bounded_memory(tmp_path):  # type: ignore[no-untyped-def]
     write(tmp_path, 1, 2)
     names = ",".join(f'"{number:x}":[]' for number in range(checked_json._MAX_VALUES // 2 - 10))

@@ -103,6 +103,7 @@ def operations_of_a_save(begun: Path) -> int:
     return len(seen)
 
 
+@pytest.mark.tier("gate")
 def test_killed_at_every_point_of_a_save_the_newest_durable_one_loads(tmp_path, begun):  # type: ignore[no-untyped-def]
     outcomes = []
     for point in range(operations_of_a_save(begun)):
