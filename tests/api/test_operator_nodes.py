@@ -144,6 +144,7 @@ def test_fence_deletes_by_force_and_the_gang_runs_elsewhere(
 
 
 @pytest.mark.fault("O2", "N6")
+@pytest.mark.tier("all")
 def test_fence_takes_a_watch_that_is_behind_at_no_word(
     stage: Arena, machine: Machine, gang: str
 ) -> None:

@@ -13,6 +13,7 @@ from api.quotas import set_quota
 from support.arena import Arena, arena
 from support.cluster import ROOT, Cluster
 from support.rest import Object, RestError, eventually
+from support.tiers import some_in_gate
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def test_quota_releases_all_and_the_gang_comes_up_when_it_is_lifted(
     assert stage.condition(gang, "Stalled")["status"] == "False"
 
 
-@pytest.mark.parametrize("kind", ["Service", "Pod"])
+@pytest.mark.parametrize("kind", some_in_gate(["Service", "Pod"], "Pod"))
 @pytest.mark.fault("A2")
 def test_a_foreign_object_of_that_name_is_not_touched(stage: Arena, gang: str, kind: str) -> None:
     plural, name = ("services", gang) if kind == "Service" else ("pods", f"{gang}-1")

@@ -14,6 +14,7 @@ from support.arena import Arena, arena
 from support.cluster import Cluster
 from support.proxy import Call, Fault
 from support.rest import eventually
+from support.tiers import some_in_gate
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_a_taken_port_is_a_clear_error(stage: Arena) -> None:
     assert "Traceback" not in operator.log()
 
 
-@pytest.mark.parametrize("plural", ["ddpjobs", "pods"])
+@pytest.mark.parametrize("plural", some_in_gate(["ddpjobs", "pods"], "ddpjobs"))
 def test_a_restored_etcd_ends_the_process_and_the_next_one_takes_the_gang_as_it_is(
     stage: Arena, plural: str
 ) -> None:

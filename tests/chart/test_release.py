@@ -83,6 +83,7 @@ def test_bills_name_every_pin_with_its_hashes(made: Path, image: str, locks: lis
     assert hashes == set(re.findall(r"--hash=sha256:(\w+)", text))
 
 
+@pytest.mark.tier("all")
 def test_another_checkout_gives_the_same_bytes(made: Path, tmp_path: Path) -> None:
     copy = support.copy_of_the_sources(tmp_path / "elsewhere")
     again = build(copy, tmp_path / "out")

@@ -72,6 +72,7 @@ def test_the_rank_that_hangs_ends_with_76_and_its_stacks(gang):  # type: ignore[
     assert signal.SIGKILL not in [-code for code in codes.values()]
 
 
+@pytest.mark.tier("all")
 def test_a_disk_that_hangs_at_the_end_is_that_ranks_fault(gang, tmp_path):  # type: ignore[no-untyped-def]
     """Rank 1's keeper, which writes its part of the snapshot, stands still."""
 
