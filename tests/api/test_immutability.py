@@ -158,6 +158,7 @@ def test_status_is_written_apart(plane: Cluster, stored: dict[str, Any]) -> None
         "ready": "2/3",
         "attempt": 2,
         "restarts": {"total": 1, "charged": 1, "inPlace": 4},
+        "restarted": "1+4",
         "progress": {"step": 120, "loss": 0.25},
         "lastFailure": {"reason": "OOMKilled", "node": "node7", "class": "OOM"},
     }
@@ -169,11 +170,11 @@ def test_status_is_written_apart(plane: Cluster, stored: dict[str, Any]) -> None
     plane.kubectl(*patch, "-p", json.dumps({"status": status}), check=True)
     header, row = plane.kubectl(*get, "-o", "wide", check=True).stdout.splitlines()
     assert header.split() == [
-        "NAME", "PHASE", "REASON", "READY", "RESTARTS", "STEP", "LOSS", "IN-PLACE", "ATTEMPT",
+        "NAME", "PHASE", "REASON", "READY", "RESTARTS", "STEP", "LOSS", "ATTEMPT",
         "LAST-FAILURE", "NODE", "AGE",
     ]  # fmt: skip
-    assert row.split()[1:11] == [
-        "Running", "Unschedulable", "2/3", "1", "120", "0.25", "4", "2", "OOMKilled", "node7",
+    assert row.split()[1:10] == [
+        "Running", "Unschedulable", "2/3", "1+4", "120", "0.25", "2", "OOMKilled", "node7",
     ]  # fmt: skip
     refused = plane.kubectl(*patch, "-p", json.dumps({"status": {"phase": "Odd"}}))
     assert "status.phase" in refused.stderr

@@ -131,7 +131,7 @@ def test_two_that_both_act_harm_nothing(stage: Arena) -> None:
     second.wait_leading()
     gangs = [f"gang-{secrets.token_hex(2)}" for _ in range(4)]
     for gang in gangs:
-        stage.apply(gang)
+        stage.apply(gang, restart={"backoff": {"maxSeconds": 1}})
     for attempt in (1, 2, 3):
         for gang in gangs:
             stage.wait_phase(gang, "Running", attempt=attempt)
@@ -158,7 +158,7 @@ def test_a_leader_that_is_paused_past_its_lease_harms_nothing_when_it_goes_on(
     second = stage.operator(*BRISK, name="op-b").start()
     second.wait_ready()
     gang = f"gang-{secrets.token_hex(2)}"
-    stage.apply(gang)
+    stage.apply(gang, restart={"backoff": {"maxSeconds": 1}})
     stage.wait_phase(gang, "Running")
     assert first.process is not None
     first.process.send_signal(signal.SIGSTOP)

@@ -37,7 +37,8 @@ def wait_condition(site: Site, name: str, type_: str, reason: str) -> str:
 def test_max_restarts_is_exact_and_the_cause_is_told(site: Site, limit: int) -> None:
     name = f"max-restarts-{limit}"
     script = 'echo "the data set is gone"; [ $DDPJOB_REPLICA = 1 ] && exit 3; sleep 300'
-    body = job(name, ["sh", "-c", script], restart={"maxRestarts": limit})
+    restart = {"maxRestarts": limit, "backoff": {"maxSeconds": 1}}
+    body = job(name, ["sh", "-c", script], restart=restart)
     # The end would wait for word of the nodes of those that sleep, but for this one that has told.
     body["spec"]["template"]["spec"]["nodeSelector"] = {"kubernetes.io/hostname": "node1"}
     site.apply(body)

@@ -120,6 +120,14 @@ FAULTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "objects as large or as deep as the API server takes",
             "they are refused with the cure; the operator stays within its memory",
         ),
+        "U15": (
+            "a program fails again and again, at one place or elsewhere",
+            "told while it lasts; the same failure three times at one step ends the job",
+        ),
+        "U16": (
+            "a start fails for some minutes: an image, a name, a volume",
+            "tried over ten minutes, ever more seldom",
+        ),
     },
     "The training": {
         "T1": ("SIGKILL of any rank at any moment", "every bit and every loss as undisturbed"),

@@ -137,7 +137,8 @@ properties:
       backoff:
         description: >-
           Delay between restarts. The first restart is immediate; then initialSeconds,
-          doubling up to maxSeconds.
+          doubling up to maxSeconds. An attempt that fails without having told of a step waits 300 s,
+          not initialSeconds, before the second.
         type: object
         # Written out: rules are checked against this value before nested defaults are set.
         default: {initialSeconds: 1, maxSeconds: 300}

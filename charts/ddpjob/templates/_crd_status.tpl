@@ -58,6 +58,15 @@ properties:
       true: it ended only a round, the processes were restarted in place and the pods kept. Left
       out: it ended the attempt.
     type: boolean
+  step:
+    description: Steps that the process had finished, when it is known.
+    type: integer
+    format: int64
+  exception:
+    description: >-
+      The exception that ended the process, in one line. It is text from the container and is not
+      checked.
+    type: string
 {{- end }}
 
 {{- define "ddpjob.crd.status" -}}
@@ -149,6 +158,10 @@ properties:
     maxLength: 128
   ready:
     description: Ready replicas of all, for example "2/3"; absent once the job has ended.
+    type: string
+  restarted:
+    description: >-
+      Restarts of the gang and, after a plus, those in place, for example "1+25"; "0" before any.
     type: string
   restarts:
     description: How often the gang came back.

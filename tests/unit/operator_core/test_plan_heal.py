@@ -232,7 +232,7 @@ def test_what_was_there_before_the_job_heals_nothing(
     if "step" in old:
         heard(world)  # the launcher starts up: it does not know of steps yet
     if last_words:
-        world.end(1, 137, message=report(**old)).wait(1).run()
+        world.end(1, 137, message=report(**old)).wait(300).run()
     charged = 1 + last_words
     assert spent(poll(world, **old)) == (charged, 0)
     assert spent(poll(world.wait(60), **old)) == (charged, 0)
@@ -284,7 +284,7 @@ def test_what_the_last_words_tell_of_the_file_heals_before_the_restart_is_charge
 
 def test_the_operators_clock_and_that_of_the_files_are_never_compared():
     """Files of 1999, of next year, and an operator in 2026: only later than before counts."""
-    world = heard(restarted(), fileModifiedAt="2099-01-01T00:00:00Z").end(1, 1).wait(2).run()
+    world = heard(restarted(), fileModifiedAt="2099-01-01T00:00:00Z").end(1, 1).wait(300).run()
     assert spent(poll(world, fileModifiedAt="2098-01-01T00:00:00Z")) == (2, 1)
     assert spent(poll(world, fileModifiedAt="2099-01-01T00:00:00.000001Z")) == (0, 0)
 

@@ -175,7 +175,7 @@ def test_after_a_restore_of_etcd_no_attempt_comes_twice():
     world = started().run()
     old = {**world.job, "status": dict(world.status)}
     for _ in range(3):
-        world.end(1, 1).wait(10).run()
+        world.end(1, 1).wait(300).run()
     world.job = old
     assert world.settle().status["attempt"] == 5
     assert world.attempts() == {5}
@@ -390,7 +390,8 @@ def test_a_number_of_an_attempt_that_is_none_is_replaced_before_anything_else():
 @pytest.mark.parametrize("phase", ["Running", "Suspended"])
 def test_after_a_restore_of_etcd_no_condition_is_true_of_another_phase(phase: str):
     """The status is of an older attempt than the pods."""
-    world = started(activeDeadlineSeconds=100).run()
+    backoff = {"maxSeconds": 1}
+    world = started(activeDeadlineSeconds=100, restart={"backoff": backoff}).run()
     if phase == "Suspended":
         world.patch(suspend=True).wait(90)
     old = world.job["status"]
@@ -425,7 +426,7 @@ def in_phase(phase: str) -> World:
         world.run().end(0, 1)
         denied = "exceeded quota: pods"
         world.refuse = lambda _: replace(refused(world, 403, "Forbidden"), message=denied)
-        return world.run().end(0, 1).wait(30)
+        return world.run().end(0, 1).wait(330)
     if phase == "Restarting":
         world.run().graceful = True
         return world.terminate(0).end(0, 1)

@@ -115,7 +115,8 @@ def test_times_of_a_clock_that_was_a_year_ahead_hold_up_nothing():
 
 
 def test_a_delay_of_such_a_clock_stays_a_delay():
-    world = World(now=START + timedelta(days=365)).settle().run().end(0, 1).run().end(0, 1)
+    job = job_object(restart={"backoff": {"maxSeconds": 1}})
+    world = World(job, now=START + timedelta(days=365)).settle().run().end(0, 1).run().end(0, 1)
     assert (world.phase, world.plan().requeue_after) == ("Restarting", 1)
     world.now = START
     world.restart_operator().settle()

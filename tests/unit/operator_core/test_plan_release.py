@@ -189,7 +189,7 @@ def test_pods_that_could_not_be_created_in_time_are_no_fault_of_the_user():
 
 
 def test_a_release_does_not_hide_a_crash_loop():
-    world = started(restart={"maxRestarts": 9}).run()
+    world = started(restart={"maxRestarts": 9, "backoff": {"maxSeconds": 16}}).run()
     for _ in range(5):
         world.end(0, 1).wait(20).run()
     assert world.status["restarts"]["consecutive"] == 5
@@ -201,7 +201,7 @@ def test_a_release_does_not_hide_a_crash_loop():
 
 
 def test_a_resume_begins_without_any_wait_of_the_past():
-    world = started(restart={"maxRestarts": 9}).run()
+    world = started(restart={"maxRestarts": 9, "backoff": {"maxSeconds": 16}}).run()
     for _ in range(5):
         world.end(0, 1).wait(20).run()
     world.patch(suspend=True).patch(suspend=False).run()

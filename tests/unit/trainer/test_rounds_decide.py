@@ -155,3 +155,41 @@ def test_only_the_newest_records_are_kept():  # type: ignore[no-untyped-def]
         assert following is not None
         history = following
     assert [record["round"] for record in history.records] == list(range(5, 15))
+
+
+def raised(step: int = 40, exception: str = "ValueError: x", code: int = 1) -> list[Exit]:
+    return [Exit(0, 0, code, 0.0, exception=exception, step=step), Exit(1, 1, LOST, 0.0)]
+
+
+@pytest.mark.fault("U15")
+def test_one_exception_three_times_at_one_step_ends_the_attempt():  # type: ignore[no-untyped-def]
+    history = History()
+    for _ in range(2):  # each round lasts for hours, which is progress, and would go on for ever
+        following = verdict_of(history, raised(), 25, lasted=9999.0).next
+        assert following is not None
+        history = following
+    verdict = verdict_of(history, raised(), 25, lasted=9999.0)
+    assert (verdict.next, verdict.cause) == (None, raised()[0])
+    assert "the same exception 3 times in a row at step 40" in verdict.why
+
+
+@pytest.mark.parametrize(
+    ("second", "third", "snapshot_step"),
+    [
+        (raised(41), raised(), 25),
+        (raised(exception="ValueError: y"), raised(), 25),
+        (exits(KILLED), raised(), 25),
+        (raised(), raised(41), 25),
+        (raised(code=LOST), raised(code=LOST), 25),  # the loss of a peer says where it was met
+        (raised(), raised(), 40),  # nothing was trained in between: it may be the start
+        (raised(0), raised(0), -1),
+    ],
+)
+def test_what_differs_or_may_be_the_start_has_another_round(  # type: ignore[no-untyped-def]
+    second, third, snapshot_step
+):
+    history = verdict_of(History(), third, snapshot_step).next
+    assert history is not None
+    history = verdict_of(history, second, snapshot_step, lasted=99.0).next
+    assert history is not None
+    assert verdict_of(history, third, snapshot_step, lasted=99.0).next is not None

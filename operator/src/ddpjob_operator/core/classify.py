@@ -102,6 +102,8 @@ def failure(pod: Pod, nproc_per_node: int, now: datetime) -> Failure | None:
         signal=_signal(pod),
         message=_message(pod),
         detected_at=now,
+        step=report.step if report else None,
+        exception=report.exception if report else "",
     )
 
 
@@ -127,6 +129,8 @@ def ended_round(
         message="\n".join(filter(None, [found.exception or _KINDS.get(found.kind, ""), step])),
         detected_at=now,
         in_place=True,
+        step=found.step,
+        exception=found.exception,
     )
     return settle(loss) if loss.cls == "Collateral" else loss
 

@@ -38,6 +38,7 @@ from ddpjob_operator.core.policy import (
     finish,
     heal,
     hold,
+    repeat,
     report,
     restart,
     retry,
@@ -115,7 +116,7 @@ def _decide(view: View) -> Change:
             return change.with_status(phase=status.phase or "Pending")
         return _start(view, change)
     change = heal.budgets(view, cause.refund(view, change))
-    loss = cause.loss(view, change.status.restarts)
+    loss = cause.loss(view, change.status)
     if loss is not None:
         return restart.after(view, cause.over(view, change), loss)
     if status.phase == "Starting":
@@ -123,7 +124,8 @@ def _decide(view: View) -> Change:
     elif _barrier_passed(view):
         change = startup.begin(view, change)
     if change.status.phase == status.phase:
-        why = chain(cause.reasons(view), report.reasons(view), retry.reasons(view))
+        loops = repeat.reasons(view, change.status)
+        why = chain(cause.reasons(view), report.reasons(view), retry.reasons(view), loops)
         change = report.stall(view, change, why)
     return change
 
@@ -340,7 +342,7 @@ def _wake(view: View) -> float | None:
     """Seconds until time alone may change the answer."""
     status, now = view.status, view.now
     times = [restart.due(view), finish.active_deadline(view), heal.due(view, status)]
-    times.append(report.lingers(view))
+    times += [report.lingers(view), repeat.quiet_at(status)]
     if status.phase == "Starting":
         times.append(startup.deadline(view))
     if status.phase in ("Pending", "Starting", "Restarting") and view.begun_at:

@@ -108,6 +108,8 @@ class Failure:
     exit_code: int | None = None
     signal: int | None = None
     in_place: bool = False  # processes were restarted and the pods kept
+    step: int | None = None  # that it had finished
+    exception: str = ""  # its own line
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form, absent values left out."""
@@ -126,6 +128,8 @@ class Failure:
                 "message": self.message,
                 "detectedAt": format_time(self.detected_at),
                 "inPlace": self.in_place or None,
+                "step": self.step,
+                "exception": self.exception,
             }
         )
 
@@ -157,6 +161,17 @@ class Timings:
     next_restart_at: datetime | None = None
     completed_at: datetime | None = None
     last_recovery_seconds: float | None = None
+
+
+#: The times among them, by their names in the API.
+_TIMES: Final = {
+    "startedAt": "started_at",
+    "attemptStartedAt": "attempt_started_at",
+    "runningAt": "running_at",
+    "lastRoundAt": "last_round_at",
+    "nextRestartAt": "next_restart_at",
+    "completedAt": "completed_at",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +227,7 @@ class Status:
 
 def to_dict(status: Status) -> dict[str, Any]:
     """The JSON form, absent values left out."""
-    last, replicas = status.last_failure, status.replicas
+    last, replicas, restarts = status.last_failure, status.replicas, status.restarts
     # Of a job that has ended "0/3" would read as trouble.
     ready = "" if status.terminal else f"{replicas.ready}/{replicas.desired}"
     return _present(
@@ -225,7 +240,8 @@ def to_dict(status: Status) -> dict[str, Any]:
             "membersSince": status.members_since,
             "templateHash": status.template_hash,
             "snapshotHash": status.snapshot_hash,
-            "restarts": _restarts_to_dict(status.restarts),
+            "restarts": _restarts_to_dict(restarts),
+            "restarted": f"{restarts.total}" + f"+{restarts.in_place}" * bool(restarts.in_place),
             "ready": ready,
             "replicas": asdict(replicas),
             "succeededReplicas": format_ranges(status.succeeded),
@@ -305,30 +321,28 @@ def _conditions(items: object) -> list[Condition]:
 
 
 def _failures(items: object) -> list[Failure]:
-    found = []
-    for item in sequence(items):
-        raw = mapping(item)
-        at = parse_time(raw.get("detectedAt"))
-        if at is None:
-            continue
-        found.append(
-            Failure(
-                attempt=integer(raw.get("attempt")),
-                round=opt_integer(raw.get("round")),
-                replica=integer(raw.get("replica")),
-                rank=opt_integer(raw.get("rank")),
-                pod=text(raw.get("pod")),
-                node=text(raw.get("node")),
-                cls=text(raw.get("class")),
-                reason=text(raw.get("reason")),
-                exit_code=opt_integer(raw.get("exitCode")),
-                signal=opt_integer(raw.get("signal")),
-                message=text(raw.get("message")),
-                detected_at=at,
-                in_place=raw.get("inPlace") is True,
-            )
+    records = map(mapping, sequence(items))
+    told = [(raw, at) for raw in records if (at := parse_time(raw.get("detectedAt")))]
+    return [
+        Failure(
+            attempt=integer(raw.get("attempt")),
+            round=opt_integer(raw.get("round")),
+            replica=integer(raw.get("replica")),
+            rank=opt_integer(raw.get("rank")),
+            pod=text(raw.get("pod")),
+            node=text(raw.get("node")),
+            cls=text(raw.get("class")),
+            reason=text(raw.get("reason")),
+            exit_code=opt_integer(raw.get("exitCode")),
+            signal=opt_integer(raw.get("signal")),
+            message=text(raw.get("message")),
+            detected_at=at,
+            in_place=raw.get("inPlace") is True,
+            step=opt_integer(raw.get("step")),
+            exception=text(raw.get("exception")),
         )
-    return found[-MAX_FAILURES:]
+        for raw, at in told[-MAX_FAILURES:]
+    ]
 
 
 def _restarts_to_dict(restarts: Restarts) -> dict[str, Any]:
@@ -374,27 +388,13 @@ def _progress_from_dict(raw: Mapping[str, Any]) -> Progress:
 
 
 def _timings_to_dict(timings: Timings) -> dict[str, Any]:
-    times = {
-        "startedAt": timings.started_at,
-        "attemptStartedAt": timings.attempt_started_at,
-        "runningAt": timings.running_at,
-        "lastRoundAt": timings.last_round_at,
-        "nextRestartAt": timings.next_restart_at,
-        "completedAt": timings.completed_at,
-    }
-    fields: dict[str, Any] = {key: format_time(at) for key, at in times.items() if at}
+    times = {name: getattr(timings, key) for name, key in _TIMES.items()}
+    fields: dict[str, Any] = {name: format_time(at) for name, at in times.items() if at}
     if timings.last_recovery_seconds is not None:
         fields["lastRecoverySeconds"] = timings.last_recovery_seconds
     return fields
 
 
 def _timings_from_dict(raw: Mapping[str, Any]) -> Timings:
-    return Timings(
-        started_at=parse_time(raw.get("startedAt")),
-        attempt_started_at=parse_time(raw.get("attemptStartedAt")),
-        running_at=parse_time(raw.get("runningAt")),
-        last_round_at=parse_time(raw.get("lastRoundAt")),
-        next_restart_at=parse_time(raw.get("nextRestartAt")),
-        completed_at=parse_time(raw.get("completedAt")),
-        last_recovery_seconds=opt_number(raw.get("lastRecoverySeconds")),
-    )
+    times = {key: parse_time(raw.get(name)) for name, key in _TIMES.items()}
+    return Timings(**times, last_recovery_seconds=opt_number(raw.get("lastRecoverySeconds")))

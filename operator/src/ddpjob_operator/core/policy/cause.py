@@ -16,7 +16,7 @@ from typing import Final
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.observe import Pod
 from ddpjob_operator.core.policy import fence, restart
-from ddpjob_operator.core.status import Failure, Restarts
+from ddpjob_operator.core.status import Failure, Status
 from ddpjob_operator.core.view import Change, View
 
 #: When only collateral losses were seen, the cause gets this long to show itself. The time of
@@ -32,7 +32,7 @@ _BY_PEERS: Final = ("Hang", "Killed", "User")
 _PERHAPS_PEERS: Final = (*_BY_PEERS, "Collateral")
 
 
-def loss(view: View, restarts: Restarts) -> Failure | None:
+def loss(view: View, status: Status) -> Failure | None:
     """The failure that ends this attempt, or None. One per attempt."""
     found = _seen(view)
     if found is None or found.cls not in _PERHAPS_PEERS:
@@ -41,7 +41,7 @@ def loss(view: View, restarts: Restarts) -> Failure | None:
         return None if _left(view, CAUSE_WAIT) > 0 else classify.settle(found)
     # A node deleted while no operator watched is one of which nobody tells, and so is a new one.
     unknown = _unread(view) or (fence.guessed(view) and _left(view, NODE_WAIT) > 0)
-    return None if unknown or _doubted(view, restarts, found) else found
+    return None if unknown or _doubted(view, status, found) else found
 
 
 def known(view: View) -> Failure | None:
@@ -71,7 +71,7 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
     if not 0 < left <= (NODE_WAIT - CAUSE_WAIT).total_seconds():
         return
     first = _first(view)
-    silent = first and _doubted(view, view.status.restarts, first)
+    silent = first and _doubted(view, view.status, first)
     if first and silent:
         until = view.now + timedelta(seconds=left)
         yield (
@@ -173,14 +173,14 @@ def _needed(view: View) -> dict[int, Pod]:
     return {r: pod for r, pod in view.members.items() if r not in done}
 
 
-def _doubted(view: View, restarts: Restarts, first: Failure) -> Pod | None:
+def _doubted(view: View, status: Status, first: Failure) -> Pod | None:
     """A member whose machine may have died before, where this loss would be the end of the job."""
     if first.cls not in _BY_PEERS or _left(view, NODE_WAIT) <= 0:
         return None
     pod = _unheard(view)
-    if pod is None or restart.end(view, restarts, first) is None:
+    if pod is None or restart.end(view, status, first) is None:
         return None
-    return None if restart.end(view, restarts, fence.failure(view, pod)) else pod
+    return None if restart.end(view, status, fence.failure(view, pod)) else pod
 
 
 def _unheard(view: View) -> Pod | None:

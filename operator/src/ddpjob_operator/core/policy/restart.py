@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import datetime, timedelta
+from typing import Final
 
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.core.policy import avoid, finish, hold
 from ddpjob_operator.core.spec import Spec
-from ddpjob_operator.core.status import MAX_FAILURES, Failure, Restarts, Timings
+from ddpjob_operator.core.status import MAX_FAILURES, Failure, Restarts, Status, Timings
 from ddpjob_operator.core.view import Change, View
 
 #: Restart | RestartFree | Fail, by class, where no rule of the user's matches.
@@ -21,22 +22,33 @@ _DEFAULT_ACTION = {
     **dict.fromkeys(classify.FATAL, "Fail"),
     **dict.fromkeys(classify.FREE, "RestartFree"),
 }
+#: An image, a name or a volume that fails a gang before its first step may take minutes to come
+#: back. The three waits of the defaults (0, then twice this) are ten minutes.
+STARTUP_SECONDS: Final = 300.0
+#: The same exception at the same step, so often in a row, comes again.
+SAME: Final = 3
+#: Characters of an exception that every record has: in a report those of rounds are cut.
+_COMPARED: Final = 64
 
 
 def after(view: View, change: Change, loss: Failure) -> Change:
     """Record the loss, then start a new attempt or fail, as rules and budgets say."""
+    last = end(view, change.status, loss)
     change = record(view, change, loss)
-    last = end(view, change.status.restarts, loss)
     if last is not None:
         return finish.fail(view, change, *last)
     free = _action(view, change.status.restarts, loss) == "RestartFree"
     restarts, limits = _count(view, change.status.restarts, free), view.spec.restart
-    delay = backoff(view.spec, restarts.consecutive)
+    delay, early = backoff(view.spec, restarts.consecutive), 0.0
+    if not free and not _trained(view):
+        early = backoff(view.spec, min(restarts.consecutive, restarts.charged), STARTUP_SECONDS)
     count = (
         f"disruption {restarts.disruptions} of at most {limits.max_disruptions}"
         if free
         else f"restart {restarts.charged} of at most {limits.max_restarts}"
     )
+    count += "; it told of no step, so the waits are longer" * (early > delay)
+    delay = max(delay, early)
     wait = f" in {delay:g} s" if delay else ""
     message = f"attempt {view.status.attempt} ended: {describe(loss)}; restarting{wait} ({count})"
     change = new_attempt(view, change, "Restarting", delay)
@@ -66,11 +78,18 @@ def record(view: View, change: Change, loss: Failure) -> Change:
     return change.with_status(failures=failures)
 
 
-def end(view: View, old: Restarts, loss: Failure) -> tuple[str, str] | None:
+def end(view: View, status: Status, loss: Failure) -> tuple[str, str] | None:
     """Reason and message of the job's end if this loss is one too many; None: it restarts."""
-    action, limits = _action(view, old, loss), view.spec.restart
+    old, limits = status.restarts, view.spec.restart
+    action = _action(view, old, loss)
     if action == "Fail":
         return "PermanentFailure", describe(loss)
+    if (times := _in_same_way(view, status, loss)) >= SAME and _ruled(view, loss) is None:
+        return "SameFailure", (
+            f"{loss.exception}: {times} times in a row after step {loss.step}, so it would come "
+            f"again: mend the program or its data; a rule of spec.restart.rules with action "
+            f"Restart has it tried on; last: {describe(loss)}"
+        )
     free = action == "RestartFree"
     counted = _count(view, old, free)
     if free and counted.disruptions > limits.max_disruptions:
@@ -113,13 +132,14 @@ def due(view: View) -> datetime | None:
     return begun + (until - since) if begun and since and until else until
 
 
-def backoff(spec: Spec, consecutive: int) -> float:
-    """Seconds before the n-th restart in a row: 0, then initialSeconds doubling."""
+def backoff(spec: Spec, consecutive: int, least: float = 0.0) -> float:
+    """Seconds before the n-th restart in a row: 0, then initialSeconds, or least, doubling."""
     if consecutive <= 1:
         return 0.0
     restart = spec.restart
+    first = max(restart.initial_seconds, least)
     doublings = min(consecutive - 2, 60)  # beyond any sensible maximum; keeps floats finite
-    return min(restart.max_seconds, restart.initial_seconds * 2.0**doublings)
+    return min(restart.max_seconds, first * 2.0**doublings)
 
 
 def describe(loss: Failure) -> str:
@@ -134,8 +154,37 @@ def _action(view: View, old: Restarts, loss: Failure) -> str:
     default = _DEFAULT_ACTION.get(loss.cls, "Restart")
     if loss.cls == "Hardware" and not avoid.is_free(view, _in_a_row(view, old)):
         default = "Restart"
-    named = classify.names(loss, view.members.get(loss.replica))
-    return view.spec.restart.ruled(*named) or default
+    return _ruled(view, loss) or default
+
+
+def _ruled(view: View, loss: Failure) -> str | None:
+    """What the user's rules say to it, if one matches."""
+    return view.spec.restart.ruled(*classify.names(loss, view.members.get(loss.replica)))
+
+
+def _in_same_way(view: View, status: Status, loss: Failure) -> int:
+    """How often in a row, this loss included, one exception has ended one step; 0: who knows.
+
+    Without a step since the newest snapshot it may be the start that fails, which can pass.
+    """
+    if loss.cls != "User" or not loss.exception or (loss.step or 0) <= view.snapshot_step:
+        return 0
+    since, count = status.timings.started_at, 1
+    for old in reversed(status.failures):
+        alike = old.exception[:_COMPARED] == loss.exception[:_COMPARED] and old.step == loss.step
+        if not alike or old.cls != "User" or (since and old.detected_at < since):
+            break
+        count += 1
+    return count
+
+
+def _trained(view: View) -> bool:
+    """Whether this attempt has told of a step beyond the snapshot that it began from."""
+    reports = (pod.trainer.report for pod in view.members.values())
+    since, polled = view.begun_at, (view.outcomes.progress, view.status.progress)
+    now = [one for one in polled if one and one.updated_at and since and one.updated_at >= since]
+    steps = [told.step or 0 for told in (*reports, *now) if told]
+    return max(steps, default=0) > view.status.restarts.snapshot_step
 
 
 def _count(view: View, old: Restarts, free: bool) -> Restarts:

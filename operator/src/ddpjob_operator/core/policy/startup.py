@@ -12,7 +12,7 @@ from typing import Final
 
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Measurement, Refusal
-from ddpjob_operator.core.policy import avoid, fence, hold, report, restart
+from ddpjob_operator.core.policy import avoid, fence, hold, repeat, report, restart
 from ddpjob_operator.core.policy.release import release
 from ddpjob_operator.core.status import Failure
 from ddpjob_operator.core.view import Change, View, recovers_from
@@ -118,7 +118,9 @@ def _run(view: View, change: Change) -> Change:
         ),
     )
     message = f"all {view.spec.replicas} replicas of attempt {view.status.attempt} run"
-    change = change.condition("Stalled", False, "Running", "", view.now)
+    stalled = view.status.condition("Stalled")
+    if stalled and stalled.reason != repeat.CRASH_LOOPING:  # which is not over by running again
+        change = change.condition("Stalled", False, "Running", "", view.now)
     change = change.condition("Running", True, "AllReplicasRunning", message, view.now)
     measured = Measurement("recovery_seconds" if recovered else "time_to_running_seconds", seconds)
     return change.tell("Normal", "Running", message).measure(measured)

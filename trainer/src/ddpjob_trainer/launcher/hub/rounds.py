@@ -13,6 +13,8 @@ from ddpjob_trainer.launcher.hub.root_cause import Exit, ended_early, first_fail
 
 #: A fresh start would meet the same: fail at once.
 FINAL_EXIT_CODES = PERMANENT_EXIT_CODES | {ExitCode.DIVERGED}
+#: One exception so often in a row at one step ends the attempt; the operator fails the job for it.
+SAME = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,9 @@ def decide(
         early = ended_early(exits, cause)
         return Verdict(None, cause, f"{why}; {early}" if early else why)
     record = _record(history.round, cause, newest, nproc=nproc, at=at)
+    if _same_again(history.records, record, newest):
+        why = f"the same exception {SAME} times in a row at step {record['step']}"
+        return Verdict(None, cause, f"{why}: it would come again")
     following = replace(
         history,
         round=history.round + 1,
@@ -100,6 +105,18 @@ def decide(
         records=(*history.records, record)[-STATE_MAX_ROUNDS:],
     )
     return Verdict(following, cause, "restart in place")
+
+
+def _same_again(records: tuple[Round, ...], record: Round, snapshot_step: int) -> bool:
+    """Whether one exception has ended one step often enough.
+
+    Without a step since the newest snapshot it may be the start that fails, which can pass.
+    """
+    if record.get("kind") != "exception" or record.get("step", 0) <= max(snapshot_step, 0):
+        return False
+    keys = ("kind", "exception", "step")
+    alike = [all(old.get(key) == record.get(key) for key in keys) for old in records[1 - SAME :]]
+    return len(alike) == SAME - 1 and all(alike)
 
 
 def _record(round_: int, cause: Exit | None, snapshot_step: int, *, nproc: int, at: str) -> Round:

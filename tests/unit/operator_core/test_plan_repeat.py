@@ -1,0 +1,223 @@
+"""Stories of programs that fail again and again, or before they have begun."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ddpjob_operator.core import observe
+from ddpjob_operator.core.lenient import parse_time
+from ddpjob_operator.core.status import Progress
+from support.world import World, job_object
+
+SHAPES = "ValueError: shapes (3, 4) and (5,) do not match"
+
+
+def running(**fields: Any) -> World:
+    return World(job_object(**fields)).settle().run()
+
+
+def record(number: int, step: int, exception: str = SHAPES, **more: Any) -> dict[str, Any]:
+    """A round that ended, as our launcher writes it."""
+    return {
+        "round": number, "replica": 0, "rank": 0, "code": 1, "kind": "exception",
+        "exception": exception, "step": step, **more,
+    }  # fmt: skip
+
+
+def poll(world: World, *rounds: dict[str, Any], **more: Any) -> World:
+    """GET /state of replica 0 said so."""
+    raw = {
+        "version": 1, "attempt": world.status["attempt"], "round": len(rounds),
+        "rounds": list(rounds), **more,
+    }  # fmt: skip
+    found = observe.progress(raw, world.now)
+    world.outcomes = replace(world.outcomes, progress=found, rounds=observe.rounds(raw))
+    return world.settle()
+
+
+def report(step: int, *rounds: dict[str, Any], exception: str = SHAPES, **more: Any) -> str:
+    return json.dumps({
+        "version": 1, "kind": "exception", "code": 1, "exception": exception, "step": step,
+        "round": len(rounds), "rounds": rounds, **more,
+    })  # fmt: skip
+
+
+def told(world: World, reason: str) -> list[str]:
+    return [event.message for event in world.events if event.reason == reason]
+
+
+def loops(world: World) -> bool:
+    found = world.condition("Stalled")
+    return (found.get("status"), found.get("reason")) == ("True", "CrashLooping")
+
+
+# --- A loop is told -------------------------------------------------------------------------
+
+
+@pytest.mark.fault("U15")
+def test_rounds_that_fail_again_and_again_are_told_while_the_gang_runs():
+    """A script that dies every 25 steps: each round makes progress, so none is charged."""
+    world, rounds = running(), []
+    for number in range(4):
+        rounds.append(record(number, 25 * (number + 1), snapshotStep=25 * (number + 1)))
+        poll(world.wait(60), *rounds, step=25 * number)
+        assert loops(world) == (number >= 2), number
+    assert (world.phase, world.status["restarted"]) == ("Running", "0+4")
+    assert world.status["reason"] == "CrashLooping"
+    (said,) = told(world, "CrashLooping")
+    assert said.startswith(
+        f"3 failures within 2 min, 3 of them restarted in place, each with {SHAPES}"
+    )
+
+
+def test_a_loop_that_has_ended_is_told_no_more_and_costs_nothing_meanwhile():
+    world = poll(running(), *(record(number, 25 * number) for number in range(3)))
+    assert loops(world)
+    world.log.clear()
+    world.wait(599)
+    assert (loops(world), world.log) == (True, [])
+    assert 0 < (world.plan().requeue_after or 0) <= 1
+    assert not loops(world.wait(1))
+    assert "reason" not in world.status
+    assert len(world.log) == 1
+
+
+@pytest.mark.parametrize("seconds", [1, 60, 140])
+def test_a_loop_of_attempts_does_not_flap_with_them(seconds: int):
+    world = running(restart={"maxRestarts": 9, "backoff": {"maxSeconds": 300}})
+    for number in range(8):
+        world.wait(seconds).end(0, 1).wait(300).run()
+        assert loops(world) == (number >= 2), number
+    assert len(told(world, "CrashLooping")) == 1
+
+
+def test_failures_that_are_nobodys_or_seldom_are_no_loop():
+    world = running(restart={"maxRestarts": 9})
+    for _ in range(4):
+        world.vanish(0).wait(9).run()
+    assert not loops(world)
+    for _ in range(4):
+        world.wait(460).end(0, 1).wait(300).run()
+    assert not loops(world)
+
+
+def test_a_resume_begins_with_a_clean_sheet():
+    world = poll(running(), *(record(number, 25 * number) for number in range(3)))
+    assert loops(world)
+    world.patch(suspend=True).wait(1).patch(suspend=False).run()
+    assert not loops(world)
+
+
+# --- The same again -------------------------------------------------------------------------
+
+
+@pytest.mark.fault("U15")
+def test_the_same_exception_at_the_same_step_three_times_ends_the_job():
+    world = running().end(0, 1, message=report(40, record(0, 40), record(1, 40)))
+    assert world.phase == "Failed"
+    failed = world.condition("Failed")
+    assert failed["reason"] == "SameFailure"
+    assert failed["message"].startswith(f"{SHAPES}: 3 times in a row after step 40")
+    assert world.status["lastFailure"]["exception"] == SHAPES
+
+
+def test_attempts_and_rounds_are_counted_alike_and_whatever_was_saved_in_between():
+    rest = {"exception": SHAPES + "!" * 300}
+    world = running().end(0, 1, message=report(40, **rest)).run()
+    world.end(0, 1, message=report(40, record(0, 40, snapshotStep=10, **rest), **rest))
+    assert world.condition("Failed").get("reason") == "SameFailure"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"step": 41},
+        {"exception": "ValueError: another one"},
+        {"code": 137, "signal": 9},
+        {"exception": ""},
+    ],
+)
+def test_what_differs_is_tried_again(other: dict[str, Any]):
+    rounds = [record(0, 40), {**record(1, 40), **other}]
+    assert running().end(0, 1, message=report(40, *rounds)).phase == "Starting"
+
+
+def test_a_failure_without_a_step_since_the_snapshot_may_be_of_the_start():
+    """The first collective meets a name server that is away, at the same step each time."""
+    rounds = [record(0, 40, snapshotStep=40), record(1, 40, snapshotStep=40)]
+    said = report(40, *rounds, snapshotStep=40)
+    assert running().end(0, 1, message=said).phase == "Starting"
+    assert running().end(0, 1, message=report(0, record(0, 0), record(1, 0))).phase == "Starting"
+
+
+@pytest.mark.parametrize(("action", "phase"), [("Restart", "Starting"), ("Fail", "Failed")])
+def test_a_rule_of_the_users_wins(action: str, phase: str):
+    world = running(restart={"rules": [{"exitCodes": [1], "action": action}]})
+    world.end(0, 1, message=report(40, record(0, 40), record(1, 40)))
+    assert world.phase == phase
+    assert world.condition("Failed").get("reason") in (None, "PermanentFailure")
+
+
+# --- Before the first step ------------------------------------------------------------------
+
+
+def delay(world: World) -> float:
+    """Seconds until the restart that is due."""
+    due = parse_time(world.status["timings"].get("nextRestartAt"))
+    return (due - world.now).total_seconds() if due else 0.0
+
+
+def waits(world: World, **end: Any) -> list[float]:
+    """Seconds before each restart, to the end of the job."""
+    found = []
+    while world.end(0, 1, **end).phase != "Failed":
+        found.append(delay(world))
+        world.wait(found[-1]).run()
+    return found
+
+
+@pytest.mark.fault("U16")
+def test_a_start_that_fails_is_tried_over_ten_minutes():
+    world = running()
+    assert waits(world) == [0, 300, 300]
+    assert "told of no step, so the waits are longer" in told(world, "Restarting")[-1]
+    assert waits(running(), message=report(0, exception="socket.gaierror: no such name")) == [
+        0, 300, 300,
+    ]  # fmt: skip
+    assert waits(running(restart={"maxRestarts": 5, "backoff": {"maxSeconds": 2000}})) == [
+        0, 300, 600, 1200, 2000,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["report", "poll"])
+def test_a_failure_after_a_step_is_tried_at_once_as_ever(how: str):
+    world = running(restart={"maxRestarts": 4})
+    found = []
+    for number in range(4):
+        step = Progress(step=7 + number, updated_at=world.now)
+        if how == "poll":
+            world.outcomes = replace(world.outcomes, progress=step)
+        message = report(7 + number) if how == "report" else ""
+        found.append(delay(world.end(0, 1, message=message)))
+        world.wait(8).run()
+    assert found == [0, 1, 2, 4]
+
+
+def test_a_gang_that_begins_from_a_snapshot_has_told_of_nothing_yet():
+    """A volume that does not mount any more, after a week of training."""
+    world = running()
+    world.end(0, 1, message=report(90, snapshotStep=80)).run()
+    world.end(0, 1, message=report(80, snapshotStep=80))
+    assert (world.phase, delay(world)) == ("Restarting", 300)
+
+
+def test_the_users_bound_holds_for_a_start_too():
+    assert waits(running(restart={"backoff": {"maxSeconds": 5}})) == [0, 5, 5]
+
+
+def test_what_cannot_be_cured_does_not_wait():
+    assert running().end(0, 64).phase == "Failed"
