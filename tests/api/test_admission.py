@@ -313,6 +313,11 @@ BAD = {
         {**SIDECAR, "ports": [{"containerPort": 9400}]},
         ("spec.template", "spec.metrics.port"),
     ),
+    "two containers, none called trainer": Bad(
+        "spec.template.spec.containers",
+        [{"name": "main", "image": "i"}, SIDECAR],
+        ("spec.template.spec.containers", "must be named trainer: rename it"),
+    ),
     "first container is no trainer": Bad(
         "spec.template.spec.containers",
         [{**SIDECAR, "ports": [{"containerPort": 29500}]}, {"name": "trainer", "image": "i"}],
@@ -426,6 +431,7 @@ GOOD = {
             {"reasons": ["Evicted", "PreemptionByScheduler"], "action": "RestartFree"},
         ],
     ),
+    "one container of any name": ("spec.template.spec.containers", [SIDECAR]),
     "maxRestarts 0": ("spec.restart.maxRestarts", 0),
     "healAfterSeconds 0": ("spec.restart.healAfterSeconds", 0),
     "progress path": ("spec.restart.progressPath", "/data/my run:1/last.ckpt"),

@@ -180,6 +180,46 @@ def test_status_is_written_apart(plane: Cluster, stored: dict[str, Any]) -> None
     assert "status.phase" in refused.stderr
 
 
+ENDED = {
+    "suspend": {"suspend": True},
+    "a longer deadline": {"activeDeadlineSeconds": 600},
+    "more restarts": {"restart": {"maxRestarts": 9}},
+    "hang": {"hang": {"stepSeconds": 60}},
+    "nodeLost": {"nodeLost": {"policy": "Fence"}},
+    "startupDeadlineSeconds": {"startupDeadlineSeconds": 60},
+}
+
+
+@pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
+def test_a_job_that_has_ended_takes_no_change(
+    plane: Cluster, stored: dict[str, Any], phase: str
+) -> None:
+    name = stored["metadata"]["name"]
+
+    def patch(body: dict[str, Any], *args: str) -> str:
+        command = ("patch", "ddpjob", name, "-n", NAMESPACE, "--type=merge", *args, "-p")
+        done = plane.kubectl(*command, json.dumps(body))
+        return done.stderr if done.returncode else ""
+
+    assert patch({"spec": {"hang": {"stepSeconds": 99}}}) == ""
+    assert patch({"status": {"phase": phase}}, "--subresource=status") == ""
+    for what, change in ENDED.items():
+        said = patch({"spec": change})
+        assert f"the job has {phase.lower()}, which is final" in said, (what, said)
+        assert "apply under another name" in said
+    assert patch({"spec": {"ttlSecondsAfterFinished": 60}}) == ""
+    assert patch({"spec": {"ttlSecondsAfterFinished": None}}) == ""
+    assert patch({"metadata": {"labels": {"team": "a"}, "finalizers": ["example.com/x"]}}) == ""
+    assert patch({"metadata": {"finalizers": None}}) == ""
+    status = {"observedGeneration": 4, "replicas": {"succeeded": 3}}
+    assert patch({"status": status}, "--subresource=status") == ""
+    # An etcd that was restored knows nothing of the end, and neither does a status taken away.
+    assert patch({"status": None}, "--subresource=status") == ""
+    assert patch({"spec": {"suspend": True}}) == ""
+    assert patch({"status": {"phase": phase}}, "--subresource=status") == ""
+    assert "is final" in replace(plane, changed(stored, f"{TRAINER}.image", "other:2"))
+
+
 def test_is_listed_by_its_short_name_and_not_among_all(
     plane: Cluster, stored: dict[str, Any]
 ) -> None:

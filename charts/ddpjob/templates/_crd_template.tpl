@@ -5,8 +5,8 @@ everything else of a pod is kept as written and checked by the API server at the
 {{- define "ddpjob.crd.template" -}}
 description: >-
   Pod template of every replica, kept as written; every field of a Kubernetes PodTemplateSpec
-  may be used. The container named "trainer", or else the first one, trains; the others are
-  sidecars, which do not decide whether a replica succeeded. It may change only while the job
+  may be used. The container named "trainer" trains, or the only one, whatever its name; the
+  others are sidecars, which do not decide whether a replica succeeded. It may change only while the job
   is suspended. As JSON it may have 128 KiB, in at most 50 levels: a longer one shows as condition
   Invalid.
 type: object
@@ -64,6 +64,12 @@ properties:
         fieldPath: .subdomain
         message: >-
           spec.template.spec.subdomain is set by the operator (<job>): remove it
+      # Jobs of before this rule stay as they are: the API server asks it of what changes.
+      - rule: size(self.containers) == 1 || self.containers.exists(c, c.name == 'trainer')
+        fieldPath: .containers
+        message: >-
+          spec.template.spec.containers: of several containers the one that trains must be named
+          trainer: rename it
       - rule: >-
           !has(self.initContainers) ||
           self.initContainers.all(i, !self.containers.exists(c, c.name == i.name))
@@ -74,7 +80,7 @@ properties:
     properties:
       containers:
         description: >-
-          Containers of the pod. The one named "trainer", or else the first, trains.
+          Containers of the pod. The one named "trainer" trains, or the only one.
         type: array
         minItems: 1
         maxItems: 32

@@ -70,12 +70,15 @@ def active_deadline(view: View) -> datetime | None:
 
 
 def answer(view: View) -> Plan | None:
-    """Somebody edited the spec of a job that has ended: say that it was read, and what it does."""
-    if view.status.observed_generation == view.job.generation:
+    """Say that the spec of a job that has ended was read, and what an edit does.
+
+    The API server refuses such an edit, but for ttlSecondsAfterFinished and as the job ends.
+    """
+    if view.status.phase is None or view.status.observed_generation == view.job.generation:
         return None
     what = (
-        f"the job has {view.status.phase}: of its spec only ttlSecondsAfterFinished still counts; "
-        "create a new DDPJob to train again"
+        f"the job has {view.status.phase.lower()}, which is final: of its spec only "
+        "ttlSecondsAfterFinished still counts; apply under another name to train again"
     )
     status = replace(view.status, observed_generation=view.job.generation)
     return Plan((WriteStatus(st.to_dict(status), (Event("Warning", "AlreadyEnded", what),)),))
