@@ -23,6 +23,17 @@ TRAINER_CONTAINER: Final = "trainer"
 GPUS: Final = ("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/xe", "gpu.intel.com/i915")
 #: A quantity that is not zero, as 0, 0.0 and 0k are.
 _SOME: Final = re.compile("[^a-zA-Z]*[1-9]")
+#: Less than that of either, and importing torch takes minutes, or is killed.
+_LEAST: Final = {"cpu": ("100m", 0.0999), "memory": ("256Mi", 255.9 * 2**20)}
+_QUANTITY: Final = re.compile(r"\+?(\d+\.?\d*|\.\d+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?\d{1,2})?")
+_UNITS: Final = {
+    "n": 1e-9,
+    "u": 1e-6,
+    "m": 1e-3,
+    "k": 1e3,
+    **{"M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18},
+    **{"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50, "Ei": 2.0**60},
+}
 TEMPLATE_BYTES: Final = 128 * 1024
 VOLUME_BYTES: Final = 16 * 1024
 
@@ -47,7 +58,7 @@ class Template:
     """spec.template. ``gpus``: the trainer's limit of ``gpu`` as written, empty without one.
 
     ``ports``: all declared. ``mounts``: paths of the trainer's volumes. ``host_network``: its pods
-    are on their node's network.
+    are on their node's network. ``scarce``: in words, what the trainer has too little of.
     """
 
     packed: Packed
@@ -57,6 +68,7 @@ class Template:
     ports: frozenset[int]
     mounts: frozenset[str]
     host_network: bool
+    scarce: str
 
 
 def pack(raw: Mapping[str, Any], field: str, limit: int) -> Packed:
@@ -100,7 +112,31 @@ def template(raw: object) -> Template:
         ports=frozenset(number for number in numbers if isinstance(number, int)),
         mounts=frozenset(place(path) for path in mounts if isinstance(path, str)),
         host_network=body.get("hostNetwork") is True,
+        scarce=_scarce(mapping(trainer.get("resources"))),
     )
+
+
+def _scarce(resources: Mapping[str, Any]) -> str:
+    """A limit, or where there is none a request, too small for any program that imports torch."""
+    found = []
+    for name, (least, number) in _LEAST.items():
+        for kind in ("limits", "requests"):
+            given = mapping(resources.get(kind)).get(name)
+            size = _number(given)
+            if size is not None and size < number:
+                found.append(f"{kind}.{name} {given} (at least {least})")
+            if size is not None:
+                break
+    return ", ".join(found)
+
+
+def _number(quantity: object) -> float | None:
+    found = _QUANTITY.fullmatch(str(quantity)[:32])
+    if found is None:
+        return None
+    unit = found[2] or ""
+    factor = float(f"1{unit}") if unit[:1] in ("e", "E") and unit[1:] else _UNITS.get(unit, 1.0)
+    return float(found[1]) * factor
 
 
 def volume(raw: object) -> Packed:

@@ -144,7 +144,13 @@ def _start(view: View, change: Change) -> Change:
     change = change.condition("Suspended", False, reason, "", view.now)
     # What was refused before may be mended now.
     change = change.condition("Invalid", False, "Valid", "", view.now)
-    return change.tell("Normal", reason, message)
+    change = change.tell("Normal", reason, message)
+    scarce = view.spec.template.scarce
+    if not scarce:
+        return change
+    what = f"the trainer container has {scarce}: importing torch takes more, so it crawls or is"
+    cure = "killed; raise them in spec.template, which may change while the job is suspended"
+    return change.tell("Warning", "TooFewResources", f"{what} {cure}")
 
 
 def _overdue(view: View, change: Change) -> Change:
