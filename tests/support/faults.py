@@ -124,6 +124,10 @@ FAULTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "a program fails again and again, at one place or elsewhere",
             "told while it lasts; the same failure three times at one step ends the job",
         ),
+        "U17": (
+            "a job of the same name finds the snapshots of one that was deleted",
+            "goes on from them, and says so: whose they are, what differs, 0 steps trained",
+        ),
         "U16": (
             "a start fails for some minutes: an image, a name, a volume",
             "tried over ten minutes, ever more seldom",

@@ -129,6 +129,17 @@ class Round(TypedDict, total=False):
     at: str  # RFC 3339, UTC
 
 
+class Resumed(TypedDict, total=False):
+    """What training goes on from, where it is worth a word: another job's, or another program's.
+
+    The program is known by hashes, of the script's file and of its arguments.
+    """
+
+    step: int  # after which that snapshot was made
+    uid: str  # of the other job that made it; absent: of this one
+    changed: list[Literal["script", "arguments"]]  # are not those that made it
+
+
 class TerminationReport(TypedDict, total=False):
     """One JSON object that the launcher writes to the termination log when it ends.
 
@@ -149,13 +160,14 @@ class TerminationReport(TypedDict, total=False):
     snapshotStep: int  # step of the newest committed snapshot
     fileModifiedAt: str  # newest mtime at the progress path, RFC 3339, UTC
     rounds: list[Round]  # the newest, oldest first, as many as fit
+    resumed: Resumed
 
 
 class State(TypedDict, total=False):
     """Body of GET /state?uid=UID on the metrics port of a launcher.
 
-    ``uid``, ``rounds`` and ``stacks`` are for those only who name the job's uid; one that is not
-    this job's gets status 409.
+    ``uid``, ``rounds``, ``resumed`` and ``stacks`` are for those only who name the job's uid; one
+    that is not this job's gets status 409.
     """
 
     version: int
@@ -171,4 +183,5 @@ class State(TypedDict, total=False):
     fileModifiedAt: str  # newest mtime at the progress path, RFC 3339, UTC
     updatedAt: str  # RFC 3339, UTC
     rounds: list[Round]  # the last ones that ended, oldest first
+    resumed: Resumed
     stacks: str  # of all threads of a process that hung

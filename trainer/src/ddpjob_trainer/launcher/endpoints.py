@@ -51,8 +51,7 @@ def state_body(
     body: State = {"version": STATE_VERSION, "uid": uid, "attempt": attempt, "round": round_}
     if stacks:
         body["stacks"] = stacks
-    if known.records:
-        body["rounds"] = list(known.records)
+    body.update(_of_rounds(known))
     snapshot_step = max(known.snapshot_step, state.snapshot_step if state else -1)
     if snapshot_step >= 0:
         body["snapshotStep"] = snapshot_step
@@ -78,6 +77,15 @@ def state_body(
     return body
 
 
+def _of_rounds(known: Known) -> State:
+    body: State = {}
+    if known.resumed:
+        body["resumed"] = known.resumed
+    if known.records:
+        body["rounds"] = list(known.records)
+    return body
+
+
 def answer(state: State, query: str) -> State | None:
     """What GET /state?``query`` is told, None: it asks for another job.
 
@@ -91,7 +99,7 @@ def answer(state: State, query: str) -> State | None:
     if named:
         return None
     told = state.copy()
-    for private in ("uid", "stacks", "rounds"):
+    for private in ("uid", "stacks", "rounds", "resumed"):
         told.pop(private, None)  # type: ignore[misc]
     return told
 

@@ -161,7 +161,7 @@ class Supervisor:
             uid="" if self._plan.standalone else self._plan.uid,
             attempt=self._plan.attempt,
             round_=gang.round,
-            known=self._known.with_modified(self._progress.newest),
+            known=self._known.after(gang).with_modified(self._progress.newest),
             stacks=self._hangs.stacks,
         )
 

@@ -19,6 +19,7 @@ from ddpjob_trainer.contract import (
     REPORT_MAX_BYTES,
     REPORT_VERSION,
     ExitCode,
+    Resumed,
     Round,
     TerminationReport,
 )
@@ -30,7 +31,7 @@ from ddpjob_trainer.launcher.output import OutputPump, exception_in
 from ddpjob_trainer.launcher.plan import Plan
 from ddpjob_trainer.launcher.progress_path import NEVER, as_text
 from ddpjob_trainer.launcher.scratch import NoRoomError
-from ddpjob_trainer.liveness.heartbeat import RankState
+from ddpjob_trainer.liveness.heartbeat import RankState, read_resumed
 
 #: Bytes in the report, in any script: so an exception, the last lines and a round fit into it.
 _MAX_LINE = 200
@@ -47,6 +48,7 @@ class Known:
     total_steps: int = 0
     modified: int = NEVER  # newest mtime at the progress path, ns since the epoch
     records: tuple[Round, ...] = ()
+    resumed: Resumed | None = None
 
     def after(self, gang: Gang) -> Known:
         """With what a round's workers said before they ended."""
@@ -57,6 +59,7 @@ class Known:
             step=state.step if state and known else self.step,
             total_steps=state.total_steps if state and known else self.total_steps,
             snapshot_step=max(self.snapshot_step, gang.snapshot_step()),
+            resumed=read_resumed(gang.state_dir) or self.resumed,
         )
 
     def with_modified(self, mtime: int) -> Known:
@@ -231,6 +234,8 @@ def make_report(
         report["snapshotStep"] = known.snapshot_step
     if known.modified != NEVER:
         report["fileModifiedAt"] = as_text(known.modified)
+    if known.resumed:
+        report["resumed"] = known.resumed
     if known.records:
         report["rounds"] = [_brief(record) for record in known.records]
     return report

@@ -8,6 +8,8 @@ Never imports torch.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import mmap
 import os
@@ -15,7 +17,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct, error
-from typing import Final, Literal, get_args
+from typing import Final, Literal, cast, get_args
+
+from ddpjob_trainer.contract import Resumed
 
 Phase = Literal["startup", "step", "snapshot", "done"]
 
@@ -41,6 +45,7 @@ _PHASE_NUMBERS: Final = {phase: number for number, phase in enumerate(_PHASES)}
 _ACTIVITY_NUMBERS: Final = {activity: number for number, activity in enumerate(ACTIVITIES)}
 
 BLOCK: Final = 512
+_RESUMED: Final = "resumed.json"
 _MAX_EXCEPTION: Final = 400
 _MAGIC: Final = 0x32504444  # "DDP2": written last, so a half-made file is none
 _HEAD = Struct("<II")
@@ -81,6 +86,7 @@ class RankStateWriter:
 
     def __init__(self, directory: Path | None, rank: int) -> None:
         self._rank = rank
+        self._directory = directory
         self._block: mmap.mmap = mmap.mmap(-1, BLOCK)
         if directory is not None:
             self._block = _create(path_of(directory, rank))
@@ -152,6 +158,12 @@ class RankStateWriter:
         self._block[_TEXT_AT : _TEXT_AT + _TEXT.size + len(data)] = _TEXT.pack(len(data)) + data
         self.update()
 
+    def resumed(self, snapshot: Resumed) -> None:
+        """Tell the launcher once what training goes on from. A disk that is full tells nobody."""
+        if self._directory is not None:
+            with contextlib.suppress(OSError):
+                (self._directory / _RESUMED).write_text(json.dumps(snapshot))
+
 
 def _create(path: Path) -> mmap.mmap:
     """Make a new file: a process of an earlier round may still have the old one mapped."""
@@ -194,6 +206,15 @@ def decode(data: bytes, rank: int) -> RankState | None:
         )
     except (error, IndexError):
         return None
+
+
+def read_resumed(directory: Path) -> Resumed | None:
+    """Return what the worker of rank 0 goes on from, None if it has not said so."""
+    try:
+        found = json.loads((directory / _RESUMED).read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return cast("Resumed", found) if isinstance(found, dict) and len(str(found)) < BLOCK else None
 
 
 def read_state(directory: Path, rank: int) -> RankState | None:

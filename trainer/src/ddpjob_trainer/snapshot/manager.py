@@ -20,6 +20,7 @@ from ddpjob_trainer import failpoints
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.environment import SnapshotSettings
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.snapshot import origin
 from ddpjob_trainer.snapshot.compatible import Config, compare
 from ddpjob_trainer.snapshot.keeper.client import END_SECONDS
 from ddpjob_trainer.snapshot.keeper.writer import data_name
@@ -110,7 +111,7 @@ class Snapshots:
         state.restore(loaded.source, rank, ema_may_differ="ema" in allowed)
         self._durable(loaded.step)
         if self._world.rank == 0:
-            say(0, f"resuming after step {loaded.step}")
+            self._progress.began_from(origin.tell(loaded.step, loaded.config, config))
         return loaded.step, loaded.config
 
     def _open(self, opened: Opened) -> None:

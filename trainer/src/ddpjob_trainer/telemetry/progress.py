@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ddpjob_trainer.contract import Resumed
 from ddpjob_trainer.liveness.heartbeat import ACTIVITIES, Activity, Phase, RankStateWriter
 from ddpjob_trainer.telemetry.console import Display, say
 from ddpjob_trainer.telemetry.event_log import EventLog, exact
@@ -137,6 +138,11 @@ class Progress:
         kept = stored or {}
         self._sinks.open(str(kept.get("run_id", "")), step, unpacked(kept.get("untold")))
         self._pending.begin(step)
+
+    def began_from(self, snapshot: Resumed) -> None:
+        """Rank 0 resumes: tell the launcher whose snapshot it is, if that is worth a word."""
+        if "uid" in snapshot or snapshot.get("changed"):
+            self._writer.resumed(snapshot)
 
     def curves(self) -> dict[str, Any]:
         """What a snapshot keeps so that sinks go on without a gap: plain values, for JSON."""

@@ -15,6 +15,7 @@ from ddpjob_trainer.data.likeness import Likeness, difference
 from ddpjob_trainer.data.sampler import Epochs
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.options import Options
+from ddpjob_trainer.snapshot import origin
 from ddpjob_trainer.telemetry.console import say
 
 #: What must be equal on all ranks, lest they wait for different things.
@@ -66,6 +67,7 @@ def fingerprint(
         "device": world.device.type,
         "accelerator": world.accelerator.facts(),
         "torch": torch.__version__,
+        **origin.marks(world.identity),
     }
 
 
