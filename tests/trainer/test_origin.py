@@ -1,4 +1,4 @@
-"""A job that finds the snapshots of another one, as after a delete and an apply of the same name."""
+"""A job that finds the snapshots of another one of its name, which was deleted."""
 
 from __future__ import annotations
 

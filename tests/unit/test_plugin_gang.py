@@ -221,6 +221,12 @@ class TestStatus:
             "Failed:    DeadlineExceeded: m"
         ]
 
+    def test_whose_snapshots_it_began_from_is_told_in_the_operators_words(self) -> None:
+        found = job(progress={"step": 7, "resumed": "another DDPJob (uid a): its snapshot"})
+        told = {0: Told({"step": 9, "resumed": {"step": 4, "uid": "a"}}, NOW.timestamp())}
+        lines = status.head_lines(found, told, NOW)
+        assert "Began:     from another DDPJob (uid a): its snapshot" in lines
+
     def test_the_trainers_word_is_newer_than_the_status(self) -> None:
         found = job(progress={"step": 7, "totalSteps": 90, "snapshotStep": 5})
         told = {0: Told({"step": 9, "snapshotStep": 8}, NOW.timestamp() - 4)}

@@ -274,6 +274,11 @@ properties:
           Newest time of modification at restart.progressPath, UTC of whoever keeps the file.
         type: string
         format: date-time
+      resumed:
+        description: >-
+          Whose snapshot training began from, where it is another DDPJob's or was made by another
+          script or other arguments. Absent otherwise.
+        type: string
       updatedAt:
         description: When the trainer reported it, UTC.
         type: string

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Final, cast
 
-from ddpjob_operator.core import contract, packed
+from ddpjob_operator.core import contract, packed, resumed
 from ddpjob_operator.core.lenient import mapping, parse_time, sequence
 from ddpjob_operator.core.status import Progress
 
@@ -84,6 +84,7 @@ class Report:
     snapshot_step: int | None = None
     file_at: datetime | None = None
     rounds: tuple[Round, ...] = ()
+    resumed: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +218,7 @@ def progress(raw: object, now: datetime) -> Progress | None:
         samples_per_second=_rounded(raw.get("samplesPerSecond"), 4),
         snapshot_step=_count(raw.get("snapshotStep")),
         file_at=parse_time(raw.get("fileModifiedAt")),
+        resumed=resumed.words(raw.get("resumed")),
         updated_at=now,
     )
 
@@ -335,6 +337,7 @@ def _report(text: object) -> Report | None:
         snapshot_step=_count(raw.get("snapshotStep")),
         file_at=parse_time(raw.get("fileModifiedAt")),
         rounds=_round_records(raw.get("rounds")),
+        resumed=resumed.words(raw.get("resumed"), raw.get("step")),
     )
 
 

@@ -147,6 +147,7 @@ class Progress:
     samples_per_second: float | None = None
     snapshot_step: int | None = None
     file_at: datetime | None = None
+    resumed: str = ""  # whose snapshot it began from, if not this job's with this program
     updated_at: datetime | None = None
 
 
@@ -311,8 +312,7 @@ def with_condition(
 
 def _conditions(items: object) -> list[Condition]:
     found = []
-    for item in sequence(items):
-        raw = mapping(item)
+    for raw in map(mapping, sequence(items)):
         status, since = raw.get("status"), parse_time(raw.get("lastTransitionTime"))
         if isinstance(raw.get("type"), str) and status in ("True", "False") and since:
             reason, message = text(raw.get("reason")), text(raw.get("message"))
@@ -370,6 +370,7 @@ def _progress_to_dict(progress: Progress) -> dict[str, Any]:
             "samplesPerSecond": progress.samples_per_second,
             "snapshotStep": progress.snapshot_step,
             "fileModifiedAt": format_time(progress.file_at) if progress.file_at else None,
+            "resumed": progress.resumed,
             "updatedAt": format_time(progress.updated_at) if progress.updated_at else None,
         }
     )
@@ -383,16 +384,15 @@ def _progress_from_dict(raw: Mapping[str, Any]) -> Progress:
         samples_per_second=opt_number(raw.get("samplesPerSecond")),
         snapshot_step=opt_integer(raw.get("snapshotStep")),
         file_at=parse_time(raw.get("fileModifiedAt")),
+        resumed=text(raw.get("resumed")),
         updated_at=parse_time(raw.get("updatedAt")),
     )
 
 
 def _timings_to_dict(timings: Timings) -> dict[str, Any]:
     times = {name: getattr(timings, key) for name, key in _TIMES.items()}
-    fields: dict[str, Any] = {name: format_time(at) for name, at in times.items() if at}
-    if timings.last_recovery_seconds is not None:
-        fields["lastRecoverySeconds"] = timings.last_recovery_seconds
-    return fields
+    told = {name: format_time(at) for name, at in times.items() if at}
+    return _present({**told, "lastRecoverySeconds": timings.last_recovery_seconds})
 
 
 def _timings_from_dict(raw: Mapping[str, Any]) -> Timings:

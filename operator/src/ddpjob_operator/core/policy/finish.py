@@ -37,7 +37,10 @@ def succeed(view: View, change: Change) -> Change:
         f"after {took:.0f} s; restarts: {restarts.total}, in place: {restarts.in_place}"
     )
     change = _end(view, change, "Succeeded")
-    change = change.with_status(progress=_final_progress(view, change))
+    progress = _final_progress(view, change)
+    if progress.resumed:
+        message += f"; it began from {progress.resumed}"
+    change = report.began_from(view, change.with_status(progress=progress), progress)
     change = change.condition("Running", False, "Succeeded", message, view.now)
     change = change.condition("Complete", True, "Succeeded", message, view.now)
     return change.tell("Normal", "Succeeded", message)
@@ -129,5 +132,6 @@ def _final_progress(view: View, change: Change) -> Progress:
         samples_per_second=old.samples_per_second,
         snapshot_step=last.snapshot_step or old.snapshot_step,
         file_at=last.file_at or old.file_at,
+        resumed=last.resumed or old.resumed,
         updated_at=view.now,
     )

@@ -10,7 +10,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any, Final
 
-from ddpjob_operator.core import classify
+from ddpjob_operator.core import classify, resumed
 from ddpjob_operator.core.actions import Refusal
 from ddpjob_operator.core.lenient import mapping
 from ddpjob_operator.core.observe import KIND, Pod, clean
@@ -42,6 +42,7 @@ def fill(view: View, change: Change) -> Change:
     fields: dict[str, Any] = {"observed_generation": hold.acted_on(view, status.phase)}
     if not status.terminal:  # the end has its own last words
         fields |= {"progress": heard(status.progress, view.outcomes.progress)}
+        change = began_from(view, change, fields["progress"])
     if status.terminal:
         fields |= {"replicas": replace(_replicas(view), active=0, ready=0)}
         fields |= {"succeeded": view.succeeded}
@@ -252,10 +253,22 @@ def heard(old: Progress, new: Progress | None) -> Progress:
         ),
         snapshot_step=old.snapshot_step if new.snapshot_step is None else new.snapshot_step,
         file_at=old.file_at if new.file_at is None else new.file_at,
+        resumed=new.resumed or old.resumed,
         updated_at=old.updated_at,
     )
     news = merged != old or old.updated_at is None
     return replace(merged, updated_at=new.updated_at) if news else old
+
+
+def began_from(view: View, change: Change, progress: Progress) -> Change:
+    """Tell once of snapshots that are another job's, or were made by another program."""
+    said = progress.resumed
+    if said in ("", view.status.progress.resumed):
+        return change
+    if not said.startswith(resumed.OF_ANOTHER):
+        return change.tell("Normal", "ProgramChanged", f"training goes on from what was {said}")
+    cure = "to train anew apply it under another name, or with spec.snapshot.resume: Never"
+    return change.tell("Warning", "OtherSnapshots", f"training goes on from {said}; {cure}")
 
 
 def _unsupported(view: View, change: Change) -> Change:
