@@ -100,8 +100,8 @@ def head_lines(job: Job, told: Mapping[int, Told], now: datetime, columns: int =
     progress = {**(status.get("progress") or {}), **first.state}
     lines.append(("Progress", _progress(progress, job.phase)))
     lines.append(("Snapshot", _snapshot(progress, told, now)))
-    if began := (status.get("progress") or {}).get("resumed"):
-        lines.append(("Began", f"from {began}"))
+    if origin := (status.get("progress") or {}).get("resumed"):
+        lines.append(("Began", f"from {origin}"))
     if last := status.get("lastFailure"):
         lines.append(("Failure", failure_line(last, now)))
     shown = []
