@@ -364,6 +364,32 @@ async def test_after_a_refusal_no_more_creations_begin_but_a_taken_name_is_one_p
     assert stage.api.calls.count("create pods") == 100
 
 
+@pytest.mark.parametrize(
+    "late",
+    [pod(0, attempt=1), pod(0, attempt=1, labels={}), pod(0, deletionTimestamp="x")],
+    ids=["of-an-older-attempt", "without-its-labels", "leaving"],
+)
+@pytest.mark.fault("A4")
+async def test_where_a_pod_of_ours_has_a_name_no_more_creations_begin(
+    stage: Stage, late: Object
+) -> None:
+    """As when a call that timed out arrives after the barrier: what is planned is out of date."""
+    pods = [pod(replica, version=20 + replica) for replica in range(1, 64)]
+    stage.api.script["create pods"] = [*pods[:40], taken(), *pods[40:]]
+    asked = asyncio.Event()
+
+    async def slowly(*_: object) -> Object:
+        asked.set()
+        await asyncio.sleep(0)  # others would begin meanwhile
+        return late
+
+    stage.api.get = slowly  # type: ignore[method-assign]
+    await stage.do(*(create(replica) for replica in (*range(1, 41), 0, *range(41, 64))))
+    assert asked.is_set()
+    assert stage.api.calls.count("create pods") == 41
+    assert set(stage.outcomes.refusals) == {0}
+
+
 async def test_a_success_takes_back_the_refusal(stage: Stage) -> None:
     stage.api.script["create pods"] = [errors.Forbidden(403, "Forbidden", "no"), pod()]
     await stage.do(create())

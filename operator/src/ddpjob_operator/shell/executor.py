@@ -119,13 +119,13 @@ class Executor:
     async def _do_pods(self, job: observe.Job, actions: list[Any]) -> bool:
         """Deletions side by side; creations one first, then with each that is taken one more.
 
-        After most refusals no more are begun: a quota, a faulty template or an ailing server
-        meets every later pod in the same way. Only a taken name is the matter of one pod.
+        After most refusals no more are begun: what they are about meets every later pod alike.
         """
         creating = isinstance(actions[0], CreatePod)
         gate = asyncio.Semaphore(1 if creating else _IN_PARALLEL)
         narrow = _IN_PARALLEL - 1 if creating else 0  # so much wider may the gate become
         refused: list[Refusal] = []
+        doubt = asyncio.Lock()  # about who has a name: until that is read no other one begins
 
         async def one(action: CreatePod | DeletePod) -> None:
             nonlocal narrow
@@ -133,17 +133,20 @@ class Executor:
                 self._check_leading()
                 if isinstance(action, DeletePod):
                     await self._delete_pod(job, action)
-                elif not refused:
-                    refusal = await self._create_pod(job, action)
-                    refused.extend([refusal] if refusal and refusal.code != 409 else [])
+                    return
+                async with doubt:
+                    begins = not refused
+                if begins:
+                    refusal = await self._create_pod(job, action, doubt)
+                    refused.extend([refusal] if refusal and retry.of_all(job, refusal) else [])
                     if narrow and not refused:
                         narrow -= 1
                         gate.release()
 
         await _all(one(action) for action in actions)
-        if refused:
+        if refused and not refused[0].existing:
             self._set_back(job, refused[0])
-        elif creating:
+        elif creating and not refused:
             self._learn(job.uid, retry.over)
         return not refused
 
@@ -274,14 +277,17 @@ class Executor:
             except errors.NotFound:
                 self._store.nodes.remove(name, quorum=True)
 
-    async def _create_pod(self, job: observe.Job, action: CreatePod) -> Refusal | None:
+    async def _create_pod(
+        self, job: observe.Job, action: CreatePod, doubt: asyncio.Lock
+    ) -> Refusal | None:
         """None if the pod is there now and ours."""
         try:
             pod = await self._api.create(PODS, job.namespace, action.body, strict=True)
         except errors.ApiError as error:
             existing = None
             if error.code == 409:
-                found = await self._read_back(PODS, job, action.body["metadata"]["name"])
+                async with doubt:
+                    found = await self._read_back(PODS, job, action.body["metadata"]["name"])
                 existing = standing.existing("Pod", found) if found else None
                 if existing and found and existing.owner_uid == job.uid:
                     self._store.put_pod(found, from_watch=False)
@@ -369,14 +375,8 @@ class Executor:
         self, job: observe.Job, attempt: int, error: errors.ApiError, existing: Existing | None
     ) -> Refusal:
         self._metrics.count_refusal(job.namespace, error.code)
-        return Refusal(
-            attempt=attempt,
-            code=error.code,
-            reason=error.reason,
-            message=observe.clean(error.message),
-            at=self._now(),
-            existing=existing,
-        )
+        message = observe.clean(error.message)
+        return Refusal(attempt, error.code, error.reason, message, self._now(), existing)
 
     def _set_back(self, job: observe.Job, refusal: Refusal) -> None:
         """One line for each row of refusals, however long it grows."""

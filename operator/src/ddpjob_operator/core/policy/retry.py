@@ -14,6 +14,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from ddpjob_operator.core.actions import Outcomes, Refusal, Setback
+from ddpjob_operator.core.observe import Job
 from ddpjob_operator.core.policy import report
 from ddpjob_operator.core.policy.startup import over_quota
 from ddpjob_operator.core.view import View
@@ -43,6 +44,15 @@ def met(known: Outcomes, refusal: Refusal, generation: int) -> Outcomes:
     same = old is not None and (old.words, old.generation) == (words, generation)
     count = old.count + 1 if old and same else 1
     return replace(known, setback=Setback(words, count, generation, refusal.at))
+
+
+def of_all(job: Job, refusal: Refusal) -> bool:
+    """Tell whether a refusal is about the whole gang, not about one pod's name.
+
+    Where a pod of ours has the name, as when a creation of an older attempt arrived late, no more
+    of this attempt may begin beside it.
+    """
+    return refusal.code != 409 or _of(job, refusal)
 
 
 def same(before: Refusal | None, after: Refusal) -> bool:
@@ -102,9 +112,13 @@ def resting(view: View, refusal: Refusal | None) -> bool:
 
 
 def ready(view: View) -> list[int]:
-    """Missing replicas whose pods may be tried now. Taken names: those tried longest ago."""
+    """Missing replicas whose pods may be tried now. Taken names: those tried longest ago.
+
+    While a pod of ours keeps a name nothing but that name is tried: the barrier was not passed.
+    """
     refusals, tried = view.refusals, _tried(view)
-    due_now = [r for r in view.missing if not resting(view, refusals.get(r))]
+    kept = [r for r, refusal in refusals.items() if _of(view.job, refusal)]
+    due_now = [r for r in kept or view.missing if not resting(view, refusals.get(r))]
     taken = sorted((r for r in due_now if r in tried), key=lambda r: tried[r])
     now = set(taken[:_TAKEN] if all(view.now >= at for at in _pauses(view)) else ())
     return [r for r in due_now if r not in tried or r in now]
@@ -124,6 +138,10 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
     if not report.fresh(view):
         what = f"the attempt before was refused ({found.words}): tried again at {at:%H:%M:%S} UTC"
         yield "CreationFailed", what
+
+
+def _of(job: Job, refusal: Refusal) -> bool:
+    return refusal.existing is not None and refusal.existing.owner_uid == job.uid
 
 
 def _tried(view: View) -> dict[int, datetime]:
