@@ -87,20 +87,25 @@ def test_small_gangs_that_never_cease_do_not_starve_a_big_one_nor_it_them(
 
 
 @pytest.mark.tier("gate")
+@pytest.mark.parametrize(("figures", "hours"), [(False, 5), (True, 2.5)], ids=["", "told"])
 def test_a_gang_that_fits_nowhere_leaves_two_thirds_of_the_time_to_others(
-    loop: asyncio.AbstractEventLoop,
+    loop: asyncio.AbstractEventLoop, figures: bool, hours: float
 ) -> None:
+    """All of it where the quota's own figures tell that it never fits; ten minutes each train."""
     world = World(loop)
     work_for(world, {"s": 600, "b": 600})
-    world.cluster.quota = 3
+    world.cluster.quota, world.cluster.figures = 3, figures
     world.cluster.create(observe.PLURAL, job_body("big", replicas=4))
     world.run(lambda: False, 3600)
     for number in range(8):
         name = f"s{number}"
         world.cluster.create(observe.PLURAL, job_body(name, replicas=1))
         assert world.run(lambda name=name: world.over(name), DAY / 4, limit=100_000)
-    assert world.cluster.now - START < timedelta(hours=5)
+    assert world.cluster.now - START < timedelta(hours=hours)
     assert world.cluster.status("big")["restarts"]["charged"] == 0
+    assert world.cluster.status("big")["reason"] == (
+        "QuotaTooSmall" if figures else "QuotaExceeded"
+    )
 
 
 def test_no_charge_for_what_the_cluster_refuses(loop: asyncio.AbstractEventLoop) -> None:

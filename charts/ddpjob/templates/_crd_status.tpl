@@ -333,6 +333,8 @@ properties:
         type: string
         format: date-time
       lastRecoverySeconds:
-        description: Seconds from the last failure being detected to all replicas running.
+        description: >-
+          Seconds of the last outage, from the last step that was heard of (where a member ended by itself, from the
+          moment that the operator knew) to all replicas running.
         type: number
 {{- end }}

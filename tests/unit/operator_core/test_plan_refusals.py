@@ -194,16 +194,38 @@ def test_a_name_that_is_taken_for_long_is_asked_for_more_seldom():
     assert len(asked) == 120
 
 
+@pytest.mark.fault("N10")
 def test_a_dead_node_that_holds_a_deleted_jobs_pods_is_named_with_what_ends_the_wait():
+    """Its advice is told once the pod has outlived its grace period: before, it ends as it may."""
     world = World(job_object())
     pod = {"metadata": {"name": "job-0", "uid": "old"}, "spec": {"nodeName": "dead"}}
+    until = world.now + timedelta(seconds=30)
+    pod["metadata"]["deletionTimestamp"] = until.isoformat()
     owner = {"controller": True, "uid": "older job", "kind": "DDPJob", "name": "job"}
     pod["metadata"]["ownerReferences"] = [owner]
     existing = standing.existing("Pod", pod)
     world.refuse = lambda action: act.Refusal(
         action.attempt, 409, "AlreadyExists", "exists", world.now, existing
     )
-    told = world.settle().condition("Stalled")
+    told = live(world.settle(), 45).condition("Stalled")
     assert told["reason"] == "WaitingForDeletion"
-    assert "Pod job-0" in told["message"]
+    assert "Pod job-0 of an earlier attempt or job is still there on node dead" in told["message"]
+    assert "taint" not in told["message"]
+    told = live(world, 60).condition("Stalled")
+    assert told["reason"] == "WaitingForDeletion"
     assert "if the machine is off for good: kubectl taint node dead " in told["message"]
+    assert [e.reason for e in world.events].count("WaitingForDeletion") == 2
+
+
+def test_a_pod_of_ours_that_ends_slowly_is_no_reason_to_taint_its_node():
+    world = World(job_object())
+    world.graceful = True
+    world.settle().run().end(0, 1)
+    until = world.now + timedelta(seconds=60)
+    del world.pods["job-0"]
+    for pod in world.pods.values():
+        pod["metadata"]["deletionTimestamp"] = until.isoformat()
+    told = live(world, 70).condition("Stalled")
+    assert (told["reason"], "taint" in told["message"]) == ("WaitingForDeletion", False)
+    told = live(world, 10).condition("Stalled")
+    assert "kubectl taint node node" in told["message"]

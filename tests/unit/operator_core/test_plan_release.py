@@ -7,7 +7,9 @@ from datetime import datetime, timedelta
 import pytest
 
 from ddpjob_operator.core import actions as act
+from ddpjob_operator.core import observe
 from ddpjob_operator.core.lenient import parse_time
+from ddpjob_operator.core.policy import turn
 from support.world import World, job_object
 
 
@@ -267,3 +269,58 @@ def test_long_deadlines_are_told_to_the_second():
     assert "activeDeadlineSeconds 1209601 has" in world.condition("Failed")["message"]
     world = started(startupDeadlineSeconds=1209601).run(0, 1).waiting(2, "ErrImagePull")
     assert "within 1209601 s" in world.wait(1209601).status["lastFailure"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("figures", "needs"),
+    [
+        ("requested: pods=1, used: pods=2, limited: pods=2", "3 times pods=1, its limit is 2"),
+        ("requested: pods=1, used: pods=3, limited: pods=3", ""),
+        ("requested: a=1,requests.cpu=2, used: a=9,requests.cpu=5, limited: a=9,requests.cpu=5500m",
+         "3 times requests.cpu=2, its limit is 5500m"),
+        ("requested: requests.cpu=100m, used: requests.cpu=250m, limited: requests.cpu=300m", ""),
+        ("requested: memory=1Gi, used: memory=0, limited: memory=3G", "its limit is 3G"),
+        ("requested: memory=1G, used: memory=3Gi, limited: memory=3Gi", ""),
+        ("requested: memory=1e9, used: memory=0, limited: memory=2E3", "its limit is 2E3"),
+        ("requested: memory=1.2.3, used: memory=0, limited: memory=-", ""),
+        ("requested: , used: , limited: ", ""),
+        ("requested: pods=1, used: pods=1, lim", ""),
+    ],
+)  # fmt: skip
+@pytest.mark.fault("U5")
+def test_a_quota_that_is_smaller_than_the_gang_is_told_as_that(figures: str, needs: str):
+    """It stands back for later ones then, and its age does not hurry it: see turn.waiter."""
+    world = World()
+    words = f'pods "job-1" is forbidden: exceeded quota: q, {figures}'
+    world.refuse = lambda action: refusal(world, 403, words) if action.replica else None
+    stalled = world.settle().condition("Stalled")
+    assert stalled["reason"] == ("QuotaTooSmall" if needs else "QuotaExceeded")
+    assert needs in stalled["message"]
+    assert words.strip() in stalled["message"]
+    for _ in range(24 * 12):
+        world.wait(300)
+    assert (turn.waiter(observe.job(world.job)) is None) == bool(needs)
+    waits = [pause(world.wait(500)) for _ in range(5)]
+    assert min(waits) >= 150 if needs else max(waits) <= 45
+    assert world.status["restarts"]["total"] == 0
+    world.refuse = lambda _: None
+    assert world.wait(500).run().phase == "Running"
+
+
+@pytest.mark.parametrize("placed", [(0, 1), ()])
+def test_a_gang_that_never_finds_room_leaves_half_of_the_time_to_others(placed: tuple[int, ...]):
+    """Whatever its age; where it takes no place from anybody it asks again soon."""
+    world = started()
+    held = rested = 0.0
+    for number in range(60):
+        world.run(*placed) if placed else None
+        began = world.now
+        for replica in set(range(3)) - set(placed):
+            unscheduled(world, replica)
+        world.wait(600)
+        assert (world.phase, world.status["reason"]) == ("Pending", "Unschedulable")
+        if number >= 30:
+            held += (world.now - began).total_seconds()
+            rested += pause(world)
+        world.wait(pause(world))
+    assert rested >= 0.8 * held if placed else rested <= 0.2 * held

@@ -336,6 +336,36 @@ def test_recovery_time_and_metrics_are_told_with_the_transition():
     assert [e.reason for e in world.events][-2:] == ["Restarting", "Running"]
 
 
+@pytest.mark.fault("N6")
+@pytest.mark.parametrize(
+    ("code", "heard", "seconds"),
+    [
+        (None, 90, 93.0),  # nobody told of its end
+        (76, 300, 303.0),
+        (137, 90, 3.0),
+        (None, None, 3.0),  # tells no steps
+        (None, -10, 3.0),  # of an attempt that began since
+    ],
+)
+def test_an_outage_counts_from_the_last_step_that_was_heard_of(
+    code: int | None, heard: int | None, seconds: float
+):
+    world = running().wait(60).end(0, 1).run().wait(600)
+    progress = Progress(step=7 if heard else None, updated_at=world.now)
+    if heard == -10:
+        progress = replace(progress, updated_at=world.now - timedelta(seconds=700))
+    world.outcomes = replace(world.outcomes, progress=progress)
+    world.wait(abs(heard or 90))
+    world.vanish(1) if code is None else world.end(1, code)
+    assert world.status["attempt"] == 3
+    world.now += timedelta(seconds=3)
+    assert world.run().status["timings"]["lastRecoverySeconds"] == seconds
+    assert (world.measurements[-1].name, world.measurements[-1].value) == (
+        "recovery_seconds",
+        seconds,
+    )
+
+
 def test_a_loss_is_one_of_this_start_though_another_clock_has_stored_the_start_as_later():
     world = running().restart_operator()
     world.now -= timedelta(hours=1)  # the clock of the machine on which the next operator runs

@@ -154,6 +154,7 @@ class Existing:
     owner: str = ""  # kind and name of its controller, "DDPJob digits"
     uid: str = ""
     node: str = ""
+    deletion_at: datetime | None = None  # when its grace period is over
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from ddpjob_operator.core import observe
 from ddpjob_operator.core.actions import Body, Existing
+from ddpjob_operator.core.lenient import parse_time
 
 #: Where anything beside what is wanted changes what it means: another label to be selected by.
 _WHOLE: Final = ("selector", "podSelector", "ingress")
@@ -27,6 +28,7 @@ def existing(kind: str, obj: Mapping[str, Any]) -> Existing:
         owner=f"{owner.get('kind')} {owner.get('name')}" if owner else "",
         uid=str(meta.get("uid") or ""),
         node=str((obj.get("spec") or {}).get("nodeName") or ""),
+        deletion_at=parse_time(meta.get("deletionTimestamp")),
     )
 
 

@@ -80,7 +80,7 @@ class Metrics:
             "ddpjob_detection_seconds", "From a failure to the stored decision", _SLOW
         )
         self.recovery = self._histogram(
-            "ddpjob_recovery_seconds", "From a stored restart to all replicas running", _SLOW
+            "ddpjob_recovery_seconds", "From the last sign of progress to all running", _SLOW
         )
         self.time_to_running = self._histogram(
             "ddpjob_time_to_running_seconds", "From start or resume to all replicas running", _SLOW

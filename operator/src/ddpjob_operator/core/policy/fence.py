@@ -126,6 +126,11 @@ def cure(node: str) -> str:
     return f"if the machine is off for good: {taint}, or: kubectl delete node {node}"
 
 
+def advises(message: str) -> bool:
+    """Tell whether a message holds that advice."""
+    return OUT_OF_SERVICE in message
+
+
 def _needed(view: View) -> list[Pod]:
     """Members whose trainer has not ended: of those that have, there is nothing to lose."""
     done = view.status.succeeded

@@ -104,7 +104,8 @@ def stall(view: View, change: Change, why: Iterator[tuple[str, str]]) -> Change:
             return change.condition("Stalled", False, "Progressing", "", view.now)
         return change
     reason, message = found
-    if old and old.status == "True" and old.reason == reason:
+    news = fence.advises(message) and not (old and fence.advises(old.message))
+    if old and old.status == "True" and old.reason == reason and not news:
         return change  # the same trouble in other words is no news
     change = change.condition("Stalled", True, reason, message, view.now)
     return change.tell("Warning", reason, message)
@@ -180,7 +181,7 @@ def _refusals(view: View) -> Iterator[tuple[str, str]]:
 def _stuck_deletions(view: View) -> Iterator[tuple[str, str]]:
     """Pods that outlive their grace period (a dead node), and old ones that hold us up."""
     for pod in (*view.members.values(), *view.others):
-        if pod.deletion_at and view.now > pod.deletion_at + PATIENCE:
+        if pod.deletion_at and view.now >= pod.deletion_at + PATIENCE:
             if not pod.node or pod.stopped or pod.phase in ("Succeeded", "Failed"):
                 cure = "nothing of it runs: see its finalizers, and volumes that stay mounted"
                 yield "WaitingForDeletion", f"pod {pod.name} is not gone: {cure}"
@@ -215,7 +216,9 @@ def refused(view: View, refusal: Refusal) -> tuple[str, str]:
     found = refusal.existing
     if found and passes(view, refusal):
         what = f"{found.kind} {found.name} of an earlier attempt or job is still there"
-        cure = f" on node {found.node}: {fence.cure(found.node)}" if found.node else ""
+        stuck = found.deletion_at and view.now >= found.deletion_at + PATIENCE
+        cure = f" on node {found.node}" if found.node else ""
+        cure += f": {fence.cure(found.node)}" if found.node and stuck else ""
         return "WaitingForDeletion", what + cure
     if found:
         what = f"{found.kind} {found.name} exists and is not ours: delete or rename one of them"

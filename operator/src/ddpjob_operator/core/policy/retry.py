@@ -15,8 +15,7 @@ from typing import Final
 
 from ddpjob_operator.core.actions import Outcomes, Refusal, Setback
 from ddpjob_operator.core.observe import Job
-from ddpjob_operator.core.policy import report
-from ddpjob_operator.core.policy.startup import over_quota
+from ddpjob_operator.core.policy import quota, report
 from ddpjob_operator.core.view import View
 
 #: For a taken name: what stands there is ours and about to go, or another's.
@@ -38,7 +37,7 @@ def met(known: Outcomes, refusal: Refusal, generation: int) -> Outcomes:
 
     Of a quota only the planner's release knows what to do, and it has waits of its own.
     """
-    if refusal.existing is not None or over_quota(refusal):
+    if refusal.existing is not None or quota.over(refusal):
         return known
     words, old = f"{refusal.code} {_FIGURES.sub('#', refusal.message)}", known.setback
     same = old is not None and (old.words, old.generation) == (words, generation)

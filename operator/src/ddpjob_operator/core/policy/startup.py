@@ -11,8 +11,8 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from ddpjob_operator.core import classify
-from ddpjob_operator.core.actions import Measurement, Refusal
-from ddpjob_operator.core.policy import avoid, fence, hold, repeat, report, restart
+from ddpjob_operator.core.actions import Measurement
+from ddpjob_operator.core.policy import avoid, fence, hold, quota, repeat, report, restart
 from ddpjob_operator.core.policy.release import release
 from ddpjob_operator.core.status import Failure
 from ddpjob_operator.core.view import Change, View, recovers_from
@@ -56,15 +56,18 @@ def advance(view: View, change: Change) -> Change:
         return restart.new_attempt(view, change, "Pending", 0)  # it cannot become whole
     network = view.network_refusal
     refusals = [*view.refusals.values(), *([network] if network else [])]
-    never = next((r for r in refusals if r.code in (400, 422)), None)
-    if never:
-        what = f"the API server calls an object of the gang wrong: {never.message}; {_CURE}"
+    wrong = next((r for r in refusals if r.code in (400, 422)), None)
+    if wrong:
+        what = f"the API server calls an object of the gang wrong: {wrong.message}; {_CURE}"
         return release(view, change, hold.POD_REFUSED, what, "Invalid")
-    quota = next((r for r in refusals if over_quota(r)), None)
-    if quota:
+    full = next((r for r in refusals if quota.over(r)), None)
+    if full:
         # Asked only of what is valid.
         change = change.condition("Invalid", False, "Valid", "", view.now)
-        return release(view, change, "QuotaExceeded", quota.message)
+        never = "" if full is network else quota.too_small(full, _wanted(view))
+        if never:
+            return release(view, change, quota.TOO_SMALL, f"{never}; {full.message}")
+        return release(view, change, "QuotaExceeded", full.message)
     if all_running(view):
         return _run(view, change)
     lost = fence.nowhere(view)
@@ -90,9 +93,9 @@ def advance(view: View, change: Change) -> Change:
     return restart.after(view, change, fence.failure(view, silent) if silent else _too_slow(view))
 
 
-def over_quota(refusal: Refusal) -> bool:
-    """ResourceQuota says no with 403 Forbidden; only its words tell it from RBAC."""
-    return refusal.code == 403 and "exceeded quota" in refusal.message
+def _wanted(view: View) -> int:
+    """Pods that the gang needs at once."""
+    return view.spec.replicas - len(view.succeeded)
 
 
 def all_running(view: View) -> bool:
@@ -104,7 +107,7 @@ def all_running(view: View) -> bool:
 def _run(view: View, change: Change) -> Change:
     timings, loss = view.status.timings, recovers_from(view.status)
     recovered = loss is not None
-    since = loss.detected_at if loss else timings.started_at or view.now
+    since = _last_sign(view, loss) if loss else timings.started_at or view.now
     seconds = max(0.0, (view.now - since).total_seconds())
     change = change.with_status(
         phase="Running",
@@ -124,6 +127,21 @@ def _run(view: View, change: Change) -> Change:
     change = change.condition("Running", True, "AllReplicasRunning", message, view.now)
     measured = Measurement("recovery_seconds" if recovered else "time_to_running_seconds", seconds)
     return change.tell("Normal", "Running", message).measure(measured)
+
+
+def _last_sign(view: View, loss: Failure) -> datetime:
+    """Tell since when nothing got on: of a hang or a lost machine that is long before its decision.
+
+    Of who ends with a code of its own nobody learns late. A step that was heard of before the loss
+    before says nothing of this one.
+    """
+    at_once = loss.exit_code is not None and loss.cls != "Hang"
+    heard = view.status.progress
+    if at_once or heard.step is None or heard.updated_at is None:
+        return loss.detected_at
+    ends = [f.detected_at for f in view.status.failures if not f.in_place and f is not loss]
+    old = max([*ends, view.status.timings.started_at or loss.detected_at])
+    return min(heard.updated_at, loss.detected_at) if heard.updated_at > old else loss.detected_at
 
 
 def _too_slow(view: View) -> Failure:
