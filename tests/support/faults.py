@@ -132,6 +132,10 @@ FAULTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "a start fails for some minutes: an image, a name, a volume",
             "tried over ten minutes, ever more seldom",
         ),
+        "U9": (
+            "somebody's finalizer keeps a job that is deleted",
+            "its gang ends once it is broken or late; no pod is made",
+        ),
     },
     "The training": {
         "T1": ("SIGKILL of any rank at any moment", "every bit and every loss as undisturbed"),

@@ -375,6 +375,15 @@ def i18_generation(state: State, write: Write) -> str | None:
     return f"observedGeneration {seen} of {now}" if seen > now else None
 
 
+def i18_suspended(state: State, write: Write) -> str | None:
+    """Whoever is told that a job is suspended finds none of its pods at work."""
+    pair = _statuses(state, write)
+    if pair is None or not _suspended(pair[1]) or _suspended(pair[0]):
+        return None
+    left = [p for p in state.gang(write.uid) if not ended(p)]
+    return f"{name(write.obj)} is told as suspended, {name(left[0])} runs" if left else None
+
+
 ALWAYS: tuple[Invariant, ...] = (
     i6_terminal_final,  # first: who leaves the end breaks others, too
     i1_single_incarnation,
@@ -391,6 +400,7 @@ ALWAYS: tuple[Invariant, ...] = (
     i12_spec_untouched,
     i16_bijection,
     i18_generation,
+    i18_suspended,
     i21_one_template,
 )
 
@@ -431,6 +441,11 @@ def relabels(state: State, write: Write) -> bool:
 
 def _created(write: Write) -> bool:
     return write.plural == PODS and write.kind == "ADDED" and bool(write.by)
+
+
+def _suspended(found: Mapping[str, Any]) -> bool:
+    told = found.get("conditions") or ()
+    return any((c["type"], c["status"]) == ("Suspended", "True") for c in told)
 
 
 def _stored(state: State, pod: Object) -> Mapping[str, Any] | None:

@@ -225,7 +225,7 @@ properties:
         type: integer
         format: int32
       active:
-        description: Pods that exist and have not ended.
+        description: Pods that exist and have not ended; of a suspended job those that are still ending.
         type: integer
         format: int32
       ready:

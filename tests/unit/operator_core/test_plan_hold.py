@@ -174,7 +174,7 @@ def test_the_advice_can_be_followed_quicker_than_it_is_stored(phase: str, looks:
     assert world.condition("Invalid").get("status") != "True"
     assert world.status["observedGeneration"] == 4
     assert world.status["restarts"]["total"] == 0
-    assert [e.reason for e in world.events][-3:] == ["Suspended", "Resumed", "Running"]
+    assert [e.reason for e in world.events][-3:] == ["Suspending", "Resumed", "Running"]
 
 
 def test_a_quick_resume_with_the_same_template_is_no_interruption():

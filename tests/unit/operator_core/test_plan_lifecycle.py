@@ -258,12 +258,42 @@ def test_suspend_keeps_the_grace_period_and_resume_is_a_new_attempt():
     world.patch(suspend=True)
     assert world.phase == "Suspended"
     assert world.pods["job-0"]["metadata"]["deletionGracePeriodSeconds"] == 30
-    world.finish_deletions()
-    assert world.condition("Suspended")["status"] == "True"
+    told = world.wait(2).condition("Suspended")
+    assert (told["status"], told["reason"]) == ("False", "Suspending")
+    assert world.status["replicas"]["active"] == 3
+    world.end(0, 0).end(1, 143).wait(2)
+    assert (world.status["replicas"]["active"], world.condition("Suspended")["status"]) == (
+        1,
+        "False",
+    )
+    world.finish_deletions().wait(2)
+    told = world.condition("Suspended")
+    assert (told["status"], told["reason"]) == ("True", "Suspended")
+    assert told["message"] == "spec.suspend is true: set it to false to go on"
+    assert world.status["replicas"]["active"] == 0
+    assert [e.reason for e in world.events][-2:] == ["Suspending", "Suspended"]
     world.patch(suspend=False).run()
     assert (world.phase, world.status["attempt"]) == ("Running", 2)
     assert world.status["restarts"]["total"] == 0
     assert world.condition("Suspended")["status"] == "False"
+
+
+@pytest.mark.fault("O2")
+def test_an_operator_that_sees_no_pods_yet_asks_before_it_says_suspended():
+    """Kueue and whoever waits for the condition take the room of what is gone."""
+    world = started().run()
+    world.graceful = True
+    world.patch(suspend=True)
+    pods, world.pods = world.pods, {}
+    world.restart_operator().wait(2)
+    world.outcomes = replace(world.outcomes, confirmed=None)
+    world.job["status"]["conditions"] = [
+        {**c, "status": "False", "reason": "Suspending"} if c["type"] == "Suspended" else c
+        for c in world.job["status"]["conditions"]
+    ]
+    assert world.plan().actions == (act.ConfirmGone(1),)
+    world.pods = pods
+    assert world.settle().condition("Suspended")["status"] == "False"
 
 
 def test_a_job_that_is_born_suspended_creates_nothing():
@@ -429,10 +459,58 @@ def test_the_template_may_change_while_suspended():
     assert world.pods["job-0"]["spec"]["containers"][0]["image"] == "other"
 
 
-def test_a_job_in_deletion_is_left_to_the_garbage_collector():
-    world = started()
+def deleted(world: World) -> World:
+    """It stays for as long as somebody's finalizer keeps it."""
     world.job["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    assert world.plan() == act.Plan()
+    world.graceful = True
+    world.log.clear()
+    return world
+
+
+def leaving(world: World) -> set[str]:
+    return {name for name, pod in world.pods.items() if "deletionTimestamp" in pod["metadata"]}
+
+
+@pytest.mark.parametrize("ran", [False, True])
+def test_a_job_in_deletion_is_left_to_the_garbage_collector(ran: bool):
+    world = started(activeDeadlineSeconds=100)
+    world = deleted(world.run() if ran else world).settle().wait(50)
+    assert (world.log, leaving(world)) == ([], set())
+
+
+@pytest.mark.fault("U9")
+@pytest.mark.parametrize("why", ["failed", "gone", "deadline", "suspended"])
+def test_the_gang_of_a_job_in_deletion_ends_once_it_is_broken_or_late(why: str):
+    """No pod is made and nothing is told; each has its own grace period."""
+    world = deleted(started(activeDeadlineSeconds=100).run())
+    before = world.status
+    if why == "failed":
+        world.end(1, 1)
+    elif why == "gone":
+        world.vanish(1)
+    elif why == "suspended":
+        world.patch(suspend=True)
+    else:
+        assert world.wait(2).plan().requeue_after == 98
+        world.wait(98)
+    assert {"job-0", "job-2"} <= leaving(world)
+    assert {p["metadata"].get("deletionGracePeriodSeconds", 30) for p in world.pods.values()} == {
+        30
+    }
+    world.finish_deletions().wait(100)
+    assert (world.status, [one for one in world.log if "delete" not in one]) == (before, [])
+
+
+def test_a_finished_job_in_deletion_is_not_deleted_again():
+    world = deleted(started(ttlSecondsAfterFinished=0).run())
+    del world.job["metadata"]["deletionTimestamp"]
+    world.graceful = False
+    while world.phase != "Failed":
+        world.end(0, 2, settle=False)
+        world.carry_out(world.plan().actions[0])
+    deleted(world).settle().wait(60)
+    assert not world.job_deleted
+    assert leaving(world) == {"job-1", "job-2"}
 
 
 def test_reports_are_held_back_but_decisions_are_not():

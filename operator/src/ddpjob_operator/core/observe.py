@@ -131,6 +131,11 @@ class Pod:
     init: Container | None = None  # that failed, so that the trainer never starts
     told_at: datetime | None = None  # when this process first saw its trainer ended, by its clock
 
+    @property
+    def ended(self) -> bool:
+        """Nothing of it runs or will."""
+        return self.stopped or self.phase in ("Succeeded", "Failed")
+
 
 @dataclass(frozen=True, slots=True)
 class Job:

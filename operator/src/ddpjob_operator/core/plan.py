@@ -21,6 +21,7 @@ from ddpjob_operator.core.actions import (
     Action,
     ConfirmGone,
     CreatePod,
+    DeleteJob,
     DeletePod,
     EnsureNetwork,
     Outcomes,
@@ -74,11 +75,12 @@ def plan(
         now: the operator's clock, UTC.
         nodes: those that the pods are on; None before they could be read.
     """
-    if job.deleting:
-        return Plan()  # the garbage collector removes what it owns
     status = st.from_dict(job.status)
     dropped = outcomes.pruned is not None and outcomes.pruned[1] == job.status  # by an older CRD
     timings = ahead.mended(status.timings if dropped else ahead.restored(status, now), now)
+    if job.deleting:
+        view = look(job, spec_module.read(job.spec, job.name), status, pods, outcomes, now, nodes)
+        return _leave(view)
     if timings != status.timings or job.status.get("attempt", 0) != status.attempt:  # forged
         return Plan((WriteStatus(st.to_dict(replace(status, timings=timings))),))
     spec = spec_module.read(job.spec, job.name)
@@ -109,8 +111,7 @@ def _decide(view: View) -> Change:
         return _overdue(view, change)
     change = hold.tell(view, change)
     if hold.suspends(view):
-        waits = status.phase == "Suspended" or _may_be_done(view)
-        return change if waits else _suspend(view, change)
+        return change if _may_be_done(view) else _suspend(view, change)
     if status.phase in (None, "Suspended") or status.attempt == 0:
         if hold.why(view):
             return change.with_status(phase=status.phase or "Pending")
@@ -171,7 +172,9 @@ def _broken(view: View, change: Change, what: str) -> tuple[Change, str]:
 
 def _suspend(view: View, change: Change) -> Change:
     """Pods go with their own grace period, to save a snapshot in, unless the gang is broken."""
-    message = "spec.suspend is true: no pods; set it to false to go on"
+    if view.status.phase == "Suspended":
+        return hold.suspended(view, change)
+    message = "spec.suspend is true: set it to false to go on"
     if not view.spec.suspend:
         message = "spec.template changed while the job was suspended for a moment: its pods are new"
     change, message = _broken(view, change, message)
@@ -183,8 +186,7 @@ def _suspend(view: View, change: Change) -> Change:
     )
     change = change.condition("Stalled", False, "Suspended", "", view.now)
     change = change.condition("Running", False, "Suspended", message, view.now)
-    change = change.condition("Suspended", True, "Suspended", message, view.now)
-    return change.tell("Normal", "Suspended", message)
+    return hold.suspended(view, change, message)
 
 
 def _barrier_passed(view: View) -> bool:
@@ -222,7 +224,7 @@ def _in_doubt(view: View) -> bool:
         return True
     if finish.past_active_deadline(view) and not _read_after(view, finish.active_deadline(view)):
         return True
-    if hold.suspends(view) and _may_be_done(view):
+    if hold.suspends(view) and (_may_be_done(view) or hold.unsure(view)):
         return True
     return startup.late(view) and not view.read_since(startup.deadline(view))
 
@@ -276,6 +278,24 @@ def _act(view: View) -> Plan:
     if view.status.phase not in _WANTED or view.others:
         return Plan(fence.reads(view), wake)
     return Plan(_creations(view) or fence.reads(view) or upkeep.looks(view), wake)
+
+
+def _leave(view: View) -> Plan:
+    """End what is left of a deleted job's gang, once it is broken or late; nothing new is made.
+
+    The garbage collector removes what the job owns when the job is gone, but somebody's finalizer
+    may keep it for days. Nothing is told: a job that is deleted has not failed.
+    """
+    wake = _wake(view)
+    if view.status.terminal:
+        actions = finish.clean_up(view).actions
+        return Plan(tuple(a for a in actions if not isinstance(a, DeleteJob)), wake)
+    if len(view.gone) < len(view.were_there):
+        return Plan((ConfirmGone(view.status.attempt),), wake)
+    over = hold.suspends(view) or finish.past_active_deadline(view) or cause.known(view)
+    going = view.pods if over else view.others
+    left = [pod for pod in going if not (pod.deleting or pod.ended)]
+    return Plan(tuple(DeletePod(pod.name, pod.uid, None) for pod in left), wake)
 
 
 def _deletions(view: View) -> tuple[Action, ...]:

@@ -37,6 +37,11 @@ class View:
     nodes: Nodes | None = None  # None: they could not be read yet
 
     @property
+    def pods(self) -> tuple[Pod, ...]:
+        """All of the job."""
+        return (*self.members.values(), *self.others)
+
+    @property
     def missing(self) -> list[int]:
         """Replicas without a pod in this attempt that have not succeeded in it."""
         if len(self.members) == self.spec.replicas:

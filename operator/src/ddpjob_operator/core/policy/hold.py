@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from typing import Final
 
-from ddpjob_operator.core.status import TERMINAL
+from ddpjob_operator.core.observe import clean
+from ddpjob_operator.core.status import TERMINAL, with_condition
 from ddpjob_operator.core.view import Change, View
 
+SUSPENDING: Final = "Suspending"
 SPEC_INVALID: Final = "SpecInvalid"
 TEMPLATE_CHANGED: Final = "TemplateChanged"
 SNAPSHOT_CHANGED: Final = "SnapshotChanged"
+#: Before what is told of a suspension while pods end.
+_ENDING: Final = "pods are still ending; "
 #: Told by startup.py, taken back here.
 POD_REFUSED: Final = "PodRefused"
 
@@ -44,6 +48,36 @@ def suspends(view: View) -> bool:
     """
     unseen = view.job.generation - view.status.observed_generation
     return view.spec.suspend or (unseen >= 2 and not view.spec.flaw and _changed(view))
+
+
+def suspended(view: View, change: Change, message: str | None = None) -> Change:
+    """Tell that the job is suspended once its last pod has ended, and until then that they end.
+
+    Without a message the suspension was stored before. Whoever waits for it takes the room.
+    """
+    old = change.status.condition("Suspended")
+    if message is None:
+        if (old and old.status == "True") or ending(view) or unsure(view):
+            return change
+        message = old.message.removeprefix(_ENDING) if old else ""
+    if not ending(view):
+        change = change.condition("Suspended", True, "Suspended", message, view.now)
+        return change.tell("Normal", "Suspended", message)
+    conditions, message = change.status.conditions, clean(_ENDING + message)
+    told = with_condition(conditions, "Suspended", False, SUSPENDING, message, view.now)
+    return change.with_status(conditions=told).tell("Normal", SUSPENDING, message)
+
+
+def ending(view: View) -> bool:
+    """Whether a pod of the job has not ended."""
+    return view.status.attempt > 0 and any(not pod.ended for pod in view.pods)
+
+
+def unsure(view: View) -> bool:
+    """Whether only a cache says that the last pod of a job to be suspended has ended."""
+    old = view.status.condition("Suspended")
+    told = view.status.phase != "Suspended" or (old is not None and old.status == "True")
+    return not told and view.status.attempt > 0 and view.confirmed is None and not ending(view)
 
 
 def acted_on(view: View, phase: str | None) -> int:
