@@ -148,6 +148,10 @@ FAULTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "T8": ("a loss or gradient that is not finite", "stop, skip or ignore, on all ranks"),
         "T9": ("another number of ranks afterwards", "level elastic: the same bits"),
         "T10": ("a log that nobody reads, a worker in D state", "no launcher waits for it"),
+        "T11": (
+            "the job's Service is gone as processes are restarted in place",
+            "told by the launchers, in the log and as the cause; the operator makes it again",
+        ),
     },
     "Snapshots": {
         "S1": ("a writer is killed at each operation of a save", "the one before is loaded"),

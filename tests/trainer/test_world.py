@@ -104,7 +104,7 @@ def no_name(*_: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "why"), [("no-such-name", "does not resolve yet"), ("127.0.0.1", "does not answer")]
+    ("address", "why"), [("no-such-name", "does not resolve"), ("127.0.0.1", "does not answer")]
 )
 def test_who_finds_nobody_gives_up_at_the_startup_deadline(  # type: ignore[no-untyped-def]
     gang, port, address, why, monkeypatch

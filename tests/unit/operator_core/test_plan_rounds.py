@@ -308,3 +308,20 @@ def test_hearing_of_a_round_is_one_write():
     assert isinstance(write, act.WriteStatus)
     world.carry_out(write)
     assert world.plan().actions == ()
+
+
+@pytest.mark.fault("T11")
+def test_rounds_whose_processes_find_no_name_are_a_stall_until_one_gets_on():
+    why = "Hang: job-0.job.ns.svc does not resolve (Name or service not known); rank 1 hangs"
+    world = poll(running(), 1, killed(0, exception="ValueError: no")).wait(60)
+    assert world.condition("Stalled").get("status") != "True"
+    world = poll(world, 2, killed(1, code=76, signal=0, kind="hang", exception=why))
+    told = world.condition("Stalled")
+    assert (told["status"], told["reason"]) == ("True", "NamesNotResolved")
+    assert why in told["message"]
+    assert world.status["reason"] == "NamesNotResolved"
+    world = poll(world.wait(60), 2)
+    assert world.condition("Stalled")["status"] == "True"
+    news = Progress(step=41, updated_at=world.now)
+    world.outcomes = replace(world.outcomes, progress=news)
+    assert world.wait(60).wait(2).condition("Stalled")["status"] == "False"

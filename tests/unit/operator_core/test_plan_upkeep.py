@@ -49,6 +49,35 @@ def test_after_a_refusal_it_looks_again_sooner_and_a_new_operator_does_not_look_
     assert minutes_to_the_next_look(world) >= 15
 
 
+@pytest.mark.fault("T11")
+def test_after_a_round_it_looks_at_once_but_not_after_each_of_many():
+    """Its processes meet by name: without the Service they would wait for one another for ever."""
+
+    def looks(world: World) -> bool:
+        return any(isinstance(action, act.EnsureNetwork) for action in world.plan().actions)
+
+    world = running().wait(120)
+    rounds = observe.rounds({"attempt": 1, "round": 1, "rounds": []})
+    world.outcomes = replace(world.outcomes, rounds=rounds)
+    while isinstance((todo := world.plan().actions)[0], act.WriteStatus):
+        world.carry_out(todo[0])
+    assert [type(action) for action in todo] == [act.EnsureNetwork]
+    world.outcomes = replace(world.outcomes, network_at=world.now)
+    rounds = observe.rounds({"attempt": 1, "round": 2, "rounds": []})
+    world.now += timedelta(seconds=15)
+    world.outcomes = replace(world.outcomes, rounds=rounds)
+    world.carry_out(world.plan().actions[0])
+    assert world.status["restarts"]["inPlace"] == 2
+    assert not looks(world)
+    world.now += timedelta(seconds=44)
+    assert not looks(world)
+    world.now += timedelta(seconds=1)
+    assert looks(world)
+    refusal = act.Refusal(1, 403, "Forbidden", "services are forbidden", world.now)
+    world.outcomes = replace(world.outcomes, network_at=world.now, network_refusal=refusal)
+    assert world.settle().condition("Stalled")["message"] == "services are forbidden"
+
+
 def test_a_gang_that_does_not_run_is_not_looked_after():
     world = running().patch(suspend=True).wait(7200)
     assert world.plan() == act.Plan()

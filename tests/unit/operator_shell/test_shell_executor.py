@@ -602,6 +602,18 @@ async def test_what_somebody_has_changed_of_it_is_put_right_by_one_write(
     assert (stage.outcomes.network_attempt, stage.outcomes.network_at) == (2, NOW)
 
 
+@pytest.mark.fault("T11")
+@pytest.mark.parametrize(("known", "told"), [(2, ["NetworkRepaired"]), (1, [])])
+async def test_what_was_gone_under_a_gang_is_made_again_and_told(
+    stage: Stage, known: int, told: list[str]
+) -> None:
+    stage.store.set_outcomes("u1", Outcomes(network_attempt=known))
+    stage.api.script = {"get services": [missing()], "create services": [service()]}
+    await stage.do(ENSURE)
+    assert [event.reason for event in stage.recorder.sent] == told
+    assert stage.outcomes.network_attempt == 2
+
+
 async def test_what_cannot_be_put_right_holds_up_nothing(stage: Stage) -> None:
     refused = errors.Forbidden(403, "Forbidden", "no update")
     stage.api.script = {"get services": [changed()], "replace services": [refused]}

@@ -163,6 +163,10 @@ class TerminationReport(TypedDict, total=False):
     resumed: Resumed
 
 
+#: In the exception of a round whose processes found no address of rank 0.
+UNRESOLVED: Final = "does not resolve"
+
+
 class State(TypedDict, total=False):
     """Body of GET /state?uid=UID on the metrics port of a launcher.
 

@@ -322,12 +322,8 @@ class Executor:
                 elif not retry.same(before, refusal):
                     self._tell(job, refusal)
                 return False
-        self._learn(
-            job.uid,
-            lambda known: replace(
-                known, network_attempt=action.attempt, network_refusal=None, network_at=at
-            ),
-        )
+        made = {"network_attempt": action.attempt, "network_refusal": None, "network_at": at}
+        self._learn(job.uid, lambda known: replace(known, **made))  # type: ignore[arg-type]
         return True
 
     async def _ensure(self, job: observe.Job, attempt: int, body: Body) -> Refusal | None:
@@ -338,6 +334,8 @@ class Executor:
         if found is None:
             try:
                 await self._api.create(resource, job.namespace, body, strict=True)
+                if self._store.outcomes(job.uid).network_attempt == attempt:
+                    self._recorder.send(job, [upkeep.told(f"{kind} {name}", gone=True)])
                 return None
             except errors.ApiError as refused:
                 error = refused

@@ -24,6 +24,7 @@ from ddpjob_trainer import accelerator, failpoints
 from ddpjob_trainer.comm import interfaces
 from ddpjob_trainer.comm.teardown import holds_group
 from ddpjob_trainer.comm.world import World, brief, peer_loss
+from ddpjob_trainer.contract import UNRESOLVED
 from ddpjob_trainer.environment import WorkerEnvironment
 from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.telemetry.console import say
@@ -72,7 +73,7 @@ def _reachable(address: str, port: int) -> str:
     try:
         socket.create_connection((address, port), timeout=3).close()
     except socket.gaierror as error:
-        return f"{address} does not resolve yet ({error.strerror})"
+        return f"{address} {UNRESOLVED} ({error.strerror}): is the job's Service there?"
     except OSError as error:
         return f"rank 0 does not answer at {address}:{port} yet ({error.strerror or error})"
     return ""

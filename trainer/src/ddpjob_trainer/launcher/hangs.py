@@ -20,6 +20,7 @@ from ddpjob_trainer.contract import STATE_MAX_STACKS_BYTES, ExitCode
 from ddpjob_trainer.launcher.gang import Gang
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.metrics import LauncherMetrics
+from ddpjob_trainer.launcher.names import Names
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.liveness import stacks
 from ddpjob_trainer.liveness.hang import Deadlines, Hang, Sign, find
@@ -147,8 +148,11 @@ class HangResponse:
     loop goes on meanwhile.
     """
 
-    def __init__(self, deadlines: Deadlines, counted: LauncherMetrics, log: Log) -> None:
+    def __init__(
+        self, deadlines: Deadlines, counted: LauncherMetrics, log: Log, names: Names
+    ) -> None:
         self.stacks = ""
+        self._names = names
         self._deadlines = deadlines
         self._counted = counted
         self._log = log
@@ -156,6 +160,7 @@ class HangResponse:
 
     def begin(self) -> None:
         """A round begins."""
+        self._names.begin()
         self._watch = HangWatch(self._deadlines)
         self._request: StackRequest | None = None
         self._hang: Hang | None = None
@@ -189,7 +194,9 @@ class HangResponse:
         self._log.put(2, self.stacks.encode())
         if hang is not None and not gang.stopping:
             last_lines = request.brief(hang.rank)
-            gang.condemn(hang.rank, ExitCode.HANG, f"Hang: {hang}", last_lines, now)
+            lost = self._names.trouble if hang.phase == "startup" else ""
+            why = f"Hang: {lost}; {hang}" if lost else f"Hang: {hang}"
+            gang.condemn(hang.rank, ExitCode.HANG, why, last_lines, now)
 
     def _before_kill(self, gang: Gang, now: float) -> float:
         if gang.kill_at is None or self._why_asked or not gang.pids:

@@ -34,6 +34,7 @@ from ddpjob_trainer.launcher.hub.messages import (
 )
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.metrics import LauncherMetrics, forget_dead
+from ddpjob_trainer.launcher.names import Names
 from ddpjob_trainer.launcher.output import OutputPump, stdout_is_terminal
 from ddpjob_trainer.launcher.plan import Plan
 from ddpjob_trainer.launcher.processes import children
@@ -83,7 +84,9 @@ class Supervisor:
         self._finished = False
         self._counted = LauncherMetrics()
         self._log = Log()
-        self._hangs = HangResponse(plan.deadlines, self._counted, self._log)
+        alone = plan.standalone or plan.world_size == plan.nproc
+        names = Names(None if alone else plan.master[0], self._log.say)
+        self._hangs = HangResponse(plan.deadlines, self._counted, self._log, names)
         # Beside rank 0, which is a worker of this launcher.
         self._events = Events(EventLog(plan.events) if plan.events and plan.replica == 0 else None)
 

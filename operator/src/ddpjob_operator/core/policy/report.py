@@ -10,7 +10,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any, Final
 
-from ddpjob_operator.core import classify, resumed
+from ddpjob_operator.core import classify, contract, resumed
 from ddpjob_operator.core.actions import Refusal
 from ddpjob_operator.core.lenient import mapping
 from ddpjob_operator.core.observe import KIND, Pod, clean
@@ -137,7 +137,18 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
         if old and not pod.node and not pod.unschedulable and pod.phase == "Pending":
             hint = "no scheduler has looked at it yet: does the one of spec.schedulerName run?"
             yield "Unschedulable", f"pod {pod.name}: {hint}"
+    yield from _unresolved(view)
     yield from _lingering(view)
+
+
+def _unresolved(view: View) -> Iterator[tuple[str, str]]:
+    """Rounds whose processes do not find one another, until one of them gets on."""
+    last, heard = view.status.last_failure, view.status.progress.updated_at
+    if last is None or not last.in_place or last.attempt != view.status.attempt:
+        return
+    if contract.UNRESOLVED in last.message and (heard is None or heard <= last.detected_at):
+        what = f"processes were restarted in place and do not find one another: {last.message}"
+        yield "NamesNotResolved", what
 
 
 def _held(view: View, pod: Pod) -> str:

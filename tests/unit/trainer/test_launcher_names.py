@@ -1,0 +1,94 @@
+"""A launcher tells that rank 0's name does not resolve: in its log, and of a hang as its cause."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ddpjob_trainer.launcher import hangs, names
+from ddpjob_trainer.launcher.hangs import HangResponse
+from ddpjob_trainer.launcher.names import Names
+from ddpjob_trainer.liveness.hang import Hang
+from support.patience import PATIENCE
+
+MASTER = "job-0.job.ns.svc"
+
+
+class Resolver:
+    """Knows the name once it is ``there``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.there, self.asked = False, threading.Event()
+        monkeypatch.setattr(names.socket, "getaddrinfo", self)
+        monkeypatch.setattr(names, "_PAUSE_SECONDS", 0.001)
+        monkeypatch.setattr(names, "_NEWS_SECONDS", 0.005)
+
+    def __call__(self, *_: object, **__: object) -> list[object]:
+        self.asked.set()
+        if not self.there:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return []
+
+
+@pytest.fixture
+def resolver(monkeypatch: pytest.MonkeyPatch) -> Resolver:
+    return Resolver(monkeypatch)
+
+
+@pytest.mark.fault("T11")
+def test_a_name_that_does_not_resolve_is_told_once_a_round(resolver: Resolver) -> None:
+    said: list[str] = []
+    told = threading.Event()
+    found = Names(MASTER, lambda line: (said.append(line), told.set())[0])
+    for _ in range(2):
+        told.clear()
+        found.begin()
+        assert told.wait(PATIENCE)
+        assert found.trouble == (
+            f"{MASTER} does not resolve (Name or service not known): is the job's Service there?"
+        )
+    found.end()
+    assert said == [f"workers cannot find one another: {found.trouble}"] * 2
+    resolver.there = True
+    resolver.asked.clear()
+    found.begin()
+    assert resolver.asked.wait(PATIENCE)
+    assert found.trouble == ""
+
+
+def test_who_is_alone_asks_nobody(resolver: Resolver) -> None:
+    found = Names(None, lambda line: None)
+    found.begin()
+    assert (found.trouble, resolver.asked.is_set()) == ("", False)
+    assert "names" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.fault("T11")
+@pytest.mark.parametrize(("phase", "named"), [("startup", True), ("step", False)])
+def test_a_hang_at_the_start_names_it_as_its_cause(
+    phase: Any, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hang = Hang(1, phase, "rendezvous", 0, 601.0, 600.0, stopped=False)  # type: ignore[arg-type]
+    asked = SimpleNamespace(
+        is_done=lambda now: True, text=lambda first: "", brief=lambda rank: [], due=lambda now: now
+    )
+    monkeypatch.setattr(
+        hangs, "HangWatch", lambda _: SimpleNamespace(look=lambda *_: hang, interval=1.0)
+    )
+    monkeypatch.setattr(hangs, "StackRequest", lambda *_: asked)
+    told: list[str] = []
+    gang: Any = SimpleNamespace(
+        stopping=False, dying=False, state_dir=None, pids={},
+        condemn=lambda rank, code, why, lines, now: told.append(why),
+    )  # fmt: skip
+    log: Any = SimpleNamespace(say=lambda line: None, put=lambda stream, data: None)
+    counted: Any = SimpleNamespace(hangs={phase: 0})
+    found: Any = SimpleNamespace(trouble="no such name", begin=lambda: None)
+    response = HangResponse(SimpleNamespace(), counted, log, found)  # type: ignore[arg-type]
+    for _ in range(2):
+        response.tick(gang, 1.0, terminating=False)
+    assert [why.startswith("Hang: no such name; rank 1 hangs") for why in told] == [named]

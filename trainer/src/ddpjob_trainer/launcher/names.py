@@ -1,0 +1,61 @@
+"""Whether rank 0's name resolves: a round whose workers cannot find one another hangs in silence.
+
+hangs.py begins it with each round, and asks it. It asks the resolver in a thread, for that one
+blocks for as long as it likes. Pods' names may take half a minute at a job's first start.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from ddpjob_trainer.contract import UNRESOLVED
+
+_PAUSE_SECONDS: Final = 2.0
+_NEWS_SECONDS: Final = 20.0
+
+
+class Names:
+    """One launcher's, over all rounds. ``trouble``: why the name helps nobody, "" if it does.
+
+    ``address``: None where no other pod is to be found. ``say`` tells of it once a round.
+    """
+
+    def __init__(self, address: str | None, say: Callable[[str], None]) -> None:
+        self.trouble = ""
+        self._address, self._say = address, say
+        self._over = threading.Event()
+
+    def begin(self) -> None:
+        """A round begins."""
+        self.end()
+        self.trouble, self._over = "", threading.Event()
+        if self._address is not None:
+            task = (self._address, self._over)
+            threading.Thread(target=self._ask, args=task, name="names", daemon=True).start()
+
+    def end(self) -> None:
+        """Ask no more."""
+        self._over.set()
+
+    def _ask(self, address: str, over: threading.Event) -> None:
+        tries, told = 0, False
+        while not over.is_set():
+            try:
+                socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+            except OSError as error:
+                why = f"{address} {UNRESOLVED} ({error.strerror})"
+            else:
+                why = ""
+            if over.is_set():
+                return
+            self.trouble = f"{why}: is the job's Service there?" if why else ""
+            if not why:
+                return
+            tries += 1
+            if not told and tries * _PAUSE_SECONDS >= _NEWS_SECONDS:
+                told = True
+                self._say(f"workers cannot find one another: {self.trouble}")
+            over.wait(_PAUSE_SECONDS)
