@@ -374,6 +374,38 @@ def test_a_loss_is_one_of_this_start_though_another_clock_has_stored_the_start_a
     assert world.run().status["timings"]["lastRecoverySeconds"] == 3.0
 
 
+@pytest.mark.fault("O6")
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_success_of_which_nothing_is_left_is_run_again_free_of_charge(seen: bool):
+    """docs/restarts.md tells of this limit; what an operator has seen before counts."""
+    world = running()
+    if seen:
+        world.end(0, 0).wait(2).end(1, 0).wait(2)
+    for replica in (2,) if seen else range(3):
+        world.end(replica, 0, settle=False)
+    world.pods = {"job-2": world.pods["job-2"]} if seen else {}
+    world.restart_operator().settle()
+    assert (world.phase, world.status["attempt"]) == (("Succeeded", 1) if seen else ("Starting", 2))
+    assert world.status["restarts"]["charged"] == 0
+    assert world.status["restarts"]["disruptions"] == (not seen)
+
+
+@pytest.mark.fault("N6")
+def test_a_late_deletion_of_the_taint_manager_costs_one_more_disruption():
+    """It deletes by name, and so meets the pod that has replaced the one it was meant for."""
+    world = running().vanish(1).run()
+    late = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}
+    world.pods["job-1"]["status"]["conditions"] = [late]
+    world._mark(world.pods["job-1"], 30)
+    world.pods["job-1"]["status"]["phase"] = "Failed"
+    ended = {"terminated": {"exitCode": 143, "reason": "Error"}}
+    world.pods["job-1"]["status"]["containerStatuses"][0]["state"] = ended
+    world.settle()
+    assert world.status["lastFailure"]["reason"] == "DeletionByTaintManager"
+    restarts = world.status["restarts"]
+    assert (restarts["charged"], restarts["disruptions"], world.status["attempt"]) == (0, 2, 3)
+
+
 @pytest.mark.fault("U8")
 @pytest.mark.parametrize(("kilobytes", "most"), [(1, 500), (10, 110), (120, 9)])
 def test_a_large_gang_of_a_large_template_is_rendered_a_few_pods_at_a_time(
