@@ -80,10 +80,15 @@ def deletes_before_the_intent(*args: Any) -> Plan:
 
 
 def skips_the_barrier(*args: Any) -> Plan:
-    """Does not wait until the old pods are gone, and asks nobody."""
+    """Does not wait until the old pods are gone, and asks nobody; a free name comes first.
+
+    One that is taken by a pod of ours would stop the others.
+    """
     asked = Question(*args).sure()
     here = [pod for pod in asked.pods if pod.attempt == asked.attempt or not pod.deleting]
-    return replace(asked, pods=here).answer()
+    taken, found = {pod.name for pod in asked.pods}, replace(asked, pods=here).answer()
+    late = lambda a: isinstance(a, CreatePod) and a.body["metadata"]["name"] in taken  # noqa: E731
+    return replace(found, actions=tuple(sorted(found.actions, key=late)))
 
 
 def believes_its_cache(*args: Any) -> Plan:

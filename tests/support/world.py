@@ -133,6 +133,7 @@ class World:
     nodes: Nodes | None = FORBIDDEN  # without machines
     graceful: bool = False  # deletions wait until finish_deletions()
     job_deleted: bool = False
+    hidden: dict[str, act.Existing] = field(default_factory=dict)  # pods that no watch shows
     serial: int = 0
     seen: set[tuple[int, int]] = field(default_factory=set)  # attempt, replica: a pod was there
 
@@ -180,6 +181,7 @@ class World:
                     alone=not older,
                     running=self.phase == "Running",
                     seen=self._seen(),
+                    hidden=tuple(self.hidden.values()) if action.by_name else None,
                     replicas=frozenset(
                         p.replica
                         for p in shown
@@ -343,6 +345,10 @@ class World:
         return {*self.machines.down, *self.machines.gone} if self.machines else set()
 
     def _delete(self, action: act.DeletePod) -> None:
+        if action.name in self.hidden:
+            self.hidden[action.name] = replace(self.hidden[action.name], deleting=True)
+            self.log.append(f"delete {action.name} hidden")
+            return
         pod = self.pods[action.name]
         assert pod["metadata"]["uid"] == action.uid
         self.log.append(f"delete {action.name} {self._attempt(pod)}")

@@ -291,7 +291,7 @@ def test_an_operator_that_sees_no_pods_yet_asks_before_it_says_suspended():
         {**c, "status": "False", "reason": "Suspending"} if c["type"] == "Suspended" else c
         for c in world.job["status"]["conditions"]
     ]
-    assert world.plan().actions == (act.ConfirmGone(1),)
+    assert world.plan().actions == (act.ConfirmGone(1, by_name=True),)
     world.pods = pods
     assert world.settle().condition("Suspended")["status"] == "False"
 
@@ -300,6 +300,38 @@ def test_a_job_that_is_born_suspended_creates_nothing():
     world = started(suspend=True)
     assert (world.phase, world.pods) == ("Suspended", {})
     assert world.patch(suspend=False).status["attempt"] == 1
+
+
+def unlabelled(world: World, replica: int) -> World:
+    """Somebody takes our label off a pod: the watch says that it is gone, and it runs on."""
+    name = f"job-{replica}"
+    uid = world.pods.pop(name)["metadata"]["uid"]
+    world.hidden[name] = act.Existing("Pod", name, JOB_UID, 1, False, "DDPJob job", uid)
+    return world
+
+
+@pytest.mark.fault("N11")
+def test_a_pod_without_its_labels_ends_with_the_others_when_the_job_is_suspended():
+    world = unlabelled(started().run(), 1).patch(suspend=True)
+    assert world.log.count("delete job-1 hidden") == 1
+    assert world.condition("Suspended")["reason"] == "Suspending"
+    assert world.wait(2).status["replicas"]["active"] == 1
+    assert world.wait(2).plan().requeue_after == 11
+    world.hidden.clear()
+    assert world.wait(11).condition("Suspended")["status"] == "True"
+    assert world.wait(2).plan() == act.Plan()
+
+
+@pytest.mark.fault("N11")
+def test_a_pod_without_its_labels_ends_with_the_others_at_the_end_of_the_job():
+    world = unlabelled(started().run(), 1)
+    world.end(0, 2)
+    assert world.phase == "Failed"
+    assert world.log.count("delete job-1 hidden") == 1
+    assert world.plan() == act.Plan()
+    later = started().run().end(0, 2)
+    later.restart_operator().now += timedelta(hours=1)
+    assert later.plan() == act.Plan(), "an operator that starts asks nothing of what ended long ago"
 
 
 def test_active_deadline():

@@ -23,7 +23,7 @@ from ddpjob_operator.core.actions import (
     ReadNodes,
     WriteStatus,
 )
-from ddpjob_operator.core.observe import LABEL_ATTEMPT, LABEL_REPLICA, Job
+from ddpjob_operator.core.observe import LABEL_ATTEMPT, LABEL_JOB_UID, LABEL_REPLICA, Job
 from ddpjob_operator.shell import errors
 from ddpjob_operator.shell.api import Listing, Object, Resource
 from ddpjob_operator.shell.executor import Executor, JobGoneError, NotLeadingError
@@ -411,6 +411,21 @@ async def test_the_barrier_shows_an_older_pod_or_confirms(stage: Stage) -> None:
     await stage.do(ConfirmGone(2))
     assert stage.outcomes.confirmed == Confirmation(2, NOW, replicas=frozenset({1}))
     assert stage.pods == ["p1-2"], "what the list does not show is gone"
+
+
+@pytest.mark.fault("N11")
+async def test_a_look_by_name_shows_pods_of_ours_that_lost_their_label(stage: Stage) -> None:
+    labelled = {LABEL_JOB_UID: "u1"}
+    over = {**pod(3), "status": {"phase": "Failed"}}
+    named = [pod(0, labels=labelled), pod(1), pod(2, owner="other"), over]
+    stage.api.script["list pods"] = [Listing([], "20"), Listing(named, "20"), Listing([], "21")]
+    stage.api.script["get ddpjobs"] = [job_object(6, attempt=2)] * 2
+    await stage.do(ConfirmGone(2, by_name=True))
+    assert stage.api.bodies[:2] == [f"{LABEL_JOB_UID}=u1", "ddpjob.dev/job-name=job"]
+    assert stage.outcomes.confirmed is not None
+    assert [one.name for one in stage.outcomes.confirmed.hidden or ()] == ["job-1"]
+    await stage.do(ConfirmGone(2))
+    assert stage.outcomes.confirmed.hidden is None
 
 
 async def test_the_barrier_tells_who_had_been_there_before_it_looked(stage: Stage) -> None:

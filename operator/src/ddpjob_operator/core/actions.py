@@ -71,9 +71,12 @@ class ConfirmGone:
 
     If the job is still at ``attempt``, Outcomes.confirmed says what was seen. The barrier before
     creations, and the look before any decision that cannot be taken back.
+
+    ``by_name``: a second LIST, by the job's name, shows pods that lost the label of its uid.
     """
 
     attempt: int
+    by_name: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +183,7 @@ class Confirmation:
     running: bool = False
     seen: frozenset[int] = frozenset()
     replicas: frozenset[int] = frozenset()
+    hidden: tuple[Existing, ...] | None = None  # that no watch shows; None: nobody has asked
 
 
 @dataclass(frozen=True, slots=True)

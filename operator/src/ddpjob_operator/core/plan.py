@@ -270,11 +270,11 @@ def _reports_only(new: Status, old: Status) -> bool:
 
 def _act(view: View) -> Plan:
     wake = _wake(view)
-    leaving = _deletions(view)
+    leaving = (*_deletions(view), *finish.hidden(view, None))
     if leaving:
         return Plan(leaving, wake)
     if _in_doubt(view):
-        return Plan((ConfirmGone(view.status.attempt),), wake)
+        return Plan((ConfirmGone(view.status.attempt, by_name=hold.unsure(view)),), wake)
     if view.status.phase not in _WANTED or view.others:
         return Plan(fence.reads(view), wake)
     return Plan(_creations(view) or fence.reads(view) or upkeep.looks(view), wake)
@@ -368,7 +368,7 @@ def _wake(view: View) -> float | None:
     """Seconds until time alone may change the answer."""
     status, now = view.status, view.now
     times = [restart.due(view), finish.active_deadline(view), heal.due(view, status)]
-    times += [report.lingers(view), repeat.quiet_at(status)]
+    times += [report.lingers(view), repeat.quiet_at(status), hold.looks_again(view)]
     if status.phase == "Starting":
         times.append(startup.deadline(view))
     if status.phase in ("Pending", "Starting", "Restarting") and view.begun_at:

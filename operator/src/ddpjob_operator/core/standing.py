@@ -32,6 +32,17 @@ def existing(kind: str, obj: Mapping[str, Any]) -> Existing:
     )
 
 
+def hidden(pod: Mapping[str, Any], job_uid: str) -> Existing | None:
+    """Tell of a pod of that job which no watch shows, since somebody took its label off.
+
+    None of any other pod, and where nothing of it runs any more.
+    """
+    found, labels = existing("Pod", pod), pod["metadata"].get("labels") or {}
+    ended = (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+    seen = labels.get(observe.LABEL_JOB_UID) == job_uid
+    return None if ended or seen or found.owner_uid != job_uid else found
+
+
 def mended(found: Mapping[str, Any], wanted: Body) -> Body | None:
     """The object as it should be written; None if its labels and spec say all that is wanted.
 

@@ -13,7 +13,14 @@ from typing import Any, Literal
 
 from ddpjob_operator.core import classify
 from ddpjob_operator.core import status as st
-from ddpjob_operator.core.actions import Confirmation, Event, Measurement, Outcomes, Refusal
+from ddpjob_operator.core.actions import (
+    Confirmation,
+    Event,
+    Existing,
+    Measurement,
+    Outcomes,
+    Refusal,
+)
 from ddpjob_operator.core.nodes import Nodes
 from ddpjob_operator.core.observe import Job, Pod, clean
 from ddpjob_operator.core.spec import Spec
@@ -82,6 +89,11 @@ class View:
         """When the attempt began. A time that lies ahead was stored by another clock."""
         since, seen = self.status.timings.attempt_started_at, self.outcomes.seen_since
         return seen if since and seen and since > self.now else since
+
+    @property
+    def hidden(self) -> tuple[Existing, ...] | None:
+        """Pods of ours that no watch shows and that have not ended; None: nobody has asked."""
+        return self.confirmed.hidden if self.confirmed else None
 
     def chance(self, *what: int) -> float:
         """From 0 to 1, another one for each job, attempt and ``what``, the same at every look.

@@ -43,7 +43,7 @@ from ddpjob_operator.shell.api import (
     Resource,
 )
 from ddpjob_operator.shell.metrics import Metrics
-from ddpjob_operator.shell.pods import slim_pod
+from ddpjob_operator.shell.pods import hidden_pods, slim_pod
 from ddpjob_operator.shell.recorder import Recorder
 from ddpjob_operator.shell.store import Store
 
@@ -249,6 +249,7 @@ class Executor:
         listing = await self._api.list_all(PODS, job.namespace, selector, keep=slim_pod)
         self._store.check_list(PODS.plural, listing.resource_version, newest)
         self._store.replace_pods(job.uid, listing.items, listing.resource_version)
+        hidden = await hidden_pods(self._api, job) if action.by_name else None
         # After the pods: a leader that began a newer attempt since then shows here.
         await self.refresh(job)
         now = self._store.snapshot(job.key)
@@ -258,6 +259,7 @@ class Executor:
             action.attempt,
             at,
             generation=now.job.generation,
+            hidden=hidden,
             alone=all(p.attempt is not None and p.attempt >= action.attempt for p in now.pods),
             running=(job.status.get("attempt"), job.status.get("phase"))
             == (action.attempt, "Running"),

@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from ddpjob_operator.core import observe
+from ddpjob_operator.core import observe, standing
+from ddpjob_operator.core.actions import Existing
+from ddpjob_operator.shell.api import PODS, Api
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +34,14 @@ def slim_pod(obj: Object) -> SlimPod:
     except Exception:
         log.exception("a pod that cannot be read is ignored")
     return SlimPod(obj["metadata"]["uid"], _version(obj), pod)
+
+
+async def hidden_pods(api: Api, job: observe.Job) -> tuple[Existing, ...]:
+    """Ask by the job's name for pods of it that lost the label of its uid. Raises ApiError."""
+    named = f"{observe.LABEL_JOB_NAME}={job.name}"
+    keep = partial(standing.hidden, job_uid=job.uid)
+    listing = await api.list_all(PODS, job.namespace, named, keep=keep)
+    return tuple(filter(None, listing.items))
 
 
 def _version(obj: Object) -> int | None:

@@ -12,6 +12,7 @@ from ddpjob_operator.core import classify
 from ddpjob_operator.core import status as st
 from ddpjob_operator.core.actions import (
     Action,
+    ConfirmGone,
     DeleteJob,
     DeletePod,
     Event,
@@ -25,6 +26,8 @@ from ddpjob_operator.core.view import Change, View
 
 #: A member is dead, so the others can save nothing any more.
 DEAD_GANG_GRACE_SECONDS = 2
+#: So long after the end an operator asks for pods without our label: not of all jobs as it starts.
+_JUST_ENDED = timedelta(minutes=10)
 
 
 def succeed(view: View, change: Change) -> Change:
@@ -100,6 +103,10 @@ def clean_up(view: View) -> Plan:
             actions.append(DeletePod(pod.name, pod.uid, 0))
         elif not keep and not pod.deleting:
             actions.append(DeletePod(pod.name, pod.uid, grace))
+    actions += hidden(view, grace)
+    since = view.status.timings.completed_at
+    if view.hidden is None and since is not None and view.now - since < _JUST_ENDED:
+        actions.append(ConfirmGone(view.status.attempt, by_name=True))
     actions += fence.reads(view)
     waits = fence.waits(view)
     completed, ttl = view.status.timings.completed_at, view.spec.ttl
@@ -109,6 +116,15 @@ def clean_up(view: View) -> Plan:
             return Plan((*actions, DeleteJob(view.job.uid)))
         waits.append(left)
     return Plan(tuple(actions), min(waits, default=None))
+
+
+def hidden(view: View, grace: int | None) -> tuple[Action, ...]:
+    """Pods that lost our label go like the others; another look shows that they do."""
+    left = [pod for pod in view.hidden or () if not pod.deleting]
+    if not left:
+        return ()
+    again = ConfirmGone(view.status.attempt, by_name=True)
+    return (*(DeletePod(pod.name, pod.uid, grace) for pod in left), again)
 
 
 def _end(view: View, change: Change, phase: str) -> Change:

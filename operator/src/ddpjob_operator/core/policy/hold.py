@@ -6,6 +6,7 @@ what a new pod would be made of is not to be trusted. A job may be refused, neve
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
 from typing import Final
 
 from ddpjob_operator.core.observe import clean
@@ -16,6 +17,8 @@ SUSPENDING: Final = "Suspending"
 SPEC_INVALID: Final = "SpecInvalid"
 TEMPLATE_CHANGED: Final = "TemplateChanged"
 SNAPSHOT_CHANGED: Final = "SnapshotChanged"
+#: A pod without our label ends within its grace period, and no watch tells.
+_HIDDEN_AGAIN: Final = timedelta(seconds=15)
 #: Before what is told of a suspension while pods end.
 _ENDING: Final = "pods are still ending; "
 #: Told by startup.py, taken back here.
@@ -70,14 +73,23 @@ def suspended(view: View, change: Change, message: str | None = None) -> Change:
 
 def ending(view: View) -> bool:
     """Whether a pod of the job has not ended."""
-    return view.status.attempt > 0 and any(not pod.ended for pod in view.pods)
+    on = any(not pod.ended for pod in view.pods) or bool(view.hidden)
+    return view.status.attempt > 0 and on
 
 
 def unsure(view: View) -> bool:
     """Whether only a cache says that the last pod of a job to be suspended has ended."""
     old = view.status.condition("Suspended")
     told = view.status.phase != "Suspended" or (old is not None and old.status == "True")
-    return not told and view.status.attempt > 0 and view.confirmed is None and not ending(view)
+    if told or view.status.attempt == 0 or any(not pod.ended for pod in view.pods):
+        return False
+    again = looks_again(view)
+    return view.hidden is None or (again is not None and view.now >= again)
+
+
+def looks_again(view: View) -> datetime | None:
+    """When to ask again for pods that are ending, and that no watch shows."""
+    return view.confirmed.at + _HIDDEN_AGAIN if view.confirmed and view.hidden else None
 
 
 def acted_on(view: View, phase: str | None) -> int:

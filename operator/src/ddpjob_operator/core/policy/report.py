@@ -47,7 +47,7 @@ def fill(view: View, change: Change) -> Change:
         fields |= {"replicas": replace(_replicas(view), active=0, ready=0)}
         fields |= {"succeeded": view.succeeded}
     elif status.phase == "Suspended":
-        active = len([pod for pod in view.pods if not pod.ended])
+        active = len([pod for pod in view.pods if not pod.ended]) + len(view.hidden or ())
         fields |= {"replicas": Replicas(desired=view.spec.replicas, active=active)}
     elif status.members_since == view.status.members_since:
         fields |= {"replicas": _replicas(view), "succeeded": view.succeeded}
