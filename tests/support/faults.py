@@ -71,7 +71,7 @@ FAULTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "N2": ("several members die at once", "one restart, one failure"),
         "N3": ("a pod is deleted, by force or not", "one restart, free of charge"),
         "N4": ("evicted, drained, preempted", "one restart, free of charge, after a snapshot"),
-        "N5": ("out of memory", "class OOM, told as such"),
+        "N5": ("out of memory", "class OOM, told as such; one that was survived explains no end"),
         "N6": ("the node dies", "Fence: elsewhere after afterSeconds; Wait: says what helps"),
         "N7": ("a node that was cut off comes back", "its zombie commits nothing"),
         "N8": ("the image, a claim or a volume is missing", "a reason; released at the deadline"),
@@ -94,6 +94,10 @@ FAULTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "N16": (
             "an init container fails",
             "charged as the program's own failure; told with its words",
+        ),
+        "N17": (
+            "a pod outgrows a storage limit of its own and is evicted",
+            "charged as the program's own failure, told with the kubelet's sentence",
         ),
     },
     "Users, neighbours and clocks": {

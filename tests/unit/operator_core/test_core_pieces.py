@@ -49,7 +49,7 @@ def init(code: int, reason: str = "Error", **more: Any) -> observe.Pod:
         (pod(exited(128 + 63)), "User", "Signal63"),
         (pod(exited(9, signal=9)), "Killed", "SIGKILL"),
         (pod(exited(137, "OOMKilled")), "OOM", "OOMKilled"),
-        (pod(exited(137, "OOMKilled"), metadata=DELETING), "OOM", "OOMKilled"),
+        (pod(exited(137, "OOMKilled"), metadata=DELETING), "Disruption", "PodDeleted"),
         (pod(exited(2)), "Permanent", "ExitCode2"),
         (pod(exited(127, "ContainerCannotRun")), "Permanent", "ContainerCannotRun"),
         (pod(exited(128, "StartError")), "Permanent", "StartError"),

@@ -1,14 +1,16 @@
 """Why a member of the gang is lost, and which loss is the cause of an attempt's end.
 
-One class per failure; the table is DESIGN section 2, Exit codes. Two classes are
-collateral: they show that somebody else went first, so they never explain an attempt
-alone unless nothing better turns up.
+One class per failure. What a pod's end is judged by stands in _EVIDENCE, in its order
+(docs/restarts.md): what was known before the end beats what the kubelet calls the end. Two
+classes are collateral: they show that somebody else went first, so they never explain an
+attempt alone unless nothing better turns up.
 """
 
 from __future__ import annotations
 
+import re
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import datetime
 from typing import Final
@@ -45,9 +47,19 @@ _CODES: Final[Mapping[int, str]] = {
 }
 
 
+Verdict = tuple[str, str]  # class and reason
 INIT_FAILED: Final = "InitContainerFailed"
 #: These ends mean the same of any container.
 _OF_ANY: Final = (contract.ExitCode.SIGTERM, 128 + signal.SIGKILL)
+#: Codes with which no program ends for lack of memory, though some child of it may have.
+_MEANT: Final = (_CODES.keys() | contract.PERMANENT_EXIT_CODES | {0}) - {contract.ExitCode.UNKNOWN}
+#: The kubelet's words for the end of a container that say no more than its exit code.
+_PLAIN: Final = ("", "Error", "Completed", "OOMKilled")
+#: Why the kubelet evicts a pod that has outgrown limits of its own, whatever room the node has.
+_OUTGROWN: Final = re.compile(
+    r"Usage of EmptyDir volume |Pod ephemeral local storage usage exceeds |"
+    r"Container \S+ exceeded its local ephemeral storage limit "
+)
 
 #: What a launcher's word for an end means, where the program had none of its own.
 _KINDS: Final[Mapping[str, str]] = {
@@ -61,11 +73,11 @@ _KINDS: Final[Mapping[str, str]] = {
 def succeeded(pod: Pod) -> bool:
     """A replica succeeds with its trainer container, whatever its sidecars do.
 
-    Not while it is being deleted, nor when a kubelet has ended it, for an eviction or its node's
-    shutdown: a program that ends with 0 when it is told to is not done.
+    Not while it is being deleted, nor when a kubelet has ended it, for an eviction, a limit of its
+    own or its node's shutdown: a program that ends with 0 when it is told to is not done.
     """
     ended = pod.trainer.state == "terminated" and pod.trainer.exit_code == 0
-    cut_short = pod.phase == "Failed" and pod.disruption != ""
+    cut_short = pod.phase == "Failed" and (pod.disruption or pod.reason) != ""
     return ended and not pod.deleting and not cut_short
 
 
@@ -89,6 +101,7 @@ def failure(pod: Pod, nproc_per_node: int, now: datetime) -> Failure | None:
     if not dead and trainer.restart_count == 0:
         return None
     report, code = trainer.report, decisive(pod).exit_code
+    cls, reason = _verdict(pod)
     return Failure(
         attempt=pod.attempt or 0,
         round=report.round if report else None,
@@ -96,8 +109,8 @@ def failure(pod: Pod, nproc_per_node: int, now: datetime) -> Failure | None:
         rank=_rank(pod, nproc_per_node),
         pod=pod.name,
         node=pod.node,
-        cls=_class(pod),
-        reason=_reason(pod),
+        cls=cls,
+        reason=reason,
         exit_code=code,
         signal=_signal(pod),
         message=_message(pod),
@@ -195,6 +208,8 @@ def names(found: Failure, pod: Pod | None) -> tuple[int | None, set[str]]:
     else:
         of_trainer = decisive(pod) is pod.trainer
         raw = {pod.reason, pod.disruption, decisive(pod).reason} - {""}
+        if "OOMKilled" in raw and found.cls != "OOM":  # one that was survived, see _out_of_memory
+            raw = raw - {"OOMKilled"} | {"Error"}
     return found.exit_code if of_trainer else None, raw | {found.reason, found.cls}
 
 
@@ -203,23 +218,94 @@ def leaving(pods: Iterable[Pod]) -> Pod | None:
     return next((pod for pod in pods if pod.deleting or pod.disruption), None)
 
 
-def _class(pod: Pod) -> str:
-    trainer = decisive(pod)
-    if trainer.reason == "OOMKilled":
-        return "OOM"
-    if pod.deleting or pod.disruption or pod.reason in ("Evicted", "Preempting", "NodeShutdown"):
-        return "Disruption"
-    if trainer.state != "terminated" or trainer.reason == "ContainerStatusUnknown":
-        return "Infrastructure"
-    if trainer.reason == "StartError":
-        return "Permanent"
-    if trainer.exit_code is None:
-        return "Infrastructure"
-    if trainer is not pod.trainer and trainer.exit_code not in _OF_ANY:
-        return "User"  # codes that mean more are an agreement with the trainer only
-    if trainer.exit_code in contract.PERMANENT_EXIT_CODES:
-        return "Permanent"
-    return _class_of(trainer.exit_code, _signal(pod))
+def _taken(pod: Pod) -> Verdict | None:
+    """Somebody ended the pod: its program says then what it likes."""
+    taken = pod.deleting or pod.disruption or pod.reason in ("Preempting", "NodeShutdown")
+    return ("Disruption", pod.reason or pod.disruption or "PodDeleted") if taken else None
+
+
+def _evicted(pod: Pod) -> Verdict | None:
+    """The kubelet ended the pod: for a limit of its own, or for lack of room on the node.
+
+    Kubernetes 1.26 and later marks the latter alone as a disruption.
+    """
+    if pod.reason == "DeadlineExceeded":  # of the template
+        return "User", pod.reason
+    if pod.reason != "Evicted":
+        return None
+    own = _OUTGROWN.match(pod.message)
+    return ("User", "StorageLimitExceeded") if own else ("Disruption", pod.reason)
+
+
+def _unseen(pod: Pod) -> Verdict | None:
+    """Nobody has seen the end, or it is not that of the first start."""
+    ended = decisive(pod)
+    if pod.trainer.restart_count:
+        return "Infrastructure", "ContainerRestarted"
+    if ended.state != "terminated":
+        return "Infrastructure", pod.reason or "NeverStarted"
+    unknown = ended.exit_code is None or ended.reason == "ContainerStatusUnknown"
+    return ("Infrastructure", _reason(pod)) if unknown else None
+
+
+def _not_started(pod: Pod) -> Verdict | None:
+    """The runtime could not start it, which is final only where no other node would change it."""
+    return ("Permanent", "StartError") if decisive(pod).reason == "StartError" else None
+
+
+def _out_of_memory(pod: Pod) -> Verdict | None:
+    """The kubelet says so of a container in which anything was killed at any time.
+
+    The launcher knows what ended its own: only SIGKILL may be for memory. Without its word a code
+    that means something is not the kernel's.
+    """
+    ended, code = decisive(pod), decisive(pod).exit_code
+    if ended.reason != "OOMKilled":
+        return None
+    if ended.report:
+        killed = code == contract.ExitCode.SIGKILL or _signal(pod) == signal.SIGKILL
+        return ("OOM", ended.reason) if killed and code != contract.ExitCode.SIGTERM else None
+    meant = _MEANT if ended is pod.trainer else _OF_ANY[:1]
+    return None if code in meant else ("OOM", ended.reason)
+
+
+def _of_init(pod: Pod) -> Verdict | None:
+    """Codes that mean more are an agreement with the trainer only."""
+    ended = decisive(pod)
+    if ended is pod.trainer:
+        return None
+    code = ended.exit_code
+    cls = _class_of(code, _signal(pod)) if code in _OF_ANY else "User"
+    return cls, INIT_FAILED if ended.reason in _PLAIN else ended.reason
+
+
+def _by_code(pod: Pod) -> Verdict:
+    code = decisive(pod).exit_code
+    permanent = code in contract.PERMANENT_EXIT_CODES
+    return "Permanent" if permanent else _class_of(code, _signal(pod)), _reason(pod)
+
+
+#: From what was known before the end to what the end itself says.
+_EVIDENCE: Final[tuple[Callable[[Pod], Verdict | None], ...]] = (
+    _taken,
+    _evicted,
+    _unseen,
+    _not_started,
+    _out_of_memory,
+    _of_init,
+)
+
+
+def _verdict(pod: Pod) -> Verdict:
+    found = (look(pod) for look in _EVIDENCE)
+    return next((one for one in found if one), None) or _by_code(pod)
+
+
+def _reason(pod: Pod) -> str:
+    """The kubelet's word for the end if it has one, else how the container ended."""
+    ended = decisive(pod)
+    plain = _code_reason(ended.exit_code, _signal(pod))
+    return pod.reason or (plain if ended.reason in _PLAIN else ended.reason)
 
 
 def _class_of(code: int | None, number: int | None, other: str = "User") -> str:
@@ -229,27 +315,6 @@ def _class_of(code: int | None, number: int | None, other: str = "User") -> str:
     """
     found = other if code is None else _CODES.get(code, other)
     return "Killed" if found == "User" and number == signal.SIGKILL else found
-
-
-def _reason(pod: Pod) -> str:
-    trainer = decisive(pod)
-    if trainer.reason == "OOMKilled":
-        return "OOMKilled"
-    if pod.reason:
-        return pod.reason
-    if pod.disruption:
-        return pod.disruption
-    if pod.deleting:
-        return "PodDeleted"
-    if pod.trainer.restart_count:
-        return "ContainerRestarted"
-    if trainer.state != "terminated":
-        return "NeverStarted"
-    if trainer is not pod.trainer and trainer.reason in ("", "Error"):
-        return INIT_FAILED
-    if trainer.reason not in ("", "Error", "Completed"):
-        return trainer.reason
-    return _code_reason(trainer.exit_code, _signal(pod))
 
 
 def _signal(pod: Pod) -> int | None:
@@ -277,17 +342,17 @@ def _signal_name(number: int) -> str:
 
 
 def _message(pod: Pod) -> str:
+    """Why the pod was ended, what the program said of it, then the end of its log."""
     report = pod.trainer.report
-    if report is None:
-        return pod.trainer.message or pod.message
-    said = report.exception or _KINDS.get(report.kind, "")
-    lines = [said] if said else []
-    room = observe.MESSAGE_MAX - len(said)
-    last = len(report.log)
-    while last > 0 and len(report.log[last - 1]) < room:  # the cause, then the end of the log
+    said = (report.exception or _KINDS.get(report.kind, "")) if report else ""
+    lines = [line for line in (pod.message, said) if line]
+    room = observe.MESSAGE_MAX - len("\n".join(lines))
+    log = report.log if report else (pod.trainer.message[-max(1, room - 1) :],)
+    last = len(log)
+    while last > 0 and len(log[last - 1]) < room:
         last -= 1
-        room -= len(report.log[last]) + 1
-    return observe.clean("\n".join([*lines, *report.log[last:]]))
+        room -= len(log[last]) + 1
+    return observe.clean("\n".join([*lines, *log[last:]]))
 
 
 def _rank(pod: Pod, nproc_per_node: int) -> int | None:

@@ -1,0 +1,230 @@
+"""What a pod's end is judged by: tables over pods as kubelets really write them.
+
+Kubernetes 1.36 with containerd 2. The whole status goes through observe.pod, so that each table
+holds for what the API server shows.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from ddpjob_operator.core import classify, observe
+from support.world import START, World, job_object
+
+AT = "2026-01-01T00:00:00Z"
+DELETED = {"deletionTimestamp": AT, "deletionGracePeriodSeconds": 30}
+EVICTION = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI",
+            "message": "Eviction API: evicting", "lastTransitionTime": AT}  # fmt: skip
+PRESSURE = EVICTION | {"reason": "TerminationByKubelet"}
+LOW = ("The node was low on resource: ephemeral-storage. "
+       "Threshold quantity: 1Gi, available: 900Mi. Container trainer was using 5Gi, request is 0, has larger consumption of "
+       "ephemeral-storage. ")  # fmt: skip
+
+
+def ended(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]:
+    """The trainer container's status after its end."""
+    state = {"exitCode": code, "reason": reason, "startedAt": AT, "finishedAt": AT,
+             "containerID": "containerd://1"}  # fmt: skip
+    state |= {"message": message} if message else {}
+    return {"name": "trainer", "ready": False, "started": False, "restartCount": 0,
+            "lastState": {}, "state": {"terminated": state}}  # fmt: skip
+
+
+def report(kind: str, code: int, **more: Any) -> str:
+    """The launcher's last words."""
+    return json.dumps({"version": 1, "kind": kind, "code": code, "round": 1, **more})
+
+
+def pod(
+    container: dict[str, Any],
+    *,
+    phase: str = "Failed",
+    meta: dict[str, Any] | None = None,
+    disrupted: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+    **status: Any,
+) -> dict[str, Any]:
+    """The Pod object. ``disrupted``: its DisruptionTarget. ``trainer``: more of its spec."""
+    gone = {"status": "False", "reason": "PodFailed", "lastTransitionTime": AT}
+    conditions = [{"type": "Ready", **gone}, {"type": "ContainersReady", **gone},
+                  {"type": "PodScheduled", "status": "True", "lastTransitionTime": AT},
+                  *([disrupted] if disrupted else [])]  # fmt: skip
+    labels = {observe.LABEL_ATTEMPT: "1", observe.LABEL_REPLICA: "1"}
+    return {
+        "metadata": {"namespace": "ns", "name": "job-1", "uid": "u", "labels": labels,
+                     **(meta or {})},
+        "spec": {"nodeName": "node1", "restartPolicy": "Never",
+                 "containers": [{"name": "trainer", "image": "trainer:1", **(trainer or {})}]},
+        "status": {"phase": phase, "qosClass": "BestEffort", "startTime": AT,
+                   "conditions": conditions, "containerStatuses": [container], **status},
+    }  # fmt: skip
+
+
+def judged(raw: dict[str, Any]) -> tuple[str, str]:
+    found = classify.failure(observe.pod(raw), 1, START)
+    assert found is not None
+    return found.cls, found.reason
+
+
+OOM = "OOMKilled"
+KILLED = report("signal", 137, signal=9, rank=1)
+SIGTERM = report("sigterm", 143, signal=15)
+RAISED = report("exception", 1, exception="ValueError: no")
+
+
+@pytest.mark.fault("N5")
+@pytest.mark.parametrize(
+    ("raw", "judgement"),
+    [
+        # Known before the end. containerd calls it OOMKilled once anything in it was killed so.
+        (pod(ended(143, OOM, SIGTERM), meta=DELETED), ("Disruption", "PodDeleted")),
+        (pod(ended(137, OOM), meta=DELETED), ("Disruption", "PodDeleted")),
+        (pod(ended(143, OOM), disrupted=EVICTION), ("Disruption", "EvictionByEvictionAPI")),
+        (pod(ended(75, OOM), disrupted=EVICTION), ("Disruption", "EvictionByEvictionAPI")),
+        (pod(ended(0, OOM), disrupted=PRESSURE, reason="Evicted", message=LOW),
+         ("Disruption", "Evicted")),
+        (pod(ended(137, OOM), disrupted=PRESSURE, reason="Terminated"),
+         ("Disruption", "Terminated")),
+        (pod(ended(1, OOM), reason="NodeShutdown"), ("Disruption", "NodeShutdown")),
+        (pod(ended(137, OOM), reason="Preempting"), ("Disruption", "Preempting")),
+        # The launcher's report: what ended was no victim of the kernel, unless by SIGKILL.
+        (pod(ended(137, OOM, KILLED)), ("OOM", OOM)),
+        (pod(ended(1, OOM, RAISED)), ("User", "ExitCode1")),
+        (pod(ended(139, OOM, report("signal", 139, signal=11))), ("User", "SIGSEGV")),
+        (pod(ended(76, OOM, report("hang", 76))), ("Hang", "ExitCode76")),
+        (pod(ended(75, OOM, report("peerLost", 75))), ("Collateral", "ExitCode75")),
+        (pod(ended(143, OOM, SIGTERM)), ("Collateral", "SIGTERM")),
+        # It was told to end, and ended its worker by SIGKILL.
+        (pod(ended(143, OOM, report("sigterm", 137))), ("Collateral", "SIGTERM")),
+        # No report: a code that means something is no death for memory.
+        (pod(ended(137, OOM)), ("OOM", OOM)),
+        (pod(ended(1, OOM)), ("OOM", OOM)),  # as torchrun ends of a rank that was killed
+        (pod(ended(255, OOM)), ("OOM", OOM)),
+        (pod(ended(75, OOM)), ("Collateral", "ExitCode75")),
+        (pod(ended(143, OOM)), ("Collateral", "SIGTERM")),
+        (pod(ended(70, OOM)), ("Diverged", "ExitCode70")),
+        (pod(ended(74, OOM)), ("Hardware", "ExitCode74")),
+        (pod(ended(76, OOM)), ("Hang", "ExitCode76")),
+        *[(pod(ended(code, OOM)), ("Permanent", f"ExitCode{code}")) for code in
+          (2, 64, 78, 126, 127)],
+    ],
+)  # fmt: skip
+def test_an_out_of_memory_that_was_survived_says_nothing_of_the_end(
+    raw: dict[str, Any], judgement: tuple[str, str]
+):
+    assert judged(raw) == judgement
+
+
+def test_a_success_is_one_though_something_was_killed_for_memory_before():
+    assert classify.succeeded(observe.pod(pod(ended(0, OOM), phase="Succeeded")))
+
+
+def evict(world: World, replica: int, code: int) -> World:
+    """A drain of a pod in which an out of memory was survived."""
+    world.end(replica, code, reason=OOM, settle=False)
+    world.pods[f"job-{replica}"]["status"] |= {"phase": "Failed", "conditions": [EVICTION]}
+    return world.settle()
+
+
+def test_evictions_after_a_survived_out_of_memory_are_charged_to_nobody():
+    world = World(job_object(restart={"maxRestarts": 1})).settle().run()
+    evict(evict(world, 0, 143).run(), 1, 0).wait(10).run()
+    assert (world.phase, world.status["attempt"]) == ("Running", 3)
+    assert world.status["restarts"]["charged"] == 0
+    assert [loss["class"] for loss in world.status["failures"]] == ["Disruption"] * 2
+
+
+def test_a_survived_out_of_memory_does_not_hide_the_cause_on_another_replica():
+    world = World(job_object()).settle().run()
+    world.end(0, 75, reason=OOM).end(1, 1)
+    loss = world.status["lastFailure"]
+    assert (loss["replica"], loss["class"]) == (1, "User")
+
+
+@pytest.mark.parametrize("code", [137, 143])
+def test_rules_for_out_of_memory_do_not_meet_one_that_was_survived(code: int):
+    rules = [{"reasons": [OOM], "action": "Fail"}]
+    world = World(job_object(restart={"rules": rules})).settle().run()
+    world.end(0, code, reason=OOM).wait(6)
+    assert (world.phase == "Failed") == (code == 137)
+
+
+def test_what_is_no_out_of_memory_is_an_error_to_rules():
+    rules = [{"reasons": ["Error"], "action": "Fail"}]
+    world = World(job_object(restart={"rules": rules})).settle().run()
+    assert world.end(0, 76, reason=OOM).phase == "Failed"
+
+
+#: The kubelet's sentences end with a blank.
+EMPTY_DIR = 'Usage of EmptyDir volume "scratch" exceeds the limit "1Gi". '
+POD = "Pod ephemeral local storage usage exceeds the total limit of containers 1Gi. "
+CONTAINER = 'Container trainer exceeded its local ephemeral storage limit "1Gi". '
+STORAGE = ("User", "StorageLimitExceeded")
+EVICTED = ("Disruption", "Evicted")
+
+
+@pytest.mark.fault("N17")
+@pytest.mark.parametrize("code", [0, 1, 75, 137, 143])
+@pytest.mark.parametrize(
+    ("message", "judgement"),
+    [(EMPTY_DIR, STORAGE), (POD, STORAGE), (CONTAINER, STORAGE), (LOW, EVICTED),
+     ("The node had condition: [DiskPressure]. ", EVICTED), ("", EVICTED)],
+)  # fmt: skip
+def test_a_pod_that_outgrows_its_own_limit_is_its_programs_doing(
+    code: int, message: str, judgement: tuple[str, str]
+):
+    """Whatever the container says: one that ends with 0 when it is told to is not done."""
+    raw = pod(ended(code, "Completed" if code == 0 else "Error"), reason="Evicted", message=message)
+    assert judged(raw) == judgement
+    disrupted = {**raw, "status": raw["status"] | {"conditions": [PRESSURE]}}
+    assert judged(disrupted) == EVICTED
+    deleted = {**raw, "metadata": raw["metadata"] | DELETED}
+    assert judged(deleted) == EVICTED
+
+
+def test_a_pod_that_is_evicted_before_it_starts_has_met_a_limit_too():
+    raw = pod({"name": "trainer", "state": {"waiting": {}}}, reason="Evicted", message=EMPTY_DIR)
+    assert judged(raw) == STORAGE
+
+
+def test_a_templates_own_deadline_is_its_programs_doing():
+    message = "Pod was active on the node longer than the specified deadline"
+    raw = pod(ended(143), reason="DeadlineExceeded", message=message)
+    assert judged(raw) == ("User", "DeadlineExceeded")
+
+
+@pytest.mark.parametrize("words", ["\n".join(f"step {n}" for n in range(500)), "x" * 4096, "one"])
+@pytest.mark.parametrize("told", [False, True])
+def test_the_kubelets_sentence_comes_before_the_end_of_the_log(words: str, told: bool):
+    log = [line[:200] for line in words.splitlines()[-20:]]
+    last_words = report("exception", 1, exception="OSError: full", log=log) if told else words
+    raw = pod(ended(1, message=last_words), reason="Evicted", message=CONTAINER)
+    found = classify.failure(observe.pod(raw), 1, START)
+    assert found is not None
+    first, *rest = found.message.splitlines()
+    assert first == CONTAINER.strip()
+    assert rest[:1] == ["OSError: full"] if told else rest
+    assert rest[-1][-3:] == words[-3:]
+    assert len(found.message) <= observe.MESSAGE_MAX
+
+
+def test_outgrown_limits_use_up_the_budget_and_rules_for_evictions_meet_them():
+    def outgrow(world: World) -> World:
+        world.run().end(0, 143, settle=False)
+        world.pods["job-0"]["status"] |= {"phase": "Failed", "reason": "Evicted", "message": POD}
+        return world.settle()
+
+    world = outgrow(World(job_object(restart={"maxRestarts": 1})).settle())
+    assert world.status["restarts"]["charged"] == 1
+    assert outgrow(world.wait(10)).phase == "Failed"
+    assert world.status["lastFailure"]["message"].startswith(POD.strip())
+    rules = [{"reasons": ["Evicted"], "action": "RestartFree"}]
+    world = outgrow(World(job_object(restart={"maxRestarts": 0, "rules": rules})).settle())
+    assert world.status["restarts"]["charged"] == 0
+
+
+def test_a_failed_sidecar_takes_no_success_away():
+    assert classify.succeeded(observe.pod(pod(ended(0, "Completed"))))
