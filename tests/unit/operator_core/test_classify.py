@@ -20,8 +20,8 @@ EVICTION = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByE
             "message": "Eviction API: evicting", "lastTransitionTime": AT}  # fmt: skip
 PRESSURE = EVICTION | {"reason": "TerminationByKubelet"}
 LOW = ("The node was low on resource: ephemeral-storage. "
-       "Threshold quantity: 1Gi, available: 900Mi. Container trainer was using 5Gi, request is 0, has larger consumption of "
-       "ephemeral-storage. ")  # fmt: skip
+       "Threshold quantity: 1Gi, available: 900Mi. Container trainer was using 5Gi, request is 0, "
+       "has larger consumption of ephemeral-storage. ")  # fmt: skip
 
 
 def ended(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]:
@@ -224,6 +224,74 @@ def test_outgrown_limits_use_up_the_budget_and_rules_for_evictions_meet_them():
     rules = [{"reasons": ["Evicted"], "action": "RestartFree"}]
     world = outgrow(World(job_object(restart={"maxRestarts": 0, "rules": rules})).settle())
     assert world.status["restarts"]["charged"] == 0
+
+
+RUNC = ("failed to create containerd task: failed to create shim task: OCI runtime create failed: "
+        "runc create failed: unable to start container process: {}: unknown")  # fmt: skip
+INIT = "error during container init: "
+#: As runc and NVIDIA's hook write it; of older ones, too.
+HOOKS = [
+    (
+        "error running prestart hook #0: exit status 1, stdout: , stderr: Auto-detected mode as "
+        "'legacy'\nnvidia-container-cli: initialization error: nvml error: driver not loaded"
+    ),
+    (
+        "error running hook #0: error running hook: exit status 1, stdout: , stderr: nvidia-container-"
+        "cli: mount error: stat failed: /dev/nvidia-uvm: no such file or directory"
+    ),
+    (
+        'error running createContainer hook #1: fork/exec /usr/bin/nvidia-ctk: exec: "nvidia-ctk": '
+        "executable file not found in $PATH"
+    ),
+    "failed to inject CDI devices: unresolvable CDI devices nvidia.com/gpu=0",
+]
+HARDWARE = ("Hardware", "StartError")
+PERMANENT = ("Permanent", "StartError")
+ANOTHER_NODE = ("Infrastructure", "StartError")
+
+
+@pytest.mark.fault("N19")
+@pytest.mark.parametrize(
+    ("words", "judgement"),
+    [
+        *[(words, HARDWARE) for words in HOOKS],
+        (INIT + 'exec: "pyhton": executable file not found in $PATH', PERMANENT),
+        (INIT + 'exec: "/nope": stat /nope: no such file or directory', PERMANENT),
+        (INIT + 'exec: "/workspace/run.sh": permission denied', PERMANENT),
+        (INIT + 'exec: "/workspace": is a directory', PERMANENT),
+        (INIT + 'exec: "/etc/passwd/x": stat /etc/passwd/x: not a directory', PERMANENT),
+        (INIT + 'mkdir /etc/passwd: not a directory', PERMANENT),
+        (INIT + 'chdir to cwd ("/root") set in config.json failed: permission denied', PERMANENT),
+        ("container init was OOM-killed (memory limit too low?)", ("OOM", "StartError")),
+        (INIT + 'error mounting "/var/lib/kubelet/pods/1/volumes/data" to rootfs at "/data": stat '
+         "/var/lib/kubelet/pods/1/volumes/data: no such file or directory", ANOTHER_NODE),
+        (("unable to apply cgroup configuration: mkdir /sys/fs/cgroup/kubepods/pod1: permission "
+         "denied"), ANOTHER_NODE),
+        (INIT + "write /proc/self/attr/keycreate: invalid argument", ANOTHER_NODE),
+        ("can't get final child's PID from pipe: EOF", ANOTHER_NODE),
+        ("", ANOTHER_NODE),
+    ],
+)  # fmt: skip
+def test_a_start_that_failed_is_final_only_if_no_other_node_would_change_it(
+    words: str, judgement: tuple[str, str]
+):
+    assert judged(pod(ended(128, "StartError", RUNC.format(words)))) == judgement
+    init = {**ended(128, "StartError", RUNC.format(words)), "name": "fetch"}
+    waiting = {"name": "trainer", "state": {"waiting": {"reason": "PodInitializing"}}}
+    assert judged(pod(waiting, initContainerStatuses=[init])) == judgement
+
+
+def test_a_node_that_starts_no_container_is_avoided_and_not_for_ever_free():
+    def refuse(world: World) -> World:
+        world.run().end(1, 128, reason="StartError", message=RUNC.format("EOF"))
+        return world.wait(20)
+
+    world = World(job_object(restart={"maxRestarts": 0})).settle()
+    for _ in range(3):
+        refuse(world)
+    assert world.status["avoidedNodes"] == ["node2"]
+    assert (world.status["restarts"]["charged"], world.status["restarts"]["disruptions"]) == (0, 3)
+    assert refuse(world).phase == "Failed"
 
 
 def test_a_failed_sidecar_takes_no_success_away():

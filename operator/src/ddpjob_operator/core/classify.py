@@ -68,6 +68,20 @@ _KINDS: Final[Mapping[str, str]] = {
     "peerLost": "peerLost: another rank was gone first",
     "hardware": "hardware: a GPU failed, not the program",
 }
+#: Words of a runtime that could not start a container, the first that match: a hook of this node
+#: may miss a file, too. Mounts lie on the node, so only "not a directory" is of the template.
+_START: Final = tuple(
+    (cls, re.compile(words, re.IGNORECASE))
+    for cls, words in (
+        ("Hardware", r"error running (\w+ )?hook|nvidia-c(ontainer|tk|di)|\bCDI\b"),
+        ("OOM", r"init was OOM-killed"),
+        (
+            "Permanent",
+            r"executable file .*not found|not a directory|chdir to cwd .*permission denied|"
+            r'exec: "[^"]*": .*(no such file|permission denied|is a directory)',
+        ),
+    )
+)
 
 
 def succeeded(pod: Pod) -> bool:
@@ -250,7 +264,11 @@ def _unseen(pod: Pod) -> Verdict | None:
 
 def _not_started(pod: Pod) -> Verdict | None:
     """The runtime could not start it, which is final only where no other node would change it."""
-    return ("Permanent", "StartError") if decisive(pod).reason == "StartError" else None
+    ended = decisive(pod)
+    if ended.reason != "StartError":
+        return None
+    found = (cls for cls, words in _START if words.search(ended.message))
+    return next(found, "Infrastructure"), ended.reason
 
 
 def _out_of_memory(pod: Pod) -> Verdict | None:

@@ -152,7 +152,7 @@ def describe(loss: Failure) -> str:
 
 def _action(view: View, old: Restarts, loss: Failure) -> str:
     default = _DEFAULT_ACTION.get(loss.cls, "Restart")
-    if loss.cls == "Hardware" and not avoid.is_free(view, _in_a_row(view, old)):
+    if avoid.blames(loss) and not avoid.is_free(view, _in_a_row(view, old)):
         default = "Restart"
     return _ruled(view, loss) or default
 
