@@ -236,8 +236,8 @@ HOOKS = [
         "'legacy'\nnvidia-container-cli: initialization error: nvml error: driver not loaded"
     ),
     (
-        "error running hook #0: error running hook: exit status 1, stdout: , stderr: nvidia-container-"
-        "cli: mount error: stat failed: /dev/nvidia-uvm: no such file or directory"
+        "error running hook #0: error running hook: exit status 1, stdout: , stderr: nvidia-"
+        "container-cli: mount error: stat failed: /dev/nvidia-uvm: no such file or directory"
     ),
     (
         'error running createContainer hook #1: fork/exec /usr/bin/nvidia-ctk: exec: "nvidia-ctk": '

@@ -77,8 +77,10 @@ _START: Final = tuple(
         ("OOM", r"init was OOM-killed"),
         (
             "Permanent",
-            r"executable file .*not found|not a directory|chdir to cwd .*permission denied|"
-            r'exec: "[^"]*": .*(no such file|permission denied|is a directory)',
+            (
+                r"executable file .*not found|not a directory|chdir to cwd .*permission denied|"
+                r'exec: "[^"]*": .*(no such file|permission denied|is a directory)'
+            ),
         ),
     )
 )
