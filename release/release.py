@@ -154,7 +154,7 @@ def wheels(root: Path, out: Path, when: int) -> None:
 def plugin(root: Path, out: Path, when: int) -> None:
     """Write kubectl-ddp: a zip of Python's own modules only, that a shell can start."""
     source, package = root / "plugin/src", DISTRIBUTIONS["plugin"]
-    start = f"# -*- coding: utf-8 -*-\nimport {package}.__main__\n{package}.__main__.main()\n"
+    start = f"import sys\nimport {package}.__main__\nsys.exit({package}.__main__.main())\n"
     files = {
         str(path.relative_to(source)): path.read_text()
         for path in sorted((source / package).rglob("*.py"))

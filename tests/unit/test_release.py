@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,3 +161,26 @@ def test_the_plugin_has_the_same_bytes_twice(
     assert len(sums) == 1
     done = subprocess.run([tmp_path / "kubectl-ddp", "--version"], capture_output=True, check=True)
     assert done.stdout.split()[-1].decode() == release.one_version(release.versions())
+
+
+@pytest.mark.parametrize(
+    ("words", "answer", "code"),
+    [
+        (["status"], "echo '{\"items\": []}'", 0),
+        (["status"], "echo refused >&2; exit 1", 1),
+        (["status"], "kill -TERM $PPID; exec sleep 300", 143),
+        (["status", "--nope"], "", 2),
+        ([], "", 2),
+    ],
+)
+def test_the_file_that_users_get_ends_with_the_codes_of_its_docs(
+    release: ModuleType, tmp_path: Path, words: list[str], answer: str, code: int
+) -> None:
+    release.plugin(ROOT, tmp_path, 1)
+    (tmp_path / "kubectl").write_text(f"#!/bin/sh\n{answer}\n")
+    (tmp_path / "kubectl").chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [tmp_path / "kubectl-ddp", *words], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
