@@ -58,6 +58,19 @@ def test_the_page_gives_the_bounds_of_rules_too() -> None:
     assert "*1 to 2592000*" in told
 
 
+def test_every_column_is_a_field_of_its_type(root: Schema) -> None:
+    """Otherwise kubectl shows an empty column, or `<invalid>`."""
+    version = yaml.safe_load(CRD.read_text())["spec"]["versions"][0]
+    known = {path: schema.get("type") for path, schema in walk(root, "")}
+    columns = {c["name"]: c for c in version["additionalPrinterColumns"]}
+    age = columns.pop("Age")
+    assert age["jsonPath"] == ".metadata.creationTimestamp"
+    assert {name: c["type"] for name, c in columns.items()} == {
+        name: known.get(c["jsonPath"]) for name, c in columns.items()
+    }
+    assert columns["Step"]["jsonPath"] == ".status.progress.stepOfTotal"
+
+
 def test_rules_over_the_spec_read_no_text_of_unknown_length(root: Schema) -> None:
     """Kubernetes 1.30 reckons int-or-string as 3 MB each, and refuses the whole definition then."""
     rules = [rule["rule"] for rule in root["properties"]["spec"]["x-kubernetes-validations"]]

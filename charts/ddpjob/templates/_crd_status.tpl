@@ -259,6 +259,9 @@ properties:
         description: Steps at which training ends.
         type: integer
         format: int64
+      stepOfTotal:
+        description: Both in one, for example "458/100000"; the step alone where the total is unknown.
+        type: string
       loss:
         description: Mean loss of that step over all processes. Absent when it is not a finite number.
         type: number

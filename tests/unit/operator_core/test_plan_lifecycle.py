@@ -565,6 +565,7 @@ def test_progress_is_merged_and_quiet_polls_write_nothing():
     )
     world.settle()
     assert world.status["progress"]["step"] == 10
+    assert world.status["progress"]["stepOfTotal"] == "10"
     world.log.clear()
     world.wait(30)
     world.outcomes = replace(world.outcomes, progress=Progress(step=10, updated_at=world.now))
@@ -603,6 +604,7 @@ def test_the_last_words_of_replica_0_are_the_final_progress(polled: int | None):
     world.end(1, 0).end(2, 0).end(0, 0, message=report)
     assert world.status["phase"] == "Succeeded"
     assert world.status["progress"]["step"] == world.status["progress"]["totalSteps"] == 400
+    assert world.status["progress"]["stepOfTotal"] == "400/400"
     assert world.status["progress"]["snapshotStep"] == 400
 
 

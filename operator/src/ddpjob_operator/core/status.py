@@ -136,10 +136,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far training is. Steps are finished optimizer steps; loss is dimensionless.
-
-    ``file_at``: newest mtime at the progress path, of a clock that is not ours.
-    """
+    """How far training is. Steps are finished optimizer steps; loss is dimensionless."""
 
     step: int | None = None
     total_steps: int | None = None
@@ -362,9 +359,11 @@ def _restarts_to_dict(restarts: Restarts) -> dict[str, Any]:
 
 
 def _progress_to_dict(progress: Progress) -> dict[str, Any]:
+    total = f"/{progress.total_steps}" if progress.total_steps else ""
     return _present(
         {
             "step": progress.step,
+            "stepOfTotal": None if progress.step is None else f"{progress.step}{total}",
             "totalSteps": progress.total_steps,
             "loss": progress.loss,
             "samplesPerSecond": progress.samples_per_second,
