@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 
 from ddpjob_trainer import contract
 from ddpjob_trainer.telemetry import metric_names
-from kubectl_ddp import cli, gang
+from kubectl_ddp import cli, gang, text
 from kubectl_ddp.commands import events, snapshots, status
 from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import Job, Member, Told
 from kubectl_ddp.kubectl import Kubectl
+from support.cluster import ROOT
 
 NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
 
@@ -212,6 +214,59 @@ class TestStatus:
             "           line",
         ]
         assert status.head_lines(found, {}, NOW) == lines
+
+    @pytest.mark.parametrize(
+        ("phase", "more", "lines"),
+        [
+            ("Running", {}, ["Time:      5m in all", "Attempt:   2, begun 60s ago"]),
+            (
+                "Failed",
+                {"completedAt": at(30)},
+                ["Time:      4m30s in all, ended 30s ago", "Attempt:   2, took 30s"],
+            ),
+        ],
+    )
+    def test_time_of_the_job_and_of_the_attempt(
+        self, phase: str, more: dict[str, str], lines: list[str]
+    ) -> None:
+        timings = {"startedAt": at(300), "attemptStartedAt": at(60), **more}
+        found = status.head_lines(job(phase=phase, attempt=2, timings=timings), {}, NOW)
+        assert found[2:4] == lines
+
+    def test_a_long_message_is_cut_unless_all_of_it_is_wanted(self) -> None:
+        long = {
+            "type": "Stalled",
+            "status": "True",
+            "reason": "R",
+            "message": "\n".join("abcdefgh"),
+        }
+        found = job(phase="Starting", conditions=[long])
+        assert "           ..." in status.head_lines(found, {}, NOW)
+        whole = status.head_lines(found, {}, NOW, most=text.WHOLE)
+        assert "           h" in whole
+        assert "           ..." not in whole
+        told = [event("R", 1, message="\n".join("abcdefgh"))]
+        story = events.story(found, told)
+        assert "..." in events.lines(story, NOW, 80)[-1]
+        assert events.lines(story, NOW, 80, text.WHOLE)[-1].strip() == "h"
+
+    def test_for_programs_there_are_only_numbers_that_json_has(self) -> None:
+        say = Told({"step": 9, "loss": float("nan"), "phase": "body"}, 1.767e9, float("inf"))
+        members = {0: Member(pod(state={"running": {}}, uid="p"))}
+        found = status.facts(job(), members, {0: say})
+        assert found["replicas"] == [
+            {
+                "replica": 0, "pod": "d-0", "attempt": 2, "node": "n1", "state": "Running",
+                "ready": True, "step": 9, "phase": "body", "snapshotTimestampSeconds": 1.767e9,
+            },
+            {"replica": 1},
+        ]  # fmt: skip
+        assert found["job"] == job().obj
+        json.dumps(found, allow_nan=False)
+        page = (ROOT / "docs/plugin.md").read_text()
+        say = Told(dict.fromkeys(status._NUMBERS, 1) | {"phase": "p"}, 1.0, 1.0)
+        (one, _) = status.facts(job(), members, {0: say})["replicas"]
+        assert [field for field in one if f"`{field}`" not in page] == []
 
     def test_failure_is_told_once(self) -> None:
         true = {"status": "True", "reason": "DeadlineExceeded", "message": "m"}

@@ -66,9 +66,13 @@ def parser() -> argparse.ArgumentParser:
     one = add("status", "all jobs, or one with the table of its gang", status.run)
     one.add_argument("job", nargs="?", metavar="JOB", help="without it: a line for each job")
     one.add_argument("-A", "--all-namespaces", action="store_true", help="jobs of all namespaces")
+    one.add_argument("-w", "--watch", action="store_true", help="again on change, until it ends")
+    one.add_argument("-o", "--output", choices=["json"], help="the job and its pods for programs")
+    _full(one)
     _logs(add("logs", "logs of all replicas, each line with its pod", logs.run))
     one = add("events", "the story of a job and its pods: Events and failures", events.run)
     _job(one)
+    _full(one)
     one = add("stacks", "stacks of the last process that hung, from each pod", stacks.run)
     _job(one)
     _replica(one)
@@ -88,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
 def _logs(one: argparse.ArgumentParser) -> None:
     _job(one)
     _replica(one)
-    one.add_argument("-f", "--follow", action="store_true", help="go on until the pods end")
+    one.add_argument("-f", "--follow", action="store_true", help="go on until the job ends")
     one.add_argument("--tail", type=int, metavar="N", help="last lines of each (default: all)")
     one.add_argument("--since", metavar="TIME", help="only what is newer: 30s, 5m, 2h")
     one.add_argument(
@@ -108,6 +112,10 @@ def _flags() -> argparse.ArgumentParser:
 
 def _job(one: argparse.ArgumentParser) -> None:
     one.add_argument("job", metavar="JOB", help="name of the DDPJob")
+
+
+def _full(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--full", action="store_true", help="messages whole, not cut after some lines")
 
 
 def _replica(one: argparse.ArgumentParser) -> None:

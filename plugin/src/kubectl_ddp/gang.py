@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Any
 
 from kubectl_ddp import podproxy
-from kubectl_ddp.failure import Failure
+from kubectl_ddp.failure import Failure, Missing
 from kubectl_ddp.kubectl import DDPJOBS, Kubectl, Object
 from kubectl_ddp.podproxy import Page
 
@@ -52,6 +52,11 @@ class Job:
     def uid(self) -> str:
         """Of this job, and of no other of its name."""
         return str(self.obj["metadata"]["uid"])
+
+    @property
+    def version(self) -> str:
+        """Another one after each write of it."""
+        return str(self.obj["metadata"].get("resourceVersion", ""))
 
     @property
     def spec(self) -> Object:
@@ -102,6 +107,11 @@ class Member:
     def name(self) -> str:
         """Of the pod."""
         return str(self.pod["metadata"]["name"])
+
+    @property
+    def uid(self) -> str:
+        """Of this pod, and of no other of its name."""
+        return str(self.pod["metadata"].get("uid", ""))
 
     @property
     def replica(self) -> int:
@@ -200,6 +210,14 @@ class Told:
 def find_job(kubectl: Kubectl, name: str) -> Job:
     """Read one; raises Failure."""
     return Job(kubectl.get(DDPJOBS, name))
+
+
+def look_again(kubectl: Kubectl, job: Job) -> Job:
+    """Read it once more; raises Missing where it is gone, or another has its name."""
+    found = Job(kubectl.get(DDPJOBS, job.name, "-n", job.namespace))
+    if found.uid != job.uid:
+        raise Missing(f"{job.name} was deleted; the job that has its name now is another one")
+    return found
 
 
 def chosen(job: Job, replica: int | None) -> set[int]:

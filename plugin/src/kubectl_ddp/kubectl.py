@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kubectl_ddp.failure import Failure
+from kubectl_ddp.failure import Failure, Missing
 
 Object = dict[str, Any]
 
@@ -67,7 +67,7 @@ class Kubectl:
         process = self.start(*args, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         out, said = process.communicate()
         if process.returncode:
-            raise Failure(explained(said))
+            raise (Missing if _NO_JOB.search(said) else Failure)(explained(said))
         return out
 
     def get(self, *args: str) -> Object:
@@ -90,10 +90,15 @@ class Kubectl:
         """Run it with our own stdout; raises Failure."""
         with self.running(*args, stderr=subprocess.PIPE) as process:
             _, said = process.communicate()
-        if process.returncode == -signal.SIGPIPE:
-            raise BrokenPipeError  # whoever read has had enough: `| head`
-        if process.returncode:
-            raise Failure(explained(said))
+        judge(process, said)
+
+
+def judge(process: subprocess.Popen[str], said: str) -> None:
+    """Raise what a kubectl that has ended met; ``said`` is its stderr."""
+    if process.returncode == -signal.SIGPIPE:
+        raise BrokenPipeError  # whoever read has had enough: `| head`
+    if process.returncode:
+        raise Failure(explained(said))
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 
 NONE = "-"
+WHOLE = sys.maxsize  # lines of a message
 _GAP = "   "
 _WIDTH = 120  # of what is read by another program, or later
 _LEAST_LAST = 36

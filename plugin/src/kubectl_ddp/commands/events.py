@@ -11,10 +11,11 @@ from datetime import UTC, datetime, timedelta
 from kubectl_ddp import gang
 from kubectl_ddp.gang import Job, moment
 from kubectl_ddp.kubectl import Kubectl, Object
-from kubectl_ddp.text import NONE, ranges, since, width, wrapped_table
+from kubectl_ddp.text import NONE, WHOLE, ranges, since, width, wrapped_table
 
 #: The same about other replicas within this time is one line.
 _TOGETHER = timedelta(seconds=60)
+_LINES = 3  # of a message
 _POD = "<pod>"
 #: What comes first within a second: a failure, what the operator says of it, what pods do then.
 _FAILED, _TOLD, _DONE = range(3)
@@ -55,7 +56,8 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
     if not found:
         print("nothing yet, or it is older than the API server keeps Events (an hour)")
         return 0
-    print("\n".join(lines(found, datetime.now(UTC), width())))
+    most = WHOLE if options.full else _LINES
+    print("\n".join(lines(found, datetime.now(UTC), width(), most)))
     return 0
 
 
@@ -70,14 +72,14 @@ def story(job: Job, events: Iterable[Object]) -> list[Happening]:
     return sorted(_together(sorted(found, key=_when)), key=_when)
 
 
-def lines(found: Sequence[Happening], now: datetime, columns: int) -> list[str]:
+def lines(found: Sequence[Happening], now: datetime, columns: int, most: int = _LINES) -> list[str]:
     """The table."""
     head = ("AGE", "ABOUT", "ATTEMPT", "ROUND", "REASON", "MESSAGE")
     rows = [
         [_age(one, now), one.about, one.attempt, one.round, one.reason, one.message]
         for one in found
     ]
-    return wrapped_table(head, rows, columns)
+    return wrapped_table(head, rows, columns, most)
 
 
 def _of_event(job: Job, event: Object) -> Happening | None:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from typing import IO
 
-from kubectl_ddp import gang
+from kubectl_ddp import following, gang
 from kubectl_ddp.commands.status import failure_line
 from kubectl_ddp.failure import Failure
-from kubectl_ddp.gang import LABEL_REPLICA, LABEL_UID, Job, Member
-from kubectl_ddp.kubectl import Kubectl
-from kubectl_ddp.text import clean
+from kubectl_ddp.gang import FINAL, LABEL_ATTEMPT, LABEL_REPLICA, LABEL_UID, Job, Member
+from kubectl_ddp.kubectl import Kubectl, judge
+from kubectl_ddp.text import clean, ranges
+
+#: Looks after which a stream that ended before its container has broken off: kubelets tell late.
+_BROKEN = 5
 
 
 def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
@@ -22,6 +29,8 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
     if options.failed:
         return _failed(kubectl, job, members, _how_much(options))
     wanted = gang.chosen(job, options.replica)
+    if options.follow and job.phase not in FINAL:
+        return _follow(kubectl, job, wanted, _how_much(options))
     chosen = {n: one for n, one in members.items() if n in wanted}
     started = {n: one for n, one in chosen.items() if one.started}
     for n, one in sorted(chosen.items()):
@@ -31,22 +40,95 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
         raise Failure(
             f"{job.name} has no pod with a log: `kubectl ddp events {job.name}` says what happened"
         )
+    # Of a job that has ended, what still ends is followed.
     words = [*_how_much(options), *(["-f"] if options.follow else [])]
-    selector = f"{LABEL_UID}={job.uid}"
-    if len(started) < len(members):
-        selector += f",{LABEL_REPLICA} in ({','.join(map(str, sorted(started)))})"
-    container = next(iter(started.values())).container
-    words += ["-l", selector, "-c", container, "--prefix", "--ignore-errors"]
-    # kubectl would show the last ten lines of each, and follow five pods at most.
-    words += ["--tail=-1"] if options.tail is None else []
-    words += [f"--max-log-requests={max(5, len(started))}"]
-    kubectl.show("logs", "-n", job.namespace, *words)
+    some = f",{_of(started)}" if len(started) < len(members) else ""
+    kubectl.show(*_words(job, started, some), *words)
     return 0
 
 
+def _words(job: Job, started: Mapping[int, Member], selected: str) -> list[str]:
+    """Arguments of kubectl for the logs of these pods."""
+    container = next(iter(started.values())).container
+    words = ["-n", job.namespace, "-l", f"{LABEL_UID}={job.uid}{selected}", "-c", container]
+    # kubectl would follow five pods at most.
+    most = f"--max-log-requests={max(5, len(started))}"
+    return ["logs", *words, "--prefix", "--ignore-errors", most]
+
+
+def _of(members: Mapping[int, Member]) -> str:
+    return f"{LABEL_REPLICA} in ({','.join(map(str, sorted(members)))})"
+
+
 def _how_much(options: argparse.Namespace) -> list[str]:
-    words = [f"--tail={options.tail}"] if options.tail is not None else []
+    # kubectl would show the last ten lines of each.
+    words = [f"--tail={-1 if options.tail is None else options.tail}"]
     return [*words, *([f"--since={options.since}"] if options.since else [])]
+
+
+def _follow(kubectl: Kubectl, job: Job, wanted: set[int], how_much: list[str]) -> int:
+    """Show the logs of each attempt's pods as they come, until the job ends; raises Failure."""
+    attempt, version, told, broken = 0, "", "", 0
+    with contextlib.ExitStack() as stack:
+        streams = _Streams(kubectl, stack)
+        for look in following.looks(kubectl, job):
+            alive = streams.alive()
+            if alive and look.version == version and wanted <= streams.followed.keys():
+                continue
+            version = look.version
+            members = gang.find_members(kubectl, look)
+            members = {n: one for n, one in members.items() if n in wanted}
+            fresh = {
+                n: one
+                for n, one in members.items()
+                if one.started and streams.followed.get(n) != one.uid
+            }
+            newest = max((one.attempt for one in fresh.values()), default=attempt)
+            if attempt and newest > attempt:
+                whose = f"replica{'s' * (len(fresh) > 1)} {ranges(fresh)}"
+                print(f"attempt {newest}: new pods, whose logs follow: {whose}", file=sys.stderr)
+                how_much = ["--tail=-1"]
+            attempt = newest
+            if fresh:
+                streams.begin(look, fresh, how_much)
+            elif look.phase in FINAL and not alive:
+                return 0
+            elif look.phase != told and (not attempt or look.phase == "Suspended"):
+                state = look.phase or "not seen yet"
+                print(f"{look.name} is {state}: logs follow when pods start", file=sys.stderr)
+                told = look.phase
+            still = [one for n, one in members.items() if one.running and n in streams.followed]
+            broken = broken + 1 if still and not fresh and not alive else 0
+            if broken >= _BROKEN:
+                raise Failure("the stream of logs has broken off: run it again with --since 1m")
+    return 0
+
+
+class _Streams:
+    """Several kubectl, each of which follows the pods that have started at about one time."""
+
+    def __init__(self, kubectl: Kubectl, stack: contextlib.ExitStack) -> None:
+        self._kubectl, self._stack = kubectl, stack
+        self._open: list[tuple[subprocess.Popen[str], IO[str]]] = []
+        self.followed: dict[int, str] = {}  # replicas, and the uids of their pods
+
+    def begin(self, job: Job, fresh: Mapping[int, Member], how_much: list[str]) -> None:
+        """Follow these pods."""
+        attempt = max(one.attempt for one in fresh.values())
+        words = _words(job, fresh, f",{LABEL_ATTEMPT}={attempt},{_of(fresh)}")
+        said = self._stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8"))  # noqa: SIM115
+        process = self._kubectl.running(*words, *how_much, "-f", stderr=said)
+        self._open.append((self._stack.enter_context(process), said))
+        self.followed |= {n: one.uid for n, one in fresh.items()}
+
+    def alive(self) -> bool:
+        """Whether one still follows; raises what one met that has ended."""
+        for process, said in self._open:
+            if process.poll() is not None:
+                said.seek(0)
+                judge(process, said.read())
+        self._open = [(process, said) for process, said in self._open if process.poll() is None]
+        return bool(self._open)
 
 
 def _failed(kubectl: Kubectl, job: Job, members: Mapping[int, Member], how_much: list[str]) -> int:

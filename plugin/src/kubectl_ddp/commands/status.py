@@ -3,33 +3,58 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from kubectl_ddp import gang
+from kubectl_ddp import following, gang
 from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import FINAL, Job, Member, Told, moment
 from kubectl_ddp.kubectl import DDPJOBS, Kubectl, Object
-from kubectl_ddp.text import NONE, clean, duration, since, table, width, wrapped
+from kubectl_ddp.text import NONE, WHOLE, clean, duration, since, table, width, wrapped
 
 _INDENT = 11
 _LINES = 4  # of a message
+_FAILED = 3  # exit code of --watch
+_NUMBERS = ("round", "step", "totalSteps", "loss", "samplesPerSecond", "snapshotStep")
 
 
 def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
     """Print it; raises Failure."""
     if options.job and options.all_namespaces:
         raise Failure(f"-A lists all jobs: leave it out, and say -n NAMESPACE for {options.job}")
-    if options.job:
-        lines, refusal = _one(kubectl, options.job)
-    else:
-        lines, refusal = _all(kubectl, everywhere=options.all_namespaces)
-    print("\n".join(lines))
+    if not options.job and (options.watch or options.output):
+        raise Failure("-w and -o are about one job: name it, or use `kubectl get ddpjobs`")
+    if not options.job:
+        _print(*_all(kubectl, everywhere=options.all_namespaces))
+        return 0
+    job = gang.find_job(kubectl, options.job)
+    if not options.watch:
+        _print(*_one(kubectl, job, options))
+        return 0
+    return _watch(kubectl, job, options)
+
+
+def _print(lines: Sequence[str], refusal: str) -> None:
+    print("\n".join(lines), flush=True)
     if refusal:
         print(f"no steps and no snapshots of pods: {clean(refusal)}", file=sys.stderr)
+
+
+def _watch(kubectl: Kubectl, job: Job, options: argparse.Namespace) -> int:
+    """Print it after each change; return how it ended."""
+    version = None
+    for look in following.looks(kubectl, job):
+        if look.version != version:
+            if version is not None and not options.output:
+                print(f"\n--- {datetime.now(UTC):%H:%M:%S} UTC")
+            _print(*_one(kubectl, look, options))
+            version = look.version
+        if look.phase in FINAL:
+            return 0 if look.phase == "Succeeded" else _FAILED
     return 0
 
 
@@ -52,15 +77,38 @@ def _all(kubectl: Kubectl, *, everywhere: bool) -> tuple[list[str], str]:
     return table(head, rows), refusal
 
 
-def _one(kubectl: Kubectl, name: str) -> tuple[list[str], str]:
-    job = gang.find_job(kubectl, name)
+def _one(kubectl: Kubectl, job: Job, options: argparse.Namespace) -> tuple[list[str], str]:
     members = gang.find_members(kubectl, job)
     alive = [(job, n, member) for n, member in sorted(members.items()) if member.running]
     by_pod, refusal = gang.ask(kubectl, alive, "state", "metrics")
     told = {replica: answer for (_, _, replica), answer in by_pod.items()}
     now = datetime.now(UTC)
-    lines = [*head_lines(job, told, now, width()), "", *gang_table(job, members, told, now)]
-    return lines, refusal
+    if options.output:
+        try:  # of a watch each line is one look, as `jq` reads them
+            text = json.dumps(facts(job, members, told), indent=None if options.watch else 2)
+        except RecursionError:
+            raise Failure(f"{job.name} is nested too deep to be written as JSON") from None
+        return [text], refusal
+    most = WHOLE if options.full else _LINES
+    head = head_lines(job, told, now, width(), most)
+    return [*head, "", *gang_table(job, members, told, now)], refusal
+
+
+def facts(job: Job, members: Mapping[int, Member], told: Mapping[int, Told]) -> Object:
+    """What the tables are made of, for programs; docs/plugin.md has each field."""
+    replicas = []
+    for n in range(job.replicas):
+        one: Object = {"replica": n}
+        if member := members.get(n):
+            one |= {"pod": member.name, "attempt": member.attempt, "node": member.node}
+            one |= {"state": member.state, "ready": member.ready}
+        say = told.get(n, Told())
+        one |= {name: say.number(name) for name in _NUMBERS}
+        rest = Told({"rate": say.rate, "at": say.snapshot_at})  # finite: JSON has no infinity
+        one |= {"phase": say.text("phase"), "stepsPerSecond": rest.number("rate")}
+        one |= {"snapshotTimestampSeconds": rest.number("at")}
+        replicas.append({key: value for key, value in one.items() if value not in (None, "")})
+    return {"job": job.obj, "replicas": replicas}
 
 
 def job_row(job: Job, told: Told, now: float) -> list[str]:
@@ -78,7 +126,9 @@ def job_row(job: Job, told: Told, now: float) -> list[str]:
     ]
 
 
-def head_lines(job: Job, told: Mapping[int, Told], now: datetime, columns: int = 120) -> list[str]:
+def head_lines(
+    job: Job, told: Mapping[int, Told], now: datetime, columns: int = 120, most: int = _LINES
+) -> list[str]:
     """What is true of the gang as a whole."""
     status, first = job.status, told.get(0, Told())
     lines = [("Job", f"{job.namespace}/{job.name}"), ("Phase", job.phase or "not seen yet")]
@@ -92,9 +142,14 @@ def head_lines(job: Job, told: Mapping[int, Told], now: datetime, columns: int =
         if one["status"] == "True" and one["type"] in worth
     ]
     timings = status.get("timings") or {}
+    ended = moment(timings.get("completedAt"))
+    if started := moment(timings.get("startedAt")):
+        took = f"{since(started, ended or now)} in all"
+        lines.append(("Time", f"{took}, ended {since(ended, now)} ago" if ended else took))
     if attempt := status.get("attempt"):
-        began = since(moment(timings.get("attemptStartedAt")), now)
-        lines.append(("Attempt", f"{attempt}, begun {began} ago"))
+        began = moment(timings.get("attemptStartedAt"))
+        told_of = f"took {since(began, ended)}" if ended else f"begun {since(began, now)} ago"
+        lines.append(("Attempt", f"{attempt}, {told_of}"))
     lines.append(("Restarts", _budget(status.get("restarts") or {}, job.spec)))
     # The trainer's own words are newer than those that the operator has taken over.
     progress = {**(status.get("progress") or {}), **first.state}
@@ -106,7 +161,7 @@ def head_lines(job: Job, told: Mapping[int, Told], now: datetime, columns: int =
         lines.append(("Failure", failure_line(last, now)))
     shown = []
     for title, text in lines:
-        parts = wrapped(text, columns - _INDENT, _LINES) or [NONE]
+        parts = wrapped(text, columns - _INDENT, most) or [NONE]
         shown.append(f"{title + ':':<{_INDENT}}{parts[0]}")
         shown += [" " * _INDENT + part for part in parts[1:]]
     return shown

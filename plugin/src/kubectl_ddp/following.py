@@ -1,0 +1,42 @@
+"""A job looked at again and again until it ends: for `status -w` and `logs -f`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+from kubectl_ddp import gang
+from kubectl_ddp.failure import Failure, Missing
+from kubectl_ddp.gang import Job
+from kubectl_ddp.kubectl import Kubectl
+from kubectl_ddp.text import clean
+
+_PAUSE = 2.0  # seconds between two looks
+#: An API server that is replaced is back in seconds; a login that has expired is not.
+_GIVE_UP = 300.0
+
+
+def looks(kubectl: Kubectl, job: Job) -> Iterator[Job]:
+    """The job, and what each later look shows, without end; raises Failure."""
+    while True:
+        yield job
+        time.sleep(_PAUSE)
+        job = _look(kubectl, job)
+
+
+def _look(kubectl: Kubectl, job: Job) -> Job:
+    """Look until the API server answers, and tell once why it does not."""
+    give_up, told = time.monotonic() + _GIVE_UP, False
+    while True:
+        try:
+            return gang.look_again(kubectl, job)
+        except Missing:
+            raise
+        except Failure as failure:
+            if time.monotonic() > give_up:
+                raise
+            if not told:
+                print(f"kubectl-ddp: {clean(str(failure))}: trying on", file=sys.stderr)
+            told = True
+        time.sleep(_PAUSE)

@@ -1,0 +1,202 @@
+"""`kubectl ddp status -w` and `logs -f`: a job that is looked at until it ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kubectl_ddp import cli, following, podproxy
+from kubectl_ddp.commands import logs
+from kubectl_ddp.failure import Failure, Missing
+from kubectl_ddp.gang import LABEL_ATTEMPT, LABEL_REPLICA
+from kubectl_ddp.kubectl import Kubectl
+
+Look = tuple[Any, list[dict[str, Any]]]
+Play = Callable[[str, list[Look]], int]
+
+
+def job(phase: str, version: int = 1, uid: str = "u") -> dict[str, Any]:
+    return {
+        "metadata": {"name": "j", "namespace": "n", "uid": uid, "resourceVersion": str(version)},
+        "spec": {
+            "replicas": 2,
+            "metrics": {"port": 9400},
+            "restart": {"maxRestarts": 3, "maxDisruptions": 100},
+        },
+        "status": {"phase": phase},
+    }
+
+
+def pod(replica: int, attempt: int, state: str = "running") -> dict[str, Any]:
+    return {
+        "metadata": {
+            "name": f"j-{replica}",
+            "uid": f"{attempt}-{replica}",
+            "labels": {LABEL_REPLICA: str(replica), LABEL_ATTEMPT: str(attempt)},
+            "ownerReferences": [{"controller": True, "uid": "u"}],
+        },
+        "spec": {"containers": [{"name": "t"}]},
+        "status": {"containerStatuses": [{"name": "t", "state": {state: {}}}]},
+    }
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+    """Return a function: a command and what the API server has at each look -> exit code."""
+    monkeypatch.setattr(following, "_PAUSE", 0.0)
+    monkeypatch.setattr(podproxy, "read", lambda *_: podproxy.Answers({}))
+
+    def run(command: str, looks: list[Look]) -> int:
+        left, pods = list(looks), [looks[0][1]]
+
+        def read(_: Kubectl, *words: str) -> str:
+            if words[1] == "pods":
+                return json.dumps({"items": pods[0]})
+            assert left, "it goes on after the end"
+            found, pods[0] = left.pop(0)
+            if isinstance(found, Failure):
+                raise found
+            return json.dumps(found)
+
+        monkeypatch.setattr(Kubectl, "read", read)
+        code = cli.run(command.split())
+        assert not left, "it ended early"
+        return code
+
+    return run
+
+
+@pytest.mark.parametrize(("phase", "code"), [("Succeeded", 0), ("Failed", 3)])
+def test_status_is_printed_again_on_change_and_tells_how_the_job_ended(
+    play: Play, capsys: pytest.CaptureFixture[str], phase: str, code: int
+) -> None:
+    looks = [("Starting", 1), ("Starting", 1), ("Running", 2), (phase, 3)]
+    assert play("status -w j", [(job(*look), []) for look in looks]) == code
+    shown = [line.split()[1] for line in capsys.readouterr().out.splitlines() if "Phase:" in line]
+    assert shown == ["Starting", "Running", phase]
+
+
+def test_each_look_is_one_line_of_json(play: Play, capsys: pytest.CaptureFixture[str]) -> None:
+    looks: list[Look] = [(job("Running", 1), [pod(1, 1)]), (job("Succeeded", 2), [])]
+    assert play("status j -w -o json", looks) == 0
+    first, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [one.get("pod") for one in first["replicas"]] == [None, "j-1"]
+    assert last["job"]["status"]["phase"] == "Succeeded"
+
+
+@pytest.mark.parametrize("command", ["status -w", "status -o json"])
+def test_what_is_about_one_job_wants_its_name(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(command.split()) == 1
+    assert "are about one job: name it" in capsys.readouterr().err
+
+
+def test_an_api_server_that_is_away_ends_no_watch(
+    play: Play, capsys: pytest.CaptureFixture[str]
+) -> None:
+    away = (Failure("refused"), [])
+    assert play("status -w j", [(job("Running"), []), away, away, (job("Succeeded", 2), [])]) == 0
+    assert capsys.readouterr().err == "kubectl-ddp: refused: trying on\n"
+
+
+@pytest.mark.parametrize(
+    ("now", "says"),
+    [(Missing('no DDPJob "j" here'), 'no DDPJob "j"'), (job("Running", 2, "v"), "is another one")],
+)
+def test_a_job_that_is_gone_ends_it(
+    play: Play, capsys: pytest.CaptureFixture[str], now: Any, says: str
+) -> None:
+    assert play("status -w j", [(job("Running"), []), (now, [])]) == 1
+    assert says in capsys.readouterr().err
+
+
+def test_kubectl_tells_a_job_that_is_missing_from_an_api_server_that_is_away(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    says = 'Error from server (NotFound): ddpjobs.ddpjob.dev "j" not found'
+    (tmp_path / "kubectl").write_text(f"#!/bin/sh\necho '{says}' >&2; exit 1\n")
+    (tmp_path / "kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    with pytest.raises(Missing):
+        Kubectl().read("get")
+
+
+@pytest.fixture
+def followed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, bool]]:
+    """Replicas, attempt and whether all of the log is wanted, of each stream that began."""
+    begun: list[tuple[str, str, bool]] = []
+
+    def begin(self: logs._Streams, _: Any, fresh: Any, how_much: list[str]) -> None:
+        attempts = {str(one.attempt) for one in fresh.values()}
+        begun.append((",".join(map(str, fresh)), ",".join(attempts), how_much == ["--tail=-1"]))
+        self.followed |= {n: one.uid for n, one in fresh.items()}
+
+    monkeypatch.setattr(logs._Streams, "begin", begin)
+    return begun
+
+
+def test_logs_are_followed_from_one_attempt_to_the_next_until_the_job_ends(
+    play: Play, followed: list[tuple[str, str, bool]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks: list[Look] = [
+        (job("Starting", 1), [pod(0, 1), pod(1, 1, "waiting")]),
+        (job("Running", 2), [pod(0, 1), pod(1, 1)]),
+        (job("Restarting", 3), []),
+        (job("Running", 4), [pod(0, 2), pod(1, 2)]),
+        (job("Succeeded", 5), [pod(0, 2, "terminated")]),
+    ]
+    assert play("logs -f j --tail 5", looks) == 0
+    assert followed == [("0", "1", False), ("1", "1", False), ("0,1", "2", True)]
+    told = "attempt 2: new pods, whose logs follow: replicas 0-1\n"
+    assert capsys.readouterr().err == told
+
+
+def test_before_any_pod_starts_it_waits_and_says_so_once(
+    play: Play, followed: list[tuple[str, str, bool]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks: list[Look] = [
+        (job("Starting", 1), []),
+        (job("Starting", 2), [pod(0, 1, "waiting")]),
+        (job("Running", 3), [pod(0, 1), pod(1, 1)]),
+        (job("Failed", 4), []),
+    ]
+    assert play("logs -f j --replica 1", looks) == 0
+    assert followed == [("1", "1", True)]
+    assert capsys.readouterr().err == "j is Starting: logs follow when pods start\n"
+
+
+def test_a_stream_that_breaks_off_is_no_end(
+    play: Play, followed: list[tuple[str, str, bool]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = (job("Running"), [pod(0, 1), pod(1, 1)])
+    assert play("logs -f j", [runs] * (logs._BROKEN + 1)) == 1
+    assert "has broken off: run it again with --since" in capsys.readouterr().err
+
+
+def test_kubectl_is_asked_for_pods_of_one_attempt_and_its_failure_is_told(
+    play: Play, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = 'echo "$@" > "$HERE/said"; echo "bad --since" >&2; exit 1'
+    (tmp_path / "kubectl").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setenv("HERE", str(tmp_path))
+
+    def until_it_ends(self: logs._Streams) -> bool:
+        for process, _ in self._open:
+            process.wait()
+        return alive(self)
+
+    alive = logs._Streams.alive
+    monkeypatch.setattr(logs._Streams, "alive", until_it_ends)
+    runs = (job("Running"), [pod(0, 3), pod(1, 3)])
+    assert play("logs -f j --since abc", [runs, runs]) == 1
+    assert "bad --since" in capsys.readouterr().err
+    said = (tmp_path / "said").read_text()
+    assert "ddpjob.dev/attempt=3,ddpjob.dev/replica in (0,1)" in said
+    assert said.split()[-3:] == ["--tail=-1", "--since=abc", "-f"]
