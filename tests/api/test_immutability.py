@@ -159,7 +159,7 @@ def test_status_is_written_apart(plane: Cluster, stored: dict[str, Any]) -> None
         "attempt": 2,
         "restarts": {"total": 1, "charged": 1, "inPlace": 4},
         "restarted": "1+4",
-        "progress": {"step": 120, "loss": 0.25},
+        "progress": {"step": 120, "stepOfTotal": "120/400", "loss": 0.25},
         "lastFailure": {"reason": "OOMKilled", "node": "node7", "class": "OOM"},
     }
     assert replace(plane, {**stored, "status": status}) == ""
@@ -174,7 +174,7 @@ def test_status_is_written_apart(plane: Cluster, stored: dict[str, Any]) -> None
         "LAST-FAILURE", "NODE", "AGE",
     ]  # fmt: skip
     assert row.split()[1:10] == [
-        "Running", "Unschedulable", "2/3", "1+4", "120", "0.25", "2", "OOMKilled", "node7",
+        "Running", "Unschedulable", "2/3", "1+4", "120/400", "0.25", "2", "OOMKilled", "node7",
     ]  # fmt: skip
     refused = plane.kubectl(*patch, "-p", json.dumps({"status": {"phase": "Odd"}}))
     assert "status.phase" in refused.stderr

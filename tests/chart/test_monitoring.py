@@ -141,6 +141,13 @@ def test_rules_and_dashboard_come_whole(template: Template) -> None:
     on = template("--set", "metrics.prometheusRule.enabled=true,metrics.dashboard.enabled=true")
     rule = on["PrometheusRule/ddpjob-operator"]["spec"]
     assert rule == yaml.safe_load((FILES / "alerts.yaml").read_text())
+    page = "https://docs.example/ddpjob/runbooks.md"
+    linked = template(
+        "--set", f"metrics.prometheusRule.enabled=true,metrics.prometheusRule.runbookUrl={page}"
+    )["PrometheusRule/ddpjob-operator"]["spec"]
+    for one in (alert for group in linked["groups"] for alert in group["rules"]):
+        assert one["annotations"]["runbook_url"] == f"{page}#{one['alert'].lower()}"
+        assert "runbook" not in one["annotations"]
     board = on["ConfigMap/ddpjob-operator-dashboard"]
     assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
     text = (FILES / "dashboard.json").read_text()

@@ -73,12 +73,37 @@ def test_labels_and_accounts_may_be_nothing(template: Template) -> None:
         ("serviceAccount.name=Mine", "/serviceAccount/name"),
         ("leaseName=a..b", "/leaseName"),
         ("image.repository=null", "repository"),
+        ("resources.limits.memory=5Gib", "/resources/limits/memory"),
+        ("resources.requests.cpu=one", "/resources/requests/cpu"),
+        ("resources.limits.memory=5 Gi", "/resources/limits/memory"),
+        ("metrics.prometheusRule.runbookUrl=docs/runbooks.md", "/prometheusRule/runbookUrl"),
     ],
 )
 def test_values_schema_refuses(helm: Helm, values: str, names: str) -> None:
     done = helm("template", str(CHART), "--set", values)
     assert done.returncode != 0
     assert names in done.stderr
+
+
+@pytest.mark.parametrize("quantity", ["1", "0.5", "500m", "5Gi", "1e3", "1E", "100M", "1.5Gi"])
+def test_quantities_of_kubernetes_are_taken(template: Template, quantity: str) -> None:
+    for how in ("--set", "--set-string"):
+        made = template(how, f"resources.limits.memory={quantity}")["Deployment/ddpjob-operator"]
+        (container,) = made["spec"]["template"]["spec"]["containers"]
+        assert str(container["resources"]["limits"]["memory"]) in (quantity, "1000")
+
+
+@pytest.mark.parametrize("values", ["crds.enabled=true", "crds.enabled=false,leaseName=mine"])
+def test_only_who_brings_the_definition_is_told_how_to_delete_it(helm: Helm, values: str) -> None:
+    """It is that of every team: a release beside the first has no business with it."""
+    where = ("second", str(CHART), "-n", "ops", "--dry-run=client")
+    done = helm("install", *where, "--set", values)
+    assert done.returncode == 0, done.stderr
+    notes = done.stdout.partition("NOTES:")[2]
+    owns = "crds.enabled=true" in values
+    assert ("kubectl delete crd" in notes) == owns
+    assert ("every DDPJob of every" in notes) == owns
+    assert f"-n ops delete lease {'second-operator' if owns else 'mine'}" in notes
 
 
 def test_values_are_described(helm: Helm) -> None:
