@@ -162,6 +162,16 @@ def test_what_reaches_beyond_the_pod_is_refused(
     assert says in refused(plane, changed(ddpjob(), path, value))
 
 
+def test_all_that_is_refused_is_told_at_once(plane: Cluster) -> None:
+    """One at a time costs a round of `kubectl apply` each."""
+    body = changed(ddpjob(), f"{POD}.hostPID", True)
+    body = changed(body, f"{POD}.volumes", [{"name": "v", **HOST}])
+    says = refused(plane, changed(body, f"{POD}.serviceAccountName", "admin"))
+    for one in ("volumes: hostPath", "hostPID and hostIPC", "admin is not allowed here"):
+        assert says.count(one) == 1
+    assert "privileged" not in says
+
+
 @pytest.mark.parametrize("empty", ["", None])
 def test_an_empty_name_hides_no_account(plane: Cluster, empty: str | None) -> None:
     """Kubernetes takes the deprecated field then. What a chart leaves empty is null."""

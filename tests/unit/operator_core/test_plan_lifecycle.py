@@ -447,7 +447,8 @@ def test_another_refusal_is_shown_and_tried_again():
     world = World()
     world.refuse = lambda _: refusal(world, 403, "violates PodSecurity")
     world.settle()
-    assert world.condition("Stalled")["message"] == "violates PodSecurity"
+    told = world.condition("Stalled")["message"]
+    assert told.startswith("refused by the namespace's Pod Security level: violates PodSecurity; ")
     world.refuse = lambda _: None
     assert len(world.wait(3).pods) == 3
 

@@ -11,6 +11,7 @@ import pytest
 
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import standing
+from ddpjob_operator.core.policy import report
 from support.world import World, job_object
 
 DAY = 24 * 3600
@@ -229,3 +230,57 @@ def test_a_pod_of_ours_that_ends_slowly_is_no_reason_to_taint_its_node():
     assert (told["reason"], "taint" in told["message"]) == ("WaitingForDeletion", False)
     told = live(world, 10).condition("Stalled")
     assert "kubectl taint node node" in told["message"]
+
+
+@pytest.mark.parametrize(
+    ("message", "who", "cure"),
+    [
+        (DENIED, "the namespace's Pod Security level", "set in the template"),
+        (
+            'pods "job-0" is forbidden: exceeded quota: q, requested: pods=1, used: pods=1',
+            "a ResourceQuota", "tried again by itself",
+        ),
+        (
+            'pods "job-0" is forbidden: error looking up service account t/a: not found',
+            "the API server", "create that ServiceAccount",
+        ),
+        (
+            'pods is forbidden: User "system:serviceaccount:o:o" cannot create resource "pods" in ""',
+            "the operator's own account", "`namespaces`",
+        ),
+        (
+            'pods "job-0" is forbidden: maximum memory usage per Container is 1Gi, but it is 2Gi',
+            "a LimitRange", "requests and limits",
+        ),
+        (
+            'admission webhook "w.example" denied the request: no', "a webhook", "those who run it",
+        ),
+        (
+            "pods \"job-0\" is forbidden: ValidatingAdmissionPolicy 'p' denied request",
+            "an admission policy", "mend what it names",
+        ),
+    ],
+)  # fmt: skip
+def test_a_refusal_says_who_refused_and_what_helps(message: str, who: str, cure: str):
+    told = report.told(act.Refusal(1, 403, "Forbidden", message, World().now))
+    first, _, last = told.partition(message)
+    assert first.startswith("refused by ")
+    assert who in first
+    assert cure in last
+
+
+def test_other_words_are_told_as_they_are():
+    assert report.told(act.Refusal(1, 500, "InternalError", "etcd: no", World().now)) == "etcd: no"
+
+
+@pytest.mark.parametrize(
+    ("replicas", "begins", "runs"),
+    [
+        (1, "creating 1 pod, attempt 1", "the only replica of attempt 1 runs"),
+        (2, "creating 2 pods, attempt 1", "all 2 replicas of attempt 1 run"),
+    ],
+)
+def test_one_is_told_in_the_singular(replicas: int, begins: str, runs: str):
+    world = World(job_object(replicas=replicas)).settle().run()
+    told = [event.message for event in world.events]
+    assert {begins, runs} <= set(told)

@@ -48,6 +48,7 @@ from ddpjob_operator.core.policy import (
     turn,
     upkeep,
 )
+from ddpjob_operator.core.ranges import counted
 from ddpjob_operator.core.status import Status
 from ddpjob_operator.core.view import Change, View, look
 
@@ -141,7 +142,7 @@ def _start(view: View, change: Change) -> Change:
         restarts=replace(change.status.restarts, consecutive=0, released=0),
     )
     change = avoid.nothing(change, "the job was suspended and resumed")
-    message = f"creating {view.spec.replicas} pods, attempt {change.status.attempt}"
+    message = f"creating {counted(view.spec.replicas, 'pod')}, attempt {change.status.attempt}"
     change = change.condition("Suspended", False, reason, "", view.now)
     # What was refused before may be mended now.
     change = change.condition("Invalid", False, "Valid", "", view.now)

@@ -17,6 +17,11 @@ def format_ranges(replicas: frozenset[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
+def counted(number: int, word: str) -> str:
+    """1, "pod" -> "1 pod"; 3, "pod" -> "3 pods"."""
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
 def parse_ranges(text: object) -> frozenset[int]:
     """The inverse of format_ranges; the empty set if it does not parse or is absurdly wide."""
     found: set[int] = set()

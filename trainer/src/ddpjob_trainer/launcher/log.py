@@ -44,7 +44,8 @@ class _Sink:
                 self._dropped += data.count(b"\n") or 1
                 return
             if self._dropped:
-                words = f"launcher: {self._dropped} lines were dropped: nobody read the log\n"
+                lines = "1 line was" if self._dropped == 1 else f"{self._dropped} lines were"
+                words = f"launcher: {lines} dropped: nobody read the log\n"
                 self._dropped = 0
                 data = words.encode() + data
             self._queue.append((fd, data))

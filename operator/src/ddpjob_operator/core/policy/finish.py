@@ -35,8 +35,9 @@ def succeed(view: View, change: Change) -> Change:
     started = view.status.timings.started_at or view.now
     took = (view.now - started).total_seconds()
     restarts = change.status.restarts
+    every = f"all {view.spec.replicas} replicas" if view.spec.replicas > 1 else "the only replica"
     message = (
-        f"all {view.spec.replicas} replicas of attempt {view.status.attempt} succeeded "
+        f"{every} of attempt {view.status.attempt} succeeded "
         f"after {took:.0f} s; restarts: {restarts.total}, in place: {restarts.in_place}"
     )
     change = _end(view, change, "Succeeded")

@@ -27,6 +27,32 @@ SCHEDULING_PATIENCE = timedelta(seconds=5)
 LINGERING = timedelta(minutes=10)
 #: Characters of a list of replicas.
 _LISTED: Final = 400
+#: Words of a refusal, who says them, and the cure.
+_REFUSERS: Final = (
+    (
+        "violates PodSecurity",
+        "the namespace's Pod Security level",
+        "set in the template what it names, or ask for another level of the namespace",
+    ),
+    (
+        "exceeded quota",
+        "a ResourceQuota of the namespace",
+        "it is tried again by itself: kubectl describe quota tells who holds how much",
+    ),
+    (
+        "error looking up service account",
+        "the API server",
+        "create that ServiceAccount, or mend serviceAccountName in the template",
+    ),
+    (
+        " cannot create resource ",
+        "the rights of the operator's own account",
+        "the operator's chart gives them in the namespaces that its value `namespaces` lists",
+    ),
+    (" usage per ", "a LimitRange of the namespace", "mend requests and limits by it"),
+    ("ValidatingAdmissionPolicy", "an admission policy of the cluster", "mend what it names"),
+    ("admission webhook", "a webhook of the cluster", "ask those who run it"),
+)
 #: The only phase of which each of these conditions is true.
 _PHASE_OF: Final = {
     "Running": "Running",
@@ -239,7 +265,15 @@ def refused(view: View, refusal: Refusal) -> tuple[str, str]:
         return "NameConflict", what
     # A reason that is no word, as of a proxy's error page, would make the status invalid.
     word = refusal.reason.isascii() and refusal.reason.isalnum() and refusal.reason[0].isalpha()
-    return (refusal.reason if word else "CreationFailed"), refusal.message
+    return (refusal.reason if word else "CreationFailed"), told(refusal)
+
+
+def told(refusal: Refusal) -> str:
+    """The API server's words, with who refused and what helps where these words tell it."""
+    for words, who, cure in _REFUSERS:
+        if words in refusal.message:
+            return f"refused by {who}: {refusal.message}; {cure}"
+    return refusal.message
 
 
 def _replicas(view: View) -> Replicas:

@@ -67,7 +67,7 @@ def advance(view: View, change: Change) -> Change:
         never = "" if full is network else quota.too_small(full, _wanted(view))
         if never:
             return release(view, change, quota.TOO_SMALL, f"{never}; {full.message}")
-        return release(view, change, "QuotaExceeded", full.message)
+        return release(view, change, "QuotaExceeded", report.told(full))
     if all_running(view):
         return _run(view, change)
     lost = fence.nowhere(view)
@@ -120,7 +120,9 @@ def _run(view: View, change: Change) -> Change:
             ),
         ),
     )
-    message = f"all {view.spec.replicas} replicas of attempt {view.status.attempt} run"
+    every = f"all {view.spec.replicas} replicas" if view.spec.replicas > 1 else "the only replica"
+    runs = "run" if view.spec.replicas > 1 else "runs"
+    message = f"{every} of attempt {view.status.attempt} {runs}"
     stalled = view.status.condition("Stalled")
     if stalled and stalled.reason != repeat.CRASH_LOOPING:  # which is not over by running again
         change = change.condition("Stalled", False, "Running", "", view.now)
