@@ -245,7 +245,7 @@ def test_a_pod_of_ours_that_ends_slowly_is_no_reason_to_taint_its_node():
             "the API server", "create that ServiceAccount",
         ),
         (
-            'pods is forbidden: User "system:serviceaccount:o:o" cannot create resource "pods" in t',
+            'pods is forbidden: User "system:serviceaccount:o" cannot create resource "pods" in t',
             "the operator's own account", "`namespaces`",
         ),
         (
