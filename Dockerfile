@@ -55,7 +55,8 @@ RUN --mount=type=secret,id=index --mount=type=secret,id=ca \
     sh /opt/requirements/install.sh trainer.txt
 COPY --from=trainer-code /opt/ddpjob /opt/ddpjob
 COPY examples /workspace/examples
-RUN chmod -R a+rX /workspace
+# A script that starts there may write beside itself.
+RUN chmod -R a+rX /workspace && chown 1000:1000 /workspace
 # The driver's compute libraries, where a runtime injects them; which GPUs, the cluster decides.
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
 LABEL org.opencontainers.image.title="ddpjob trainer" \

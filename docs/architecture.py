@@ -28,7 +28,9 @@ GROUND = {
     "imports",
     "init",
     "options",
+    "stock",
     "trace",
+    "travels",
 }
 
 Arrows = dict[str, set[str]]

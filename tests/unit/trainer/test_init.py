@@ -15,16 +15,18 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpjob_trainer import cli, init
+from ddpjob_trainer import cli, init, stock
 from support.world import crd_schema
 
 SCRIPT = "import torch\n\nprint('Grüße', torch.ones(2))\n"
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Path:
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In the folder in which `init` is called."""
     path = tmp_path / "My_Train.v2.py"
     path.write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
     return path
 
 
@@ -51,13 +53,16 @@ def test_a_script_of_this_machine_travels_in_a_config_map(
     assert (job["metadata"]["name"], job["spec"]["replicas"]) == ("my-train-v2", 3)
     container = trainer(found)
     command = container["command"]
+    work, files = container["volumeMounts"]
     assert command == [
-        "ddpjob-trainer", "run", "/workspace/job/My_Train.v2.py", "--lr", "0.1", "--flag",
+        "ddpjob-trainer", "run", "--files", files["mountPath"],
+        "My_Train.v2.py", "--lr", "0.1", "--flag",
     ]  # fmt: skip
-    (mount,) = container["volumeMounts"]
-    (volume,) = job["spec"]["template"]["spec"]["volumes"]
-    assert command[2].startswith(mount["mountPath"])
-    assert volume == {"name": mount["name"], "configMap": {"name": "my-train-v2-files"}}
+    assert container["workingDir"] == work["mountPath"]
+    assert job["spec"]["template"]["spec"]["volumes"] == [
+        {"name": work["name"], "emptyDir": {}},
+        {"name": files["name"], "configMap": {"name": "my-train-v2-files"}},
+    ]
     assert "limits" not in container["resources"]
     claim = job["spec"]["snapshot"]["volume"]["persistentVolumeClaim"]
     assert claim == {"claimName": "my-train-v2-snapshots"}
@@ -91,8 +96,8 @@ def test_a_script_of_an_image_needs_no_config_map(capsys: pytest.CaptureFixture[
 
 
 def placed(objects: dict[str, dict[str, Any]]) -> dict[str, bytes]:
-    """What the pods find below /workspace/job."""
-    (volume,) = objects["DDPJob"]["spec"]["template"]["spec"]["volumes"]
+    """What the pods find in their working directory."""
+    _, volume = objects["DDPJob"]["spec"]["template"]["spec"]["volumes"]
     held = {key: text.encode() for key, text in objects["ConfigMap"].get("data", {}).items()}
     binary = objects["ConfigMap"].get("binaryData", {})
     held |= {key: base64.b64decode(text) for key, text in binary.items()}
@@ -102,7 +107,7 @@ def placed(objects: dict[str, dict[str, Any]]) -> dict[str, bytes]:
 
 
 def test_files_lie_in_the_pods_as_they_do_here(
-    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Flattened, `from models.net import make` would find nothing there."""
     here = script.parent
@@ -119,14 +124,17 @@ def test_files_lie_in_the_pods_as_they_do_here(
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_bytes(content)
     (here.parent / "shared.txt").write_text("s")
-    found = manifest(capsys, script, here, here / "models", here.parent / "shared.txt")
-    assert placed(found) == {**expected, "shared.txt": b"s"}
-    assert trainer(found)["command"][-1] == f"/workspace/job/{script.name}"
+    (here / "linked.txt").symlink_to(here.parent / "shared.txt")
+    found = manifest(capsys, script, here, here / "models", "models/../weights.npy")
+    assert placed(found) == {**expected, "linked.txt": b"s"}
+    assert trainer(found)["command"][-1] == script.name
     jsonschema.Draft202012Validator(crd_schema()).validate(found["DDPJob"])
-    monkeypatch.chdir(here)
+    found = manifest(capsys, "models/net.py", "models/data")
+    assert placed(found) == {k: expected[k] for k in ("models/net.py", "models/data/net.py")}
+    assert trainer(found)["command"][-1] == "models/net.py", "the folder stays"
     found = manifest(capsys, "-m", "models.net", "--", "--lr", "1")
     assert placed(found) == {k: v for k, v in expected.items() if k.startswith("models/")}
-    assert trainer(found)["command"][2:] == ["-m", "models.net", "--lr", "1"]
+    assert trainer(found)["command"][4:] == ["-m", "models.net", "--lr", "1"]
     assert trainer(found)["workingDir"] == "/workspace/job"
     assert found["DDPJob"]["metadata"]["name"] == "models-net"
     found = manifest(capsys, "-m", "models.net", "--image", "r/mine:1")
@@ -137,8 +145,9 @@ def test_files_lie_in_the_pods_as_they_do_here(
 
 
 def test_a_module_that_does_not_travel_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path.parent)
     for name in ("model.py", "data/load.py", "given.py", "notes/a.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("import yet")
@@ -148,7 +157,7 @@ def test_a_module_that_does_not_travel_is_told(
     assert cli.main(["init", str(script), str(tmp_path / "given.py")]) == 0
     told = capsys.readouterr().err.splitlines()
     assert [line.split(":")[1].strip() for line in told] == [
-        str(tmp_path / name) for name in ("data", "model.py", "yet.py")
+        f"{tmp_path.name}/{name}" for name in ("data", "model.py", "yet.py")
     ]
     script.write_text("broken(")
     assert cli.main(["init", str(script)]) == 0
@@ -184,8 +193,9 @@ def test_an_executable_can_be_executed(
     (script.parent / "train").write_text("#!/bin/sh\n")
     for path, mode in ((script, None), (script.parent / "train", 0o755)):
         found = manifest(capsys, path)
-        (volume,) = found["DDPJob"]["spec"]["template"]["spec"]["volumes"]
+        _, volume = found["DDPJob"]["spec"]["template"]["spec"]["volumes"]
         assert volume["configMap"].get("defaultMode") == mode
+    assert trainer(found)["command"][-1] == "./train", "no PATH leads to it"
 
 
 def test_a_script_on_the_claim_needs_no_image_of_its_own(
@@ -195,7 +205,8 @@ def test_a_script_on_the_claim_needs_no_image_of_its_own(
     assert found.keys() == {"DDPJob"}
     job = found["DDPJob"]
     jsonschema.Draft202012Validator(crd_schema()).validate(job)
-    assert trainer(found)["image"] == init.IMAGE
+    assert trainer(found)["image"] == stock.IMAGE
+    assert trainer(found)["workingDir"] == "/snapshots/code-1"
     assert trainer(found)["command"] == ["ddpjob-trainer", "run", "/snapshots/code-1/train.py"]
     volume = {"persistentVolumeClaim": {"claimName": "shared"}}
     assert job["spec"]["snapshot"]["path"] == "/snapshots"
@@ -204,7 +215,13 @@ def test_a_script_on_the_claim_needs_no_image_of_its_own(
 
 
 @pytest.mark.parametrize("name", ["null", "yes", "on", "n", "true", "1.0", "007", "0x10"])
-def test_names_stay_strings(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_names_stay_strings(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_text("x\n")
     (tmp_path / f"{name}.py").write_text(SCRIPT)
     words = ["--name", name] if name[0].isalpha() else ["--name", "a"]
@@ -217,7 +234,7 @@ def test_kubernetes_puts_no_variables_into_arguments(
     script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = manifest(capsys, script, "--snapshots", "2024", "--", "$(RANK)", "a$$b", "\x7f")
-    assert trainer(found)["command"][3:] == ["$$(RANK)", "a$$$$b", "\x7f"]
+    assert trainer(found)["command"][5:] == ["$$(RANK)", "a$$$$b", "\x7f"]
     volume = found["DDPJob"]["spec"]["snapshot"]["volume"]
     assert volume == {"persistentVolumeClaim": {"claimName": "2024"}}
 
@@ -244,7 +261,18 @@ def test_awkward_text_reads_back_as_it_was(text: str) -> None:
         (["/app/train.py"], "name the --image"),
         (["/snapshots/train/train.py"], "the snapshots of train go there: give another --name"),
         (["/snapshots.py"], "name the --image"),
-        (["FOLDER"], "no such file here"),
+        (["FOLDER"], "a folder: give the script in it"),
+        (["FOLDER", "--image", "i"], "a folder: give the script in it"),
+        (["look.ipynb"], "a notebook, which Python does not start: jupyter nbconvert --to script"),
+        (["/app/look.ipynb", "--image", "i"], "/app/look.py: give that"),
+        (["SCRIPT", "../x.py"], "../x.py: is not below"),
+        (["OUTSIDE"], "change to a folder that holds all files, and call init there"),
+        (["SCRIPT", "--output", "/results"], "--output /results: must be a folder below"),
+        (["SCRIPT", "--output", "a/../../b"], "must be a folder below the working directory"),
+        (["SCRIPT", "--output", "."], "must be a folder below the working directory"),
+        (["SCRIPT", "HELD", "--output", "folder/"], "folder/held.txt travels to there"),
+        (["SCRIPT", "HELD", "--output", "folder/held.txt/x"], "folder/held.txt travels to there"),
+        (["/snapshots/c/t.py", "--output", "x"], "leave it out: all that is written"),
         (["-m", "no.such"], "no.py: no such file here: change to its folder"),
         (["-m", "1x", "--name", "a"], "1x: not the name of a module"),
         (["/app/train.py", "b.py", "--image", "i"], "b.py: files travel"),
@@ -262,9 +290,8 @@ def test_awkward_text_reads_back_as_it_was(text: str) -> None:
         (["SCRIPT", "--every-steps", "0"], "--every-steps 0: at least 1"),
         (["SCRIPT", "--gpus", "-1"], "--gpus -1: at least 0"),
         (["SCRIPT", "--nproc", "0"], "--nproc 0: at least 1"),
-        (["SCRIPT", "TWIN"], "has this place in the pods already"),
-        (["SCRIPT", "MISSING"], "missing: no such file here"),
-        (["SCRIPT", "/dev/null"], "/dev/null: no such file here"),
+        (["SCRIPT", "MISSING"], "missing: no such file here; the script's own arguments follow --"),
+        (["SCRIPT", "/dev/null"], "/dev/null: is not below"),
         (["SCRIPT", "HUGE"], "huge.txt: a ConfigMap holds"),
     ],
 )  # fmt: skip
@@ -279,9 +306,52 @@ def test_what_cannot_be_is_refused(
     names = {"SCRIPT": script, "MISSING": "missing", "HUGE": "huge.txt", "FOLDER": "folder"}
     (script.parent / "..x").write_text("")
     (script.parent / "folder").mkdir()
-    twin = tmp_path_factory.mktemp("elsewhere") / script.name
-    twin.write_text("")
-    names |= {"DOTS": "..x", "TWIN": str(twin)}
+    (script.parent / "folder/held.txt").touch()
+    outside = tmp_path_factory.mktemp("elsewhere") / script.name
+    outside.write_text("")
+    names |= {"DOTS": "..x", "OUTSIDE": outside, "HELD": "folder/held.txt"}
     found = [str(script.parent / names[w]) if w in names else w for w in words]
     assert cli.main(["init", *found]) == 64
     assert says in capsys.readouterr().err
+
+
+def test_what_is_kept_and_the_folder_for_it(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = manifest(capsys, script.name, "--output", "results/")
+    assert trainer(found)["command"][2:] == [
+        "--files", init.FILES, "--output", "results/", script.name,
+    ]  # fmt: skip
+    found = manifest(capsys, "/app/train.py", "--image", "i", "--output", "results")
+    assert trainer(found)["command"][2:] == ["--output", "results", "/app/train.py"]
+
+
+@pytest.mark.parametrize(
+    ("words", "cure"),
+    [
+        (["init", "a.py", "--lr", "0.1"], "ddpjob-trainer init a.py -- --lr 0.1"),
+        # No short form of --output, which would take it.
+        (["init", "a.py", "--out=x", "--", "y"], "ddpjob-trainer init a.py -- --out=x y"),
+        (
+            ["task", "--total-steps", "9", "--global-batch", "8", "t.py", "--width", "3"],
+            "ddpjob-trainer task --total-steps 9 --global-batch 8 t.py -- --width 3",
+        ),
+        (["local", "x.yaml", "--lr", "0.1"], ""),
+    ],
+)
+def test_an_unknown_option_is_the_scripts(
+    words: list[str], cure: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(words)
+    said = capsys.readouterr().err
+    assert "unrecognized arguments" in said
+    assert ("follow --" in said) == bool(cure)
+    assert cure in said
+
+
+def test_one_torch_in_the_image_the_page_and_what_local_compares() -> None:
+    root = Path(__file__).parents[3]
+    assert f"torch=={stock.TORCH}" in (root / "requirements/torch.in").read_text().splitlines()
+    page = (root / "docs/your-script.md").read_text()
+    assert set(re.findall(r"torch==([0-9.]*[0-9])", page)) == {stock.TORCH}

@@ -13,7 +13,7 @@ import pytest
 
 from ddpjob_operator.core import classify, observe, packed, render, spec
 from ddpjob_operator.core.policy import restart
-from ddpjob_trainer import cli, contract, gpu_devices
+from ddpjob_trainer import cli, contract, gpu_devices, stock
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.local import job as local_job
 from ddpjob_trainer.local import restarts
@@ -58,16 +58,71 @@ def test_each_example_becomes_a_plan(name: str, tmp_path: Path) -> None:
     assert job.nproc == {"ladder/2-processes.yaml": 3, "ladder/3-faults.yaml": 3}.get(name, 1)
 
 
-def test_what_init_prints_becomes_a_plan(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
-    script = tmp_path / "train.py"
-    script.write_text("print(1)\n")
-    assert cli.main(["init", str(script), "--replicas", "3", "--", "--cost", "$(NAME)"]) == 0
-    job = plan(capsys.readouterr().out, tmp_path)
+def initialised(tmp_path: Path, capsys, monkeypatch) -> str:  # type: ignore[no-untyped-def]
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/train.py").write_text("print(1)\n")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init", "src/train.py", "--", "--cost", "$(NAME)", "/workspace/job/x"]) == 0
+    return str(capsys.readouterr().out)
+
+
+def test_what_init_prints_becomes_a_plan(tmp_path: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    job = plan(initialised(tmp_path, capsys, monkeypatch), tmp_path, folders={})
     [(path, content)] = job.files.items()
     assert content == b"print(1)\n"
-    words = job.command(job.environment(1, 0, range(job.ports())))
-    assert words[-4:] == ["run", str(path), "--cost", "$(NAME)"]
+    files, own = path.parents[1], tmp_path / "scratch/work/1"
+    words = job.command(job.environment(1, 1, range(job.ports())))
+    expected = ["run", "--files", str(files), "src/train.py", "--cost", "$(NAME)", f"{own}/x"]
+    assert words[-7:] == expected
     assert job.snapshots == tmp_path / "snapshots/train"
+
+
+def test_a_working_directory_of_the_pods_is_a_copy_here_which_ends(
+    tmp_path: Path,
+    capsys,  # type: ignore[no-untyped-def]
+    monkeypatch,  # type: ignore[no-untyped-def]
+) -> None:
+    text = initialised(tmp_path, capsys, monkeypatch)
+    job = plan(text, tmp_path, folders={})
+    job.write()
+    assert job.work is not None
+    for replica in range(2):
+        folder = job.work.enter(replica)
+        for name, content in {"src/train.py": "print(1)\n", "model.pt": "", "logs/a": ""}.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(content)
+    (folder / "src/__pycache__").mkdir()
+    (folder / "src/__pycache__/x.pyc").touch()
+    (folder / "results").symlink_to(tmp_path)
+    assert job.work.lost() == ["logs/a", "model.pt"]
+    (folder / "src/train.py").write_text("print(2)\n")
+    assert job.work.lost() == ["logs/a", "model.pt", "src/train.py"]
+    assert list(job.work.enter(1).iterdir()) == [], "a pod begins anew"
+    with pytest.raises(ConfigError, match=r"other\.py: no such file here"):
+        plan(text.replace('"src/train.py", "--cost"', '"src/other.py"'), tmp_path, folders={})
+    mine = plan(text, tmp_path, folders={"/workspace/job": tmp_path})
+    assert (mine.work, mine.directory) == (None, str(tmp_path)), "--map says what is used instead"
+
+
+@pytest.mark.parametrize(
+    ("image", "here", "says"),
+    [
+        (stock.IMAGE, "2.12.1+cpu", f"torch is 2.12.1 here and {stock.TORCH} in"),
+        ("registry/of/mine/trainer:0.1.0", "2.12.1", f"pip install torch=={stock.TORCH}"),
+        (stock.IMAGE, f"{stock.TORCH}+cpu", ""),
+        ("registry/mine:1", "2.12.1", ""),
+    ],
+)
+def test_another_torch_than_the_images_is_told(
+    image: str, here: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_job.metadata, "version", lambda name: here)
+    told = [
+        note
+        for note in plan(body(tmp_path, **{f"{TRAINER}.image": image}), tmp_path).notes
+        if note.startswith("torch")
+    ]
+    assert [says in note for note in told] == [True] * bool(says)
 
 
 def test_defaults_are_those_of_the_crd() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -15,7 +16,7 @@ from ddpjob_trainer.chaos import command as chaos
 from ddpjob_trainer.environment import EVENTS, read_launcher
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu_check import command as gpu_check
-from ddpjob_trainer.launcher import torchrun
+from ddpjob_trainer.launcher import torchrun, workdir
 from ddpjob_trainer.local import command as local
 from ddpjob_trainer.task import command as task
 
@@ -59,6 +60,19 @@ def _parser() -> argparse.ArgumentParser:
     _add_launcher(run)
     run.add_argument(
         "-m", "--module", action="store_true", help="PROGRAM is a Python module, as in python -m"
+    )
+    run.add_argument(
+        "--files",
+        type=Path,
+        metavar="DIR",
+        help="first copy what is in DIR, such as a ConfigMap, into the working directory",
+    )
+    run.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="what PROGRAM writes below DIR of the working directory is kept beside the snapshots,"
+        f" in ${contract.SNAPSHOT_DIR}/{workdir.OUTPUT}",
     )
     run.add_argument("program", metavar="PROGRAM", help="a script (*.py), or an executable")
     run.add_argument(
@@ -212,10 +226,16 @@ def _run(
     _hold_standard_files()
     try:
         env = read_launcher(os.environ)
+        given = vars(options)  # of `task` without these
+        try:
+            workdir.fill(given.get("files"), given.get("output"), os.environ, _say)
+        except OSError as error:  # a full disk, a broken one: another node's may do
+            _say(f"the working directory was not made ready: {error}")
+            return 1
         plan = make_plan(
             env,
             Program(program, tuple(arguments), module),
-            **torchrun.translate(vars(options), env, program, module=module),
+            **torchrun.translate(given, env, program, module=module),
             metrics_port=options.metrics_port,
             termination_log=options.termination_log,
             heal_after=options.heal_after,
@@ -225,21 +245,37 @@ def _run(
         )
         supervisor = Supervisor(plan)
     except CannotStartError as error:
-        print(f"ddpjob-trainer: {error}", file=sys.stderr)
+        _say(str(error))
         return error.code
     except ConfigError as error:
-        print(f"ddpjob-trainer: {error}", file=sys.stderr)
+        _say(str(error))
         return contract.ExitCode.BAD_CONFIG
     return supervisor.run()
+
+
+def _say(text: str) -> None:
+    print(f"ddpjob-trainer: {text}", file=sys.stderr)
+
+
+def _cure(words: Sequence[str], unknown: Sequence[str], rest: Sequence[str]) -> str:
+    """Say where a script's own options go, to who gives them to `init` or `task`."""
+    if words[0] not in ("task", "init"):
+        return ""
+    ours = [word for word in words if word not in unknown]
+    shown = shlex.join(["ddpjob-trainer", *ours, "--", *unknown, *rest])
+    return f"; those of the script follow --, as in: {shown}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     rest: list[str] = []
+    parser = _parser()
     if words[:1] in (["task"], ["init"]):
         words, rest = task.split(words)
-    options = _parser().parse_args(words)
+    options, unknown = parser.parse_known_args(words)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_cure(words, unknown, rest)}")
     if options.command == "chaos":
         return chaos.main(options)
     if options.command == "gpu-check":

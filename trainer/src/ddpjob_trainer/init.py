@@ -13,16 +13,17 @@ import io
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ddpjob_trainer import contract
+from ddpjob_trainer import contract, travels
 from ddpjob_trainer.arguments import job_name
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.imports import imported, parsed
+from ddpjob_trainer.stock import IMAGE
 
-IMAGE = "ddpjob/trainer:0.1.0"
-#: Where the ConfigMap's files are in the pods.
+#: Where the ConfigMap is in the pods; its files cannot be written there, nor others beside them.
+FILES = "/workspace/.files"
+#: The script's working directory, a folder of each pod, into which the launcher copies them.
 FOLDER = "/workspace/job"
 #: Where the claim of --snapshots is in the pods; scripts may lie on it, too.
 CLAIM = "/snapshots"
@@ -43,13 +44,15 @@ _DESCRIPTION = """\
 Print the manifest of a DDPJob that runs SCRIPT. A script that is on this machine travels in a
 ConfigMap with the other FILES, so the stock image will do; one that is not must be in --image, or
 below /snapshots on the claim.
-FILES are files and folders, and lie beside SCRIPT in the pods as they do here. What follows -- are
-the script's own arguments.
+FILES are files and folders. The folder in which this command is called becomes the script's working
+directory: all lie below it in the pods as they do here. What follows -- are the script's own
+arguments.
 """
 _EPILOG = """\
 examples:
   ddpjob-trainer init train.py | kubectl apply --server-side -f -
   ddpjob-trainer init train.py models vocab.txt --replicas 4 --gpus 8 -- --lr 0.1 > job.yaml
+  ddpjob-trainer init src/train.py data --output runs > job.yaml
   ddpjob-trainer init -m package.train > job.yaml            all of the folder package
   ddpjob-trainer init /app/train.py --image REGISTRY/mine:1 > job.yaml
   ddpjob-trainer init /snapshots/code-1/train.py --snapshots CLAIM > job.yaml
@@ -66,6 +69,7 @@ def add(commands: Any) -> None:
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # the script's --out is not our --output
     )
     parser.add_argument("script", metavar="SCRIPT", help="what `ddpjob-trainer run` is to start")
     parser.add_argument(
@@ -89,6 +93,12 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--claim", metavar="SIZE", help="make that claim, of this size: 10Gi")
     parser.add_argument(
+        "--output",
+        metavar="DIR",
+        help="what the script writes below DIR is kept, in the folder output of its snapshots; all"
+        " else that it writes ends with its pod",
+    )
+    parser.add_argument(
         "--every-steps", type=int, default=100, metavar="N", help="steps between snapshots (100)"
     )
 
@@ -100,8 +110,10 @@ def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     try:
         name = _checked(options)
         files = _files(options)
+        _check_output(options, files)
         print("---\n".join(_parts(options, name, files, arguments)), end="")
-        for one in _forgotten(files):
+        root = Path() if options.module else Path(next(iter(files), "")).parent
+        for one in travels.forgotten(files, root):
             note = f"{one}: imported, but does not travel: name it too, if the image lacks it"
             print(f"ddpjob-trainer: {note}", file=sys.stderr)
     except ConfigError as error:
@@ -134,56 +146,41 @@ def _checked(args: argparse.Namespace) -> str:
 
 
 def _files(args: argparse.Namespace) -> dict[str, Path]:
-    """What travels, by its path in the pods, the script first. Raises ConfigError."""
+    """What travels, by its path in the working directory, the script first. Raises ConfigError."""
     if args.module and not _MODULE.fullmatch(args.script):
         raise ConfigError(f"{args.script}: not the name of a module, such as package.train")
     path = Path(args.script.partition(".")[0] if args.module else args.script)
     if args.module and not path.is_dir():
         path = path.with_suffix(".py")
+    if not args.module:
+        travels.check_script(path)
     here = path.exists() if args.module else path.is_file()
     in_pods = args.module or args.script.startswith("/")
-    on_claim = args.script.startswith(f"{CLAIM}/") and not args.module
-    if not here and not on_claim and (args.image == IMAGE or not in_pods):
+    if not here and not _on_claim(args) and (args.image == IMAGE or not in_pods):
         cure = "change to its folder, or" if args.module else "give one, or an absolute path and"
         raise ConfigError(f"{path}: no such file here: {cure} name the --image that it is in")
     if not here and args.files:
         raise ConfigError(f"{args.files[0]}: files travel with a script of this machine only")
-    root = path.parent.resolve()
-    found: dict[str, Path] = {}
-    for one in _expanded([path, *args.files] if here else []):
-        at = one.resolve()
-        inner = at.relative_to(root).as_posix() if at.is_relative_to(root) else one.name
-        if found.setdefault(inner, one).resolve() != at:
-            raise ConfigError(f"{one}: {found[inner]} has this place in the pods already")
-    return found
+    return travels.placed([path, *args.files]) if here else {}
 
 
-def _forgotten(files: Mapping[str, Path]) -> Iterator[Path]:
-    """What lies beside the script, is imported by what travels, and does not travel itself."""
-    tops = {inner.split("/")[0] for inner in files}
-    root = next(iter(files.values()), Path()).parent
-    trees = map(parsed, files.values())
-    names = {name.partition(".")[0] for tree in trees for name in imported(tree)}
-    for name in sorted(names):
-        for one in (root / name, root / f"{name}.py"):
-            if one.name not in tops and (one.is_file() if one.suffix else any(one.glob("*.py"))):
-                yield one
+def _on_claim(args: argparse.Namespace) -> bool:
+    """Whether the script lies on the claim of the snapshots."""
+    return args.script.startswith(f"{CLAIM}/") and not args.module
 
 
-def _expanded(paths: Sequence[Path]) -> Iterator[Path]:
-    """Folders as the files in them, but for what is hidden or made by Python."""
-    for path in paths:
-        if not path.is_dir():
-            yield path
-            continue
-        for one in sorted(path.rglob("*")):
-            inner = one.relative_to(path).parts
-            if (
-                one.is_file()
-                and "__pycache__" not in inner
-                and not any(part.startswith(".") for part in inner)
-            ):
-                yield one
+def _check_output(args: argparse.Namespace, files: Mapping[str, Path]) -> None:
+    """Refuse a folder that cannot be a link in the working directory. Raises ConfigError."""
+    if args.output is None:
+        return
+    given, shown = PurePosixPath(args.output), f"--output {args.output}"
+    if given.is_absolute() or ".." in given.parts or not given.parts:
+        raise ConfigError(f"{shown}: must be a folder below the working directory, such as results")
+    if _on_claim(args) and not files:
+        raise ConfigError(f"{shown}: leave it out: all that is written beside the script is kept")
+    for inner in map(PurePosixPath, files):
+        if inner.is_relative_to(given) or given.is_relative_to(inner):
+            raise ConfigError(f"{shown}: {inner} travels to there: name another folder")
 
 
 def _parts(
@@ -195,10 +192,10 @@ def _parts(
     keys = _keys(files)
     if files:
         yield _config_map(name, files, keys)
-    at = f"{FOLDER}/{next(iter(files))}" if files else args.script
-    program = ("-m", args.script) if args.module else (at,)
-    # Kubernetes would put variables in: $$ is a $ that stays.
-    words = [word.replace("$", "$$") for word in ("ddpjob-trainer", "run", *program, *arguments)]
+    words = ["ddpjob-trainer", "run", *(("--files", FILES) if files else ())]
+    words += ["--output", args.output] if args.output else []
+    words += [*_program(args, files), *arguments]
+    directory = _directory(args, files)
     yield _JOB.format(
         name=name,
         replicas=args.replicas,
@@ -207,12 +204,29 @@ def _parts(
         at_claim=CLAIM,
         every=args.every_steps,
         image=_quoted(args.image),
-        command=", ".join(map(_quoted, words)),
-        directory=_DIRECTORY if args.module and files else "",
+        # Kubernetes would put variables in: $$ is a $ that stays.
+        command=", ".join(_quoted(word.replace("$", "$$")) for word in words),
+        directory=_DIRECTORY.format(directory=_quoted(directory)) if directory else "",
         limits=_LIMITS.format(gpus=args.gpus) if args.gpus else "",
         mount=_MOUNT if files else "",
         volume=_volume(args, name, keys) if files else "",
     )
+
+
+def _program(args: argparse.Namespace, files: Mapping[str, Path]) -> Sequence[str]:
+    if args.module:
+        return ("-m", args.script)
+    at = next(iter(files), args.script)
+    # What is no script is looked for as a shell does it, in the PATH.
+    return (at if at.endswith(".py") or not files else f"./{at}",)
+
+
+def _directory(args: argparse.Namespace, files: Mapping[str, Path]) -> str:
+    """Name the script's working directory; "": the image's, which holds the script."""
+    if files:
+        return FOLDER
+    # The folder that was laid there, as it was seen where it was made.
+    return "/".join(args.script.split("/")[:-1][:3]) if _on_claim(args) else ""
 
 
 def _keys(files: Mapping[str, Path]) -> dict[str, str]:
@@ -261,7 +275,7 @@ def _config_map(name: str, files: Mapping[str, Path], keys: Mapping[str, str]) -
 def _size(path: Path) -> int:
     """In bytes. Raises ConfigError where there is nothing to read."""
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file here")
+        raise ConfigError(f"{path}: no such file here; the script's own arguments follow --")
     try:
         with path.open("rb"):
             return path.stat().st_size
@@ -344,16 +358,20 @@ _LIMITS = """\
             limits:
               nvidia.com/gpu: {gpus}
 """
-_DIRECTORY = f"""\
-          workingDir: {FOLDER}
+_DIRECTORY = """\
+          workingDir: {directory}
 """
 _MOUNT = f"""\
           volumeMounts:
-            - name: files
+            - name: work
               mountPath: {FOLDER}
+            - name: files
+              mountPath: {FILES}
 """
 _VOLUME = """\
       volumes:
+        - name: work  # what is written there ends with the pod
+          emptyDir: {{}}
         - name: files
           configMap:
             name: "{name}-files"

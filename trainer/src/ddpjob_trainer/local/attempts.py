@@ -28,6 +28,7 @@ _LOOK_SECONDS = 0.05
 _CAUSE_SECONDS = 5.0
 _LAST_SECONDS = 2.0
 _END_SECONDS = 60.0  # a killed process may have a GPU to give back
+_NAMED = 5  # of the files that are gone
 
 
 class Attempts:
@@ -47,7 +48,9 @@ class Attempts:
                 signal.signal(signum, self._received)
         children.adopt_orphans()
         try:
-            return self._run()
+            code = self._run()
+            self._tell_lost()
+            return code
         finally:
             children.end_all(lambda pid, status: None, _END_SECONDS, ())
             self._log.flush(hurry=bool(self._signals))
@@ -128,8 +131,9 @@ class Attempts:
             environment = job.environment(number, replica, ports)
             ends = self._pump.pipes(replica)
             try:
+                cwd = str(job.work.enter(replica)) if job.work else job.directory
                 command = job.command(job.variables(number, replica, ports))
-                pid = children.spawn(command, environment, *ends, cwd=job.directory)
+                pid = children.spawn(command, environment, *ends, cwd=cwd)
                 running[pid] = replica
             finally:
                 for end in ends:
@@ -139,6 +143,15 @@ class Attempts:
     def _snapshot_step(self) -> int:
         found = self._job.snapshots.glob("*/step-*.json") if self._job.snapshots else ()
         return max((snapshot.step_of(path) or 0 for path in found), default=-1)
+
+    def _tell_lost(self) -> None:
+        """Say what is gone, as it would be with the pods."""
+        if lost := self._job.work.lost() if self._job.work else []:
+            more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
+            self._say(
+                f"gone with the working directory, as with a pod: {', '.join(lost[:_NAMED])}{more};"
+                " ddpjob-trainer init --output DIR keeps what is written below DIR"
+            )
 
     def _tell(self, running: dict[int, int], signum: int) -> None:
         for pid in running:

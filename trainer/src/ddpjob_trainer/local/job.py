@@ -13,14 +13,16 @@ import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ddpjob_trainer import contract, gpu_devices
+from ddpjob_trainer import contract, gpu_devices, stock
 from ddpjob_trainer.environment import TRACEBACK, outside_of_jobs
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.local.manifest import Manifest, count, text
 from ddpjob_trainer.local.restarts import Limits, limits_of
+from ddpjob_trainer.local.work import OWN, Work, mounted_at
 
 _HOST = "127.0.0.1"
 _VARIABLE = re.compile(r"\$(\$|\(([^()]*)\))")
@@ -47,6 +49,7 @@ class Job:
     limits: Limits
     grace_seconds: int
     directory: str | None  # the processes' own, None: this one
+    work: Work | None  # in its place, if it is an emptyDir
     snapshots: Path | None  # where those of this job are
     progress_path: Path | None
     files: Mapping[Path, bytes]
@@ -86,14 +89,16 @@ class Job:
         """What to start with these. Raises ConfigError where this machine does not have it."""
         first, *rest = (expand(word, variables) for word in self.words)
         script = next((word for word in (first, *rest) if _SCRIPT.fullmatch(word)), None)
-        if script and not self._has(script):
+        work = self.work and self.work.of(variables[contract.REPLICA])
+        folder = work or Path(self.directory or ".")
+        if script and not self._has(folder, script):
             raise ConfigError(f"{_CONTAINER} command: {script}: no such file here; {_cure(script)}")
         if first == "ddpjob-trainer":
             return [sys.executable, "-m", "ddpjob_trainer", *rest]
         found = shutil.which(first, path=variables.get("PATH", self.shell["PATH"]))
-        if found is None and not self._has(first):
+        if found is None and not self._has(folder, first):
             raise ConfigError(f"{_CONTAINER} command: {first}: not found here; {_cure(first)}")
-        there = Path(self.directory or ".", first)
+        there = folder / first
         if found is None and not (self.modes.get(there, 0) & 0o111 or os.access(there, os.X_OK)):
             raise ConfigError(
                 f"{_CONTAINER} command: {first}: may not be executed: chmod +x, or in a ConfigMap"
@@ -101,8 +106,10 @@ class Job:
             )
         return [found or first, *rest]
 
-    def _has(self, path: str) -> bool:
-        there = Path(self.directory or ".", path)
+    def _has(self, folder: Path, path: str) -> bool:
+        there = folder / path
+        if self.work is not None and there.is_relative_to(folder):
+            return self.work.has(there.relative_to(folder))
         return there in self.files or there.is_file()
 
     def _ours(self, attempt: int, replica: int, ports: Sequence[int]) -> dict[str, str]:
@@ -178,6 +185,10 @@ def make(
     """
     trainer, snapshot = manifest.trainer, manifest.spec.get("snapshot")
     files, modes, mounted = _config_maps(manifest, scratch)
+    work = None
+    if at := mounted_at(manifest, folders):
+        work = Work(scratch / "work", list(mounted.values()), files)
+        mounted[at] = work.of(OWN)
     folders = mounted | folders
     if snapshot is not None:
         at = str(snapshot.get("path", "")).rstrip("/")
@@ -190,14 +201,11 @@ def make(
             " known here"
         )
     replaced = _Paths(folders)
-    directory = trainer.get("workingDir")
+    given = trainer.get("workingDir")
+    directory = None if given is None else replaced(given)
     to_be_made = {folder for file in files for folder in map(str, file.parents)}
-    if directory is not None and not (
-        (directory := replaced(directory)) in to_be_made or Path(directory).is_dir()
-    ):
-        raise ConfigError(
-            f"{_CONTAINER} workingDir: {directory}: no such folder; {_cure(directory)}"
-        )
+    if directory is not None and not (work or directory in to_be_made or Path(directory).is_dir()):
+        raise ConfigError(f"{_CONTAINER} workingDir: {given}: no such folder; {_cure(given)}")
     own = outside_of_jobs(shell, keep=(*contract.USER_ENV, TRACEBACK))
     own["PATH"] = f"{Path(sys.executable).parent}:{own.get('PATH', '')}"
     progress = (manifest.spec.get("restart") or {}).get("progressPath")
@@ -210,8 +218,12 @@ def make(
         limits=limits_of(manifest),
         grace_seconds=max(1, grace if type(grace) is int else 30),
         directory=directory,
+        work=work,
         snapshots=None if snapshot is None else Path(replaced(at), manifest.name),
-        progress_path=Path(replaced(progress)) if progress else None,
+        # Beside replica 0, where it is looked at.
+        progress_path=Path(expand(replaced(progress), {contract.REPLICA: "0"}))
+        if progress
+        else None,
         files=files,
         modes=modes,
         shell=own,
@@ -338,6 +350,12 @@ def _from(
 
 
 def _notes(manifest: Manifest, folders: Mapping[str, Path]) -> Iterator[str]:
+    image, torch = str(manifest.trainer.get("image")), _torch()
+    if image.rpartition("/")[2] == stock.IMAGE.rpartition("/")[2] and torch != stock.TORCH:
+        yield (
+            f"torch is {torch} here and {stock.TORCH} in {image}: what runs here may fail there, or"
+            f" train to other numbers; pip install torch=={stock.TORCH}"
+        )
     if left_out := manifest.left_out():
         yield f"without a meaning here: {', '.join(left_out)}"
     sources = manifest.trainer.get("envFrom") or []
@@ -347,6 +365,13 @@ def _notes(manifest: Manifest, folders: Mapping[str, Path]) -> Iterator[str]:
     bare = [one for one in mounts if one.rstrip("/") not in folders and not Path(one).exists()]
     if bare:
         yield f"nothing is mounted at {', '.join(bare)}: --map {bare[0]}=DIR gives it a folder"
+
+
+def _torch() -> str:
+    try:
+        return metadata.version("torch").partition("+")[0]
+    except metadata.PackageNotFoundError:  # of a distribution, or for programs without one
+        return stock.TORCH
 
 
 def _cure(path: str) -> str:

@@ -199,10 +199,9 @@ def _become(program: Program) -> None:
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=__builtins__, __annotations__={})
     if not program.module:
+        path = os.path.abspath(program.name)  # noqa: PTH100
         main.__dict__.update(
-            __file__=program.name,
-            __loader__=SourceFileLoader("__main__", program.name),
-            __cached__=None,
+            __file__=path, __loader__=SourceFileLoader("__main__", path), __cached__=None
         )
     sys.modules["__main__"] = main
 
@@ -214,7 +213,13 @@ def _prepare(program: Program) -> _Script | None:
         _import(one)
     if program.module:
         return None
-    return _Script(source, compile(source, program.name, "exec", dont_inherit=True))
+    return _compiled(program, source)
+
+
+def _compiled(program: Program, source: bytes) -> _Script:
+    """Compile a script under its absolute path, as `python` does."""
+    path = os.path.abspath(program.name)  # noqa: PTH100
+    return _Script(source, compile(source, path, "exec", dont_inherit=True))
 
 
 def imports_by(program: Program, *, first: bool = False) -> Iterator[Import]:
@@ -293,7 +298,7 @@ def _run(program: Program, script: _Script | None) -> None:
         return
     source = Path(program.name).read_bytes()
     if script is None or script.source != source:  # it has been edited since
-        script = _Script(source, compile(source, program.name, "exec", dont_inherit=True))
+        script = _compiled(program, source)
     exec(script.code, sys.modules["__main__"].__dict__)
 
 

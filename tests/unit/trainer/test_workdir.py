@@ -1,0 +1,95 @@
+"""What a script finds before it starts: its files, its output's folder, its snapshots'."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ddpjob_trainer import cli, contract
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.launcher import workdir
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, empty."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+def mounted(folder: Path) -> Path:
+    """A ConfigMap as the kubelet shows it: links into a folder of the newest."""
+    held = folder / "..2026_11_27"
+    for name in ("train.py", "data/a.txt", ".hidden"):
+        (held / name).parent.mkdir(parents=True, exist_ok=True)
+        (held / name).write_text(name)
+    (held / "train.py").chmod(0o755)
+    (folder / "..data").symlink_to(held.name)
+    for name in ("train.py", "data", ".hidden"):
+        (folder / name).symlink_to(f"..data/{name}")
+    return folder
+
+
+def test_files_are_copied_and_can_be_written(here: Path, tmp_path: Path) -> None:
+    workdir.fill(mounted(tmp_path / "files"), None, {}, print)
+    assert sorted(path.name for path in here.iterdir()) == [".hidden", "data", "train.py"]
+    assert not any(path.is_symlink() for path in here.rglob("*"))
+    assert (here / "data/a.txt").read_text() == "data/a.txt"
+    assert os.access("train.py", os.X_OK)
+    (here / "data/new").touch()
+    with pytest.raises(ConfigError, match=r"--files no: no such folder"):
+        workdir.fill(Path("no"), None, {}, print)
+
+
+def test_the_snapshots_folder_is_there_before_the_script(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "train.sh").write_text('#!/bin/sh\ntest -d "$DDPJOB_SNAPSHOT_DIR"\n')
+    (here / "train.sh").chmod(0o755)
+    folder = tmp_path / "snapshots/job"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(contract.SNAPSHOT_DIR, str(folder))
+        assert cli.main(["run", "./train.sh"]) == 0, capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_told_and_no_more(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    (tmp_path / "file").touch()
+    workdir.fill(None, None, {contract.SNAPSHOT_DIR: f"{tmp_path}/file/job"}, said.append)
+    assert len(said) == 1
+    assert "Not a directory; whoever writes there fails" in said[0]
+    workdir.fill(None, None, {contract.SNAPSHOT_DIR: "s3://bucket/job"}, said.append)
+    assert len(said) == 1
+    assert list(here.iterdir()) == []
+
+
+def test_output_is_kept_beside_the_snapshots(here: Path, tmp_path: Path) -> None:
+    env = {contract.SNAPSHOT_DIR: f"{tmp_path}/snapshots/job"}
+    for _ in range(2):  # as a launcher finds it that is started again
+        workdir.fill(None, Path("runs/last"), env, print)
+    (here / "runs/last/model.pt").write_text("weights")
+    assert (tmp_path / "snapshots/job/output/model.pt").read_text() == "weights"
+
+
+def test_output_that_cannot_be_kept_is_refused(here: Path, tmp_path: Path) -> None:
+    env = {contract.SNAPSHOT_DIR: f"{tmp_path}/snapshots/job"}
+    (here / "runs").mkdir()
+    with pytest.raises(ConfigError, match="--output runs: is here already: name a folder"):
+        workdir.fill(None, Path("runs"), env, print)
+    for other in ({}, {contract.SNAPSHOT_DIR: "s3://bucket/job"}):
+        with pytest.raises(ConfigError, match=r"needs .DDPJOB_SNAPSHOT_DIR.*give the DDPJob spec"):
+            workdir.fill(None, Path("out"), other, print)
+
+
+def test_a_full_disk_is_no_fault_of_the_configuration(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(contract.SNAPSHOT_DIR, f"{tmp_path}/file/job")
+    assert cli.main(["run", "--output", "out", "true"]) == 1
+    assert "the working directory was not made ready: " in capsys.readouterr().err

@@ -1,0 +1,84 @@
+"""What a script finds before it starts: its files, the folder for what it keeps, its snapshots'.
+
+`ddpjob-trainer run` calls it before it looks for the script. The launcher does this itself, since
+an init container would need the claim of the snapshots as a second volume, which kubelets older
+than 1.36 may wait for without an end.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from ddpjob_trainer import contract
+from ddpjob_trainer.errors import ConfigError
+
+#: Below the job's snapshots: what the script wrote to the folder of --output.
+OUTPUT: Final = "output"
+#: A file server that does not answer must not hold up a script that needs none.
+_ANSWER_SECONDS: Final = 10.0
+
+
+def fill(
+    files: Path | None, output: Path | None, env: Mapping[str, str], say: Callable[[str], None]
+) -> None:
+    """Copy ``files`` here, make the folder of the snapshots, and link ``output`` to one in it.
+
+    Raises ConfigError, OSError.
+    """
+    if files is not None:
+        _copy(files)
+    snapshots = env.get(contract.SNAPSHOT_DIR, "")
+    if output is not None:
+        _link(output, snapshots)
+    elif snapshots and "://" not in snapshots:
+        _make(Path(snapshots), say)
+
+
+def _copy(files: Path) -> None:
+    """Copy what a ConfigMap shows, but for the folders that the kubelet keeps it in."""
+    if not files.is_dir():
+        raise ConfigError(f"--files {files}: no such folder: mount one there, or leave it out")
+    for one in sorted(files.iterdir()):
+        if one.is_dir() and not one.name.startswith(".."):
+            shutil.copytree(one, one.name, copy_function=shutil.copy, dirs_exist_ok=True)
+        elif not one.is_dir():
+            shutil.copy(one, one.name)
+
+
+def _link(output: Path, snapshots: str) -> None:
+    if not snapshots or "://" in snapshots:
+        raise ConfigError(
+            f"--output {output}: needs ${contract.SNAPSHOT_DIR}, where it is kept: give the DDPJob"
+            " spec.snapshot, or leave it out"
+        )
+    kept = Path(snapshots).absolute() / OUTPUT
+    kept.mkdir(parents=True, exist_ok=True)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    if output.is_symlink() and os.readlink(output) == str(kept):  # noqa: PTH115
+        return
+    if os.path.lexists(output):
+        raise ConfigError(f"--output {output}: is here already: name a folder that is not")
+    output.symlink_to(kept)
+
+
+def _make(folder: Path, say: Callable[[str], None]) -> None:
+    problem: list[str] = []
+
+    def make() -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem.append(f"{error.strerror}")
+
+    thread = threading.Thread(target=make, name="snapshots", daemon=True)
+    thread.start()
+    thread.join(_ANSWER_SECONDS)
+    if thread.is_alive():
+        problem.append(f"no answer within {_ANSWER_SECONDS:g} s")
+    for one in problem:
+        say(f"{folder} of ${contract.SNAPSHOT_DIR} was not made: {one}; whoever writes there fails")

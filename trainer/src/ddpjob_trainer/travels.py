@@ -1,0 +1,72 @@
+"""Which files travel with a script, and where they lie below its working directory.
+
+Called by `ddpjob-trainer init`: the folder in which that is called is the one of the pods, too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.imports import imported, parsed
+
+
+def placed(paths: Sequence[Path]) -> dict[str, Path]:
+    """Return all files of these, by their paths in the working directory. Raises ConfigError."""
+    return {_inner(one): one for one in _expanded(paths)}
+
+
+def check_script(path: Path) -> None:
+    """Refuse what Python does not start. Raises ConfigError."""
+    if path.is_dir():
+        raise ConfigError(
+            f"{path}: a folder: give the script in it, and the folder as one of FILES; with -m give"
+            " the module, in the folder that holds the package"
+        )
+    if path.suffix == ".ipynb":
+        raise ConfigError(
+            f"{path}: a notebook, which Python does not start: jupyter nbconvert --to script {path}"
+            f" writes {path.with_suffix('.py')}: give that"
+        )
+
+
+def _inner(path: Path) -> str:
+    """Find a file's place below this folder, which is its place in the pods. Raises ConfigError."""
+    here = Path.cwd()
+    for one in (Path(os.path.abspath(path)), path.resolve()):  # noqa: PTH100 (a link stays one)
+        if one.is_relative_to(here):
+            return one.relative_to(here).as_posix()
+    raise ConfigError(
+        f"{path}: is not below {here}, which becomes the script's working directory: change to a"
+        " folder that holds all files, and call init there"
+    )
+
+
+def forgotten(files: Mapping[str, Path], root: Path) -> Iterator[Path]:
+    """Yield what lies in ``root``, is imported by what travels, and does not travel itself."""
+    below = (Path(inner) for inner in files if Path(inner).is_relative_to(root))
+    tops = {inner.relative_to(root).parts[0] for inner in below}
+    trees = map(parsed, files.values())
+    names = {name.partition(".")[0] for tree in trees for name in imported(tree)}
+    for name in sorted(names):
+        for one in (root / name, root / f"{name}.py"):
+            if one.name not in tops and (one.is_file() if one.suffix else any(one.glob("*.py"))):
+                yield one
+
+
+def _expanded(paths: Sequence[Path]) -> Iterator[Path]:
+    """Folders as the files in them, but for what is hidden or made by Python."""
+    for path in paths:
+        if not path.is_dir():
+            yield path
+            continue
+        for one in sorted(path.rglob("*")):
+            inner = one.relative_to(path).parts
+            if (
+                one.is_file()
+                and "__pycache__" not in inner
+                and not any(part.startswith(".") for part in inner)
+            ):
+                yield one
