@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,8 @@ def local(directory: Path, manifest: str, *options: str) -> Iterator[subprocess.
 def initialised(script: Path, capsys: Any, *words: str) -> str:
     """What `init` prints for three replicas; without spares, which are not the point here."""
     options = ("--replicas", "3", "--every-steps", str(EVERY), "--name", "job")
-    assert cli.main(["init", str(script), *options, "--", *words]) == 0
+    with chdir(script.parent):
+        assert cli.main(["init", script.name, *options, "--", *words]) == 0
     text = str(capsys.readouterr().out).replace('"run", ', '"run", "--spares", "0", ')
     grace = "      terminationGracePeriodSeconds: 600\n"  # no test waits for that
     return text.replace("      containers:\n", f"{grace}      containers:\n")

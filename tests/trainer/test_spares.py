@@ -8,6 +8,7 @@ saw of the world must be equal.
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from collections.abc import Callable
@@ -52,7 +53,8 @@ def bare(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
         path.write_text(first + begin + (FRESH if fresh else "") + text)
         more = {"PYTHONPATH": f"{tmp_path}:{SOURCES}", **(env or {})}
         more["DDPJOB_TRAINER_TRACE"] = str(tmp_path / "trace")
-        with launched(*options, str(path), "--lr", "1", env=more) as launcher:
+        # As in a pod: `python` makes an absolute path of it for the script.
+        with launched(*options, os.path.relpath(path), "--lr", "1", env=more) as launcher:
             out, err = launcher.communicate(timeout=PATIENCE)
             return launcher.returncode, out, err
 

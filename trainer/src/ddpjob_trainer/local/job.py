@@ -201,11 +201,12 @@ def make(
             " known here"
         )
     replaced = _Paths(folders)
-    given = trainer.get("workingDir")
-    directory = None if given is None else replaced(given)
-    to_be_made = {folder for file in files for folder in map(str, file.parents)}
-    if directory is not None and not (work or directory in to_be_made or Path(directory).is_dir()):
-        raise ConfigError(f"{_CONTAINER} workingDir: {given}: no such folder; {_cure(given)}")
+    directory = None
+    if (wanted := trainer.get("workingDir")) is not None:
+        directory = replaced(wanted)
+        to_be_made = {folder for file in files for folder in map(str, file.parents)}
+        if not (work or directory in to_be_made or Path(directory).is_dir()):
+            raise ConfigError(f"{_CONTAINER} workingDir: {wanted}: no such folder; {_cure(wanted)}")
     own = outside_of_jobs(shell, keep=(*contract.USER_ENV, TRACEBACK))
     own["PATH"] = f"{Path(sys.executable).parent}:{own.get('PATH', '')}"
     progress = (manifest.spec.get("restart") or {}).get("progressPath")

@@ -199,7 +199,7 @@ def _become(program: Program) -> None:
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=__builtins__, __annotations__={})
     if not program.module:
-        path = os.path.abspath(program.name)  # noqa: PTH100
+        path = str(Path(program.name).absolute())
         main.__dict__.update(
             __file__=path, __loader__=SourceFileLoader("__main__", path), __cached__=None
         )
@@ -218,7 +218,7 @@ def _prepare(program: Program) -> _Script | None:
 
 def _compiled(program: Program, source: bytes) -> _Script:
     """Compile a script under its absolute path, as `python` does."""
-    path = os.path.abspath(program.name)  # noqa: PTH100
+    path = str(Path(program.name).absolute())
     return _Script(source, compile(source, path, "exec", dont_inherit=True))
 
 

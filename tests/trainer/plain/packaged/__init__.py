@@ -1,0 +1,1 @@
+"""A package, with a file of data."""
