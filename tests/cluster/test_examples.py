@@ -41,7 +41,10 @@ PACKAGE = {
 import os, pathlib
 from . import sibling
 data = pathlib.Path(__file__).with_name("data files").joinpath("\xc3\xa4.bin").read_bytes()
-print(f"rank {os.environ['RANK']} has {sibling.NAME} and {len(data)} bytes")
+rank = os.environ["RANK"]
+pathlib.Path("lost").write_text(rank)
+pathlib.Path("kept", f"rank-{rank}").write_text(rank)
+print(f"rank {rank} has {sibling.NAME} and {len(data)} bytes")
 """,
     "own/sibling.py": b"NAME = 'a sibling'\n",
     "own/data files/\u00e4.bin": b"\xff\x00\xfe",
@@ -84,7 +87,8 @@ def own(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     for name, content in PACKAGE.items():
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_bytes(content)
-    site.apply(*initialised(here, "-m", "own.train", "--snapshots", "own-script-snapshots"))
+    words = ("-m", "own.train", "--snapshots", "own-script-snapshots", "--output", "kept")
+    site.apply(*initialised(here, *words))
     yield
     for name in ("own-script", "own-train"):
         site.delete(name)
@@ -157,4 +161,7 @@ def test_the_weights_can_be_had_when_all_pods_are_done(site: Site, tmp_path: Pat
     there = tmp_path / "model.safetensors"
     site.kubectl(*copy[:-1], str(there), check=True)
     assert load_file(there), "no weights"
+    site.wait_phase("own-train", "Succeeded")
+    kept = site.kubectl("exec", "weights", "--", "ls", "/snapshots/own-train/output", check=True)
+    assert kept.stdout.split() == ["rank-0", "rank-1"], "what --output keeps"
     site.kubectl(*delete, check=True)

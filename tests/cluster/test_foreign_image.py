@@ -57,10 +57,10 @@ def image(site: Site, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def job(image: str, name: str, *arguments: str) -> list[dict[str, Any]]:
     """What `init` prints for the digits example in that image; four ranks in two pods."""
-    words = ["init", str(DIGITS), "--name", name, "--image", image, "--replicas", "2"]
+    words = ["init", DIGITS.name, "--name", name, "--image", image, "--replicas", "2"]
     words += ["--nproc", "2", "--snapshots", "snapshots", "--every-steps", "10"]
     done = subprocess.run(
-        [sys.executable, "-m", "ddpjob_trainer", *words, "--", *arguments],
+        [sys.executable, "-m", "ddpjob_trainer", *words, "--", *arguments], cwd=DIGITS.parent,
         env={"PYTHONPATH": str(ROOT / "trainer/src")}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     objects = list(yaml.safe_load_all(done.stdout))

@@ -29,8 +29,9 @@ CODE = {
     "train.py": """
 import os, pathlib
 from models.net import NAME
-root = pathlib.Path(__file__).parent
-print(f"rank {os.environ['RANK']} has {NAME} in {root}")
+rank = os.environ["RANK"]
+pathlib.Path(f"written-by-{rank}").write_text(NAME)
+print(f"rank {rank} has {NAME} in {pathlib.Path.cwd()}, beside {pathlib.Path(__file__).parent}")
 """,
     "models/net.py": "NAME = 'a net'\n",
 }
@@ -41,6 +42,7 @@ import torch.distributed as dist
 from einops import rearrange
 
 dist.init_process_group("gloo")
+open("written", "w").close()
 mine = rearrange(torch.arange(6) * (dist.get_rank() + 1), "(a b) -> a b", a=2)
 dist.all_reduce(mine)
 print("sum", mine.tolist())
@@ -103,8 +105,8 @@ def test_more_files_than_a_config_map_holds_lie_on_a_claim(site: Site, here: Pat
     try:
         site.wait_phase("train", "Succeeded")
         for rank, log in enumerate(logs(site, "train")):
-            assert f"rank {rank} has a net in /snapshots/code-1" in log
-            assert f"[train-{rank}] rank {rank} has a net in {here}" in shown
+            assert f"rank {rank} has a net in /snapshots/code-1, beside /snapshots/code-1" in log
+            assert f"[train-{rank}] rank {rank} has a net in {here}, beside {here}" in shown
     finally:
         site.delete("train")
 
@@ -181,7 +183,7 @@ def test_code_comes_out_of_git_at_the_commit_that_is_named(
     try:
         site.wait_phase("from-git", "Succeeded")
         for rank, log in enumerate(logs(site, "from-git")):
-            assert f"rank {rank} has a net in /code/job" in log
+            assert f"rank {rank} has a net in /code/job, beside /code/job" in log
     finally:
         site.delete("from-git")
 
