@@ -144,6 +144,10 @@ FAULTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "somebody's finalizer keeps a job that is deleted",
             "its gang ends once it is broken or late; no pod is made",
         ),
+        "U12": (
+            "a script reads and writes relative to its working directory",
+            "as on the laptop; told is what ends with the pod",
+        ),
     },
     "The training": {
         "T1": ("SIGKILL of any rank at any moment", "every bit and every loss as undisturbed"),

@@ -40,6 +40,7 @@ def command(here: Path, *words: str, given: str = "") -> subprocess.CompletedPro
     )  # fmt: skip
 
 
+@pytest.mark.fault("U12")
 @pytest.mark.parametrize(
     "words", some_in_gate(SCRIPTS, "reads_and_writes.py data", "calls_others.py tools")
 )

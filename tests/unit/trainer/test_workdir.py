@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,32 @@ def test_files_are_copied_and_can_be_written(here: Path, tmp_path: Path) -> None
     assert (here / "data/a.txt").read_text() == "data/a.txt"
     assert os.access("train.py", os.X_OK)
     (here / "data/new").touch()
+    workdir.fill(tmp_path / "files", None, {}, print)  # all of it is there
     with pytest.raises(ConfigError, match=r"--files no: no such folder"):
         workdir.fill(Path("no"), None, {}, print)
+
+
+@pytest.mark.parametrize("name", ["train.py", "data/a.txt"])
+def test_no_file_is_overwritten(name: str, here: Path, tmp_path: Path) -> None:
+    """`local --map /workspace/job=.` with a manifest of yesterday would undo today's work."""
+    (here / name).parent.mkdir(exist_ok=True)
+    (here / name).write_text("of today")
+    with pytest.raises(ConfigError, match=f"{name} is in the working directory already, with ot"):
+        workdir.fill(mounted(tmp_path / "files"), None, {}, print)
+    assert (here / name).read_text() == "of today"
+
+
+def test_a_file_server_that_does_not_answer_holds_nothing_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(workdir, "_ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: answers.wait())
+    said: list[str] = []
+    workdir.fill(None, None, {contract.SNAPSHOT_DIR: "/snapshots/job"}, said.append)
+    answers.set()
+    assert len(said) == 1
+    assert "/snapshots/job of $DDPJOB_SNAPSHOT_DIR was not made: no answer within" in said[0]
 
 
 def test_the_snapshots_folder_is_there_before_the_script(

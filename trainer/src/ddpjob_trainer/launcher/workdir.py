@@ -7,6 +7,7 @@ than 1.36 may wait for without an end.
 
 from __future__ import annotations
 
+import filecmp
 import os
 import shutil
 import threading
@@ -45,9 +46,20 @@ def _copy(files: Path) -> None:
         raise ConfigError(f"--files {files}: no such folder: mount one there, or leave it out")
     for one in sorted(files.iterdir()):
         if one.is_dir() and not one.name.startswith(".."):
-            shutil.copytree(one, one.name, copy_function=shutil.copy, dirs_exist_ok=True)
+            shutil.copytree(one, one.name, copy_function=_copy_new, dirs_exist_ok=True)
         elif not one.is_dir():
-            shutil.copy(one, one.name)
+            _copy_new(str(one), one.name)
+
+
+def _copy_new(source: str, target: str) -> None:
+    """Leave alone what is there: `local --map` may have named a folder that somebody works in."""
+    if not os.path.lexists(target):
+        shutil.copy(source, target)
+    elif not filecmp.cmp(source, target, shallow=False):
+        raise ConfigError(
+            f"--files: {target} is in the working directory already, with other content: make the"
+            " manifest anew, or start in an empty folder"
+        )
 
 
 def _link(output: Path, snapshots: str) -> None:
