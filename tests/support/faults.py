@@ -164,6 +164,7 @@ FAULTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "the job's Service is gone as processes are restarted in place",
             "told by the launchers, in the log and as the cause; the operator makes it again",
         ),
+        "T12": ("a usual slip in a script", "refused once, with the cure; no further round"),
     },
     "Snapshots": {
         "S1": ("a writer is killed at each operation of a save", "the one before is loaded"),

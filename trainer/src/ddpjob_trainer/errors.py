@@ -24,5 +24,5 @@ class HardwareError(RuntimeError):
     """What a GPU should do it does not, and another machine's may. The message names the cure."""
 
 
-class NotCommittedError(RuntimeError):
-    """The loop left a step without step.commit()."""
+class NotCommittedError(ConfigError):
+    """The loop left a step without step.commit(), or called that too early."""

@@ -260,6 +260,11 @@ def join(env: WorkerEnvironment, started: float, device: torch.device) -> World:
 
     ``device``: that of this process, see accelerator.choose(). Raises ConfigError, PeerLostError.
     """
+    if dist.is_initialized():
+        raise ConfigError(
+            "there is a process group already: leave dist.init_process_group() out, ddp.start()"
+            " makes it; and end each run with run.finish() before the next one starts"
+        )
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=env.deadlines.last_resort)
     # All ranks are here now: one that does not connect soon has died in between.

@@ -38,7 +38,7 @@ from ddpjob_trainer.training.device_watch import DeviceWatch
 from ddpjob_trainer.training.logged_means import LoggedMeans
 from ddpjob_trainer.training.prepare import Trained
 from ddpjob_trainer.training.process import Process
-from ddpjob_trainer.training.step import Step, check_loss
+from ddpjob_trainer.training.step import LEFT_OUT, Step, check_loss
 from ddpjob_trainer.training.touched import Touched
 from ddpjob_trainer.training.trailing import Trailing
 from ddpjob_trainer.training.unsaved import Guard
@@ -124,7 +124,7 @@ class Loop:
                     if not step.committed:
                         raise NotCommittedError(
                             f"step {step.index} was left without step.commit(): call it at the"
-                            " end of the loop's body"
+                            f" end of the loop's body{LEFT_OUT}"
                         )
                     self._end(step)
             except GeneratorExit:  # left early: what follows may change the weights, and take long

@@ -21,13 +21,19 @@ from ddpjob_trainer.telemetry.console import say
 
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"  # calls our hooks
+#: A child process says so, and its rank, which then meets something else, ends by it.
+UNGUARDED = (
+    "a child process that was started by spawn or forkserver, as of a DataLoader, reads the script"
+    " from its first line and is at ddp.start() again: put what trains below `if __name__ =="
+    ' "__main__":`'
+)
 
 
 def tell(rank: int, error: BaseException, trace: TracebackType | None) -> bool:
     """Say such an error in one line; False: nothing was said, the traceback is wanted."""
     if not isinstance(error, ConfigError | HardwareError) or wants_traceback(os.environ):
         return False
-    text = f"{type(error).__name__}: {error}"
+    text = _worded(error)
     if _is_first(text):
         say(rank, f"{text}{_place(trace)} ({TRACEBACK}=1 shows the traceback)")
     return True
@@ -35,17 +41,34 @@ def tell(rank: int, error: BaseException, trace: TracebackType | None) -> bool:
 
 def _is_first(text: str) -> bool:
     """Whether no other rank of this launcher has said it in this round."""
-    directory = state_directory(os.environ)
-    if directory is None:
+    path = _mark_of(text)
+    if path is None:
         return True
-    name = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
     try:
-        (directory / f"refusal-{name}").touch(exist_ok=False)
+        path.touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:
         pass  # said twice is better than not at all
     return True
+
+
+def of_child() -> ConfigError | None:
+    """Return what a child process of this launcher's ranks was refused for in this round."""
+    error = ConfigError(UNGUARDED)
+    path = _mark_of(_worded(error))
+    return error if path is not None and path.exists() else None
+
+
+def _worded(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _mark_of(text: str) -> Path | None:
+    """The file that is there once this has been said; None without a launcher of ours."""
+    directory = state_directory(os.environ)
+    name = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
+    return None if directory is None else directory / f"refusal-{name}"
 
 
 def _place(trace: TracebackType | None) -> str:

@@ -190,6 +190,7 @@ class Shutdown:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         """Report, run exit handlers, and end without waiting for peers."""
+        error = refusal.of_child() or error
         self.if_peer_lost(error, explain=True)
         self._state.failed(error)
         if self._state.state.phase == "done":  # so it looked as the error left the loop

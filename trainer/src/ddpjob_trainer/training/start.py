@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import time
@@ -31,6 +32,7 @@ from ddpjob_trainer.telemetry.event_log import EventLog
 from ddpjob_trainer.telemetry.progress import Progress
 from ddpjob_trainer.telemetry.sink_choice import choose
 from ddpjob_trainer.telemetry.sinks import Sink, Sinks
+from ddpjob_trainer.training import refusal
 from ddpjob_trainer.training.parting import Parting
 from ddpjob_trainer.training.process import Process
 from ddpjob_trainer.training.recorder import Recorder
@@ -113,6 +115,7 @@ def start(
     given = locals()
     begun = time.monotonic()
     try:
+        _check_guarded()
         env = read_worker(os.environ)
     except ConfigError:
         Shutdown(0, RankStateWriter(None, 0))  # for the exit code of what goes up from here
@@ -175,6 +178,13 @@ def start(
     parting.watch()
     process = Process(world, shutdown, progress, snapshots, averaging, recorder, parting)
     return Run(process, options)
+
+
+def _check_guarded() -> None:
+    """Raise ConfigError in a child that reads its parent's script, unguarded."""
+    # Python's own mark, of which no public name tells.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigError(refusal.UNGUARDED)
 
 
 def _seed_all(seed: int) -> None:

@@ -14,6 +14,12 @@ from ddpjob_trainer.errors import ConfigError, NotCommittedError
 from ddpjob_trainer.gradients.ddp import Part
 from ddpjob_trainer.telemetry.run_log import number_of
 
+#: For who skips a batch: the other ranks wait for its gradients.
+LEFT_OUT = (
+    "; a batch that is to be left out needs its call as well: step.backward(0 * loss, weight=0),"
+    " and the others have weight=1 then"
+)
+
 
 class _Loop(Protocol):
     def backward(
@@ -183,7 +189,7 @@ class Step:
         if self.committed or not done:
             again = self.committed or self.updates
             when = "after step.commit()" if self.committed else "before step.backward(loss)"
-            when += "" if again else ", which stands in the place of loss.backward()"
+            when += "" if again else f", which stands in the place of loss.backward(){LEFT_OUT}"
             cure = (
                 ". The update() before has dropped all gradients: give optimizers whose gradients"
                 " are to be applied together to one update(first, second), or call step.backward()"
@@ -196,7 +202,7 @@ class Step:
         if done < wanted:
             raise NotCommittedError(
                 f"step {self.index}: {call} was called after {done} of {wanted} batches: go through"
-                " all of step.batches and call step.backward(loss) for each"
+                f" all of step.batches and call step.backward(loss) for each{LEFT_OUT}"
             )
 
 
