@@ -60,7 +60,7 @@ def train(directory: Path, *, world: int = 3, **start: Any) -> Callable[[int], N
             for part, (x, tokens) in zip(step.parts, step.batches, strict=True):
                 seen.append([step.index, part.samples, x.tolist(), tokens.tolist()])
                 step.backward(per_token(wrapped, x, tokens), weight=tokens.sum())
-            with pytest.raises(RuntimeError, match=r"is known after step\.commit"):
+            with pytest.raises(ddp.ConfigError, match=r"is known after step\.commit"):
                 _ = step.loss
             step.commit()
             told.append(step.loss)

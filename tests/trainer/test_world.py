@@ -242,11 +242,11 @@ def test_misuse_of_the_loop_is_an_error_not_silence(gang):  # type: ignore[no-un
             next(iter(run.steps(iter([1]))))
         steps = iter(run.steps(DATA))
         step = next(steps)
-        with pytest.raises(RuntimeError, match=r"before step\.backward"):
+        with pytest.raises(ddp.ConfigError, match=r"before step\.backward"):
             step.commit()
         with pytest.raises(ddp.ConfigError, match="needs a scalar loss"):
             step.backward(wrapped(torch.ones(1, 4)))
-        with pytest.raises(RuntimeError, match=r"left without step\.commit"):
+        with pytest.raises(ddp.ConfigError, match=r"left without step\.commit"):
             next(steps)
 
     assert gang.run(misuse, world=1) == {0: 0}, gang.log(0)
