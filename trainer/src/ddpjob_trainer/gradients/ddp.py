@@ -274,7 +274,8 @@ class DdpAveraging:
             raise ConfigError(
                 "requires_grad of a parameter was changed after prepare(): DDP cannot follow that"
                 " within one model. Freeze before prepare(), or give it the parts as models of"
-                " their own: run.prepare([first, second], [its_optimizer, other_optimizer])"
+                " their own, not yet frozen: run.prepare([first, second], [its_optimizer,"
+                " other_optimizer]); then freeze and unfreeze one in the loop"
             )
 
     def losses(self, values: Sequence[Number], weights: Sequence[float]) -> list[Number]:
