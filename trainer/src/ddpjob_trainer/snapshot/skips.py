@@ -1,7 +1,8 @@
 """Why no snapshot is made: one has failed, or older ones are still being written, perhaps to a
 volume that is stuck.
 
-Training goes on, and nothing else shows it. A wait is said once, and again each time it doubled.
+Training goes on, and nothing else shows it. A long wait is said once, and again each time it
+doubled.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from ddpjob_trainer.snapshot.keeper.process import GONE
 from ddpjob_trainer.snapshot.part_reports import PartReports
 from ddpjob_trainer.snapshot.pipeline import Unfinished
 
-_AGAIN_SECONDS = 60.0
+_LONG_SECONDS = 60.0  # a wait that is told of
 
 
 def failed(step: int, why: str, newest: int) -> str:
@@ -28,24 +29,22 @@ class Skips:
     """On rank 0: what was said since a snapshot was last made."""
 
     def __init__(self) -> None:
-        self._said: float | None = None  # of how many seconds
+        self._said = 0.0  # of how many seconds
 
     def over(self) -> None:
         """One can be made again."""
-        self._said = None
+        self._said = 0.0
 
     def why(self, oldest: Unfinished | None, reports: PartReports) -> str:
         """What there is to say now, which may be nothing. Raises PeerLostError."""
         seconds = time.perf_counter() - oldest.begun if oldest else 0.0
-        if self._said is not None and seconds < max(_AGAIN_SECONDS, 2 * self._said):
+        # Quick steps are ahead of a busy disk by nature.
+        if oldest is None or seconds < max(_LONG_SECONDS, 2 * self._said):
             return ""
         self._said = seconds
-        text = "older ones are still being written"
-        if oldest is None:
-            return text
         # Once the manifest is being written all parts are there.
         rank = 0 if oldest.asked else max(0, reports.first_missing(oldest.step))
         return (
-            f"{text}, that of step {oldest.step} for {seconds:.0f} s by rank {rank}. Is its volume"
-            " slow, or stuck?"
+            f"older ones are still being written, that of step {oldest.step} for {seconds:.0f} s by"
+            f" rank {rank}. Is its volume slow, or stuck?"
         )

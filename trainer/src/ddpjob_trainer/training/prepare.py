@@ -279,8 +279,8 @@ class Trained:
             )
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ConfigError(
-                "the model has no parameter that requires a gradient: freeze one that learns later in"
-                " the loop; leave others out, or run.register(name, model) those that change"
+                "the model has no parameter that requires a gradient: freeze one that learns later"
+                " in the loop; leave others out, or run.register(name, model) those that change"
             )
 
 

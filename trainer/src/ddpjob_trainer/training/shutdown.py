@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from types import FrameType, TracebackType
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 from ddpjob_trainer import gpu_faults
 from ddpjob_trainer.comm.world import brief, is_misconfiguration, is_peer_loss, leave
@@ -81,13 +81,24 @@ class Shutdown:
         self._hook = sys.excepthook
         self.watch_exceptions()
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._received)
-            signal.signal(signal.SIGINT, self._received)
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                self._replace(signum)
             self._mask = threading.local()
             os.register_at_fork(
                 before=self._before_fork,
                 after_in_parent=self._after_fork,
                 after_in_child=self._in_child,
+            )
+
+    def _replace(self, signum: signal.Signals) -> None:
+        before: Any = signal.signal(signum, self._received)
+        ours = isinstance(getattr(before, "__self__", None), Shutdown)  # of a run before
+        if callable(before) and before is not signal.default_int_handler and not ours:
+            say(
+                self._rank,
+                f"warning: the script's handler of {signum.name} is replaced: the ranks end"
+                " together after a step, with a snapshot. One that is set after ddp.start() stays, and"
+                f" must call the one it replaces, signal.getsignal(signal.{signum.name}), too",
             )
 
     def _before_fork(self) -> None:
