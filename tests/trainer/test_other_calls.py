@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 
 import pytest
 import torch
@@ -80,6 +81,29 @@ def test_a_caught_error_of_one_rank_is_no_success(gang, how):  # type: ignore[no
     assert "rank 1 left the loop in step 1, after its commit(), with KeyError" in gang.log(
         0
     ) + gang.log(2)
+
+
+@pytest.mark.parametrize("after", ["finish", "evaluate", "nothing"])
+def test_an_error_that_one_rank_swallows_restarts_all(gang, after):  # type: ignore[no-untyped-def]
+    """Nothing holds it any more when the script goes on; a break would end the job for good."""
+
+    def program(rank: int) -> None:
+        run = ddp.start(total_steps=6, global_batch=6)
+        with contextlib.suppress(KeyError):
+            train(run, "error")
+        if after == "evaluate":
+            run.evaluate(DATA, total)
+        if after == "finish":
+            run.finish()
+        atexit._run_exitfuncs()
+
+    codes = gang.run(program)
+    assert codes == {0: 75, 1: 0 if after == "nothing" else 1, 2: 75}, gang.log(1)
+    left = "rank 1 left the loop in step 1, after its commit(), with RuntimeError('an error"
+    if after == "nothing":
+        left = "rank 1: left the loop by an error that its script has caught, or by sys.exit()"
+    assert left in "".join(map(gang.log, range(3)))
+    assert "ConfigError" not in "".join(map(gang.log, range(3)))
 
 
 def test_an_error_that_all_ranks_catch_in_the_same_step_is_an_end_like_a_break(gang):  # type: ignore[no-untyped-def]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -121,3 +122,60 @@ def test_a_loop_over_a_method_is_found() -> None:
     assert run.found[0] == Trainer.fit.__code__.co_firstlineno + 1
     assert find_enclosing(None) is None
     assert find_enclosing(sys._getframe()) is None
+
+
+# --- How the loop is left ---------------------------------------------------------------------
+
+
+class Left:
+    """Looks as its generator is closed, as the library does."""
+
+    found: bool | None = None
+
+    def steps(self) -> Iterator[int]:
+        try:
+            yield from range(6)
+        except GeneratorExit:
+            self.found = enclosing.is_unwound()
+            raise
+
+
+def passed_on(steps: Iterator[int]) -> Iterator[int]:
+    yield from steps
+
+
+def by_a_break(left: Left) -> None:
+    for _ in left.steps():
+        break
+
+
+def by_a_return(left: Left) -> int:
+    for step in passed_on(left.steps()):
+        for _ in range(2):
+            return abs(step)
+    return 0
+
+
+def by_an_error(left: Left) -> None:
+    for _ in passed_on(left.steps()):
+        {}["missing"]
+
+
+def by_a_callees_error(left: Left) -> None:
+    with contextlib.suppress(KeyError):
+        for step in left.steps():
+            if step == 3:
+                by_an_error(Left())
+
+
+@pytest.mark.parametrize(
+    ("leave", "unwound"),
+    [(by_a_break, False), (by_a_return, False), (by_an_error, True), (by_a_callees_error, True)],
+)
+def test_an_error_that_leaves_the_loop_is_told_from_a_break(
+    leave: Callable[[Left], object], unwound: bool
+) -> None:
+    left = Left()
+    with contextlib.suppress(KeyError):
+        leave(left)
+    assert left.found is unwound

@@ -1,5 +1,6 @@
-"""Finds a loop around the loop over the steps, as one over epochs: what it counts begins anew.
+"""Looks at the script's loop over the steps: how it is left, and whether one stands around it.
 
+What another loop around it counts, as one over epochs, begins anew.
 After a resume the steps go on in the midst of an epoch, but ``for epoch in range(10)`` begins with
 epoch 0, and what comes at an epoch's end, as a scheduler's step, at other steps than before.
 """
@@ -7,6 +8,8 @@ epoch 0, and what comes at an epoch's end, as a scheduler's step, at other steps
 from __future__ import annotations
 
 import dis
+import inspect
+import sys
 from types import FrameType
 
 from ddpjob_trainer.data.own_generators import is_library
@@ -48,6 +51,23 @@ def find_enclosing(frame: FrameType | None) -> int | None:
             return None
         own, frame = False, frame.f_back
     return None
+
+
+def is_unwound() -> bool:
+    """Whether the loop whose generator is being closed is left by an error, not by a break.
+
+    Nothing else tells: the error is not yet handled, and the generator hears of neither. A break
+    or return drops the generator by an instruction of its own.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        ours = frame.f_globals.get("__name__", "").startswith("ddpjob_trainer")
+        if not (ours or code.co_flags & inspect.CO_GENERATOR):  # as tqdm, which passes steps on
+            at = [one.opname for one in dis.get_instructions(code) if one.offset == frame.f_lasti]
+            return not at or not at[0].startswith("POP_")
+        frame = frame.f_back
+    return False
 
 
 def _begin_of(code: list[dis.Instruction], at: int) -> int:

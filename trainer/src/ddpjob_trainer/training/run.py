@@ -193,7 +193,7 @@ class Run:
         trained.check_unchanged()
         self._loop = Loop(self._process, self.options, trained, dataset, given)
         self._ending.began(self._loop)
-        yield from self._loop.steps()
+        yield from self._process.parting.watched(self._loop.steps())
 
     # --- After the loop, or within ----------------------------------------------------------
 

@@ -97,8 +97,8 @@ class Shutdown:
             say(
                 self._rank,
                 f"warning: the script's handler of {signum.name} is replaced: the ranks end"
-                " together after a step, with a snapshot. One that is set after ddp.start() stays, and"
-                f" must call the one it replaces, signal.getsignal(signal.{signum.name}), too",
+                " together after a step, with a snapshot. One that is set after ddp.start()"
+                f" stays, and must call the one before, signal.getsignal(signal.{signum.name})",
             )
 
     def _before_fork(self) -> None:
