@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, WeightedRandomSampler
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.gradients import determinism
@@ -82,6 +82,7 @@ class Training:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
     bucket_cap_mb: float = 0.05
     weights: bool = False
+    learned: int | None = None  # a sampler by the losses, with so many workers
     die: tuple[int, int, int] | None = None  # rank, step, micro-batch
 
     def __call__(self, rank: int) -> None:
@@ -101,7 +102,13 @@ class Training:
             model, optimizer, scheduler=scheduler, bucket_cap_mb=self.bucket_cap_mb, **prepare
         )
         losses = (self.directory / f"losses-{rank}").open("a", buffering=1)
-        for step in run.steps(data):
+        steps = run.steps(data)
+        # Two steps an epoch: the snapshot is in the midst of the second.
+        sampler = WeightedRandomSampler([1.0] * SAMPLES, 72)
+        if self.learned is not None:
+            run.register("weights", {"weights": sampler.weights})
+            steps = run.steps(data, sampler=sampler, workers=self.learned)
+        for step in steps:
             values = []
             for x, y in step.batches:
                 loss = nn.functional.cross_entropy(wrapped(x), y)
@@ -114,6 +121,8 @@ class Training:
             if run.options.level == "resume":
                 assert len(determinism.buckets(wrapped)) > 1
             step.commit()
+            if self.learned is not None:
+                sampler.weights[step.index :: STEPS] += step.loss
             losses.write(f"{step.index} {' '.join(values)}\n")
         if "compile" in self.prepare:
             assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing is compiled"
@@ -166,6 +175,8 @@ CASES: dict[str, dict[str, Any]] = {
         "start": {"precision": "fp16", "micro_batches": 2},
         "prepare": {"grad_scaler": scaler, "clip_grad_norm": 0.5},
     },
+    "sampler that learns": {"learned": 0},
+    "sampler that learns, workers": {"learned": 2},
     "bf16 hook": {"prepare": {"comm_hook": "bf16"}},
     "fp16 hook": {"prepare": {"comm_hook": "fp16"}, "start": {"micro_batches": 2}},
     "zero": {"optimizer": zero, "prepare": {"clip_grad_norm": 0.5}},
@@ -190,6 +201,7 @@ IN_GATE = (
     "micro_batches",
     "bf16, ema",
     "fp16 with overflows",
+    "sampler that learns",
     "zero",
     "elastic, fp16, ema, tail pad",
 )
