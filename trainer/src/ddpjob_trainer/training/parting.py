@@ -124,10 +124,14 @@ class Parting:
 
 def _apart(first: dict[str, Any], others: str) -> ConfigError | PeerLostError:
     """What the others end by: an error may have another outcome next time, a break has not."""
+    if not first["caught"]:
+        return _refusal(first, others)
     left = f"rank {first['rank']} left the loop {first['place']}"
-    if first["caught"]:
-        return PeerLostError(f"{left}, with {first['caught']}")
+    return PeerLostError(f"{left}, with {first['caught']}")
+
+
+def _refusal(first: dict[str, Any], others: str) -> ConfigError:
     return ConfigError(
-        f"{left}, and {others}: leave it on every rank"
+        f"rank {first['rank']} left the loop {first['place']}, and {others}: leave it on every rank"
         " in the same step, or on none. run.sum(flag) tells all ranks what one has seen"
     )
