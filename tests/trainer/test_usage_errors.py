@@ -47,7 +47,7 @@ SLIPS = {
 }
 
 
-@pytest.mark.fault("T11")
+@pytest.mark.fault("T12")
 @pytest.mark.parametrize("name", some_in_gate(list(SLIPS), "group", "DataLoader"))
 def test_a_slip_is_refused_once_with_its_cure(script, name):  # type: ignore[no-untyped-def]
     text, words = SLIPS[name]
