@@ -69,10 +69,10 @@ def test_each_step_is_told_once_before_a_snapshot_holds_it(gang, tmp_path):  # t
     assert told == list(range(1, TOTAL + 1))
     losses = read_losses(whole)
 
-    # Step 14 is left after its commit(): it is not finished, those before are.
+    # The loop is left after the commit() of step 14, which is the last one then.
     gang.start(train(early, after=lambda run, step: step == 14))
     succeeded(gang)
-    assert read_losses(early) == {step: losses[step] for step in range(1, 14)}
+    assert read_losses(early) == {step: losses[step] for step in range(1, 15)}
 
     def terminate(run: ddp.Run, step: int) -> None:
         if step == 10 and run.rank == 1:

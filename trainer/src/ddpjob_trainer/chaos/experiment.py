@@ -166,7 +166,7 @@ def _pace(records: Records, began: float) -> Pace:
     story = records.stories[0]
     steps = max(1, len(story.losses))
     return Pace(
-        total_steps=int(story.facts["total_steps"]),
+        total_steps=story.step,  # step.stop() may have come before those asked for
         every=int(story.facts["every"]),
         step_seconds=max(0.001, (story.last_at - story.progress_at) / steps),
         start_seconds=max(0.1, story.progress_at - began),

@@ -23,7 +23,8 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot import origin
 from ddpjob_trainer.snapshot.compatible import Config, compare
 from ddpjob_trainer.snapshot.keeper.client import END_SECONDS
-from ddpjob_trainer.snapshot.keeper.writer import data_name
+from ddpjob_trainer.snapshot.keeper.writer import Writer, data_name
+from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError
 from ddpjob_trainer.snapshot.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.pipeline import Part, Place, Tracker
 from ddpjob_trainer.snapshot.remote.client import Uploads, fetch_if_newer
@@ -117,13 +118,8 @@ class Snapshots:
     def _open(self, opened: Opened) -> None:
         assert self._settings.directory is not None
         nonce = self._world.broadcast_bytes(secrets.token_hex(4).encode()).decode()
-        self._place = Place(
-            self._settings.directory,
-            opened.start.sequence,
-            nonce,
-            self._settings.keep,
-            opened.writers,
-        )
+        directory, keep = self._settings.directory, self._settings.keep
+        self._place = Place(directory, opened.start.sequence, nonce, keep, opened.writers)
         if self._settings.upload and self._world.rank == 0:
             self._uploads = Uploads(
                 self._settings.upload,
@@ -278,14 +274,9 @@ class Snapshots:
             tracker.submit(part)
 
     def _part(
-        self,
-        step: int,
-        begun: float,
-        captured: Captured,
-        config: Config,
-        writer: int,
+        self, step: int, begun: float, captured: Captured, config: Config, writer: int,
         tracker: Tracker,
-    ) -> Part:
+    ) -> Part:  # fmt: skip
         """What this rank writes, in a buffer already but for what may be copied later."""
         place, rank = self._place, self._world.rank
         assert place is not None
@@ -353,6 +344,15 @@ class Snapshots:
             with self._progress.under("snapshot"):
                 self._tracker.wait_settled()
         self._agree()
+
+    def mark(self, facts: Config) -> None:
+        """Rank 0: add facts to the newest snapshot, which settle() has made durable."""
+        if (place := self._place) is not None and self._world.rank == 0:
+            writer = Writer(place.root, place.sequence, place.nonce, place.keep, lambda: None)
+            try:
+                writer.mark(self.newest, facts)
+            except (OSError, InvalidSnapshotError) as error:
+                self._failed(self.newest, f"it cannot be marked: {error}")
 
     def _upload_rest(self, seconds: float) -> None:
         """Rank 0: wait so long for the upload of the newest snapshot."""

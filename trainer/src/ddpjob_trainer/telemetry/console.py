@@ -23,7 +23,7 @@ class Display:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._total = total_steps
+        self.total_steps = total_steps
         self._columns = columns
         self._stream = stream
         self._clock = clock
@@ -37,7 +37,7 @@ class Display:
         if self._columns:
             self._due = 0.0
             self.step(step, loss, snapshot_step)
-            if step == self._total:
+            if step == self.total_steps:
                 self.close()
             return
         self._put(f"{self._text(step, loss, snapshot_step)}\n")
@@ -50,7 +50,7 @@ class Display:
         if now < self._due:
             return
         self._due = now + _REDRAW_SECONDS
-        done = _BAR_WIDTH * step // self._total
+        done = _BAR_WIDTH * step // self.total_steps
         bar = "#" * done + "-" * (_BAR_WIDTH - done)
         text = f"[{bar}] {self._text(step, loss, snapshot_step)}"[: self._columns - 1]
         # The carriage return comes last: whatever is printed next begins on this line, and the
@@ -66,7 +66,7 @@ class Display:
 
     def _text(self, step: int, loss: float, snapshot_step: int) -> str:
         tail = f" snapshot {snapshot_step}" if snapshot_step >= 0 else ""
-        return f"step {step}/{self._total} loss {loss:.4f} {self._rate:,.0f} samples/s{tail}"
+        return f"step {step}/{self.total_steps} loss {loss:.4f} {self._rate:,.0f} samples/s{tail}"
 
     def _put(self, text: str) -> None:
         print(text, end="", flush=True, file=self._stream or sys.stdout)

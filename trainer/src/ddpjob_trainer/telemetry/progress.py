@@ -122,6 +122,12 @@ class Progress:
         self._metrics.stage("build", time.monotonic() - self._since)
         self.at("load")
 
+    def plan(self, total_steps: int) -> None:
+        """Take another number of steps for the last one's."""
+        self._total = total_steps
+        self._display.total_steps = total_steps
+        self._writer.update(total_steps=total_steps)
+
     # --- Events --------------------------------------------------------------------------
 
     def resumed(self, step: int, stored: Mapping[str, Any] | None = None) -> None:

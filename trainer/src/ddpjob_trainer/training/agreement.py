@@ -45,6 +45,8 @@ class Agreement:
         self.logged = LoggedMeans(world)
         self._sent: Sent | None = None  # of the step last committed
         self.stop = False  # a rank has been told to stop
+        self.asked = False  # this one's script has called step.stop()
+        self.enough = False  # a rank's script has
 
     def start(self, step: Step, *, allowed: bool) -> None:
         """Tell the others of a step. ``allowed``: whether its gradients may be applied."""
@@ -58,6 +60,7 @@ class Agreement:
         step.sent = self._sent = self._exchange.start(
             {
                 "stop": [float(self._shutdown.signal > 0)],
+                "enough": [float(self.asked)],
                 "snapshots": self._snapshots.report(),
                 "not finite": self._nan.report(counted, allowed=allowed),
                 "losses": self._averaging.losses(losses, step.weights),
@@ -76,6 +79,7 @@ class Agreement:
         """
         heard = _sent(step).told()
         self.stop = heard["stop"][0] > 0
+        self.enough = heard["enough"][0] > 0
         self._snapshots.learn(heard["snapshots"])
         self._check_weighted(step, heard["weighted"][0])
         self.logged.step_ended()

@@ -15,26 +15,22 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob_trainer import failpoints, trace
-from ddpjob_trainer.comm.world import agree
 from ddpjob_trainer.data import fetch
-from ddpjob_trainer.data.given import Sampled, orders_since
 from ddpjob_trainer.data.inputs import InputOptions, open_input
 from ddpjob_trainer.data.permutation import Indices
 from ddpjob_trainer.errors import ConfigError, NotCommittedError
 from ddpjob_trainer.gradients.ddp import Part
-from ddpjob_trainer.gradients.replica_check import DivergenceCheck
-from ddpjob_trainer.optim.ema import begin_ema
 from ddpjob_trainer.optim.nan_policy import NanPolicy
 from ddpjob_trainer.optim.update import Unit
 from ddpjob_trainer.options import Options
 from ddpjob_trainer.state import rng
 from ddpjob_trainer.state.buffers import Backup
 from ddpjob_trainer.telemetry.console import say
-from ddpjob_trainer.training import best, run_config
+from ddpjob_trainer.training import run_config
 from ddpjob_trainer.training.agreement import Agreement
-from ddpjob_trainer.training.best import Best
 from ddpjob_trainer.training.compiled import is_compiled
 from ddpjob_trainer.training.device_watch import DeviceWatch
+from ddpjob_trainer.training.keeping import Keeping
 from ddpjob_trainer.training.logged_means import LoggedMeans
 from ddpjob_trainer.training.prepare import Trained
 from ddpjob_trainer.training.process import Process
@@ -42,7 +38,6 @@ from ddpjob_trainer.training.step import LEFT_OUT, Step, check_loss
 from ddpjob_trainer.training.touched import Touched
 from ddpjob_trainer.training.trailing import Trailing
 from ddpjob_trainer.training.unsaved import Guard
-from ddpjob_trainer.training.warm_start import begin_with
 
 
 class Loop:
@@ -57,7 +52,6 @@ class Loop:
         given: InputOptions,
     ) -> None:
         self.finished_steps = 0
-        self.best: dict[str, Best] = {}  # by file, see run.keep_best()
         self.guard = Guard(
             trained.state,
             trained.updater,
@@ -82,8 +76,6 @@ class Loop:
         if self._input.stream is not None:
             trained.state.register("data stream", self._input.stream, per_rank=True)
         self._averaging.plan(self._order, 0)  # says now if it cannot be divided
-        data = self._input.likeness
-        self._config = run_config.fingerprint(options, process.world, self._order.epochs, data)
         self._progress.built(partial(trained.updater.readings, process.world.accelerator))
         trace.mark("built")
         self._nan = NanPolicy(options.nan_policy, process.world)
@@ -91,16 +83,15 @@ class Loop:
             process.world, process.shutdown, process.snapshots, process.averaging, self._nan
         )
         self._backup = Backup(trained.module) if options.nan_policy == "skip" else None
-        self._divergence = DivergenceCheck(
-            process.world, every=options.check_every, buffers=options.level == "elastic"
-        )
         self._peers = process.shutdown.peers
         self._parting = process.parting
         self._step: Step | None = None
         self.within_step = False  # its body runs
-        self._ended = False  # with its last step
+        self._left = False  # early
+        self.ended = False  # with its last step, or early on all ranks
         self._device_watch = DeviceWatch(process.world.accelerator, process.progress)
         self._trailing = Trailing(process, self.agreement)
+        self.kept = Keeping(process, options, trained, self._input, self._trailing)
         self._generator = self._steps()
         self._layout_known = False
 
@@ -116,7 +107,7 @@ class Loop:
                 self._input.start()
                 self._resume()
                 self._device_watch.start()
-                while self.finished_steps < self._options.total_steps:
+                while not self._is_last():
                     step = self._begin()
                     self.within_step = True
                     yield step
@@ -128,6 +119,8 @@ class Loop:
                         )
                     self._end(step)
             except GeneratorExit:  # left early: what follows may change the weights, and take long
+                self._left = True
+                self.finished_steps += self._step is not None and self._step.committed
                 self._snapshots.before_update()
                 self._progress.phase("done")
                 raise
@@ -138,14 +131,20 @@ class Loop:
                 self.guard.stop()
             with self._peers("the end of run.steps()"):
                 self._recorder.ended(self._trained.state)
-        self._ended = True
+        self.ended = True
         self._progress.phase("done")
+
+    def _is_last(self) -> bool:
+        enough = self.kept.finished or self.agreement.enough
+        return enough or self.finished_steps >= self._options.total_steps
 
     def left(self) -> None:
         """The loop is over, perhaps early: wait for all ranks, leave no exchange under way."""
         self._generator.close()  # after a break a variable may hold it, as in tqdm(run.steps())
-        if not self._ended:
+        if not self.ended:
             self._parting.leave(self._step)
+            if self._left and self._step is not None and self._shutdown.caught is None:
+                self._end_early(self._step)
         self.agreement.wait()
         self._trailing.learn(all_steps=True)
 
@@ -157,31 +156,27 @@ class Loop:
         """What takes them, within a step's body."""
         return self.agreement.logged if self.within_step else None
 
+    def _end_early(self, step: Step) -> None:
+        with self._peers("the end of run.steps()"):
+            if step.committed:
+                self._hear(step)
+            self.kept.left_early(self.finished_steps)
+        self.ended = True
+        self._progress.phase("done")
+
     def _resume(self) -> None:
-        state, config = self._trained.state, self._config
         self._trained.begin()
         with self._peers("the start of run.steps()"):
-            facts = {name: config[name] for name in run_config.OF_ALL} | self._snapshots.facts()
-            self._input.compare(agree(self._world, facts, self._input.own))
-            self._snapshots.check(state)
-            self.finished_steps, stored = self._snapshots.restore(state, config)
-            self._warn(run_config.take_data(stored, config["data"]))
-            if not stored and self._options.resume is not None:
-                begin_with(self._options.resume, state.module, self._world)
-        left = range(self.finished_steps, self._options.total_steps)
-        other = stored.get("order") != config["order"]  # allowed, or there is no snapshot
-        if isinstance(self._order.epochs, Sampled) and not other:
-            self._order.epochs.expect(stored.get("orders", {}))
-        self._input.begin(left, self._positions, fresh=other)
-        for module, ema in self._trained.updater.emas:
-            begin_ema(module, ema)
-        self.best = best.unpacked(stored.get("best", {}))
-        self._trained.modes.put_back(stored.get("modes"))
-        config["buckets"] = stored.get("buckets")
-        config["run_id"] = run_config.run_id(stored, self._world.identity)
-        self._progress.resumed(self.finished_steps, {**stored, "run_id": config["run_id"]})
-        self._recorder.resumed(self.finished_steps)
-        self._resumed_after = self.finished_steps
+            stored = self.kept.restore()
+        done = self.finished_steps = self.kept.resumed_after
+        if self.kept.finished:
+            self._progress.plan(done)
+        else:
+            self._input.begin(
+                range(done, self._options.total_steps), self._positions, fresh=self.kept.other_data
+            )
+        self._progress.resumed(done, stored)
+        self._recorder.resumed(done)
         trace.mark("loaded")
 
     def _positions(self, step: int) -> list[Indices]:
@@ -313,7 +308,7 @@ class Loop:
         self._averaging.finish([unit.parameters for unit in units])
         if not self._layout_known:
             self._layout_known = True
-            self._warn(run_config.take_layout(self._config, self._averaging.layout()))
+            self.kept.take_layout(self._averaging.layout())
         self._progress.at("update")
         self._trained.forwards = 0
         reached = [unit for unit in units if len(units) == 1 or unit.has_gradients()]
@@ -358,43 +353,32 @@ class Loop:
         """See Step.loss."""
         return self.agreement.mean_loss(step)
 
-    def _warn(self, text: str) -> None:
-        if text and self._world.rank == 0:
-            say(0, text)
+    def stop(self) -> None:
+        """See Step.stop."""
+        self.agreement.asked = True
+
+    def _hear(self, step: Step) -> None:
+        self.agreement.finish(step)
+        self._progress.body_ended()
+        self._trailing.add(step)
 
     def _end(self, step: Step) -> None:
         """After the loop's body, so that what it does after commit() is in the snapshot too."""
         self.guard.step_ended()
         done = self.finished_steps = step.index + 1
         self._progress.at("agreement")
-        first = done == self._resumed_after + 1
+        first = done == self.kept.resumed_after + 1
         with self._peers(f"step {step.index}"):
-            self.agreement.finish(step)
-            self._progress.body_ended()
-            self._trailing.add(step)
-            last = self.agreement.stop or done == self._options.total_steps
-            due = self._snapshots.due(done, last=last)
-            # One that will be skipped need not be compared.
-            compare = self._divergence.due(done, needed=last or (due and self._snapshots.has_room))
-            # Before a snapshot can hold this step: whoever resumes after it does not tell of it.
-            self._trailing.learn(all_steps=last or due or compare or first)
+            self._hear(step)
             if self._input.stream is not None and first:
                 self.agreement.compare_streams(self._input.stream.first)
-            if compare:
-                self._divergence.check(done, self._trained.module, self._trained.compared())
-            if due:
-                self._config |= {
-                    **self._progress.curves(),
-                    "best": best.packed(self.best),
-                    "modes": self._trained.modes.changed(),
-                    "orders": orders_since(self._order, done),
-                }
-                self._snapshots.save(done, self._trained.state, self._config, last=last)
-            else:
-                self._snapshots.prepare(self._trained.state)
+            if self.agreement.enough:
+                self._progress.plan(done)
+            finished = self._is_last()
+            self.kept.step_ended(done, last=self.agreement.stop or finished, finished=finished)
         if first:
             trace.mark("step")
         self._recorder.wait(done)
-        if self.agreement.stop and done < self._options.total_steps:
+        if self.agreement.stop and not finished:
             self._progress.close(hurry=True)
             self._shutdown.stop(done)

@@ -133,5 +133,6 @@ def _apart(first: dict[str, Any], others: str) -> ConfigError | PeerLostError:
 def _refusal(first: dict[str, Any], others: str) -> ConfigError:
     return ConfigError(
         f"rank {first['rank']} left the loop {first['place']}, and {others}: leave it on every rank"
-        " in the same step, or on none. run.sum(flag) tells all ranks what one has seen"
+        " in the same step, or on none. run.sum(flag) tells all ranks what one has seen, and"
+        " step.stop() ends the loop on all of them"
     )

@@ -348,11 +348,11 @@ class Run:
             raise ConfigError("call keep_best() in the loop, or after it")
         number, name = float(number_of("keep_best()", value)), str(place("path", path))
         flag("ema", ema)
-        better = is_better(number, mode, self._loop.best.get(name))
+        better = is_better(number, mode, self._loop.kept.best.get(name))
         self._process.recorder.told(self._step_to_log(), "keep_best()", number)
         if better:
             self.save(path, ema=ema, model=model)
-            self._loop.best[name] = Best(number, self._step_to_log(), mode)
+            self._loop.kept.best[name] = Best(number, self._step_to_log(), mode)
         return better
 
     def alive(self) -> None:

@@ -106,3 +106,9 @@ def run_id(stored: Mapping[str, Any], identity: Identity) -> str:
     if not identity.unique:
         return secrets.token_hex(8)
     return blake2b(identity.uid.encode(), digest_size=8).hexdigest()
+
+
+def is_finished(stored: Mapping[str, Any], total_steps: int) -> bool:
+    """Tell whether a snapshot is the end of a run that was to do this many steps, or more."""
+    found = stored.get("finished")
+    return isinstance(found, int) and total_steps <= found

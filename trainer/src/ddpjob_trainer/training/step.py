@@ -32,6 +32,8 @@ class _Loop(Protocol):
 
     def mean_loss(self, step: Step) -> float: ...
 
+    def stop(self) -> None: ...
+
 
 @dataclass(slots=True)
 class Step:
@@ -91,6 +93,14 @@ class Step:
         commit() is in the snapshot as well.
         """
         self.loop.commit(self)
+
+    def stop(self) -> None:
+        """End the run after this step, on all ranks; one rank's word is enough.
+
+        After commit(), which tells the others, the next step is the last: there all ranks may
+        ``break`` instead. Either way the last step's snapshot says that the run is finished.
+        """
+        self.loop.stop()
 
     @property
     def loss(self) -> float:

@@ -1,0 +1,144 @@
+"""What the loop takes out of a snapshot as it begins, and puts into those that it makes.
+
+After each step: compare the ranks, make the snapshot that is due. The one that ends the run says
+so: whoever finds it has nothing left to train, unless more steps are asked for than then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ddpjob_trainer.comm.world import agree
+from ddpjob_trainer.data.given import Sampled, orders_since
+from ddpjob_trainer.data.inputs import Input
+from ddpjob_trainer.errors import DivergedError
+from ddpjob_trainer.gradients.replica_check import DivergenceCheck
+from ddpjob_trainer.optim.ema import begin_ema
+from ddpjob_trainer.options import Options
+from ddpjob_trainer.telemetry.console import say
+from ddpjob_trainer.training import best, run_config
+from ddpjob_trainer.training.best import Best
+from ddpjob_trainer.training.prepare import Trained
+from ddpjob_trainer.training.process import Process
+from ddpjob_trainer.training.trailing import Trailing
+from ddpjob_trainer.training.warm_start import begin_with
+
+
+class Keeping:
+    """One process's side. Every rank makes the same calls."""
+
+    def __init__(
+        self,
+        process: Process,
+        options: Options,
+        trained: Trained,
+        source: Input,
+        trailing: Trailing,
+    ) -> None:
+        self.best: dict[str, Best] = {}  # by file, see run.keep_best()
+        self.resumed_after = 0
+        self.finished = False  # so the snapshot says
+        self.other_data = True  # than it was made with, or there is none
+        self._world = process.world
+        self._progress = process.progress
+        self._snapshots = process.snapshots
+        self._options = options
+        self._trained = trained
+        self._input = source
+        self._order = source.order
+        self._trailing = trailing
+        self._divergence = DivergenceCheck(
+            process.world, every=options.check_every, buffers=options.level == "elastic"
+        )
+        self._config = run_config.fingerprint(
+            options, process.world, self._order.epochs, source.likeness
+        )
+
+    def restore(self) -> Mapping[str, Any]:
+        """Load the newest snapshot into all there is; return its configuration, or {}.
+
+        Raises ConfigError where the ranks do not agree, or it is another run's.
+        """
+        state, config = self._trained.state, self._config
+        facts = {name: config[name] for name in run_config.OF_ALL} | self._snapshots.facts()
+        self._input.compare(agree(self._world, facts, self._input.own))
+        self._snapshots.check(state)
+        self.resumed_after, stored = self._snapshots.restore(state, config)
+        self._warn(run_config.take_data(stored, config["data"]))
+        if not stored and self._options.resume is not None:
+            begin_with(self._options.resume, state.module, self._world)
+        self.other_data = stored.get("order") != config["order"]
+        if isinstance(self._order.epochs, Sampled) and not self.other_data:
+            self._order.epochs.expect(stored.get("orders", {}))
+        for module, ema in self._trained.updater.emas:
+            begin_ema(module, ema)
+        self.best = best.unpacked(stored.get("best", {}))
+        self._trained.modes.put_back(stored.get("modes"))
+        config["buckets"] = stored.get("buckets")
+        config["run_id"] = run_config.run_id(stored, self._world.identity)
+        self.finished = run_config.is_finished(stored, self._options.total_steps)
+        if self.finished:
+            self._warn(
+                f"the run is finished, after step {self.resumed_after}: nothing is left to train."
+                " To go on, ask for more steps than then; to train anew, take another snapshot"
+                " directory"
+            )
+        return {**stored, "run_id": config["run_id"]}
+
+    def take_layout(self, layout: str | None) -> None:
+        """Learn in which buckets gradients travel, once that is known."""
+        self._warn(run_config.take_layout(self._config, layout))
+
+    def step_ended(self, done: int, *, last: bool, finished: bool) -> None:
+        """Compare the ranks and make a snapshot, where it is time. Raises DivergedError."""
+        due = self._snapshots.due(done, last=last)
+        # One that will be skipped need not be compared.
+        compare = self._divergence.due(done, needed=last or (due and self._snapshots.has_room))
+        # Before a snapshot can hold this step: whoever resumes after it does not tell of it.
+        first = done == self.resumed_after + 1
+        self._trailing.learn(all_steps=last or due or compare or first)
+        if compare:
+            self._compare(done)
+        if due:
+            self._save(done, last=last, finished=finished)
+        else:
+            self._snapshots.prepare(self._trained.state)
+
+    def left_early(self, done: int) -> None:
+        """All ranks have left the loop, and this many steps are finished: keep that for good.
+
+        The script may have changed the weights since, each rank in its own way.
+        """
+        self._progress.plan(done)
+        self._trailing.learn(all_steps=True)
+        if not self._snapshots.are_made or not done:
+            return
+        self._snapshots.settle()
+        if self._snapshots.newest >= done:  # as of then: only the word is missing
+            self._snapshots.mark({"finished": self._options.total_steps})
+            return
+        try:
+            if self._divergence.due(done, needed=True):
+                self._compare(done)
+        except DivergedError as error:
+            self._warn(f"warning: the loop was left early, and this is no end to resume: {error}")
+            return
+        self._save(done, last=True, finished=True)
+
+    def _compare(self, done: int) -> None:
+        self._divergence.check(done, self._trained.module, self._trained.compared())
+
+    def _save(self, done: int, *, last: bool, finished: bool) -> None:
+        self._config |= {
+            **self._progress.curves(),
+            "best": best.packed(self.best),
+            "modes": self._trained.modes.changed(),
+            "orders": orders_since(self._order, done),
+            "finished": self._options.total_steps if finished else 0,
+        }
+        self._snapshots.save(done, self._trained.state, self._config, last=last)
+
+    def _warn(self, text: str) -> None:
+        if text and self._world.rank == 0:
+            say(0, text)
