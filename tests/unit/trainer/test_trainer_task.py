@@ -15,7 +15,7 @@ from ddpjob_trainer.task.runner import train
 
 #: What a file of functions gives, or a command line cannot.
 _OBJECTS = {"self", "model", "optimizer", "scheduler", "before_update"}
-_NOT_OPTIONS = {*_OBJECTS, "collate", "grad_scaler", "comm_hook_options", "events"}
+_NOT_OPTIONS = {*_OBJECTS, "collate", "grad_scaler", "comm_hook_options", "events", "epochs"}
 
 
 @pytest.mark.parametrize(

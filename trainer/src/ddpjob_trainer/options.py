@@ -35,7 +35,10 @@ def _option(text: str, default: Any = MISSING, **more: Any) -> Any:
 class Options(Arguments):
     """Of start(): they hold for the whole run."""
 
-    total_steps: int = _option("optimizer steps of the whole run", least=1)
+    total_steps: int | None = _option(
+        "optimizer steps of the whole run", None, least=1, required=True
+    )
+    epochs: int | None = field(default=None, metadata={"least": 1})  # in place of total_steps
     global_batch: int = _option("samples per step, all processes", least=1)
     seed: int = _option("of weights, data order, dropout", 0, least=-(2**63), most=2**64 - 1)
     level: str = _option(
@@ -62,6 +65,8 @@ class Options(Arguments):
 
     def check(self, world_size: int) -> None:
         """Raise ConfigError for values that so many processes cannot have."""
+        if (self.total_steps is None) == (self.epochs is None):
+            raise ConfigError("start() needs total_steps or epochs, and not both")
         count, sharers = world_size, f"{world_size} processes"
         if self.level == "elastic":
             count, sharers = self.shards, f"shards={self.shards}"

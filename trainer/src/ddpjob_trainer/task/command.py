@@ -50,7 +50,7 @@ examples:
 START = [*Options.offered(), *SnapshotOptions.offered(), *Reporting.offered()]
 PREPARE = list(ModelOptions.offered())
 OWN = list(RunnerOptions.offered())
-_ARGPARSE = ("help", "choices", "metavar")
+_ARGPARSE = ("help", "choices", "metavar", "required")
 _TYPES = {"int": int, "float": float}
 
 

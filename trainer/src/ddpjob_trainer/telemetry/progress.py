@@ -19,6 +19,7 @@ from ddpjob_trainer.telemetry.metrics import Metrics
 from ddpjob_trainer.telemetry.run_log import Pending, Values, packed, unpacked
 from ddpjob_trainer.telemetry.sinks import CLOSE_SECONDS, HURRY_SECONDS, Sinks
 
+_LOG_LINES = 40  # in a whole run, when log_every is not given
 Readings = Callable[[], Mapping[str, float]]
 
 
@@ -45,7 +46,7 @@ class Progress:
         self._total = total_steps
         self._global_batch = global_batch
         self._samples = samples_per_step
-        self._log_every = log_every
+        self._log_every = log_every  # 0: it follows from the number of steps
         self._display = display or Display(total_steps)
         self._events = events
         self._sinks = sinks or Sinks()
@@ -61,7 +62,8 @@ class Progress:
         self._since = time.monotonic()
         self._metrics.stage("rendezvous", rendezvous_seconds)
         writer.mark("build", self._since)
-        writer.update(total_steps=total_steps)
+        if total_steps:
+            self.plan(total_steps)
 
     # --- Now -----------------------------------------------------------------------------
 
@@ -123,8 +125,9 @@ class Progress:
         self.at("load")
 
     def plan(self, total_steps: int) -> None:
-        """Take another number of steps for the last one's."""
+        """Learn how many steps there are, or that there are fewer than was thought."""
         self._total = total_steps
+        self._log_every = self._log_every or max(1, total_steps // _LOG_LINES)
         self._display.total_steps = total_steps
         self._writer.update(total_steps=total_steps)
 

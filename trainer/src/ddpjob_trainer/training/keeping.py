@@ -77,7 +77,7 @@ class Keeping:
         self._trained.modes.put_back(stored.get("modes"))
         config["buckets"] = stored.get("buckets")
         config["run_id"] = run_config.run_id(stored, self._world.identity)
-        self.finished = run_config.is_finished(stored, self._options.total_steps)
+        self.finished = run_config.is_finished(stored, self._options.total_steps or 0)
         if self.finished:
             self._warn(
                 f"the run is finished, after step {self.resumed_after}: nothing is left to train."

@@ -61,7 +61,6 @@ class Loop:
             variables=process.world.rank == 0 and process.snapshots.are_made,
         )
         self._touched = Touched(process.averaging, trained.updater)
-        self._options = options
         self._world = process.world
         self._shutdown = process.shutdown
         self._progress = process.progress
@@ -73,6 +72,9 @@ class Loop:
             dataset, given, run_config.place(options, process.world, process.progress.alive)
         )
         self._order = self._input.order
+        self._options = options = run_config.with_steps(options, self._order)
+        self._total = options.total_steps or 0
+        process.progress.plan(self._total)
         if self._input.stream is not None:
             trained.state.register("data stream", self._input.stream, per_rank=True)
         self._averaging.plan(self._order, 0)  # says now if it cannot be divided
@@ -136,7 +138,7 @@ class Loop:
 
     def _is_last(self) -> bool:
         enough = self.kept.finished or self.agreement.enough
-        return enough or self.finished_steps >= self._options.total_steps
+        return enough or self.finished_steps >= self._total
 
     def left(self) -> None:
         """The loop is over, perhaps early: wait for all ranks, leave no exchange under way."""
@@ -172,9 +174,8 @@ class Loop:
         if self.kept.finished:
             self._progress.plan(done)
         else:
-            self._input.begin(
-                range(done, self._options.total_steps), self._positions, fresh=self.kept.other_data
-            )
+            left = range(done, self._total)
+            self._input.begin(left, self._positions, fresh=self.kept.other_data)
         self._progress.resumed(done, stored)
         self._recorder.resumed(done)
         trace.mark("loaded")
@@ -191,7 +192,8 @@ class Loop:
         parts = self._averaging.parts(self._order, index)
         rng.reseed(self._options.seed, index, self._averaging.outside)
         epoch = self._input.epoch(index)
-        self._step = Step(self, index, parts, self._batches(index, parts), epoch)
+        length = self._order.steps_per_epoch if self._input.stream is None else None
+        self._step = Step(self, index, parts, self._batches(index, parts), epoch, length)
         return self._step
 
     def _batches(self, index: int, parts: Sequence[Part]) -> Iterator[Any]:

@@ -25,6 +25,7 @@ from ddpjob_trainer.snapshot import weights
 from ddpjob_trainer.snapshot.training_state import weights_sha256
 from ddpjob_trainer.state import buffers
 from ddpjob_trainer.state.stateful import Keepable
+from ddpjob_trainer.state.values import Values
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.run_log import checked, number_of
 from ddpjob_trainer.training import evaluation
@@ -141,6 +142,15 @@ class Run:
                 one.wrapped, lambda: self._process.progress.during("agreement")
             )
         return shaped_like(model, wrapped), optimizer
+
+    def state(self, name: str = "state", /, **values: Any) -> Values:
+        """Keep small values of the loop in the snapshots, as attributes: state.best, state.bad.
+
+        Numbers, strings, None and tuples of these, with what they begin with. As with register()
+        rank 0's count, and it is called before steps(). Raises ConfigError.
+        """
+        self.register(name, kept := Values(values))
+        return kept
 
     def register(self, name: str, obj: Keepable, *, per_rank: bool = False) -> None:
         """Keep one more object in the snapshots.
@@ -303,12 +313,9 @@ class Run:
         return self.finished_steps + (self._loop is not None and self._loop.within_step)
 
     def save(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        ema: bool = False,
+        self, path: str | os.PathLike[str], *, ema: bool = False,
         model: torch.nn.Module | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Write the weights to a safetensors file, atomically; rank 0 does, at any time.
 
         It holds the model's state_dict() (``ema``: the moving average's), with rank 0's buffers,
@@ -330,14 +337,9 @@ class Run:
                 say(0, f"warning: {', '.join(left_out)} is not in {path}: only tensors can be")
 
     def keep_best(
-        self,
-        value: float | torch.Tensor,
-        path: str | os.PathLike[str],
-        *,
-        mode: str = "min",
-        ema: bool = False,
-        model: torch.nn.Module | None = None,
-    ) -> bool:
+        self, value: float | torch.Tensor, path: str | os.PathLike[str], *, mode: str = "min",
+        ema: bool = False, model: torch.nn.Module | None = None,
+    ) -> bool:  # fmt: skip
         """Save the weights if this value is the best so far; return whether it is.
 
         ``value``: as evaluate() returns it, equal on all ranks, within the loop or after it.
@@ -379,11 +381,9 @@ class Run:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
+        self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._ending.finish(error)
 
     # --- Inside --------------------------------------------------------------------------

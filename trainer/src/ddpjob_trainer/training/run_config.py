@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.data.inputs import Place
 from ddpjob_trainer.data.likeness import Likeness, difference
-from ddpjob_trainer.data.sampler import Epochs
+from ddpjob_trainer.data.sampler import DataOrder, Epochs
+from ddpjob_trainer.data.stream import Endless
 from ddpjob_trainer.environment import Identity
+from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.options import Options
 from ddpjob_trainer.snapshot import origin
 from ddpjob_trainer.telemetry.console import say
@@ -41,6 +44,18 @@ def place(options: Options, world: World, alive: Callable[[], None]) -> Place:
         say=lambda text: say(0, text) if world.rank == 0 else None,
         alive=alive,
     )
+
+
+def with_steps(options: Options, order: DataOrder) -> Options:
+    """Count the steps of start(epochs=...) by the dataset. Raises ConfigError for a stream."""
+    if options.epochs is None:
+        return options
+    if isinstance(order.epochs, Endless):
+        raise ConfigError(
+            f"epochs={options.epochs}: nobody knows how long an epoch of a stream is; give start()"
+            " total_steps instead"
+        )
+    return replace(options, total_steps=options.epochs * order.steps_per_epoch)
 
 
 def fingerprint(

@@ -39,7 +39,6 @@ from ddpjob_trainer.training.recorder import Recorder
 from ddpjob_trainer.training.run import Run
 from ddpjob_trainer.training.shutdown import Shutdown
 
-_LOG_LINES = 40  # in a whole run, when log_every is not given
 _PREFIX = len("[rank 0] ")  # of a launcher
 #: Snapshot directories of this process' runs, with the last step that one of them was to do.
 _BEGUN: dict[Path, int] = {}
@@ -47,7 +46,8 @@ _BEGUN: dict[Path, int] = {}
 
 def start(
     *,
-    total_steps: int,
+    total_steps: int | None = None,
+    epochs: int | None = None,
     global_batch: int,
     seed: int = 0,
     level: str | None = None,
@@ -74,7 +74,8 @@ def start(
 ) -> Run:
     """Join the other processes and return the Run.
 
-    ``total_steps``: optimizer steps of the whole run, resumes included.
+    ``total_steps``: optimizer steps of the whole run, resumes included; or ``epochs``: times that
+    it goes through the dataset of run.steps().
     ``global_batch``: samples per step over all processes; the processes must divide it.
     ``level``: ``resume`` (equal bits after any restart at the same world size; the default on
     the CPU), ``elastic`` (equal bits at any world size) or ``off`` (the default on CUDA).
@@ -142,7 +143,7 @@ def start(
     reporting = Reporting.among(given)
     chosen = _chosen_sinks(reporting, env)
     settings = _snapshot_settings(env.snapshot, SnapshotOptions.among(given))
-    _begin_in(settings, options.total_steps)
+    _begin_in(settings, options.total_steps or options.epochs or 0)
     recorder = Recorder(env.chaos, env.rank)
     recorder.started(
         env.identity,
@@ -252,12 +253,14 @@ def _make_progress(
     return Progress(
         env.rank,
         writer,
-        total_steps=options.total_steps,
+        total_steps=options.total_steps or 0,
         global_batch=options.global_batch,
         samples_per_step=_samples_per_step(options, env),
-        log_every=given.log_every or max(1, options.total_steps // _LOG_LINES),
+        log_every=given.log_every or 0,
         rendezvous_seconds=rendezvous_seconds,
-        display=Display(options.total_steps, columns=max(0, env.columns - _PREFIX) if main else 0),
+        display=Display(
+            options.total_steps or 0, columns=max(0, env.columns - _PREFIX) if main else 0
+        ),
         events=EventLog(events) if main and events is not None else None,
         sinks=Sinks(sinks if main else None),
     )

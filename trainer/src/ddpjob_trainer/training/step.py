@@ -47,6 +47,7 @@ class Step:
     parts: Sequence[Part]
     batches: Iterator[Any]
     epoch: int = 0
+    epoch_steps: int | None = None  # in each epoch; None: nobody knows
     losses: list[torch.Tensor] = field(default_factory=list)  # of each batch, added up
     weights: list[float] = field(default_factory=list)  # of each batch, or none at all
     committed: bool = False
@@ -109,6 +110,16 @@ class Step:
         It waits for the other ranks' numbers, which are on their way. Raises NotCommittedError.
         """
         return self.loop.mean_loss(self)
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether this is the last step of its epoch. Raises ConfigError for a stream."""
+        if self.epoch_steps is None:
+            raise ConfigError(
+                "step.ends_epoch: a stream does not say where it ends; when step.epoch is another"
+                " than in the step before, an epoch has ended"
+            )
+        return (self.index + 1) % self.epoch_steps == 0
 
     # --- For the loop ----------------------------------------------------------------------
 
