@@ -16,7 +16,7 @@ from ddpjob_trainer.training.unsaved import Guard
 
 def refused(**options: object) -> BaseException:
     """What our code raises when a script, this file, asks for it."""
-    given = {
+    given = Options.defaults() | {
         "total_steps": 0, "global_batch": 6, "seed": 0, "level": "resume", "threads": 1,
         "collate": None, "device": "auto", "micro_batches": 1, "shards": 8, "tail": "drop",
         "precision": "fp32", "nan_policy": "stop", "check_every": 0, "resume": None, **options,

@@ -61,6 +61,10 @@ class Options(Arguments):
     resume: Path | None = _option(
         "weights to begin with, if there is no snapshot yet", None, metavar="FILE"
     )
+    resume_hyperparameters: str = _option(
+        "whose go on at a resume, of optimizers and schedulers", "snapshot",
+        choices=("snapshot", "script"),
+    )  # fmt: skip
     collate: fetch.Collate | None = None
 
     def check(self, world_size: int) -> None:

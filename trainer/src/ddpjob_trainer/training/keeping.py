@@ -19,6 +19,7 @@ from ddpjob_trainer.options import Options
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training import best, run_config
 from ddpjob_trainer.training.best import Best
+from ddpjob_trainer.training.hyperparameters import Hyperparameters
 from ddpjob_trainer.training.prepare import Trained
 from ddpjob_trainer.training.process import Process
 from ddpjob_trainer.training.trailing import Trailing
@@ -64,7 +65,11 @@ class Keeping:
         facts = {name: config[name] for name in run_config.OF_ALL} | self._snapshots.facts()
         self._input.compare(agree(self._world, facts, self._input.own))
         self._snapshots.check(state)
+        built = Hyperparameters(self._trained)
         self.resumed_after, stored = self._snapshots.restore(state, config)
+        script = self._options.resume_hyperparameters == "script"
+        self._warn(built.compare(stored.get("hyperparameters"), script=script))
+        config["hyperparameters"] = built.kept
         self._warn(run_config.take_data(stored, config["data"]))
         if not stored and self._options.resume is not None:
             begin_with(self._options.resume, state.module, self._world)

@@ -66,6 +66,7 @@ def start(
     snapshot_keep: int | None = None,
     snapshot_staging: str = "auto",
     resume: str | os.PathLike[str] | None = None,
+    resume_hyperparameters: str = "snapshot",
     allow_changes: str | Sequence[str] = (),
     snapshot_upload: str | None = None,
     events: str | os.PathLike[str] | None = None,
@@ -100,6 +101,8 @@ def start(
     ``resume``: a file of weights to begin with: a safetensors file, as `ddpjob-trainer snapshot
     export` and run.save() write it, or a state_dict saved by torch. It counts where there is no
     snapshot of this run yet; afterwards its own snapshots do.
+    ``resume_hyperparameters``: what a resume takes where the script now builds its optimizers and
+    schedulers with others, as with another learning rate: the ``snapshot``'s or the ``script``'s.
     ``allow_changes``: what may differ from the newest snapshot, which is else refused:
     "global_batch", "data" (another dataset or order), "ema" (added or taken away).
     ``snapshot_upload``: a URL, as s3://bucket/job, to which finished snapshots are copied and from

@@ -1,0 +1,101 @@
+"""A restart with other arguments: told, and taken where that is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import ddpjob_trainer as ddp
+
+DATA = torch.randn(60, 4, generator=torch.Generator().manual_seed(1))
+SAID = "the script had other hyperparameters before: "
+
+
+def train(
+    directory: Path, total: int, *, lr: float = 0.1, decay: float = 0.0, kind: str = "cosine",
+    length: int = 8, **start: Any,
+) -> Any:  # fmt: skip
+    """Train to step ``total``; leave rates and weights in files of its name."""
+
+    def program(rank: int) -> None:
+        run = ddp.start(total_steps=total, global_batch=6, snapshot_dir=directory / "s", **start)
+        net = nn.Linear(4, 2)
+        optimizer = torch.optim.AdamW(net.parameters(), lr, weight_decay=decay)
+        scheduler: Any = None
+        if kind == "cosine":
+            scheduler = lr_scheduler.CosineAnnealingLR(optimizer, length)
+        elif kind == "chain":
+            first = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+            second = lr_scheduler.MultiStepLR(optimizer, [length])
+            scheduler = lr_scheduler.SequentialLR(optimizer, [first, second], [2])
+        model, _ = run.prepare(net, optimizer, scheduler=scheduler)
+        rates = []
+        for step in run.steps(DATA):
+            if kind == "by hand":
+                optimizer.param_groups[0]["lr"] *= 0.5
+            rates.append(optimizer.param_groups[0]["lr"])
+            for x in step.batches:
+                step.backward(model(x).pow(2).mean())
+            step.commit()
+        group = optimizer.param_groups[0]
+        state = scheduler.state_dict() if scheduler is not None else {}
+        print("end", rates[0] if rates else None, group["weight_decay"], state)
+        run.finish()
+        if rank == 0:
+            (directory / f"sha-{total}").write_text(run.weights_sha256())
+
+    directory.mkdir(exist_ok=True)
+    return program
+
+
+def alone(gang: Any, program: Any) -> str:
+    """What one process says."""
+    before = len(gang.log(0)) if gang.log_path(0).exists() else 0
+    assert gang.run(program, world=1) == {0: 0}, gang.log(0)
+    return str(gang.log(0)[before:])
+
+
+@pytest.mark.parametrize("kind", ["none", "by hand", "cosine", "chain"])
+def test_what_training_has_changed_is_no_difference(gang, tmp_path, kind):  # type: ignore[no-untyped-def]
+    alone(gang, train(tmp_path / "a", 4, kind=kind))
+    assert SAID not in alone(gang, train(tmp_path / "a", 6, kind=kind))
+
+
+def test_the_snapshots_go_on_and_it_is_told_each_time(gang, tmp_path):  # type: ignore[no-untyped-def]
+    a, b = tmp_path / "a", tmp_path / "b"
+    alone(gang, train(a, 4))
+    other: dict[str, Any] = {"lr": 0.3, "decay": 0.5, "length": 20}
+    text = (
+        f"warning: {SAID}optimizer weight_decay 0.0 (now 0.5), optimizer initial_lr 0.1 (now 0.3),"
+        " scheduler T_max 8 (now 20): the snapshot's go on"
+    )
+    assert text in alone(gang, train(a, 6, **other))
+    assert text in alone(gang, train(a, 7, **other))
+    assert SAID not in alone(gang, train(a, 8))
+    alone(gang, train(b, 8))
+    assert (a / "sha-8").read_text() == (b / "sha-8").read_text()
+
+
+def test_the_scripts_are_taken_where_it_asks(gang, tmp_path):  # type: ignore[no-untyped-def]
+    alone(gang, train(tmp_path / "a", 4))
+    script = {"resume_hyperparameters": "script"}
+    other: dict[str, Any] = {"lr": 0.3, "decay": 0.5, "length": 20, **script}
+    said = alone(gang, train(tmp_path / "a", 5, **other))
+    assert "from here on those of now hold" in said
+    end = said.split("end ")[1]
+    assert end.startswith("0.15")  # half of it, as the schedule was there
+    assert "0.5 {'T_max': 20, 'eta_min': 0.0, 'base_lrs': [0.3], 'last_epoch': 5" in end
+    assert SAID not in alone(gang, train(tmp_path / "a", 6, **other))
+
+
+def test_of_chained_schedulers_too(gang, tmp_path):  # type: ignore[no-untyped-def]
+    alone(gang, train(tmp_path / "a", 4, kind="chain"))
+    script = {"resume_hyperparameters": "script"}
+    said = alone(gang, train(tmp_path / "a", 5, kind="chain", length=3, **script))
+    assert f"{SAID}scheduler 1 milestones {{8: 1}} (now {{3: 1}})" in said
+    assert "'milestones': Counter({3: 1})" in said.split("end ")[1]
