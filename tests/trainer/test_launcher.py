@@ -57,8 +57,49 @@ def test_the_report_stays_below_2_kib(script, tmp_path, char):  # type: ignore[n
     assert len(report.read_bytes()) <= 2048
     content = json.loads(report.read_bytes())
     for words in (content["exception"], content["rounds"][0]["exception"]):
-        assert words.startswith(f"ValueError: {char * 40}")
+        head, _, tail = words.partition(" ... ")
+        assert head.startswith(f"ValueError: {char * 25}")
+        assert tail.startswith(char * 10), "cut in its middle"
     assert len(content["log"]) >= 5
+
+
+def test_the_exception_is_told_behind_torchs_prefix_and_before_its_stack(script, tmp_path):  # type: ignore[no-untyped-def]
+    """In the report as in the record of the round before; from a log that is longer than its tail.
+
+    torch's own prefix: `[rank1]: ` before every line, once there is a process group.
+    """
+    report = tmp_path / "report"
+    program = script(
+        """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if rank == 1:
+    frames = "".join(f"\\nframe #{n}: c10::f()" for n in range(40))
+    raise ValueError("bad shape\\nException raised from f at x.cpp:1" + frames)
+dist.barrier()
+"""
+    )
+    options = ("--nproc", "2", "--max-rounds-without-progress", "1")
+    code, _, err = run(*options, "--termination-log", str(report), program)
+    assert "[rank1]: ValueError: bad shape" in err
+    content = json.loads(report.read_bytes())
+    assert (code, content["rank"], content["kind"]) == (1, 1, "exception")
+    assert content["exception"] == content["rounds"][0]["exception"] == "ValueError: bad shape"
+    assert "Traceback" not in "".join(content["log"])
+
+
+def test_a_crash_is_told_with_its_place(script, tmp_path):  # type: ignore[no-untyped-def]
+    """faulthandler's words count, those of exceptions that were met before do not."""
+    report = tmp_path / "report"
+    program = script(
+        "import faulthandler, traceback\nfaulthandler.enable()\n"
+        "try: {}['k']\nexcept KeyError: traceback.print_exc()\n"
+        "os.kill(os.getpid(), signal.SIGSEGV)\n"
+    )
+    code, _, err = run(*NO_ROUNDS, "--termination-log", str(report), program)
+    content = json.loads(report.read_bytes())
+    assert (code, content["kind"]) == (139, "signal"), err
+    assert content["exception"].startswith("Fatal Python error: Segmentation fault: ")
 
 
 def test_the_cause_is_told_from_collateral_that_ended_first(script, tmp_path):  # type: ignore[no-untyped-def]

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from ddpjob_trainer import contract, gpu_faults
 from ddpjob_trainer.launcher.hub.root_cause import Exit
-from ddpjob_trainer.launcher.output import OutputPump, exception_in
+from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.plan import Plan
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.signals import ENDING
 from ddpjob_trainer.liveness.heartbeat import RankState, read_state
+from ddpjob_trainer.tracebacks import shorten
 
 #: Start a worker: (local rank, stdout, stderr) -> pid, or None: it will come. Raises OSError.
 Starter = Callable[[int, int, int], int | None]
@@ -92,7 +93,7 @@ class Gang:
         """Count as failed a round that has no place for its workers' records."""
         self._say(str(error.strerror))
         rank = self._plan.rank(0)
-        self.exits.append(Exit(rank, 0, 1, now, exception=f"OSError: {error.strerror}"[:400]))
+        self.exits.append(Exit(rank, 0, 1, now, exception=shorten(f"OSError: {error.strerror}")))
 
     # --- Watch ---------------------------------------------------------------------------
 
@@ -124,12 +125,16 @@ class Gang:
         if local_rank in self._condemned:
             ours = False
             status, exception = self._condemned[local_rank]
+        elif status < 0:
+            exception = ""  # what it met before is not what killed it
         if not exception and status > 0 and not ours:
-            exception = exception_in(self._pump.tail(rank))
+            exception = self._pump.exception(rank)
         if not ours:
             status, exception = gpu_faults.judge(status, exception, self._pump.tail(rank))
+        if not exception and status < 0 and not ours:
+            exception = self._pump.exception(rank, crashed=True)
         step = state.step if state and state.phase != "startup" else -1
-        self.exits.append(Exit(rank, local_rank, status, now, ours, exception[:400], step))
+        self.exits.append(Exit(rank, local_rank, status, now, ours, shorten(exception), step))
 
     @property
     def pids(self) -> dict[int, int]:

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ddpjob_trainer.launcher.log import Log
+from ddpjob_trainer.tracebacks import Tracebacks
 
 TAIL_LINES = 20
 _LINE_END = re.compile(rb"(\r?\n|\r)")
-_EXCEPTION_LINE = re.compile(r"^[A-Za-z_][\w.]*(: .*)?$")
 _MAX_LINE = 64 * 1024  # a longer line is passed on in pieces
 _READ = 64 * 1024
 _PIPE_BYTES = 1024 * 1024  # no pipe holds more, unless root made it so
@@ -31,6 +31,7 @@ class _Stream:
     prefix: bytes
     tail: deque[str]
     rest: bytes = b""
+    tracebacks: Tracebacks = field(default_factory=Tracebacks)
 
 
 @dataclass(slots=True)
@@ -85,6 +86,14 @@ class OutputPump:
             worker = self._workers.get(rank)
             return list(worker.tail) if worker else []
 
+    def exception(self, rank: int, *, crashed: bool = False) -> str:
+        """Last exception that a worker told of, "" if none; of one that ``crashed`` how it did."""
+        with self._lock:
+            worker = self._workers.get(rank)
+            found = [stream.tracebacks for stream in worker.streams[::-1]] if worker else []
+            words = (one.fatal if crashed else one.exception for one in found)
+            return next(filter(None, words), "")
+
     def add(self, rank: int, lines: Sequence[str]) -> None:
         """Append to the tail what the launcher says of a worker."""
         with self._lock:
@@ -137,24 +146,13 @@ class OutputPump:
             lines += [stream.rest, b"\n"]
             stream.rest = b""
         pairs = list(zip(lines[::2], lines[1::2], strict=True))
-        stream.tail.extend(
-            line[:1000].decode(errors="replace").rstrip() for line, _ in pairs if line.strip()
-        )
+        for line in (line[:1000].decode(errors="replace").rstrip() for line, _ in pairs):
+            stream.tracebacks.feed(line)
+            if line:
+                stream.tail.append(line)
         if stream.prefix:
             data = b"".join(stream.prefix + line + end for line, end in pairs)
         self._log.put(stream.target, data)
-
-
-def exception_in(lines: Sequence[str]) -> str:
-    """Find the last exception of a Python traceback in a program's output, "" if none."""
-    found = ""
-    inside = False
-    for line in lines:
-        if line.startswith("Traceback (most recent call last)"):
-            inside = True
-        elif inside and not line.startswith(" ") and _EXCEPTION_LINE.match(line):
-            found, inside = line, False
-    return found
 
 
 def stdout_is_terminal() -> bool:

@@ -27,7 +27,7 @@ from ddpjob_trainer.launcher.gang import Gang
 from ddpjob_trainer.launcher.hub import root_cause
 from ddpjob_trainer.launcher.hub.messages import End
 from ddpjob_trainer.launcher.hub.root_cause import Exit, kind
-from ddpjob_trainer.launcher.output import OutputPump, exception_in
+from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.plan import Plan
 from ddpjob_trainer.launcher.progress_path import NEVER, as_text
 from ddpjob_trainer.launcher.scratch import NoRoomError
@@ -155,7 +155,7 @@ def broke(plan: Plan, error: Exception, say: Callable[[str], None]) -> int:
     say(f"ending: {text}")
     report: TerminationReport = {
         "version": REPORT_VERSION, "kind": "exception", "round": 0, "code": 1,
-        "exception": _cut(f"launcher: {text}", _MAX_EXCEPTION),
+        "exception": _cut_middle(f"launcher: {text}", _MAX_EXCEPTION),
     }  # fmt: skip
     _save(plan, report, say)
     return 1
@@ -209,22 +209,20 @@ def make_report(
     when no process of this launcher was the cause.
     """
     exception = failure.exception if failure else ""
-    exception = exception or (state.exception if state else "")
-    exception = exception or (exception_in(log) if failure else "")
     name = kind(failure, exception=exception, terminated=terminated)
     report: TerminationReport = {"version": REPORT_VERSION, "kind": name, "round": round_}
     if elsewhere:
         report["kind"] = "peerLost"
         report["code"] = ExitCode.PEER_LOST
-        report["exception"] = _cut(elsewhere, _MAX_EXCEPTION)
+        report["exception"] = _cut_middle(elsewhere, _MAX_EXCEPTION)
     if failure is not None:
         report["rank"] = failure.rank
         report["localRank"] = failure.local_rank
         report["code"] = failure.code
         if failure.status < 0:
             report["signal"] = -failure.status
-        if exception and failure.status in (*range(1, 256), -signal.SIGABRT) and not elsewhere:
-            report["exception"] = _cut(exception, _MAX_EXCEPTION)
+        if exception and not elsewhere:
+            report["exception"] = _cut_middle(exception, _MAX_EXCEPTION)
         report["log"] = [_cut(line, _MAX_LINE) for line in log]
     if state is not None:
         report["step"] = state.step
@@ -244,7 +242,7 @@ def make_report(
 def _brief(record: Round) -> Round:
     record = record.copy()
     if "exception" in record:
-        record["exception"] = _cut(record["exception"], _MAX_LINE)
+        record["exception"] = _cut_middle(record["exception"], _MAX_LINE)
     return record
 
 
@@ -252,6 +250,14 @@ def _cut(text: str, limit: int) -> str:
     """As many characters as take ``limit`` bytes in the report."""
     sizes = accumulate(len(_json(char).encode()) - len('""') for char in text[:limit])
     return text[: sum(size <= limit for size in sizes)]
+
+
+def _cut_middle(text: str, limit: int) -> str:
+    """The same of its head and its tail, with a gap where some is left out."""
+    if _cut(text, limit) == text:
+        return text
+    head, gap = limit * 2 // 3, " ... "
+    return _cut(text, head) + gap + _cut(text[::-1], limit - head - len(gap))[::-1]
 
 
 def _json(value: object) -> str:

@@ -21,6 +21,8 @@ from typing import Final, Literal, cast, get_args
 
 from ddpjob_trainer.contract import Resumed
 
+from ddpjob_trainer.tracebacks import words
+
 Phase = Literal["startup", "step", "snapshot", "done"]
 
 #: What a worker does at this moment, more finely than its phase.
@@ -153,7 +155,7 @@ class RankStateWriter:
 
     def failed(self, exception: BaseException) -> None:
         """Record why this process ends."""
-        text = f"{type(exception).__name__}: {exception}".splitlines()[0]
+        text = words(f"{type(exception).__name__}: {exception}")
         data = text.encode(errors="replace")[:_MAX_EXCEPTION]
         self._block[_TEXT_AT : _TEXT_AT + _TEXT.size + len(data)] = _TEXT.pack(len(data)) + data
         self.update()

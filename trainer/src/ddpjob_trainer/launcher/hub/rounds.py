@@ -128,7 +128,7 @@ def _record(round_: int, cause: Exit | None, snapshot_step: int, *, nproc: int, 
         if cause.status < 0:
             record["signal"] = -cause.status
         record["kind"] = kind(cause, exception=cause.exception, terminated=False)
-        if cause.exception and cause.status > 0:
+        if cause.exception:
             record["exception"] = cause.exception
         if cause.step >= 0:
             record["step"] = cause.step

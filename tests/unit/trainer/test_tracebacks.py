@@ -1,0 +1,213 @@
+"""The exception that ended a program, found in what Python and torch really print."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from ddpjob_trainer.tracebacks import MOST, Tracebacks, shorten, words
+
+GROUP = """
+def raised(error, cause):
+    try:
+        try:
+            raise cause
+        except Exception:
+            raise error
+    except Exception as found:
+        return found
+inner = ExceptionGroup("inner", [raised(OSError("disk\\nfull"), KeyError("k")), TypeError("t")])
+raise ExceptionGroup("outer", [raised(inner, KeyError("k")), ValueError("z")])
+"""
+
+#: Programs, and the exception that each is ended by.
+PROGRAMS = {
+    "plain": ('raise ValueError("bad shape")', "ValueError: bad shape"),
+    "bare": ("raise AssertionError", "AssertionError"),
+    "of a module": (
+        "import subprocess\nraise subprocess.SubprocessError('x')",
+        "subprocess.SubprocessError: x",
+    ),
+    "of a function": (
+        "def f():\n  class E(Exception): pass\n  raise E('x')\nf()",
+        "f.<locals>.E: x",
+    ),
+    "from another": (
+        "try:\n  {}['k']\nexcept KeyError as e:\n  raise ValueError('x') from e",
+        "ValueError: x",
+    ),
+    "while handling": (
+        "try:\n  {}['k']\nexcept KeyError:\n  raise ValueError('x')",
+        "ValueError: x",
+    ),
+    "lines of detail": (
+        "raise RuntimeError('Error(s) in loading state_dict:\\n\\tMissing key(s): \"w\"')",
+        'RuntimeError: Error(s) in loading state_dict: Missing key(s): "w"',
+    ),
+    "first line empty": ("raise ValueError('\\nfirst')", "ValueError: first"),
+    "a note": ("e = ValueError('x')\ne.add_note('note')\nraise e", "ValueError: x"),
+    "long recursion": (
+        "def f(): f()\nf()",
+        "RecursionError: maximum recursion depth exceeded",
+    ),
+    "group": (
+        "raise ExceptionGroup('many', [ValueError('one'), TypeError('two\\nlines')])",
+        "ExceptionGroup: many (2 sub-exceptions): ValueError: one",
+    ),
+    "group in a group": (GROUP, "ExceptionGroup: outer (2 sub-exceptions): OSError: disk"),
+    "after a group": (
+        ("try:\n  raise ExceptionGroup('many', [ValueError('one')])\n"
+        "except ExceptionGroup as e:\n  raise OSError('last') from e"),
+        "OSError: last",
+    ),
+    "syntax": ("import ast\nast.parse('x = (')", "SyntaxError: '(' was never closed"),
+    "syntax of the program": ("x = (", "SyntaxError: '(' was never closed"),
+    "indentation of the program": (
+        "if 1:\n  x\n y",
+        "IndentationError: unindent does not match any outer indentation level",
+    ),
+    "behind a progress bar": (
+        "import sys\nsys.stderr.write('\\r 10%|#   | 1/10')\nraise ValueError('x')",
+        "ValueError: x",
+    ),
+    "a thread's before": (
+        ("import threading\ndef f(): raise ValueError('aside')\n"
+        "t = threading.Thread(target=f)\nt.start()\nt.join()\nraise TypeError('main')"),
+        "TypeError: main",
+    ),
+    "a thread's alone": (
+        ("import sys, threading\ndef f(): raise ValueError('aside')\n"
+        "t = threading.Thread(target=f)\nt.start()\nt.join()\nsys.exit(1)"),
+        "ValueError: aside",
+    ),
+    "at exit": (
+        ("import atexit\ndef f():\n  try: {}['k']\n  except KeyError: raise OSError('late')\n"
+        "atexit.register(f)\nraise ValueError('main')"),
+        "ValueError: main",
+    ),
+    "survived long ago": (
+        ("import sys, traceback\ntry: {}['k']\nexcept KeyError: traceback.print_exc()\n"
+        "for n in range(300): print('line', n, file=sys.stderr)\nsys.exit(3)"),
+        "",
+    ),
+    "words": ("import sys\nsys.exit('no data')", ""),
+    "printed": ("import sys\nprint('ValueError: x', file=sys.stderr)\nsys.exit(1)", ""),
+}  # fmt: skip
+
+
+def read(text: str) -> Tracebacks:
+    """What a stream with this text tells."""
+    found = Tracebacks()
+    for line in text.replace("\r", "\n").splitlines():
+        found.feed(line.rstrip())
+    return found
+
+
+def run(program: str, *options: str) -> str:
+    """Return what a program writes to stderr."""
+    words_ = [sys.executable, *options, "-c", program]
+    return subprocess.run(words_, capture_output=True, text=True, check=False).stderr
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_an_exception_is_found_in_what_python_prints(name: str):
+    program, wanted = PROGRAMS[name]
+    text = run(program)
+    assert read(text).exception == wanted, text
+    prefixed = "\n".join(f"[rank12]: {line}" if line else "" for line in text.splitlines())
+    assert read(prefixed).exception.startswith(wanted), "as torch has it with a process group"
+
+
+@pytest.mark.parametrize(
+    ("program", "wanted"),
+    [
+        ("import ctypes\nctypes.string_at(0)", "Fatal Python error: Segmentation fault: "),
+        (
+            "import os, traceback\ntry: 1/0\nexcept Exception: traceback.print_exc()\nos.abort()",
+            'Fatal Python error: Aborted: "<string>", line 4 in <module>',
+        ),
+    ],
+)
+def test_a_crash_is_told_with_its_place_whatever_was_met_before(program: str, wanted: str):
+    text = run(program, "-X", "faulthandler")
+    assert read(text).fatal.startswith(wanted), text
+    assert "line" in read(text).fatal
+
+
+#: torch 2.13 with a process group; the message goes on at every line that has the prefix.
+OF_RANK = """\
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "/g.py", line 5, in <module>
+[rank0]:     {}["k"]
+[rank0]:     ~~^^^^^
+[rank0]: KeyError: 'k'
+
+[rank0]: The above exception was the direct cause of the following exception:
+
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "/g.py", line 7, in <module>
+[rank0]:     raise ValueError("bad shape\\nsecond line") from e
+[rank0]: ValueError: bad shape
+[rank0]: second line
+[rank0]:[W1127 00:40:00.123456789 ProcessGroup.cpp:1] Warning: not destroyed
+"""
+#: A DataLoader's worker failed, and the process raises its exception again.
+OF_LOADER = """\
+Traceback (most recent call last):
+  File "/dl.py", line 9, in <module>
+    for x in DataLoader(D(), num_workers=1): pass
+ValueError: Caught ValueError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "/dl.py", line 7, in __getitem__
+    if i==3: raise ValueError("bad sample")
+ValueError: bad sample
+
+"""
+#: torch.multiprocessing.spawn.
+OF_SPAWN = """\
+Traceback (most recent call last):
+  File "/torch/multiprocessing/spawn.py", line 211, in join
+    raise ProcessRaisedException(msg, error_index, failed_process.pid)
+torch.multiprocessing.spawn.ProcessRaisedException:
+
+-- Process 0 terminated with the following error:
+Traceback (most recent call last):
+  File "/sp.py", line 2, in f
+    def f(i): raise ValueError("in rank")
+ValueError: in rank
+
+"""
+
+
+def test_an_exception_is_found_in_what_torch_prints():
+    assert read(OF_RANK).exception == "ValueError: bad shape second line"
+    assert read(OF_LOADER).exception == "ValueError: bad sample"
+    assert read(OF_SPAWN).exception == "ValueError: in rank"
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank3]: "])
+def test_a_stack_of_cpp_frames_hides_no_exception(prefix: str):
+    frames = "".join(f"{prefix}frame #{n}: c10::f() (0x{n:x} in libc10.so)\n" for n in range(150))
+    text = (
+        f"{prefix}Traceback (most recent call last):\n{prefix}  File 'x'\n"
+        f"{prefix}torch.distributed.DistBackendError: no peer\n"
+        f"{prefix}Exception raised from f at /x.cpp:1 (most recent call first):\n{frames}"
+    )
+    assert read(text).exception == "torch.distributed.DistBackendError: no peer"
+
+
+def test_a_long_message_is_cut_in_its_middle():
+    assert shorten("short") == "short"
+    cut = shorten("KeyError: " + "x" * 5000 + " is no such key")
+    assert len(cut) == MOST
+    assert cut.startswith("KeyError: x")
+    assert cut.endswith("x is no such key")
+
+
+def test_a_record_has_an_exception_in_one_line():
+    assert words("RuntimeError: Error(s):\n\tMissing") == "RuntimeError: Error(s): Missing"
+    loader = f"ValueError: {OF_LOADER.partition('ValueError: ')[2]}"
+    assert words(loader) == "ValueError: bad sample"
+    assert words("Ä: x\ny") == "Ä: x"

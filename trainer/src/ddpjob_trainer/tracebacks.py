@@ -1,0 +1,155 @@
+"""What exception ended a program, read from its output line by line.
+
+The launcher's output pump feeds each stream of a worker, the worker's own record the words of an
+exception that it met. Never imports torch: any program may run.
+"""
+
+from __future__ import annotations
+
+import re
+
+#: Characters that are kept of an exception; a report takes fewer.
+MOST = 400
+#: An exception so many lines ago was survived: a program that ends by it says little after it.
+_SURVIVED_LINES = 200
+#: torch puts it before each line of a traceback once a process group is there; torchrun its own.
+_PREFIX = re.compile(r"^(?:\[\w+\]: ?)+")
+_HEADER = re.compile(r"(?P<group>\+ Exception Group )?Traceback \(most recent call last\):$")
+_EXCEPTION = re.compile(r"^[^\W\d][\w.<>]*(?::(?: .*)?)?$")
+_SYNTAX = re.compile(r'^  File ".*", line \d+$')  # of code that never ran, without a header
+_SYNTAX_ERROR = re.compile(r"^(Syntax|Indentation|Tab)Error: ")
+_BAR = re.compile(r"^ *\| ?")  # beside what belongs to a group
+_RULE = re.compile(r"^ *\+[-+]*-+ (\d+|\.\.\.) -+$")  # before each part of one
+_FATAL = "Fatal Python error: "
+_WHERE = re.compile(r'^  File (".*", line \d+ in .*)$')
+#: What these tell of did not end the program.
+_ASIDE = ("Exception ignored ", "Exception in thread ", "Error in ", "--- Logging error ---")
+_CHAINED = ("During handling of the above exception,", "The above exception was the direct cause")
+_LOGGED = re.compile(r"\[[IWEF]\d{4} ")  # by torch's C++
+_CPP_FRAMES = ("Exception raised from ", "frame #", "C++ CapturedTraceback:")
+
+
+def shorten(text: str, most: int = MOST) -> str:
+    """Cut a text in its middle: names stand at its head, figures and causes at its tail."""
+    if len(text) <= most:
+        return text
+    head = (most - 5) * 2 // 3
+    return f"{text[:head]} ... {text[len(text) - (most - 5 - head) :]}"
+
+
+def words(text: str) -> str:
+    """Return an exception with its message, of however many lines, as one line."""
+    found = Tracebacks()
+    for line in ("Traceback (most recent call last):", *text.splitlines()):
+        found.feed(line)
+    return found.exception or shorten(" ".join(text.split()))
+
+
+class Tracebacks:
+    """Of one stream: the last exception that may have ended its program."""
+
+    def __init__(self) -> None:
+        self.fatal = ""  # what faulthandler says as the process crashes
+        self._found = ""
+        self._beside = ""  # told by a thread, or by who was asked to clean up
+        self._since = 0  # lines after it
+        self._aside = False
+        self._inside = False  # a traceback; its exception is to come
+        self._syntax = False
+        self._group = ""  # its own words, once they are known
+        self._in_group = False
+        self._first_part = True  # of the group
+        self._message: list[str] | None = None  # lines that may go on
+        self._prefixed = False
+        self._previous = ""  # line that is not empty
+        self._where = False  # faulthandler names the place next
+
+    @property
+    def exception(self) -> str:
+        """One line that begins with the exception's name, "" if there was none."""
+        return self._found or self._beside or self.fatal
+
+    def feed(self, line: str) -> None:
+        """Take in the next line, without its end."""
+        plain = _PREFIX.sub("", line)
+        if header := _HEADER.search(plain):
+            self._begin(bool(header["group"]), plain)
+        elif plain.startswith(_FATAL):
+            self.fatal = shorten(plain)
+        elif self.fatal and plain.startswith("Current thread "):
+            self._where = True
+        elif self._where:
+            place = _WHERE.match(plain)
+            self.fatal = shorten(self.fatal + (f": {place[1]}" if place else ""))
+            self._where = False
+        elif self._in_group:
+            self._of_group(plain)
+        elif self._inside:
+            self._of_traceback(line, plain)
+        elif _SYNTAX.match(plain):
+            self._inside = self._syntax = True
+        elif self._message is None or not self._goes_on(line, plain):
+            self._message = None
+            self._since += 1
+            if self._since > _SURVIVED_LINES:
+                self._found = self._beside = ""
+        if plain.strip():
+            self._previous = plain
+
+    def _begin(self, group: bool, line: str) -> None:
+        if self._in_group and _BAR.match(line):
+            return  # of a part
+        chained = self._previous.startswith(_CHAINED)
+        self._aside = self._previous.startswith(_ASIDE) or (chained and self._aside)
+        self._inside, self._syntax, self._message = True, False, None
+        self._in_group, self._group, self._first_part = group, "", True
+
+    def _of_traceback(self, line: str, plain: str) -> None:
+        """A frame, or the exception at last."""
+        if not plain or plain.startswith(" "):
+            return
+        if not (_SYNTAX_ERROR if self._syntax else _EXCEPTION).match(plain):
+            self._inside = not self._syntax  # else another process speaks in between
+            return
+        self._inside = False
+        self._prefixed = plain != line
+        self._message = [plain]
+        self._keep(plain)
+
+    def _goes_on(self, line: str, plain: str) -> bool:
+        """Whether it is one more line of the message; who has no prefix may be anybody else."""
+        assert self._message is not None
+        open_ended = self._message[-1].endswith(":") or plain.startswith((" ", "\t"))
+        if (
+            not plain.strip()
+            or _LOGGED.match(plain)
+            or not (plain != line if self._prefixed else open_ended)
+        ):
+            return False
+        if plain.startswith(_CPP_FRAMES):
+            return self._prefixed
+        if sum(map(len, self._message)) < 2 * MOST:
+            self._message.append(plain.strip())
+            self._keep(" ".join(self._message))
+        return True
+
+    def _of_group(self, plain: str) -> None:
+        """The group's own words, then those of its first part, as it was raised."""
+        if rule := _RULE.match(plain):
+            self._first_part = self._first_part and rule[1] == "1"
+            return
+        text = _BAR.sub("", plain)
+        if text == plain or not _EXCEPTION.match(text):
+            return
+        if not self._group:
+            self._group = text
+            self._keep(text)
+        elif self._first_part:
+            self._keep(f"{self._group}: {text}")
+
+    def _keep(self, text: str) -> None:
+        self._since = 0
+        if self._aside:
+            self._beside = shorten(text)
+        else:
+            self._found = shorten(text)
