@@ -20,7 +20,6 @@ from struct import Struct, error
 from typing import Final, Literal, cast, get_args
 
 from ddpjob_trainer.contract import Resumed
-
 from ddpjob_trainer.tracebacks import words
 
 Phase = Literal["startup", "step", "snapshot", "done"]
