@@ -30,6 +30,7 @@ GROUND = {
     "options",
     "stock",
     "trace",
+    "tracebacks",
     "travels",
 }
 

@@ -12,7 +12,7 @@ PAGE = ROOT / "docs/reasons.md"
 #: Words of the same shape in core/ that are no reasons.
 OTHERS = {
     *("Auto", "Never", "Fence", "Fail", "Restart", "RestartFree"),  # values of the spec
-    *("DDPJob", "Pod", "Service", "NetworkPolicy"),  # kinds
+    *("DDPJob", "Pod", "Service", "NetworkPolicy", "ValidatingAdmissionPolicy"),  # kinds
     *("Complete", "Invalid", "Stalled", "Unsupported", "Suspended"),  # conditions
     *("Pending", "Starting", "Running", "Restarting", "Succeeded", "Failed"),  # phases
     *("Normal", "Warning"),  # types of Events
