@@ -168,7 +168,7 @@ def test_a_pod_event_that_is_lost_with_its_watch_is_found_by_the_list(
 
 @pytest.mark.fault("O3")
 def test_broken_watches_are_taken_up_again(stage: Arena, gang: str) -> None:
-    stage.apply(gang)
+    stage.apply(gang, restart={"backoff": {"maxSeconds": 1}})
     ready(stage, gang)
     for attempt in (2, 3):
         stage.proxy.cut_watches()

@@ -103,7 +103,7 @@ def test_a_loss_that_is_no_number_without_a_sample_harms_nobody(gang, tmp_path, 
 @pytest.mark.parametrize(
     ("calls", "code", "words"),
     [
-        (1, 1, "commit() was called after 1 of 2 batches: go through all of step.batches"),
+        (1, 64, "commit() was called after 1 of 2 batches: go through all of step.batches"),
         (3, 64, "may have one loss each: add several losses of a batch up"),
     ],
 )
