@@ -23,7 +23,7 @@ def stage(control_plane: Cluster, tmp_path: Path) -> Iterator[Arena]:
 
 
 def test_a_policy_that_was_changed_or_deleted_is_put_right(stage: Arena) -> None:
-    stage.apply("gang")
+    stage.apply("gang", restart={"backoff": {"maxSeconds": 1}})
     stage.wait_phase("gang", "Running", 1)
     path = stage.path("networkpolicies", "gang", "/apis/networking.k8s.io/v1")
     ours: Object = stage.rest.get(path)["spec"]

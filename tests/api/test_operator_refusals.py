@@ -43,12 +43,12 @@ def test_quota_releases_all_and_the_gang_comes_up_when_it_is_lifted(
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "tried"}}
     tried = {**pod, "spec": {"containers": [{"name": "c", "image": "x"}]}}
     quota = set_quota(stage.rest, stage.namespace, body, (stage.path("pods"), tried))
-    stage.apply(gang)
+    stage.apply(gang, restart={"backoff": {"maxSeconds": 5}})
     stage.wait_status(
         gang,
-        "Stalled by QuotaExceeded",
+        "Stalled by QuotaTooSmall",
         lambda s: any(
-            (c["type"], c["status"], c["reason"]) == ("Stalled", "True", "QuotaExceeded")
+            (c["type"], c["status"], c["reason"]) == ("Stalled", "True", "QuotaTooSmall")
             for c in s.get("conditions", [])
         ),
     )

@@ -57,6 +57,9 @@ class Gang:
         code = 1
         try:
             _libc.prctl(1, signal.SIGKILL, 0, 0, 0)
+            # What pytest's own workers have set is no handler of a script's.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if os.getppid() != parent:
                 os._exit(1)
             log = os.open(self.log_path(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -90,7 +90,12 @@ class Writer:
         Raises OSError, InvalidSnapshotError.
         """
         found = manifest.read(self.directory / manifest.file_name(step))
-        self.commit(step, replace(found, config={**found.config, **facts}).encode())
+        data = replace(found, config={**found.config, **facts}).encode()
+        try:
+            self.commit(step, data)
+        except FileNotFoundError:
+            # The keeper, which cleans up after its last commit, took ours for one that was left.
+            self.commit(step, data)
 
     def discard(self, step: int) -> None:
         """Remove all files of a step that was not committed, those of the other ranks too.
