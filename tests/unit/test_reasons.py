@@ -19,7 +19,6 @@ OTHERS = {
     *("DisruptionTarget", "PodScheduled", "Ready", "Completed", "Error", "ErrImagePull"),  # pods'
     *("Exists", "NoExecute", "FallbackToLogsOnError", "Memory", "Ingress", "None"),
     "ClusterFirstWithHostNet",  # pods' fields
-    *("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"),  # units
     *("True", "False", "TCP", "RANK", "PYTHONUNBUFFERED", "ExitCode", "Signal", "NotIn"),
 }
 #: Words of Kubernetes that the page explains and no source has to know.

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ddpjob_operator.core import quantity
 from ddpjob_operator.core.lenient import mapping, sequence
 
 TRAINER_CONTAINER: Final = "trainer"
@@ -25,24 +26,6 @@ GPUS: Final = ("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/xe", "gpu.intel.c
 _SOME: Final = re.compile("[^a-zA-Z]*[1-9]")
 #: Less than that of either, and importing torch takes minutes, or is killed.
 _LEAST: Final = {"cpu": ("100m", 0.0999), "memory": ("256Mi", 255.9 * 2**20)}
-_QUANTITY: Final = re.compile(r"\+?(\d+\.?\d*|\.\d+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?\d{1,2})?")
-_UNITS: Final = {
-    "n": 1e-9,
-    "u": 1e-6,
-    "m": 1e-3,
-    "k": 1e3,
-    "M": 1e6,
-    "G": 1e9,
-    "T": 1e12,
-    "P": 1e15,
-    "E": 1e18,
-    "Ki": 2.0**10,
-    "Mi": 2.0**20,
-    "Gi": 2.0**30,
-    "Ti": 2.0**40,
-    "Pi": 2.0**50,
-    "Ei": 2.0**60,
-}
 TEMPLATE_BYTES: Final = 128 * 1024
 VOLUME_BYTES: Final = 16 * 1024
 
@@ -131,21 +114,12 @@ def _scarce(resources: Mapping[str, Any]) -> str:
     for name, (least, number) in _LEAST.items():
         for kind in ("limits", "requests"):
             given = mapping(resources.get(kind)).get(name)
-            size = _number(given)
+            size = quantity.number(given)
             if size is not None and size < number:
                 found.append(f"{kind}.{name} {given} (at least {least})")
             if size is not None:
                 break
     return ", ".join(found)
-
-
-def _number(quantity: object) -> float | None:
-    found = _QUANTITY.fullmatch(str(quantity)[:32])
-    if found is None:
-        return None
-    unit = found[2] or ""
-    factor = float(f"1{unit}") if unit[:1] in ("e", "E") and unit[1:] else _UNITS.get(unit, 1.0)
-    return float(found[1]) * factor
 
 
 def volume(raw: object) -> Packed:
