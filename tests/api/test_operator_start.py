@@ -68,6 +68,7 @@ def test_the_watch_alone_is_enough(stage: Arena) -> None:
 def test_json_logs_are_json_line_by_line(stage: Arena) -> None:
     operator = stage.operator("--log-format", "json").start()
     operator.wait_ready()
+    operator.wait_leading()  # one line more than the two that any start and end says
     operator.terminate()
     lines = [json.loads(line) for line in operator.log().splitlines()]
     assert len(lines) >= 3
