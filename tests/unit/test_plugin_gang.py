@@ -291,6 +291,42 @@ class TestStatus:
         begins = status.head_lines(job(), {0: Told({"phase": "startup"})}, NOW)
         assert "Progress:  starting up" in begins
 
+    def test_a_plain_script_tells_no_steps_and_is_not_starting_up_for_ever(self) -> None:
+        found = job(phase="Running")
+        plain = {0: Told({"phase": "startup"})}
+        words = "Progress:  running, tells no steps (docs/foreign.md)"
+        assert words in status.head_lines(found, plain, NOW)
+        ours = {0: Told({"phase": "startup", "updatedAt": at(5)})}
+        assert "Progress:  starting up" in status.head_lines(found, ours, NOW)
+
+    def test_in_a_stall_the_age_of_the_last_step_is_told_and_no_rate(self) -> None:
+        words = {"step": 9, "samplesPerSecond": 5.0, "updatedAt": at(480)}
+        found = job(phase="Running")
+        lines = status.head_lines(found, {0: Told(words)}, NOW)
+        assert "Progress:  step 9, last told 8m ago" in lines
+        fresh = {0: Told({**words, "updatedAt": at(5)})}
+        assert "Progress:  step 9, 5 samples/s" in status.head_lines(found, fresh, NOW)
+        members = {0: Member(pod(state={"running": {}}))}
+        row = status.gang_table(found, members, {0: Told(words, rate=2.0)}, NOW)[1]
+        assert row.split()[5:7] == ["9", "-"]
+
+    def test_the_exception_is_shown_and_else_the_end_of_the_log(self) -> None:
+        log = "\n".join(f"line {n}" for n in range(9))
+        told = {**FAILURE, "message": f"ValueError: boom\n{log}", "exception": "ValueError: boom"}
+        lines = status.head_lines(job(lastFailure=told), {}, NOW)
+        assert [line.strip() for line in lines][-1] == "ValueError: boom"
+        lines = status.head_lines(job(lastFailure={**FAILURE, "message": log}), {}, NOW)
+        assert [line.strip() for line in lines][-3:] == ["line 6", "line 7", "line 8"]
+
+    def test_a_pod_whose_init_container_failed_says_so(self) -> None:
+        found = pod(state={"waiting": {"reason": "PodInitializing"}})
+        ends = [{"name": "ok", "exitCode": 0}, {"name": "fetch", "exitCode": 6}]
+        found["status"]["initContainerStatuses"] = [
+            {"name": end["name"], "state": {"terminated": {"exitCode": end["exitCode"]}}}
+            for end in ends
+        ]
+        assert (Member(found).state, Member(found).failed_init) == ("Init:Error", "fetch")
+
     def test_a_row_for_each_replica_whether_it_has_a_pod_or_not(self) -> None:
         found = job(failures=[FAILURE, {**FAILURE, "exitCode": 137, "signal": 9, "class": "OOM",
                                         "reason": "OOMKilled", "detectedAt": at(5)}])  # fmt: skip

@@ -64,7 +64,8 @@ properties:
     format: int64
   exception:
     description: >-
-      The exception that ended the process, in one line. It is text from the container and is not
+      What ended it, in one line where it is known: the exception, the kubelet's words for an
+      eviction, the last line of an init container. It is text from the container and is not
       checked.
     type: string
 {{- end }}
@@ -94,6 +95,11 @@ properties:
       nothing is wrong.
     type: string
     maxLength: 1024
+  message:
+    description: >-
+      The same in a few words: the exception of the failure, or the beginning and the end of the
+      condition's message.
+    type: string
   conditions:
     description: >-
       Conditions: Ready (true while the phase is Running or Succeeded), Running, Complete, Failed,

@@ -154,6 +154,8 @@ class Member:
         """One word, as `kubectl get pods` has it: Running, Terminating, ImagePullBackOff, ..."""
         if "deletionTimestamp" in self.pod["metadata"]:
             return "Terminating"
+        if not self.started and self.failed_init:
+            return "Init:Error"
         for kind in ("terminated", "waiting"):
             if reason := self._state.get(kind, {}).get("reason"):
                 return str(reason)
@@ -162,6 +164,13 @@ class Member:
             if condition["type"] == "PodScheduled" and condition["status"] == "False":
                 return str(condition.get("reason") or "Pending")
         return str(status.get("reason") or status.get("phase", "Pending"))
+
+    @property
+    def failed_init(self) -> str:
+        """Name of the init container that failed, so that none trains; empty if none did."""
+        found = (self.pod.get("status") or {}).get("initContainerStatuses") or []
+        ends = ((one["name"], (one.get("state") or {}).get("terminated")) for one in found)
+        return next((str(name) for name, end in ends if end and end.get("exitCode")), "")
 
     def environment(self, name: str) -> str:
         """A variable of the trainer container, an empty string when it has no such one."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ddpjob_operator.core import classify, contract, observe, ranges, render, spec, status
+from ddpjob_operator.core.policy import restart
 from support.world import START, World, job_object
 
 
@@ -116,6 +117,40 @@ def test_the_report_of_the_launcher_explains_the_failure():
     assert failure is not None
     assert (failure.rank, failure.round) == (5, 2)
     assert failure.message == "ValueError: no\na\nb\N{REPLACEMENT CHARACTER}[31m"
+
+
+def test_the_exception_is_quoted_wherever_a_failure_is_told():
+    error = "ValueError: bad shape of " + "x" * 300 + " and (2x3)"
+    report = {"version": 1, "kind": "exception", "code": 1, "exception": error[:300]}
+    failure = classify.failure(pod(exited(1, message=json.dumps(report))), 1, START)
+    assert failure is not None
+    assert failure.exception.startswith("ValueError: bad shape of x")
+    assert len(failure.exception) == 160
+    assert f": {failure.exception}, exit code 1 [User]" in restart.describe(failure)
+    assert failure.message.startswith("ValueError: bad shape")
+
+
+def test_an_exception_is_found_in_the_log_of_a_program_without_launcher():
+    log = (
+        "Traceback (most recent call last):\n  File 'x'\n[rank0]: my.lib.OddError: no\nbye\n"
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=== FAILED"
+    )
+    failure = classify.failure(pod(exited(1, message=log)), 1, START)
+    assert failure is not None
+    assert failure.exception == "my.lib.OddError: no"
+    assert failure.message.startswith("my.lib.OddError: no\nTraceback")
+
+
+def test_a_failed_init_container_is_told_with_its_last_line():
+    ended = {"exitCode": 6, "reason": "Error", "message": "fetching\ncurl: no such host"}
+    init = [{"name": "fetch", "state": {"terminated": ended}}]
+    found = pod(
+        {"waiting": {"reason": "PodInitializing"}}, phase="Failed", initContainerStatuses=init
+    )
+    failure = classify.failure(found, 1, START)
+    assert failure is not None
+    assert failure.exception == "init container fetch: exit code 6: curl: no such host"
+    assert failure.exception in restart.describe(failure)
 
 
 def test_the_cause_and_the_end_of_a_long_log_are_shown():

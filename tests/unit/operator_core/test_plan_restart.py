@@ -78,6 +78,19 @@ def test_any_member_lost_in_any_way_is_one_restart(replica: int, how: str):
     assert world.phase == "Running"
 
 
+def test_the_exception_is_in_the_column_the_event_and_the_condition():
+    report = '{"version":1,"kind":"exception","code":1,"exception":"ValueError: bad shape"}'
+    world = running(restart={"maxRestarts": 1}).end(1, 1, message=report)
+    quoted = "replica 1 (rank 1) on node2: ValueError: bad shape, exit code 1 [User]"
+    assert quoted in world.condition("Running")["message"]
+    assert any(quoted in event.message for event in world.events)
+    world.run().end(1, 1, message=report)
+    assert quoted in world.condition("Failed")["message"]
+    assert world.status["reason"] == "MaxRestartsExceeded"
+    assert world.status["message"] == "ValueError: bad shape"
+    assert world.status["lastFailure"]["exception"] == "ValueError: bad shape"
+
+
 def test_members_killed_together_count_once():
     world = running()
     world.end(0, 137, settle=False).end(2, 137, settle=False).settle().run()

@@ -15,7 +15,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Final
 
-from ddpjob_operator.core import contract, observe
+from ddpjob_operator.core import contract, told
 from ddpjob_operator.core.observe import Container, Pod, Round
 from ddpjob_operator.core.status import Failure
 
@@ -60,14 +60,6 @@ _OUTGROWN: Final = re.compile(
     r"Usage of EmptyDir volume |Pod ephemeral local storage usage exceeds |"
     r"Container \S+ exceeded its local ephemeral storage limit "
 )
-
-#: What a launcher's word for an end means, where the program had none of its own.
-_KINDS: Final[Mapping[str, str]] = {
-    "hang": "hang: no sign of life for longer than spec.hang allows",
-    "diverged": "diverged: the ranks disagree, or the NaN policy says stop",
-    "peerLost": "peerLost: another rank was gone first",
-    "hardware": "hardware: a GPU failed, not the program",
-}
 #: Words of a runtime that could not start a container, the first that match: a hook of this node
 #: may miss a file, too. Mounts lie on the node, so only "not a directory" is of the template.
 _START: Final = tuple(
@@ -129,10 +121,10 @@ def failure(pod: Pod, nproc_per_node: int, now: datetime) -> Failure | None:
         reason=reason,
         exit_code=code,
         signal=_signal(pod),
-        message=_message(pod),
+        message=told.message(pod),
         detected_at=now,
         step=report.step if report else None,
-        exception=report.exception if report else "",
+        exception=told.said(pod, decisive(pod)),
     )
 
 
@@ -146,6 +138,7 @@ def ended_round(
     cls = "Hang" if found.kind == "hang" else "User"
     number = found.signal or _signal_of(code)
     step = f"after step {found.step}" if found.step is not None else ""
+    said = found.exception or told.KINDS.get(found.kind, "")
     loss = Failure(
         attempt=attempt,
         round=found.number,
@@ -155,11 +148,11 @@ def ended_round(
         reason="Unknown" if code is number is None else _code_reason(code, number),
         exit_code=code,
         signal=number,
-        message="\n".join(filter(None, [found.exception or _KINDS.get(found.kind, ""), step])),
+        message="\n".join(filter(None, [said, step])),
         detected_at=now,
         in_place=True,
         step=found.step,
-        exception=found.exception,
+        exception=told.shorten(said),
     )
     return settle(loss) if loss.cls == "Collateral" else loss
 
@@ -359,20 +352,6 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"Signal{number}"
-
-
-def _message(pod: Pod) -> str:
-    """Why the pod was ended, what the program said of it, then the end of its log."""
-    report = pod.trainer.report
-    said = (report.exception or _KINDS.get(report.kind, "")) if report else ""
-    lines = [line for line in (pod.message, said) if line]
-    room = observe.MESSAGE_MAX - len("\n".join(lines))
-    log = report.log if report else (pod.trainer.message[-max(1, room - 1) :],)
-    last = len(log)
-    while last > 0 and len(log[last - 1]) < room:
-        last -= 1
-        room -= len(log[last]) + 1
-    return observe.clean("\n".join([*lines, *log[last:]]))
 
 
 def _rank(pod: Pod, nproc_per_node: int) -> int | None:

@@ -261,7 +261,7 @@ def _reports_only(new: Status, old: Status) -> bool:
         if old.condition("Stalled") is None:
             return rest
         told = tuple(c for c in status.conditions if c.type != "Stalled")
-        return replace(rest, conditions=told, reason="")
+        return replace(rest, conditions=told, reason="", message="")
 
     return decided(new) == decided(old) and new.replicas.succeeded == old.replicas.succeeded
 

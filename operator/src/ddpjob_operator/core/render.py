@@ -65,7 +65,9 @@ def pod(
     ours = _env(job, spec, attempt, replica, grace)
     # Only PYTHONUNBUFFERED can be in both: it is a default, not a part of the contract.
     trainer["env"] = [*(v for v in ours if v["name"] not in names), *given]
-    _default(trainer, "terminationMessagePolicy", "FallbackToLogsOnError")
+    for container in (trainer, *sequence(body.get("initContainers"))):
+        if isinstance(container, dict):  # else the API server has to name it
+            _default(container, "terminationMessagePolicy", "FallbackToLogsOnError")
     if spec.template.host_network:
         # Else its DNS is the node's, which does not know the gang. No port is declared: it would
         # be the node's, and one pod fit on each.

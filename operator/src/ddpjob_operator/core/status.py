@@ -1,7 +1,6 @@
 """.status of a DDPJob as data: parsed leniently, written whole.
 
-Leniently, for anyone with access to the status subresource may have written it: a field that does
-not parse counts as absent.
+Anyone with access to the subresource may have written it: what does not parse counts as absent.
 """
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ def format_time(at: datetime) -> str:
 
 
 def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in fields.items() if value not in (None, "")}
+    found = {k: v for k, v in fields.items() if v not in (None, "")}
+    return {k: format_time(v) if isinstance(v, datetime) else v for k, v in found.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Failure:
     signal: int | None = None
     in_place: bool = False  # processes were restarted and the pods kept
     step: int | None = None  # that it had finished
-    exception: str = ""  # its own line
+    exception: str = ""  # that, or what else ended it, in one line
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form, absent values left out."""
@@ -126,7 +126,7 @@ class Failure:
                 "exitCode": self.exit_code,
                 "signal": self.signal,
                 "message": self.message,
-                "detectedAt": format_time(self.detected_at),
+                "detectedAt": self.detected_at,
                 "inPlace": self.in_place or None,
                 "step": self.step,
                 "exception": self.exception,
@@ -189,6 +189,7 @@ class Status:
 
     phase: Phase | None = None
     reason: str = ""  # why the job is not as it should be, in one word of its conditions
+    message: str = ""  # the same in few words
     observed_generation: int = 0
     conditions: tuple[Condition, ...] = ()
     attempt: int = 0
@@ -233,6 +234,7 @@ def to_dict(status: Status) -> dict[str, Any]:
             "observedGeneration": status.observed_generation,
             "phase": status.phase,
             "reason": status.reason,
+            "message": status.message,
             "conditions": [c.to_dict(status.observed_generation) for c in status.conditions],
             "attempt": status.attempt,
             "membersSince": status.members_since,
@@ -261,6 +263,7 @@ def from_dict(body: object) -> Status:
     return Status(
         phase=phase if phase in PHASES else None,
         reason=text(raw.get("reason")),
+        message=text(raw.get("message")),
         # The CRD's default is -1, which a condition may not say: nothing was acted on.
         observed_generation=max(0, integer(raw.get("observedGeneration"))),
         conditions=tuple(_conditions(raw.get("conditions"))),
@@ -353,7 +356,7 @@ def _restarts_to_dict(restarts: Restarts) -> dict[str, Any]:
             "inPlace": restarts.in_place,
             "round": restarts.round,
             "snapshotStep": restarts.snapshot_step,
-            "fileModifiedAt": format_time(restarts.file_at) if restarts.file_at else None,
+            "fileModifiedAt": restarts.file_at,
         }
     )
 
@@ -368,9 +371,9 @@ def _progress_to_dict(progress: Progress) -> dict[str, Any]:
             "loss": progress.loss,
             "samplesPerSecond": progress.samples_per_second,
             "snapshotStep": progress.snapshot_step,
-            "fileModifiedAt": format_time(progress.file_at) if progress.file_at else None,
+            "fileModifiedAt": progress.file_at,
             "resumed": progress.resumed,
-            "updatedAt": format_time(progress.updated_at) if progress.updated_at else None,
+            "updatedAt": progress.updated_at,
         }
     )
 
@@ -390,8 +393,7 @@ def _progress_from_dict(raw: Mapping[str, Any]) -> Progress:
 
 def _timings_to_dict(timings: Timings) -> dict[str, Any]:
     times = {name: getattr(timings, key) for name, key in _TIMES.items()}
-    told = {name: format_time(at) for name, at in times.items() if at}
-    return _present({**told, "lastRecoverySeconds": timings.last_recovery_seconds})
+    return _present({**times, "lastRecoverySeconds": timings.last_recovery_seconds})
 
 
 def _timings_from_dict(raw: Mapping[str, Any]) -> Timings:

@@ -33,9 +33,16 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
         return _follow(kubectl, job, wanted, _how_much(options))
     chosen = {n: one for n, one in members.items() if n in wanted}
     started = {n: one for n, one in chosen.items() if one.started}
+    failed_init = False
     for n, one in sorted(chosen.items()):
-        if n not in started:
-            print(f"{one.name}: no log yet: {one.state}", file=sys.stderr)
+        if n in started:
+            continue
+        print(f"{one.name}: no log yet: {one.state}", file=sys.stderr)
+        if one.failed_init:
+            failed_init = True
+            _of_init(kubectl, job, one, _how_much(options))
+    if failed_init and not started:
+        return 0
     if not started:
         raise Failure(
             f"{job.name} has no pod with a log: `kubectl ddp events {job.name}` says what happened"
@@ -131,6 +138,13 @@ class _Streams:
         return bool(self._open)
 
 
+def _of_init(kubectl: Kubectl, job: Job, member: Member, how_much: list[str]) -> None:
+    """The log of the init container without which none trains."""
+    container = member.failed_init
+    print(f"\n--- {member.name}, init container {container}", flush=True)
+    kubectl.show("logs", "-n", job.namespace, member.name, "-c", container, *how_much)
+
+
 def _failed(kubectl: Kubectl, job: Job, members: Mapping[int, Member], how_much: list[str]) -> int:
     """What the status tells of the last failure, and the log of that pod while it is there."""
     failure = job.status.get("lastFailure")
@@ -139,7 +153,12 @@ def _failed(kubectl: Kubectl, job: Job, members: Mapping[int, Member], how_much:
         return 0
     told = clean(failure_line(failure, datetime.now(UTC)))
     member = members.get(int(failure.get("replica", -1)))
-    if member is None or member.attempt != failure.get("attempt") or not member.started:
+    there = member is not None and member.attempt == failure.get("attempt")
+    if member is not None and there and not member.started and member.failed_init:
+        print(told.partition("\n")[0])
+        _of_init(kubectl, job, member, how_much)
+        return 0
+    if member is None or not there or not member.started:
         print(told)
         where = f"the pod of attempt {failure.get('attempt')}"
         print(f"\n{where} is gone, and its log with it: above is what the status keeps of it")

@@ -20,6 +20,7 @@ _INDENT = 11
 _LINES = 4  # of a message
 _FAILED = 3  # exit code of --watch
 _NUMBERS = ("round", "step", "totalSteps", "loss", "samplesPerSecond", "snapshotStep")
+_STALE = 60  # seconds after a word of a step: its rate is no longer the rate
 
 
 def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
@@ -153,12 +154,12 @@ def head_lines(
     lines.append(("Restarts", _budget(status.get("restarts") or {}, job.spec)))
     # The trainer's own words are newer than those that the operator has taken over.
     progress = {**(status.get("progress") or {}), **first.state}
-    lines.append(("Progress", _progress(progress, job.phase)))
+    lines.append(("Progress", _progress(progress, job.phase, first, now)))
     lines.append(("Snapshot", _snapshot(progress, told, now)))
     if origin := (status.get("progress") or {}).get("resumed"):
         lines.append(("Began", f"from {origin}"))
     if last := status.get("lastFailure"):
-        lines.append(("Failure", failure_line(last, now)))
+        lines.append(("Failure", failure_line({**last, "message": _gist(last)}, now)))
     shown = []
     for title, text in lines:
         parts = wrapped(text, columns - _INDENT, most) or [NONE]
@@ -187,7 +188,7 @@ def gang_table(
                 *place,
                 _number(say.number("round")),
                 _number(say.number("step")) if "step" in say.state else say.text("phase") or NONE,
-                NONE if say.rate is None else f"{say.rate:.3g}",
+                NONE if say.rate is None or _age(say.state, now) > _STALE else f"{say.rate:.3g}",
                 NONE if say.snapshot_at is None else duration(now.timestamp() - say.snapshot_at),
                 _brief(last[replica], now) if replica in last else NONE,
             ]
@@ -207,6 +208,12 @@ def failure_line(failure: Object, now: datetime) -> str:
     place = f"attempt {failure.get('attempt', NONE)}, round {failure.get('round', 0)}"
     first = f"{who}, {when} ago: {_kind(failure)} ({place}; {follows})"
     return f"{first}\n{failure['message']}" if failure.get("message") else first
+
+
+def _gist(failure: Object) -> str:
+    """The exception, or else the end of the log rather than its beginning."""
+    lines = str(failure.get("message", "")).splitlines()
+    return "\n".join(lines[:1] if failure.get("exception") else lines[1 - _LINES :])
 
 
 def _kind(failure: Object) -> str:
@@ -241,14 +248,27 @@ def _step(progress: Mapping[str, Any]) -> str:
     return NONE if step is None else f"{step}/{total}" if total else str(step)
 
 
-def _progress(progress: Mapping[str, Any], phase: str) -> str:
-    say = Told(progress)
+def _age(state: Mapping[str, Any], now: datetime) -> float:
+    """Seconds since the last step that was told, 0 where none says when it was."""
+    try:
+        return (now - (moment(Told(state).text("updatedAt")) or now)).total_seconds()
+    except (TypeError, ValueError):
+        return 0.0  # a stranger's text
+
+
+def _progress(progress: Mapping[str, Any], phase: str, first: Told, now: datetime) -> str:
+    say, age = Told(progress), _age(progress, now)
     parts = [f"step {_step(progress)}"] if "step" in progress else []
     for name, words in (("loss", "loss {:.4g}"), ("samplesPerSecond", "{:.4g} samples/s")):
         number = say.number(name)
-        parts += [words.format(number)] if number is not None else []
+        stale = name == "samplesPerSecond" and age > _STALE and phase not in FINAL
+        parts += [words.format(number)] if number is not None and not stale else []
+    if parts and age > _STALE and phase not in FINAL:
+        parts.append(f"last told {duration(age)} ago")
     if not parts and say.text("phase") == "startup":
-        return "starting up"
+        # Our library says when it was there; a plain script never will.
+        silent = phase == "Running" and not first.text("updatedAt")
+        return "running, tells no steps (docs/foreign.md)" if silent else "starting up"
     started = "" if phase in FINAL else "not started yet, or "
     return ", ".join(parts) or f"not told: {started}a program that tells no steps (docs/foreign.md)"
 

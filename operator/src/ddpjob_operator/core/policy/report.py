@@ -14,9 +14,10 @@ from ddpjob_operator.core import classify, contract, resumed
 from ddpjob_operator.core.actions import Refusal
 from ddpjob_operator.core.lenient import mapping
 from ddpjob_operator.core.observe import KIND, Pod, clean
-from ddpjob_operator.core.policy import avoid, fence, hold, turn
+from ddpjob_operator.core.policy import avoid, fence, hold, restart, turn
 from ddpjob_operator.core.ranges import format_ranges
 from ddpjob_operator.core.status import Condition, Progress, Replicas, Status, with_condition
+from ddpjob_operator.core.told import shorten
 from ddpjob_operator.core.view import Change, View, recovers_from
 
 #: Shorter than this, creating a container or ending a pod is no stall yet.
@@ -53,6 +54,8 @@ _REFUSERS: Final = (
     ("ValidatingAdmissionPolicy", "an admission policy of the cluster", "mend what it names"),
     ("admission webhook", "a webhook of the cluster", "ask those who run it"),
 )
+#: Characters of the message that is a column of `kubectl get`.
+_BRIEF: Final = 60
 #: The only phase of which each of these conditions is true.
 _PHASE_OF: Final = {
     "Running": "Running",
@@ -80,7 +83,8 @@ def fill(view: View, change: Change) -> Change:
     else:
         fields |= {"replicas": Replicas(desired=view.spec.replicas)}
     conditions = _with_ready(status, view.now)
-    change = change.with_status(**fields, reason=_reason(status), conditions=conditions)
+    reason, message = _why(status)
+    change = change.with_status(**fields, reason=reason, message=message, conditions=conditions)
     return _unsupported(view, change)
 
 
@@ -106,19 +110,25 @@ def _with_ready(status: Status, now: datetime) -> tuple[Condition, ...]:
     return with_condition(status.conditions, "Ready", ready, phase, f"phase {phase}", now)
 
 
-def _reason(status: Status) -> str:
-    """Why the job is not as it should be now; "" where nothing is wrong.
+def _why(status: Status) -> tuple[str, str]:
+    """Why the job is not as it should be now, in a word and in few; "" where nothing is wrong.
 
     What the user can mend comes first, then what the cluster owes, then what has just failed.
     """
     if status.phase == "Succeeded":
-        return ""
+        return "", ""
     for type_ in ("Failed", "Invalid", "Stalled"):
         found = status.condition(type_)
         if found and found.status == "True":
-            return found.reason
+            last = status.last_loss
+            # It quotes that failure, behind words that the reason says, too.
+            quoted = last is not None and last.exception and restart.describe(last) in found.message
+            words = last.exception if last and quoted else found.message
+            return found.reason, shorten(words, _BRIEF)
     loss = recovers_from(status)
-    return loss.reason if loss and status.phase == "Restarting" else ""
+    if loss is None or status.phase != "Restarting":
+        return "", ""
+    return loss.reason, shorten(loss.exception, _BRIEF)
 
 
 def stall(view: View, change: Change, why: Iterator[tuple[str, str]]) -> Change:
@@ -209,7 +219,11 @@ def _lingering(view: View) -> Iterator[tuple[str, str]]:
         # Of thousands neither may leave no room for the other.
         done = clean(format_ranges(view.succeeded), _LISTED)
         left = clean(format_ranges(frozenset(range(view.spec.replicas)) - view.succeeded), _LISTED)
-        yield "WaitingForReplicas", f"replicas {done} have succeeded, and {left} have not ended"
+        reports = (view.members[r].trainer.report for r in view.succeeded if r in view.members)
+        steps = {report.step for report in reports if report and report.step is not None}
+        after = f" after step {min(steps)}" if steps else ""
+        what = f"replicas {done} have succeeded{after}, and {left} have not ended"
+        yield "WaitingForReplicas", what
 
 
 def _refusals(view: View) -> Iterator[tuple[str, str]]:

@@ -143,11 +143,14 @@ def backoff(spec: Spec, consecutive: int, least: float = 0.0) -> float:
 
 
 def describe(loss: Failure) -> str:
-    """One line: who, where, what. The longer message stays in status.lastFailure."""
+    """One line: who, where, what was said of it. The log's end stays in status.lastFailure."""
     rank = f" (rank {loss.rank})" if loss.rank is not None else ""
     node = f" on {loss.node}" if loss.node else ""
     code = f", exit code {loss.exit_code}" if loss.exit_code is not None else ""
-    return f"replica {loss.replica}{rank}{node}: {loss.reason}{code} [{loss.cls}]"
+    # An exit code is told anyway; other reasons say what no exception does.
+    reason = "" if loss.exception and loss.reason.startswith("ExitCode") else loss.reason
+    what = ": ".join(filter(None, (reason, loss.exception)))
+    return f"replica {loss.replica}{rank}{node}: {what}{code} [{loss.cls}]"
 
 
 def _action(view: View, old: Restarts, loss: Failure) -> str:

@@ -71,6 +71,7 @@ class Hub:
         self._running: dict[int, int] = {}  # by replica, of those that said so
         self._stopped: set[int] = set()
         self._done: set[int] = set()
+        self._done_at: dict[int, float] = {}  # which says when its workers had ended
         self._snapshot_step = -1
         self._stop_at = 0.0
         self._barrier_at: float | None = None
@@ -127,6 +128,7 @@ class Hub:
             return
         if isinstance(message, Done):
             self._done.add(replica)
+            self._done_at[replica] = now
             if len(self._done) == self._gang.replicas:
                 self._end(Finished())
             return
@@ -162,7 +164,7 @@ class Hub:
             known = self._exits.get(exit_.rank)
             if known is None:
                 self._exits[exit_.rank] = Exit(
-                    exit_.rank, exit_.local_rank, exit_.status, now,
+                    exit_.rank, exit_.local_rank, exit_.status, self._done_at.get(replica, now),
                     ours=exit_.ours, exception=exit_.exception[:400], step=exit_.step,
                 )  # fmt: skip
 

@@ -6,6 +6,7 @@ still be on its way on this machine: wait a moment for it.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,11 @@ from dataclasses import dataclass
 from ddpjob_trainer.contract import ExitCode, ReportKind
 
 CAUSE_WAIT_SECONDS = 2.0
+#: Words of gloo, NCCL and torch's store, of a program that does not end with 75.
+_PEER_GONE = re.compile(
+    "Connection (closed|reset) by peer|Broken pipe|remote process exited|ncclRemoteError"
+    "|failed to recv, got 0 bytes|Timed out waiting .* recv"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +71,28 @@ def ended_early(exits: Collection[Exit], cause: Exit | None) -> str:
 
     A success is no failure, but where nothing else failed the others lost their peer by it.
     """
-    if cause is None or cause.code != ExitCode.PEER_LOST:
+    if cause is None or not _lost_a_peer(cause):
         return ""
     ranks = sorted(exit_.rank for exit_ in exits if exit_.status == 0 and exit_.at <= cause.at)
     if not ranks:
         return ""
+    steps = {exit_.step for exit_ in exits if exit_.rank in ranks}
+    after = f" after step {steps.pop()}" if len(steps) == 1 and min(steps) >= 0 else ""
     who = f"rank {', '.join(map(str, ranks[:8]))}"
-    return f"{who} ended with exit code 0 while others trained: sys.exit() on some ranks only?"
+    return (
+        f"{who}{after} ended with exit code 0 while others trained: sys.exit() on some ranks only?"
+    )
+
+
+def told_of(early: str, cause: Exit | None) -> str:
+    """Who ended early, before whom that ended: the latter is its victim."""
+    return f"{early}; then rank {cause.rank}: {cause.exception or cause.code}" if cause else early
+
+
+def _lost_a_peer(cause: Exit) -> bool:
+    """Whether another's end may be what a process failed by or waited for."""
+    ends = (ExitCode.PEER_LOST, ExitCode.HANG)
+    return cause.code in ends or _PEER_GONE.search(cause.exception) is not None
 
 
 def kind(failure: Exit | None, *, exception: str, terminated: bool) -> ReportKind:

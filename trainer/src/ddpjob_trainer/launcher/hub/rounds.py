@@ -9,7 +9,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from ddpjob_trainer.contract import PERMANENT_EXIT_CODES, STATE_MAX_ROUNDS, ExitCode, Round
-from ddpjob_trainer.launcher.hub.root_cause import Exit, ended_early, first_failure, kind
+from ddpjob_trainer.launcher.hub.root_cause import (
+    Exit,
+    ended_early,
+    first_failure,
+    kind,
+    told_of,
+)
 
 #: A fresh start would meet the same: fail at once.
 FINAL_EXIT_CODES = PERMANENT_EXIT_CODES | {ExitCode.DIVERGED}
@@ -93,6 +99,8 @@ def decide(
         early = ended_early(exits, cause)
         return Verdict(None, cause, f"{why}; {early}" if early else why)
     record = _record(history.round, cause, newest, nproc=nproc, at=at)
+    if early := ended_early(exits, cause):
+        record["exception"] = told_of(early, cause)
     if _same_again(history.records, record, newest):
         why = f"the same exception {SAME} times in a row at step {record['step']}"
         return Verdict(None, cause, f"{why}: it would come again")

@@ -1,0 +1,70 @@
+"""What is told of a member's end: in one line, and with the end of its log.
+
+Texts of kubelets, runtimes and programs. What the end means is decided in classify.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+from ddpjob_operator.core.observe import MESSAGE_MAX, Container, Pod, clean
+
+#: What a launcher's word for an end means, where the program had none of its own.
+KINDS: Final[Mapping[str, str]] = {
+    "hang": "hang: no sign of life for longer than spec.hang allows",
+    "diverged": "diverged: the ranks disagree, or the NaN policy says stop",
+    "peerLost": "peerLost: another rank was gone first",
+    "hardware": "hardware: a GPU failed, not the program",
+}
+#: Characters of what says an end in one line.
+_LINE: Final = 160
+#: The last line of a traceback, of programs that have no launcher to find it.
+_EXCEPTION: Final = re.compile(
+    r"^(?:\[\w+\]: ?)*((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt)(?:: .*)?)$", re.MULTILINE
+)
+#: Its own says only that a process of its has failed.
+_TORCHRUN: Final = "torch.distributed.elastic"
+
+
+def shorten(text: str, limit: int = _LINE) -> str:
+    """Cut a text in its middle, to one line: figures and causes stand at its tail."""
+    line = " ".join(text.split())
+    if len(line) <= limit:
+        return line
+    tail = limit // 3
+    return f"{line[: limit - tail - 1]}\N{HORIZONTAL ELLIPSIS}{line[len(line) - tail :]}"
+
+
+def said(pod: Pod, ended: Container) -> str:
+    """Quote in one line the kubelet, the runtime or the program; "" if none said anything.
+
+    ``ended`` is the container whose end is the pod's: of an init container the last line counts.
+    """
+    words = pod.message.splitlines()
+    if words and ended is not pod.trainer:
+        return shorten(": ".join(dict.fromkeys((words[0], words[-1]))))
+    if not words and ended.reason == "StartError":
+        words = ended.message.splitlines()
+    return shorten(words[0] if words else _exception(pod.trainer))
+
+
+def message(pod: Pod) -> str:
+    """Tell why the pod was ended, what the program said of it, then the end of its log."""
+    report = pod.trainer.report
+    lines = [line for line in (pod.message, _exception(pod.trainer)) if line]
+    room = MESSAGE_MAX - len("\n".join(lines))
+    log = report.log if report else (pod.trainer.message[-max(1, room - 1) :],)
+    last = len(log)
+    while last > 0 and len(log[last - 1]) < room:
+        last -= 1
+        room -= len(log[last]) + 1
+    return clean("\n".join([*lines, *log[last:]]))
+
+
+def _exception(trainer: Container) -> str:
+    if report := trainer.report:
+        return report.exception or KINDS.get(report.kind, "")
+    lines = _EXCEPTION.findall(trainer.message)
+    return next((line for line in reversed(lines) if not line.startswith(_TORCHRUN)), "")

@@ -1,0 +1,30 @@
+"""A rank that ends with 0 while others train is named before the one that failed by it."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpjob_trainer.launcher.hub import rounds
+from ddpjob_trainer.launcher.hub.root_cause import Exit, ended_early
+from ddpjob_trainer.launcher.hub.rounds import History, Limits
+
+GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4"
+
+
+@pytest.mark.parametrize(
+    ("code", "exception"), [(1, GLOO), (75, ""), (76, "Hang: rank 0 stands still")]
+)
+def test_who_ended_early_is_named_before_its_victim(code: int, exception: str):
+    exits = [Exit(1, 0, 0, 5.0, step=12), Exit(0, 0, code, 6.0, exception=exception)]
+    verdict = rounds.decide(History(), exits, -1, Limits(3), nproc=1, at="now")
+    assert verdict.next is not None
+    record = verdict.next.records[-1]
+    assert record["exception"].startswith("rank 1 after step 12 ended with exit code 0 while")
+    assert f"then rank 0: {exception or code}" in record["exception"]
+
+
+def test_an_error_of_its_own_is_its_own():
+    cause = Exit(0, 0, 1, 6.0, exception="OSError: disk full")
+    assert ended_early([Exit(1, 0, 0, 5.0), cause], cause) == ""
+    later = Exit(0, 0, 75, 4.0)
+    assert ended_early([Exit(1, 0, 0, 5.0), later], later) == "", "it ended after the failure"
