@@ -126,6 +126,23 @@ def test_kubectl_tells_a_job_that_is_missing_from_an_api_server_that_is_away(
         Kubectl().read("get")
 
 
+@pytest.mark.parametrize("command", ["logs j", "logs j --failed"])
+def test_the_log_of_a_failed_init_container_is_the_log(
+    command: str, play: Play, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[tuple[str, ...]] = []
+    monkeypatch.setattr(Kubectl, "show", lambda _, *words: shown.append(words))
+    broken, found = pod(0, 1, "waiting"), job("Restarting")
+    ended = {"exitCode": 6}
+    broken["status"]["initContainerStatuses"] = [{"name": "fetch", "state": {"terminated": ended}}]
+    loss = {"replica": 0, "attempt": 1, "class": "User", "reason": "InitContainerFailed"}
+    found["status"] |= {"lastFailure": loss, "failures": [loss]}
+    assert play(command, [(found, [broken])]) == 0
+    assert [words[:5] for words in shown] == [("logs", "-n", "n", "j-0", "-c")]
+    assert shown[0][5] == "fetch"
+    assert "--- j-0, init container fetch" in capsys.readouterr().out
+
+
 @pytest.fixture
 def followed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, bool]]:
     """Replicas, attempt and whether all of the log is wanted, of each stream that began."""

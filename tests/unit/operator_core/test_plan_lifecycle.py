@@ -148,6 +148,13 @@ def test_replicas_that_do_not_end_when_others_are_done_are_told():
     assert world.condition("Stalled")["status"] == "False"
 
 
+def test_the_step_after_which_replicas_ended_before_others_is_told():
+    report = '{"version":1,"kind":"success","code":0,"step":12}'
+    world = started().run().end(0, 0, message=report).wait(600)
+    told = world.condition("Stalled")["message"]
+    assert told == "replicas 0 have succeeded after step 12, and 1-2 have not ended"
+
+
 def test_ten_thousand_replicas_of_which_each_second_one_is_done_are_told_in_a_bounded_message():
     """One that the CRD refuses would be written again and again, and nothing else be done."""
     world = started().run()

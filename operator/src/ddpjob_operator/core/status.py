@@ -26,12 +26,11 @@ from ddpjob_operator.core.ranges import format_ranges, parse_ranges
 Phase = Literal["Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
 PHASES: Final = get_args(Phase)
 TERMINAL: Final = ("Succeeded", "Failed")
-#: status.failures keeps this many, newest last; an unbounded list would hit etcd's limit.
+#: status.failures and status.avoidedNodes keep so many, newest last: etcd has a limit.
 MAX_FAILURES: Final = 10
+MAX_AVOIDED: Final = 16
 #: The label of a pod holds no more (observe.py); who wrote such a number begins anew.
 MOST_ATTEMPTS: Final = 10**9 - 1
-#: status.avoidedNodes keeps this many, newest last.
-MAX_AVOIDED: Final = 16
 
 
 def format_time(at: datetime) -> str:
