@@ -229,6 +229,17 @@ def test_outgrown_limits_use_up_the_budget_and_rules_for_evictions_meet_them():
 RUNC = ("failed to create containerd task: failed to create shim task: OCI runtime create failed: "
         "runc create failed: unable to start container process: {}: unknown")  # fmt: skip
 INIT = "error during container init: "
+
+
+def test_the_words_of_a_runtime_are_told_without_the_layers_that_handed_them_on():
+    words = RUNC.format(INIT + 'exec: "no-such-program": executable file not found in $PATH')
+    loss = classify.failure(observe.pod(pod(ended(128, "StartError", words))), 1, START)
+    assert loss is not None
+    assert loss.exception.startswith("unable to start container process: error during container")
+    assert 'exec: "no-such-program": executable file not found' in loss.exception
+    assert loss.message == words
+
+
 #: As runc and NVIDIA's hook write it; of older ones, too.
 HOOKS = [
     (

@@ -45,8 +45,8 @@ def said(pod: Pod, ended: Container) -> str:
     words = pod.message.splitlines()
     if words and ended is not pod.trainer:
         return shorten(": ".join(dict.fromkeys((words[0], words[-1]))))
-    if not words and ended.reason == "StartError":
-        words = ended.message.splitlines()
+    if not words and ended.reason == "StartError":  # behind the layers that handed it on
+        words = [ended.message.rpartition("create failed: ")[2]]
     return shorten(words[0] if words else _exception(pod.trainer))
 
 

@@ -1,0 +1,98 @@
+"""Ends as real kubelets and runtimes write them: whose they are, and what the status tells."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from support.cluster import wait_for
+from support.site import Site, job
+
+pytestmark = pytest.mark.tier("all")  # tests/unit/operator_core/test_classify.py has the tables
+#: A child takes more memory than the container may have and is killed; its parent goes on.
+SURVIVES = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+hoard = "x = []\\nwhile True: x.append(bytearray(10_000_000))"
+print("child", subprocess.run([sys.executable, "-c", hoard]).returncode, flush=True)
+while True: time.sleep(0.1)
+"""
+
+
+def trainer(body: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = body["spec"]["template"]["spec"]["containers"][0]
+    return found
+
+
+def failed(site: Site, name: str) -> dict[str, Any]:
+    """The first failure that is told."""
+
+    def told() -> dict[str, Any] | None:
+        found: list[dict[str, Any]] = site.status(name).get("failures", [])
+        return found[0] if found else None
+
+    return wait_for(told, f"a failure of {name}")
+
+
+@pytest.mark.fault("N5")
+def test_an_out_of_memory_that_was_survived_is_not_the_cause_of_a_later_eviction(
+    site: Site,
+) -> None:
+    name = "survivor"
+    body = job(name, ["python3", "-c", SURVIVES], restart={"maxRestarts": 1})
+    trainer(body)["resources"] = {"limits": {"memory": "100Mi"}}
+    site.apply(body)
+    site.wait_running(name, 1)
+    said = lambda: "child -9" in site.kubectl("logs", f"{name}-1", check=True).stdout or None  # noqa: E731
+    wait_for(said, "the child to be killed")
+    eviction = {
+        "apiVersion": "policy/v1",
+        "kind": "Eviction",
+        "metadata": {"name": f"{name}-1", "namespace": site.namespace},
+    }
+    path = f"/api/v1/namespaces/{site.namespace}/pods/{name}-1/eviction"
+    site.kubectl("create", "--raw", path, "-f", "-", input=json.dumps(eviction), check=True)
+    loss = failed(site, name)
+    assert (loss["class"], loss["reason"]) == ("Disruption", "EvictionByEvictionAPI")
+    assert site.wait_running(name, 2)["restarts"]["charged"] == 0
+    site.delete(name)
+
+
+@pytest.mark.fault("N5")
+def test_a_volume_that_outgrows_its_own_limit_is_charged_in_the_kubelets_words(site: Site) -> None:
+    name = "outgrown"
+    script = "sleep 5; dd if=/dev/zero of=/scratch/x bs=1M count=64 2>&1; sync; sleep 3600"
+    body = job(name, ["sh", "-c", f"[ $DDPJOB_REPLICA = 1 ] || sleep 3600; {script}"])
+    pod = body["spec"]["template"]["spec"]
+    pod["volumes"] = [{"name": "scratch", "emptyDir": {"sizeLimit": "8Mi"}}]
+    trainer(body)["volumeMounts"] = [{"name": "scratch", "mountPath": "/scratch"}]
+    site.apply(body)
+    loss = failed(site, name)
+    assert (loss["replica"], loss["class"], loss["reason"]) == (1, "User", "StorageLimitExceeded")
+    assert loss["exception"].startswith('Usage of EmptyDir volume "scratch" exceeds the limit')
+    assert site.wait_running(name, 2)["restarts"]["charged"] == 1
+    site.delete(name)
+
+
+@pytest.mark.fault("N8")
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"command": ["no-such-program"]}, "no-such-program"),
+        ({"workingDir": "/etc/hostname"}, "not a directory"),
+    ],
+)
+def test_a_start_that_no_other_node_would_change_is_final(
+    site: Site, fields: dict[str, Any], words: str
+) -> None:
+    name = "unstartable-" + "-".join(fields).lower()
+    body = job(name, ["sleep", "3600"])
+    trainer(body).update(fields)
+    site.apply(body)
+    loss = site.wait_phase(name, "Failed")["lastFailure"]
+    assert (loss["class"], loss["reason"]) == ("Permanent", "StartError")
+    assert words in loss["exception"]
+    assert site.condition(name, "Failed")["reason"] == "PermanentFailure"
+    site.delete(name)
