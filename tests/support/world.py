@@ -22,7 +22,7 @@ from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import observe
 from ddpjob_operator.core.nodes import FORBIDDEN, Node, Nodes
 from ddpjob_operator.core.plan import plan
-from ddpjob_operator.core.policy import retry
+from ddpjob_operator.core.policy import probe, retry
 from support.cluster import ROOT
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -134,6 +134,7 @@ class World:
     graceful: bool = False  # deletions wait until finish_deletions()
     job_deleted: bool = False
     hidden: dict[str, act.Existing] = field(default_factory=dict)  # pods that no watch shows
+    probed: dict[str, str] = field(default_factory=dict)  # what Events say of a failed probe
     serial: int = 0
     seen: set[tuple[int, int]] = field(default_factory=set)  # attempt, replica: a pod was there
 
@@ -194,6 +195,10 @@ class World:
                 self.machines.truth()
                 self.machines.read |= dict.fromkeys(action.names, self.now)
                 self.log.append(f"read {' '.join(action.names)}")
+            case act.ReadEvents():
+                self.log.append(f"events of {action.container} in {action.pod_uid}")
+                told = self.probed.get(action.pod_uid, "")
+                self.outcomes = probe.answered(self.outcomes, action.pod_uid, told)
             case act.EnsureNetwork():
                 refusal = self.refuse_network(action)
                 attempt = self.outcomes.network_attempt if refusal else action.attempt

@@ -23,9 +23,10 @@ namespaces is off, and discovery is open to every ServiceAccount.
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, create, update]
+# list: of a pod that its own probe may have ended, at most three an attempt
 - apiGroups: [""]
   resources: [events]
-  verbs: [create, patch]
+  verbs: [list, create, patch]
 {{- end }}
 
 {{/* Nodes are of no namespace: a Role cannot give these. For spec.nodeLost. */}}

@@ -20,6 +20,7 @@ from ddpjob_operator.core.actions import (
     Event,
     Measurement,
     Outcomes,
+    ReadEvents,
     ReadNodes,
     WriteStatus,
 )
@@ -83,9 +84,15 @@ class ScriptedApi:
         return self._answer("delete", resource, (name, uid, grace))
 
     async def list_all(
-        self, resource: Resource, namespace: str, selector: str, *, keep: Callable[[Any], Any]
+        self,
+        resource: Resource,
+        namespace: str,
+        selector: str = "",
+        *,
+        fields: str = "",
+        keep: Callable[[Any], Any],
     ) -> Any:
-        listing = self._answer("list", resource, selector)
+        listing = self._answer("list", resource, selector or fields)
         return Listing(list(map(keep, listing.items)), listing.resource_version)
 
 
@@ -689,6 +696,36 @@ async def test_nodes_are_read_and_what_they_say_is_known(stage: Stage) -> None:
     assert found is not None
     assert [(n.exists, n.ready) for n in found.known.values()] == [(True, False), (False, False)]
     assert all(n.read_seconds is not None for n in found.known.values())
+
+
+KILLING: Object = {"reason": "Killing", "lastTimestamp": "2026-01-01T00:00:09Z",
+                   "message": "Container trainer failed liveness probe"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (Listing([KILLING], "9"), KILLING["message"]),
+        (Listing([], "9"), ""),
+        (errors.Forbidden(403, "Forbidden", "cannot list events"), ""),
+        (errors.Unavailable(0, "", "no answer"), ""),
+    ],
+)
+async def test_whatever_is_said_to_a_question_for_events_is_an_answer(
+    stage: Stage, answer: Any, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage.api.script["list events"] = [answer]
+    await stage.do(ReadEvents("p0-2", "trainer"))
+    assert stage.outcomes.probed == {"p0-2": words}
+    (fields,) = stage.api.bodies
+    assert set(fields.split(",")) == {
+        "involvedObject.uid=p0-2",
+        "involvedObject.fieldPath=spec.containers{trainer}",
+        "source=kubelet",
+    }
+    assert [str(answer) in r.getMessage() for r in caplog.records] == (
+        [True] if isinstance(answer, errors.ApiError) else []
+    )
 
 
 @pytest.mark.parametrize("kind", ["pods", "services"])

@@ -87,6 +87,17 @@ class ReadNodes:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadEvents:
+    """LIST a kubelet's Events of one container of a pod; Outcomes.probed holds the answer.
+
+    Whatever the API server says is an answer: a refusal is "".
+    """
+
+    pod_uid: str
+    container: str
+
+
+@dataclass(frozen=True, slots=True)
 class EnsureNetwork:
     """GET each object, POST it where it is missing, PUT it where it differs.
 
@@ -119,7 +130,16 @@ class DeleteJob:
     uid: str
 
 
-Action = WriteStatus | DeletePod | ConfirmGone | ReadNodes | EnsureNetwork | CreatePod | DeleteJob
+Action = (
+    WriteStatus
+    | DeletePod
+    | ConfirmGone
+    | ReadNodes
+    | ReadEvents
+    | EnsureNetwork
+    | CreatePod
+    | DeleteJob
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +237,7 @@ class Outcomes:
     setback: Setback | None = None
     progress: Progress | None = None  # newest answer of GET /state
     rounds: Rounds | None = None  # of the same
+    probed: Mapping[str, str] = field(default_factory=dict)  # Pod.probed by uid, of the last few
     status_written_at: datetime | None = None
     pruned: tuple[Body, Body] | None = None  # the last status as sent and as stored, if they differ
     seen: frozenset[int] = frozenset()  # replicas of this attempt that once had a pod

@@ -222,6 +222,17 @@ def names(found: Failure, pod: Pod | None) -> tuple[int | None, set[str]]:
     return found.exit_code if of_trainer else None, raw | {found.reason, found.cls}
 
 
+def perhaps_probed(pod: Pod) -> bool:
+    """Whether a failed probe may be why it ended: at a signal, or with a code that means nothing.
+
+    The launcher knows of its own whether it was told to end.
+    """
+    code, report = pod.trainer.exit_code, pod.trainer.report
+    unclear = code == contract.ExitCode.SIGTERM or code not in _MEANT
+    told = report.kind == "sigterm" if report else unclear
+    return told and not any(look(pod) for look in _EVIDENCE)
+
+
 def leaving(pods: Iterable[Pod]) -> Pod | None:
     """The first pod that somebody is removing."""
     return next((pod for pod in pods if pod.deleting or pod.disruption), None)
@@ -244,6 +255,11 @@ def _evicted(pod: Pod) -> Verdict | None:
         return None
     own = _OUTGROWN.match(pod.message)
     return ("User", "StorageLimitExceeded") if own else ("Disruption", pod.reason)
+
+
+def _probed(pod: Pod) -> Verdict | None:
+    """The kubelet ended the container for a probe of the template, and said so in an Event."""
+    return ("User", "ProbeFailed") if pod.probed else None
 
 
 def _unseen(pod: Pod) -> Verdict | None:
@@ -298,10 +314,13 @@ def _by_code(pod: Pod) -> Verdict:
     return "Permanent" if permanent else _class_of(code, _signal(pod)), _reason(pod)
 
 
-#: From what was known before the end to what the end itself says.
+#: From what was known before the end to what the end itself says. Deletion and eviction take a pod
+#: whatever its container does, so a probe that failed counts after them; all that comes after it,
+#: an out of memory included, may be how the program took the probe's signal.
 _EVIDENCE: Final[tuple[Callable[[Pod], Verdict | None], ...]] = (
     _taken,
     _evicted,
+    _probed,
     _unseen,
     _not_started,
     _out_of_memory,

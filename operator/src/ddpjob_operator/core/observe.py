@@ -130,6 +130,7 @@ class Pod:
     trainer: Container = Container()
     init: Container | None = None  # that failed, so that the trainer never starts
     told_at: datetime | None = None  # when this process first saw its trainer ended, by its clock
+    probed: str | None = None  # Events: the failed probe that ended it; "": none; None: not read
 
     @property
     def ended(self) -> bool:

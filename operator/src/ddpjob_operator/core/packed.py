@@ -26,6 +26,8 @@ GPUS: Final = ("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/xe", "gpu.intel.c
 _SOME: Final = re.compile("[^a-zA-Z]*[1-9]")
 #: Less than that of either, and importing torch takes minutes, or is killed.
 _LEAST: Final = {"cpu": ("100m", 0.0999), "memory": ("256Mi", 255.9 * 2**20)}
+#: A kubelet ends the container whose probe of these fails.
+_PROBES: Final = frozenset({"livenessProbe", "startupProbe"})
 TEMPLATE_BYTES: Final = 128 * 1024
 VOLUME_BYTES: Final = 16 * 1024
 
@@ -51,6 +53,7 @@ class Template:
 
     ``ports``: all declared. ``mounts``: paths of the trainer's volumes. ``host_network``: its pods
     are on their node's network. ``scarce``: in words, what the trainer has too little of.
+    ``probed``: the trainer's name if a probe may end it, else empty.
     """
 
     packed: Packed
@@ -61,6 +64,7 @@ class Template:
     mounts: frozenset[str]
     host_network: bool
     scarce: str
+    probed: str
 
 
 def pack(raw: Mapping[str, Any], field: str, limit: int) -> Packed:
@@ -105,6 +109,7 @@ def template(raw: object) -> Template:
         mounts=frozenset(place(path) for path in mounts if isinstance(path, str)),
         host_network=body.get("hostNetwork") is True,
         scarce=_scarce(mapping(trainer.get("resources"))),
+        probed=str(trainer.get("name")) if _PROBES & trainer.keys() else "",
     )
 
 

@@ -39,6 +39,7 @@ from ddpjob_operator.core.policy import (
     finish,
     heal,
     hold,
+    probe,
     repeat,
     report,
     restart,
@@ -276,6 +277,8 @@ def _act(view: View) -> Plan:
         return Plan(leaving, wake)
     if _in_doubt(view):
         return Plan((ConfirmGone(view.status.attempt, by_name=hold.unsure(view)),), wake)
+    if asked := probe.reads(view):
+        return Plan(asked, wake)
     if view.status.phase not in _WANTED or view.others:
         return Plan(fence.reads(view), wake)
     return Plan(_creations(view) or fence.reads(view) or upkeep.looks(view), wake)

@@ -169,9 +169,13 @@ def look(
     others: list[Pod] = []
     status = replace(status, succeeded=frozenset(n for n in status.succeeded if n < spec.replicas))
     current = status.attempt if status.attempt >= status.members_since else None
-    for pod in pods:
-        if pod.owner_uid != job.uid:
+    for seen in pods:
+        if seen.owner_uid != job.uid:
             continue
+        known = outcomes.probed.get(seen.uid)
+        pod = seen
+        if known is not None:  # such a pod has no other message of its kubelet
+            pod = replace(seen, probed=known, message=seen.message or known)
         replica, counts = pod.replica, current is not None and pod.attempt == current
         if counts and replica is not None and replica < spec.replicas:
             members[replica] = pod

@@ -166,6 +166,7 @@ class Api:
         namespace: str | None,
         selector: str = "",
         *,
+        fields: str = "",
         keep: Callable[[Object], Any] = lambda obj: obj,
     ) -> Listing:
         """All objects, in pages, as a quorum has them now; of each what ``keep`` returns.
@@ -178,6 +179,8 @@ class Api:
         params = {"limit": str(limit)}
         if selector:
             params["labelSelector"] = selector
+        if fields:
+            params["fieldSelector"] = fields
         items: list[Any] = []
 
         async def read(response: aiohttp.ClientResponse) -> Object:

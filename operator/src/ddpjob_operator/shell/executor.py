@@ -26,16 +26,16 @@ from ddpjob_operator.core.actions import (
     EnsureNetwork,
     Existing,
     Outcomes,
+    ReadEvents,
     ReadNodes,
     Refusal,
     WriteStatus,
 )
-from ddpjob_operator.core.policy import retry, upkeep
+from ddpjob_operator.core.policy import probe, retry, upkeep
 from ddpjob_operator.shell import errors, nodes
 from ddpjob_operator.shell.api import (
     JOBS,
     NETWORK_POLICIES,
-    NODES,
     PODS,
     SERVICES,
     Api,
@@ -43,7 +43,7 @@ from ddpjob_operator.shell.api import (
     Resource,
 )
 from ddpjob_operator.shell.metrics import Metrics
-from ddpjob_operator.shell.pods import hidden_pods, slim_pod
+from ddpjob_operator.shell.pods import failed_probe, hidden_pods, slim_pod
 from ddpjob_operator.shell.recorder import Recorder
 from ddpjob_operator.shell.store import Store
 
@@ -109,7 +109,10 @@ class Executor:
             case ConfirmGone():
                 return await self._confirm_gone(job, action)
             case ReadNodes():
-                await self._read_nodes(action)
+                await nodes.read(self._api, self._store.nodes, action.names)
+            case ReadEvents(uid):
+                found = await failed_probe(self._api, job, action)
+                self._learn(job.uid, lambda known: probe.answered(known, uid, found))
             case EnsureNetwork():
                 return await self._ensure_network(job, action)
             case DeleteJob():
@@ -270,14 +273,6 @@ class Executor:
         )
         self._learn(job.uid, lambda known: replace(known, confirmed=found))
         return found.alone
-
-    async def _read_nodes(self, action: ReadNodes) -> None:
-        for name in action.names:
-            try:
-                found = await self._api.get(NODES, None, name)
-                self._store.nodes.put(nodes.slim(found), quorum=True)
-            except errors.NotFound:
-                self._store.nodes.remove(name, quorum=True)
 
     async def _create_pod(
         self, job: observe.Job, action: CreatePod, doubt: asyncio.Lock

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpjob_operator.core.nodes import FORBIDDEN, Node, Nodes, Record, disrupted, record
+from ddpjob_operator.shell import errors
+from ddpjob_operator.shell.api import NODES, Api
 
 _REMEMBERED = 1000  # nodes that are gone
 
@@ -134,6 +136,15 @@ class NodeCache:
         same = old is not None and old.record is not None and old.record.since == found.since
         goes_on = old.down_since if old and same else None
         return self._clock() if goes_on is None else goes_on
+
+
+async def read(api: Api, cache: NodeCache, names: Iterable[str]) -> None:
+    """GET each of them from a quorum into the cache. Raises ApiError."""
+    for name in names:
+        try:
+            cache.put(slim(await api.get(NODES, None, name)), quorum=True)
+        except errors.NotFound:
+            cache.remove(name, quorum=True)
 
 
 def slim(obj: Mapping[str, Any]) -> Slim:

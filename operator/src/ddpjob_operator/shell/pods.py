@@ -9,8 +9,10 @@ from functools import partial
 from typing import Any
 
 from ddpjob_operator.core import observe, standing
-from ddpjob_operator.core.actions import Existing
-from ddpjob_operator.shell.api import PODS, Api
+from ddpjob_operator.core.actions import Existing, ReadEvents
+from ddpjob_operator.core.policy import probe
+from ddpjob_operator.shell import errors
+from ddpjob_operator.shell.api import EVENTS, PODS, Api
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,19 @@ async def hidden_pods(api: Api, job: observe.Job) -> tuple[Existing, ...]:
     keep = partial(standing.hidden, job_uid=job.uid)
     listing = await api.list_all(PODS, job.namespace, named, keep=keep)
     return tuple(filter(None, listing.items))
+
+
+async def failed_probe(api: Api, job: observe.Job, action: ReadEvents) -> str:
+    """Ask a kubelet's Events for the probe that ended a container; "" if they tell of none."""
+    of = f"involvedObject.fieldPath=spec.containers{{{action.container}}}"
+    fields = f"involvedObject.uid={action.pod_uid},{of},source=kubelet"
+    try:
+        found = await api.list_all(EVENTS, job.namespace, fields=fields, keep=probe.heard)
+    except errors.ApiError as error:
+        what = "no failed probe can be told from an eviction"
+        log.warning("%s/%s: %s: %s (uid %s)", *job.key, what, error, job.uid)
+        return ""
+    return probe.words(found.items)
 
 
 def _version(obj: Object) -> int | None:

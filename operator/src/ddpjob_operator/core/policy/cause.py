@@ -15,7 +15,7 @@ from typing import Final
 
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.observe import Pod
-from ddpjob_operator.core.policy import fence, restart
+from ddpjob_operator.core.policy import fence, probe, restart
 from ddpjob_operator.core.status import Failure, Status
 from ddpjob_operator.core.view import Change, View
 
@@ -37,6 +37,8 @@ def loss(view: View, status: Status) -> Failure | None:
     found = _seen(view)
     if found is None or found.cls not in _PERHAPS_PEERS:
         return found
+    if probe.reads(view):
+        return None
     if found.cls == "Collateral":
         return None if _left(view, CAUSE_WAIT) > 0 else classify.settle(found)
     # A node deleted while no operator watched is one of which nobody tells, and so is a new one.
@@ -55,7 +57,8 @@ def awaited(view: View) -> bool:
 
     A gang that is given back meanwhile, for want of room or time, would take the failure with it.
     """
-    return _left(view, NODE_WAIT) > 0 or (_unread(view) and _seen(view) is not None)
+    unread = bool(probe.reads(view)) or (_unread(view) and _seen(view) is not None)
+    return unread or _left(view, NODE_WAIT) > 0
 
 
 def waits(view: View) -> list[float]:
