@@ -56,6 +56,7 @@ class Play:
     certain: bool = True  # the fault must strike
     flags: tuple[str, ...] = ()  # of the operator
     eager: bool = False  # the job is there before the operator watches
+    trainer: Object = field(default_factory=dict)  # more of that container
     deaths: int = 0
     seen: list[str] = field(default_factory=list)  # roles and happenings, in their order
     last: Object = field(default_factory=dict)  # the status that was told last
@@ -79,7 +80,9 @@ class Play:
         self._start()
         if not self.eager:
             eventually("the operator watches", self._watched, self.patience)
-        self.stage.apply(JOB, **SPEC)
+        body = self.stage.job(JOB, **SPEC)
+        body["spec"]["template"]["spec"]["containers"][0] |= self.trainer
+        self.stage.rest.post(self.stage.job_path(), body)
         deadline = time.monotonic() + self.patience
         try:
             while not self._over():

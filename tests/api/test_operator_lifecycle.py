@@ -196,6 +196,36 @@ def test_exactly_max_restarts(stage: Arena, gang: str, limit: int) -> None:
     assert stage.quiet_resyncs() == []
 
 
+@pytest.mark.fault("N18")
+def test_a_failed_probe_is_told_by_the_kubelets_events(stage: Arena, gang: str) -> None:
+    """Those of the trainer alone: a sidecar whose probe failed has ended nothing."""
+    body = stage.job(gang)
+    probe = {"exec": {"command": ["cat", "/alive"]}}
+    containers = body["spec"]["template"]["spec"]["containers"]
+    containers[0]["livenessProbe"] = probe
+    containers.append({"name": "sidecar", "image": "example/side:1", "livenessProbe": probe})
+    stage.rest.post(stage.job_path(), body)
+    stage.wait_phase(gang, "Running")
+    stage.proxy.clear()
+    stage.kubelet.fail_probe(f"{gang}-1", "cat: /alive: No such file or directory")
+    status = stage.wait_phase(gang, "Running", attempt=2)
+    assert (status["restarts"]["total"], status["restarts"]["charged"]) == (1, 1)
+    loss = status["lastFailure"]
+    assert (loss["replica"], loss["class"], loss["reason"]) == (1, "User", "ProbeFailed")
+    assert loss["message"] == (
+        "Container trainer failed liveness probe: "
+        "Liveness probe failed: cat: /alive: No such file or directory"
+    )
+    asked = [c for c in stage.proxy.calls if c.method == "GET" and c.path.endswith("/events")]
+    assert len(asked) == 1
+    stage.kubelet.fail_probe(f"{gang}-2", "", of="sidecar")
+    status = stage.wait_phase(gang, "Running", attempt=3)
+    assert (status["restarts"]["total"], status["restarts"]["charged"]) == (2, 1)
+    loss = status["lastFailure"]
+    assert (loss["replica"], loss["class"], loss["reason"]) == (2, "Disruption", "SIGTERM")
+    stage.succeed(gang)
+
+
 def test_a_deleted_job_leaves_nothing(stage: Arena, gang: str) -> None:
     stage.apply(gang)
     stage.wait_phase(gang, "Running")

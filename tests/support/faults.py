@@ -99,6 +99,10 @@ FAULTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "a pod outgrows a storage limit of its own and is evicted",
             "charged as the program's own failure, told with the kubelet's sentence",
         ),
+        "N18": (
+            "the kubelet ends the program for its own liveness or startup probe",
+            "charged as the program's own failure, told with the probe's words",
+        ),
         "N19": (
             "the runtime cannot start a container",
             "final only where no other node would change it; else another node, free at first",

@@ -2,8 +2,8 @@
 
 The api level has a real kube-apiserver, etcd and controller-manager, but no machine. This
 class binds pods to a made-up Node, reports them Running, ends them with the exit code that a
-test asks for, and removes the objects of deleted pods. What a kubelet does beyond that
-(sandboxes, volumes, probes, images) is the business of tests/cluster.
+test asks for, or as a failed probe does, and removes the objects of deleted pods. What a kubelet
+does beyond that (sandboxes, volumes, images) is the business of tests/cluster.
 """
 
 from __future__ import annotations
@@ -90,6 +90,40 @@ class HandKubelet:
             "containerStatuses": _containers(pod, {"terminated": state}, ready=False),
         }
         self._patch(name, status, uid or pod["metadata"]["uid"])
+
+    def fail_probe(self, name: str, words: str, of: str = "trainer") -> None:
+        """End the trainer container of a pod by SIGTERM; Events tell of a container's probe."""
+        pod = self.rest.get(f"{self.path}/{name}")
+        for reason, message in (
+            ("Unhealthy", f"Liveness probe failed: {words}"),
+            ("Killing", f"Container {of} failed liveness probe"),
+        ):
+            self._tell(pod, f"spec.containers{{{of}}}", reason, message)
+        self.finish(name, 143)
+
+    def _tell(self, pod: Object, field: str, reason: str, message: str) -> None:
+        name, now = pod["metadata"]["name"], _now()
+        body: Object = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"generateName": f"{name}."},
+            "involvedObject": {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "namespace": self.namespace,
+                "name": name,
+                "uid": pod["metadata"]["uid"],
+                "fieldPath": field,
+            },
+            "type": "Normal" if reason == "Killing" else "Warning",
+            "reason": reason,
+            "message": message,
+            "source": {"component": "kubelet", "host": self.node},
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+        }
+        self.rest.post(f"/api/v1/namespaces/{self.namespace}/events", body)
 
     def _loop(self) -> None:
         while not self._stop.is_set():

@@ -17,6 +17,7 @@ OTHERS = {
     *("Pending", "Starting", "Running", "Restarting", "Succeeded", "Failed"),  # phases
     *("Normal", "Warning"),  # types of Events
     *("DisruptionTarget", "PodScheduled", "Ready", "Completed", "Error", "ErrImagePull"),  # pods'
+    *("Killing", "Unhealthy"),  # pods' Events
     *("Exists", "NoExecute", "FallbackToLogsOnError", "Memory", "Ingress", "None"),
     "ClusterFirstWithHostNet",  # pods' fields
     *("True", "False", "TCP", "RANK", "PYTHONUNBUFFERED", "ExitCode", "Signal", "NotIn"),

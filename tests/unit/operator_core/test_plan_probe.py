@@ -186,6 +186,13 @@ def test_a_startup_probe_is_one_too_and_the_pod_may_not_have_been_ready():
     assert questions(world) == ["events of trainer in pod-1"]
 
 
+def test_the_time_to_start_does_not_end_while_the_question_is_open():
+    world = World(job_object(template=template(startupProbe=PROBE), replicas=1)).settle()
+    world.end(0, 143, settle=False).probed["pod-1"] = WORDS
+    loss = world.wait(700).status["lastFailure"]
+    assert (loss["reason"], world.status["restarts"]["charged"]) == ("ProbeFailed", 1)
+
+
 def test_peers_of_a_failed_probe_are_not_the_cause():
     world = probed()
     world.end(1, 75, settle=False)

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from ddpjob_operator.shell import errors
-from ddpjob_operator.shell.api import JOBS, PODS, Api, Listing, Resource
+from ddpjob_operator.shell.api import EVENTS, JOBS, PODS, Api, Listing, Resource
 from ddpjob_operator.shell.credentials import Credentials
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -212,6 +212,17 @@ async def test_a_list_is_read_in_pages(api: Api, server: Server) -> None:
         assert request.query["limit"] == "500"
         assert request.query["labelSelector"] == "app=x"
         assert "resourceVersion" not in request.query, "a quorum read"
+
+
+async def test_fields_are_selected_by_the_server(api: Api, server: Server) -> None:
+    async def none(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"metadata": {"resourceVersion": "7"}, "items": []})
+
+    server.handle = none
+    await api.list_all(EVENTS, "ns", fields="source=kubelet")
+    await api.list_all(EVENTS, "ns")
+    selectors = [request.query.get("fieldSelector") for request in server.seen]
+    assert selectors == ["source=kubelet", None]
 
 
 async def test_of_each_object_only_what_is_kept_is_there(api: Api, server: Server) -> None:
