@@ -76,6 +76,31 @@ def test_a_volume_that_outgrows_its_own_limit_is_charged_in_the_kubelets_words(s
     site.delete(name)
 
 
+@pytest.mark.fault("N18")
+@pytest.mark.parametrize("kind", ["livenessProbe", "startupProbe"])
+@pytest.mark.parametrize("code", [143, 137])
+def test_a_program_that_its_own_probe_ends_is_charged_in_the_probes_words(
+    site: Site, kind: str, code: int
+) -> None:
+    """What its probe looks for is gone after a while, or never there; it hears SIGTERM, or not."""
+    name = f"probed-{kind[:5].lower()}-{code}"
+    heard = "exit 143" if code == 143 else ""
+    alive = "touch /tmp/alive; sleep 3; rm /tmp/alive; " if kind == "livenessProbe" else ""
+    script = f"trap '{heard}' TERM; {alive}while :; do sleep 1; done"
+    body = job(name, ["sh", "-c", script])
+    body["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = 5
+    look = {"exec": {"command": ["cat", "/tmp/alive"]}, "periodSeconds": 1, "failureThreshold": 3}
+    trainer(body)[kind] = look
+    site.apply(body)
+    loss = failed(site, name)
+    assert (loss["class"], loss["reason"], loss["exitCode"]) == ("User", "ProbeFailed", code)
+    word = kind.removesuffix("Probe")
+    said = f"Container trainer failed {word} probe: {word.capitalize()} probe failed: cat: "
+    assert loss["message"].startswith(said)
+    assert site.status(name)["restarts"]["charged"] == 1
+    site.delete(name)
+
+
 @pytest.mark.fault("N8")
 @pytest.mark.parametrize(
     ("fields", "words"),

@@ -57,40 +57,6 @@ def test_out_of_memory_is_told_as_such(site: Site) -> None:
 
 
 @pytest.mark.tier("all")
-@pytest.mark.fault("N18")
-@pytest.mark.parametrize("kind", ["livenessProbe", "startupProbe"])
-@pytest.mark.parametrize("deaf", [False, True], ids=["143", "137"])
-def test_a_failed_probe_is_charged_and_told_in_its_words(site: Site, kind: str, deaf: bool) -> None:
-    """The program lives; what its probe looks for is gone after a while, or never comes."""
-    name = f"probed-{kind[:4].lower()}-{'deaf' if deaf else 'hears'}"
-    lives = "touch /tmp/alive; sleep 3; rm /tmp/alive; while :; do sleep 1; done"
-    if kind == "startupProbe":
-        lives = "while :; do sleep 1; done"
-    heard = "''" if deaf else "'exit 143'"  # a shell that is process 1 has no default for it
-    body = job(name, ["sh", "-c", f"trap {heard} TERM; {lives}"], restart={"maxRestarts": 0})
-    pod = body["spec"]["template"]["spec"]
-    pod["terminationGracePeriodSeconds"] = 5
-    pod["containers"][0][kind] = {
-        "exec": {"command": ["cat", "/tmp/alive"]},
-        "periodSeconds": 1,
-        "failureThreshold": 2,
-        "initialDelaySeconds": 1,
-    }
-    site.apply(body)
-    status = site.wait_phase(name, "Failed")
-    loss = status["lastFailure"]
-    assert (loss["class"], loss["reason"]) == ("User", "ProbeFailed"), loss
-    assert loss["exitCode"] == (137 if deaf else 143)
-    which = kind.removesuffix("Probe")
-    assert loss["message"].startswith(
-        f"Container trainer failed {which} probe: {which.capitalize()} probe failed: cat: "
-    )
-    assert status["restarts"].get("charged", 0) == 0, "the one that ends it is not a restart"
-    assert "ProbeFailed" in site.condition(name, "Failed")["message"]
-    site.delete(name)
-
-
-@pytest.mark.tier("all")
 @pytest.mark.fault("N10")
 def test_pods_that_end_slowly_are_waited_for(site: Site, undisturbed: Undisturbed) -> None:
     name = "slow"
