@@ -27,10 +27,11 @@ properties:
     type: string
   class:
     description: >-
-      What kind of failure it was. Permanent, Diverged and Invalid end the job; Hardware (a GPU
-      failed; its node is avoided), Infrastructure and Disruption are not charged to
-      restart.maxRestarts. Killed is SIGKILL without a word from Kubernetes: look for the kernel's
-      OOM killer on the node.
+      What kind of failure it was. Permanent, Diverged and Invalid end the job; Hardware (a GPU, or
+      the hook that gives it to a container, failed), Infrastructure and Disruption are not charged
+      to restart.maxRestarts. The node is avoided after Hardware, and after Infrastructure with the
+      reason StartError; from the fourth of these in a row on, without progress, each is charged.
+      Killed is SIGKILL without a word from Kubernetes: look for the kernel's OOM killer on the node.
     type: string
     enum: [Permanent, Hardware, Diverged, OOM, Hang, Killed, User, Infrastructure, Disruption, Startup, Deadline, Invalid]
   reason:
@@ -305,8 +306,9 @@ properties:
       {{- include "ddpjob.crd.failure" . | nindent 6 }}
   avoidedNodes:
     description: >-
-      Nodes on which a GPU failed, the newest last. New pods are kept off them, until a gang finds no
-      room elsewhere within startupDeadlineSeconds or the job is suspended and resumed.
+      Nodes on which a GPU failed or a container could not be started for a reason of the node's,
+      the newest last. New pods are kept off them, until a gang finds no room elsewhere within
+      startupDeadlineSeconds or the job is suspended and resumed.
     type: array
     maxItems: 16
     x-kubernetes-list-type: set
