@@ -22,6 +22,11 @@ def counted(number: int, word: str) -> str:
     return f"{number} {word}{'' if number == 1 else 's'}"
 
 
+def every(number: int, word: str) -> str:
+    """1, "replica" -> "the only replica"; 3, "replica" -> "all 3 replicas"."""
+    return f"the only {word}" if number == 1 else f"all {counted(number, word)}"
+
+
 def parse_ranges(text: object) -> frozenset[int]:
     """The inverse of format_ranges; the empty set if it does not parse or is absurdly wide."""
     found: set[int] = set()

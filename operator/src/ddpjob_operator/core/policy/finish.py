@@ -21,6 +21,7 @@ from ddpjob_operator.core.actions import (
     WriteStatus,
 )
 from ddpjob_operator.core.policy import fence, report
+from ddpjob_operator.core.ranges import every
 from ddpjob_operator.core.status import Progress
 from ddpjob_operator.core.view import Change, View
 
@@ -35,9 +36,8 @@ def succeed(view: View, change: Change) -> Change:
     started = view.status.timings.started_at or view.now
     took = (view.now - started).total_seconds()
     restarts = change.status.restarts
-    every = f"all {view.spec.replicas} replicas" if view.spec.replicas > 1 else "the only replica"
     message = (
-        f"{every} of attempt {view.status.attempt} succeeded "
+        f"{every(view.spec.replicas, 'replica')} of attempt {view.status.attempt} succeeded "
         f"after {took:.0f} s; restarts: {restarts.total}, in place: {restarts.in_place}"
     )
     change = _end(view, change, "Succeeded")

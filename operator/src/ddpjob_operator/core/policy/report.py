@@ -217,13 +217,16 @@ def _lingering(view: View) -> Iterator[tuple[str, str]]:
     due = lingers(view)
     if due is not None and view.now >= due:
         # Of thousands neither may leave no room for the other.
-        done = clean(format_ranges(view.succeeded), _LISTED)
-        left = clean(format_ranges(frozenset(range(view.spec.replicas)) - view.succeeded), _LISTED)
+        left = frozenset(range(view.spec.replicas)) - view.succeeded
+        done, others = (
+            f"{clean(format_ranges(some), _LISTED)} {'has' if len(some) == 1 else 'have'}"
+            for some in (view.succeeded, left)
+        )
+        which = "replica" if len(view.succeeded) == 1 else "replicas"
         reports = (view.members[r].trainer.report for r in view.succeeded if r in view.members)
         steps = {report.step for report in reports if report and report.step is not None}
         after = f" after step {min(steps)}" if steps else ""
-        what = f"replicas {done} have succeeded{after}, and {left} have not ended"
-        yield "WaitingForReplicas", what
+        yield "WaitingForReplicas", f"{which} {done} succeeded{after}, and {others} not ended"
 
 
 def _refusals(view: View) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ddpjob_operator.core import classify
+from ddpjob_operator.core import classify, ranges
 from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.core.observe import Round, Rounds
 from ddpjob_operator.core.policy.restart import describe
@@ -39,7 +39,7 @@ def count(view: View, change: Change) -> Change:
         change = change.measure(Measurement("rounds_total", 1, loss.cls), *_lost(found))
     unexplained = now - counted - len(causes)
     if unexplained:
-        which = f"{unexplained} round{'s' * (unexplained > 1)} of attempt {view.status.attempt}"
+        which = f"{ranges.counted(unexplained, 'round')} of attempt {view.status.attempt}"
         what = f"{which} ended, cause unknown"
         change = change.tell("Warning", "RestartedInPlace", f"{what}; processes restarted in place")
         change = change.measure(Measurement("rounds_total", unexplained, _UNKNOWN))

@@ -14,6 +14,7 @@ from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.core.policy import avoid, fence, hold, quota, repeat, report, restart
 from ddpjob_operator.core.policy.release import release
+from ddpjob_operator.core.ranges import every
 from ddpjob_operator.core.status import Failure
 from ddpjob_operator.core.view import Change, View, recovers_from
 
@@ -120,9 +121,8 @@ def _run(view: View, change: Change) -> Change:
             ),
         ),
     )
-    every = f"all {view.spec.replicas} replicas" if view.spec.replicas > 1 else "the only replica"
-    runs = "run" if view.spec.replicas > 1 else "runs"
-    message = f"{every} of attempt {view.status.attempt} {runs}"
+    who = f"{every(view.spec.replicas, 'replica')} of attempt {view.status.attempt}"
+    message = f"{who} {'run' if view.spec.replicas > 1 else 'runs'}"
     stalled = view.status.condition("Stalled")
     if stalled and stalled.reason != repeat.CRASH_LOOPING:  # which is not over by running again
         change = change.condition("Stalled", False, "Running", "", view.now)
