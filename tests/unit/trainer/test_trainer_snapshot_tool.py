@@ -165,7 +165,8 @@ def test_export_takes_the_newest_that_is_valid(
     ("arguments", "told"),
     [
         (["ls", "{root}/absent"], "is no directory"),
-        (["verify", "{root}/.."], "did you mean one of: job"),
+        (["verify", "{root}/.."], "holds no snapshots; did you mean one of: job\n"),
+        (["ls", "{root}/../empty"], "holds no snapshots\n"),
         (["export", "{root}", "{root}/../x", "--step", "5"], "steps there: 10, 20, 30"),
         (["export", "{root}", "{root}/00000001/start.json"], "exists"),
     ],
@@ -173,6 +174,7 @@ def test_export_takes_the_newest_that_is_valid(
 def test_what_cannot_be_had_is_said_in_a_line(
     root: Path, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ):
+    (root / "../empty/output").mkdir(parents=True)
     words = [word.format(root=root) for word in arguments]
     assert cli.main(["snapshot", *words]) == 1
     error = capsys.readouterr().err

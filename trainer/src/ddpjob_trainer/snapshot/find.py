@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from ddpjob_trainer.snapshot.load import Source, open_source
@@ -47,8 +49,9 @@ def find(root: Path) -> Iterator[Found]:
     if not root.is_dir():
         raise SnapshotToolError(f"{root} is no directory; give <spec.snapshot.path>/<job name>")
     if not lineage.sequences(root):
-        inner = sorted(name for name in disk.directories(root) if name.isprintable())
-        hint = f"; did you mean one of: {', '.join(inner[:5])}" if inner else ""
+        names = (name for name in sorted(disk.directories(root)) if name.isprintable())
+        inner = list(islice((name for name in names if _holds_some(root / name)), 5))
+        hint = f"; did you mean one of: {', '.join(inner)}" if inner else ""
         raise SnapshotToolError(f"{root} holds no snapshots{hint}")
     starts = lineage.read_starts(root)
     limits = dict(lineage.chain(starts))
@@ -63,3 +66,10 @@ def find(root: Path) -> Iterator[Found]:
             if step is not None:
                 counts = sequence in limits and (limit is None or step <= limit)
                 yield Found(path, step, starts.get(sequence), counts)
+
+
+def _holds_some(root: Path) -> bool:
+    """Whether it may be meant: a folder of the program's own output, say, is not."""
+    with contextlib.suppress(OSError):  # closed to this user
+        return bool(lineage.sequences(root))
+    return False
