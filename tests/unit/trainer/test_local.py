@@ -465,6 +465,8 @@ def test_refusals_of_what_kubectl_refuses(written: str, complaint: str) -> None:
     ("words", "complaint"),
     [
         (["no-such.yaml"], "no-such.yaml"),
+        (["x/look.ipynb"], "jupyter nbconvert --to script x/look.ipynb writes x/look.py"),
+        (["look.py"], "look.py: a script, where a manifest is expected: ddpjob-trainer init"),
         (["{file}"], "neither YAML nor JSON"),
         (["{bytes}"], "bytes: neither YAML nor JSON, but other bytes"),
         (["{file}", "--map", "x=."], "--map x=.: must be"),

@@ -1,6 +1,7 @@
 """Which files travel with a script, and where they lie below its working directory.
 
 Called by `ddpjob-trainer init`: the folder in which that is called is the one of the pods, too.
+Notebooks are refused by other commands as well.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ def check_script(path: Path) -> None:
             f"{path}: a folder: give the script in it, and the folder as one of FILES; with -m give"
             " the module, in the folder that holds the package"
         )
+    check_notebook(path)
+
+
+def check_notebook(path: Path) -> None:
+    """Refuse a notebook, with its cure: `init`, `run` and `local`. Raises ConfigError."""
     if path.suffix == ".ipynb":
         raise ConfigError(
             f"{path}: a notebook, which Python does not start: jupyter nbconvert --to script {path}"

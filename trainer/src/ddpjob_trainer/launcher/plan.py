@@ -27,6 +27,7 @@ from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.processes.source import sets_environment_first, uses_our_library
 from ddpjob_trainer.launcher.scratch import Scratch
 from ddpjob_trainer.liveness.hang import Deadlines
+from ddpjob_trainer.travels import check_notebook
 
 DEFAULT_ROUNDS_WITHOUT_PROGRESS = 3
 DEFAULT_HEAL_AFTER_SECONDS = 3600
@@ -88,11 +89,15 @@ class Plan:
 
 
 def command_line(program: Program) -> tuple[str, ...]:
-    """Turn ``script.py``, ``-m module`` or an executable into an argv. Raise CannotStartError."""
+    """Turn ``script.py``, ``-m module`` or an executable into an argv.
+
+    Raises CannotStartError, ConfigError.
+    """
     name = program.name
     if program.module:
         return (sys.executable, "-u", "-m", name, *program.arguments)
     path = Path(name)
+    check_notebook(path)
     script = name.endswith(".py")
     if script and path.is_file():
         return (sys.executable, "-u", name, *program.arguments)

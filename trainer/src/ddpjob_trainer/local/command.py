@@ -17,6 +17,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.local import job as local_job
 from ddpjob_trainer.local import manifest as manifests
 from ddpjob_trainer.local.attempts import Attempts
+from ddpjob_trainer.travels import check_notebook
 
 _DESCRIPTION = """\
 Run the DDPJob of a manifest on this machine, without a cluster: a launcher for each replica, with
@@ -99,6 +100,12 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def _job(options: argparse.Namespace, scratch: Path) -> local_job.Job:
+    check_notebook(Path(options.file))
+    if options.file.endswith(".py"):
+        raise ConfigError(
+            f"{options.file}: a script, where a manifest is expected: ddpjob-trainer init"
+            f" {options.file} | ddpjob-trainer local -"
+        )
     try:
         # YAML is UTF-8, whatever the locale is.
         if options.file == "-":
