@@ -32,7 +32,7 @@ from ddpjob_trainer.snapshot.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.pipeline import Outcome, Part, Place, Tracker
 from ddpjob_trainer.snapshot.skips import Skips
 from ddpjob_trainer.snapshot.takeover import Loaded
-from ddpjob_trainer.snapshot.write_plan import Captured, Shares, assembler, lay_out
+from ddpjob_trainer.snapshot.write_plan import Captured, Shares, assembler, lay_out, marker
 from ddpjob_trainer.state.codec import DTYPES, flatten, unflatten
 from support.launching import SOURCES
 from support.patience import PATIENCE
@@ -340,6 +340,21 @@ def test_a_keeper_that_died_while_idle_costs_no_snapshot(tmp_path, open_ranks): 
     keeper._process.wait()
     assert ranks.save(2) == ""
     check(open_snapshots(tmp_path, 2)[1], 2)
+
+
+def test_a_durable_one_is_marked_by_the_keeper_that_cleans_up(tmp_path, open_ranks):  # type: ignore[no-untyped-def]
+    ranks = open_ranks(tmp_path)
+    main = ranks.trackers[0]
+    for step in range(1, 9):  # each commit has the keeper remove older ones
+        assert ranks.save(step) == ""
+        main.again(step, marker(step, {"finished": step}, ranks.place))
+        assert [(one.step, one.text) for one in ranks.settle()] == [(step, "")]
+    main.again(9, marker(9, {}, ranks.place))
+    (absent,) = ranks.settle()
+    assert absent.text == "No such file or directory"
+    loaded = open_snapshots(tmp_path, 2)[1]
+    check(loaded, 8)
+    assert loaded.config["finished"] == 8
 
 
 def test_a_directory_that_is_gone_is_told(tmp_path, open_ranks):  # type: ignore[no-untyped-def]

@@ -19,12 +19,14 @@ from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.snapshot.ondisk import lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.checked_json import seal, unseal
+from ddpjob_trainer.snapshot.pipeline import Place
 from ddpjob_trainer.snapshot.remote import client, incarnations
 from ddpjob_trainer.snapshot.remote.client import Uploads, check_upload, fetch_if_newer
 from ddpjob_trainer.snapshot.remote.fetch import fetch
 from ddpjob_trainer.snapshot.remote.process import Uploads as Retries
 from ddpjob_trainer.snapshot.remote.store import Store
 from ddpjob_trainer.snapshot.remote.upload import Uploader
+from ddpjob_trainer.snapshot.write_plan import marker
 from ddpjob_trainer.state.codec import flatten, unflatten
 from support.patience import PATIENCE
 from support.snapshots import Clock, open_snapshots
@@ -98,6 +100,21 @@ def test_a_fresh_disk_goes_on_where_the_store_is(store, tmp_path):  # type: igno
     assert bring(store, tmp_path / "b", 3) is None  # the disk is newer now
     assert bring(store, tmp_path / "a", 2) is None  # and so it was there
     assert loaded_step(tmp_path / "a", 2) == 2
+
+
+def test_one_that_is_marked_after_its_upload_is_marked_in_the_store(store, tmp_path):  # type: ignore[no-untyped-def]
+    disk, uploader = begin(tmp_path / "a", store)
+    save(disk, 1, 2)
+    uploader.upload(2)
+    place = Place(tmp_path / "a", disk.sequence, "n", 2, (0,))
+    marked = marker(2, {"finished": 2}, place)([])
+    (lineage.directory(place.root, place.sequence) / manifest.file_name(2)).write_bytes(
+        marked.encode()
+    )
+    uploader.upload(2)
+    assert bring(store, tmp_path / "b", 2) == 2
+    found = open_snapshots(tmp_path / "b", 2)[1]
+    assert (found.config["seed"], found.config["finished"]) == (1, 2)
 
 
 def test_an_empty_store_is_no_error(store, tmp_path):  # type: ignore[no-untyped-def]

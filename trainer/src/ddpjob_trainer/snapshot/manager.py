@@ -20,11 +20,10 @@ from ddpjob_trainer import failpoints
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.environment import SnapshotSettings
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.snapshot import origin
+from ddpjob_trainer.snapshot import origin, write_plan
 from ddpjob_trainer.snapshot.compatible import Config, compare
 from ddpjob_trainer.snapshot.keeper.client import END_SECONDS
-from ddpjob_trainer.snapshot.keeper.writer import Writer, data_name
-from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError
+from ddpjob_trainer.snapshot.keeper.writer import data_name
 from ddpjob_trainer.snapshot.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.pipeline import Part, Place, Tracker
 from ddpjob_trainer.snapshot.remote.client import Uploads, fetch_if_newer
@@ -348,11 +347,11 @@ class Snapshots:
     def mark(self, facts: Config) -> None:
         """Rank 0: add facts to the newest snapshot, which settle() has made durable."""
         if (place := self._place) is not None and self._world.rank == 0:
-            writer = Writer(place.root, place.sequence, place.nonce, place.keep, lambda: None)
-            try:
-                writer.mark(self.newest, facts)
-            except (OSError, InvalidSnapshotError) as error:
-                self._failed(self.newest, f"it cannot be marked: {error}")
+            tracker = self._tracking()
+            tracker.again(self.newest, write_plan.marker(self.newest, facts, place))
+            with self._progress.under("snapshot"):
+                tracker.wait_settled()
+            self._hear()
 
     def _upload_rest(self, seconds: float) -> None:
         """Rank 0: wait so long for the upload of the newest snapshot."""
@@ -368,9 +367,9 @@ class Snapshots:
             return
         for outcome in self._tracker.outcomes():
             if not outcome.text:
-                self.newest = outcome.step
-                self._progress.saved(outcome.step)
-                self._progress.save_took(outcome.seconds)
+                if outcome.step > self.newest:  # else it was marked
+                    self._durable(outcome.step)
+                    self._progress.save_took(outcome.seconds)
                 if self._uploads is not None:
                     self._uploads.committed(outcome.step)
             else:

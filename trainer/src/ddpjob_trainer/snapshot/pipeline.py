@@ -94,6 +94,7 @@ class Unfinished:
     begun: float
     assemble: Assemble | None  # None: it has failed here already
     asked: bool = False  # the keeper was told to commit
+    durable: bool = False  # all parts are, and only the manifest is made anew
 
 
 class Tracker:
@@ -151,6 +152,12 @@ class Tracker:
                 else:
                     self._snapshots[step] = Unfinished(step, begun, None)
         self.reports.post(step, Report(self._rank, text=text))
+        os.eventfd_write(self._wake, 1)
+
+    def again(self, step: int, assemble: Assemble) -> None:
+        """On rank 0: commit the manifest of a durable snapshot anew."""
+        with self._changed:
+            self._snapshots[step] = Unfinished(step, time.perf_counter(), assemble, durable=True)
         os.eventfd_write(self._wake, 1)
 
     def wait_copied(self) -> None:
@@ -269,15 +276,11 @@ class Tracker:
         if self._keeper is None:
             self._known.clear()
             self._keeper = KeeperProcess()
-            self._keeper.tell(
-                {
-                    "do": "open",
-                    "root": str(self._place.root.absolute()),
-                    "sequence": self._place.sequence,
-                    "nonce": self._place.nonce,
-                    "keep": self._place.keep,
-                }
-            )
+            place = self._place
+            self._keeper.tell({
+                "do": "open", "root": str(place.root.absolute()), "sequence": place.sequence,
+                "nonce": place.nonce, "keep": place.keep,
+            })  # fmt: skip
             if self._rank == 0:
                 self._keeper.tell({"do": "retain"})  # what the start of this incarnation freed
         return self._keeper
@@ -295,15 +298,10 @@ class Tracker:
         if self._known.get(buffer.number) is not buffer:
             keeper.tell({"do": "buffer", "buffer": buffer.number, "bytes": buffer.size}, buffer.fd)
             self._known[buffer.number] = buffer
-        keeper.tell(
-            {
-                "do": "write",
-                "step": part.step,
-                "file": part.name,
-                "buffer": buffer.number,
-                "bytes": part.bytes,
-            }
-        )
+        keeper.tell({
+            "do": "write", "step": part.step, "file": part.name, "buffer": buffer.number,
+            "bytes": part.bytes,
+        })  # fmt: skip
         self._told[part.step] = part
 
     def _hear(self) -> None:
@@ -354,7 +352,7 @@ class Tracker:
         for snapshot in list(self._snapshots.values()):
             if snapshot.asked:
                 return
-            reports = self.reports.complete(snapshot.step)
+            reports = [] if snapshot.durable else self.reports.complete(snapshot.step)
             if reports is None:
                 return  # nor can a later one be complete
             failures = [f"{_of(r.rank)}{r.text}" for r in reports if r.text]

@@ -9,7 +9,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,7 +17,7 @@ import torch
 
 from ddpjob_trainer.accelerator import in_order
 from ddpjob_trainer.snapshot.keeper.writer import data_name
-from ddpjob_trainer.snapshot.ondisk import checked_json, data_file
+from ddpjob_trainer.snapshot.ondisk import checked_json, data_file, lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.data_file import Piece
 from ddpjob_trainer.snapshot.ondisk.manifest import Chunk, DataFile, Manifest
 from ddpjob_trainer.snapshot.part_reports import Report
@@ -245,6 +245,17 @@ def assembler(
         _join(tree, [report.parts for report in reports])
         version = max(report.version for report in reports)
         return Manifest(step, config, tuple(files), tensors, tuple(chunks), aliases, tree, version)
+
+    return make
+
+
+def marker(step: int, facts: Mapping[str, Any], place: Place) -> Assemble:
+    """Return what makes the manifest of a snapshot that is durable anew, with facts added to it."""
+    path = lineage.directory(place.root, place.sequence) / manifest.file_name(step)
+
+    def make(_: Sequence[Report]) -> Manifest:
+        found = manifest.read(path)
+        return replace(found, config={**found.config, **facts})
 
     return make
 

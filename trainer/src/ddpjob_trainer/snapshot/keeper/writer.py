@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.retention import retain
@@ -83,19 +82,6 @@ class Writer:
         except BaseException:
             self.discard(step)
             raise
-
-    def mark(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Add facts to the configuration of a snapshot that is durable.
-
-        Raises OSError, InvalidSnapshotError.
-        """
-        found = manifest.read(self.directory / manifest.file_name(step))
-        data = replace(found, config={**found.config, **facts}).encode()
-        try:
-            self.commit(step, data)
-        except FileNotFoundError:
-            # The keeper, which cleans up after its last commit, took ours for one that was left.
-            self.commit(step, data)
 
     def discard(self, step: int) -> None:
         """Remove all files of a step that was not committed, those of the other ranks too.

@@ -36,14 +36,14 @@ class Uploader:
         self.newest = -1
 
     def upload(self, step: int) -> None:
-        """Copy the snapshot of a step, unless a newer one is there.
+        """Copy the snapshot of a step, unless a newer one is there; again if it was marked since.
 
         Raises PeerLostError when this incarnation is out of date, InvalidSnapshotError, OSError,
         and what the protocol's library raises.
         """
         if not self._begun:
             self._begin(step)
-        if step > self.newest:
+        if step >= self.newest:
             self._copy(step)
             self.newest = step
             self._retain()
