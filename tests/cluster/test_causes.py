@@ -94,8 +94,7 @@ def test_a_program_that_its_own_probe_ends_is_charged_in_the_probes_words(
     site.apply(body)
     loss = failed(site, name)
     assert (loss["class"], loss["reason"], loss["exitCode"]) == ("User", "ProbeFailed", code)
-    word = kind.removesuffix("Probe")
-    said = f"Container trainer failed {word} probe: {word.capitalize()} probe failed: cat: "
+    said = f"{kind.removesuffix('Probe').capitalize()} probe failed: cat: "
     assert loss["message"].startswith(said)
     assert site.status(name)["restarts"]["charged"] == 1
     site.delete(name)

@@ -58,6 +58,7 @@ def event(reason: str, message: object, at: str | None = AT) -> dict[str, Any]:
     return {"reason": reason, "message": message, "lastTimestamp": at}
 
 
+STOPPING, LATER = "Stopping container trainer", "2026-01-01T00:00:05Z"
 STARTUP = "Container trainer failed startup probe"
 TEMPORARY = event("Unhealthy", "Readiness probe failed: HTTP probe failed with statuscode: 503")
 
@@ -79,7 +80,15 @@ TEMPORARY = event("Unhealthy", "Readiness probe failed: HTTP probe failed with s
         # No proof: others end containers, too, and a probe that fails need not have ended it.
         ([], ""),
         ([event("Unhealthy", SAID)], ""),
-        ([event("Killing", "Stopping container trainer"), event("Unhealthy", SAID)], ""),
+        # Of a pod with no other container, or none that runs on, as Kubernetes 1.36 tells it.
+        ([event("Killing", STOPPING), event("Unhealthy", SAID)], SAID),
+        ([event("Killing", STOPPING, LATER), event("Unhealthy", SAID)], SAID),
+        ([event("Killing", STOPPING), event("Unhealthy", SAID, LATER)], SAID),  # while it ended
+        # That is told of any end: nothing failed, or long before, or only a readiness probe.
+        ([event("Killing", STOPPING)], ""),
+        ([event("Killing", STOPPING, "2026-01-01T00:00:06Z"), event("Unhealthy", SAID)], ""),
+        ([event("Killing", STOPPING, None), event("Unhealthy", SAID)], ""),
+        ([event("Killing", STOPPING), TEMPORARY], ""),
         ([event("Killing", "Preempted in order to admit critical pod")], ""),
         ([event("Started", KILLING)], ""),
         # Whatever a stranger writes.
@@ -191,6 +200,16 @@ def test_the_time_to_start_does_not_end_while_the_question_is_open():
     world.end(0, 143, settle=False).probed["pod-1"] = WORDS
     loss = world.wait(700).status["lastFailure"]
     assert (loss["reason"], world.status["restarts"]["charged"]) == ("ProbeFailed", 1)
+
+
+def test_a_pod_that_its_probe_killed_too_but_nobody_asked_about_is_not_the_cause():
+    world = probed()
+    for replica in range(3):
+        world.probed[world.pods[f"job-{replica}"]["metadata"]["uid"]] = WORDS
+        world.end(replica, 137, settle=False)
+    loss = world.settle().status["lastFailure"]
+    assert (loss["class"], loss["reason"]) == FAILED
+    assert len(questions(world)) == 1
 
 
 def test_peers_of_a_failed_probe_are_not_the_cause():

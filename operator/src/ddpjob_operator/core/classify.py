@@ -49,6 +49,7 @@ _CODES: Final[Mapping[int, str]] = {
 
 Verdict = tuple[str, str]  # class and reason
 INIT_FAILED: Final = "InitContainerFailed"
+PROBE_FAILED: Final = "ProbeFailed"
 #: These ends mean the same of any container.
 _OF_ANY: Final = (contract.ExitCode.SIGTERM, 128 + signal.SIGKILL)
 #: Codes with which no program ends for lack of memory, though some child of it may have.
@@ -191,11 +192,15 @@ def removed(pod: Pod, now: datetime) -> Failure:
 
 
 def cause(failures: Iterable[Failure], finished: Mapping[int, datetime | None]) -> Failure | None:
-    """The strongest class, then the earliest end, then the lowest replica."""
+    """The strongest class, then the earliest end, then the lowest replica.
 
-    def order(found: Failure) -> tuple[int, float, int]:
-        at = finished.get(found.replica)
-        return (SEVERITY.index(found.cls), at.timestamp() if at else 0.0, found.replica)
+    A failed probe that is proved comes before SIGKILL, which may be the same of a pod not asked.
+    """
+
+    def order(found: Failure) -> tuple[int, bool, float, int]:
+        at, proved = finished.get(found.replica), found.reason == PROBE_FAILED
+        severity = SEVERITY.index("Killed" if proved else found.cls)
+        return (severity, not proved, at.timestamp() if at else 0.0, found.replica)
 
     return min(failures, key=order, default=None)
 
@@ -259,7 +264,7 @@ def _evicted(pod: Pod) -> Verdict | None:
 
 def _probed(pod: Pod) -> Verdict | None:
     """The kubelet ended the container for a probe of the template, and said so in an Event."""
-    return ("User", "ProbeFailed") if pod.probed else None
+    return ("User", PROBE_FAILED) if pod.probed else None
 
 
 def _unseen(pod: Pod) -> Verdict | None:

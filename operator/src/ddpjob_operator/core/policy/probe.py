@@ -10,16 +10,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, Final
 
 from ddpjob_operator.core import classify, observe
 from ddpjob_operator.core.actions import Outcomes, ReadEvents
+from ddpjob_operator.core.lenient import parse_time
 from ddpjob_operator.core.view import View
 
 #: Pods of an attempt. All of a gang may end at a signal, and a list costs a look at all Events.
 _READS: Final = 3
 _WORDS: Final = 300
 _KILLED: Final = re.compile(r"Container \S+ failed (liveness|startup) probe")
+_STOPPED: Final = "Stopping container "
+_UNHEALTHY: Final = re.compile("(Liveness|Startup) probe ")
+#: From a probe's failure to the end that it brings about, in whole seconds on a busy node.
+_AT_ONCE: Final = timedelta(seconds=5)
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -57,15 +63,25 @@ def heard(event: Mapping[str, Any]) -> Heard:
 
 
 def words(events: Iterable[Heard]) -> str:
-    """Which probe failed, and what it said last, of a container that was ended for it; else ""."""
+    """Which probe failed, and what it said last, of a container that was ended for it; else "".
+
+    A kubelet that ends all of a pod for it names no probe as it does: then one that has failed just
+    before is why, or has failed since. Nobody else has the pod ended (classify.perhaps_probed).
+    """
     found = sorted(events)
-    ends = (_KILLED.match(one.message) for one in found if one.reason == "Killing")
-    killed = next(filter(None, ends), None)
-    if killed is None:
-        return ""
-    said = [one.message for one in found if one.reason == "Unhealthy"]
-    own = [text for text in said if text.lower().startswith(f"{killed[1]} probe")]
-    return ": ".join([killed[0], *own[-1:]])
+    said = [one for one in found if one.reason == "Unhealthy" and _UNHEALTHY.match(one.message)]
+    for end in (one for one in found if one.reason == "Killing"):
+        if killed := _KILLED.match(end.message):
+            own = [one.message for one in said if one.message.lower().startswith(killed[1])]
+            return ": ".join([killed[0], *own[-1:]])
+        if end.message.startswith(_STOPPED) and said and _at_once(said[-1], end):
+            return said[-1].message
+    return ""
+
+
+def _at_once(failed: Heard, ended: Heard) -> bool:
+    before, after = parse_time(failed.at), parse_time(ended.at)
+    return before is not None and after is not None and after - before <= _AT_ONCE
 
 
 def _order(pod: observe.Pod) -> tuple[float, int]:
