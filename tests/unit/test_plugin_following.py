@@ -15,7 +15,7 @@ from kubectl_ddp.failure import Failure, Missing
 from kubectl_ddp.gang import LABEL_ATTEMPT, LABEL_REPLICA
 from kubectl_ddp.kubectl import Kubectl
 
-Look = tuple[Any, list[dict[str, Any]]]
+Look = tuple[Any, Any]
 Play = Callable[[str, list[Look]], int]
 
 
@@ -51,9 +51,13 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
     monkeypatch.setattr(podproxy, "read", lambda *_: podproxy.Answers({}))
 
     def run(command: str, looks: list[Look]) -> int:
-        left, pods = list(looks), [looks[0][1]]
+        left = list(looks)
+        pods: list[Any] = [looks[0][1]]
 
         def read(_: Kubectl, *words: str) -> str:
+            if words[1] == "pods" and isinstance(pods[0], Failure):
+                failure, pods[0] = pods[0], []
+                raise failure
             if words[1] == "pods":
                 return json.dumps({"items": pods[0]})
             assert left, "it goes on after the end"
@@ -102,6 +106,27 @@ def test_an_api_server_that_is_away_ends_no_watch(
     away = (Failure("refused"), [])
     assert play("status -w j", [(job("Running"), []), away, away, (job("Succeeded", 2), [])]) == 0
     assert capsys.readouterr().err == "kubectl-ddp: refused: trying on\n"
+
+
+@pytest.mark.parametrize("command", ["status -w j", "logs -f j"])
+def test_nor_does_one_that_goes_away_between_job_and_pods(
+    play: Play, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    looks = [
+        (job("Running"), []),
+        (job("Running", 2), Failure("refused")),
+        (job("Succeeded", 3), []),
+    ]
+    assert play(command, looks) == 0
+    assert "kubectl-ddp: refused: trying on\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["status -w j", "logs -f j"])
+def test_what_fails_from_the_start_is_told_at_once(
+    play: Play, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert play(command, [(job("Running"), Failure("you may not list pods"))]) == 1
+    assert capsys.readouterr().err == "kubectl-ddp: you may not list pods\n"
 
 
 @pytest.mark.parametrize(
@@ -193,6 +218,18 @@ def test_a_stream_that_breaks_off_is_no_end(
     runs = (job("Running"), [pod(0, 1), pod(1, 1)])
     assert play("logs -f j", [runs] * (logs._BROKEN + 1)) == 1
     assert "has broken off: run it again with --since" in capsys.readouterr().err
+
+
+def test_a_pod_of_a_lost_node_that_is_to_go_ends_nothing(
+    play: Play, followed: list[tuple[str, str, bool]]
+) -> None:
+    lost = pod(1, 1)
+    lost["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    waits = (job("Restarting", 2), [lost])
+    looks = [(job("Running"), [pod(0, 1), pod(1, 1)]), *[waits] * (logs._BROKEN + 1)]
+    new = (job("Running", 3), [pod(0, 2), pod(1, 2)])
+    assert play("logs -f j", [*looks, new, (job("Succeeded", 4), [])]) == 0
+    assert [attempt for _, attempt, _ in followed] == ["1", "2"]
 
 
 def test_kubectl_is_asked_for_pods_of_one_attempt_and_its_failure_is_told(

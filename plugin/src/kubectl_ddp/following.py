@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeVar
 
 from kubectl_ddp import gang
 from kubectl_ddp.failure import Failure, Missing
 from kubectl_ddp.gang import Job
 from kubectl_ddp.kubectl import Kubectl
 from kubectl_ddp.text import clean
+
+T = TypeVar("T")
 
 _PAUSE = 2.0  # seconds between two looks
 #: An API server that is replaced is back in seconds; a login that has expired is not.
@@ -22,15 +26,15 @@ def looks(kubectl: Kubectl, job: Job) -> Iterator[Job]:
     while True:
         yield job
         time.sleep(_PAUSE)
-        job = _look(kubectl, job)
+        job = patiently(partial(gang.look_again, kubectl, job))
 
 
-def _look(kubectl: Kubectl, job: Job) -> Job:
-    """Look until the API server answers, and tell once why it does not."""
+def patiently(ask: Callable[[], T]) -> T:
+    """Ask until the API server answers, and tell once why it does not; raises Failure."""
     give_up, told = time.monotonic() + _GIVE_UP, False
     while True:
         try:
-            return gang.look_again(kubectl, job)
+            return ask()
         except Missing:
             raise
         except Failure as failure:

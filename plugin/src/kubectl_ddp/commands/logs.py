@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import partial
 from typing import IO
 
 from kubectl_ddp import following, gang
@@ -83,7 +84,7 @@ def _follow(kubectl: Kubectl, job: Job, wanted: set[int], how_much: list[str]) -
             if alive and look.version == version and wanted <= streams.followed.keys():
                 continue
             version = look.version
-            members = gang.find_members(kubectl, look)
+            members = following.patiently(partial(gang.find_members, kubectl, look))
             members = {n: one for n, one in members.items() if n in wanted}
             fresh = {
                 n: one
@@ -104,7 +105,9 @@ def _follow(kubectl: Kubectl, job: Job, wanted: set[int], how_much: list[str]) -
                 state = look.phase or "not seen yet"
                 print(f"{look.name} is {state}: logs follow when pods start", file=sys.stderr)
                 told = look.phase
-            still = [one for n, one in members.items() if one.running and n in streams.followed]
+            # What a lost node still calls running is followed no more once it is to go.
+            on = {n for n, one in members.items() if one.running and one.state != "Terminating"}
+            still = on & streams.followed.keys()
             broken = broken + 1 if still and not fresh and not alive else 0
             if broken >= _BROKEN:
                 raise Failure("the stream of logs has broken off: run it again with --since 1m")

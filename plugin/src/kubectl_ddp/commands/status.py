@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from kubectl_ddp import following, gang
@@ -52,7 +53,8 @@ def _watch(kubectl: Kubectl, job: Job, options: argparse.Namespace) -> int:
         if look.version != version:
             if version is not None and not options.output:
                 print(f"\n--- {datetime.now(UTC):%H:%M:%S} UTC")
-            _print(*_one(kubectl, look, options))
+            shown = partial(_one, kubectl, look, options)
+            _print(*(shown() if version is None else following.patiently(shown)))
             version = look.version
         if look.phase in FINAL:
             return 0 if look.phase == "Succeeded" else _FAILED
