@@ -141,6 +141,18 @@ def test_an_exception_is_found_in_the_log_of_a_program_without_launcher():
     assert failure.message.startswith("my.lib.OddError: no\nTraceback")
 
 
+@pytest.mark.parametrize("code", [1, 2, 127])
+@pytest.mark.parametrize("reported", [False, True])
+def test_the_last_line_says_why_a_command_was_refused(code: int, reported: bool):
+    said = ["usage: train.py [-h]", "train.py: error: unrecognized arguments: --lrr"]
+    report = json.dumps({"version": 1, "kind": "exit", "code": code, "log": said})
+    failure = classify.failure(
+        pod(exited(code, message=report if reported else "\n".join(said))), 1, START
+    )
+    assert failure is not None
+    assert failure.exception == ("" if code == 1 else said[-1])
+
+
 def test_a_failed_init_container_is_told_with_its_last_line():
     ended = {"exitCode": 6, "reason": "Error", "message": "fetching\ncurl: no such host"}
     init = [{"name": "fetch", "state": {"terminated": ended}}]

@@ -67,7 +67,7 @@ def test_rounds_that_fail_again_and_again_are_told_while_the_gang_runs():
         poll(world.wait(60), *rounds, step=25 * number)
         assert loops(world) == (number >= 2), number
     assert (world.phase, world.status["restarted"]) == ("Running", "0+4")
-    assert world.status["reason"] == "CrashLooping"
+    assert (world.status["reason"], world.status["message"]) == ("CrashLooping", SHAPES)
     (said,) = told(world, "CrashLooping")
     assert said.startswith(
         f"3 failures within 2 min, 3 of them restarted in place, each with {SHAPES}"

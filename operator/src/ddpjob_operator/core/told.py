@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
+from ddpjob_operator.core.contract import PERMANENT_EXIT_CODES
 from ddpjob_operator.core.observe import MESSAGE_MAX, Container, Pod, clean
 
 #: What a launcher's word for an end means, where the program had none of its own.
@@ -64,7 +65,10 @@ def message(pod: Pod) -> str:
 
 
 def _exception(trainer: Container) -> str:
+    usage = trainer.exit_code in PERMANENT_EXIT_CODES  # its last line says why, as argparse's does
     if report := trainer.report:
-        return report.exception or KINDS.get(report.kind, "")
+        last = report.log[-1] if usage and report.log else ""
+        return report.exception or KINDS.get(report.kind, last)
     lines = _EXCEPTION.findall(trainer.message)
-    return next((line for line in reversed(lines) if not line.startswith(_TORCHRUN)), "")
+    found = next((line for line in reversed(lines) if not line.startswith(_TORCHRUN)), "")
+    return found or (trainer.message.rstrip().rpartition("\n")[2] if usage else "")

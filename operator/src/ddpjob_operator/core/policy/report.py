@@ -55,7 +55,7 @@ _REFUSERS: Final = (
     ("admission webhook", "a webhook of the cluster", "ask those who run it"),
 )
 #: Characters of the message that is a column of `kubectl get`.
-_BRIEF: Final = 60
+_BRIEF: Final = 80
 #: The only phase of which each of these conditions is true.
 _PHASE_OF: Final = {
     "Running": "Running",
@@ -120,11 +120,11 @@ def _why(status: Status) -> tuple[str, str]:
     for type_ in ("Failed", "Invalid", "Stalled"):
         found = status.condition(type_)
         if found and found.status == "True":
-            last = status.last_loss
-            # It quotes that failure, behind words that the reason says, too.
-            quoted = last is not None and last.exception and restart.describe(last) in found.message
-            words = last.exception if last and quoted else found.message
-            return found.reason, shorten(words, _BRIEF)
+            # A failure that it quotes stands behind words that the reason says, too.
+            causes = (one for one in reversed(status.failures) if one.exception)
+            quoted = (c.exception for c in causes if restart.describe(c) in found.message)
+            cause = next(quoted, None)
+            return found.reason, shorten(cause, _BRIEF) if cause else clean(found.message, _BRIEF)
     loss = recovers_from(status)
     if loss is None or status.phase != "Restarting":
         return "", ""
