@@ -107,8 +107,9 @@ STATE_MAX_ROUNDS: Final = 10
 STATE_MAX_STACKS_BYTES: Final = 16 * 1024
 
 ReportKind = Literal[
-    "success", "exit", "signal", "exception", "peerLost", "sigterm", "hang", "diverged", "hardware"
-]
+    "success", "exit", "signal", "exception", "peerLost", "sigterm", "hang", "diverged", "hardware",
+    "oom",  # the kernel killed that process, or a child of it, for lack of memory
+]  # fmt: skip
 
 
 class Round(TypedDict, total=False):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from ddpjob_trainer import contract, gpu_faults
+from ddpjob_trainer.launcher import cgroup
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.plan import Plan
@@ -19,6 +21,10 @@ from ddpjob_trainer.tracebacks import shorten
 
 #: Start a worker: (local rank, stdout, stderr) -> pid, or None: it will come. Raises OSError.
 Starter = Callable[[int, int, int], int | None]
+#: Words of torch and Python for a child that SIGKILL has ended, such as a DataLoader's.
+_CHILD_KILLED = re.compile(
+    r"killed by signal: Killed|SIGKILL|DataLoader worker .* exited unexpectedly|terminated abruptly"
+)
 
 
 class Gang:
@@ -48,6 +54,7 @@ class Gang:
         self.stopping = False  # its workers have been told to end
         self.kill_at: float | None = None  # when all that runs is killed
         self._swept: set[int] = set()  # others' pids that were killed when the workers had ended
+        self._memory = cgroup.read()  # as it was when the round began
         self._training = False
 
     # --- Start ---------------------------------------------------------------------------
@@ -133,8 +140,23 @@ class Gang:
             status, exception = gpu_faults.judge(status, exception, self._pump.tail(rank))
         if not exception and status < 0 and not ours:
             exception = self._pump.exception(rank, crashed=True)
+        oom = "" if ours or local_rank in self._condemned else self._oom(status, exception)
+        if oom:
+            exception = f"{oom}; {exception}" if exception else oom
+            self._say(f"rank {rank}: {oom}")
         step = state.step if state and state.phase != "startup" else -1
-        self.exits.append(Exit(rank, local_rank, status, now, ours, shorten(exception), step))
+        exception = shorten(exception)
+        self.exits.append(Exit(rank, local_rank, status, now, ours, exception, step, bool(oom)))
+
+    def _oom(self, status: int, exception: str) -> str:
+        """Words on an end that the kernel brought about, for lack of memory, "" if it did not.
+
+        It kills the largest process: a worker, or a child of one, by whose end the worker fails.
+        """
+        by_kill = status in (-signal.SIGKILL, contract.ExitCode.SIGKILL)
+        if not by_kill and not (status > 0 and _CHILD_KILLED.search(exception)):
+            return ""
+        return cgroup.killed(self._memory, cgroup.read())
 
     @property
     def pids(self) -> dict[int, int]:

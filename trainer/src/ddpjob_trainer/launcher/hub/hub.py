@@ -7,6 +7,7 @@ is in rounds.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from enum import Enum
 
@@ -163,10 +164,8 @@ class Hub:
                 raise ValueError(f"rank {exit_.rank} is not of replica {replica}")
             known = self._exits.get(exit_.rank)
             if known is None:
-                self._exits[exit_.rank] = Exit(
-                    exit_.rank, exit_.local_rank, exit_.status, self._done_at.get(replica, now),
-                    ours=exit_.ours, exception=exit_.exception[:400], step=exit_.step,
-                )  # fmt: skip
+                at, said = self._done_at.get(replica, now), exit_.exception[:400]
+                self._exits[exit_.rank] = replace(exit_, at=at, exception=said)
 
     # --- What follows --------------------------------------------------------------------
 

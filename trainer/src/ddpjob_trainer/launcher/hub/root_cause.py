@@ -32,6 +32,7 @@ class Exit:
     ours: bool = False  # the launcher killed it, so it is no cause
     exception: str = ""
     step: int = -1  # finished steps, -1: unknown
+    oom: bool = False  # the kernel has killed it, or a child of it, for lack of memory
 
     @property
     def code(self) -> int:
@@ -101,6 +102,8 @@ def kind(failure: Exit | None, *, exception: str, terminated: bool) -> ReportKin
         return "success"
     if terminated and failure.code in (ExitCode.SIGTERM, ExitCode.SIGKILL):
         return "sigterm"
+    if failure.oom:
+        return "oom"
     if failure.status < 0:
         return "sigterm" if -failure.status == signal.SIGTERM else "signal"
     named: dict[int, ReportKind] = {
