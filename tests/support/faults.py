@@ -71,7 +71,10 @@ FAULTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "N2": ("several members die at once", "one restart, one failure"),
         "N3": ("a pod is deleted, by force or not", "one restart, free of charge"),
         "N4": ("evicted, drained, preempted", "one restart, free of charge, after a snapshot"),
-        "N5": ("out of memory", "class OOM, told as such; one that was survived explains no end"),
+        "N5": (
+            "out of memory: a process, a child of one, the whole container",
+            "class OOM, with limit, peak and cure; one that was survived explains no end",
+        ),
         "N6": ("the node dies", "Fence: elsewhere after afterSeconds; Wait: says what helps"),
         "N7": ("a node that was cut off comes back", "its zombie commits nothing"),
         "N8": ("the image, a claim or a volume is missing", "a reason; released at the deadline"),

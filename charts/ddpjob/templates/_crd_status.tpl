@@ -31,7 +31,7 @@ properties:
       the hook that gives it to a container, failed), Infrastructure and Disruption are not charged
       to restart.maxRestarts. The node is avoided after Hardware, and after Infrastructure with the
       reason StartError; from the fourth of these in a row on, without progress, each is charged.
-      Killed is SIGKILL without a word from Kubernetes: look for the kernel's OOM killer on the node.
+      Killed is SIGKILL that neither Kubernetes nor the kernel's counters of memory explain.
     type: string
     enum: [Permanent, Hardware, Diverged, OOM, Hang, Killed, User, Infrastructure, Disruption, Startup, Deadline, Invalid]
   reason:

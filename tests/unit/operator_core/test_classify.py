@@ -118,6 +118,55 @@ def test_an_out_of_memory_that_was_survived_says_nothing_of_the_end(
     assert judged(raw) == judgement
 
 
+WORDS = "out of memory (limit 2 GiB, peak 2 GiB): the kernel killed it"
+LIMITED = {"resources": {"limits": {"memory": "2Gi"}}}
+
+
+@pytest.mark.fault("N5")
+@pytest.mark.parametrize(
+    ("raw", "judgement"),
+    [
+        # The launcher has read the kernel's counters, whatever the kubelet calls its end.
+        (pod(ended(137, "Error", report("oom", 137, signal=9, exception=WORDS))), ("OOM", OOM)),
+        (pod(ended(137, OOM, report("oom", 137, signal=9, exception=WORDS))), ("OOM", OOM)),
+        (pod(ended(1, "Error", report("oom", 1, exception=WORDS))), ("OOM", OOM)),
+        (pod(ended(137, "Error", report("oom", 137)), meta=DELETED), ("Disruption", "PodDeleted")),
+        (pod(ended(137, "Error", KILLED)), ("Killed", "SIGKILL")),
+    ],
+)
+def test_the_launcher_knows_of_an_out_of_memory(raw: dict[str, Any], judgement: tuple[str, str]):
+    assert judged(raw) == judgement
+
+
+@pytest.mark.fault("N5")
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (pod(ended(137, "Error", report("oom", 137, exception=WORDS))), WORDS),
+        # Of a container that was killed as a whole, as with version 2 of cgroups.
+        (pod(ended(137, OOM), trainer=LIMITED),
+         "out of memory (limit 2Gi): the kernel killed it: raise resources.limits.memory"),
+        (pod(ended(137, OOM, "step 7"), trainer=LIMITED), "out of memory (limit 2Gi): "),
+        (pod(ended(137, OOM, KILLED), trainer=LIMITED), "out of memory (limit 2Gi): "),
+        (pod(ended(137, OOM)),
+         "out of memory (no limit of its own): the kernel killed it: raise resources.requests."),
+    ],
+)  # fmt: skip
+def test_an_out_of_memory_is_told_with_its_limit_and_the_cure(raw: dict[str, Any], words: str):
+    found = classify.failure(observe.pod(raw), 1, START)
+    assert found is not None
+    assert found.exception.startswith(words)
+    assert found.message.startswith(words)
+    assert ("step 7" in found.message) == ("step 7" in str(raw))
+
+
+def test_rules_meet_an_out_of_memory_that_only_the_launcher_tells_of():
+    rules = [{"reasons": [OOM], "action": "Fail"}]
+    world = World(job_object(restart={"rules": rules})).settle().run()
+    assert world.end(0, 137, message=report("oom", 137, exception=WORDS)).phase == "Failed"
+    assert WORDS in world.condition("Failed")["message"]
+
+
 def test_a_success_is_one_though_something_was_killed_for_memory_before():
     assert classify.succeeded(observe.pod(pod(ended(0, OOM), phase="Succeeded")))
 

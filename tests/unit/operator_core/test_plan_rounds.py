@@ -164,6 +164,8 @@ def test_more_rounds_than_records_are_counted_and_the_list_stays_bounded():
         (killed(0), "Killed", "SIGKILL", "after step 30"),
         ({"round": 0, "rank": 2, "code": 1, "exception": "ValueError: no"}, "User", "ExitCode1",
          "ValueError: no"),
+        (killed(0, kind="oom", exception="out of memory"), "OOM", "OOMKilled",
+         "out of memory\nafter step 30"),
         ({"round": 0, "rank": 2, "code": 76, "kind": "hang"}, "Hang", "ExitCode76",
          "hang: no sign of life for longer than spec.hang allows"),
         ({"round": 0, "rank": 2, "kind": "hang", "signal": 9}, "Hang", "SIGKILL",

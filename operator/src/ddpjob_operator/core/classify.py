@@ -15,7 +15,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Final
 
-from ddpjob_operator.core import contract, told
+from ddpjob_operator.core import contract, observe, told
 from ddpjob_operator.core.observe import Container, Pod, Round
 from ddpjob_operator.core.status import Failure
 
@@ -54,8 +54,9 @@ PROBE_FAILED: Final = "ProbeFailed"
 _OF_ANY: Final = (contract.ExitCode.SIGTERM, 128 + signal.SIGKILL)
 #: Codes with which no program ends for lack of memory, though some child of it may have.
 _MEANT: Final = (_CODES.keys() | contract.PERMANENT_EXIT_CODES | {0}) - {contract.ExitCode.UNKNOWN}
+_OOM: Final = "OOMKilled"
 #: The kubelet's words for the end of a container that say no more than its exit code.
-_PLAIN: Final = ("", "Error", "Completed", "OOMKilled")
+_PLAIN: Final = ("", "Error", "Completed", _OOM)
 #: Why the kubelet evicts a pod that has outgrown limits of its own, whatever room the node has.
 _OUTGROWN: Final = re.compile(
     r"Usage of EmptyDir volume |Pod ephemeral local storage usage exceeds |"
@@ -111,6 +112,10 @@ def failure(pod: Pod, nproc_per_node: int, now: datetime) -> Failure | None:
         return None
     report, code = trainer.report, decisive(pod).exit_code
     cls, reason = _verdict(pod)
+    said, message = told.said(pod, decisive(pod)), told.message(pod)
+    if reason == _OOM and decisive(pod) is trainer and not (report and report.exception):
+        said = told.out_of_memory(trainer)
+        message = observe.clean(f"{said}\n{message}")
     return Failure(
         attempt=pod.attempt or 0,
         round=report.round if report else None,
@@ -122,10 +127,10 @@ def failure(pod: Pod, nproc_per_node: int, now: datetime) -> Failure | None:
         reason=reason,
         exit_code=code,
         signal=_signal(pod),
-        message=told.message(pod),
+        message=message,
         detected_at=now,
         step=report.step if report else None,
-        exception=told.said(pod, decisive(pod)),
+        exception=said,
     )
 
 
@@ -136,17 +141,18 @@ def ended_round(
     code, rank = found.code, found.rank
     if rank is None and nproc_per_node == 1:
         rank = replica
-    cls = "Hang" if found.kind == "hang" else "User"
+    cls = {"hang": "Hang", "oom": "OOM"}.get(found.kind, "User")
     number = found.signal or _signal_of(code)
     step = f"after step {found.step}" if found.step is not None else ""
     said = found.exception or told.KINDS.get(found.kind, "")
+    reason = "Unknown" if code is number is None else _code_reason(code, number)
     loss = Failure(
         attempt=attempt,
         round=found.number,
         replica=replica,
         rank=rank,
         cls=_class_of(code, number, cls),
-        reason="Unknown" if code is number is None else _code_reason(code, number),
+        reason=_OOM if found.kind == "oom" else reason,
         exit_code=code,
         signal=number,
         message="\n".join(filter(None, [said, step])),
@@ -222,8 +228,8 @@ def names(found: Failure, pod: Pod | None) -> tuple[int | None, set[str]]:
     else:
         of_trainer = decisive(pod) is pod.trainer
         raw = {pod.reason, pod.disruption, decisive(pod).reason} - {""}
-        if "OOMKilled" in raw and found.cls != "OOM":  # one that was survived, see _out_of_memory
-            raw = raw - {"OOMKilled"} | {"Error"}
+        if _OOM in raw and found.cls != "OOM":  # one that was survived, see _out_of_memory
+            raw = raw - {_OOM} | {"Error"}
     return found.exit_code if of_trainer else None, raw | {found.reason, found.cls}
 
 
@@ -290,11 +296,13 @@ def _not_started(pod: Pod) -> Verdict | None:
 def _out_of_memory(pod: Pod) -> Verdict | None:
     """The kubelet says so of a container in which anything was killed at any time.
 
-    The launcher knows what ended its own: only SIGKILL may be for memory. Without its word a code
-    that means something is not the kernel's.
+    The launcher knows what ended its own: it has read the kernel's counters, or else only SIGKILL
+    may be for memory. Without its word a code that means something is not the kernel's.
     """
     ended, code = decisive(pod), decisive(pod).exit_code
-    if ended.reason != "OOMKilled":
+    if ended.report and ended.report.kind == "oom":
+        return "OOM", _OOM
+    if ended.reason != _OOM:
         return None
     if ended.report:
         killed = code == contract.ExitCode.SIGKILL or _signal(pod) == signal.SIGKILL

@@ -100,6 +100,7 @@ class Container:
     ready: bool = False
     restart_count: int = 0
     report: Report | None = None
+    memory: str = ""  # the limit as written
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +177,7 @@ def job(obj: Mapping[str, Any], known: Job | None = None) -> Job:
 
 def pod(obj: Mapping[str, Any]) -> Pod:
     """A Pod object -> Pod. Never raises on what a user or a kubelet may have written."""
-    meta, status = obj["metadata"], mapping(obj.get("status"))
-    spec = mapping(obj.get("spec"))
+    meta, status, spec = obj["metadata"], mapping(obj.get("status")), mapping(obj.get("spec"))
     labels = mapping(meta.get("labels"))
     owners = [mapping(o) for o in meta.get("ownerReferences") or ()]
     owner = next((o for o in owners if o.get("controller")), mapping(None))
@@ -208,7 +208,7 @@ def pod(obj: Mapping[str, Any]) -> Pod:
         waiting_message=waiting_message,
         created_at=parse_time(meta.get("creationTimestamp")),
         stopped=_stopped(spec, status),
-        trainer=_trainer(_trainer_name(meta, spec), status),
+        trainer=_trainer(_trainer_name(meta, spec), spec, status),
         init=init,
     )
 
@@ -264,18 +264,18 @@ def _failed_init(status: Mapping[str, Any]) -> Container | None:
     return None
 
 
-def _trainer(name: object, status: Mapping[str, Any]) -> Container:
+def _trainer(name: object, spec: Mapping[str, Any], status: Mapping[str, Any]) -> Container:
     statuses = [s for s in status.get("containerStatuses") or () if isinstance(s, Mapping)]
-    found = next((s for s in statuses if s.get("name") == name), None)
-    return Container() if found is None else _container(found)
+    found = next((s for s in statuses if s.get("name") == name), mapping(None))
+    memory = clean(packed.memory_limit(spec, name), 32)
+    return replace(_container(found), memory=memory) if found else Container()
 
 
 def _container(found: Mapping[str, Any]) -> Container:
     state = mapping(found.get("state"))
     kind = next((k for k in ("terminated", "running", "waiting") if k in state), "unknown")
     detail = mapping(state.get(kind))
-    report = _report(detail.get("message"))
-    exit_code = detail.get("exitCode")
+    report, exit_code = _report(detail.get("message")), detail.get("exitCode")
     return Container(
         state=kind,
         reason=clean(detail.get("reason"), 64),
@@ -292,8 +292,8 @@ def _container(found: Mapping[str, Any]) -> Container:
 def _stopped(spec: Mapping[str, Any], status: Mapping[str, Any]) -> bool:
     """The kubelet says Running until it has cleaned up, seconds after the last container."""
     states = [mapping(mapping(s).get("state")) for s in sequence(status.get("containerStatuses"))]
-    all_told = len(states) == len(sequence(spec.get("containers")))
-    return all_told and all("terminated" in state for state in states)
+    count = len(sequence(spec.get("containers")))
+    return len(states) == count and all("terminated" in state for state in states)
 
 
 def _condition(status: Mapping[str, Any], type_: str, value: str) -> Mapping[str, Any]:

@@ -158,3 +158,10 @@ def trainer_container(pod_spec: Mapping[str, Any]) -> Mapping[str, Any]:
     containers = [c for c in pod_spec.get("containers") or () if isinstance(c, Mapping)]
     named = (c for c in containers if c.get("name") == TRAINER_CONTAINER)
     return next(named, containers[0] if containers else {})
+
+
+def memory_limit(pod_spec: Mapping[str, Any], name: object) -> str:
+    """The memory limit of a container as written, "" without one."""
+    found = (c for c in map(mapping, sequence(pod_spec.get("containers"))) if c.get("name") == name)
+    limits = mapping(mapping(next(found, {}).get("resources")).get("limits"))
+    return str(limits.get("memory") or "")

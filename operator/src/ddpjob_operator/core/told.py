@@ -18,6 +18,7 @@ KINDS: Final[Mapping[str, str]] = {
     "diverged": "diverged: the ranks disagree, or the NaN policy says stop",
     "peerLost": "peerLost: another rank was gone first",
     "hardware": "hardware: a GPU failed, not the program",
+    "oom": "oom: the kernel killed it for lack of memory",
 }
 #: Characters of what says an end in one line.
 _LINE: Final = 160
@@ -49,6 +50,14 @@ def said(pod: Pod, ended: Container) -> str:
     if not words and ended.reason == "StartError":  # behind the layers that handed it on
         words = [ended.message.rpartition("create failed: ")[2]]
     return shorten(words[0] if words else _exception(pod.trainer))
+
+
+def out_of_memory(ended: Container) -> str:
+    """Tell of a container that was killed as a whole: nobody in it was left to say a word."""
+    limit = f"limit {ended.memory}" if ended.memory else "no limit of its own"
+    field = "limits" if ended.memory else "requests"
+    cure = f"raise resources.{field}.memory, or have it use less"
+    return f"out of memory ({limit}): the kernel killed it: {cure}"
 
 
 def message(pod: Pod) -> str:
