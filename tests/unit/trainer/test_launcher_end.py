@@ -130,6 +130,23 @@ def test_the_report_names_who_could_not_be_ended(tmp_path, sent, cause):  # type
     assert any(f"rank 0 (pid {NEVER}) was killed" in line for line in where), content
 
 
+def test_the_report_names_who_ended_early_at_another_launcher(tmp_path, sent):  # type: ignore[no-untyped-def]
+    gang, said = make_gang(tmp_path)
+    gang.ended(NEVER + 1, 75, 1.0)
+    gang.stop(1.0, last_words=0)
+    run_until_nobody(gang, 1.0)
+    report = tmp_path / "report"
+    plan = make_plan(
+        read_launcher({}), Program("sh", (), module=False), nproc=3, termination_log=report
+    )
+    ended = termination.Ended(end=End(1, "no", graceful=False, early="rank 7 ended with 0"))
+    pump = OutputPump(Log(), prefixed=True)
+    code = termination.finish(plan, gang, pump, termination.Known(), ended, [], said.append)
+    content = json.loads(report.read_bytes())
+    assert (code, content["kind"], content["rank"]) == (75, "peerLost", 1)
+    assert content["exception"] == "rank 7 ended with 0; then rank 1: 75"
+
+
 @pytest.mark.parametrize(("signum", "kind"), [(15, "sigterm"), (2, "signal")])
 def test_a_signal_between_two_rounds_is_no_success(tmp_path, sent, signum, kind):  # type: ignore[no-untyped-def]
     """The workers of the one have been stopped, those of the next are not there yet."""

@@ -343,6 +343,24 @@ def test_success_is_everybodys_or_a_round_takes_it_back() -> None:
     ]
 
 
+@pytest.mark.parametrize("waited", [False, True])  # for others; it is gone after a minute
+def test_who_ended_early_at_another_launcher_is_told_to_its_victim(waited: bool) -> None:
+    scene = Scene(budget=1)
+    ends = tuple(Exit(2 + i, i, 0, 0.0, step=12) for i in range(2))
+    scene.hub.receive(1, Done(0, ends), 0.0)
+    if waited:
+        scene.hub.lost(1, 60.0)
+    else:
+        scene.hub.history = dataclasses.replace(scene.hub.history, failures=1)
+    scene.fails(0, 75, now=61.0)
+    scene.hub.tick(61.0 + CAUSE_WAIT_SECONDS)
+    scene.stops(0, 1, 2, now=64.0)
+    end = scene.told()[0][-1]
+    assert isinstance(end, End)
+    assert end.rank == 0
+    assert end.early.startswith("rank 2, 3 after step 12 ended with exit code 0 while others")
+
+
 def test_the_hub_is_needed_as_long_as_another_launcher_is_at_work() -> None:
     scene = Scene(here=(0, 1))  # replica 2 never came, so it does not depend on the hub
     scene.hub.receive(0, Done(0), 0.0)

@@ -254,7 +254,7 @@ class Supervisor:
             self._ended.waiting_since = self._ended.waiting_since or now
         elif gang.succeeded:
             self._enter(_Phase.SUCCEEDED, now)
-            self._member.link.send(Done(gang.round), now)
+            self._member.link.send(Done(gang.round, tuple(gang.exits)), now)
 
     def _heed(self, now: float) -> None:
         """Do what the hub says."""

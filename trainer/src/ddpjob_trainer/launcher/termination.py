@@ -111,7 +111,8 @@ def finish(
         known=known,
         elsewhere=elsewhere,
     )
-    if failure and not elsewhere and (early := root_cause.ended_early(gang.exits, failure)):
+    early = ended.end.early if ended.end else root_cause.ended_early(gang.exits, failure)
+    if failure and not elsewhere and early:
         content["exception"] = _cut_middle(root_cause.told_of(early, failure), _MAX_EXCEPTION)
     cut_short = ended.between_rounds  # there was no worker to say so
     if ended.at_work and failure is None and not cut_short and not _is_done(plan, gang):

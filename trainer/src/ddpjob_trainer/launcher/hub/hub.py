@@ -72,7 +72,6 @@ class Hub:
         self._running: dict[int, int] = {}  # by replica, of those that said so
         self._stopped: set[int] = set()
         self._done: set[int] = set()
-        self._done_at: dict[int, float] = {}  # which says when its workers had ended
         self._snapshot_step = -1
         self._stop_at = 0.0
         self._barrier_at: float | None = None
@@ -128,8 +127,8 @@ class Hub:
         if message.round != self.history.round:
             return
         if isinstance(message, Done):
+            self._note(replica, message.exits, now)
             self._done.add(replica)
-            self._done_at[replica] = now
             if len(self._done) == self._gang.replicas:
                 self._end(Finished())
             return
@@ -153,7 +152,7 @@ class Hub:
         cause = root_cause.first_failure(self._exits.values()) if self._exits else None
         if cause is None or cause.rank // self._gang.nproc == replica:
             cause = None
-        self._end(_end(cause, f"the launcher of replica {replica} was lost"))
+        self._end(self._because(cause, f"the launcher of replica {replica} was lost"))
 
     def _note(self, replica: int, exits: tuple[Exit, ...], now: float) -> None:
         """Keep exits by the hub's clock: the launchers' clocks cannot be compared."""
@@ -164,8 +163,8 @@ class Hub:
                 raise ValueError(f"rank {exit_.rank} is not of replica {replica}")
             known = self._exits.get(exit_.rank)
             if known is None:
-                at, said = self._done_at.get(replica, now), exit_.exception[:400]
-                self._exits[exit_.rank] = replace(exit_, at=at, exception=said)
+                said = exit_.exception[:400]
+                self._exits[exit_.rank] = replace(exit_, at=now, exception=said)
 
     # --- What follows --------------------------------------------------------------------
 
@@ -189,7 +188,7 @@ class Hub:
             what = "has not come to the hub" if absent else "did not stop"
             cause = root_cause.first_failure(self._exits.values())
             took = now - self._stop_at
-            self._end(_end(cause, f"replica {which} {what} within {took:.0f} s"))
+            self._end(self._because(cause, f"replica {which} {what} within {took:.0f} s"))
         return None
 
     def _look(self, now: float) -> None:
@@ -206,7 +205,7 @@ class Hub:
         if found is None or isinstance(found, float):
             return found
         if not self._done <= self._here:
-            self._end(_end(found, "a launcher whose workers had succeeded is gone"))
+            self._end(self._because(found, "a launcher whose workers had succeeded is gone"))
             return None
         self._phase = _Phase.STOPPING
         self._stop_at = now
@@ -226,13 +225,18 @@ class Hub:
             at=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         )
         if decision.next is None:
-            self._end(_end(decision.cause, decision.why))
+            self._end(self._because(decision.cause, decision.why))
             return
         self.history = decision.next
         self._phase = _Phase.RUNNING
         self._begun_at = None
         self._begin()
         self._tell_all(Go(self.history.round, self.history.records))
+
+    def _because(self, cause: Exit | None, why: str) -> End:
+        early = root_cause.ended_early(self._exits.values(), cause)
+        rank = cause.rank if cause is not None else -1
+        return End(rank, why, graceful=False, early=early)
 
     def _end(self, message: End | Finished) -> None:
         self._phase = _Phase.OVER
@@ -243,7 +247,3 @@ class Hub:
         # The own launcher last: when it ends, what the others are told must be on its way.
         for replica in sorted(self._here, reverse=True):
             self._post(replica, message)
-
-
-def _end(cause: Exit | None, why: str) -> End:
-    return End(cause.rank if cause is not None else -1, why, graceful=False)

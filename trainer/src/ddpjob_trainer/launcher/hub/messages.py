@@ -54,9 +54,10 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """All workers here ended with 0."""
+    """All workers here ended with 0, as ``exits`` tell."""
 
     round: int
+    exits: tuple[Exit, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +99,14 @@ class Go:
 class End:
     """No more rounds. ``rank`` -1: no process is the cause.
 
-    ``graceful``: a launcher was told to end, so workers may still save together.
+    ``graceful``: a launcher was told to end, so workers may still save together. ``early``: words
+    on ranks, of any launcher, that ended with 0 before, so that this one lost its peers.
     """
 
     rank: int
     why: str
     graceful: bool
+    early: str = ""
 
 
 @dataclass(frozen=True, slots=True)
