@@ -5,6 +5,7 @@ Replicas 0 and 2 run on node1, replica 1 on node2. Pods go as kubelets let them 
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
 
 import pytest
@@ -391,3 +392,28 @@ def test_a_read_that_fails_holds_up_a_restart_for_a_minute_at_most():
             world.now += timedelta(seconds=plan.requeue_after)
     assert world.now - began == timedelta(seconds=60)
     assert world.status["lastFailure"]["class"] == "User"
+
+
+@pytest.mark.parametrize("code", [75, 76])
+@pytest.mark.parametrize("report", [True, False])
+def test_a_replica_that_ended_early_is_named_when_the_others_fail_for_want_of_it(
+    code: int, report: bool
+):
+    """With 0, which no failure is; of a program whose launchers have no hub in common."""
+    told = '{"version":1,"kind":"success","round":0,"step":12}' if report else ""
+    world = running(restart={"maxRestarts": 3}).end(1, 0, message=told)
+    world.end(0, code, settle=False).end(2, code).wait(5)
+    after = " after step 12" * report
+    words = f"replica 1 ended with 0 (Succeeded){after} while others waited for them; then "
+    assert words in world.condition("Running")["message"]
+    assert world.status["lastFailure"]["message"].startswith(words)
+
+
+def test_who_ended_early_is_named_once_and_for_no_error_of_its_own():
+    named = "rank 1 after step 12 ended with exit code 0 while others trained; then rank 0: 75"
+    by_hub = json.dumps({"version": 1, "kind": "peerLost", "code": 75, "exception": named})
+    world = running().end(1, 0).end(0, 75, message=by_hub, settle=False).end(2, 75).wait(5)
+    assert "Succeeded" not in world.condition("Running")["message"]
+    assert named in world.condition("Running")["message"]
+    world = running(restart={"maxRestarts": 3}).end(1, 0).end(0, 1)
+    assert "(Succeeded)" not in world.condition("Running")["message"]

@@ -11,6 +11,7 @@ from typing import Final
 
 from ddpjob_operator.core.contract import PERMANENT_EXIT_CODES
 from ddpjob_operator.core.observe import MESSAGE_MAX, Container, Pod, clean
+from ddpjob_operator.core.ranges import format_ranges
 
 #: What a launcher's word for an end means, where the program had none of its own.
 KINDS: Final[Mapping[str, str]] = {
@@ -58,6 +59,20 @@ def out_of_memory(ended: Container) -> str:
     field = "limits" if ended.memory else "requests"
     cure = f"raise resources.{field}.memory, or have it use less"
     return f"out of memory ({limit}): the kernel killed it: {cure}"
+
+
+def left_early(loss: str, done: frozenset[int], members: Mapping[int, Pod]) -> str:
+    """Name the replicas that ended with 0 before one that needs them was lost."""
+    who = f"replica{'' if len(done) == 1 else 's'} {clean(format_ranges(done), 40)}"
+    after = after_step(done, members)
+    return f"{who} ended with 0 (Succeeded){after} while others waited for them; then {loss}"
+
+
+def after_step(done: frozenset[int], members: Mapping[int, Pod]) -> str:
+    """Tell after which step the first of these ended; "" if no report tells."""
+    reports = (members[replica].trainer.report for replica in done if replica in members)
+    steps = [report.step for report in reports if report and report.step is not None]
+    return f" after step {min(steps)}" if steps else ""
 
 
 def message(pod: Pod) -> str:

@@ -13,10 +13,11 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
-from ddpjob_operator.core import classify
-from ddpjob_operator.core.observe import Pod
+from ddpjob_operator.core import classify, contract
+from ddpjob_operator.core.observe import Pod, clean
 from ddpjob_operator.core.policy import fence, probe, restart
 from ddpjob_operator.core.status import Failure, Status
+from ddpjob_operator.core.told import left_early, shorten
 from ddpjob_operator.core.view import Change, View
 
 #: When only collateral losses were seen, the cause gets this long to show itself. The time of
@@ -29,6 +30,9 @@ _REFUNDED_UNTIL: Final = 2 * NODE_WAIT
 WAITING: Final = "WaitingForCause"
 #: How peers of a lost member end. Other classes have causes of their own, or are free anyway.
 _BY_PEERS: Final = ("Hang", "Killed", "User")
+#: Exit codes of who has lost a peer or waits for one.
+_WITHOUT_PEERS: Final = (contract.ExitCode.PEER_LOST, contract.ExitCode.HANG)
+_BY_HUB: Final = "ended with exit code 0 while"
 _PERHAPS_PEERS: Final = (*_BY_PEERS, "Collateral")
 
 
@@ -157,7 +161,20 @@ def _first(view: View) -> Failure | None:
     losses = [one for one in found if one is not None] + fence.losses(view)
     losses += _vanished(view)
     finished = {r: classify.decisive(pod).finished_at for r, pod in view.members.items()}
-    return classify.cause(losses, finished)
+    first = classify.cause(losses, finished)
+    return _named(view, first) if first and view.succeeded else first
+
+
+def _named(view: View, found: Failure) -> Failure:
+    """With those that ended with 0 before it, if it waited for peers or lost them.
+
+    Where one hub hears all launchers, it has named the ranks.
+    """
+    if found.exit_code not in _WITHOUT_PEERS or _BY_HUB in found.exception:
+        return found
+    said = left_early(found.exception or found.reason, view.succeeded, view.members)
+    message = clean(f"{said}\n{found.message}")
+    return replace(found, exception=shorten(said), message=message)
 
 
 def _unread(view: View) -> bool:

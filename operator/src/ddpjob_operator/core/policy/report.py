@@ -17,7 +17,7 @@ from ddpjob_operator.core.observe import KIND, Pod, clean
 from ddpjob_operator.core.policy import avoid, fence, hold, restart, turn
 from ddpjob_operator.core.ranges import format_ranges
 from ddpjob_operator.core.status import Condition, Progress, Replicas, Status, with_condition
-from ddpjob_operator.core.told import shorten
+from ddpjob_operator.core.told import after_step, shorten
 from ddpjob_operator.core.view import Change, View, recovers_from
 
 #: Shorter than this, creating a container or ending a pod is no stall yet.
@@ -223,9 +223,7 @@ def _lingering(view: View) -> Iterator[tuple[str, str]]:
             for some in (view.succeeded, left)
         )
         which = "replica" if len(view.succeeded) == 1 else "replicas"
-        reports = (view.members[r].trainer.report for r in view.succeeded if r in view.members)
-        steps = {report.step for report in reports if report and report.step is not None}
-        after = f" after step {min(steps)}" if steps else ""
+        after = after_step(view.succeeded, view.members)
         yield "WaitingForReplicas", f"{which} {done} succeeded{after}, and {others} not ended"
 
 
