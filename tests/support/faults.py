@@ -172,6 +172,10 @@ FAULTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "told by the launchers, in the log and as the cause; the operator makes it again",
         ),
         "T12": ("a usual slip in a script", "refused once, with the cure; no further round"),
+        "T13": (
+            "a rank or replica ends with 0 while others train",
+            "named before the failure of those that lost it; told where nobody fails",
+        ),
     },
     "Snapshots": {
         "S1": ("a writer is killed at each operation of a save", "the one before is loaded"),

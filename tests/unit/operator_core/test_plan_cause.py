@@ -394,6 +394,7 @@ def test_a_read_that_fails_holds_up_a_restart_for_a_minute_at_most():
     assert world.status["lastFailure"]["class"] == "User"
 
 
+@pytest.mark.fault("T13")
 @pytest.mark.parametrize("code", [75, 76])
 @pytest.mark.parametrize("report", [True, False])
 def test_a_replica_that_ended_early_is_named_when_the_others_fail_for_want_of_it(

@@ -343,11 +343,13 @@ def test_success_is_everybodys_or_a_round_takes_it_back() -> None:
     ]
 
 
+@pytest.mark.fault("T13")
 @pytest.mark.parametrize("waited", [False, True])  # for others; it is gone after a minute
 def test_who_ended_early_at_another_launcher_is_told_to_its_victim(waited: bool) -> None:
     scene = Scene(budget=1)
     ends = tuple(Exit(2 + i, i, 0, 0.0, step=12) for i in range(2))
     scene.hub.receive(1, Done(0, ends), 0.0)
+    assert ([one.rank for one in scene.hub.others[0]], scene.hub.others[1]) == ([2, 3], 2)
     if waited:
         scene.hub.lost(1, 60.0)
     else:

@@ -10,6 +10,7 @@ from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.hub.client import HubClient, Link, LocalLink
 from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.messages import Hello, Message
+from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.hub.rounds import Limits
 from ddpjob_trainer.launcher.hub.server import HubServer
 from ddpjob_trainer.launcher.plan import Plan
@@ -36,6 +37,11 @@ class Membership:
     def needed(self) -> bool:
         """Whether others depend on the hub here."""
         return self._server is not None and self._hub is not None and self._hub.needed
+
+    @property
+    def others(self) -> tuple[list[Exit], int]:
+        """What the hub here knows of other launchers' ranks: ends with 0, and how many run."""
+        return self._hub.others if self._hub is not None else ([], 0)
 
     def close(self) -> None:
         """Leave: whoever is connected sees it."""

@@ -16,6 +16,7 @@ from enum import Enum
 from ddpjob_trainer import trace
 from ddpjob_trainer.contract import State
 from ddpjob_trainer.launcher import endpoints, membership, termination
+from ddpjob_trainer.launcher.early_ends import EarlyEnds
 from ddpjob_trainer.launcher.events import Events
 from ddpjob_trainer.launcher.gang import Gang
 from ddpjob_trainer.launcher.hangs import HangResponse
@@ -86,6 +87,7 @@ class Supervisor:
         self._log = Log()
         alone = plan.standalone or plan.world_size == plan.nproc
         names = Names(None if alone else plan.master[0], self._log.say)
+        self._early = EarlyEnds(plan.deadlines.step, self._log.say)
         self._hangs = HangResponse(plan.deadlines, self._counted, self._log, names)
         # Beside rank 0, which is a worker of this launcher.
         self._events = Events(EventLog(plan.events) if plan.events and plan.replica == 0 else None)
@@ -174,6 +176,7 @@ class Supervisor:
         self._told = 0
         trace.configure(self._plan.trace, -1, round_)
         self._hangs.begin()
+        self._early.begin()
         path = self._scratch.round_path(round_)
         self._gang = Gang(self._plan, round_, path, self._pump, self._log.say)
         self._starter.begin(self._gang, now)
@@ -196,6 +199,7 @@ class Supervisor:
             terminating = self._ended.signal != 0
             hangs_due = self._hangs.tick(self._gang, now, terminating=terminating)
             self._tell(now)
+            self._early.look(self._gang, self._member.others, now)
             member_due = self._member.tick(now)
             self._heed(now)
             self._stop_the_rest(now)

@@ -81,6 +81,15 @@ class Hub:
         """Whether another launcher is here and not done: it would have to end without a hub."""
         return self._phase is not _Phase.OVER and bool(self._here - self._done - {0})
 
+    @property
+    def others(self) -> tuple[list[Exit], int]:
+        """Ends with 0 at other launchers, and how many ranks run there as far as is known."""
+        if self._phase is not _Phase.RUNNING or self._gang.replicas == 1:
+            return [], 0
+        nproc, done = self._gang.nproc, self._done - {0}
+        ends = [one for one in self._exits.values() if one.rank // nproc in done]
+        return ends, (self._gang.replicas - 1 - len(done)) * nproc
+
     # --- What launchers say --------------------------------------------------------------
 
     def admit(self, hello: Hello) -> Refused | None:

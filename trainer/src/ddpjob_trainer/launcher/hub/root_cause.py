@@ -74,15 +74,19 @@ def ended_early(exits: Collection[Exit], cause: Exit | None) -> str:
     """
     if cause is None or not _lost_a_peer(cause):
         return ""
-    ranks = sorted(exit_.rank for exit_ in exits if exit_.status == 0 and exit_.at <= cause.at)
-    if not ranks:
+    early = [exit_ for exit_ in exits if exit_.status == 0 and exit_.at <= cause.at]
+    if not early:
         return ""
-    steps = {exit_.step for exit_ in exits if exit_.rank in ranks}
+    what = "ended with exit code 0 while others trained: sys.exit() on some ranks only?"
+    return f"{whom(early)} {what}"
+
+
+def whom(exits: Collection[Exit]) -> str:
+    """Name ranks, and the step after which they ended, where it is known and the same."""
+    ranks = sorted(exit_.rank for exit_ in exits)
+    steps = {exit_.step for exit_ in exits}
     after = f" after step {steps.pop()}" if len(steps) == 1 and min(steps) >= 0 else ""
-    who = f"rank {', '.join(map(str, ranks[:8]))}"
-    return (
-        f"{who}{after} ended with exit code 0 while others trained: sys.exit() on some ranks only?"
-    )
+    return f"rank {', '.join(map(str, ranks[:8]))}{after}"
 
 
 def told_of(early: str, cause: Exit | None) -> str:

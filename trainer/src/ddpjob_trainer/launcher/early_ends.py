@@ -1,0 +1,42 @@
+"""Ranks that ended with 0 long ago while others run on: no failure, yet nobody may ever end.
+
+Ranks that talk find out by themselves: a collective fails, or hangs until hangs.py acts. These
+words are for all others. The supervisor's loop asks; every launcher tells of its own ranks, that
+of replica 0 also of those that the hub knows of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ddpjob_trainer.launcher.gang import Gang
+from ddpjob_trainer.launcher.hub.root_cause import Exit, whom
+
+
+class EarlyEnds:
+    """``patience``: seconds in which others may end as well. ``say`` tells of it once a round."""
+
+    def __init__(self, patience: float, say: Callable[[str], None]) -> None:
+        self._patience = patience
+        self._say = say
+        self._told = False
+
+    def begin(self) -> None:
+        """A round begins."""
+        self._told = False
+
+    def look(self, gang: Gang, others: tuple[list[Exit], int], now: float) -> None:
+        """Tell if it is time. ``others``: ends with 0 elsewhere, and how many ranks run there."""
+        running = gang.running + others[1]
+        if self._told or gang.stopping or not running:
+            return
+        ends = [one for one in (*gang.exits, *others[0]) if one.status == 0]
+        early = [one for one in ends if now - one.at >= self._patience]
+        if not early:
+            return
+        self._told = True
+        self._say(
+            f"{whom(early)} ended with exit code 0 more than {self._patience:g} s ago, and"
+            f" {running} of the others have not ended: whoever waits for it waits for ever"
+            " (sys.exit() on some ranks only?)"
+        )
