@@ -43,7 +43,11 @@ def test_exit_code_and_report(script, tmp_path, end, code, kind):  # type: ignor
         assert (content["rank"], content["localRank"], content["code"]) == (1, 1, code)
         assert content["log"][0] == "last words of 1"
     assert content.get("signal") == (code - 128 if code > 128 else None)
-    assert content.get("exception") == ("ValueError: seven" if kind == "exception" else None)
+    said = content.get("exception")
+    if kind == "hang" and said:  # rank 0 may have ended before
+        assert said.startswith("rank 0 ended with exit code 0 while others trained")
+    else:
+        assert said == ("ValueError: seven" if kind == "exception" else None)
 
 
 @pytest.mark.parametrize("char", ["y", "\u4e2d", "\U0001f600"])
