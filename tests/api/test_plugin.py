@@ -25,7 +25,7 @@ PAGE = (ROOT / "docs" / "plugin.md").read_text()
 #: The rights that the page asks for: to look at jobs, pods and Events; at pods' pages.
 VIEWER = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0])["rules"]
 STATE = {"version": 1, "attempt": 1, "round": 1, "phase": "step", "step": 41, "totalSteps": 90,
-         "loss": 0.25, "snapshotStep": 40}  # fmt: skip
+         "loss": 0.25, "snapshotStep": 40, "stepsPerSecond": 2.5}  # fmt: skip
 
 
 class Trainers(http.server.BaseHTTPRequestHandler):
@@ -47,11 +47,8 @@ class Trainers(http.server.BaseHTTPRequestHandler):
             stacks = {"stacks": "in forward()\x1b[2J"} if replica and named else {}
             page = json.dumps({**state, **stacks})
         else:
-            page = (
-                f'ddpjob_trainer_snapshot_timestamp_seconds{{rank="0"}} {time.time() - 7200}\n'
-                'ddpjob_trainer_step_seconds_count{rank="0"} 50.0\n'
-                'ddpjob_trainer_step_seconds_sum{rank="0"} 20.0\n'
-            )
+            at = time.time() - 7200
+            page = f'ddpjob_trainer_snapshot_timestamp_seconds{{rank="0"}} {at}\n'
         self.send_response(200)
         self.end_headers()
         self.wfile.write(page.encode())

@@ -318,3 +318,24 @@ def test_ranks_that_do_not_talk_hear_of_one_that_ended_long_before():
         words = next(line for line in process.stderr if "more than 0.2 s ago" in line)
     assert "rank 1 ended with exit code 0" in words
     assert "2 of the others have not ended" in words
+
+
+def test_the_rate_of_the_last_minute_is_told_whatever_library_tells_of_steps(script, wait_until):  # type: ignore[no-untyped-def]
+    program = script("""
+from pathlib import Path
+from ddpjob_trainer.liveness.heartbeat import RankStateWriter
+writer = RankStateWriter(Path(os.environ["DDPJOB_TRAINER_STATE_DIR"]), rank)
+step = 0
+while True:
+    writer.update(phase="step", step=(step := step + 1))
+    time.sleep(0.02)
+""")
+    (port,) = free_ports(1)
+
+    def told() -> bool:
+        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/state") as answer:
+            return bool(json.load(answer).get("stepsPerSecond", 0) > 0)
+        return False
+
+    with launched("--metrics-port", str(port), program):
+        wait_until(told, "steps per second in /state")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
@@ -26,7 +26,6 @@ FINAL = ("Succeeded", "Failed")
 
 METRICS_PORT = "DDPJOB_METRICS_PORT"
 METRIC_SNAPSHOT_AT = "ddpjob_trainer_snapshot_timestamp_seconds"
-METRIC_STEP_SECONDS = "ddpjob_trainer_step_seconds"
 _SAMPLE = re.compile(r"^(\w+)(?:\{[^}\n]*\})? ([-+.\deE]+)$", re.MULTILINE)
 #: Above it nothing that a trainer counts: infinity and numbers of 400 digits are no steps.
 _MOST = 1e18
@@ -195,8 +194,8 @@ class Member:
 class Told:
     """What the trainer of one pod says; fields are None when it does not say them.
 
-    ``state``: the body of /state. ``snapshot_at``: Unix time. ``rate``: steps per second, the mean
-    since the pod began, of the time spent in steps.
+    ``state``: the body of /state. ``snapshot_at``: Unix time. ``rate``: steps per second of the
+    last minute.
     """
 
     state: Mapping[str, Any] = field(default_factory=dict)
@@ -293,22 +292,16 @@ def understood(state: bytes, metrics: bytes) -> Told:
         body = json.loads(state)
     except (ValueError, RecursionError):
         body = None
-    steps, seconds, newest = 0.0, 0.0, None
+    newest = None
     for name, value in _SAMPLE.findall(metrics.decode(errors="replace")):
         try:
             number = float(value)
         except ValueError:
             continue
-        if not abs(number) < _MOST:
-            continue
-        if name == METRIC_SNAPSHOT_AT:
+        if name == METRIC_SNAPSHOT_AT and abs(number) < _MOST:
             newest = max(number, newest or 0.0) or None
-        elif name == f"{METRIC_STEP_SECONDS}_count":
-            steps += number
-        elif name == f"{METRIC_STEP_SECONDS}_sum":
-            seconds += number
-    rate = steps / seconds if seconds > 0 else None
-    return Told(body if isinstance(body, dict) else {}, newest, rate)
+    told = Told(body if isinstance(body, dict) else {}, newest)
+    return replace(told, rate=told.number("stepsPerSecond"))
 
 
 def moment(text: str | None) -> datetime | None:

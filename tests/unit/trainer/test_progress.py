@@ -133,6 +133,22 @@ class Recorded:
         self.calls.append("closed")
 
 
+def test_where_lines_are_far_apart_the_rate_is_of_the_last_minutes(tmp_path, clock, capsys):  # type: ignore[no-untyped-def]
+    progress = make(tmp_path, log_every=500, total_steps=900)
+    progress.built(dict)
+    progress.resumed(0)
+    rates = []
+    for step in range(1, 501):
+        clock.now += 1.0 if step <= 250 else 4.0  # it slows down
+        progress.stepped(step, 0.5)
+        rates.append(state(tmp_path).samples_per_second)
+    assert rates[58:60] == [None, 8.0], "after the first minute"
+    assert rates[249] == 8.0
+    assert rates[-1] == 2.0, "and not the mean of all"
+    assert "2 samples/s" in capsys.readouterr().out
+    assert len(set(rates[250:300])) > 2
+
+
 def test_sinks_get_the_runs_numbers_every_few_steps(tmp_path, clock, capsys):  # type: ignore[no-untyped-def]
     sink = Recorded()
     progress = make(tmp_path, sinks=Sinks({"recorded": sink}))

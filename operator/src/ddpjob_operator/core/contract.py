@@ -184,6 +184,7 @@ class State(TypedDict, total=False):
     totalSteps: int
     loss: float
     samplesPerSecond: float
+    stepsPerSecond: float  # of the last minute
     snapshotStep: int
     fileModifiedAt: str  # newest mtime at the progress path, RFC 3339, UTC
     updatedAt: str  # RFC 3339, UTC

@@ -41,11 +41,12 @@ def state_body(
     round_: int,
     known: Known | None = None,
     stacks: str = "",
+    pace: float | None = None,
 ) -> State:
     """Return the JSON object of GET /state for one rank's record.
 
     ``uid``: of the job, if it is one's. ``known``: of earlier rounds, shown while this one starts
-    up. ``stacks``: of the last hang.
+    up. ``stacks``: of the last hang. ``pace``: steps per second.
     """
     known = known or Known()
     body: State = {"version": STATE_VERSION, "uid": uid, "attempt": attempt, "round": round_}
@@ -68,6 +69,8 @@ def state_body(
             body["totalSteps"] = known.total_steps
     if state is None:
         return body
+    if pace is not None:
+        body["stepsPerSecond"] = pace
     if state.loss is not None and math.isfinite(state.loss):
         body["loss"] = state.loss
     if state.samples_per_second is not None:

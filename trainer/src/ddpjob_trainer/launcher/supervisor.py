@@ -37,6 +37,7 @@ from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.metrics import LauncherMetrics, forget_dead
 from ddpjob_trainer.launcher.names import Names
 from ddpjob_trainer.launcher.output import OutputPump, stdout_is_terminal
+from ddpjob_trainer.launcher.pace import Pace
 from ddpjob_trainer.launcher.plan import Plan
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.progress_path import ProgressPath
@@ -87,6 +88,7 @@ class Supervisor:
         self._log = Log()
         alone = plan.standalone or plan.world_size == plan.nproc
         names = Names(None if alone else plan.master[0], self._log.say)
+        self._pace = Pace()
         self._early = EarlyEnds(plan.deadlines.step, self._log.say)
         self._hangs = HangResponse(plan.deadlines, self._counted, self._log, names)
         # Beside rank 0, which is a worker of this launcher.
@@ -168,6 +170,7 @@ class Supervisor:
             round_=gang.round,
             known=self._known.after(gang).with_modified(self._progress.newest),
             stacks=self._hangs.stacks,
+            pace=self._pace.per_second(time.monotonic()),
         )
 
     def _begin(self, round_: int, now: float) -> None:
@@ -177,6 +180,7 @@ class Supervisor:
         trace.configure(self._plan.trace, -1, round_)
         self._hangs.begin()
         self._early.begin()
+        self._pace.begin()
         path = self._scratch.round_path(round_)
         self._gang = Gang(self._plan, round_, path, self._pump, self._log.say)
         self._starter.begin(self._gang, now)
@@ -200,6 +204,8 @@ class Supervisor:
             hangs_due = self._hangs.tick(self._gang, now, terminating=terminating)
             self._tell(now)
             self._early.look(self._gang, self._member.others, now)
+            if self._pace.is_due(now):
+                self._pace.look(self._gang.state(0), now)
             member_due = self._member.tick(now)
             self._heed(now)
             self._stop_the_rest(now)

@@ -20,6 +20,7 @@ from ddpjob_trainer.telemetry.run_log import Pending, Values, packed, unpacked
 from ddpjob_trainer.telemetry.sinks import CLOSE_SECONDS, HURRY_SECONDS, Sinks
 
 _LOG_LINES = 40  # in a whole run, when log_every is not given
+_RATE_SECONDS = 60.0  # between two rates where lines are further apart
 Readings = Callable[[], Mapping[str, float]]
 
 
@@ -52,7 +53,7 @@ class Progress:
         self._sinks = sinks or Sinks()
         self._pending = Pending()
         self._readings: Readings | None = None
-        self._mark = (0, 0.0)  # step and time of the last line
+        self._marks = ((0, 0.0),) * 2  # step and time of the last line, or of the last minutes
         self._last = 0.0  # when the last step ended
         self._first = True  # no step of this process has ended yet
         self._seconds: dict[Activity, float] = dict.fromkeys(ACTIVITIES, 0.0)
@@ -140,7 +141,7 @@ class Progress:
         """
         self._metrics.stage("load", time.monotonic() - self._since)
         self.at("data")
-        self._mark = (step, self._since)
+        self._marks = ((step, self._since),) * 2
         self._last = self._since
         self._writer.update(step=step)
         self._event("resume", step=step)
@@ -188,9 +189,10 @@ class Progress:
         metrics.set("step", step)
         metrics.set("loss", loss)
         metrics.add("samples", self._samples)
+        line = step % self._log_every == 0 or step == self._total
         rate = None
-        if step % self._log_every == 0 or step == self._total:
-            rate = self._rate(step, now)
+        if line or now - self._marks[1][1] >= _RATE_SECONDS:
+            rate = self._rate(step, now, line=line)
         phase: Phase | None = "step" if self._first else None
         self._writer.update(phase=phase, step=step, loss=loss, samples_per_second=rate)
         if self._first:
@@ -198,7 +200,7 @@ class Progress:
             metrics.stage("first_step", seconds)
         self._tell_logged(step=True)
         if self._rank == 0:
-            self._show(step, loss, rate)
+            self._show(step, loss, rate if line else None)
         if self._events is not None:
             self._told(self._events.step(step, loss, seconds, self._global_batch / seconds))
         self._publish(force=step == self._total)
@@ -261,10 +263,10 @@ class Progress:
 
     # --- Inside --------------------------------------------------------------------------
 
-    def _rate(self, step: int, now: float) -> float:
-        """Samples per second since the last line."""
-        since, moment = self._mark
-        self._mark = (step, now)
+    def _rate(self, step: int, now: float, *, line: bool) -> float:
+        """Samples per second since the last line, if that was not minutes ago."""
+        since, moment = self._marks[0]
+        self._marks = (((step, now),) * 2) if line else (self._marks[1], (step, now))
         rate = (step - since) * self._global_batch / max(now - moment, 1e-9)
         self._metrics.set("samples_per_second", rate)
         return rate

@@ -1,0 +1,50 @@
+"""How fast steps follow one another now: /state tells it of the worker whose record it shows.
+
+The supervisor's loop looks at that record once a second; a thread that serves HTTP asks. What is
+kept is bounded, and a worker that stands still is seen to be slow.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ddpjob_trainer.liveness.heartbeat import RankState
+
+_WINDOW_SECONDS: Final = 60.0
+_LOOK_SECONDS: Final = 1.0
+
+
+class Pace:
+    """Steps per second of the last minute, or of the last two changes where they take longer."""
+
+    def __init__(self) -> None:
+        self._marks: tuple[tuple[float, int], ...] = ()  # when a step was first seen, oldest first
+        self._looked = 0.0
+
+    def begin(self) -> None:
+        """A round begins."""
+        self._marks = ()
+
+    def is_due(self, now: float) -> bool:
+        """Whether to look again: more often is of no use."""
+        return now - self._looked >= _LOOK_SECONDS
+
+    def look(self, state: RankState | None, now: float) -> None:
+        """Take in what a worker says of itself."""
+        self._looked = now
+        if state is None or state.phase == "startup":
+            return
+        marks = self._marks
+        if not marks or marks[-1][1] != state.step:
+            marks = (*marks, (now, state.step))
+        while len(marks) > 2 and marks[1][0] <= now - _WINDOW_SECONDS:
+            marks = marks[1:]
+        self._marks = marks
+
+    def per_second(self, now: float) -> float | None:
+        """None: nobody knows yet."""
+        marks = self._marks
+        if len(marks) < 2:
+            return None
+        rate = (marks[-1][1] - marks[0][1]) / (now - marks[0][0])
+        return float(f"{rate:.4g}")
