@@ -323,6 +323,10 @@ ANOTHER_NODE = ("Infrastructure", "StartError")
         (INIT + 'mkdir /etc/passwd: not a directory', PERMANENT),
         (INIT + 'chdir to cwd ("/root") set in config.json failed: permission denied', PERMANENT),
         ("container init was OOM-killed (memory limit too low?)", ("OOM", "StartError")),
+        (
+            "unable to set memory limit to 1 (current usage: 2469888, peak usage: 2785280)",
+            ("OOM", "StartError"),
+        ),
         (INIT + 'error mounting "/var/lib/kubelet/pods/1/volumes/data" to rootfs at "/data": stat '
          "/var/lib/kubelet/pods/1/volumes/data: no such file or directory", ANOTHER_NODE),
         (("unable to apply cgroup configuration: mkdir /sys/fs/cgroup/kubepods/pod1: permission "

@@ -370,10 +370,14 @@ def test_startup_deadline_is_charged():
 
 def test_waiting_for_capacity_releases_all_and_is_not_charged():
     world = started(startupDeadlineSeconds=60).run(0, 1)
-    conditions = [{"type": "PodScheduled", "status": "False", "message": "0/2 nodes"}]
+    conditions = [{"type": "PodScheduled", "status": "False", "message": (
+        "0/2 nodes are available: 2 Insufficient nvidia.com/gpu. no new claims to deallocate, "
+        "preemption: 0/2 nodes are available: 2 Preemption is not helpful for scheduling."
+    )}]  # fmt: skip
     world.pods["job-2"]["status"] = {"phase": "Pending", "conditions": conditions}
     assert world.settle().condition("Stalled") == {}  # it may pass in a moment
     assert world.wait(5).condition("Stalled")["reason"] == "Unschedulable"
+    assert world.status["message"] == "2 Insufficient nvidia.com/gpu"
     world.wait(55)
     assert (world.phase, world.pods) == ("Pending", {})
     assert world.status["restarts"]["total"] == 0

@@ -68,7 +68,7 @@ _START: Final = tuple(
     (cls, re.compile(words, re.IGNORECASE))
     for cls, words in (
         ("Hardware", r"error running (\w+ )?hook|nvidia-c(ontainer|tk|di)|\bCDI\b"),
-        ("OOM", r"init was OOM-killed"),
+        ("OOM", r"init was OOM-killed|unable to set memory limit"),
         (
             "Permanent",
             (

@@ -35,7 +35,7 @@ def reasons(view: View, status: Status) -> Iterator[tuple[str, str]]:
     often = f"{len(counted)} failures within {took:.0f} min, {rounds} of them restarted in place"
     alike = {one.exception for one in counted} == {newest.exception}
     said = f", each with {newest.exception}" if newest.exception and alike else ""
-    cure = "see kubectl logs; spec.suspend true stops it and keeps the snapshots"
+    cure = "spec.suspend true stops it and keeps the snapshots"
     yield CRASH_LOOPING, f"{often}{said}; last: {restart.describe(newest)}; {cure}"
 
 

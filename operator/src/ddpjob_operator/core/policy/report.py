@@ -5,6 +5,7 @@ Any stall has a condition with a reason from a closed list; silence is a defect.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -53,6 +54,10 @@ _REFUSERS: Final = (
     (" usage per ", "a LimitRange of the namespace", "mend requests and limits by it"),
     ("ValidatingAdmissionPolicy", "an admission policy of the cluster", "mend what it names"),
     ("admission webhook", "a webhook of the cluster", "ask those who run it"),
+)
+#: What the scheduler says before and after its reasons.
+_SCHEDULER: Final = re.compile(
+    r"^pod \S+: \d+/\d+ nodes are available: |[,.]? (no new claims to \w+, )?preemption: .*$"
 )
 #: Characters of the message that is a column of `kubectl get`.
 _BRIEF: Final = 80
@@ -124,7 +129,8 @@ def _why(status: Status) -> tuple[str, str]:
             causes = (one for one in reversed(status.failures) if one.exception)
             quoted = (c.exception for c in causes if restart.describe(c) in found.message)
             cause = next(quoted, None)
-            return found.reason, shorten(cause, _BRIEF) if cause else clean(found.message, _BRIEF)
+            words = cause or _SCHEDULER.sub("", found.message)
+            return found.reason, shorten(words, _BRIEF) if cause else clean(words, _BRIEF)
     loss = recovers_from(status)
     if loss is None or status.phase != "Restarting":
         return "", ""
