@@ -16,13 +16,7 @@ import ddpjob_trainer as ddp
 from ddpjob_trainer.arguments import Arguments, checked
 from ddpjob_trainer.data.inputs import InputOptions
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.options import (
-    ModelOptions,
-    Options,
-    Reporting,
-    RunnerOptions,
-    SnapshotOptions,
-)
+from ddpjob_trainer.options import ModelOptions, Options, Reporting, SnapshotOptions
 from ddpjob_trainer.training.evaluation import EvaluationOptions
 
 CALLS: dict[type[Arguments], Any] = {
@@ -32,7 +26,6 @@ CALLS: dict[type[Arguments], Any] = {
     ModelOptions: ddp.Run.prepare,
     InputOptions: ddp.Run.steps,
     EvaluationOptions: ddp.Run.evaluate,
-    RunnerOptions: None,
 }
 #: Looked at elsewhere: as data, or as what is trained.
 ELSEWHERE = {

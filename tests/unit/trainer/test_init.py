@@ -332,10 +332,6 @@ def test_what_is_kept_and_the_folder_for_it(
         (["init", "a.py", "--lr", "0.1"], "ddpjob-trainer init a.py -- --lr 0.1"),
         # No short form of --output, which would take it.
         (["init", "a.py", "--out=x", "--", "y"], "ddpjob-trainer init a.py -- --out=x y"),
-        (
-            ["task", "--total-steps", "9", "--global-batch", "8", "t.py", "--width", "3"],
-            "ddpjob-trainer task --total-steps 9 --global-batch 8 t.py -- --width 3",
-        ),
         (["local", "x.yaml", "--lr", "0.1"], ""),
     ],
 )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import ddpjob_trainer as ddp
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.update import check_scheduler
-from ddpjob_trainer.options import ModelOptions, Options
+from ddpjob_trainer.options import ModelOptions, Options, Reporting, SnapshotOptions
 from ddpjob_trainer.training.incompatible import REFUSALS, Facts, refuse
 
 
@@ -130,3 +133,24 @@ def test_schedulers_that_commit_cannot_advance():  # type: ignore[no-untyped-def
     with pytest.raises(ConfigError, match="belongs to another optimizer"):
         check_scheduler(mine, schedulers.StepLR(other, 1))
     check_scheduler(mine, schedulers.StepLR(mine, 1))
+
+
+@pytest.mark.parametrize(
+    ("function", "declared"),
+    [(ddp.start, (Options, SnapshotOptions, Reporting)), (ddp.Run.prepare, (ModelOptions,))],
+)
+def test_every_option_is_declared_once(function, declared):  # type: ignore[no-untyped-def]
+    """In options.py; what start() and prepare() show in their signatures says the same."""
+    options = {option.name: option for kind in declared for option in fields(kind)}
+    parameters = inspect.signature(function).parameters
+    objects = {"self", "model", "optimizer", "scheduler", "before_update"}
+    assert parameters.keys() - objects == options.keys()
+    for name, option in options.items():
+        shown = parameters[name]
+        if option.default is MISSING:
+            assert shown.default is inspect.Parameter.empty, name
+        elif shown.default is not None:  # None: the environment decides
+            assert shown.default == option.default, name
+        paths_and_names = "Path" in option.type or "Several" in option.type
+        if not paths_and_names and name not in ("level", "threads"):
+            assert shown.annotation == option.type, name

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from ddpjob_trainer.launcher.processes import fork_server
-from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.processes.sharing import Shared
 from ddpjob_trainer.launcher.processes.watch import stamp
 from support.patience import PATIENCE
@@ -275,18 +274,3 @@ def test_who_may_ask_is_told_by_the_module_that_does(tmp_path):  # type: ignore[
     (tmp_path / "first.py").write_text("import filelock")
     (tmp_path / "second.py").write_text("import os, filelock\nos.getpid()")
     assert interpreter(tmp_path, SHARE, LONG) == "['first'] False 3\n"
-
-
-def test_what_a_task_file_imports_is_shared_too(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
-    task = tmp_path / "task.py"
-    task.write_text("import only_of_this_task\nx = 1\nimport json\n")
-    monkeypatch.setattr(sys, "path", before := list(sys.path))
-    program = Program("ddpjob_trainer.task", (str(task), "--total-steps=3"), True)
-    found = []
-    for one in fork_server.imports_by(program, first=True):
-        found.append(one.module)
-        if one.module == "only_of_this_task":
-            assert sys.path[0] == str(tmp_path)
-    assert found[0] == "ddpjob_trainer"
-    assert found[-1] == "only_of_this_task"
-    assert sys.path == before

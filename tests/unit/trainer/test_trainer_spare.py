@@ -6,7 +6,6 @@ import contextlib
 import os
 import selectors
 import socket
-import sys
 from unittest.mock import ANY
 
 import pytest
@@ -74,11 +73,11 @@ def test_what_a_program_imports_at_its_top_level(source, modules):  # type: igno
     ("text", "expected"),
     [
         ("import ddpjob_trainer as ddp", True),
-        ("def main():\n    from ddpjob_trainer.task import x", True),
+        ("def main():\n    from ddpjob_trainer.options import x", True),
         ("import torch", False),
         # It meets the others by itself, on a port that no launcher may hold for it.
         ("from ddpjob_trainer.adapters.accelerate import follow", False),
-        ("import ddpjob_trainer.adapters.accelerate, ddpjob_trainer.task", True),
+        ("import ddpjob_trainer.adapters.accelerate, ddpjob_trainer.options", True),
         ("from . import ddpjob_trainer", False),
         ("not python", False),
     ],
@@ -243,18 +242,3 @@ def test_environment_that_is_set_between_imports_is_seen(tmp_path, source, expec
     path = tmp_path / "train.py"
     path.write_text(source)
     assert sets_environment_first(Program(str(path), (), False)) is expected
-
-
-def test_a_spare_for_a_task_has_imported_what_the_task_file_does(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
-    (tmp_path / "only_of_this_task.py").touch()
-    task = tmp_path / "task.py"
-    task.write_text("import only_of_this_task\ndef build_model(): ...\n")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    before = list(sys.path)
-    program = Program("ddpjob_trainer.task", (str(task), "--total-steps=3"), True)
-    try:
-        assert fork_server._prepare(program) is None
-        assert "only_of_this_task" in sys.modules
-    finally:
-        sys.modules.pop("only_of_this_task", None)
-    assert sys.path == before

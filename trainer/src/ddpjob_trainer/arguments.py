@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from numbers import Real
 from operator import index
@@ -163,11 +163,6 @@ class Arguments:
     def defaults(cls) -> dict[str, Any]:
         """Of all that have one."""
         return {one.name: one.default for one in fields(cls) if one.default is not MISSING}
-
-    @classmethod
-    def offered(cls) -> Iterator[Field[Any]]:
-        """Those that a command line has."""
-        return (one for one in fields(cls) if "help" in one.metadata)
 
 
 def job_name(what: str, given: object, *, most: int) -> str:

@@ -18,7 +18,6 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu_check import command as gpu_check
 from ddpjob_trainer.launcher import torchrun, workdir
 from ddpjob_trainer.local import command as local
-from ddpjob_trainer.task import command as task
 
 _RUN_DESCRIPTION = """\
 Start the training processes of this pod (or, without a cluster, of this machine), watch them,
@@ -83,12 +82,11 @@ def _parser() -> argparse.ArgumentParser:
     gpu_check.add(commands)
     init.add(commands)
     local.add(commands)
-    task.add(commands, _add_launcher)
     return parser
 
 
 def _add_launcher(parser: argparse.ArgumentParser) -> None:
-    """What `run` and `task` have in common."""
+    """Describe what `run` asks of the launcher."""
     parser.add_argument(
         "--nproc",
         type=int,
@@ -216,9 +214,7 @@ def _hold_standard_files() -> None:
     os.close(fd)
 
 
-def _run(
-    options: argparse.Namespace, program: str, arguments: Sequence[str], *, module: bool
-) -> int:
+def _run(options: argparse.Namespace) -> int:
     from ddpjob_trainer.launcher.plan import CannotStartError, make_plan
     from ddpjob_trainer.launcher.processes.fork_server import Program
     from ddpjob_trainer.launcher.supervisor import Supervisor
@@ -226,16 +222,16 @@ def _run(
     _hold_standard_files()
     try:
         env = read_launcher(os.environ)
-        given = vars(options)  # of `task` without these
+        given = vars(options)
         try:
-            workdir.fill(given.get("files"), given.get("output"), os.environ, _say)
+            workdir.fill(options.files, options.output, os.environ, _say)
         except OSError as error:  # a full disk, a broken one: another node's may do
             _say(f"the working directory was not made ready: {error}")
             return 1
         plan = make_plan(
             env,
-            Program(program, tuple(arguments), module),
-            **torchrun.translate(given, env, program, module=module),
+            Program(options.program, tuple(options.arguments), options.module),
+            **torchrun.translate(given, env, options.program, module=options.module),
             metrics_port=options.metrics_port,
             termination_log=options.termination_log,
             heal_after=options.heal_after,
@@ -258,8 +254,8 @@ def _say(text: str) -> None:
 
 
 def _cure(words: Sequence[str], unknown: Sequence[str], rest: Sequence[str]) -> str:
-    """Say where a script's own options go, to who gives them to `init` or `task`."""
-    if words[0] not in ("task", "init"):
+    """Say where a script's own options go, to who gives them to `init`."""
+    if words[0] != "init":
         return ""
     ours = [word for word in words if word not in unknown]
     shown = shlex.join(["ddpjob-trainer", *ours, "--", *unknown, *rest])
@@ -271,8 +267,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     rest: list[str] = []
     parser = _parser()
-    if words[:1] in (["task"], ["init"]):
-        words, rest = task.split(words)
+    if words[:1] == ["init"] and "--" in words:
+        at = words.index("--")
+        words, rest = words[:at], words[at + 1 :]
     options, unknown = parser.parse_known_args(words)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{_cure(words, unknown, rest)}")
@@ -286,12 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return local.main(options)
     if options.command == "snapshot":
         return _snapshot(options)
-    if options.command == "task":
-        if not options.task.is_file():
-            print(f"ddpjob-trainer: {options.task}: no such task file", file=sys.stderr)
-            return contract.ExitCode.NOT_FOUND
-        return _run(options, task.MODULE, task.worker_arguments(options, rest), module=True)
-    return _run(options, options.program, options.arguments, module=options.module)
+    return _run(options)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,6 @@ MODULES = (
     "prometheus_client.multiprocess",
     "ddpjob_trainer.training.start",
 )
-_TASK = "ddpjob_trainer.task"  # its first argument is a file that it loads
 MAX_REQUEST = 1024 * 1024
 _PR_SET_PDEATHSIG = 1
 _ADOPTION_SECONDS = 5.0
@@ -239,14 +238,6 @@ def imports_by(program: Program, *, first: bool = False) -> Iterator[Import]:
     if spec is not None and spec.origin is not None:
         source = Path(spec.origin).read_bytes()
         yield from imports_of(source, spec.parent or "", first=first)
-    if program.name == _TASK and program.arguments:
-        path = Path(program.arguments[0])
-        directory = str(path.resolve().parent)
-        sys.path.insert(0, directory)  # as the task runner does
-        try:
-            yield from imports_of(path.read_bytes(), "", first=first)
-        finally:
-            sys.path.remove(directory)
 
 
 def imports_of(source: bytes, package: str, *, first: bool = False) -> Iterator[Import]:
