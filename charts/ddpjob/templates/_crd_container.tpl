@@ -48,7 +48,7 @@ properties:
   env:
     description: >-
       Environment variables. Those that ddpjob sets itself (rendezvous, ranks and every
-      DDPJOB_ name but DDPJOB_TRAINER_ SNAPSHOT_UPLOAD, EVENTS, TENSORBOARD and SINKS) are refused.
+      DDPJOB_ name but DDPJOB_TRAINER_ SNAPSHOT_UPLOAD, EVENTS and TENSORBOARD) are refused.
     type: array
     maxItems: 512
     items:
@@ -59,7 +59,7 @@ properties:
         # Held equal to RESERVED_ENV, USER_ENV and OWN_PREFIX of the operator's contract.py by a test.
         - rule: >-
             (!self.name.startsWith('DDPJOB_') || self.name in ['DDPJOB_TRAINER_SNAPSHOT_UPLOAD',
-            'DDPJOB_TRAINER_EVENTS', 'DDPJOB_TRAINER_TENSORBOARD', 'DDPJOB_TRAINER_SINKS'])
+            'DDPJOB_TRAINER_EVENTS', 'DDPJOB_TRAINER_TENSORBOARD'])
             && !(self.name in [
             'MASTER_ADDR', 'MASTER_PORT', 'PET_NNODES', 'PET_NPROC_PER_NODE', 'PET_NODE_RANK',
             'PET_MASTER_ADDR', 'PET_MASTER_PORT', 'PET_RDZV_ID',

@@ -40,6 +40,7 @@ ODD: dict[str, list[Any]] = {  # by the type that is declared
     "Path": [5, True, "", b"x", "a\0b", [], math.nan],
     "Several": [5, True, math.nan, {}],
     "fetch.Collate": [3, True, "", []],
+    "Log": [3, True, "", []],
     "Mapping[str, Any]": [3, True, "", []],
     "torch.amp.GradScaler": [3, True, "", []],
 }

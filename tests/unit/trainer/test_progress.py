@@ -123,8 +123,8 @@ class Recorded:
     def __init__(self) -> None:
         self.calls: list[object] = []
 
-    def open(self, run_id: str, step: int) -> None:
-        self.calls.append((run_id, step))
+    def open(self, step: int) -> None:
+        self.calls.append(("open", step))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.calls.append((step, dict(values)))
@@ -154,14 +154,14 @@ def test_sinks_get_the_runs_numbers_every_few_steps(tmp_path, clock, capsys):  #
     progress = make(tmp_path, sinks=Sinks({"recorded": sink}))
     rates = {"learning_rate": 0.5}
     progress.built(lambda: dict(rates))
-    progress.resumed(2, {"run_id": "name"})
+    progress.resumed(2)
     clock.now += 2.0
     progress.stepped(3, 9.0)  # no line, no scalars
     progress.stepped(4, 0.75)
     progress.close()
     progress.close()
     values = {"loss": 0.75, "samples_per_second": 8.0, "learning_rate": 0.5}
-    assert sink.calls == [("name", 2), (4, values), "closed"]
+    assert sink.calls == [("open", 2), (4, values), "closed"]
 
 
 def test_what_the_script_logs_is_told_when_its_step_has_ended(tmp_path, clock, capsys):  # type: ignore[no-untyped-def]
@@ -170,7 +170,7 @@ def test_what_the_script_logs_is_told_when_its_step_has_ended(tmp_path, clock, c
     progress = make(tmp_path, sinks=Sinks({"recorded": sink}), events=EventLog(events))
     progress.log(0, {"parameters": 12.0})
     progress.built(dict)
-    progress.resumed(0, {"run_id": "name"})
+    progress.resumed(0)
     progress.log(1, {"accuracy": torch.tensor(0.5), "loss": 7.0})
     assert not [line for line in read_events(events) if line["event"] == "log"]
     clock.now += 1.0
@@ -192,11 +192,11 @@ def test_a_resumed_run_does_not_repeat_what_it_logged_before_the_loop(tmp_path, 
     progress = make(tmp_path, sinks=Sinks({"recorded": sink}))
     progress.log(0, {"parameters": 12.0})
     progress.log(9, {"ahead": 1.0})
-    progress.resumed(6, {"run_id": "name"})
+    progress.resumed(6)
     progress.log(7, {"accuracy": 0.5})
     progress.close()
     assert sink.calls == [
-        ("name", 6), (9, {"ahead": 1.0}), (7, {"accuracy": 0.5}), "closed",
+        ("open", 6), (9, {"ahead": 1.0}), (7, {"accuracy": 0.5}), "closed",
     ]  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def function(name: str, value: Any) -> Any:
 
 
 def several(name: str, value: Any) -> Any:
-    """Names with commas between them, or a list of names and, for sinks, of objects."""
+    """Names with commas between them, or a list of names."""
     if not isinstance(value, str | list | tuple | set | frozenset):
         raise _odd(name, value, "must be names with commas between them, or a list")
     return value
@@ -128,6 +128,7 @@ _KINDS: Mapping[str, Callable[..., Any]] = {
     "Several": several,
     "fetch.Collate": function,
     "Collate": function,
+    "Log": function,
     "Mapping[str, Any]": _mapping,
     "torch.amp.GradScaler": _scaler,
     "Any": _anything,  # looked at where it is used

@@ -28,8 +28,8 @@ CHAOS = "DDPJOB_TRAINER_CHAOS"
 TERMINAL = "DDPJOB_TRAINER_TERMINAL"
 #: Set by a user: a refusal shows its whole traceback, on every rank.
 TRACEBACK = "DDPJOB_TRAINER_TRACEBACK"
-#: A user may set these four; arguments of start() come first. SINKS: names with commas between.
-SNAPSHOT_UPLOAD, EVENTS, TENSORBOARD, SINKS = contract.USER_ENV
+#: A user may set these; arguments of start() come first.
+SNAPSHOT_UPLOAD, EVENTS, TENSORBOARD = contract.USER_ENV
 
 _HANG = (contract.HANG_STARTUP_SECONDS, contract.HANG_STEP_SECONDS, contract.HANG_SNAPSHOT_SECONDS)
 DEFAULT_EVERY_STEPS = 50
@@ -90,7 +90,6 @@ class WorkerEnvironment:
     chaos: Path | None
     events: Path | None
     tensorboard_dir: str | None
-    sinks: str
     columns: int  # of the terminal that this process's output ends on, 0: none
     watch: bool  # look for hangs in this process, since no launcher of ours does
 
@@ -289,7 +288,6 @@ def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
         chaos=chaos_directory(env),
         events=_path(env, EVENTS),
         tensorboard_dir=env.get(TENSORBOARD) or None,
-        sinks=env.get(SINKS, ""),
         columns=_integer(env, TERMINAL, 0) if env.get(STATE_DIR) else terminal_columns(),
         # Alone and without a word about deadlines it may well be a person with a debugger.
         watch=not env.get(STATE_DIR) and (world > 1 or any(env.get(name) for name in _HANG)),

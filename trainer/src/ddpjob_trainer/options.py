@@ -5,7 +5,7 @@ Name, type, default, bounds and choices: from here the checks have them. Never i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 CHANGES = ("global_batch", "data", "ema")
 
 Several = str | Sequence[Any]  # names with commas between them, or one by one
+Log = Callable[[int, Mapping[str, float]], None]  # step, values by name
 
 
 def _option(default: Any = MISSING, **bounds: Any) -> Any:
@@ -108,7 +109,7 @@ class Reporting(Arguments):
 
     log_every: int | None = _option(None, least=1)
     tensorboard_dir: Path | None = None
-    sinks: Several | None = None
+    log: Log | None = None
     events: Path | None = None
 
 

@@ -66,7 +66,6 @@ USER_ENV: Final = (
     "DDPJOB_TRAINER_SNAPSHOT_UPLOAD",
     "DDPJOB_TRAINER_EVENTS",
     "DDPJOB_TRAINER_TENSORBOARD",
-    "DDPJOB_TRAINER_SINKS",
 )
 
 # --- Exit codes of the trainer container --------------------------------------------------

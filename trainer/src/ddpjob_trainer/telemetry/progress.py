@@ -137,7 +137,7 @@ class Progress:
     def resumed(self, step: int, stored: Mapping[str, Any] | None = None) -> None:
         """Training goes on after ``step`` finished steps.
 
-        ``stored``: what curves() gave for the snapshot; its run_id at least.
+        ``stored``: what curves() gave for the snapshot.
         """
         self._metrics.stage("load", time.monotonic() - self._since)
         self.at("data")
@@ -145,8 +145,7 @@ class Progress:
         self._last = self._since
         self._writer.update(step=step)
         self._event("resume", step=step)
-        kept = stored or {}
-        self._sinks.open(str(kept.get("run_id", "")), step, unpacked(kept.get("untold")))
+        self._sinks.open(step, unpacked((stored or {}).get("untold")))
         self._pending.begin(step)
 
     def began_from(self, snapshot: Resumed) -> None:

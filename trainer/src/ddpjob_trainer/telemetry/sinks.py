@@ -35,12 +35,11 @@ Row = tuple[int, Mapping[str, float]]  # step, values by name
 class Sink(Protocol):
     """Takes numbers by step. One thread calls all methods, one at a time.
 
-    What a method raises is said once, and the call is made again later. A run that was killed
-    comes back with the same ``run_id``, and its steps after ``step`` come again, with the same
-    values: together they are one curve.
+    What a method raises is said once, and the call is made again later. Of a run that was killed
+    the steps after ``step`` come again, with the same values: together they are one curve.
     """
 
-    def open(self, run_id: str, step: int) -> None:
+    def open(self, step: int) -> None:
         """Begin after ``step`` finished steps (0: a fresh start). Called first."""
         ...
 
@@ -53,18 +52,33 @@ class Sink(Protocol):
         ...
 
 
+class Called:
+    """The function of start(log=...) as a sink."""
+
+    def __init__(self, function: Callable[[int, Mapping[str, float]], None]) -> None:
+        self._function = function
+
+    def open(self, step: int) -> None:
+        """Do nothing: a function is there."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Hand over a copy, which is the function's to change."""
+        self._function(step, dict(values))
+
+    def close(self) -> None:
+        """Do nothing: what it has opened is its own to close."""
+
+
 class Sinks:
     """All sinks of a run, by name."""
 
     def __init__(self, sinks: Mapping[str, Sink] | None = None) -> None:
         self._feeds = [_Feed(name, sink) for name, sink in (sinks or {}).items()]
 
-    def open(
-        self, run_id: str, step: int, untaken: Mapping[str, Sequence[Row]] | None = None
-    ) -> None:
+    def open(self, step: int, untaken: Mapping[str, Sequence[Row]] | None = None) -> None:
         """See Sink.open. ``untaken``: of the process before, as far as the snapshot knows."""
         for feed in self._feeds:
-            feed.start(run_id, step)
+            feed.start(step)
             for row in (untaken or {}).get(feed.name, ()):
                 feed.put(row)
 
@@ -104,10 +118,10 @@ class _Feed:
         self._failed = False
         self._slow = False
 
-    def start(self, run_id: str, step: int) -> None:
+    def start(self, step: int) -> None:
         # A daemon: what hangs in there must not keep the process alive.
         self._thread = threading.Thread(
-            target=self._work, args=(run_id, step), name=f"sink {self.name}", daemon=True
+            target=self._work, args=(step,), name=f"sink {self.name}", daemon=True
         )
         self._thread.start()
 
@@ -139,9 +153,9 @@ class _Feed:
         if self._thread.is_alive():
             say(0, f"warning: {self.name} has not taken all values: it does not answer")
 
-    def _work(self, run_id: str, step: int) -> None:
+    def _work(self, step: int) -> None:
         pauses = itertools.chain(_PAUSES, itertools.repeat(_LONG_PAUSE))
-        if not self._done(partial(self._sink.open, run_id, step), pauses):
+        if not self._done(partial(self._sink.open, step), pauses):
             return
         while (row := self._next()) is not None:
             self._done(partial(self._sink.log, *row), _PAUSES)
@@ -177,12 +191,3 @@ class _Feed:
             self._failed = True
             text = str(error).strip().partition("\n")[0] or type(error).__name__
             say(0, f"warning: {self.name} takes no values: {text}; training goes on")
-
-
-def names_of(sinks: Sequence[Sink]) -> list[str]:
-    """What lines about them call them: the class's name, numbered if it comes again."""
-    found: list[str] = []
-    for sink in sinks:
-        name = type(sink).__name__
-        found.append(name if name not in found else f"{name} {len(found) + 1}")
-    return found

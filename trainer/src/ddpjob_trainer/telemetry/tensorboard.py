@@ -16,7 +16,7 @@ class TensorBoard:
         self._directory = directory
         self._writer: SummaryWriter | None = None
 
-    def open(self, run_id: str, step: int) -> None:
+    def open(self, step: int) -> None:
         """Hide what an earlier process wrote of later steps. Raises ImportError, OSError."""
         try:
             from torch.utils.tensorboard import SummaryWriter

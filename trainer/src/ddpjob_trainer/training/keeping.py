@@ -81,7 +81,6 @@ class Keeping:
         self.best = best.unpacked(stored.get("best", {}))
         self._trained.modes.put_back(stored.get("modes"))
         config["buckets"] = stored.get("buckets")
-        config["run_id"] = run_config.run_id(stored, self._world.identity)
         self.finished = run_config.is_finished(stored, self._options.total_steps or 0)
         if self.finished:
             self._warn(
@@ -89,7 +88,7 @@ class Keeping:
                 " To go on, ask for more steps than then; to train anew, take another snapshot"
                 " directory"
             )
-        return {**stored, "run_id": config["run_id"]}
+        return stored
 
     def take_layout(self, layout: str | None) -> None:
         """Learn in which buckets gradients travel, once that is known."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -15,7 +13,6 @@ from ddpjob_trainer.data.inputs import Place
 from ddpjob_trainer.data.likeness import Likeness, difference
 from ddpjob_trainer.data.sampler import DataOrder, Epochs
 from ddpjob_trainer.data.stream import Endless
-from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.options import Options
 from ddpjob_trainer.snapshot import origin
@@ -108,19 +105,6 @@ def take_layout(config: dict[str, Any], layout: str | None) -> str:
         f"warning: gradients {what} than before the snapshot: the"
         " result will not equal an undisturbed run's bit for bit"
     )
-
-
-def run_id(stored: Mapping[str, Any], identity: Identity) -> str:
-    """Name the run's curves: as in the snapshot it goes on from, so that they go on, too.
-
-    A job that is killed before its first snapshot finds the same name again: its uid's.
-    """
-    kept = stored.get("run_id")
-    if isinstance(kept, str):
-        return kept
-    if not identity.unique:
-        return secrets.token_hex(8)
-    return blake2b(identity.uid.encode(), digest_size=8).hexdigest()
 
 
 def is_finished(stored: Mapping[str, Any], total_steps: int) -> bool:

@@ -24,14 +24,14 @@ from ddpjob_trainer.gradients.elastic import ElasticAveraging
 from ddpjob_trainer.liveness import stacks
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter
 from ddpjob_trainer.liveness.watchdog import Watchdog
-from ddpjob_trainer.options import Options, Reporting, SnapshotOptions
+from ddpjob_trainer.options import Log, Options, Reporting, SnapshotOptions
 from ddpjob_trainer.snapshot.manager import Snapshots
 from ddpjob_trainer.snapshot.remote.client import check_upload
 from ddpjob_trainer.telemetry.console import Display
 from ddpjob_trainer.telemetry.event_log import EventLog
 from ddpjob_trainer.telemetry.progress import Progress
-from ddpjob_trainer.telemetry.sink_choice import choose
-from ddpjob_trainer.telemetry.sinks import Sink, Sinks
+from ddpjob_trainer.telemetry.sinks import Called, Sink, Sinks
+from ddpjob_trainer.telemetry.tensorboard import TensorBoard
 from ddpjob_trainer.training import refusal
 from ddpjob_trainer.training.parting import Parting
 from ddpjob_trainer.training.process import Process
@@ -71,7 +71,7 @@ def start(
     snapshot_upload: str | None = None,
     events: str | os.PathLike[str] | None = None,
     tensorboard_dir: str | os.PathLike[str] | None = None,
-    sinks: str | Sequence[str | Sink] | None = None,
+    log: Log | None = None,
 ) -> Run:
     """Join the other processes and return the Run.
 
@@ -110,8 +110,8 @@ def start(
     ``log_every``: steps between two lines of progress (default: 40 lines in the whole run).
     ``events``: file for one JSON object per step (default: DDPJOB_TRAINER_EVENTS, else none).
     ``tensorboard_dir``: for TensorBoard (default: DDPJOB_TRAINER_TENSORBOARD, else none).
-    ``sinks``: where the run's curves go, on rank 0: "tensorboard", "wandb", "mlflow", and objects
-    of your own, see telemetry.sinks.Sink (default: DDPJOB_TRAINER_SINKS, names with commas).
+    ``log``: a function of yours that rank 0 calls with the run's curves, as log(step, values), on
+    a thread of its own; what it raises is told once and ends nothing.
 
     Alone without any environment, under torchrun and under our launcher it is the same call.
     Raises ConfigError; ends the process with exit code 75 when the others do not come.
@@ -144,7 +144,6 @@ def start(
     options.check(env.world_size)
     determinism.pin_arithmetic(options.level, options.threads, place)
     reporting = Reporting.among(given)
-    chosen = _chosen_sinks(reporting, env)
     settings = _snapshot_settings(env.snapshot, SnapshotOptions.among(given))
     _begin_in(settings, options.total_steps or options.epochs or 0)
     recorder = Recorder(env.chaos, env.rank)
@@ -171,7 +170,6 @@ def start(
         writer,
         options,
         reporting,
-        chosen,
         rendezvous_seconds=time.monotonic() - joining,
     )
     snapshots = Snapshots(settings, world, progress)
@@ -234,11 +232,15 @@ def _begin_in(settings: SnapshotSettings, total_steps: int) -> None:
     _BEGUN[directory] = total_steps
 
 
-def _chosen_sinks(asked: Reporting, env: WorkerEnvironment) -> dict[str, Sink]:
-    """On every rank, so that all refuse alike. Raises ConfigError."""
-    directory = asked.tensorboard_dir
-    board = os.fspath(directory) if directory is not None else env.tensorboard_dir
-    return choose(env.sinks if asked.sinks is None else asked.sinks, board)
+def _sinks(asked: Reporting, env: WorkerEnvironment) -> dict[str, Sink]:
+    """Return where rank 0 sends the run's curves, by name."""
+    found: dict[str, Sink] = {}
+    board = asked.tensorboard_dir or env.tensorboard_dir
+    if board is not None:
+        found["tensorboard"] = TensorBoard(os.fspath(board))
+    if asked.log is not None:
+        found["log"] = Called(asked.log)
+    return found
 
 
 def _make_progress(
@@ -246,7 +248,6 @@ def _make_progress(
     writer: RankStateWriter,
     options: Options,
     given: Reporting,
-    sinks: dict[str, Sink],
     *,
     rendezvous_seconds: float,
 ) -> Progress:
@@ -265,7 +266,7 @@ def _make_progress(
             options.total_steps or 0, columns=max(0, env.columns - _PREFIX) if main else 0
         ),
         events=EventLog(events) if main and events is not None else None,
-        sinks=Sinks(sinks if main else None),
+        sinks=Sinks(_sinks(given, env) if main else None),
     )
 
 
