@@ -1,20 +1,22 @@
-"""Snapshots read from Python, and as DCP checkpoints, there and back."""
+"""Snapshots read from Python, and the example that makes a DCP checkpoint of one."""
 
 from __future__ import annotations
 
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed import checkpoint
 
 import ddpjob_trainer as ddp
-from ddpjob_trainer import cli
 from ddpjob_trainer.snapshot.find import SnapshotToolError
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from support.snapshots import open_snapshots
+
+EXAMPLE = Path(__file__).parents[3] / "examples/to_dcp.py"
 
 
 def trained(seed: int = 0) -> tuple[nn.Sequential, torch.optim.Optimizer]:
@@ -91,10 +93,11 @@ def test_where_there_is_none(root, tmp_path):  # type: ignore[no-untyped-def]
         ddp.read_snapshot(tmp_path / "absent")
 
 
-def test_dcp_there_and_back(root, tmp_path, capsys):  # type: ignore[no-untyped-def]
+def test_the_example_makes_a_dcp_checkpoint(root, tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
     model, optimizer = trained(2)
     dcp = tmp_path / "dcp"
-    assert cli.main(["snapshot", "export", str(root), str(dcp), "--format", "dcp"]) == 0
+    monkeypatch.setattr(sys, "argv", ["to_dcp.py", str(root), str(dcp)])
+    runpy.run_path(str(EXAMPLE))
     other, theirs = trained(7)
     state = {"model": other.state_dict(), "optimizer": theirs.state_dict()}
     checkpoint.load(state, checkpoint_id=dcp, no_dist=True)
@@ -109,26 +112,3 @@ def test_dcp_there_and_back(root, tmp_path, capsys):  # type: ignore[no-untyped-
         torch.equal(value, ours[1].capture(0).flat.tensors[name])
         for name, value in ours[0].capture(0).flat.tensors.items()
     )
-    file = tmp_path / "weights"
-    assert cli.main(["snapshot", "import", str(dcp), str(file)]) == 0
-    assert all(torch.equal(t, model.state_dict()[n]) for n, t in load_file(file).items())
-    assert load_file(file).keys() == model.state_dict().keys()
-    whole = tmp_path / "whole"
-    assert cli.main(["snapshot", "import", str(dcp), str(whole), "--format", "torch"]) == 0
-    theirs.load_state_dict(torch.load(whole, weights_only=True)["optimizer"])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "job", "weights", "whole"]
-
-
-def test_a_checkpoint_of_another_program(tmp_path, capsys):  # type: ignore[no-untyped-def]
-    """Its weights may be at the top, and other things beside them."""
-    model, _ = trained()
-    state = {**model.state_dict(), "epoch": 3}
-    checkpoint.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    out = tmp_path / "weights"
-    assert cli.main(["snapshot", "import", str(tmp_path / "dcp"), str(out)]) == 0
-    assert load_file(out).keys() == model.state_dict().keys()
-    assert "left out, as they are no tensors: epoch" in capsys.readouterr().err
-    assert cli.main(["snapshot", "import", str(tmp_path / "dcp"), str(out)]) == 1
-    assert "exists" in capsys.readouterr().err
-    assert cli.main(["snapshot", "import", str(tmp_path), str(tmp_path / "x")]) == 1
-    assert "is no DCP checkpoint" in capsys.readouterr().err

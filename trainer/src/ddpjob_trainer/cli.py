@@ -159,20 +159,6 @@ def _add_snapshot(commands: Any) -> None:
         "verify": "check every byte; exit code 1 if a snapshot is damaged",
         "export": "write the model's weights to one file that needs nothing of ours",
     }
-    brought = verbs.add_parser(
-        "import",
-        help="write the weights of a DCP checkpoint to a file for start(resume=FILE)",
-        description="Write the weights of a torch.distributed.checkpoint directory to a file for"
-        " start(resume=FILE). Its own format is pickle: import only what you trust.",
-    )
-    brought.add_argument("directory", type=Path, metavar="DCP_DIR", help="the DCP checkpoint")
-    brought.add_argument("out", type=Path, metavar="FILE", help="file to write; must not exist")
-    brought.add_argument(
-        "--format",
-        choices=("safetensors", "torch"),
-        default="safetensors",
-        help="safetensors: the model's tensors (default); torch: all that is in it",
-    )
     for verb, text in verbs_help.items():
         one = verbs.add_parser(verb, help=text, description=f"{text[0].upper()}{text[1:]}.")
         one.add_argument("directory", type=Path, metavar="DIR", help=where)
@@ -180,16 +166,15 @@ def _add_snapshot(commands: Any) -> None:
     one.add_argument("--step", type=int, metavar="N", help="which one (default: the newest valid)")
     one.add_argument(
         "--format",
-        choices=("safetensors", "torch", "dcp"),
+        choices=("safetensors", "torch"),
         default="safetensors",
-        help="safetensors (default); torch: a state_dict as torch.save writes it; dcp: a directory"
-        " of torch.distributed.checkpoint, with the optimizer and all else that is registered",
+        help="safetensors (default); torch: a state_dict as torch.save writes it",
     )
 
 
 def _snapshot(options: argparse.Namespace) -> int:
     # These need torch, which `run` must never import.
-    from ddpjob_trainer.snapshot import commands, dcp
+    from ddpjob_trainer.snapshot import commands
     from ddpjob_trainer.snapshot.find import SnapshotToolError
 
     try:
@@ -197,8 +182,6 @@ def _snapshot(options: argparse.Namespace) -> int:
             return commands.ls(options.directory)
         if options.verb == "verify":
             return commands.verify(options.directory)
-        if options.verb == "import":
-            return dcp.convert(options.directory, options.out, format_=options.format)
         return commands.export(
             options.directory, options.out, step=options.step, format_=options.format
         )

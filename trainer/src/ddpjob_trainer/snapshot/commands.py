@@ -1,4 +1,4 @@
-"""`ddpjob-trainer snapshot ls|verify|export|import`: look at them, check them, take them along.
+"""`ddpjob-trainer snapshot ls|verify|export`: look at them, check them, take them along.
 
 Reads only, but for what export writes to the path it is given; safe beside a running job.
 """
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ddpjob_trainer.snapshot import dcp
 from ddpjob_trainer.snapshot.find import SnapshotToolError, find
 from ddpjob_trainer.snapshot.ondisk import disk, manifest
 from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError
@@ -70,19 +69,14 @@ def export(root: Path, out: Path, *, step: int | None, format_: str) -> int:
     """Write a snapshot to something that needs nothing of ours; return 0.
 
     ``step`` None takes the newest that is valid, as a resume would. ``format_`` safetensors or
-    torch: a file of the model's state_dict, tied weights under each of their names; dcp: a
-    directory with the model and every registered object. Raises SnapshotToolError, OSError.
+    torch: a file of the model's state_dict, tied weights under each of their names. Raises
+    SnapshotToolError, OSError.
     """
     if out.exists():
         raise SnapshotToolError(f"{out} exists; choose another file or remove it")
     found = read_snapshot(root, step)
     model = {name: found.model[name] for name in found.model if name not in found.caches}
     extra = _extra_state(found)
-    if format_ == "dcp":
-        state = {name: found.state(name) for name in found.registered}
-        dcp.save(out, {**state, "model": {**model, **extra}})
-        print(f"{out}: step {found.step}, model, {', '.join(state)}", file=sys.stderr)
-        return 0
     # Of a name that nobody can have put there: a link would be followed.
     temporary = out.with_name(f"{out.name}.{secrets.token_hex(4)}.tmp")
     try:
