@@ -27,6 +27,7 @@ from harness import programs
 FOR_EVER = 10_000_000
 EVERY = 25  # steps between snapshots, on all sides
 MAX_RESTARTS = 30
+IN_PLACE = ("in place", "preload")  # the ways with rounds
 #: Events of the trace in their order, each the end of a stage.
 STAGES = {
     "seen": "failed",
@@ -101,6 +102,8 @@ class Subject:
         if self.way == "new launch":
             environment[contract.IN_PLACE_MAX_WITHOUT_PROGRESS] = "0"
         program = (programs.program("ours.py"), *sizes)
+        if self.way == "preload":
+            program = ("--preload", "heavy", programs.program("imports.py"), *sizes)
         return Job(program, self._nproc, environment, self._directory / "log")
 
     def _until(self, condition: Callable[[], bool], what: str, seconds: float) -> None:
@@ -134,7 +137,7 @@ class Subject:
         """Before the next kill: a newer snapshot than the last resume, and spares if wanted."""
         story = self.records.stories[0]
         self._until(lambda: story.progress > EVERY + 5, "a new snapshot", _START_SECONDS)
-        if warm and self.way == "in place":
+        if warm and self.way in IN_PLACE:
             self._until(self._spares, "spares", _START_SECONDS)
 
     def _events(self) -> list[dict]:

@@ -289,17 +289,19 @@ def imported(path: Path) -> int:
     return len(path.with_name(path.name + ".log").read_text())
 
 
-def test_what_all_workers_can_share_is_imported_once(bare, tmp_path):  # type: ignore[no-untyped-def]
-    """Up to the first module that is not the same in all; each rank has its own of that."""
-    ranked = "import os\nRANK = os.environ['RANK'] + os.environ['DDPJOB_ROUND']\nprint('ranked')\n"
-    modules = {name: tmp_path / f"{name}.py" for name in ("shared", "ranked", "later")}
+def test_what_is_preloaded_is_imported_once(bare, tmp_path):  # type: ignore[no-untyped-def]
+    """What cannot be, or leaves a thread behind, each process imports for itself, and is told."""
+    thread = (
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    sources = {"shared": "", "threaded": thread, "later": ""}
+    modules = {name: tmp_path / f"{name}.py" for name in sources}
     for name, path in modules.items():
-        path.write_text((ranked if name == "ranked" else "") + COUNTED)
-    first = "import shared, ranked, later\n"
+        path.write_text(sources[name] + COUNTED)
     text = (
         BARE
         + """
-print("has", ranked.RANK, flush=True)
+print("has", round_, flush=True)
 (here / f"has-{rank}-{round_}").touch()
 if round_ == "0":
     until_spares()
@@ -309,38 +311,18 @@ if round_ == "0":
 until_spares(2)  # those of the round that does not come, so that none is at its imports
 """
     )
-    code, out, err = bare(text, "--nproc", "3", fresh=False, first=first)
+    words = ("--nproc", "3", "--preload", "shared, threaded,absent,later")
+    first = "import shared, threaded, later\n"
+    code, out, err = bare(text, *words, fresh=False, first=first)
     assert code == 0, err
     for rank in range(3):
         said = [line for line in out.splitlines() if line.startswith(f"[rank {rank}]")]
-        assert said == [
-            f"[rank {rank}] ranked", f"[rank {rank}] has {rank}0", f"[rank {rank}] has {rank}1",
-        ]  # fmt: skip
-    assert imported(modules["shared"]) == 1
-    assert imported(modules["ranked"]) == imported(modules["later"]) == 9
-
-
-def test_a_shared_module_that_is_edited_is_taken_as_it_is_then(bare, tmp_path):  # type: ignore[no-untyped-def]
-    module = tmp_path / "shared.py"
-    module.write_text("VALUE = 'old'\n" + COUNTED)
-    edit = "if shared.VALUE == 'old':\n    open(shared.__file__, 'a').write('VALUE = 12')\n"
-    text = (
-        edit
-        + BARE
-        + """
-print(shared.VALUE)
-if round_ == '0':
-    until_spares()
-    launcher = f"/proc/{os.getppid()}/task/{os.getppid()}/children"
-    while (count := len(open(launcher).read().split())) > 3:  # an earlier fork server ends
-        time.sleep(0.01)
-    print(count)
-    sys.exit(3)
-"""
-    )
-    code, out, err = bare(text, fresh=False, first="import shared\n")
-    assert (code, out) == (0, "old\n3\n12\n"), err  # the worker, the fork server and a spare
-    assert imported(module) >= 2
+        assert said == [f"[rank {rank}] has 0", f"[rank {rank}] has 1"]
+    assert err.count("warning: --preload is left to each process: ") == 1
+    assert "process: threaded: its import leaves threads behind; absent: ModuleNotFound" in err
+    assert imported(modules["shared"]) == 2, "once by the server that met the thread, once after"
+    assert imported(modules["later"]) == 1
+    assert imported(modules["threaded"]) == 1 + 9
 
 
 # --- With torch ------------------------------------------------------------------------------

@@ -127,6 +127,12 @@ def test_spares(tmp_path, text, given, spares):  # type: ignore[no-untyped-def]
         plan(str(path), {}, spares="few")
 
 
+def test_modules_to_preload_are_named_with_commas():  # type: ignore[no-untyped-def]
+    assert plan("sh", {}, preload="PIL, scipy.stats,").preload == ("PIL", "scipy.stats")
+    with pytest.raises(ConfigError, match="--preload: 'a b' must be a module's name"):
+        plan("sh", {}, preload="PIL,a b")
+
+
 INTERRUPTED = """
 import os, signal, sys, types
 import ddpjob_trainer

@@ -11,10 +11,9 @@ from unittest.mock import ANY
 import pytest
 
 from ddpjob_trainer.launcher.processes import children, fork_server
-from ddpjob_trainer.launcher.processes.fork_server import Program
+from ddpjob_trainer.launcher.processes.fork_server import Import, Program
 from ddpjob_trainer.launcher.processes.source import sets_environment_first, uses_our_library
 from ddpjob_trainer.launcher.processes.spares import Call, Spares
-from ddpjob_trainer.launcher.processes.watch import Import
 
 
 def test_a_spare_that_hears_and_closes_at_once_has_heard(monkeypatch):  # type: ignore[no-untyped-def]
@@ -111,6 +110,13 @@ def test_a_spare_and_its_fork_server_may_die_in_the_same_moment():
         for key in sorted(ready, key=lambda key: key.data == spares._server_spoke):
             key.data(0.0)
     assert told == ["no warm spares: a spare died 3 times in a row"]
+
+
+def test_without_spares_nothing_is_preloaded_which_is_told():
+    told: list[str] = []
+    program = Program("x.py", (), False)
+    Spares(program, 0, {}, ("json",), selectors.DefaultSelector(), lambda *_: None, told.append)
+    assert told == ["warning: --preload is left to each process, as there are no warm spares"]
 
 
 def test_without_descriptors_there_is_no_spare_and_no_harm(monkeypatch):

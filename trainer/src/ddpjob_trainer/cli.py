@@ -143,6 +143,13 @@ def _add_launcher(parser: argparse.ArgumentParser) -> None:
         help="processes kept ready for the next round, which have imported torch already; 0: none"
         " (default: auto, one per process of a program that imports ddpjob_trainer)",
     )
+    parser.add_argument(
+        "--preload",
+        default="",
+        metavar="NAMES",
+        help="modules that spares have imported too, once for all of them, as torchvision,PIL: what"
+        " takes a script long to import",
+    )
     torchrun.add(parser)
 
 
@@ -221,6 +228,7 @@ def _run(options: argparse.Namespace) -> int:
             progress_path=options.progress_path,
             events=options.events,
             spares=options.spares,
+            preload=options.preload,
         )
         supervisor = Supervisor(plan)
     except CannotStartError as error:

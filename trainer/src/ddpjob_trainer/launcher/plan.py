@@ -72,6 +72,7 @@ class Plan:
     final_exit_codes: frozenset[int]  # besides those that no restart can cure
     hub_port: int | None  # None: alone, or no rounds
     spares: int
+    preload: tuple[str, ...]  # modules that they are to have imported
     first_round_from_spares: bool  # else it starts fresh interpreters
     uses_our_library: bool  # then rank 0 takes the store's port from us
     trace: Path | None
@@ -149,6 +150,14 @@ def _spares(given: str, program: Program, nproc: int, rounds: int, *, ours: bool
     return (nproc if ours else 0) if given == "auto" else min(int(given), nproc)
 
 
+def _preload(given: str) -> tuple[str, ...]:
+    names = tuple(filter(None, map(str.strip, given.split(","))))
+    for name in names:
+        if not all(map(str.isidentifier, name.split("."))):
+            raise ConfigError(f"--preload: {name!r} must be a module's name, as in torchvision,PIL")
+    return names
+
+
 def make_plan(
     env: LauncherEnvironment,
     program: Program,
@@ -161,6 +170,7 @@ def make_plan(
     progress_path: Path | None = None,
     events: Path | None = None,
     spares: str = "auto",
+    preload: str = "",
     master_port: int | None = None,
 ) -> Plan:
     """Join the environment and the command line; the operator's number of processes wins.
@@ -203,6 +213,7 @@ def make_plan(
         progress_path=progress_path or env.progress_path,
         final_exit_codes=env.final_exit_codes,
         spares=warm,
+        preload=_preload(preload),
         first_round_from_spares=warm == nproc and ours and not sets_environment_first(program),
         uses_our_library=ours,
         hub_port=env.hub_port if rounds and not standalone and env.replicas > 1 else None,

@@ -41,7 +41,7 @@ class Starter:
             plan.program,
             plan.spares,
             {**self._environment, "PROMETHEUS_MULTIPROC_DIR": str(scratch.metrics)},
-            {*rank_environment(plan, 0, 0, scratch), STORE_FD},
+            plan.preload,
             selector,
             self._came,
             tell,

@@ -1,10 +1,10 @@
 """Warm spares: processes that have imported torch and the script's modules, and wait to be called.
 
-A fork server imports once per launcher what every worker needs, and what the script imports first
-where that can be shared (sharing.py); it forks a spare per worker when asked. A spare gets its
-rank's environment, imports what else the script imports at its top level, and waits; called, it
-becomes the worker, as `python script.py` would be. No CUDA context, no threads and no seeded
-generator before the call. Run by the launcher as a module.
+A fork server imports once per launcher what every worker needs, and the modules that --preload
+names; it forks a spare per worker when asked. A spare gets its rank's environment, imports what
+else the script imports at its top level, and waits; called, it becomes the worker, as
+`python script.py` would be. No CUDA context, no threads and no seeded generator before the call.
+Run by the launcher as a module.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from typing import Any
 
 from ddpjob_trainer import gpu_devices
 from ddpjob_trainer.launcher.processes.appearance import look_started
-from ddpjob_trainer.launcher.processes.sharing import Shared, share
-from ddpjob_trainer.launcher.processes.watch import Import
 
 #: What training imports sooner or later, some of it as late as in the first step. Found by
 #: comparing sys.modules (tests/trainer/test_spares.py); one that is missing costs only time.
@@ -47,6 +45,7 @@ MODULES = (
     "ddpjob_trainer.training.start",
 )
 MAX_REQUEST = 1024 * 1024
+_MOST_TOLD = 200  # characters about one module
 _PR_SET_PDEATHSIG = 1
 _ADOPTION_SECONDS = 5.0
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -59,6 +58,20 @@ class Program:
     name: str
     arguments: tuple[str, ...]
     module: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """`import module`, or with names `from module import names`."""
+
+    module: str
+    names: tuple[str, ...] = ()
+
+    def run(self) -> None:
+        """Raises what the import raises, but of what is not in the module says nothing."""
+        __import__(self.module, {}, {}, self.names)
+        for name in self.names:  # some modules load what they have when it is asked for
+            getattr(sys.modules[self.module], name, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,24 +113,16 @@ def receive(source: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 # --- The fork server --------------------------------------------------------------------------
 
 
-def _serve(control: socket.socket, launcher: int, shared: Shared) -> tuple[socket.socket, bool]:
-    """Fork a spare for every request, until a shared module is not what it was.
+def _serve(control: socket.socket, launcher: int) -> tuple[socket.socket, bool]:
+    """Fork a spare for every request.
 
     Returns in the spare: the socket it is called by, and whether the call is on its way.
     """
-    stale = False
     while True:
         request = receive(control)
         if request is None:
             os._exit(0)
         body, fds = request
-        if not stale and shared.edited():
-            stale = True
-            send(control, {"stale": True}, [])
-        if stale:
-            for fd in fds:
-                os.close(fd)
-            continue
         pid = os.fork()
         if pid == 0:
             # The spare must be the launcher's child: orphans are, so its parent ends at once.
@@ -151,6 +156,37 @@ def _import(what: Import) -> None:
     # What cannot be imported now will tell why in the script, or is not needed.
     with contextlib.suppress(BaseException):
         what.run()
+
+
+def _preload(control: socket.socket, given: dict[str, Any]) -> str:
+    """Import the modules that --preload names; return what is to be told of them.
+
+    One that leaves behind what no fork survives is left out, by an interpreter of its own.
+    """
+    environment = dict(os.environ)
+    before = _threads()
+    for name in given["preload"]:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            given["told"].append(f"{name}: {type(error).__name__}: {error}"[:_MOST_TOLD])
+        left = gpu_devices.driver_opened() or ("threads" if _threads_forked() > before else "")
+        if left:
+            given["told"].append(f"{name}: its import leaves {left} behind"[:_MOST_TOLD])
+            given["preload"].remove(name)
+            command = ("-u", "-m", __name__, str(control.fileno()), json.dumps(given))
+            os.execve(sys.executable, (sys.executable, *command), environment)
+    return "; ".join(given["told"])
+
+
+def _threads_forked() -> int:
+    """How many threads there are that no owner ends before a fork, as BLAS libraries do theirs."""
+    if _threads() > 1:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+    return _threads()
 
 
 # --- The spare --------------------------------------------------------------------------------
@@ -221,13 +257,13 @@ def _compiled(program: Program, source: bytes) -> _Script:
     return _Script(source, compile(source, path, "exec", dont_inherit=True))
 
 
-def imports_by(program: Program, *, first: bool = False) -> Iterator[Import]:
+def imports_by(program: Program) -> Iterator[Import]:
     """Yield what a program imports at its top level; each is to be done before the next.
 
-    ``first``: only what comes before all other statements. Raises what reading it raises.
+    Raises what reading it raises.
     """
     if not program.module:
-        yield from imports_of(Path(program.name).read_bytes(), "", first=first)
+        yield from imports_of(Path(program.name).read_bytes(), "")
         return
     parts = program.name.split(".")
     yield from (Import(".".join(parts[:end])) for end in range(1, len(parts)))
@@ -237,10 +273,10 @@ def imports_by(program: Program, *, first: bool = False) -> Iterator[Import]:
         spec = importlib.util.find_spec(program.name + ".__main__")
     if spec is not None and spec.origin is not None:
         source = Path(spec.origin).read_bytes()
-        yield from imports_of(source, spec.parent or "", first=first)
+        yield from imports_of(source, spec.parent or "")
 
 
-def imports_of(source: bytes, package: str, *, first: bool = False) -> Iterator[Import]:
+def imports_of(source: bytes, package: str) -> Iterator[Import]:
     """Yield what a source imports at its top level, in its order.
 
     Up to the first statement by which an import that comes after it may be another.
@@ -254,13 +290,8 @@ def imports_of(source: bytes, package: str, *, first: bool = False) -> Iterator[
             with contextlib.suppress(ImportError):
                 module = importlib.util.resolve_name(base, package or None)
                 yield Import(module, tuple(alias.name for alias in statement.names))
-        elif (first and not _is_text(statement)) or _has_effect(statement):
+        elif _has_effect(statement):
             return
-
-
-def _is_text(statement: ast.stmt) -> bool:
-    """Whether it is a docstring or the like."""
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _has_effect(statement: ast.stmt) -> bool:
@@ -297,12 +328,11 @@ def main() -> None:
     """Serve; in a spare that was called, run the program and end as it ends."""
     control = socket.socket(fileno=int(sys.argv[1]))
     given = json.loads(sys.argv[2])
-    server, launcher = os.getpid(), os.getppid()
+    launcher = os.getppid()
     program = Program(given["name"], tuple(given["arguments"]), given["module"])
     if not sys.flags.safe_path:
         del sys.path[0]  # where -m found this module
-    # Its BLAS may start threads, and brings them through a fork itself; its generator is seeded
-    # from the system, as an import that can be shared may not.
+    # Its BLAS may start threads, and brings them through a fork itself.
     _import(Import("numpy.random"))
     before = _threads()
     for name in MODULES:
@@ -313,17 +343,11 @@ def main() -> None:
     if opened := gpu_devices.driver_opened():
         send(control, {"unfit": f"an import has opened {opened}"}, [])
         os._exit(1)
-    _freeze()
     _become(program)
-    shared = Shared()
-    if given["share"]:
-        shared = share(imports_by(program, first=True), given["differing"])
-        _freeze()
-    if os.getpid() != server:  # it could not share all
-        _settle(launcher, server)
-        send(control, {"pid": os.getpid()}, [])
-    send(control, {"warm": True}, [])
-    line, called = _serve(control, launcher, shared)
+    told = _preload(control, given)
+    _freeze()
+    send(control, {"warm": True, "told": told}, [])
+    line, called = _serve(control, launcher)
     _reseed()
     script = _wait(line, program, called=called)
     try:

@@ -13,7 +13,7 @@ import selectors
 import signal
 import socket
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from ddpjob_trainer import trace
@@ -50,8 +50,8 @@ class _Spare:
 class Spares:
     """``came``: told (local rank, pid) of a worker that call() promised; pid 0: it never will.
 
-    ``count`` 0: none are kept, and every call is refused. ``differing``: names of the variables
-    of which each worker, or each round, has its own value.
+    ``count`` 0: none are kept, and every call is refused. ``preload``: modules that the fork server
+    imports for all of them.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Spares:
         program: Program,
         count: int,
         env: Mapping[str, str],
-        differing: Collection[str],
+        preload: Sequence[str],
         selector: selectors.BaseSelector,
         came: Callable[[int, int, Call, float], None],
         tell: Callable[[str], None],
@@ -67,8 +67,7 @@ class Spares:
         self._program = program
         self._count = count
         self._env = env
-        self._differing = sorted(differing)
-        self._share = True  # what the script imports, until one of its modules is edited
+        self._preload = preload
         self._selector = selector
         self._came = came
         self._tell = tell
@@ -78,6 +77,8 @@ class Spares:
         self._warm = False
         self._deaths = 0
         self._spares: dict[int, _Spare] = {}  # by local rank
+        if preload and not count:
+            tell("warning: --preload is left to each process, as there are no warm spares")
 
     def pids(self) -> set[int]:
         """Processes of ours that are no workers."""
@@ -151,7 +152,7 @@ class Spares:
                 self._lost(local_rank, now)
         if pid == self._server_pid:
             self._server_pid = 0
-            if self._warm:  # else its copy may go on in its place; if none does, the line closes
+            if self._warm:  # else its last word is still to be read
                 self._forget_server()
 
     def tick(self, now: float) -> float | None:
@@ -175,8 +176,7 @@ class Spares:
     # --- The fork server -----------------------------------------------------------------
 
     def _start_server(self, now: float) -> None:
-        sharing = {"share": self._share, "differing": self._differing}
-        given = json.dumps(asdict(self._program) | sharing)
+        given = json.dumps(asdict(self._program) | {"preload": self._preload, "told": []})
         mine, theirs = socket.socketpair()
         null = -1
         try:
@@ -211,14 +211,11 @@ class Spares:
             self._forget_server()
         elif "unfit" in body:
             self._off(str(body["unfit"]))
-        elif "stale" in body:
-            self._share = False
-            self._forget_server()
-        if body is not None and "pid" in body:
-            self._server_pid = int(str(body["pid"]))
         if body is not None and "warm" in body:
             self._warm = True
             self._deaths = 0
+            if told := body.get("told"):
+                self._tell(f"warning: --preload is left to each process: {told}")
             for one in self._spares.values():  # they are forked from now on
                 one.called_at = None if one.called_at is None else now
 
