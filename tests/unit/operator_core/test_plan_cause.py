@@ -126,6 +126,20 @@ def test_a_restart_of_a_dead_machine_is_not_charged_after_all(fence: dict):
     assert world.attempts() == ({2} if fence else {1})
 
 
+@pytest.mark.fault("N14")
+def test_a_restart_that_was_free_is_told_as_the_dead_machines_too():
+    """Our launchers call it a lost peer, which told of the node of a peer that is well."""
+    world = running().end(0, 75).wait(6).finish_deletions_on("node1")
+    before = world.status["restarts"]
+    assert (world.phase, world.status["lastFailure"]["node"]) == ("Restarting", "node1")
+    fall_silent(world.wait(44), "node2")
+    failure = world.status["lastFailure"]
+    assert (failure["reason"], failure["node"], failure["attempt"]) == ("NodeLost", "node2", 1)
+    assert world.status["restarts"] == before
+    world.wait(3600)
+    assert world.status["restarts"]["disruptions"] == 1
+
+
 def charged(world: World) -> int:
     found: int = world.status["restarts"]["charged"]
     return found

@@ -33,6 +33,7 @@ _BY_PEERS: Final = ("Hang", "Killed", "User")
 #: Exit codes of who has lost a peer or waits for one.
 _WITHOUT_PEERS: Final = (contract.ExitCode.PEER_LOST, contract.ExitCode.HANG)
 _BY_HUB: Final = "ended with exit code 0 while"
+_PEER_LOST: Final = contract.ExitCode.PEER_LOST  # what our launcher makes of it
 _PERHAPS_PEERS: Final = (*_BY_PEERS, "Collateral")
 
 
@@ -99,12 +100,15 @@ def over(view: View, change: Change) -> Change:
 
 
 def refund(view: View, change: Change) -> Change:
-    """Give back what a restart was charged if a member was on a node that had died before it.
+    """Tell of the node, and give back a charge, if a member was on one that had died before.
 
     That member has not ended yet, though its kubelet has long been told to end it.
     """
     charged, old = view.status.last_failure, change.status.restarts
-    if charged is None or charged.in_place or charged.cls not in _BY_PEERS or not old.charged:
+    if charged is None or charged.in_place:
+        return change
+    free_already = charged.cls == "Infrastructure" and charged.exit_code == _PEER_LOST
+    if not free_already and (charged.cls not in _BY_PEERS or not old.charged):
         return change
     if not old.consecutive:
         return change  # a suspension ended that attempt, and nothing was charged
@@ -119,16 +123,17 @@ def refund(view: View, change: Change) -> Change:
     ended = (p for p in view.others if (p.attempt, p.replica) == (charged.attempt, charged.replica))
     paid = limits.ruled(*classify.names(charged, next(ended, None))) in (None, "Restart")
     free = limits.ruled(*classify.names(found, silent)) in (None, "RestartFree")
-    if not (paid and free) or old.disruptions >= limits.max_disruptions:
-        return change
+    if not free_already:
+        if not (paid and free) or old.disruptions >= limits.max_disruptions:
+            return change
+        old = replace(old, charged=old.charged - 1, disruptions=old.disruptions + 1)
     found = replace(
         found,
         message=f"{found.message}; a peer ended of it: {restart.describe(charged)}",
         detected_at=charged.detected_at,
     )
     failures = (*change.status.failures[:-1], found)
-    count = replace(old, charged=old.charged - 1, disruptions=old.disruptions + 1)
-    change = change.with_status(failures=failures, restarts=count)
+    change = change.with_status(failures=failures, restarts=old)
     what = f"attempt {found.attempt} was lost with its machine, its restart is not charged"
     what = f"{what}: {restart.describe(found)}"
     change = change.condition("Running", False, "Restarting", what, view.now)
