@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddpjob_trainer import contract
-from ddpjob_trainer.chaos.disturbance import OPEN
 from ddpjob_trainer.chaos.job import Job, environment_of_job
 from ddpjob_trainer.chaos.records import Incarnation, Records, open_gate
 from ddpjob_trainer.environment import CHAOS, TRACE
-from ddpjob_trainer.failpoints import GATE
+from ddpjob_trainer.failpoints import GATE, OPEN
 from ddpjob_trainer.launcher.processes import children
 from harness import programs
 

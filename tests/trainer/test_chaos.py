@@ -47,18 +47,16 @@ run.finish()
 """
 
 
-# From step 12 on it goes on only once a snapshot is there: a busy machine's disk is slow.
+# Nothing is to be seen of it before the third epoch has ended.
 FORGETFUL = """
-import os, pathlib, time
 seen = []
 def grow():
     seen.append(0)
-    while len(seen) >= 12 and not list(
-        pathlib.Path(os.environ["DDPJOB_SNAPSHOT_DIR"]).glob("*/step-*[0-9].json")
-    ):
-        time.sleep(0.01)
-    return 1 + len(seen)
+    return 1 if len(seen) <= 24 else 2
 """
+
+#: What early stopping keeps.
+KEPT = 'best["loss"] = min(best["loss"], run.evaluate(data, lambda m, b: m(b[0]).sum().item()))'
 
 
 @pytest.fixture
@@ -70,6 +68,17 @@ def training(tmp_path: Path):  # type: ignore[no-untyped-def]
         return str(path)
 
     return write
+
+
+def leaving(script: str, *, committed: bool) -> None:
+    """Have the loop left early, after or before the commit of a step in the fifth epoch."""
+    path = Path(script)
+    text = path.read_text()
+    text = text.replace("for step in", 'run.register("best", best := {"loss": 1e9})\nfor step in')
+    place = "    step.commit()\n" if committed else "    for x, y in"
+    leave = f"    if step.ends_epoch:\n        {KEPT}\n    if step.index == 36:\n        break\n"
+    text = text.replace(place, place + leave if committed else leave + place)
+    path.write_text(text)
 
 
 def chaos(*arguments: str) -> tuple[int, str]:
@@ -104,15 +113,14 @@ def test_ten_kills_leave_every_bit_as_it_was(training, tmp_path, nproc, seed):  
     assert -1 in {kill["victim"] for kill in result["kills"]}, "the launcher"
     assert any(kill["restarting"] for kill in result["kills"]), "while it comes back from another"
     assert result["launches"] > 1
+    assert any(result["restarts"]), "one went on from a snapshot"
 
 
 @pytest.mark.tier("all")
 def test_a_state_that_nobody_registered_is_a_difference(training):  # type: ignore[no-untyped-def]
     """Proves that the comparison can fail, and that the script's own mistakes are found too."""
     script = training(steps=40, before=FORGETFUL, factor="* grow()")
-    # This seed has a rank kill itself in step 15: after a snapshot, and long before the end.
-    options = ("--kills", "1", "--signals", "KILL", "--points", "step", "--seed", "7")
-    code, out = chaos("--nproc", "3", *options, script)
+    code, out = chaos("--nproc", "3", "--kills", "1", "--signals", "KILL", script)
     assert code == 1, out
     assert "\nDIFFERENT" in out
     assert "warning: the loop carries 'seen' from step to step" in out
@@ -120,6 +128,32 @@ def test_a_state_that_nobody_registered_is_a_difference(training):  # type: igno
     assert "rank 0: parameters differ" in out
     kept = Path(out.rstrip().rpartition(" ")[2])
     assert (kept / "disturbed/rank-0.jsonl").exists(), "evidence is kept"
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("committed", [True, False])
+@pytest.mark.fault("T1")
+def test_a_loop_that_is_left_by_break_is_compared_to_its_end(training, tmp_path, committed):  # type: ignore[no-untyped-def]
+    report, script = tmp_path / "report.json", training(steps=60)
+    leaving(script, committed=committed)
+    options = ("--kills", "2", "--signals", "KILL", "--points", "barrier", "--seed", "11")
+    code, out = chaos("--nproc", "3", *options, "--json", str(report), script)
+    assert code == 0, out
+    assert f"undisturbed: {37 if committed else 36} steps" in out
+    result = json.loads(report.read_text())
+    assert any(kill["point"] == "barrier" for kill in result["kills"]), "also after its end"
+    assert max(step or 0 for step in result["restarts"]) >= 25
+
+
+@pytest.mark.tier("all")
+def test_restarts_that_all_began_anew_show_nothing(training):  # type: ignore[no-untyped-def]
+    options = ("--kills", "1", "--signals", "KILL", "--every", "40")
+    code, out = chaos("--nproc", "3", *options, training())
+    assert code == 3, out
+    assert "restarts:    1, 0 of which went on from a snapshot, after step -" in out
+    assert "\nnothing shown: " in out
+    assert "lower --every" in out
+    assert "\nidentical" not in out
 
 
 @pytest.mark.tier("all")

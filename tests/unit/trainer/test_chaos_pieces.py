@@ -16,19 +16,25 @@ import torch
 from torch import nn
 
 from ddpjob_trainer import cli, failpoints
-from ddpjob_trainer.chaos import compare
+from ddpjob_trainer.chaos import command, compare
 from ddpjob_trainer.chaos.disturbance import ChaosError, Disturbance, Made, Pace
+from ddpjob_trainer.chaos.experiment import Result
 from ddpjob_trainer.chaos.job import environment_of_job
 from ddpjob_trainer.chaos.kills import LAUNCHER, SIGNALS, STARTING, Kill, plan_kills
 from ddpjob_trainer.chaos.records import Records, open_gate
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.failpoints import GATE, POINTS
+from ddpjob_trainer.failpoints import GATE, OPEN, POINTS
 from ddpjob_trainer.snapshot.training_state import TrainingState
+from ddpjob_trainer.training import recorder as recording
 from ddpjob_trainer.training.recorder import Recorder
 
 
-def planned(seed: int = 1, count: int = 12, nproc: int = 4, total_steps: int = 60) -> list[Kill]:
-    return plan_kills(seed=seed, count=count, nproc=nproc, total_steps=total_steps)
+def planned(
+    seed: int = 1, count: int = 12, nproc: int = 4, total_steps: int = 60, epoch: int = 0
+) -> list[Kill]:
+    return plan_kills(
+        seed=seed, count=count, nproc=nproc, total_steps=total_steps, epoch=epoch, every=5
+    )
 
 
 # --- The plan ---------------------------------------------------------------------------------
@@ -72,8 +78,9 @@ def test_what_only_a_restart_reaches_follows_a_kill_that_causes_one(seed: int) -
 
 def test_only_the_chosen_signals_and_points() -> None:
     kills = plan_kills(
-        seed=1, count=10, nproc=3, total_steps=20, signals=[signal.SIGTERM], points=["step"]
-    )
+        seed=1, count=10, nproc=3, total_steps=20, epoch=0, every=5, signals=[signal.SIGTERM],
+        points=["step"],
+    )  # fmt: skip
     assert {kill.signal for kill in kills} == {signal.SIGTERM}
     assert {kill.point for kill in kills} == {"", "step"}
 
@@ -82,6 +89,24 @@ def test_more_kills_than_steps_are_refused_with_the_cure() -> None:
     assert len(planned(count=59)) == 59
     with pytest.raises(ConfigError, match="at least 61 steps, the script makes 60: lower --kills"):
         planned(count=60)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    ("total", "epoch", "first"),
+    [(60, 0, 46), (60, 10, 46), (60, 48, 53), (60, 60, 46), (60, 58, 59), (8, 0, 7), (2, 0, 1)],
+)
+@pytest.mark.parametrize("count", [1, 2, 12])
+def test_one_kill_comes_late_after_the_first_epoch_and_ends_the_gang(
+    seed: int, total: int, epoch: int, first: int, count: int
+) -> None:
+    """It goes on from a snapshot that holds what has switched until then."""
+    kills = planned(seed, min(count, total - 1), total_steps=total, epoch=epoch)
+    (late,) = (kill for kill in kills if kill.saved)
+    assert first <= late.step <= max(first, total - 4)
+    assert late.ends
+    assert late.victim != LAUNCHER
+    assert (late.point, late.restarting) == ("", False)
 
 
 # --- Fail points ------------------------------------------------------------------------------
@@ -145,13 +170,17 @@ def run_of(
     directory.mkdir()
     for rank in range(2):
         start = {"event": "start", "attempt": 1, "round": 0, "pid": 5, "total_steps": 3}
-        write(directory, rank, start, {"event": "resume", "step": 0})
+        write(directory, rank, start, {"event": "resume", "step": 0, "epoch": 3})
         for step, loss in (losses or {1: "0x1p0", 2: "0x1p1"}).items():
             write(directory, rank, {"event": "step", "step": step, "losses": [loss]})
         write(directory, rank, {"event": "end", "hashes": end or END})
     records = Records(directory, 2)
     records.look()
     return records
+
+
+def hashes(calm: Records, wild: Records) -> list[str]:
+    return [compare.sha256(records.stories, calm.stories) for records in (calm, wild)]
 
 
 def test_equal_runs_are_identical_also_when_steps_were_replayed(tmp_path: Path) -> None:
@@ -161,15 +190,16 @@ def test_equal_runs_are_identical_also_when_steps_were_replayed(tmp_path: Path) 
     write(
         tmp_path / "b", 1,
         {"event": "start", "attempt": 2, "round": 0, "pid": 6},
-        {"event": "resume", "step": 1},
+        {"event": "resume", "step": 1, "epoch": None},
         {"event": "step", "step": 2, "losses": ["0x1p1"]},
         {"event": "end", "hashes": END},
     )  # fmt: skip
     wild.look()
     assert wild.incarnation == (2, 0)
     assert not wild.together(), "rank 0 is of an older incarnation"
+    assert wild.restarts() == [1]
     assert compare.differences(calm.stories, wild.stories) == []
-    assert compare.sha256(calm.stories) == compare.sha256(wild.stories)
+    assert hashes(calm, wild)[0] == hashes(calm, wild)[1]
 
 
 @pytest.mark.parametrize("part", ["parameters", "generators", "registered optimizer"])
@@ -179,7 +209,7 @@ def test_any_part_that_differs_is_named(tmp_path: Path, part: str) -> None:
     found = compare.differences(calm.stories, wild.stories)
     assert len(found) == 2
     assert all(part in text for text in found)
-    assert compare.sha256(calm.stories) != compare.sha256(wild.stories)
+    assert hashes(calm, wild)[0] != hashes(calm, wild)[1]
 
 
 def test_weights_are_shown_as_the_script_knows_them_and_compared_by_their_parts(
@@ -190,7 +220,24 @@ def test_weights_are_shown_as_the_script_knows_them_and_compared_by_their_parts(
     # Of rank 1 they hold buffers that rank 0's overwrite before they are used.
     wild = run_of(tmp_path / "b", end={**END, "weights": "other"})
     assert compare.differences(calm.stories, wild.stories) == []
-    assert compare.sha256(calm.stories) == compare.sha256(wild.stories)
+    assert hashes(calm, wild)[0] == hashes(calm, wild)[1]
+
+
+@pytest.mark.parametrize(("parameters", "equal"), [("aa", True), ("other", False)])
+def test_a_loop_left_before_a_commit_is_compared_by_its_parameters(
+    tmp_path: Path, parameters: str, equal: bool
+) -> None:
+    """A restart after it finds the snapshot of the step before, whole."""
+    calm = run_of(tmp_path / "a", end={"parameters": "aa", "weights": "ee"})
+    wild = run_of(tmp_path / "b", end={**END, "parameters": parameters, "weights": "ff"})
+    found = compare.differences(calm.stories, wild.stories)
+    assert found == ([] if equal else [f"rank {rank}: parameters differ" for rank in range(2)])
+    assert (hashes(calm, wild)[0] == hashes(calm, wild)[1]) == equal
+
+
+def test_an_earlier_end_is_a_difference(tmp_path: Path) -> None:
+    calm, wild = run_of(tmp_path / "a"), run_of(tmp_path / "b", end={"parameters": "aa"})
+    assert "rank 0: buffers differ" in compare.differences(calm.stories, wild.stories)
 
 
 def test_only_rank_0s_buffers_count(tmp_path: Path) -> None:
@@ -206,7 +253,7 @@ def test_one_loss_in_the_last_bit_is_a_difference(tmp_path: Path) -> None:
 
 
 def test_what_each_rank_has_for_itself_is_recorded_too(tmp_path: Path) -> None:
-    open_gate(tmp_path / GATE, 0)
+    open_gate(tmp_path / GATE, OPEN)
     state = TrainingState(nn.Linear(2, 2))
     state.register("all", {"best": 1.0})
     state.register("each", {"hidden": torch.ones(2)}, per_rank=True)
@@ -219,6 +266,26 @@ def test_what_each_rank_has_for_itself_is_recorded_too(tmp_path: Path) -> None:
     assert {"parameters", "registered all", "own each"} <= story.hashes[0].keys()
     two, half = "0x1.0000000000000p+1", "0x1.0000000000000p-1"
     assert story.told == {(3, "evaluate()"): {json.dumps({"hits": two, "loss": half})}}
+
+
+def test_a_rank_that_is_at_its_end_stands_there_until_every_kill_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many steps it has made: early or late is a difference, and no reason to miss it."""
+    open_gate(tmp_path / GATE, 5)
+    stood: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        stood.append(seconds)
+        open_gate(tmp_path / GATE, 10 if len(stood) < 3 else OPEN)
+
+    monkeypatch.setattr(recording.time, "sleep", sleep)
+    Recorder(tmp_path, 0).ended(TrainingState(nn.Linear(2, 2)), committed=False)
+    assert len(stood) == 3
+    records = Records(tmp_path, 1)
+    records.look()
+    assert records.ended()
+    assert records.stories[0].hashes[0].keys() == {"parameters", "weights"}
 
 
 @pytest.mark.parametrize(
@@ -236,8 +303,7 @@ def test_what_an_evaluation_has_found_is_compared(
     wild.look()
     words = "rank 0: 1 values of evaluate() differ, the first after step 2"
     assert compare.differences(calm.stories, wild.stories) == ([] if equal else [words])
-    hashes = {compare.sha256(records.stories) for records in (calm, wild)}
-    assert len(hashes) == (1 if equal else 2)
+    assert len(set(hashes(calm, wild))) == (1 if equal else 2)
 
 
 def test_a_replay_that_differs_is_a_difference_even_when_the_end_is_equal(tmp_path: Path) -> None:
@@ -251,6 +317,59 @@ def test_a_rank_that_never_finished_is_a_difference(tmp_path: Path) -> None:
     calm, wild = run_of(tmp_path / "a"), run_of(tmp_path / "b")
     wild.stories[1].hashes.clear()
     assert "rank 1 never finished" in compare.differences(calm.stories, wild.stories)
+
+
+def test_a_restart_goes_on_after_the_step_before_its_first(tmp_path: Path) -> None:
+    records = run_of(tmp_path / "a")
+    places = [(1, 1, 20), (1, 2, None), (2, 0, 0), (3, 0, 35)]
+    for attempt, number, after in places:
+        for rank in range(2):
+            write(
+                tmp_path / "a", rank,
+                {"event": "start", "attempt": attempt, "round": number, "pid": 5},
+                {"event": "resume", "step": after or 0, "epoch": None},
+            )  # fmt: skip
+        if after is not None:  # the other was killed before
+            write(tmp_path / "a", 1, {"event": "step", "step": after + 1, "losses": []})
+            write(tmp_path / "a", 1, {"event": "step", "step": after + 2, "losses": []})
+    records.look()
+    assert records.restarts() == [20, None, 0, 35]
+
+
+# --- The verdict ------------------------------------------------------------------------------
+
+
+def result_of(
+    restarts: list[int | None], differences: list[str] | None = None, every: int = 5
+) -> Result:
+    pace = Pace(total_steps=40, epoch=8, every=every, step_seconds=0.01, start_seconds=1.0)
+    return Result([], 1, restarts, pace, "aa", "aa", differences or [])
+
+
+@pytest.mark.parametrize(
+    ("result", "code", "said"),
+    [
+        (result_of([5, None, 35]), 0, "identical"),
+        (result_of([5], ["rank 0: parameters differ"]), 1, "DIFFERENT"),
+        (result_of([0], ["rank 0: parameters differ"]), 1, "DIFFERENT"),
+        (result_of([]), 3, "no kill caused a restart: choose more --kills"),
+        (result_of([0, None]), 3, "None was durable yet"),
+        (result_of([None]), 3, "None was durable yet"),
+        (result_of([0], every=40), 3, "every 40 steps, and the run has 40: lower --every"),
+    ],
+)
+def test_equal_bits_show_nothing_unless_a_restart_went_on_from_a_snapshot(  # type: ignore[no-untyped-def]
+    result, code, said, tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(command, "run", lambda *_: result)
+    report = tmp_path / "report.json"
+    words = ["chaos", "--nproc", "3", "--keep", str(tmp_path / "kept"), "--json", str(report), "x"]
+    assert cli.main(words) == code
+    told = json.loads(report.read_text())
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert said in last
+    assert (last == "identical") == (code == 0) == told["identical"]
+    assert (told["verdict"], told["restarts"]) == (last, result.restarts)
 
 
 # --- The command ------------------------------------------------------------------------------
@@ -293,7 +412,7 @@ def test_kills_read_well() -> None:
 def test_no_gang_that_was_told_to_stop_waits_at_the_gate(tmp_path, sent, room, restarting):  # type: ignore[no-untyped-def]
     """It ends the step after the next at the latest."""
     watch = SimpleNamespace(step=30)
-    pace = Pace(total_steps=100, every=20, step_seconds=0.01, start_seconds=1.0)
+    pace = Pace(total_steps=100, epoch=0, every=20, step_seconds=0.01, start_seconds=1.0)
     driver = Disturbance(None, watch, tmp_path, pace, 60.0, print)  # type: ignore[arg-type]
     kill = replace(planned()[0], step=30, signal=sent, point="", restarting=False, resumes=False)
     following = replace(kill, step=31, restarting=restarting)
@@ -309,9 +428,10 @@ def at_the_end(directory: Path, say: Callable[[str], None] = print) -> Disturban
     for rank in range(2):
         lines = [{"event": "start", "at": 1.0, "attempt": 1, "round": 0, "pid": 100 + rank}]
         lines += [{"event": "step", "at": 2.0, "step": n, "losses": []} for n in range(1, 11)]
+        lines += [{"event": "end", "at": 3.0, "hashes": END}]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (directory / f"rank-{rank}.jsonl").write_text(text)
-    pace = Pace(total_steps=10, every=5, step_seconds=0.01, start_seconds=1.0)
+    pace = Pace(total_steps=10, epoch=0, every=5, step_seconds=0.01, start_seconds=1.0)
     ended = SimpleNamespace(
         launch=lambda: None, running=lambda: False, exit_code=0, attempt=1, pid=0
     )
@@ -320,22 +440,41 @@ def at_the_end(directory: Path, say: Callable[[str], None] = print) -> Disturban
     return Disturbance(ended, records, directory, pace, 5.0, say)  # type: ignore[arg-type]
 
 
-def test_kills_that_come_after_the_end_are_told_and_no_error(tmp_path: Path) -> None:
-    """A restart whose snapshot holds the last step ends without passing the gate."""
-    told: list[str] = []
-    driver = at_the_end(tmp_path, told.append)
-    kill = replace(planned()[0], number=1, step=9, victim=0, signal=signal.SIGKILL, point="")
-    driver.made.append(Made(kill, 0.0, 1, (1, 0), [1, 1], 100))
-    driver.run([kill, replace(kill, number=2, step=10, victim=1)])
-    assert [made.how for made in driver.made] == ["finished"]
-    assert "finished" in told[0]
-    assert told[1].startswith("kill     2/2")
-    assert told[1].endswith("not made: training had ended")
+def test_a_kill_comes_to_a_gang_that_has_ended_before_its_step(tmp_path: Path) -> None:
+    """An early end is a difference, to be told as such."""
+    at_the_end(tmp_path)._await(replace(planned()[0], step=15, point="", restarting=False))
 
 
-def test_without_a_single_kill_it_is_an_error(tmp_path: Path) -> None:
+def test_an_end_that_no_gate_could_hold_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ChaosError, match="training ended before"):
         at_the_end(tmp_path).run([planned()[0]])
+
+
+def test_the_late_kill_waits_for_the_snapshot_before_it(tmp_path: Path) -> None:
+    driver = at_the_end(tmp_path)
+    driver.pace = replace(driver.pace, total_steps=100)
+    kill = replace(planned()[0], step=8, point="", restarting=False, saved=True)
+    looks: list[int] = []
+
+    def look() -> None:
+        """The keeper is slow; in another incarnation's directory a later one may lie."""
+        gate = int.from_bytes((tmp_path / GATE).read_bytes(), "little")
+        looks.append(gate)
+        for name in ("01/step-000000000000", "00/step-000000000009"):
+            path = tmp_path / f"snapshots/{name}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        if len(looks) > 5:
+            (tmp_path / "snapshots/01/step-000000000005.json").touch()
+
+    for story in driver.records.stories:
+        story.step = 3
+    driver.records.look = look  # type: ignore[method-assign]
+    driver.job.running = lambda: True  # type: ignore[method-assign]
+    driver._await(kill)
+    assert driver._newest_snapshot() == 5
+    assert looks[:6] == [8] * 6, "it stands after step 8"
+    assert int.from_bytes((tmp_path / GATE).read_bytes(), "little") == 10
 
 
 def test_a_gang_told_to_stop_at_its_last_step_has_survived(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ ARMED = "armed"
 #: Holds one number, the step after which training waits, so that no kill comes too late.
 GATE = "gate"
 GATE_BYTES = 8
+OPEN = 2**62  # a gate that nobody waits at
 NO_RANK = -1
 
 _directory: Path | None = None

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -39,27 +40,28 @@ examples:
   ddpjob-trainer chaos --nproc 3 --kills 10 --signals KILL --points none train.py
   ddpjob-trainer chaos --nproc 3 --kills 5 --keep evidence -m package.train
 
-exit code: 0 identical, 1 DIFFERENT or training did not come back, 64 not possible as asked
+exit code: 0 identical, 1 DIFFERENT or training did not come back, 3 nothing shown (no restart went
+on from a snapshot), 64 not possible as asked
 """
+_NOTHING_SHOWN = 3
 _NAMES = {s.name.removeprefix("SIG"): s for s in SIGNALS}
 
 
 def _signals(text: str) -> tuple[signal.Signals, ...]:
-    names = [name.strip().upper().removeprefix("SIG") for name in text.split(",")]
-    odd = [name for name in names if name not in _NAMES]
-    if odd:
-        raise argparse.ArgumentTypeError(f"{odd[0]!r} is none of {', '.join(_NAMES)}")
-    return tuple(_NAMES[name] for name in names)
+    return tuple(_NAMES[name] for name in _listed(text.upper().replace("SIG", ""), _NAMES))
 
 
 def _points(text: str) -> tuple[str, ...]:
-    if text in ("all", "none"):
-        return POINTS if text == "all" else ()
+    names = _listed(text, ("all", "none", *POINTS))
+    return POINTS if "all" in names else tuple(name for name in names if name != "none")
+
+
+def _listed(text: str, known: Collection[str]) -> list[str]:
     names = [name.strip() for name in text.split(",")]
-    odd = [name for name in names if name not in POINTS]
-    if odd:
-        raise argparse.ArgumentTypeError(f"{odd[0]!r} is none of all, none, {', '.join(POINTS)}")
-    return tuple(names)
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+    return names
 
 
 def add(commands: Any) -> None:
@@ -184,10 +186,10 @@ def _run(settings: Settings, report: Path | None) -> int:
     print(f"sha256 undisturbed {result.calm}\nsha256 disturbed   {result.wild}")
     for difference in result.differences:
         print(f"  {difference}")
-    print("DIFFERENT" if result.differences else "identical", flush=True)
+    print(result.verdict, flush=True)
     if report is not None:
         report.write_text(json.dumps(_as_json(settings, result), indent=1))
-    return 1 if result.differences else 0
+    return {"identical": 0, "DIFFERENT": 1}.get(result.verdict, _NOTHING_SHOWN)
 
 
 def _as_json(settings: Settings, result: Result) -> dict[str, Any]:
@@ -197,12 +199,13 @@ def _as_json(settings: Settings, result: Result) -> dict[str, Any]:
         for made in result.made
     ]
     return {
-        "identical": not result.differences,
+        "identical": result.verdict == "identical",
+        "verdict": result.verdict,
         "nproc": settings.nproc,
         "seed": settings.seed,
-        "planned": result.planned,
         "kills": kills,
         "launches": result.launches,
+        "restarts": result.restarts,
         "undisturbed_sha256": result.calm,
         "disturbed_sha256": result.wild,
         "differences": result.differences,

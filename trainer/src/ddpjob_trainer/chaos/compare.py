@@ -9,14 +9,18 @@ from collections.abc import Sequence
 from ddpjob_trainer.chaos.records import RankStory
 
 _SHOWN = 8
+#: All there is of a run whose loop is left before a commit().
+_UNCOMMITTED = {"parameters", "weights"}
 
 
-def _parts(rank: int, hashes: dict[str, str]) -> dict[str, str]:
+def _parts(rank: int, hashes: dict[str, str], wanted: dict[str, str]) -> dict[str, str]:
     """DDP overwrites every other rank's buffers with rank 0's before it uses them.
 
     "weights" are parameters and buffers in one hash: to be shown.
     """
     left_out = {"weights"} if rank == 0 else {"weights", "buffers"}
+    if wanted.keys() == _UNCOMMITTED:
+        left_out |= hashes.keys() - _UNCOMMITTED
     return {name: value for name, value in hashes.items() if name not in left_out}
 
 
@@ -38,8 +42,8 @@ def differences(calm: Sequence[RankStory], wild: Sequence[RankStory]) -> list[st
 
 def _differing(rank: int, wanted: dict[str, str], ends: Sequence[dict[str, str]]) -> list[str]:
     """Parts that are not as wanted at one of the ends: a run may end twice, killed in between."""
-    mine = _parts(rank, wanted)
-    theirs = [_parts(rank, end) for end in ends]
+    mine = _parts(rank, wanted, wanted)
+    theirs = [_parts(rank, end, wanted) for end in ends]
     names = sorted(set(mine).union(*theirs))
     return [name for name in names if any(end.get(name) != mine.get(name) for end in theirs)]
 
@@ -66,13 +70,13 @@ def _told(rank: int, calm: RankStory, wild: RankStory) -> list[str]:
     return [f"rank {rank}: {len(odd)} values of {what} differ, the first after step {step}"]
 
 
-def sha256(stories: Sequence[RankStory]) -> str:
-    """One hash over everything that is compared."""
+def sha256(stories: Sequence[RankStory], calm: Sequence[RankStory]) -> str:
+    """Hash everything that is compared with the ``calm`` run's."""
     content = [
         [sorted((step, sorted(values)) for step, values in story.losses.items())]
         + [sorted((*key, *sorted(values)) for key, values in story.told.items())]
-        + [sorted(_parts(rank, end).items()) for end in story.hashes[-1:]]
-        for rank, story in enumerate(stories)
+        + [sorted(_parts(rank, end, wanted.hashes[0]).items()) for end in story.hashes[-1:]]
+        for rank, (story, wanted) in enumerate(zip(stories, calm, strict=True))
     ]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 

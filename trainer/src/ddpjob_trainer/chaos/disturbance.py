@@ -20,10 +20,9 @@ from ddpjob_trainer import contract, failpoints
 from ddpjob_trainer.chaos.job import Job
 from ddpjob_trainer.chaos.kills import LAUNCHER, Kill
 from ddpjob_trainer.chaos.records import Incarnation, Records, open_gate, process_state, rank_of
-from ddpjob_trainer.failpoints import GATE
+from ddpjob_trainer.failpoints import GATE, OPEN
 from ddpjob_trainer.launcher.processes import children
 
-OPEN = 2**62  # a gate that nobody waits at
 _LOOK_SECONDS = 0.003
 _STUCK_SECONDS = 2.0
 _USELESS_LAUNCHES = 4
@@ -37,15 +36,12 @@ class ChaosError(Exception):
     """The run did not come to its end; the message says how far it came."""
 
 
-class _TooLateError(ChaosError):
-    """Training ended before a kill could be made."""
-
-
 @dataclass(frozen=True, slots=True)
 class Pace:
     """How fast the undisturbed run was, in seconds, and how many steps it made."""
 
     total_steps: int
+    epoch: int
     every: int
     step_seconds: float
     start_seconds: float
@@ -84,28 +80,10 @@ class Disturbance:
     _room: int = 0  # steps that a gang may need to come to an end
 
     def run(self, kills: list[Kill]) -> None:
-        """Make all kills, then let training end. Raises ChaosError.
-
-        Only where training ended first, ``made`` has fewer: a restart after the last step goes
-        through no gate.
-        """
+        """Make all kills, then let training end. Raises ChaosError."""
         self._limit(kills[0])
         self.job.launch()
         self._until(self.records.together, "all ranks made a first step")
-        try:
-            self._disturb(kills)
-        except _TooLateError:
-            if not self.made:
-                raise
-            self.made[-1].how = self.made[-1].how or "finished"
-            self._tell(len(kills))
-            for kill in kills[len(self.made) :]:
-                number = f"{kill.number}/{len(kills)}"
-                self.say(f"kill {number:>7}  {kill!s:<58} not made: training had ended")
-        open_gate(self.directory / GATE, OPEN)
-        self._until(lambda: self._finished, "training ended")
-
-    def _disturb(self, kills: list[Kill]) -> None:
         for index, kill in enumerate(kills):
             following = kills[index + 1] if index + 1 < len(kills) else None
             self._limit(kill)
@@ -115,6 +93,8 @@ class Disturbance:
             if following is None or not following.restarting:
                 self._return(made)
                 self._tell(len(kills))
+        open_gate(self.directory / GATE, OPEN)
+        self._until(lambda: self._finished, "training ended")
 
     # --- Seeing --------------------------------------------------------------------------
 
@@ -148,7 +128,7 @@ class Disturbance:
             elif time.monotonic() - since > self.patience:
                 raise ChaosError(f"no sign of life for {self.patience:g} s, still not: {what}")
             if self._finished and not condition():
-                raise _TooLateError(f"training ended before: {what}")
+                raise ChaosError(f"training ended before: {what}")
             time.sleep(_LOOK_SECONDS)
 
     def _pause(self, seconds: float) -> None:
@@ -166,12 +146,20 @@ class Disturbance:
             limit = self.pace.total_steps  # until the point is armed
         elif kill.point == "snapshot":
             limit = kill.step + 2 * self.pace.every
+        elif kill.saved:
+            limit = self._snapshot_before(kill.step) - 1
         elif kill.restarting:
             limit = max(kill.step, self.records.step) + 3
         else:
             limit = kill.step + 2
-        limit = max(limit, self.records.step + self._room)
-        open_gate(self.directory / GATE, min(limit, self.pace.total_steps))
+        self._open(limit)
+
+    def _open(self, step: int) -> None:
+        step = max(step, self.records.step + self._room)
+        open_gate(self.directory / GATE, min(step, self.pace.total_steps))
+
+    def _snapshot_before(self, step: int) -> int:
+        return step // self.pace.every * self.pace.every
 
     # --- Killing -------------------------------------------------------------------------
 
@@ -181,9 +169,33 @@ class Disturbance:
                 self._pause(kill.delay * self._usual_return())
             return
         step = min(kill.step, self.pace.total_steps - 1)
-        self._until(lambda: self.records.step >= step, f"step {step} was reached")
+        if kill.saved:
+            self._await_snapshot(self._snapshot_before(step) - 1)  # or the next would be skipped
+            self._await_snapshot(step)
+            self._open(step + 2)
+        self._await_step(step)
         if not kill.point:
             self._pause(kill.delay * self.pace.step_seconds)
+
+    def _await_step(self, step: int) -> None:
+        """Wait until it was made, or all ranks stand at their end: an early one is a difference."""
+        self._until(
+            lambda: self.records.step >= step or self.records.ended(), f"step {step} was reached"
+        )
+
+    def _await_snapshot(self, step: int) -> None:
+        """Have all stand after this step until the snapshot before it is durable, if one will."""
+        self._open(step)
+        self._await_step(step)
+        until, wanted = time.monotonic() + _STUCK_SECONDS, self._snapshot_before(step)
+        self._until(
+            lambda: self._newest_snapshot() >= wanted or time.monotonic() > until,
+            f"the snapshot before step {step} was durable",
+        )
+
+    def _newest_snapshot(self) -> int:
+        found = max((self.directory / "snapshots").glob("*/step-*.json"), default=None)
+        return int(found.stem.removeprefix("step-")) if found is not None else 0
 
     def _usual_return(self) -> float:
         """Seconds from a kill to the first new step, as last seen."""
@@ -313,9 +325,9 @@ class Disturbance:
         return "went on" if newest == first.incarnation else restarted
 
     def _stops_no_more(self, made: Made) -> bool:
-        """Whether it was told to stop too late: all ranks stand at the gate after the last step."""
-        done = all(story.step >= self.pace.total_steps for story in self.records.stories)
-        return done and made.kill.signal == signal.SIGTERM and made.kill.point != "barrier"
+        """Whether it was told to stop too late: all ranks stand at their end."""
+        late = made.kill.signal == signal.SIGTERM and made.kill.point != "barrier"
+        return late and self.records.ended()
 
     def _tell(self, count: int) -> None:
         """One line for each kill since the last that came back."""

@@ -12,13 +12,13 @@ from signal import Signals
 
 from ddpjob_trainer import contract
 from ddpjob_trainer.chaos import compare
-from ddpjob_trainer.chaos.disturbance import OPEN, ChaosError, Disturbance, Made, Pace
+from ddpjob_trainer.chaos.disturbance import ChaosError, Disturbance, Made, Pace
 from ddpjob_trainer.chaos.job import Job, environment_of_job
 from ddpjob_trainer.chaos.kills import plan_kills
 from ddpjob_trainer.chaos.records import Records, open_gate
 from ddpjob_trainer.environment import CHAOS
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.failpoints import GATE
+from ddpjob_trainer.failpoints import GATE, OPEN
 
 _LOOK_SECONDS = 0.05
 _LEAST_HANG_SECONDS = 5.0
@@ -45,15 +45,43 @@ class Settings:
 class Result:
     """How it went. ``differences`` empty: the two runs are equal bit for bit.
 
-    ``made`` has fewer kills than were ``planned`` where training ended before the others.
+    ``restarts``: see Records.restarts().
     """
 
-    planned: int
     made: list[Made]
     launches: int
+    restarts: list[int | None]
+    pace: Pace
     calm: str
     wild: str
     differences: list[str]
+
+    @property
+    def went_on(self) -> list[int]:
+        """After which steps restarts went on from a snapshot."""
+        return [step for step in self.restarts if step]
+
+    @property
+    def verdict(self) -> str:
+        """What is shown: a run that began anew each time is equal whatever snapshots hold."""
+        if self.differences:
+            return "DIFFERENT"
+        return "identical" if self.went_on else f"nothing shown: {self._why_nothing()}"
+
+    def _why_nothing(self) -> str:
+        every, total = self.pace.every, self.pace.total_steps
+        if every >= total:
+            return (
+                f"no restart went on from a snapshot. One is made every {every} steps, and the run"
+                f" has {total}: lower --every, or snapshot_every where the script gives it to"
+                " start(); or have it train longer"
+            )
+        if not self.restarts:
+            return "no kill caused a restart: choose more --kills, or --signals KILL"
+        return (
+            "no restart went on from a snapshot. None was durable yet, or none could be made, as"
+            " disturbed/log says then: have the script train longer, or choose more --kills"
+        )
 
 
 def run(settings: Settings, say: Callable[[str], None]) -> Result:
@@ -70,6 +98,8 @@ def run(settings: Settings, say: Callable[[str], None]) -> Result:
         count=settings.kills,
         nproc=settings.nproc,
         total_steps=pace.total_steps,
+        epoch=pace.epoch,
+        every=pace.every,
         signals=settings.signals,
         points=settings.points,
     )
@@ -84,14 +114,20 @@ def run(settings: Settings, say: Callable[[str], None]) -> Result:
     finally:
         job.end()
     result = Result(
-        planned=len(kills),
         made=disturbance.made,
         launches=job.attempt,
-        calm=compare.sha256(calm.stories),
-        wild=compare.sha256(records.stories),
+        restarts=records.restarts(),
+        pace=pace,
+        calm=compare.sha256(calm.stories, calm.stories),
+        wild=compare.sha256(records.stories, calm.stories),
         differences=compare.differences(calm.stories, records.stories),
     )
     say(f"disturbed:   {_summary(result)}, weights {compare.weights(records.stories)}")
+    steps = ", ".join(map(str, result.went_on)) or "-"
+    say(
+        f"restarts:    {len(result.restarts)}, {len(result.went_on)} of which went on from a"
+        f" snapshot, after step {steps}"
+    )
     return result
 
 
@@ -104,9 +140,7 @@ def _summary(result: Result) -> str:
             texts.append(f"{len(made)} {how}" + (f" (median {median:.2f} s)" if median else ""))
     again = len(result.made) - sum(1 for one in result.made if one.how)
     texts += [f"{again} killed again before it was back"] * bool(again)
-    left = result.planned - len(result.made)
-    count = f"{len(result.made)} of {result.planned}" if left else f"{len(result.made)}"
-    return f"{count} kills: {', '.join(texts)}"
+    return f"{len(result.made)} kills: {', '.join(texts)}"
 
 
 def _prepare(settings: Settings, name: str) -> tuple[Path, Records]:
@@ -144,11 +178,18 @@ def _calm(settings: Settings) -> tuple[Records, Pace, list[str]]:
     records.look()
     if job.exit_code != contract.ExitCode.SUCCESS:
         raise ChaosError(f"the undisturbed run failed with exit code {job.exit_code}\n{job.tail()}")
-    if records.missing() or any(not story.hashes for story in records.stories):
-        raise ConfigError(
-            "the script did not train with ddpjob_trainer.start() and run.steps() on every rank:"
-            " chaos can only compare what the library records"
-        )
+    for rank, story in enumerate(records.stories):
+        if story.step and not story.hashes:
+            raise ConfigError(
+                f"rank {rank} left the loop after step {story.step}, and the script ended without"
+                " run.finish(): whether training was over nobody knows. Call run.finish() after"
+                " the loop"
+            )
+        if not story.hashes:
+            raise ConfigError(
+                "the script did not train with ddpjob_trainer.start() and run.steps() on every"
+                " rank: chaos can only compare what the library records"
+            )
     return records, _pace(records, began), job.warnings()
 
 
@@ -166,7 +207,8 @@ def _pace(records: Records, began: float) -> Pace:
     story = records.stories[0]
     steps = max(1, len(story.losses))
     return Pace(
-        total_steps=story.step,  # step.stop() may have come before those asked for
+        total_steps=story.step,  # it may have ended before those asked for
+        epoch=story.epoch,
         every=int(story.facts["every"]),
         step_seconds=max(0.001, (story.last_at - story.progress_at) / steps),
         start_seconds=max(0.1, story.progress_at - began),

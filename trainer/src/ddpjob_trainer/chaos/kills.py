@@ -36,6 +36,7 @@ class Kill:
     ``hits``-th time that it gets there; "" at a random instant instead. ``restarting``: while
     the gang comes back from the kill before; ``delay`` is then a share of that time.
     ``resumes``: a stopped process gets SIGCONT after a moment; otherwise somebody must notice.
+    ``saved``: comes once the snapshot before it is durable, so that the restart goes on from it.
     """
 
     number: int
@@ -47,6 +48,7 @@ class Kill:
     hits: int = 1
     restarting: bool = False
     resumes: bool = False
+    saved: bool = False
 
     @property
     def ends(self) -> bool:
@@ -72,10 +74,16 @@ def plan_kills(
     count: int,
     nproc: int,
     total_steps: int,
+    epoch: int,
+    every: int,
     signals: Sequence[Signals] = SIGNALS,
     points: Sequence[str] = POINTS,
 ) -> list[Kill]:
-    """Draw ``count`` kills in the order of their steps. Raises ConfigError."""
+    """Draw ``count`` kills in the order of their steps. Raises ConfigError.
+
+    One comes late: it shows what changes for good only in the midst of a run. ``epoch``: steps in
+    one, 0 if nobody knows; ``every``: steps from a snapshot to the next.
+    """
     if count < 1:
         raise ConfigError(f"--kills {count} must be at least 1")
     if count > total_steps - 1:
@@ -84,13 +92,17 @@ def plan_kills(
             f" {total_steps}: lower --kills, or have the script train longer"
         )
     draw = random.Random(f"{seed}/{count}/{nproc}/{total_steps}")
-    steps = sorted(draw.sample(range(1, total_steps), count))
+    late = draw.choice(_late_steps(total_steps, epoch, every))
+    others = [step for step in range(1, total_steps) if step != late]
+    steps = sorted([late, *draw.sample(others, count - 1)])
     dealt = _deal(draw, [s for s in _SIGNAL_DECK if s in signals] or list(signals), count)
     victims = _deal(draw, [LAUNCHER, *range(nproc)], count)
     places = _deal(draw, [*points, *[""] * (len(points) + 4)], count)
     kills = _barrier_last(
         [
-            _kill(draw, step, signum, victim, place)
+            Kill(0, step, draw.random(), draw.randrange(nproc), signum, saved=True)
+            if step == late
+            else _kill(draw, step, signum, victim, place)
             for step, signum, victim, place in zip(steps, dealt, victims, places, strict=True)
         ],
         total_steps,
@@ -100,6 +112,18 @@ def plan_kills(
         before = planned[-1] if planned else None
         planned.append(replace(_in_its_turn(draw, kill, before), number=number))
     return planned
+
+
+def _late_steps(total_steps: int, epoch: int, every: int) -> range:
+    """The last quarter, if a snapshot is then of the second epoch or a later one.
+
+    But for the last three steps: a gang that is told to stop may make as many.
+    """
+    first = 3 * total_steps // 4 + 1
+    if epoch < total_steps:
+        first = max(first, epoch + every)
+    first = min(first, total_steps - 1)
+    return range(first, max(first + 1, total_steps - 3))
 
 
 def _deal(draw: random.Random, deck: Sequence[Card], count: int) -> list[Card]:
@@ -138,7 +162,7 @@ def _barrier_last(kills: list[Kill], total_steps: int) -> list[Kill]:
 def _in_its_turn(draw: random.Random, kill: Kill, before: Kill | None) -> Kill:
     """Points of the start are passed when the gang comes back, if the kill before ended it."""
     wanted = kill.point in STARTING or (not kill.point and draw.random() < 0.25)
-    if not wanted:
+    if not wanted or kill.saved:
         return kill
     if before is None or not before.ends:
         return replace(kill, point="")

@@ -20,6 +20,8 @@ class RankStory:
     step: int = 0  # finished steps, as its newest incarnation counts
     events: int = 0  # steps and ends, over all incarnations
     progress: int = 0  # the same since its newest incarnation began
+    epoch: int = 0  # steps in one; 0: not known
+    began: dict[Incarnation, int | None] = field(default_factory=dict)  # see Records.restarts()
     progress_at: float = 0.0  # monotonic seconds: when the first of these was reached
     last_at: float = 0.0
     ended: bool = False
@@ -36,10 +38,13 @@ class RankStory:
             self.pid = line["pid"]
             self.facts = line
             self.progress, self.ended = 0, False
+            self.began[self.incarnation] = None
         elif event == "resume":
-            self.step = line["step"]
+            self.step, self.epoch = line["step"], line["epoch"] or 0
         elif event == "step":
             self.step = line["step"]
+            if self.began.get(self.incarnation) is None:
+                self.began[self.incarnation] = self.step - 1
             self.losses.setdefault(self.step, set()).add(tuple(line["losses"]))
         elif event == "told":
             values = json.dumps(line["values"], sort_keys=True)
@@ -96,14 +101,25 @@ class Records:
         """The newest that any rank recorded."""
         return max(story.incarnation for story in self.stories)
 
+    def restarts(self) -> list[int | None]:
+        """Say of each incarnation but the first after which step it went on.
+
+        0: from the beginning. None: it made no step.
+        """
+        found: dict[Incarnation, int | None] = {}
+        for story in self.stories:
+            for incarnation, step in story.began.items():
+                found[incarnation] = step if step is not None else found.get(incarnation)
+        return [found[incarnation] for incarnation in sorted(found)[1:]]
+
+    def ended(self) -> bool:
+        """Whether all ranks have left their loop, as far as their newest incarnations tell."""
+        return all(story.ended for story in self.stories)
+
     def together(self) -> bool:
         """Whether all ranks are of the newest incarnation and have made a step in it."""
         newest = self.incarnation
         return all(s.incarnation == newest and s.progress > 0 for s in self.stories)
-
-    def missing(self) -> list[int]:
-        """Ranks that never recorded anything."""
-        return [rank for rank, story in enumerate(self.stories) if story.incarnation == (0, 0)]
 
 
 def process_state(pid: int) -> tuple[int, str]:

@@ -163,6 +163,7 @@ class Loop:
             if step.committed:
                 self._hear(step)
             self.kept.left_early(self.finished_steps)
+            self._recorder.ended(self._trained.state, committed=step.committed)
         self.ended = True
         self._progress.phase("done")
 
@@ -177,7 +178,8 @@ class Loop:
             left = range(done, self._total)
             self._input.begin(left, self._positions, fresh=self.kept.other_data)
         self._progress.resumed(done, stored)
-        self._recorder.resumed(done)
+        length = self._order.steps_per_epoch if self._input.stream is None else None
+        self._recorder.resumed(done, length)
         trace.mark("loaded")
 
     def _positions(self, step: int) -> list[Indices]:
@@ -380,7 +382,8 @@ class Loop:
             self.kept.step_ended(done, last=self.agreement.stop or finished, finished=finished)
         if first:
             trace.mark("step")
-        self._recorder.wait(done)
-        if self.agreement.stop and not finished:
-            self._progress.close(hurry=True)
-            self._shutdown.stop(done)
+        if not finished:
+            self._recorder.wait(done)
+            if self.agreement.stop:
+                self._progress.close(hurry=True)
+                self._shutdown.stop(done)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ddpjob_trainer.environment import Identity
-from ddpjob_trainer.failpoints import GATE, GATE_BYTES
+from ddpjob_trainer.failpoints import GATE, GATE_BYTES, OPEN
 from ddpjob_trainer.snapshot.training_state import TrainingState, flat_sha256, weights_sha256
 from ddpjob_trainer.state import rng
 from ddpjob_trainer.state.codec import flatten
@@ -57,9 +57,9 @@ class Recorder:
         place = {"attempt": identity.attempt, "round": identity.round, "pid": os.getpid()}
         self._line("start", **place, **facts)
 
-    def resumed(self, step: int) -> None:
-        """Training goes on after ``step`` finished steps."""
-        self._line("resume", step=step)
+    def resumed(self, step: int, epoch: int | None) -> None:
+        """Training goes on after ``step`` finished steps; ``epoch``: steps in one, if known."""
+        self._line("resume", step=step, epoch=epoch)
 
     def stepped(self, step: int, losses: Sequence[torch.Tensor | float]) -> None:
         """A step was made, with this rank's loss of each micro-batch."""
@@ -80,17 +80,23 @@ class Recorder:
         while step >= int.from_bytes(self._gate[:GATE_BYTES], "little"):
             time.sleep(_LOOK_SECONDS)
 
-    def ended(self, state: TrainingState) -> None:
-        """All steps are done: hash all that a snapshot holds, part by part."""
+    def ended(self, state: TrainingState, *, committed: bool = True) -> None:
+        """Hash all that a snapshot holds, part by part; stand here until every kill was made.
+
+        ``committed``: whether the loop was left after a commit(). Otherwise the snapshot is of the
+        step before, and only parameters are sure to be now what they were then.
+        """
         if self._fd < 0:
             return
         module = state.module
         parts: dict[str, Any] = {
-            "parameters": dict(module.named_parameters(remove_duplicate=False)),
-            "buffers": dict(module.named_buffers(remove_duplicate=False)),
-            "generators": rng.capture(),
+            "parameters": dict(module.named_parameters(remove_duplicate=False))
         }
-        parts |= {f"registered {n}": obj.state_dict() for n, obj in state.registered.items()}
-        parts |= {f"own {n}": obj.state_dict() for n, obj in state.per_rank.items()}
+        if committed:
+            parts["buffers"] = dict(module.named_buffers(remove_duplicate=False))
+            parts["generators"] = rng.capture()
+            parts |= {f"registered {n}": obj.state_dict() for n, obj in state.registered.items()}
+            parts |= {f"own {n}": obj.state_dict() for n, obj in state.per_rank.items()}
         hashes = {name: flat_sha256(flatten(part)) for name, part in parts.items()}
         self._line("end", hashes=hashes | {"weights": weights_sha256(module)})
+        self.wait(OPEN - 1)
