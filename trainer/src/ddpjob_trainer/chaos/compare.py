@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from ddpjob_trainer.chaos.records import RankStory
+
+Key = TypeVar("Key", int, tuple[int, str])
 
 _SHOWN = 8
 #: All there is of a run whose loop is left before a commit().
@@ -28,8 +31,12 @@ def differences(calm: Sequence[RankStory], wild: Sequence[RankStory]) -> list[st
     """Say what is not equal, shortened; empty when everything is."""
     found: list[str] = []
     for rank, (one, other) in enumerate(zip(calm, wild, strict=True)):
-        found += _losses(rank, one, other)
-        found += _told(rank, one, other)
+        if odd := _odd(one.losses, other.losses):
+            found.append(f"rank {rank}: {len(odd)} losses differ, the first after step {odd[0]}")
+        if told := _odd(one.told, other.told):  # to evaluations, say: it may show nowhere else
+            step, what = told[0]
+            text = f"{len(told)} values of {what} differ, the first after step {step}"
+            found.append(f"rank {rank}: {text}")
         if not other.hashes:
             found.append(f"rank {rank} never finished")
         for ends in (one.hashes, other.hashes):
@@ -48,26 +55,8 @@ def _differing(rank: int, wanted: dict[str, str], ends: Sequence[dict[str, str]]
     return [name for name in names if any(end.get(name) != mine.get(name) for end in theirs)]
 
 
-def _losses(rank: int, calm: RankStory, wild: RankStory) -> list[str]:
-    odd = sorted(
-        step
-        for step in calm.losses.keys() | wild.losses.keys()
-        if calm.losses.get(step, set()) != wild.losses.get(step, set())
-    )
-    if not odd:
-        return []
-    return [f"rank {rank}: {len(odd)} losses differ, the first after step {odd[0]}"]
-
-
-def _told(rank: int, calm: RankStory, wild: RankStory) -> list[str]:
-    """What evaluations found, and what keep_best() was given: it may show nowhere else."""
-    odd = sorted(
-        k for k in calm.told.keys() | wild.told.keys() if calm.told.get(k) != wild.told.get(k)
-    )
-    if not odd:
-        return []
-    step, what = odd[0]
-    return [f"rank {rank}: {len(odd)} values of {what} differ, the first after step {step}"]
+def _odd(calm: Mapping[Key, object], wild: Mapping[Key, object]) -> list[Key]:
+    return sorted(k for k in calm.keys() | wild.keys() if calm.get(k) != wild.get(k))
 
 
 def sha256(stories: Sequence[RankStory], calm: Sequence[RankStory]) -> str:

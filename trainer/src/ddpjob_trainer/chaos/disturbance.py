@@ -142,9 +142,7 @@ class Disturbance:
 
         But one that was told to stop may first end the step after the next.
         """
-        if kill.point == "barrier":
-            limit = self.pace.total_steps  # until the point is armed
-        elif kill.point == "snapshot":
+        if kill.point == "snapshot":
             limit = kill.step + 2 * self.pace.every
         elif kill.saved:
             limit = self._snapshot_before(kill.step) - 1
@@ -168,12 +166,12 @@ class Disturbance:
             if not kill.point:
                 self._pause(kill.delay * self._usual_return())
             return
-        step = min(kill.step, self.pace.total_steps - 1)
         if kill.saved:
-            self._await_snapshot(self._snapshot_before(step) - 1)  # or the next would be skipped
-            self._await_snapshot(step)
-            self._open(step + 2)
-        self._await_step(step)
+            # First before that snapshot, which a keeper that is behind would leave out.
+            self._await_snapshot(self._snapshot_before(kill.step) - 1)
+            self._await_snapshot(kill.step)
+            self._open(kill.step + 2)
+        self._await_step(kill.step)
         if not kill.point:
             self._pause(kill.delay * self.pace.step_seconds)
 
