@@ -55,7 +55,7 @@ def test_a_script_of_this_machine_travels_in_a_config_map(
     command = container["command"]
     work, files = container["volumeMounts"]
     assert command == [
-        "ddpjob-trainer", "run", "--files", files["mountPath"],
+        "ddpjob-trainer", "run", "--files", files["mountPath"], "--anew",
         "My_Train.v2.py", "--lr", "0.1", "--flag",
     ]  # fmt: skip
     assert container["workingDir"] == work["mountPath"]
@@ -134,7 +134,7 @@ def test_files_lie_in_the_pods_as_they_do_here(
     assert trainer(found)["command"][-1] == "models/net.py", "the folder stays"
     found = manifest(capsys, "-m", "models.net", "--", "--lr", "1")
     assert placed(found) == {k: v for k, v in expected.items() if k.startswith("models/")}
-    assert trainer(found)["command"][4:] == ["-m", "models.net", "--lr", "1"]
+    assert trainer(found)["command"][5:] == ["-m", "models.net", "--lr", "1"]
     assert trainer(found)["workingDir"] == "/workspace/job"
     assert found["DDPJob"]["metadata"]["name"] == "models-net"
     found = manifest(capsys, "-m", "models.net", "--image", "r/mine:1")
@@ -234,7 +234,7 @@ def test_kubernetes_puts_no_variables_into_arguments(
     script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = manifest(capsys, script, "--snapshots", "2024", "--", "$(RANK)", "a$$b", "\x7f")
-    assert trainer(found)["command"][5:] == ["$$(RANK)", "a$$$$b", "\x7f"]
+    assert trainer(found)["command"][6:] == ["$$(RANK)", "a$$$$b", "\x7f"]
     volume = found["DDPJob"]["spec"]["snapshot"]["volume"]
     assert volume == {"persistentVolumeClaim": {"claimName": "2024"}}
 
@@ -320,7 +320,7 @@ def test_what_is_kept_and_the_folder_for_it(
 ) -> None:
     found = manifest(capsys, script.name, "--output", "results/")
     assert trainer(found)["command"][2:] == [
-        "--files", init.FILES, "--output", "results/", script.name,
+        "--files", init.FILES, "--anew", "--output", "results/", script.name,
     ]  # fmt: skip
     found = manifest(capsys, "/app/train.py", "--image", "i", "--output", "results")
     assert trainer(found)["command"][2:] == ["--output", "results", "/app/train.py"]

@@ -67,14 +67,17 @@ def initialised(tmp_path: Path, capsys, monkeypatch) -> str:  # type: ignore[no-
 
 
 def test_what_init_prints_becomes_a_plan(tmp_path: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    job = plan(initialised(tmp_path, capsys, monkeypatch), tmp_path, folders={})
+    text = initialised(tmp_path, capsys, monkeypatch)
+    job = plan(text, tmp_path, folders={})
     [(path, content)] = job.files.items()
     assert content == b"print(1)\n"
     files, own = path.parents[1], tmp_path / "scratch/work/1"
     words = job.command(job.environment(1, 1, range(job.ports())))
-    expected = ["run", "--files", str(files), "src/train.py", "--cost", "$(NAME)", f"{own}/x"]
-    assert words[-7:] == expected
+    expected = ["src/train.py", "--cost", "$(NAME)", f"{own}/x"]
+    assert words[-8:] == ["run", "--files", str(files), "--anew", *expected]
     assert job.snapshots == tmp_path / "snapshots/train"
+    mapped = plan(text, tmp_path, folders={"/workspace/job": tmp_path})
+    assert "--anew" not in mapped.words  # somebody's folder
 
 
 def test_a_working_directory_of_the_pods_is_a_copy_here_which_ends(

@@ -46,6 +46,35 @@ def test_files_are_copied_and_can_be_written(here: Path, tmp_path: Path) -> None
         workdir.fill(Path("no"), None, {}, print)
 
 
+def test_a_folder_that_was_empty_is_filled_anew(here: Path, tmp_path: Path) -> None:
+    """With several launchers: what one rank has saved there, the others' pods do not have."""
+    files, env = mounted(tmp_path / "files"), {contract.SNAPSHOT_DIR: f"{tmp_path}/snapshots/job"}
+    again = workdir.fill(files, Path("runs"), env, print)
+    assert again
+    before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
+    (here / "checkpoints").mkdir()
+    for name in ("checkpoints/7.pt", "data/new", "data/a.txt", "runs/kept", "scratch"):
+        (here / name).write_text("of a rank")
+    (here / "train.py").unlink()
+    (here / ".link").symlink_to(tmp_path)
+    (files / ".hidden").write_text("of a later version")
+    for _ in range(2):
+        again(here / "scratch")
+        assert (here / "runs/kept").read_text() == "of a rank"
+        found = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
+        assert found.pop(here / "scratch") == b"of a rank"
+        assert found | {here / "runs/kept": b""} == before | {here / "runs/kept": b""}
+        assert {path.name for path in here.iterdir()} == {
+            ".hidden", "data", "runs", "scratch", "train.py"
+        }  # fmt: skip
+
+
+def test_somebody_s_folder_is_never_cleared(here: Path, tmp_path: Path) -> None:
+    (here / "mine").touch()
+    assert workdir.fill(mounted(tmp_path / "files"), None, {}, print) is None
+    assert workdir.fill(None, None, {}, print) is None
+
+
 @pytest.mark.parametrize("name", ["train.py", "data/a.txt"])
 def test_no_file_is_overwritten(name: str, here: Path, tmp_path: Path) -> None:
     """`local --map /workspace/job=.` with a manifest of yesterday would undo today's work."""

@@ -67,6 +67,12 @@ def _parser() -> argparse.ArgumentParser:
         help="first copy what is in DIR, such as a ConfigMap, into the working directory",
     )
     run.add_argument(
+        "--anew",
+        action="store_true",
+        help="with --files, a folder that was empty, and several launchers: before each restart in"
+        " place remove all that PROGRAM has written there, as a new pod has none of it",
+    )
+    run.add_argument(
         "--output",
         type=Path,
         metavar="DIR",
@@ -214,7 +220,7 @@ def _run(options: argparse.Namespace) -> int:
         env = read_launcher(os.environ)
         given = vars(options)
         try:
-            workdir.fill(options.files, options.output, os.environ, _say)
+            refill = workdir.fill(options.files, options.output, os.environ, _say)
         except OSError as error:  # a full disk, a broken one: another node's may do
             _say(f"the working directory was not made ready: {error}")
             return 1
@@ -230,7 +236,7 @@ def _run(options: argparse.Namespace) -> int:
             spares=options.spares,
             preload=options.preload,
         )
-        supervisor = Supervisor(plan)
+        supervisor = Supervisor(plan, refill if options.anew else None)
     except CannotStartError as error:
         _say(str(error))
         return error.code

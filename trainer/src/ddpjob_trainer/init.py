@@ -192,7 +192,7 @@ def _parts(
     keys = _keys(files)
     if files:
         yield _config_map(name, files, keys)
-    words = ["ddpjob-trainer", "run", *(("--files", FILES) if files else ())]
+    words = ["ddpjob-trainer", "run", *(("--files", FILES, "--anew") if files else ())]
     words += ["--output", args.output] if args.output else []
     words += [*_program(args, files), *arguments]
     directory = _directory(args, files)

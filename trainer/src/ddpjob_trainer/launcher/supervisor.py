@@ -11,7 +11,9 @@ import shutil
 import signal
 import time
 import traceback
+from collections.abc import Callable
 from enum import Enum
+from pathlib import Path
 
 from ddpjob_trainer import trace
 from ddpjob_trainer.contract import State
@@ -70,8 +72,11 @@ class _Phase(Enum):
 class Supervisor:
     """One run of a plan: all its rounds."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, refill: Callable[[Path], None] | None = None) -> None:
+        """``refill``: makes the working directory that of a new pod, but for a path."""
         self._plan = plan
+        # The folder of one launcher is that of all ranks, which go on from what lies there.
+        self._refill = refill if plan.replicas > 1 else None
         self._selector = selectors.DefaultSelector()
         self._signals = Signals()
         self._tick = time.monotonic()
@@ -183,6 +188,8 @@ class Supervisor:
         self._pace.begin()
         path = self._scratch.round_path(round_)
         self._gang = Gang(self._plan, round_, path, self._pump, self._log.say)
+        if self._refill and round_ > 0:
+            self._refill(self._scratch.path)
         self._starter.begin(self._gang, now)
         trace.mark("started")
 

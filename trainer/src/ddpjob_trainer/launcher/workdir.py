@@ -26,29 +26,64 @@ _ANSWER_SECONDS: Final = 10.0
 
 def fill(
     files: Path | None, output: Path | None, env: Mapping[str, str], say: Callable[[str], None]
-) -> None:
+) -> Callable[[Path], None] | None:
     """Copy ``files`` here, make the folder of the snapshots, and link ``output`` to one in it.
 
-    Raises ConfigError, OSError.
+    Returns what fills a folder anew that was empty, but for a path. Raises ConfigError, OSError.
     """
+    empty = not any(Path().iterdir())
     if files is not None:
-        _copy(files)
+        _copy(files, _copy_new)
+    made = _seen()
     snapshots = env.get(contract.SNAPSHOT_DIR, "")
     if output is not None:
         _link(output, snapshots)
     elif snapshots and "://" not in snapshots:
         _make(Path(snapshots), say)
+    if files is None or not empty:
+        return None
+    source = files
+
+    def again(keep: Path) -> None:
+        _clear(made, output, keep.absolute())
+        _copy(source, _copy_missing)
+        made.update({path: one for path, one in _seen().items() if path in made})
+        if output is not None:
+            _link(output, snapshots)
+
+    return again
 
 
-def _copy(files: Path) -> None:
+def _seen() -> dict[Path, tuple[int, int]]:
+    """Tell by inode and time of change what has been written since."""
+    found = ((path, path.lstat()) for path in Path().rglob("*") if not path.is_dir())
+    return {path: (one.st_ino, one.st_mtime_ns) for path, one in found}
+
+
+def _clear(made: Mapping[Path, tuple[int, int]], output: Path | None, keep: Path) -> None:
+    """Leave what was copied and not written to: its source may be of a later version by now."""
+    here = Path.cwd()
+    for folder, folders, names in os.walk(".", topdown=False):
+        for path in (Path(folder, name) for name in (*names, *folders)):
+            if (path == output and path.is_symlink()) or (here / path).is_relative_to(keep):
+                continue
+            if path.is_symlink() or not path.is_dir():
+                one = path.lstat()
+                if made.get(path) != (one.st_ino, one.st_mtime_ns):
+                    path.unlink()
+            elif not any(path.iterdir()):
+                path.rmdir()
+
+
+def _copy(files: Path, copy: Callable[[str, str], None]) -> None:
     """Copy what a ConfigMap shows, but for the folders that the kubelet keeps it in."""
     if not files.is_dir():
         raise ConfigError(f"--files {files}: no such folder: mount one there, or leave it out")
     for one in sorted(files.iterdir()):
         if one.is_dir() and not one.name.startswith(".."):
-            shutil.copytree(one, one.name, copy_function=_copy_new, dirs_exist_ok=True)
+            shutil.copytree(one, one.name, copy_function=copy, dirs_exist_ok=True)
         elif not one.is_dir():
-            _copy_new(str(one), one.name)
+            copy(str(one), one.name)
 
 
 def _copy_new(source: str, target: str) -> None:
@@ -60,6 +95,11 @@ def _copy_new(source: str, target: str) -> None:
             f"--files: {target} is in the working directory already, with other content: make the"
             " manifest anew, or start in an empty folder"
         )
+
+
+def _copy_missing(source: str, target: str) -> None:
+    if not os.path.lexists(target):
+        shutil.copy(source, target)
 
 
 def _link(output: Path, snapshots: str) -> None:

@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -229,7 +229,7 @@ def make(
         modes=modes,
         shell=own,
         given=[(name, replaced(value)) for name, value in _given(manifest, shell)],
-        words=[replaced(word) for word in (*trainer["command"], *(trainer.get("args") or []))],
+        words=_words(trainer, replaced, own_folder=work is not None),
         notes=list(_notes(manifest, folders)),
     )
     most = max(_FEW, 4 * (os.cpu_count() or 1))
@@ -241,6 +241,16 @@ def make(
         )
     found.command(found.variables(1, 0, range(found.ports())))  # refuses before anything starts
     return found
+
+
+def _words(
+    trainer: Mapping[str, Any], replaced: Callable[[str], str], *, own_folder: bool
+) -> list[str]:
+    """The command; a folder of --map is somebody's, of which no launcher removes anything."""
+    words = [replaced(word) for word in (*trainer["command"], *(trainer.get("args") or []))]
+    if not own_folder and words[:3:2] == ["ddpjob-trainer", "--files"] and words[4:5] == ["--anew"]:
+        del words[4]
+    return words
 
 
 def _first(name: str, option: int | None, field: object) -> int:
