@@ -309,6 +309,45 @@ def pair(
     ]  # fmt: skip
 
 
+@pytest.mark.fault("T1")
+def test_no_rank_goes_on_alone_from_what_its_own_pod_holds(script, tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    (tmp_path / "files").mkdir()
+    Path(script(
+        """
+found = os.path.exists("checkpoint")
+open("checkpoint", "w").close()
+with open(os.environ["TOLD"], "a") as told:
+    told.write(f"{os.environ['DDPJOB_ROUND']} {found}\\n")
+if os.environ["DDPJOB_ROUND"] == "0":
+    sys.exit(9) if rank == 1 else time.sleep(600)
+"""
+    )).rename(tmp_path / "files/train.py")  # fmt: skip
+    hub, master = free_ports(2)
+    gang = {
+        "DDPJOB_UID": "u", "DDPJOB_ATTEMPT": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(master), "DDPJOB_HUB_PORT": str(hub),
+        "DDPJOB_IN_PLACE_MAX_WITHOUT_PROGRESS": "3",
+    }  # fmt: skip
+    launchers = []
+    for replica in range(2):
+        (tmp_path / f"pod-{replica}").mkdir()
+        monkeypatch.chdir(tmp_path / f"pod-{replica}")
+        own = {"DDPJOB_REPLICA": str(replica), "TOLD": str(tmp_path / f"told-{replica}")}
+        words = ("--files", str(tmp_path / "files"), "--anew", "train.py")
+        launchers.append(launch(*COLD, *words, env={**gang, **own}))
+    try:
+        ends = [(one.communicate(timeout=PATIENCE)[1], one.returncode) for one in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    assert [code for _, code in ends] == [0, 0], ends
+    for replica in range(2):
+        # Rank 1 may end before rank 0 has begun.
+        told = (tmp_path / f"told-{replica}").read_text().splitlines()
+        assert "1 False" in told, told
+        assert not any("True" in one for one in told), told
+
+
 def test_one_of_two_that_saves_and_ends_with_0_when_told_to_end_has_not_succeeded(  # type: ignore[no-untyped-def]
     script, tmp_path, wait_until
 ):
