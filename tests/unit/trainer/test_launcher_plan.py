@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import pwd
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -173,3 +175,20 @@ def test_where_the_root_is_read_only_temporary_files_go_to_memory(script, monkey
 
     monkeypatch.setattr(tempfile, "gettempdir", nowhere)
     assert common_environment(made, {})["TMPDIR"] == "/dev/shm"
+
+
+def test_a_user_of_whom_the_image_knows_nothing_gets_a_name_and_a_home(
+    script, monkeypatch, tmp_path
+):  # type: ignore[no-untyped-def]
+    def unknown(uid: int) -> NoReturn:
+        raise KeyError(uid)
+
+    made = plan(script, POD)
+    own = {"HOME": str(tmp_path)}
+    assert common_environment(made, own).items() >= own.items()
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(os, "access", lambda path, mode: path == str(tmp_path))
+    found = common_environment(made, {"HOME": "/"})
+    assert (found["USER"], found["HOME"]) == (str(os.getuid()), tempfile.gettempdir())
+    found = common_environment(made, own | {"USER": "ada"})
+    assert (found["USER"], found["HOME"]) == ("ada", str(tmp_path))

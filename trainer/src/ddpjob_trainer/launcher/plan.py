@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import sys
 import tempfile
@@ -235,6 +236,7 @@ def common_environment(plan: Plan, base: Mapping[str, str] = os.environ) -> dict
         tempfile.gettempdir()
     except FileNotFoundError:  # a read-only root file system; torch cannot be imported without one
         env["TMPDIR"] = _MEMORY
+    _give_home(env)
     if plan.events is not None:
         env[EVENTS] = str(plan.events)
     if plan.standalone:
@@ -242,6 +244,20 @@ def common_environment(plan: Plan, base: Mapping[str, str] = os.environ) -> dict
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         env[RUN_ID] = plan.run_id
     return env
+
+
+def _give_home(env: dict[str, str]) -> None:
+    """Give a user of whom the image knows nothing a name and a home: caches want both.
+
+    Clusters run containers under any user id; Python's getpass fails then, and torch with it.
+    """
+    try:
+        home = pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        home = "/"
+        env.setdefault("USER", str(os.getuid()))
+    if not os.access(env.get("HOME") or home, os.W_OK):
+        env["HOME"] = env.get("TMPDIR") or tempfile.gettempdir()
 
 
 def rank_environment(plan: Plan, local_rank: int, round_: int, scratch: Scratch) -> dict[str, str]:
