@@ -196,6 +196,12 @@ def test_an_executable_can_be_executed(
         _, volume = found["DDPJob"]["spec"]["template"]["spec"]["volumes"]
         assert volume["configMap"].get("defaultMode") == mode
     assert trainer(found)["command"][-1] == "./train", "no PATH leads to it"
+    (script.parent / "prepare.sh").write_text("#!/bin/sh\n")
+    for mode in (0o644, 0o755):
+        (script.parent / "prepare.sh").chmod(mode)
+        found = manifest(capsys, script, script.parent / "prepare.sh")
+        _, volume = found["DDPJob"]["spec"]["template"]["spec"]["volumes"]
+        assert volume["configMap"].get("defaultMode") == (mode if mode & 0o100 else None)
 
 
 def test_a_script_on_the_claim_needs_no_image_of_its_own(

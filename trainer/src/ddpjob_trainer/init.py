@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import base64
 import io
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -209,7 +210,7 @@ def _parts(
         directory=_DIRECTORY.format(directory=_quoted(directory)) if directory else "",
         limits=_LIMITS.format(gpus=args.gpus) if args.gpus else "",
         mount=_MOUNT if files else "",
-        volume=_volume(args, name, keys) if files else "",
+        volume=_volume(args, name, keys, files) if files else "",
     )
 
 
@@ -242,9 +243,12 @@ def _keys(files: Mapping[str, Path]) -> dict[str, str]:
     return found
 
 
-def _volume(args: argparse.Namespace, name: str, keys: Mapping[str, str]) -> str:
+def _volume(
+    args: argparse.Namespace, name: str, keys: Mapping[str, str], files: Mapping[str, Path]
+) -> str:
     text = _VOLUME.format(name=name)
-    if not args.module and not args.script.endswith(".py"):
+    program = not args.module and not args.script.endswith(".py")
+    if program or any(os.access(path, os.X_OK) for path in files.values()):
         text += _EXECUTABLE
     if any(key != path for key, path in keys.items()):
         places = (_ITEM.format(key=key, path=_quoted(path)) for key, path in keys.items())
