@@ -96,6 +96,13 @@ def test_export_can_be_loaded_by_others(root: Path, tmp_path: Path, format_: str
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def test_exports_of_one_snapshot_are_equal_bytes(root: Path, tmp_path: Path):
+    outs = [tmp_path / f"{n}.safetensors" for n in range(8)]
+    for out in outs:
+        assert cli.main(["snapshot", "export", str(root), str(out)]) == 0
+    assert len({out.read_bytes() for out in outs}) == 1
+
+
 @pytest.mark.parametrize("format_", ["safetensors", "torch"])
 def test_export_holds_what_state_dict_does(
     tmp_path: Path, format_: str, capsys: pytest.CaptureFixture[str]

@@ -61,6 +61,18 @@ def test_what_is_saved_can_be_loaded(tmp_path):  # type: ignore[no-untyped-def]
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
+def test_equal_weights_are_equal_bytes(tmp_path):  # type: ignore[no-untyped-def]
+    about = {"step": "7", "ema": "false", "note": 'ä"\x07\x7f\u2028\\'}
+    paths = [tmp_path / f"{n}.safetensors" for n in range(8)]
+    for path in paths:
+        weights.save(path, Tied(0), about)
+    assert len({path.read_bytes() for path in paths}) == 1
+    with safe_open(paths[0], "pt") as file:
+        assert file.metadata() == {"format": "pt", **about}
+    weights.load(paths[0], other := Tied(1))
+    assert equal(Tied(0), other)
+
+
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
 @pytest.mark.parametrize("kind", ["weights.pt", "weights.safetensors"])
 def test_plain_state_dicts_are_read_with_the_prefixes_of_wrappers(tmp_path, prefix, kind):  # type: ignore[no-untyped-def]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from ddpjob_trainer.snapshot import weights
 from ddpjob_trainer.snapshot.find import SnapshotToolError, find
 from ddpjob_trainer.snapshot.ondisk import disk, manifest
 from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError
@@ -87,6 +88,7 @@ def export(root: Path, out: Path, *, step: int | None, format_: str) -> int:
             save_file(
                 model, temporary, metadata={**about, "config": json.dumps(dict(found.config))}
             )
+            weights.order_header(temporary)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.rename(out)

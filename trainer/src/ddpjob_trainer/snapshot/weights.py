@@ -5,6 +5,7 @@ No pickle is read but by torch's weights_only loader.
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import secrets
@@ -50,6 +51,7 @@ def save(path: Path, module: torch.nn.Module, about: Mapping[str, str]) -> list[
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         save_file(tensors, temporary, metadata={"format": "pt", **about})
+        order_header(temporary)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -59,6 +61,21 @@ def save(path: Path, module: torch.nn.Module, about: Mapping[str, str]) -> list[
     finally:
         temporary.unlink(missing_ok=True)
     return left_out
+
+
+def order_header(path: Path) -> None:
+    """Sort the metadata of a safetensors file in place, so that equal weights are equal bytes.
+
+    The library writes its keys in an order that is another one each time. Raises OSError.
+    """
+    with path.open("r+b") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        if len(text) <= length:  # else it was escaped in another way: what is there is valid
+            file.seek(8)
+            file.write(text.ljust(length))
 
 
 def read(path: Path) -> dict[str, Any]:
