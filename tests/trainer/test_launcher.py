@@ -90,6 +90,8 @@ dist.barrier()
     assert (code, content["rank"], content["kind"]) == (1, 1, "exception")
     assert content["exception"] == content["rounds"][0]["exception"] == "ValueError: bad shape"
     assert "Traceback" not in "".join(content["log"])
+    assert "round 1: rank 1 ended (exit code 1: ValueError: bad shape); restarting in place" in err
+    assert "rank 1 ended first, with exit code 1 (exception: ValueError: bad shape)" in err
 
 
 def test_a_crash_is_told_with_its_place(script, tmp_path):  # type: ignore[no-untyped-def]
@@ -104,6 +106,7 @@ def test_a_crash_is_told_with_its_place(script, tmp_path):  # type: ignore[no-un
     content = json.loads(report.read_bytes())
     assert (code, content["kind"]) == (139, "signal"), err
     assert content["exception"].startswith("Fatal Python error: Segmentation fault: ")
+    assert "with signal 11 (SIGSEGV: Fatal Python error: Segmentation fault: " in err
 
 
 def test_the_cause_is_told_from_collateral_that_ended_first(script, tmp_path):  # type: ignore[no-untyped-def]

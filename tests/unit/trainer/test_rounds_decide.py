@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpjob_trainer.launcher.hub.root_cause import Exit
+from ddpjob_trainer.launcher.hub.root_cause import Exit, in_words
 from ddpjob_trainer.launcher.hub.rounds import History, Limits, decide
 
 KILLED, LOST = -9, 75
@@ -42,6 +42,29 @@ def test_another_round_follows(statuses, ours, cause):  # type: ignore[no-untype
     assert verdict.next is not None
     assert (verdict.next.round, verdict.next.failures) == (1, 1)
     assert verdict.next.records[0].get("rank") == cause
+
+
+@pytest.mark.parametrize(
+    ("status", "exception", "words"),
+    [
+        (KILLED, "", "SIGKILL"),
+        (-45, "", "signal 45"),
+        (-11, "Fatal Python error:\n  a.py:3", "SIGSEGV: Fatal Python error: a.py:3"),
+        (143, "", "sigterm"),
+        (1, "ValueError: no", "exit code 1: ValueError: no"),
+        (3, "", "exit code 3"),
+        (LOST, "", "peerLost"),
+        (76, "rank 0 hung", "hang: rank 0 hung"),
+    ],
+)
+def test_how_a_round_ended_is_said_in_words(status: int, exception: str, words: str):
+    following = verdict_of(History(), [Exit(0, 0, status, 1.0, False, exception)]).next
+    assert following is not None
+    assert in_words(following.records[0]) == words
+
+
+def test_without_a_process_to_blame_a_round_ended_by_a_lost_peer():
+    assert in_words({"round": 0}) == "peerLost"
 
 
 @pytest.mark.parametrize("code", [2, 64, 70, 78, 126, 127])

@@ -350,7 +350,7 @@ class Supervisor:
         last = go.records[-1]
         what = "a process ended" if "rank" not in last else f"rank {last['rank']} ended"
         self._log.say(
-            f"round {go.round}: {what} ({last.get('kind', 'peerLost')}); restarting in place"
+            f"round {go.round}: {what} ({root_cause.in_words(last)}); restarting in place"
         )
         trace.mark("go")
         self._known = self._known.with_records(go.records)

@@ -136,7 +136,9 @@ def finish(
         return ExitCode.SUCCESS
     how = f"signal {-failure.status}" if failure.status < 0 else f"exit code {failure.status}"
     after = f" after step {content['step']}" if "step" in content else ""
-    say(f"rank {failure.rank} ended first, with {how} ({content['kind']}){after}")
+    kind = root_cause.signal_name(-failure.status) if failure.status < 0 else content["kind"]
+    why = root_cause.because(content.get("exception", ""))
+    say(f"rank {failure.rank} ended first, with {how} ({kind}{why}){after}")
     if content["kind"] == "sigterm" and ended.signal == signal.SIGTERM:
         return ExitCode.SIGTERM  # also when our own SIGKILL ended it
     return failure.code

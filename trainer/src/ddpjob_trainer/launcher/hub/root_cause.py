@@ -11,9 +11,10 @@ import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ddpjob_trainer.contract import ExitCode, ReportKind
+from ddpjob_trainer.contract import ExitCode, ReportKind, Round
 
 CAUSE_WAIT_SECONDS = 2.0
+_MAX_WORDS = 300  # of an exception in a line of the launcher's
 #: Words of gloo, NCCL and torch's store, of a program that does not end with 75.
 _PEER_GONE = re.compile(
     "Connection (closed|reset) by peer|Broken pipe|remote process exited|ncclRemoteError"
@@ -118,3 +119,27 @@ def kind(failure: Exit | None, *, exception: str, terminated: bool) -> ReportKin
         ExitCode.SIGTERM: "sigterm",
     }
     return named.get(failure.code) or ("exception" if exception else "exit")
+
+
+def in_words(record: Round) -> str:
+    """Say how the process that ended a round ended: SIGKILL, or exit code 1: ValueError: no."""
+    said: str = record.get("kind", "peerLost")
+    if number := record.get("signal", 0):
+        said = signal_name(number)
+    elif said in ("exit", "exception"):
+        said = f"exit code {record.get('code', 1)}"
+    return f"{said}{because(record.get('exception', ''))}"
+
+
+def because(exception: str) -> str:
+    """Put an exception behind what ended by it, in one line."""
+    text = " ".join(exception.split())[:_MAX_WORDS]
+    return f": {text}" if text else ""
+
+
+def signal_name(number: int) -> str:
+    """Name a signal; one in the middle of the realtime ones has none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
