@@ -291,10 +291,21 @@ class TestStatus:
     def test_a_plain_script_tells_no_steps_and_is_not_starting_up_for_ever(self) -> None:
         found = job(phase="Running")
         plain = {0: Told({"phase": "startup"})}
-        words = "Progress:  running, tells no steps (docs/foreign.md)"
-        assert words in status.head_lines(found, plain, NOW)
+        words = "running, tells no steps: a plain script, without ddp.start() or an adapter"
+        assert f"Progress:  {words}" in status.head_lines(found, plain, NOW)
         ours = {0: Told({"phase": "startup", "updatedAt": at(5)})}
         assert "Progress:  starting up" in status.head_lines(found, ours, NOW)
+        members = {0: Member(pod(state={"running": {}}))}
+        for told, step in ((plain, "-"), (ours, "startup")):
+            assert status.gang_table(found, members, told, NOW)[1].split()[5] == step
+        starting = status.gang_table(job(phase="Starting"), members, plain, NOW)
+        assert starting[1].split()[5] == "startup"
+
+    def test_when_a_gang_without_pods_is_tried_again_is_told(self) -> None:
+        for seconds, told in ((-240, ["Next try:  in 4m"]), (5, [])):
+            found = job(phase="Restarting", timings={"nextRestartAt": at(seconds)})
+            lines = status.head_lines(found, {}, NOW)
+            assert [line for line in lines if line.startswith("Next try")] == told
 
     def test_in_a_stall_the_age_of_the_last_step_is_told_and_no_rate(self) -> None:
         words = {"step": 9, "samplesPerSecond": 5.0, "updatedAt": at(480)}
@@ -314,6 +325,15 @@ class TestStatus:
         assert [line.strip() for line in lines][-1] == "ValueError: boom"
         lines = status.head_lines(job(lastFailure={**FAILURE, "message": log}), {}, NOW)
         assert [line.strip() for line in lines][-3:] == ["line 6", "line 7", "line 8"]
+
+    def test_of_an_init_container_its_last_line_is_shown(self) -> None:
+        log = "\n".join(f"line {n}" for n in range(9))
+        message = f"init container git: exit code 127\n{log}\nsh: git: not found"
+        said = "init container git: exit code 127: sh: git: not found"
+        found = job(lastFailure={**FAILURE, "message": message, "exception": said})
+        assert status.head_lines(found, {}, NOW)[-1].strip() == said
+        whole = status.head_lines(found, {}, NOW, most=text.WHOLE)
+        assert [line.strip() for line in whole[-11:]] == message.splitlines()
 
     def test_a_pod_whose_init_container_failed_says_so(self) -> None:
         found = pod(state={"waiting": {"reason": "PodInitializing"}})

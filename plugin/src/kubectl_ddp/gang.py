@@ -214,6 +214,11 @@ class Told:
         found = self.state.get(name)
         return found if isinstance(found, str) else ""
 
+    @property
+    def silent(self) -> bool:
+        """Whether nothing of our library has told of itself, as in a plain script nothing does."""
+        return self.text("phase") == "startup" and not self.text("updatedAt")
+
 
 def find_job(kubectl: Kubectl, name: str) -> Job:
     """Read one; raises Failure."""

@@ -21,6 +21,7 @@ _INDENT = 11
 _LINES = 4  # of a message
 _FAILED = 3  # exit code of --watch
 _NUMBERS = ("round", "step", "totalSteps", "loss", "samplesPerSecond", "snapshotStep")
+_PLAIN = "a plain script, without ddp.start() or an adapter"
 _STALE = 60  # seconds after a word of a step: its rate is no longer the rate
 
 
@@ -154,6 +155,9 @@ def head_lines(
         told_of = f"took {since(began, ended)}" if ended else f"begun {since(began, now)} ago"
         lines.append(("Attempt", f"{attempt}, {told_of}"))
     lines.append(("Restarts", _budget(status.get("restarts") or {}, job.spec)))
+    retry = moment(timings.get("nextRestartAt"))
+    if retry and retry > now and not ended:
+        lines.append(("Next try", f"in {duration((retry - now).total_seconds())}"))
     # The trainer's own words are newer than those that the operator has taken over.
     progress = {**(status.get("progress") or {}), **first.state}
     lines.append(("Progress", _progress(progress, job.phase, first, now)))
@@ -161,7 +165,7 @@ def head_lines(
     if origin := (status.get("progress") or {}).get("resumed"):
         lines.append(("Began", f"from {origin}"))
     if last := status.get("lastFailure"):
-        lines.append(("Failure", failure_line({**last, "message": _gist(last)}, now)))
+        lines.append(("Failure", failure_line({**last, "message": _gist(last, most)}, now)))
     shown = []
     for title, text in lines:
         parts = wrapped(text, columns - _INDENT, most) or [NONE]
@@ -189,7 +193,7 @@ def gang_table(
                 str(replica),
                 *place,
                 _number(say.number("round")),
-                _number(say.number("step")) if "step" in say.state else say.text("phase") or NONE,
+                _place(say, job.phase),
                 NONE if say.rate is None or _age(say.state, now) > _STALE else f"{say.rate:.3g}",
                 NONE if say.snapshot_at is None else duration(now.timestamp() - say.snapshot_at),
                 _brief(last[replica], now) if replica in last else NONE,
@@ -212,10 +216,12 @@ def failure_line(failure: Object, now: datetime) -> str:
     return f"{first}\n{failure['message']}" if failure.get("message") else first
 
 
-def _gist(failure: Object) -> str:
-    """The exception, or else the end of the log rather than its beginning."""
-    lines = str(failure.get("message", "")).splitlines()
-    return "\n".join(lines[:1] if failure.get("exception") else lines[1 - _LINES :])
+def _gist(failure: Object, most: int) -> str:
+    """The exception, or else the end of the log rather than its beginning; all if it is wanted."""
+    message = str(failure.get("message", ""))
+    if most == WHOLE:
+        return message
+    return str(failure.get("exception") or "\n".join(message.splitlines()[1 - _LINES :]))
 
 
 def _kind(failure: Object) -> str:
@@ -250,6 +256,14 @@ def _step(progress: Mapping[str, Any]) -> str:
     return NONE if step is None else f"{step}/{total}" if total else str(step)
 
 
+def _place(say: Told, phase: str) -> str:
+    """The step that a replica is at, or the phase before its first one."""
+    if "step" in say.state:
+        return _number(say.number("step"))
+    silent = phase == "Running" and say.silent
+    return NONE if silent else say.text("phase") or NONE
+
+
 def _age(state: Mapping[str, Any], now: datetime) -> float:
     """Seconds since the last step that was told, 0 where none says when it was."""
     try:
@@ -268,11 +282,10 @@ def _progress(progress: Mapping[str, Any], phase: str, first: Told, now: datetim
     if parts and age > _STALE and phase not in FINAL:
         parts.append(f"last told {duration(age)} ago")
     if not parts and say.text("phase") == "startup":
-        # Our library says when it was there; a plain script never will.
-        silent = phase == "Running" and not first.text("updatedAt")
-        return "running, tells no steps (docs/foreign.md)" if silent else "starting up"
+        silent = phase == "Running" and first.silent
+        return f"running, tells no steps: {_PLAIN}" if silent else "starting up"
     started = "" if phase in FINAL else "not started yet, or "
-    return ", ".join(parts) or f"not told: {started}a program that tells no steps (docs/foreign.md)"
+    return ", ".join(parts) or f"not told: {started}{_PLAIN}"
 
 
 def _snapshot(progress: Mapping[str, Any], told: Mapping[int, Told], now: datetime) -> str:
