@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -124,6 +125,28 @@ def test_of_a_job_that_has_ended_nothing_is_expected_any_more() -> None:
         assert ("not started yet" in lines) == expected
         found.obj["spec"]["snapshot"] = {"path": "/s", "volume": {}}
         assert ("resume it, or" in snapshots._without_pods(found)) == expected
+
+
+@pytest.mark.parametrize(
+    ("say", "words"),
+    [
+        (Told({"phase": "startup"}), "so none is watched for hangs: plain scripts never do"),
+        (Told({"phase": "startup", "updatedAt": at(5)}), "no process has hung in the pods"),
+        (Told({"phase": "step", "step": 3}), "no process has hung in the pods"),
+        (Told(), "no answer from d-0: .* torchrun or python have none, and so no stacks"),
+    ],
+)
+def test_without_stacks_it_is_said_whether_anybody_watches(
+    say: Told, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, answers = job(phase="Running"), {("t", "d", 0): say}
+    monkeypatch.setattr(gang, "find_job", lambda *_: found)
+    monkeypatch.setattr(gang, "find_members", lambda *_: {0: Member(pod(state={"running": {}}))})
+    monkeypatch.setattr(gang, "ask", lambda *_: (answers, ""))
+    said = cli.run(["stacks", "d"])
+    out, err = capsys.readouterr()
+    assert said == (not say.state)
+    assert re.search(words, err if said else out)
 
 
 class TestPages:

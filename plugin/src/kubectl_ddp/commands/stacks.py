@@ -38,6 +38,15 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
             print(clean(failure.get("message", "")))
             return 0
     if silent:
-        raise Failure(f"no answer from {', '.join(silent)}: its launcher may be starting, or gone")
+        raise Failure(
+            f"no answer from {', '.join(silent)}: the launcher may be starting, or gone; pods of"
+            " torchrun or python have none, and so no stacks: `ddpjob-trainer run` is one"
+        )
+    if told and all(say.silent for say in told.values()):
+        print(
+            "no process in the pods that run has told of itself, so none is watched for hangs:"
+            " plain scripts never do, others from ddp.start() or their adapter on"
+        )
+        return 0
     print("no process has hung in the pods that run")
     return 0
