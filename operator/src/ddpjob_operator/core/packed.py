@@ -25,7 +25,7 @@ GPUS: Final = ("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/xe", "gpu.intel.c
 #: A quantity that is not zero, as 0, 0.0 and 0k are.
 _SOME: Final = re.compile("[^a-zA-Z]*[1-9]")
 #: Less than that of either, and importing torch takes minutes, or is killed.
-_LEAST: Final = {"cpu": ("100m", 0.0999), "memory": ("256Mi", 255.9 * 2**20)}
+_LEAST: Final = {"cpu": ("100m", 0.0999), "memory": ("400Mi", 399.9 * 2**20)}
 #: A kubelet ends the container whose probe of these fails.
 _PROBES: Final = frozenset({"livenessProbe", "startupProbe"})
 TEMPLATE_BYTES: Final = 128 * 1024
