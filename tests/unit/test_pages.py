@@ -16,6 +16,8 @@ from support.manifest import documented, pages
 LINK = re.compile(r"\]\(([^)#\s\[]*)(?:#([^)\s]*))?\)")
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+#: What `kubectl get` prints of jobs: the command, the line of heads.
+SAMPLE = re.compile(r"^\$ kubectl get (?:ddp|ddpjobs?)\b(.*)\n(NAME .*)$", re.MULTILINE)
 #: Of docs/threat-model.md: a file of tests and one of it.
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
@@ -73,6 +75,19 @@ def test_jobs_on_pages_are_found() -> None:
     shown = [place.partition(":")[0] for place, _ in documented()]
     assert shown.count("README.md") == 1
     assert shown.count("migration.md") == 4
+
+
+def test_samples_of_kubectl_get_have_the_columns_of_the_definition() -> None:
+    crd = yaml.safe_load((ROOT / "manifests/crd.yaml").read_text())
+    columns = crd["spec"]["versions"][0]["additionalPrinterColumns"]
+    found = 0
+    for page in pages():
+        for command, head in SAMPLE.findall(page.read_text()):
+            wide = [each for each in columns if "wide" in command or not each.get("priority")]
+            names = ["NAME", *(each["name"].upper() for each in wide)]
+            assert (page.name, head.split()) == (page.name, names)
+            found += 1
+    assert found >= 2
 
 
 def functions(file: str) -> set[str]:
