@@ -77,6 +77,13 @@ def test_jobs_on_pages_are_found() -> None:
     assert shown.count("migration.md") == 4
 
 
+def test_who_migrates_is_shown_the_launcher() -> None:
+    """Under torchrun the status has its banner and not the script's exception."""
+    jobs = [job for place, job in documented() if place.startswith("migration.md")]
+    containers = [job["spec"]["template"]["spec"]["containers"][0] for job in jobs]
+    assert [one["command"][:2] for one in containers] == [["ddpjob-trainer", "run"]] * 4
+
+
 def test_samples_of_kubectl_get_have_the_columns_of_the_definition() -> None:
     crd = yaml.safe_load((ROOT / "manifests/crd.yaml").read_text())
     columns = crd["spec"]["versions"][0]["additionalPrinterColumns"]
