@@ -84,6 +84,14 @@ def test_who_migrates_is_shown_the_launcher() -> None:
     assert [one["command"][:2] for one in containers] == [["ddpjob-trainer", "run"]] * 4
 
 
+def test_what_a_dockerfile_copies_by_name_is_laid_there_before() -> None:
+    text = (ROOT / "docs/your-script.md").read_text()
+    names = re.findall(r"^COPY (\S*\.whl) ", text, re.MULTILINE)
+    assert names
+    for name in names:
+        assert f"\ncp dist/{name} " in text.partition(f"\nCOPY {name} ")[0]
+
+
 def test_samples_of_kubectl_get_have_the_columns_of_the_definition() -> None:
     crd = yaml.safe_load((ROOT / "manifests/crd.yaml").read_text())
     columns = crd["spec"]["versions"][0]["additionalPrinterColumns"]
