@@ -187,6 +187,19 @@ def test_only_the_script_is_required(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err.endswith("are required: SCRIPT\n")
 
 
+def test_an_edited_file_is_another_template(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def template() -> dict[str, Any]:
+        return dict(manifest(capsys, script)["DDPJob"]["spec"]["template"])
+
+    before = template()
+    assert template() == before
+    script.write_text("print(2)\n")
+    after = template()
+    assert (after["spec"], after["metadata"] != before["metadata"]) == (before["spec"], True)
+
+
 def test_an_executable_can_be_executed(
     script: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

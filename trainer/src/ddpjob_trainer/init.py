@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import hashlib
 import io
 import os
 import re
@@ -190,15 +191,18 @@ def _parts(
     claim = args.snapshots or f"{name}-snapshots"
     if args.claim:
         yield _CLAIM.format(claim=claim, size=_quoted(args.claim))
-    keys = _keys(files)
+    keys, digest = _keys(files), ""
     if files:
-        yield _config_map(name, files, keys)
+        files_map = _config_map(name, files, keys)
+        yield files_map
+        digest = _DIGEST.format(sha256=hashlib.sha256(files_map.encode()).hexdigest()[:16])
     words = ["ddpjob-trainer", "run", *(("--files", FILES, "--anew") if files else ())]
     words += ["--output", args.output] if args.output else []
     words += [*_program(args, files), *arguments]
     directory = _directory(args, files)
     yield _JOB.format(
         name=name,
+        digest=digest,
         replicas=args.replicas,
         nproc=args.nproc or ("auto" if args.gpus else 1),
         claim=claim,
@@ -337,7 +341,7 @@ spec:
         claimName: "{claim}"
     everySteps: {every}
   template:
-    spec:
+{digest}    spec:
       securityContext:
         runAsNonRoot: true
         runAsUser: 1000
@@ -358,6 +362,8 @@ spec:
               cpu: "1"
               memory: 2Gi
 {limits}{mount}{volume}"""
+# Files that were edited change the template, of which the API server knows when it may.
+_DIGEST = '    metadata: {{annotations: {{files-sha256: "{sha256}"}}}}\n'
 _LIMITS = """\
             limits:
               nvidia.com/gpu: {gpus}
