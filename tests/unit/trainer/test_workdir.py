@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -69,7 +70,15 @@ def test_a_folder_that_was_empty_is_filled_anew(here: Path, tmp_path: Path) -> N
         }  # fmt: skip
 
 
-def test_somebody_s_folder_is_never_cleared(here: Path, tmp_path: Path) -> None:
+def test_somebody_s_folder_is_never_cleared_nor_looked_through(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the root of a container, with /proc below, or a claim of a million files."""
+
+    def looked(*_: object) -> NoReturn:
+        raise AssertionError
+
+    monkeypatch.setattr(Path, "rglob", looked)
     (here / "mine").touch()
     assert workdir.fill(mounted(tmp_path / "files"), None, {}, print) is None
     assert workdir.fill(None, None, {}, print) is None

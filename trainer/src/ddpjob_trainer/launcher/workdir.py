@@ -31,16 +31,16 @@ def fill(
 
     Returns what fills a folder anew that was empty, but for a path. Raises ConfigError, OSError.
     """
-    empty = not any(Path().iterdir())
+    ours = files is not None and not any(Path().iterdir())
     if files is not None:
         _copy(files, _copy_new)
-    made = _seen()
+    made = _seen() if ours else {}  # somebody's folder may be all of a disk
     snapshots = env.get(contract.SNAPSHOT_DIR, "")
     if output is not None:
         _link(output, snapshots)
     elif snapshots and "://" not in snapshots:
         _make(Path(snapshots), say)
-    if files is None or not empty:
+    if files is None or not ours:
         return None
     source = files
 
