@@ -176,6 +176,10 @@ FAULTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "a rank or replica ends with 0 while others train",
             "named before the failure of those that lost it; told where nobody fails",
         ),
+        "T14": (
+            "a script keeps what no snapshot holds: a flag, a counter, a DataLoader of its own",
+            "a restart does the steps after the snapshot again; the first that differs is named",
+        ),
     },
     "Snapshots": {
         "S1": ("a writer is killed at each operation of a save", "the one before is loaded"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer import accelerator
+from ddpjob_trainer.environment import REPLAY_DIR
 from ddpjob_trainer.snapshot.ondisk import manifest
 from support.queued import Queued
 from support.snapshots import await_snapshot
@@ -150,16 +152,19 @@ def test_equal_bits_and_words(gang, tmp_path, queued, level, changes):  # type: 
     assert len(later.told()) == 3 * STEPS
 
 
-def test_nothing_waits_for_what_has_just_been_queued(gang, tmp_path, queued):  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("readings", [1, 2], ids=["alone", "recorded"])
+def test_nothing_waits_for_what_has_just_been_queued(gang, tmp_path, queued, readings):  # type: ignore[no-untyped-def]
+    """``readings`` in each step: of what the ranks exchange, and for the record of steps."""
     queued()
     training = fresh(tmp_path / "later", every=100)
-    assert gang.run(training) == ALL_0, gang.log(0)
+    env = {REPLAY_DIR: str(tmp_path / "replay")} if readings == 2 else {}
+    assert gang.run(training, env=env) == ALL_0, gang.log(0)
     for *_, looks, waits in training.results():
         assert list(looks.values()) == [0] * (STEPS - 2), looks
         # The first and the last step are waited for; behind all others lies their update and the
         # whole next step: its begin, batch, forward, backward, what was measured, update.
-        assert sum(behind < 7 for behind in waits) <= 2, waits
-        assert len(waits) >= STEPS - 1, "each step was heard"
+        assert sum(behind < 7 for behind in waits) <= 2 * readings, waits
+        assert len(waits) >= readings * (STEPS - 1), "each step was heard"
 
 
 @pytest.mark.parametrize("level", some_in_gate(["resume", "elastic"], "resume"))
@@ -168,10 +173,12 @@ def test_a_kill_and_a_resume(gang, tmp_path, queued, level):  # type: ignore[no-
     undisturbed = fresh(tmp_path / "undisturbed", level=level)
     assert gang.run(undisturbed) == ALL_0, gang.log(0)
     disturbed = fresh(tmp_path / "disturbed", level=level, die=(2, 6))
-    assert gang.run(disturbed) == {0: 75, 1: 75, 2: -9}
+    env = {REPLAY_DIR: str(tmp_path / "replay")}
+    assert gang.run(disturbed, env=env) == {0: 75, 1: 75, 2: -9}
     disturbed.die = (-1, -1)
-    assert gang.run(disturbed) == ALL_0, gang.log(0)
+    assert gang.run(disturbed, env=env) == ALL_0, gang.log(0)
     assert "resuming after step 4" in gang.log(0)
+    assert re.findall("restart proven: steps 5 to [56] again", gang.log(0))
     assert [r[:2] for r in disturbed.results()] == [r[:2] for r in undisturbed.results()]
     assert disturbed.told()[-1] == undisturbed.told()[-1]
 

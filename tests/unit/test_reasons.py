@@ -13,7 +13,7 @@ PAGE = ROOT / "docs/reasons.md"
 OTHERS = {
     *("Auto", "Never", "Fence", "Fail", "Restart", "RestartFree"),  # values of the spec
     *("DDPJob", "Pod", "Service", "NetworkPolicy", "ValidatingAdmissionPolicy"),  # kinds
-    *("Complete", "Invalid", "Stalled", "Unsupported", "Suspended"),  # conditions
+    *("Complete", "Invalid", "Stalled", "Unsupported", "Suspended", "ResumeProven"),  # conditions
     *("Pending", "Starting", "Running", "Restarting", "Succeeded", "Failed"),  # phases
     *("Normal", "Warning"),  # types of Events
     *("DisruptionTarget", "PodScheduled", "Ready", "Completed", "Error", "ErrImagePull"),  # pods'

@@ -107,8 +107,9 @@ def test_without_descriptors_it_waits_instead_of_trying_all_the_time(tmp_path, m
 STATE: State = {
     "version": 1, "uid": "5c1e", "attempt": 2, "round": 1, "phase": "step", "step": 7,
     "rounds": [{"round": 0, "exception": "ValueError: password=x"}], "stacks": "in forward()",
+    "proof": {"equal": True, "first": 3, "last": 4},
 }  # fmt: skip
-PRIVATE = {"uid", "rounds", "stacks"}
+PRIVATE = {"uid", "rounds", "stacks", "proof"}
 
 
 def test_strangers_are_told_neither_what_admits_them_to_the_hub_nor_stacks(tmp_path):  # type: ignore[no-untyped-def]

@@ -85,7 +85,7 @@ def test_without_room_anywhere_the_error_names_places_and_cure(tmp_path, full): 
     scratch = Scratch(2, (str(tmp_path), "/nowhere"))
     full.add(str(tmp_path))
     words = (
-        r"make /dev/shm bigger or free it, or set TMPDIR .* 1024 KiB \(.*: No sp.*/nowhere: No such"
+        r"make /dev/shm bigger or free it, or set TMPDIR .* 1536 KiB \(.*: No sp.*/nowhere: No such"
     )
     with pytest.raises(NoRoomError, match=words):
         scratch.begin(0)

@@ -140,6 +140,24 @@ class Resumed(TypedDict, total=False):
     changed: list[Literal["script", "arguments"]]  # are not those that made it
 
 
+#: What of a step that was done again differed first.
+Differs = Literal["batch", "random numbers", "loss", "weights"]
+
+
+class Proof(TypedDict, total=False):
+    """Whether the steps after a snapshot, done again after a restart, were the same bit for bit.
+
+    Of the newest restart that did any again, in the words of the launcher that does rank 0.
+    """
+
+    equal: bool
+    first: int  # of those that were compared, where all were equal
+    last: int
+    step: int  # the first that was not
+    rank: int
+    what: Differs
+
+
 class TerminationReport(TypedDict, total=False):
     """One JSON object that the launcher writes to the termination log when it ends.
 
@@ -170,8 +188,8 @@ UNRESOLVED: Final = "does not resolve"
 class State(TypedDict, total=False):
     """Body of GET /state?uid=UID on the metrics port of a launcher.
 
-    ``uid``, ``rounds``, ``resumed`` and ``stacks`` are for those only who name the job's uid; one
-    that is not this job's gets status 409.
+    ``uid``, ``rounds``, ``resumed``, ``proof`` and ``stacks`` are for those only who name the job's
+    uid; one that is not this job's gets status 409.
     """
 
     version: int
@@ -189,4 +207,5 @@ class State(TypedDict, total=False):
     updatedAt: str  # RFC 3339, UTC
     rounds: list[Round]  # the last ones that ended, oldest first
     resumed: Resumed
+    proof: Proof
     stacks: str  # of all threads of a process that hung

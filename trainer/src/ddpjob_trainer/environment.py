@@ -18,6 +18,8 @@ from ddpjob_trainer.liveness.hang import Deadlines
 
 #: Between launcher and worker only, hence not in the contract.
 STATE_DIR = "DDPJOB_TRAINER_STATE_DIR"
+#: For what outlives a round: the records of steps that a restart is compared with.
+REPLAY_DIR = "DDPJOB_TRAINER_REPLAY_DIR"
 RUN_ID = "DDPJOB_TRAINER_RUN_ID"  # of a launcher that stands alone: unique, as a job's uid is
 STORE_FD = "DDPJOB_TRAINER_STORE_FD"  # a bound socket for the store that rank 0 serves
 #: For benchmarks: a file to which launcher and workers append {t, event, rank, round}.
@@ -85,6 +87,7 @@ class WorkerEnvironment:
     deadlines: Deadlines
     threads: int | None
     state_dir: Path | None
+    replay_dir: Path | None
     store_fd: int | None
     trace: Path | None
     chaos: Path | None
@@ -283,6 +286,7 @@ def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
         deadlines=_deadlines(env),
         threads=_integer(env, "OMP_NUM_THREADS", 0) or None,
         state_dir=state_dir,
+        replay_dir=_path(env, REPLAY_DIR),
         store_fd=_integer(env, STORE_FD, 0) if env.get(STORE_FD) else None,
         trace=_path(env, TRACE),
         chaos=chaos_directory(env),

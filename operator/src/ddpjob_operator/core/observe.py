@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Final, cast
 
-from ddpjob_operator.core import contract, packed, resumed
+from ddpjob_operator.core import contract, packed, proof, resumed
 from ddpjob_operator.core.lenient import mapping, parse_time, sequence
 from ddpjob_operator.core.status import Progress
 
@@ -225,6 +225,7 @@ def progress(raw: object, now: datetime) -> Progress | None:
         snapshot_step=_count(raw.get("snapshotStep")),
         file_at=parse_time(raw.get("fileModifiedAt")),
         resumed=resumed.words(raw.get("resumed")),
+        proof=proof.read(raw.get("proof")),
         updated_at=now,
     )
 

@@ -21,6 +21,7 @@ from ddpjob_operator.core.lenient import (
     sequence,
     text,
 )
+from ddpjob_operator.core.proof import Proof
 from ddpjob_operator.core.ranges import format_ranges, parse_ranges
 
 Phase = Literal["Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
@@ -144,6 +145,7 @@ class Progress:
     snapshot_step: int | None = None
     file_at: datetime | None = None
     resumed: str = ""  # whose snapshot it began from, if not this job's with this program
+    proof: Proof | None = None  # as it was heard; the condition ResumeProven keeps it
     updated_at: datetime | None = None
 
 

@@ -84,6 +84,8 @@ def _of_rounds(known: Known) -> State:
     body: State = {}
     if known.resumed:
         body["resumed"] = known.resumed
+    if known.proof:
+        body["proof"] = known.proof
     if known.records:
         body["rounds"] = list(known.records)
     return body
@@ -102,7 +104,7 @@ def answer(state: State, query: str) -> State | None:
     if named:
         return None
     told = state.copy()
-    for private in ("uid", "stacks", "rounds", "resumed"):
+    for private in ("uid", "stacks", "rounds", "resumed", "proof"):
         told.pop(private, None)  # type: ignore[misc]
     return told
 

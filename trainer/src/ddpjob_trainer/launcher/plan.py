@@ -16,6 +16,7 @@ from ddpjob_trainer import contract, gpu_devices
 from ddpjob_trainer.arguments import MOST_PROCESSES, whole
 from ddpjob_trainer.environment import (
     EVENTS,
+    REPLAY_DIR,
     RUN_ID,
     STATE_DIR,
     TERMINAL,
@@ -280,5 +281,9 @@ def rank_environment(plan: Plan, local_rank: int, round_: int, scratch: Scratch)
         TORCHELASTIC_RUN_ID=plan.run_id if plan.standalone else f"{plan.run_id}-{round_}",
         TORCHELASTIC_USE_AGENT_STORE="False",
         PROMETHEUS_MULTIPROC_DIR=str(scratch.metrics),
-        **{STATE_DIR: str(scratch.round_path(round_)), contract.ROUND: str(round_)},
+        **{
+            STATE_DIR: str(scratch.round_path(round_)),
+            REPLAY_DIR: str(scratch.replay),
+            contract.ROUND: str(round_),
+        },
     )

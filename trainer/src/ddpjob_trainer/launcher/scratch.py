@@ -18,8 +18,9 @@ from typing import Final
 
 #: Not only a prefix: what earlier versions made, without a lock, is called otherwise.
 _PREFIX: Final = "ddpjob-launcher-"
-#: A rank's record, its stacks and its metrics, which are mapped: without room it gets SIGBUS.
-_RANK_BYTES: Final = 512 * 1024
+#: A rank's state, its stacks, metrics and record of steps, which are mapped: without room it gets
+#: SIGBUS.
+_RANK_BYTES: Final = 768 * 1024
 
 
 class NoRoomError(OSError):
@@ -40,6 +41,11 @@ class Scratch:
     def metrics(self) -> Path:
         """The files of prometheus-client's multiprocess mode."""
         return self.path / "metrics"
+
+    @property
+    def replay(self) -> Path:
+        """What the ranks of a round keep for those of the next."""
+        return self.path / "replay"
 
     def round_path(self, round_: int) -> Path:
         """Where the workers of a round keep their records."""

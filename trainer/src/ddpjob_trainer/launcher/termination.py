@@ -19,6 +19,7 @@ from ddpjob_trainer.contract import (
     REPORT_MAX_BYTES,
     REPORT_VERSION,
     ExitCode,
+    Proof,
     Resumed,
     Round,
     TerminationReport,
@@ -31,7 +32,7 @@ from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.plan import Plan
 from ddpjob_trainer.launcher.progress_path import NEVER, as_text
 from ddpjob_trainer.launcher.scratch import NoRoomError
-from ddpjob_trainer.liveness.heartbeat import RankState, read_resumed
+from ddpjob_trainer.liveness.heartbeat import RankState, read_proof, read_resumed
 
 #: Bytes in the report, in any script: so an exception, the last lines and a round fit into it.
 _MAX_LINE = 200
@@ -49,6 +50,7 @@ class Known:
     modified: int = NEVER  # newest mtime at the progress path, ns since the epoch
     records: tuple[Round, ...] = ()
     resumed: Resumed | None = None
+    proof: Proof | None = None
 
     def after(self, gang: Gang) -> Known:
         """With what a round's workers said before they ended."""
@@ -60,6 +62,7 @@ class Known:
             total_steps=state.total_steps if state and known else self.total_steps,
             snapshot_step=max(self.snapshot_step, gang.snapshot_step()),
             resumed=read_resumed(gang.state_dir) or self.resumed,
+            proof=read_proof(gang.state_dir) or self.proof,
         )
 
     def with_modified(self, mtime: int) -> Known:

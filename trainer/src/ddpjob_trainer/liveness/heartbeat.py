@@ -17,9 +17,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct, error
-from typing import Final, Literal, cast, get_args
+from typing import Any, Final, Literal, cast, get_args
 
-from ddpjob_trainer.contract import Resumed
+from ddpjob_trainer.contract import Proof, Resumed
 from ddpjob_trainer.tracebacks import words
 
 Phase = Literal["startup", "step", "snapshot", "done"]
@@ -47,6 +47,7 @@ _ACTIVITY_NUMBERS: Final = {activity: number for number, activity in enumerate(A
 
 BLOCK: Final = 512
 _RESUMED: Final = "resumed.json"
+_PROOF: Final = "proof.json"
 _MAX_EXCEPTION: Final = 400
 _MAGIC: Final = 0x32504444  # "DDP2": written last, so a half-made file is none
 _HEAD = Struct("<II")
@@ -161,9 +162,16 @@ class RankStateWriter:
 
     def resumed(self, snapshot: Resumed) -> None:
         """Tell the launcher once what training goes on from. A disk that is full tells nobody."""
+        self._tell(_RESUMED, snapshot)
+
+    def proven(self, proof: Proof) -> None:
+        """Tell the launcher whether the steps done again after a restart were the same."""
+        self._tell(_PROOF, proof)
+
+    def _tell(self, name: str, facts: Resumed | Proof) -> None:
         if self._directory is not None:
             with contextlib.suppress(OSError):
-                (self._directory / _RESUMED).write_text(json.dumps(snapshot))
+                (self._directory / name).write_text(json.dumps(facts))
 
 
 def _create(path: Path) -> mmap.mmap:
@@ -211,11 +219,20 @@ def decode(data: bytes, rank: int) -> RankState | None:
 
 def read_resumed(directory: Path) -> Resumed | None:
     """Return what the worker of rank 0 goes on from, None if it has not said so."""
+    return cast("Resumed | None", _told(directory / _RESUMED))
+
+
+def read_proof(directory: Path) -> Proof | None:
+    """Return what rank 0 says of the steps done again after a restart, None if nothing."""
+    return cast("Proof | None", _told(directory / _PROOF))
+
+
+def _told(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads((directory / _RESUMED).read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
         return None
-    return cast("Resumed", found) if isinstance(found, dict) and len(str(found)) < BLOCK else None
+    return found if isinstance(found, dict) and len(str(found)) < BLOCK else None
 
 
 def read_state(directory: Path, rank: int) -> RankState | None:

@@ -68,6 +68,12 @@ WORKER: Final = (
         "Rank 0: from the end of the step until the whole snapshot was durable.",
         buckets=_SNAPSHOTS,
     ),
+    Spec(
+        "resume_proven",
+        "gauge",
+        "1: the steps that the newest restart did again were equal bit for bit, 0: they were not."
+        " Absent before a restart did any again.",
+    ),
     Spec("snapshot_failures", "counter", "Rank 0: snapshots that could not be made or written."),
     Spec("snapshot_uploaded_step", "gauge", "Rank 0: step of the newest uploaded snapshot."),
     Spec("snapshot_upload_failures", "counter", "Rank 0: uploads that failed; tried again."),

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ddpjob_trainer.contract import Resumed
+from ddpjob_trainer.contract import Proof, Resumed
 from ddpjob_trainer.liveness.heartbeat import ACTIVITIES, Activity, Phase, RankStateWriter
 from ddpjob_trainer.telemetry.console import Display, say
 from ddpjob_trainer.telemetry.event_log import EventLog, exact
@@ -152,6 +152,12 @@ class Progress:
         """Rank 0 resumes: tell the launcher whose snapshot it is, if that is worth a word."""
         if "uid" in snapshot or snapshot.get("changed"):
             self._writer.resumed(snapshot)
+
+    def proven(self, proof: Proof) -> None:
+        """The steps after the snapshot were done again, and are the same as before, or not."""
+        self._metrics.set("resume_proven", float(proof["equal"]))
+        if self._rank == 0:
+            self._writer.proven(proof)
 
     def curves(self) -> dict[str, Any]:
         """What a snapshot keeps so that sinks go on without a gap: plain values, for JSON."""

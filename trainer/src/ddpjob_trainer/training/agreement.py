@@ -18,6 +18,7 @@ from ddpjob_trainer.optim.nan_policy import NanPolicy
 from ddpjob_trainer.snapshot.manager import Snapshots
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training.logged_means import LoggedMeans
+from ddpjob_trainer.training.replay import Replay
 from ddpjob_trainer.training.shutdown import Shutdown
 from ddpjob_trainer.training.step import Step
 
@@ -35,12 +36,14 @@ class Agreement:
         snapshots: Snapshots,
         averaging: Averaging,
         nan: NanPolicy,
+        replay: Replay,
     ) -> None:
         self._world = world
         self._shutdown = shutdown
         self._snapshots = snapshots
         self._averaging = averaging
         self._nan = nan
+        self._replay = replay
         self._exchange = Exchange(world)
         self.logged = LoggedMeans(world)
         self._sent: Sent | None = None  # of the step last committed
@@ -62,6 +65,7 @@ class Agreement:
                 "stop": [float(self._shutdown.signal > 0)],
                 "enough": [float(self.asked)],
                 "snapshots": self._snapshots.report(),
+                "replay": self._replay.report(),
                 "not finite": self._nan.report(counted, allowed=allowed),
                 "losses": self._averaging.losses(losses, step.weights),
                 "weights": self._averaging.weights(step.weights),
@@ -81,6 +85,7 @@ class Agreement:
         self.stop = heard["stop"][0] > 0
         self.enough = heard["enough"][0] > 0
         self._snapshots.learn(heard["snapshots"])
+        self._replay.learn(heard["replay"])
         self._check_weighted(step, heard["weighted"][0])
         self.logged.step_ended()
 

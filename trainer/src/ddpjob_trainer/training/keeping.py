@@ -44,6 +44,7 @@ class Keeping:
         self._world = process.world
         self._progress = process.progress
         self._snapshots = process.snapshots
+        self._replay = process.replay
         self._options = options
         self._trained = trained
         self._input = source
@@ -62,6 +63,7 @@ class Keeping:
         Raises ConfigError where the ranks do not agree, or it is another run's.
         """
         state, config = self._trained.state, self._config
+        decides = config.copy()
         facts = {name: config[name] for name in run_config.OF_ALL} | self._snapshots.facts()
         self._input.compare(agree(self._world, facts, self._input.own))
         self._snapshots.check(state)
@@ -88,6 +90,8 @@ class Keeping:
                 " To go on, ask for more steps than then; to train anew, take another snapshot"
                 " directory"
             )
+        else:
+            self._replay.begin(self.resumed_after, decides)
         return stored
 
     def take_layout(self, layout: str | None) -> None:
@@ -99,6 +103,8 @@ class Keeping:
         due = self._snapshots.due(done, last=last)
         # One that will be skipped need not be compared.
         compare = self._divergence.due(done, needed=last or (due and self._snapshots.has_room))
+        if due:
+            self._replay.snapshot_due(self._trained.module)
         # Before a snapshot can hold this step: whoever resumes after it does not tell of it.
         first = done == self.resumed_after + 1
         self._trailing.learn(all_steps=last or due or compare or first)

@@ -82,11 +82,13 @@ class Loop:
         trace.mark("built")
         self._nan = NanPolicy(options.nan_policy, process.world)
         self.agreement = Agreement(
-            process.world, process.shutdown, process.snapshots, process.averaging, self._nan
-        )
+            process.world, process.shutdown, process.snapshots, process.averaging, self._nan,
+            process.replay,
+        )  # fmt: skip
         self._backup = Backup(trained.module) if options.nan_policy == "skip" else None
         self._peers = process.shutdown.peers
         self._parting = process.parting
+        self._replay = process.replay
         self._step: Step | None = None
         self.within_step = False  # its body runs
         self._left = False  # early
@@ -163,6 +165,7 @@ class Loop:
             if step.committed:
                 self._hear(step)
             self.kept.left_early(self.finished_steps)
+            self._replay.conclude(end=True)
             self._recorder.ended(self._trained.state, committed=step.committed)
         self.ended = True
         self._progress.phase("done")
@@ -202,6 +205,7 @@ class Loop:
         for number, part in enumerate(parts):
             self._progress.at("data")
             batch = self._input.next(index, number, part.positions)
+            self._replay.batch(batch)
             batch = fetch.to_device(batch, self._world.accelerator)
             self._device_watch.queued("data")
             if self._input.draws:  # whoever made it: what is drawn from here on is the same
@@ -364,6 +368,7 @@ class Loop:
     def _hear(self, step: Step) -> None:
         self.agreement.finish(step)
         self._progress.body_ended()
+        self._replay.step_ended(step)
         self._trailing.add(step)
 
     def _end(self, step: Step) -> None:
@@ -380,6 +385,7 @@ class Loop:
                 self._progress.plan(done)
             finished = self._is_last()
             self.kept.step_ended(done, last=self.agreement.stop or finished, finished=finished)
+            self._replay.conclude(end=finished)
         if first:
             trace.mark("step")
         if not finished:

@@ -10,6 +10,7 @@ from ddpjob_trainer.snapshot.manager import Snapshots
 from ddpjob_trainer.telemetry.progress import Progress
 from ddpjob_trainer.training.parting import Parting
 from ddpjob_trainer.training.recorder import Recorder
+from ddpjob_trainer.training.replay import Replay
 from ddpjob_trainer.training.shutdown import Shutdown
 
 
@@ -24,3 +25,4 @@ class Process:
     averaging: Averaging
     recorder: Recorder
     parting: Parting
+    replay: Replay

@@ -36,6 +36,8 @@ from ddpjob_trainer.training import refusal
 from ddpjob_trainer.training.parting import Parting
 from ddpjob_trainer.training.process import Process
 from ddpjob_trainer.training.recorder import Recorder
+from ddpjob_trainer.training.replay import Replay
+from ddpjob_trainer.training.replay_records import record_path
 from ddpjob_trainer.training.run import Run
 from ddpjob_trainer.training.shutdown import Shutdown
 
@@ -178,7 +180,11 @@ def start(
         averaging = ElasticAveraging(options, world)
     parting = Parting(world, shutdown)
     parting.watch()
-    process = Process(world, shutdown, progress, snapshots, averaging, recorder, parting)
+    record = None
+    if env.replay_dir is not None and settings.directory is not None and options.level != "off":
+        record = record_path(env.replay_dir, env.rank, settings.directory)
+    replay = Replay(world, progress, record)
+    process = Process(world, shutdown, progress, snapshots, averaging, recorder, parting, replay)
     return Run(process, options)
 
 

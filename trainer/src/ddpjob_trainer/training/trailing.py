@@ -22,6 +22,7 @@ class Trailing:
         self._agreement = agreement
         self._recorder = process.recorder
         self._progress = process.progress
+        self._replay = process.replay
         self._steps: deque[Step] = deque()
 
     def add(self, step: Step) -> None:
@@ -37,6 +38,7 @@ class Trailing:
         while len(self._steps) > ahead:
             step = self._steps.popleft()
             loss = self._agreement.learn(step)
+            self._replay.known()
             self._recorder.stepped(step.index + 1, step.losses)
             self._progress.stepped(step.index + 1, loss)
 

@@ -90,7 +90,8 @@ def fill(view: View, change: Change) -> Change:
     conditions = _with_ready(status, view.now)
     reason, message = _why(status)
     change = change.with_status(**fields, reason=reason, message=message, conditions=conditions)
-    return _unsupported(view, change)
+    change = _unsupported(view, change)
+    return change if status.terminal else _proven(view, change)
 
 
 def _of_phase(status: Status, now: datetime) -> tuple[Condition, ...]:
@@ -341,6 +342,25 @@ def began_from(view: View, change: Change, progress: Progress) -> Change:
         return change.tell("Normal", "ProgramChanged", f"training goes on from what was {said}")
     cure = "to train anew apply it under another name, or with spec.snapshot.resume: Never"
     return change.tell("Warning", "OtherSnapshots", f"training goes on from {said}; {cure}")
+
+
+def _proven(view: View, change: Change) -> Change:
+    """Tell whether the newest restart was proven. Unheard of, what was told before stays true."""
+    progress = view.outcomes.progress
+    found = progress.proof if progress is not None else None
+    if found is None:
+        return change
+    reason = "StepsRepeatedEqual" if found.equal else "StepsDiffer"
+    old = change.status.condition("ResumeProven")
+    conditions = with_condition(
+        change.status.conditions, "ResumeProven", found.equal, reason, found.message, view.now
+    )
+    change = change.with_status(conditions=conditions)
+    if found.equal:
+        known = old is not None and old.status == "True"
+        return change if known else change.tell("Normal", reason, found.message)
+    known = old is not None and old.status == "False" and old.message == found.message
+    return change if known else change.tell("Warning", reason, found.message)
 
 
 def _unsupported(view: View, change: Change) -> Change:

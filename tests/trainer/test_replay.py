@@ -1,0 +1,349 @@
+"""Each restart is checked: the steps after the snapshot are done again and must be the same.
+
+Three ranks, several buckets; the kill comes in the midst of the second epoch or later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import ddpjob_trainer as ddp
+from ddpjob_trainer.environment import REPLAY_DIR
+from ddpjob_trainer.gradients import determinism
+from support.launching import free_ports
+from support.patience import PATIENCE
+from support.rounds import Training, kill
+from support.snapshots import await_snapshot
+
+SAMPLES, GLOBAL_BATCH = 100, 24  # 4 steps in an epoch
+STEPS, EVERY = 20, 6
+KILLED, SNAPSHOT = 15, 12  # at the step of this index; durable before
+PROVEN = f"restart proven: steps {SNAPSHOT + 1} to "
+EPOCH_END = 3
+
+
+def features(samples: int) -> torch.Tensor:
+    return torch.randn(samples, 12, generator=torch.Generator().manual_seed(1))
+
+
+DATA = TensorDataset(features(SAMPLES), torch.arange(SAMPLES) % 5)
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[Any]:
+        rank = int(os.environ["RANK"])
+        return iter([(x, y) for x, y in DATA][rank::3] * 40)
+
+
+class Counting(nn.Sequential):
+    """Counts its forwards in a plain attribute, and scales what it returns by it."""
+
+    seen = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        result: torch.Tensor = super().forward(x) * (1 + 0.01 * self.seen)
+        return result
+
+
+@dataclass
+class Body:
+    """What a script keeps beside its model. ``scale`` multiplies a loss; ``epoch`` ends one."""
+
+    model: nn.Module
+
+    def scale(self, step: ddp.Step) -> torch.Tensor | float:
+        return 1.0
+
+    def epoch_ended(self) -> None:
+        """After commit(), at an epoch's end."""
+
+
+class Args(Body):
+    def __init__(self, model: nn.Module) -> None:
+        self.args = argparse.Namespace(tau=1.0)
+
+    def scale(self, step: ddp.Step) -> float:
+        self.args.tau *= 0.97
+        return float(self.args.tau)
+
+
+class Flag(Body):
+    late = False
+
+    def scale(self, step: ddp.Step) -> float:
+        return 0.5 if self.late else 1.0
+
+    def epoch_ended(self) -> None:
+        self.late = True
+
+
+class Loader(Body):
+    def __init__(self, model: nn.Module) -> None:
+        self.batches = iter(DataLoader(TensorDataset(features(600)), batch_size=4))
+
+    def scale(self, step: ddp.Step) -> torch.Tensor:
+        (x,) = next(self.batches)
+        return 1 + x.mean()
+
+
+class Teacher(Body):
+    """A frozen copy of the model, made anew at each epoch's end."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.teacher = model, self.copy(model)
+
+    @staticmethod
+    def copy(model: nn.Module) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    def scale(self, step: ddp.Step) -> torch.Tensor:
+        return 1 + self.teacher.norm()
+
+    def epoch_ended(self) -> None:
+        self.teacher = self.copy(self.model)
+
+
+class Kept(Body):
+    """The cure."""
+
+    def __init__(self, model: nn.Module, run: ddp.Run) -> None:
+        self.state = run.state(tau=1.0)
+
+    def scale(self, step: ddp.Step) -> float:
+        self.state.tau *= 0.97
+        return float(self.state.tau)
+
+
+def network(kind: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:
+    torch.manual_seed(3)
+    return kind(nn.Linear(12, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 64), nn.Linear(64, 5))
+
+
+def train(
+    directory: Path,
+    make: Callable[..., Any] = Body,
+    *,
+    die: dict[int, int] | None = None,
+    model_kind: type[nn.Sequential] = nn.Sequential,
+    dataset: Any = DATA,
+    several: bool = False,
+    workers: int | None = None,
+    level: str | None = None,
+) -> Callable[[int], None]:
+    """``die``: ranks and the index of the step in which they kill themselves."""
+
+    def program(rank: int) -> None:
+        run = ddp.start(
+            total_steps=STEPS, global_batch=GLOBAL_BATCH, level=level, seed=4,
+            snapshot_dir=directory / "s", snapshot_every=EVERY,
+        )  # fmt: skip
+        nets = [network(model_kind), network()][: 1 + several]
+        optimizers = [torch.optim.AdamW(net.parameters(), 0.01) for net in nets]
+        models, _ = run.prepare(nets, optimizers, bucket_cap_mb=0.005)
+        body = make(nets[0], run) if make is Kept else make(nets[0])
+        for step in run.steps(dataset, workers=workers):
+            for x, y in step.batches:
+                out = sum(model(x) for model in models)
+                step.backward(cross_entropy(out, y) * body.scale(step))
+            if level is None and not several:
+                assert len(determinism.buckets(models[0])) > 1
+            if (die or {}).get(rank) == step.index:
+                await_snapshot(max((directory / "s").glob("0*")), SNAPSHOT)
+                os.kill(os.getpid(), signal.SIGKILL)
+            step.commit()
+            if step.index % (EPOCH_END + 1) == EPOCH_END:
+                body.epoch_ended()
+        run.finish()
+
+    return program
+
+
+@pytest.fixture
+def restarted(gang, tmp_path):  # type: ignore[no-untyped-def]
+    """Return what rank 0 says after a kill. ``then``: of later lives; options of train()."""
+
+    def run(make: Any = Body, *, world: int = 3, victims: Any = None, **options: Any) -> str:
+        env = {REPLAY_DIR: str(tmp_path / "replay")}
+        victims = victims or {world - 1: KILLED}
+        codes = gang.run(train(tmp_path, make, die=victims, **options), world=world, env=env)
+        assert [codes[rank] for rank in victims] == [-signal.SIGKILL] * len(victims), codes
+        gang.log_path(0).unlink()
+        codes = gang.run(train(tmp_path, make, **options), world=world, env=env)
+        assert codes == dict.fromkeys(range(world), 0), gang.last_words()
+        told: str = gang.log(0)
+        assert f"resuming after step {SNAPSHOT}" in told
+        return told
+
+    return run
+
+
+@pytest.mark.fault("T1")
+def test_a_clean_script_is_proven(restarted, tmp_path):  # type: ignore[no-untyped-def]
+    told = restarted()
+    assert re.findall("restart.*", told) == [f"{PROVEN}{KILLED} again, bit for bit"]
+    assert list((tmp_path / "replay").iterdir()) == []
+
+
+def differing(told: str) -> tuple[int, int, str]:
+    """Step, rank and what differs, as told once."""
+    ((step, rank, what),) = re.findall(
+        r"restart not proven: step (\d+), done again .* on rank (\d) in its ([a-z ]+)[,.]", told
+    )
+    assert PROVEN not in told
+    assert "run.register(name, " in told
+    return int(step), int(rank), what
+
+
+@pytest.mark.fault("T14")
+def test_what_a_script_keeps_in_a_variable_is_named(restarted):  # type: ignore[no-untyped-def]
+    assert differing(restarted(Args)) == (SNAPSHOT + 1, 0, "loss")
+
+
+def named(value: Any) -> str:
+    """The class, or what differs from the usual script."""
+    if isinstance(value, type):
+        return value.__name__
+    return "-".join(f"{key}-{value[key]}" if key in ("level", "world") else key for key in value)
+
+
+@pytest.mark.tier("all")
+@pytest.mark.fault("T14")
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (Flag, {}),
+        (Teacher, {}),
+        (Loader, {}),
+        (Body, {"model_kind": Counting}),
+        (Args, {"several": True}),
+        (Args, {"level": "elastic", "world": 4}),
+        (Args, {"world": 1}),
+    ],
+    ids=named,
+)
+def test_other_hidden_state_is_named_as_well(restarted, make, options):  # type: ignore[no-untyped-def]
+    assert differing(restarted(make, **options)) == (SNAPSHOT + 1, 0, "loss")
+
+
+@pytest.mark.tier("all")
+@pytest.mark.fault("T1")
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (Kept, {}),
+        (Body, {"workers": 2}),
+        (Body, {"dataset": Stream()}),
+        (Body, {"several": True}),
+        (Body, {"level": "elastic"}),
+        (Body, {"world": 1}),
+        (Body, {"world": 2}),
+        (Body, {"world": 4}),
+        (Body, {"victims": {0: KILLED, 1: KILLED}}),
+    ],
+    ids=named,
+)
+def test_other_clean_scripts_are_proven(restarted, make, options):  # type: ignore[no-untyped-def]
+    told = restarted(make, **options)
+    assert re.findall("restart.*", told) == [f"{PROVEN}{KILLED} again, bit for bit"]
+
+
+class Drawing(Body):
+    """Draws from a global generator by what it keeps: its first draw of all changes dropout."""
+
+    drawn = False
+
+    def scale(self, step: ddp.Step) -> torch.Tensor:
+        if not self.drawn:
+            torch.rand(1)
+        self.drawn = True
+        return 1 + torch.rand(1)[0]
+
+
+class Growing(TensorDataset):
+    """Adds to its samples how many it has made before."""
+
+    made = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.made += 1
+        x, y = super().__getitem__(index)
+        return x + 0.001 * self.made, y
+
+
+@pytest.mark.tier("all")
+@pytest.mark.fault("T14")
+@pytest.mark.parametrize(
+    ("make", "options", "what"),
+    [(Drawing, {}, "random numbers"), (Body, {"dataset": Growing(*DATA.tensors)}, "batch")],
+    ids=["random", "batch"],
+)
+def test_what_differs_first_is_told(restarted, make, options, what):  # type: ignore[no-untyped-def]
+    assert differing(restarted(make, **options)) == (SNAPSHOT + 1, 0, what)
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize(
+    ("then", "env"), [({"world": 2}, {}), ({}, {REPLAY_DIR: "another"})], ids=["world", "pod"]
+)
+def test_without_a_record_of_these_steps_nothing_is_claimed(gang, tmp_path, then, env):  # type: ignore[no-untyped-def]
+    first = {REPLAY_DIR: str(tmp_path / "replay")}
+    later = {name: str(tmp_path / value) for name, value in env.items()}
+    die = {2: KILLED}
+    gang.run(train(tmp_path, level="elastic", die=die), env=first)
+    gang.log_path(0).unlink()
+    world = then.get("world", 3)
+    codes = gang.run(train(tmp_path, level="elastic"), world=world, env=first | later)
+    assert codes == dict.fromkeys(range(world), 0), gang.last_words()
+    assert f"resuming after step {SNAPSHOT}" in gang.log(0)
+    assert re.findall("restart .*?:", gang.log(0)) == ["restart not checked:"]
+
+
+@pytest.mark.tier("all")
+def test_a_second_kill_amid_the_steps_done_again_leaves_the_rest_to_compare(gang, tmp_path):  # type: ignore[no-untyped-def]
+    env = {REPLAY_DIR: str(tmp_path / "replay")}
+    gang.run(train(tmp_path, die={1: 17}), env=env)
+    gang.run(train(tmp_path, die={2: 13}), env=env)
+    assert "restart" not in gang.log(0)
+    codes = gang.run(train(tmp_path), env=env)
+    assert codes == dict.fromkeys(range(3), 0), gang.last_words()
+    assert f"{PROVEN}17 again, bit for bit" in gang.log(0)
+
+
+@pytest.mark.tier("all")
+@pytest.mark.fault("T1")
+def test_the_launcher_tells_what_came_of_it(tmp_path):  # type: ignore[no-untyped-def]
+    training = Training(tmp_path)
+    (port,) = free_ports(1)
+    try:
+        training.hold("1-0-step-9", "1-1-end")
+        training.launch("--spares", "0", "--metrics-port", str(port))
+        kill(training.at("1-0-step-9")[1])
+        training.at("1-1-end")
+
+        def get(page: str) -> str:
+            url = f"http://127.0.0.1:{port}/{page}"
+            with urllib.request.urlopen(url, timeout=PATIENCE) as reply:
+                return str(reply.read().decode())
+
+        proof = json.loads(get("state")).get("proof")
+        assert (proof["equal"], proof["last"]) == (True, 9)
+        assert 'ddpjob_trainer_resume_proven{rank="0"} 1.0' in get("metrics")
+        kill(*training.at("1-1-end")[1:2])
+    finally:
+        training.end()

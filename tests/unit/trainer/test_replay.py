@@ -1,0 +1,305 @@
+"""The record of a rank's steps: what survives a kill, and what a comparison says of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ddpjob_trainer.liveness.heartbeat import RankStateWriter, read_proof
+from ddpjob_trainer.training import replay
+from ddpjob_trainer.training.replay import Replay
+from ddpjob_trainer.training.replay_records import (
+    BYTES,
+    CAPACITY,
+    KEY_BYTES,
+    Comparison,
+    Entry,
+    Records,
+    decode,
+    difference,
+    encode,
+    record_path,
+)
+from ddpjob_trainer.training.replay_samples import Digest, of_generators
+
+KEY = b"k" * KEY_BYTES
+CPU = torch.device("cpu")
+
+
+def entry(step: int, **more: Any) -> Entry:
+    return Entry(**{"step": step, "batches": 2, "random": 3, "losses": 4, "weights": 0,
+                    "first_loss": 0.5, **more})  # fmt: skip
+
+
+# --- The file --------------------------------------------------------------------------------
+
+
+def test_the_next_process_finds_what_was_written(tmp_path: Path):
+    path = tmp_path / "replay" / "rank-0"
+    first = Records(path, KEY)
+    assert first.found is None
+    for step in range(1, 4):
+        first.put(entry(step))
+    second = Records(path, KEY)
+    assert second.found == {step: entry(step) for step in range(1, 4)}
+    second.put(entry(2, losses=9))
+    assert Records(path, KEY).found == {1: entry(1), 2: entry(2, losses=9), 3: entry(3)}
+    assert [found.name for found in path.parent.iterdir()] == ["rank-0"]
+    second.remove()
+    assert Records(path, KEY).found is None
+
+
+def test_the_newest_steps_are_kept(tmp_path: Path):
+    records = Records(tmp_path / "rank-0", KEY)
+    for step in range(1, CAPACITY + 11):
+        records.put(entry(step))
+    found = Records(tmp_path / "rank-0", KEY).found
+    assert found is not None
+    assert sorted(found) == list(range(11, CAPACITY + 11))
+
+
+def test_what_comes_after_a_difference_is_forgotten(tmp_path: Path):
+    records = Records(tmp_path / "rank-0", KEY)
+    for step in (5, 6, 7):
+        records.put(entry(step))
+    records.forget_after(5)
+    assert Records(tmp_path / "rank-0", KEY).found == {5: entry(5)}
+
+
+@pytest.mark.parametrize("whole", range(0, 64, 7))
+def test_an_entry_that_a_kill_has_torn_is_none(whole: int):
+    old, new = encode(entry(4)), encode(entry(4 + CAPACITY, losses=77))
+    torn = new[:whole] + old[whole:]
+    assert decode(torn) in (None, entry(4), entry(4 + CAPACITY, losses=77))
+    assert decode(new[:20] + old[20:]) is None
+    assert decode(bytes(64)) is None
+
+
+@pytest.mark.parametrize("data", [b"", b"x", b"\0" * BYTES, b"ddpjob replay 1\0" + b"o" * 900])
+def test_a_file_of_another_run_is_no_record(tmp_path: Path, data: bytes):
+    (tmp_path / "rank-0").write_bytes(data)
+    assert Records(tmp_path / "rank-0", KEY).found is None
+    Records(tmp_path / "rank-0", KEY).put(entry(1))
+    assert Records(tmp_path / "rank-0", b"o" * KEY_BYTES).found is None
+
+
+def test_runs_with_other_snapshots_have_other_records(tmp_path: Path):
+    assert record_path(tmp_path, 0, Path("a")) != record_path(tmp_path, 0, Path("b"))
+    assert record_path(tmp_path, 0, Path("a")) != record_path(tmp_path, 1, Path("a"))
+
+
+# --- The comparison --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({}, None),
+        ({"batches": 9}, None),  # it may carry a path
+        ({"random": 9}, None),  # the next step has a seed of its own
+        ({"losses": 9}, "loss"),
+        ({"losses": 9, "random": 9}, "random numbers"),
+        ({"losses": 9, "random": 9, "batches": 9}, "batch"),
+        ({"weights": 9}, None),  # not known before
+    ],
+)
+def test_losses_decide_and_the_first_that_differs_is_named(change: dict[str, int], what: Any):
+    assert difference(entry(4), entry(4, **change)) == what
+
+
+def test_weights_count_where_both_are_known():
+    before = entry(4, weights=5)
+    assert difference(before, entry(4, weights=6)) == "weights"
+    assert difference(before, entry(4, weights=5)) is None
+    assert difference(before, entry(4, weights=6, batches=9)) == "batch"
+
+
+def test_a_comparison_ends_with_the_last_step_or_the_first_difference():
+    equal = Comparison({step: entry(step) for step in (5, 6)})
+    assert not equal.add(entry(5))
+    assert equal.pending
+    assert not equal.add(entry(6))
+    assert (equal.pending, equal.equal, equal.what) == (False, [5, 6], None)
+
+    other = Comparison({step: entry(step) for step in (5, 6, 7)})
+    other.add(entry(5))
+    assert other.add(entry(6, losses=9))
+    assert not other.add(entry(7, losses=9))
+    assert (other.pending, other.equal, other.what) == (False, [5, 5], "loss")
+
+
+def test_a_step_that_was_torn_is_not_waited_for():
+    comparison = Comparison({6: entry(6)})
+    comparison.add(entry(5))
+    assert comparison.pending
+    comparison.add(entry(7))
+    assert (comparison.pending, comparison.equal) == (False, [])
+
+
+# --- Samples ---------------------------------------------------------------------------------
+
+
+def of(value: Any) -> int:
+    digest = Digest()
+    digest.add(value)
+    return digest.value()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.randn(6, 3), torch.randn(2, 3, 5, 5).to(memory_format=torch.channels_last),
+        torch.randn(4).to(torch.bfloat16), torch.randn(4, dtype=torch.complex64).conj(),
+        torch.arange(7), torch.zeros(0, 3), torch.tensor(2.5), torch.eye(3).to_sparse(),
+        torch.randn(3, 4, requires_grad=True).t(), np.arange(12.0).reshape(3, 4)[:, ::-1],
+        {"x": torch.ones(2), "name": ["a", None, 3, 2.5, b"z", True]}, (), object,
+    ],
+)  # fmt: skip
+def test_what_batches_hold_has_a_hash_that_does_not_change(value: Any):
+    assert of(value) == of(value)
+
+
+def test_other_samples_have_another_hash():
+    x = torch.randn(64, 12)
+    swapped = x.clone()
+    swapped[[8, 9]] = x[[9, 8]]
+    hashes = {of(one) for one in (x, swapped, x[:63], x.double(), (x,), {"x": x}, x.numpy())}
+    assert len(hashes) == 7
+    assert of(["a", 1]) != of(["a", 2])
+
+
+def test_draws_from_a_global_generator_change_the_hash():
+    draws = (lambda: torch.rand(1), np.random.rand, lambda: torch.randn(1))
+    before = [of_generators(CPU)]
+    assert of_generators(CPU) == before[0]
+    for draw in draws:
+        draw()
+        before.append(of_generators(CPU))
+    assert len(set(before)) == 4
+
+
+# --- One rank of several ---------------------------------------------------------------------
+
+
+class Told:
+    """Stands for Progress."""
+
+    def __init__(self) -> None:
+        self.proofs: list[Any] = []
+
+    def proven(self, proof: Any) -> None:
+        self.proofs.append(proof)
+
+
+class Numbers:
+    """A device whose numbers have come."""
+
+    device = CPU
+    queues = False
+
+    def number(self, value: Any) -> float:
+        return float(value)
+
+    def numbers(self, values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64)
+
+    def read(self, vector: torch.Tensor) -> Any:
+        return SimpleNamespace(values=vector.tolist)
+
+
+class Life:
+    """One process of the only rank; ``others`` has what further ranks send to conclude()."""
+
+    def __init__(self, path: Path, done: int, facts: Any = "same", rank: int = 0) -> None:
+        self.progress = Told()
+        world: Any = SimpleNamespace(
+            rank=rank, device=CPU, accelerator=Numbers(), gather_bytes=lambda what, data: [data]
+        )
+        self.replay = Replay(world, self.progress, path)  # type: ignore[arg-type]
+        self.replay.begin(done, {"facts": facts})
+        self.step = done
+
+    def do(self, *losses: float, end: bool = False) -> None:
+        for loss in losses:
+            self.replay.batch(torch.ones(3))
+            report = self.replay.report()
+            step: Any = SimpleNamespace(index=self.step, losses=[torch.tensor(loss)])
+            self.replay.learn(report)
+            self.replay.step_ended(step)
+            self.replay.known()
+            self.step += 1
+            self.replay.conclude(end=end)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    monkeypatch.setattr(replay, "say", lambda rank, text: found.append(text))
+    return found
+
+
+def test_a_restart_is_proven_once_its_steps_were_done_again(tmp_path: Path, said: list[str]):
+    Life(tmp_path / "r", 0).do(1.0, 2.0, 3.0, 4.0)
+    life = Life(tmp_path / "r", 2)
+    life.do(3.0)
+    assert (life.progress.proofs, said) == ([], [])
+    life.do(4.0, 5.0)
+    assert life.progress.proofs == [{"equal": True, "first": 3, "last": 4}]
+    assert said == ["restart proven: steps 3 to 4 again, bit for bit"]
+
+
+def test_a_difference_is_told_once_and_its_course_is_the_new_record(
+    tmp_path: Path, said: list[str]
+):
+    Life(tmp_path / "r", 0).do(1.0, 2.0, 3.0, 4.0, 5.0)
+    life = Life(tmp_path / "r", 2)
+    life.do(3.0, 4.5, 5.5, 6.5)
+    assert life.progress.proofs == [{"equal": False, "step": 4, "rank": 0, "what": "loss"}]
+    (text,) = said
+    assert "step 4, done again after the restart, differs on rank 0 in its loss, 4 before" in text
+    again = Life(tmp_path / "r", 3)
+    again.do(4.5, 5.5, 6.5, 7.5)
+    assert again.progress.proofs == [{"equal": True, "first": 4, "last": 6}]
+
+
+def test_a_kill_in_the_midst_of_the_comparison_leaves_the_rest_to_the_next(
+    tmp_path: Path, said: list[str]
+):
+    Life(tmp_path / "r", 0).do(1.0, 2.0, 3.0, 4.0, 5.0)
+    Life(tmp_path / "r", 2).do(3.0)
+    last = Life(tmp_path / "r", 2)
+    last.do(3.0, 4.0, 5.0, end=False)
+    last.replay.conclude(end=True)
+    assert last.progress.proofs == [{"equal": True, "first": 3, "last": 5}]
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(("done", "facts"), [(0, "same"), (2, "others"), (5, "same")])
+def test_nothing_is_claimed_of_what_was_not_compared(
+    tmp_path: Path, said: list[str], done: int, facts: str
+):
+    Life(tmp_path / "r", 0).do(1.0, 2.0, 3.0, 4.0, 5.0)
+    life = Life(tmp_path / "r", done, facts)
+    life.do(7.0, 8.0, 9.0, end=True)
+    assert life.progress.proofs == []
+    assert [text.partition(":")[0] for text in said] == ["restart not checked"] * (facts != "same")
+
+
+def test_a_disk_without_room_stops_no_training(tmp_path: Path, said: list[str]):
+    (tmp_path / "file").touch()
+    life = Life(tmp_path / "file" / "r", 0)
+    life.do(1.0)
+    assert ["for want of a record" in text for text in said] == [True]
+
+
+def test_the_launcher_reads_the_proof(tmp_path: Path):
+    assert read_proof(tmp_path) is None
+    RankStateWriter(tmp_path, 0).proven({"equal": True, "first": 3, "last": 4})
+    assert read_proof(tmp_path) == {"equal": True, "first": 3, "last": 4}
+    (tmp_path / "proof.json").write_text("[")
+    assert read_proof(tmp_path) is None

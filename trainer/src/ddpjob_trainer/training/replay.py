@@ -1,0 +1,240 @@
+"""The check of each restart: the steps after the snapshot, done again, must be the same.
+
+Each rank records what its steps computed, in a file that outlives it (replay_records.py). After a
+restart a rank compares the steps that it does again. The ranks tell one another in the exchange of
+each step how far they are, and draw the conclusion together: Loop calls conclude(). A planned
+restart, a drill, needs nothing of its own here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ddpjob_trainer.accelerator import Reading
+from ddpjob_trainer.comm.world import World
+from ddpjob_trainer.contract import Differs, Proof
+from ddpjob_trainer.telemetry.console import say
+from ddpjob_trainer.telemetry.progress import Progress
+from ddpjob_trainer.training.replay_records import KEY_BYTES, Comparison, Entry, Records
+from ddpjob_trainer.training.replay_samples import Digest, of_generators
+from ddpjob_trainer.training.step import Step
+
+_CAUSES: Final[dict[Differs, str]] = {
+    "batch": "the dataset, its transforms or the sampler keep something from sample to sample, or"
+    " draw from a generator of their own. Compute it from the sample's index, or keep the generator"
+    " with run.register(name, generator)",
+    "random numbers": "a branch of the script that draws random numbers was not taken as before, by"
+    " something that the script keeps. Keep that with run.state(...) or run.register(name, obj)",
+    "loss": "the script keeps something from step to step: a variable, an attribute, a flag, a"
+    " DataLoader or a model of its own. Compute it from step.index, or keep it with run.state(...)"
+    " or run.register(name, obj)",
+    "weights": "the script changes gradients, optimizers or weights by something that it keeps."
+    " Compute it from step.index, or keep it with run.state(...) or run.register(name, obj)",
+}
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A step whose numbers may still be on their way: from a GPU.
+
+    ``values``: the losses, then samples of batches, once ``numbers`` have come.
+    """
+
+    step: int
+    batches: Digest
+    random: int
+    losses: int  # so many
+    values: list[float]
+    numbers: Reading | None = None
+    weights: Digest | None = None
+    of_weights: Reading | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Finding:
+    """What one rank found. ``before``, ``now``: the first loss of the step."""
+
+    first: int = 0
+    last: int = 0
+    step: int = 0
+    what: Differs | None = None
+    before: float = math.nan
+    now: float = math.nan
+
+
+class Replay:
+    """One process's side. Every rank makes the same calls.
+
+    ``path``: where the launcher wants the record; None: nothing is recorded.
+    """
+
+    def __init__(self, world: World, progress: Progress, path: Path | None) -> None:
+        self._world = world
+        self._progress = progress
+        self._path = path
+        self._records: Records | None = None
+        self._newest = 0  # step that was written down
+        self._comparison = Comparison()
+        self._batches = Digest()
+        self._pending: deque[_Pending] = deque()
+        self._open = False  # a rank has something to compare, and nothing was concluded yet
+        self._due = False  # conclude() now
+
+    def begin(self, done: int, facts: Mapping[str, Any]) -> None:
+        """Open the record, and read what it holds of the steps after ``done``.
+
+        ``facts``: what decides the result and must be as before. After 0 steps, so without a
+        snapshot, nothing is compared.
+        """
+        if self._path is None:
+            return
+        text = json.dumps(facts, sort_keys=True, default=str)
+        try:
+            records = Records(self._path, blake2b(text.encode(), digest_size=KEY_BYTES).digest())
+        except OSError as error:
+            say(self._world.rank, f"no restart can be checked, for want of a record: {error}")
+            return
+        self._records = records
+        if not done:
+            records.forget_after(0)
+        elif records.found is not None:
+            later = {step: entry for step, entry in records.found.items() if step > done}
+            self._comparison = Comparison(later)
+        elif self._world.rank == 0:
+            say(
+                0,
+                "restart not checked: this pod has no record of the steps before by this program,"
+                " with these options, at this world size",
+            )
+
+    # --- In each step, in the order of the calls --------------------------------------------
+
+    def batch(self, batch: Any) -> None:
+        """Take a batch as the dataset has made it, before it goes to a device."""
+        if self._records is not None:
+            self._batches.add(batch)
+
+    def report(self) -> list[float]:
+        """Numbers to add up over all ranks: whether this one differs, and has steps to compare."""
+        return [float(self._comparison.what is not None), float(self._comparison.pending)]
+
+    def learn(self, sums: Sequence[float]) -> None:
+        """Take in the sums of report()."""
+        differ, pending = sums
+        self._open = self._open or pending > 0
+        self._due = self._open and (differ > 0 or not pending)
+
+    def step_ended(self, step: Step) -> None:
+        """Take what a step has left behind, its body included."""
+        if self._records is None:
+            return
+        accelerator, later = self._world.accelerator, self._batches.later
+        random = of_generators(self._world.device)
+        pending = _Pending(step.index + 1, self._batches, random, len(step.losses), [])
+        if accelerator.queues or later:
+            numbers = accelerator.numbers([accelerator.number(loss) for loss in step.losses])
+            samples = [sample.to(numbers) for sample in later]
+            pending.numbers = accelerator.read(torch.cat([numbers, *samples]) if later else numbers)
+        else:
+            pending.values = [float(loss) for loss in step.losses]
+        self._pending.append(pending)
+        self._batches = Digest()
+
+    def snapshot_due(self, module: torch.nn.Module) -> None:
+        """Take a sample of the weights, of the step that has just ended."""
+        if self._records is None:
+            return
+        pending = self._pending[-1]
+        pending.weights = Digest()
+        for parameter in module.parameters():
+            pending.weights.sample(parameter)
+        if later := pending.weights.later:
+            values = torch.cat([sample.to(self._world.device, torch.float64) for sample in later])
+            pending.of_weights = self._world.accelerator.read(values)
+
+    def known(self) -> None:
+        """The numbers of the oldest step have come: compare them, write them down."""
+        if self._records is None:
+            return
+        pending = self._pending.popleft()
+        values = pending.values if pending.numbers is None else pending.numbers.values()
+        losses = Digest()
+        weights = pending.of_weights.values() if pending.of_weights is not None else ()
+        entry = Entry(
+            pending.step,
+            pending.batches.value(values[pending.losses :]),
+            pending.random,
+            losses.value(values[: pending.losses]),
+            pending.weights.value(weights) if pending.weights is not None else 0,
+            values[0] if pending.losses else math.nan,
+        )
+        self._newest = entry.step
+        if self._comparison.add(entry):
+            self._records.forget_after(entry.step)
+        self._records.put(entry)
+
+    # --- The conclusion ---------------------------------------------------------------------
+
+    def conclude(self, *, end: bool = False) -> None:
+        """Tell what the comparison has shown, if it is over. ``end``: no step follows.
+
+        Every rank calls it after each step. Raises PeerLostError.
+        """
+        if self._due or (end and self._open):
+            self._open = self._due = False
+            blob = json.dumps(asdict(self._finding())).encode()
+            gathered = self._world.gather_bytes("the check of the restart", blob)
+            self._tell([_Finding(**json.loads(found)) for found in gathered])
+        if end and self._records is not None:
+            self._records.remove()
+
+    def _finding(self) -> _Finding:
+        found, self._comparison = self._comparison, Comparison()
+        first, last = found.equal or (0, 0)
+        if found.old is None or found.entry is None:
+            return _Finding(first, last)
+        values = found.old.first_loss, found.entry.first_loss
+        return _Finding(first, last, found.entry.step, found.what, *values)
+
+    def _tell(self, findings: Sequence[_Finding]) -> None:
+        different = [(one.step, rank) for rank, one in enumerate(findings) if one.what]
+        compared = [one for one in findings if one.last]
+        proof: Proof
+        if different:
+            if self._records is not None:
+                self._records.forget_after(self._newest)
+            step, rank = min(different)
+            found = findings[rank]
+            assert found.what is not None
+            proof = {"equal": False, "step": step, "rank": rank, "what": found.what}
+            text = _words(rank, found)
+        elif compared:
+            first, last = min(one.first for one in compared), max(one.last for one in compared)
+            proof = {"equal": True, "first": first, "last": last}
+            text = f"restart proven: steps {first} to {last} again, bit for bit"
+        else:
+            return
+        self._progress.proven(proof)
+        if self._world.rank == 0:
+            say(0, text)
+
+
+def _words(rank: int, found: _Finding) -> str:
+    assert found.what is not None
+    values = f", {found.before:.9g} before and {found.now:.9g} now" if found.what == "loss" else ""
+    if found.before == found.now:
+        values = ""
+    return (
+        f"warning: restart not proven: step {found.step}, done again after the restart, differs on"
+        f" rank {rank} in its {found.what}{values}. The run goes on, but its result will not equal"
+        f" an undisturbed run's. As a rule {_CAUSES[found.what]}"
+    )
