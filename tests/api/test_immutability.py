@@ -171,7 +171,7 @@ def test_status_is_written_apart(plane: Cluster, stored: dict[str, Any]) -> None
     header, row = plane.kubectl(*get, "-o", "wide", check=True).stdout.splitlines()
     assert header.split() == [
         "NAME", "PHASE", "REASON", "READY", "RESTARTS", "STEP", "LOSS", "ATTEMPT",
-        "LAST-FAILURE", "NODE", "AGE",
+        "LAST-FAILURE", "NODE", "AGE", "MESSAGE",
     ]  # fmt: skip
     assert row.split()[1:10] == [
         "Running", "Unschedulable", "2/3", "1+4", "120/400", "0.25", "2", "OOMKilled", "node7",

@@ -11,7 +11,7 @@ import pytest
 
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import observe
-from ddpjob_operator.core.status import format_time
+from ddpjob_operator.core.lenient import format_time
 from support.world import JOB_UID, World, job_object
 
 

@@ -59,6 +59,11 @@ def names(value: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in found if _NAME.fullmatch(name)))
 
 
+def format_time(at: datetime) -> str:
+    """RFC 3339 in UTC with microseconds (MicroTime), as the API server prints it."""
+    return at.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
 def parse_time(value: object) -> datetime | None:
     """The RFC 3339 time, or None."""
     if not isinstance(value, str):

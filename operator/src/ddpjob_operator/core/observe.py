@@ -182,8 +182,7 @@ def pod(obj: Mapping[str, Any]) -> Pod:
     owners = [mapping(o) for o in meta.get("ownerReferences") or ()]
     owner = next((o for o in owners if o.get("controller")), mapping(None))
     disruption = _condition(status, "DisruptionTarget", "True")
-    unscheduled = _condition(status, "PodScheduled", "False")
-    scheduled = _condition(status, "PodScheduled", "True")
+    unscheduled, scheduled = (_condition(status, "PodScheduled", v) for v in ("False", "True"))
     waiting_reason, waiting_message = _blocked(status)
     init = _failed_init(status)
     return Pod(

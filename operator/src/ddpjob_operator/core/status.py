@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, get_args
 
 from ddpjob_operator.core.lenient import (
     counter,
+    format_time,
     integer,
     mapping,
     names,
@@ -32,11 +33,6 @@ MAX_FAILURES: Final = 10
 MAX_AVOIDED: Final = 16
 #: The label of a pod holds no more (observe.py); who wrote such a number begins anew.
 MOST_ATTEMPTS: Final = 10**9 - 1
-
-
-def format_time(at: datetime) -> str:
-    """RFC 3339 in UTC with microseconds (MicroTime), as the API server prints it."""
-    return at.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def _present(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from ddpjob_operator.core.status import format_time
+from ddpjob_operator.core.lenient import format_time
 from ddpjob_operator.shell import errors
 from ddpjob_operator.shell.api import LEASES, Object, Resource
 
