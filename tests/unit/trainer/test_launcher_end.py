@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -109,6 +110,18 @@ def test_a_worker_that_hangs_where_it_cannot_be_killed_is_the_cause(tmp_path, se
     assert gang.failed
 
 
+def finish(  # type: ignore[no-untyped-def]
+    report: Path, gang, ended: termination.Ended, left, said: list[str]
+) -> tuple[int, dict[str, Any]]:
+    """The exit code of a launcher of three ranks, and the report that it leaves."""
+    plan = make_plan(
+        read_launcher({}), Program("sh", (), module=False), nproc=3, termination_log=report
+    )
+    pump = OutputPump(Log(), prefixed=True)
+    code = termination.finish(plan, gang, pump, termination.Known(), ended, left, said.append)
+    return code, json.loads(report.read_bytes())
+
+
 @pytest.mark.parametrize("cause", [1, 7])
 def test_the_report_names_who_could_not_be_ended(tmp_path, sent, cause):  # type: ignore[no-untyped-def]
     """Whether the first failure was here (rank 1) or at another launcher (rank 7)."""
@@ -116,15 +129,9 @@ def test_the_report_names_who_could_not_be_ended(tmp_path, sent, cause):  # type
     gang.ended(NEVER + 1, 3 if cause == 1 else 75, 1.0)
     gang.stop(1.0, last_words=0)
     run_until_nobody(gang, 1.0)
-    report = tmp_path / "report"
-    plan = make_plan(
-        read_launcher({}), Program("sh", (), module=False), nproc=3, termination_log=report
-    )
     ended = termination.Ended(end=End(cause, "replica 0 did not stop within 5 s", graceful=False))
     left = list(gang.unkillable.values())
-    pump = OutputPump(Log(), prefixed=True)
-    code = termination.finish(plan, gang, pump, termination.Known(), ended, left, said.append)
-    content = json.loads(report.read_bytes())
+    code, content = finish(tmp_path / "report", gang, ended, left, said)
     assert code == content["code"] == (3 if cause == 1 else 75)
     where = content["log"] if cause == 1 else [content["exception"]]
     assert any(f"rank 0 (pid {NEVER}) was killed" in line for line in where), content
@@ -135,14 +142,8 @@ def test_the_report_names_who_ended_early_at_another_launcher(tmp_path, sent):  
     gang.ended(NEVER + 1, 75, 1.0)
     gang.stop(1.0, last_words=0)
     run_until_nobody(gang, 1.0)
-    report = tmp_path / "report"
-    plan = make_plan(
-        read_launcher({}), Program("sh", (), module=False), nproc=3, termination_log=report
-    )
     ended = termination.Ended(end=End(1, "no", graceful=False, early="rank 7 ended with 0"))
-    pump = OutputPump(Log(), prefixed=True)
-    code = termination.finish(plan, gang, pump, termination.Known(), ended, [], said.append)
-    content = json.loads(report.read_bytes())
+    code, content = finish(tmp_path / "report", gang, ended, [], said)
     assert (code, content["kind"], content["rank"]) == (75, "peerLost", 1)
     assert content["exception"] == "rank 7 ended with 0; then rank 1: 75"
 
@@ -154,14 +155,8 @@ def test_a_signal_between_two_rounds_is_no_success(tmp_path, sent, signum, kind)
     gang.ended(NEVER + 1, 3, 1.0)
     gang.stop(1.0, last_words=0)
     run_until_nobody(gang, 1.0)
-    report = tmp_path / "report"
-    plan = make_plan(
-        read_launcher({}), Program("sh", (), module=False), nproc=3, termination_log=report
-    )
     ended = termination.Ended(signal=signum, between_rounds=True)
-    pump = OutputPump(Log(), prefixed=True)
-    code = termination.finish(plan, gang, pump, termination.Known(), ended, [], said.append)
-    content = json.loads(report.read_bytes())
+    code, content = finish(tmp_path / "report", gang, ended, [], said)
     assert (content["kind"], content["code"], code) == (kind, 128 + signum, 128 + signum)
 
 

@@ -240,8 +240,8 @@ def perhaps_probed(pod: Pod) -> bool:
     """
     code, report = pod.trainer.exit_code, pod.trainer.report
     unclear = code == contract.ExitCode.SIGTERM or code not in _MEANT
-    told = report.kind == "sigterm" if report else unclear
-    return told and not any(look(pod) for look in _EVIDENCE)
+    may = report.kind == "sigterm" if report else unclear
+    return may and not any(look(pod) for look in _EVIDENCE)
 
 
 def leaving(pods: Iterable[Pod]) -> Pod | None:

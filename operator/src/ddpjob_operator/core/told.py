@@ -63,9 +63,14 @@ def out_of_memory(ended: Container) -> str:
 
 def left_early(loss: str, done: frozenset[int], members: Mapping[int, Pod]) -> str:
     """Name the replicas that ended with 0 before one that needs them was lost."""
-    who = f"replica{'' if len(done) == 1 else 's'} {clean(format_ranges(done), 40)}"
     after = after_step(done, members)
-    return f"{who} ended with 0 (Succeeded){after} while others waited for them; then {loss}"
+    who = f"{replicas(done, 40)} ended with 0 (Succeeded){after}"
+    return f"{who} while others waited for them; then {loss}"
+
+
+def replicas(some: frozenset[int], limit: int) -> str:
+    """Name replicas, as `replica 0` or `replicas 0,2-5`, their list cut to so many characters."""
+    return f"replica{'' if len(some) == 1 else 's'} {clean(format_ranges(some), limit)}"
 
 
 def after_step(done: frozenset[int], members: Mapping[int, Pod]) -> str:

@@ -34,15 +34,12 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
         return _follow(kubectl, job, wanted, _how_much(options))
     chosen = {n: one for n, one in members.items() if n in wanted}
     started = {n: one for n, one in chosen.items() if one.started}
-    failed_init = False
-    for n, one in sorted(chosen.items()):
-        if n in started:
-            continue
+    waiting = {n: one for n, one in chosen.items() if n not in started}
+    for _, one in sorted(waiting.items()):
         print(f"{one.name}: no log yet: {one.state}", file=sys.stderr)
         if one.failed_init:
-            failed_init = True
             _of_init(kubectl, job, one, _how_much(options))
-    if failed_init and not started:
+    if not started and any(one.failed_init for one in waiting.values()):
         return 0
     if not started:
         raise Failure(

@@ -13,7 +13,8 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
-from ddpjob_operator.core import classify, contract
+from ddpjob_operator.core import classify
+from ddpjob_operator.core.contract import ExitCode
 from ddpjob_operator.core.observe import Pod, clean
 from ddpjob_operator.core.policy import fence, probe, restart
 from ddpjob_operator.core.status import Failure, Status
@@ -31,9 +32,8 @@ WAITING: Final = "WaitingForCause"
 #: How peers of a lost member end. Other classes have causes of their own, or are free anyway.
 _BY_PEERS: Final = ("Hang", "Killed", "User")
 #: Exit codes of who has lost a peer or waits for one.
-_WITHOUT_PEERS: Final = (contract.ExitCode.PEER_LOST, contract.ExitCode.HANG)
+_WITHOUT_PEERS: Final = (ExitCode.PEER_LOST, ExitCode.HANG)
 _BY_HUB: Final = "ended with exit code 0 while"
-_PEER_LOST: Final = contract.ExitCode.PEER_LOST  # what our launcher makes of it
 _PERHAPS_PEERS: Final = (*_BY_PEERS, "Collateral")
 
 
@@ -107,7 +107,7 @@ def refund(view: View, change: Change) -> Change:
     charged, old = view.status.last_failure, change.status.restarts
     if charged is None or charged.in_place:
         return change
-    free_already = charged.cls == "Infrastructure" and charged.exit_code == _PEER_LOST
+    free_already = charged.cls == "Infrastructure" and charged.exit_code == ExitCode.PEER_LOST
     if not free_already and (charged.cls not in _BY_PEERS or not old.charged):
         return change
     if not old.consecutive:

@@ -18,7 +18,7 @@ from ddpjob_operator.core.observe import KIND, Pod, clean
 from ddpjob_operator.core.policy import avoid, fence, hold, restart, turn
 from ddpjob_operator.core.ranges import format_ranges
 from ddpjob_operator.core.status import Condition, Progress, Replicas, Status, with_condition
-from ddpjob_operator.core.told import after_step, shorten
+from ddpjob_operator.core.told import after_step, replicas, shorten
 from ddpjob_operator.core.view import Change, View, recovers_from
 
 #: Shorter than this, creating a container or ending a pod is no stall yet.
@@ -225,13 +225,11 @@ def _lingering(view: View) -> Iterator[tuple[str, str]]:
     if due is not None and view.now >= due:
         # Of thousands neither may leave no room for the other.
         left = frozenset(range(view.spec.replicas)) - view.succeeded
-        done, others = (
-            f"{clean(format_ranges(some), _LISTED)} {'has' if len(some) == 1 else 'have'}"
-            for some in (view.succeeded, left)
-        )
-        which = "replica" if len(view.succeeded) == 1 else "replicas"
+        done, which = replicas(view.succeeded, _LISTED), clean(format_ranges(left), _LISTED)
+        have, others_have = ("has" if len(some) == 1 else "have" for some in (view.succeeded, left))
         after = after_step(view.succeeded, view.members)
-        yield "WaitingForReplicas", f"{which} {done} succeeded{after}, and {others} not ended"
+        what = f"{done} {have} succeeded{after}, and {which} {others_have} not ended"
+        yield "WaitingForReplicas", what
 
 
 def _refusals(view: View) -> Iterator[tuple[str, str]]:
@@ -352,15 +350,13 @@ def _proven(view: View, change: Change) -> Change:
         return change
     reason = "StepsRepeatedEqual" if found.equal else "StepsDiffer"
     old = change.status.condition("ResumeProven")
-    conditions = with_condition(
+    conditions = with_condition(  # False too where it never was true
         change.status.conditions, "ResumeProven", found.equal, reason, found.message, view.now
     )
     change = change.with_status(conditions=conditions)
-    if found.equal:
-        known = old is not None and old.status == "True"
-        return change if known else change.tell("Normal", reason, found.message)
-    known = old is not None and old.status == "False" and old.message == found.message
-    return change if known else change.tell("Warning", reason, found.message)
+    if old is not None and old.reason == reason and (found.equal or old.message == found.message):
+        return change
+    return change.tell("Normal" if found.equal else "Warning", reason, found.message)
 
 
 def _unsupported(view: View, change: Change) -> Change:
