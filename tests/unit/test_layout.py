@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("operator/src", "trainer/src", "plugin/src", "devcluster/src")
-MAX_LINES = 400
+MAX_LINES = 600
 #: Files that may be longer, each with its reason. Empty, and meant to stay so.
 ALLOWED_LONG: frozenset[str] = frozenset()
 
