@@ -450,9 +450,13 @@ def test_an_end_that_no_gate_could_hold_is_an_error(tmp_path: Path) -> None:
         at_the_end(tmp_path).run([planned()[0]])
 
 
-def test_the_late_kill_waits_for_the_snapshot_before_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("total", "held_at"), [(100, 10), (9, 8)])
+def test_the_late_kill_waits_for_the_snapshot_before_it(
+    tmp_path: Path, total: int, held_at: int
+) -> None:
+    """And it comes before the last step: a restart must have one to make."""
     driver = at_the_end(tmp_path)
-    driver.pace = replace(driver.pace, total_steps=100)
+    driver.pace = replace(driver.pace, total_steps=total)
     kill = replace(planned()[0], step=8, point="", restarting=False, saved=True)
     looks: list[int] = []
 
@@ -474,7 +478,7 @@ def test_the_late_kill_waits_for_the_snapshot_before_it(tmp_path: Path) -> None:
     driver._await(kill)
     assert driver._newest_snapshot() == 5
     assert looks[:6] == [8] * 6, "it stands after step 8"
-    assert int.from_bytes((tmp_path / GATE).read_bytes(), "little") == 10
+    assert int.from_bytes((tmp_path / GATE).read_bytes(), "little") == held_at
 
 
 def test_a_gang_told_to_stop_at_its_last_step_has_survived(tmp_path: Path) -> None:

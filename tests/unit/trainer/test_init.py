@@ -200,6 +200,21 @@ def test_an_edited_file_is_another_template(
     assert (after["spec"], after["metadata"] != before["metadata"]) == (before["spec"], True)
 
 
+def test_a_linked_folder_that_does_not_travel_is_told(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, behind = script.parent / "data", script.parent / "behind"
+    data.mkdir()
+    behind.mkdir()
+    (behind / "held.txt").touch()
+    (data / "link").symlink_to(behind)
+    assert cli.main(["init", script.name, "data"]) == 0
+    said = capsys.readouterr()
+    assert "data/link: a linked folder, does not travel: name it too" in said.err
+    assert cli.main(["init", script.name, "data", "data/link"]) == 0
+    assert "data/link/held.txt" in capsys.readouterr().out
+
+
 def test_an_executable_can_be_executed(
     script: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -291,6 +306,7 @@ def test_awkward_text_reads_back_as_it_was(text: str) -> None:
         (["SCRIPT", "--output", "."], "must be a folder below the working directory"),
         (["SCRIPT", "HELD", "--output", "folder/"], "folder/held.txt travels to there"),
         (["SCRIPT", "HELD", "--output", "folder/held.txt/x"], "folder/held.txt travels to there"),
+        (["SCRIPT", "--output", "a", "--output", "b"], "--output a --output b: one folder is kept"),
         (["/snapshots/c/t.py", "--output", "x"], "leave it out: all that is written"),
         (["-m", "no.such"], "no.py: no such file here: change to its folder"),
         (["-m", "1x", "--name", "a"], "1x: not the name of a module"),

@@ -97,6 +97,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--output",
         metavar="DIR",
+        action="append",
         help="what the script writes below DIR is kept, in the folder output of its snapshots; all"
         " else that it writes ends with its pod",
     )
@@ -117,6 +118,9 @@ def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         root = Path() if options.module else Path(next(iter(files), "")).parent
         for one in travels.forgotten(files, root):
             note = f"{one}: imported, but does not travel: name it too, if the image lacks it"
+            print(f"ddpjob-trainer: {note}", file=sys.stderr)
+        for one in travels.linked_folders(options.files):
+            note = f"{one}: a linked folder, does not travel: name it too, if the script reads it"
             print(f"ddpjob-trainer: {note}", file=sys.stderr)
     except ConfigError as error:
         print(f"ddpjob-trainer: {error}", file=sys.stderr)
@@ -175,6 +179,12 @@ def _check_output(args: argparse.Namespace, files: Mapping[str, Path]) -> None:
     """Refuse a folder that cannot be a link in the working directory. Raises ConfigError."""
     if args.output is None:
         return
+    if len(args.output) > 1:
+        raise ConfigError(
+            f"--output {' --output '.join(args.output)}: one folder is kept: write both below one,"
+            " such as results/a and results/b with --output results"
+        )
+    [args.output] = args.output
     given, shown = PurePosixPath(args.output), f"--output {args.output}"
     if given.is_absolute() or ".." in given.parts or not given.parts:
         raise ConfigError(f"{shown}: must be a folder below the working directory, such as results")

@@ -19,6 +19,12 @@ def placed(paths: Sequence[Path]) -> dict[str, Path]:
     return {_inner(one): one for one in _expanded(paths)}
 
 
+def linked_folders(paths: Sequence[Path]) -> Iterator[Path]:
+    """Yield the links to folders within these folders: what is behind them does not travel."""
+    for path in paths:
+        yield from (one for one in sorted(path.rglob("*")) if one.is_symlink() and one.is_dir())
+
+
 def check_script(path: Path) -> None:
     """Refuse what Python does not start. Raises ConfigError."""
     if path.is_dir():

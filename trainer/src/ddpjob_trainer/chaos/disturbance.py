@@ -170,7 +170,8 @@ class Disturbance:
             # First before that snapshot, which a keeper that is behind would leave out.
             self._await_snapshot(self._snapshot_before(kill.step) - 1)
             self._await_snapshot(kill.step)
-            self._open(kill.step + 2)
+            # A restart after the last step has none to make: it would show nothing.
+            self._open(min(kill.step + 2, self.pace.total_steps - 1))
         self._await_step(kill.step)
         if not kill.point:
             self._pause(kill.delay * self.pace.step_seconds)
