@@ -16,6 +16,7 @@ import yaml
 from support import own_images
 from support.cluster import ROOT, wait_for
 from support.own_images import blocks
+from support.patience import WHOLE
 from support.site import Site
 
 pytestmark = pytest.mark.tier("all")
@@ -84,7 +85,7 @@ def said(site: Site, image: str, name: str, command: list[str]) -> str:
         phase = site.get("pod", name)["status"].get("phase")
         return phase if phase in ("Succeeded", "Failed") else None
 
-    phase = wait_for(ended, f"pod {name} to end")
+    phase = wait_for(ended, f"pod {name} to end", WHOLE)
     log = site.kubectl("logs", name, check=True).stdout
     assert phase == "Succeeded", log
     site.kubectl("delete", "pod", name, "--grace-period=1", check=True)
