@@ -75,7 +75,7 @@ unit: setup ## tests of pure code and of the operator in a model of a cluster, a
 	@$(PYTEST) $(wildcard tests/unit tests/model) $(ARGS)
 
 .PHONY: mutations
-mutations: setup ## decisive lines made wrong, each of which a test must find out; writes docs/mutations.md
+mutations: setup ## decisive lines made wrong, each of which a test must find out; writes docs/internals/mutations.md
 	@PYTHONPATH=tests $(BIN)/python -m mutations
 
 # Hours: every pair of faults, and as many random stories. SOAK=2/8 plays the second of eight shares.
@@ -86,7 +86,7 @@ SHARE ?= $(shell expr $$(date +%j) % 160 + 1)/160
 soak: setup programs ## models and plans whole, of which others play a sample (hours; SOAK=1/8: a share)
 	@DDPJOB_SOAK=$(SOAK) $(PYTEST) tests/model tests/api/test_plans.py $(SIDE_BY_SIDE) $(ARGS)
 
-# ARGS='--minutes 30 --seed 7 --json docs/soak.json --page docs/soak.md'
+# ARGS='--minutes 30 --seed 7 --json docs/internals/soak.json --page docs/internals/soak.md'
 .PHONY: soak-cluster
 soak-cluster: setup programs images ## jobs on a real cluster under random faults (ARGS='--minutes 30 --seed 7')
 	@PYTHONPATH=$$PYTHONPATH:$(ROOT)/tests $(BIN)/python -m soak.run $(ARGS)
@@ -123,7 +123,7 @@ foreign-image: setup programs images ## images of users: Debian's own Python and
 	@$(PYTEST) tests/cluster/test_foreign_image.py tests/cluster/test_object_store.py $(ARGS)
 
 .PHONY: fault-matrix
-fault-matrix: setup programs images ## run the tests of faults and write docs/fault-matrix.md
+fault-matrix: setup programs images ## run the tests of faults and write docs/internals/fault-matrix.md
 	@$(PYTEST) -m fault --fault-matrix $(SIDE_BY_SIDE) $(ARGS)
 
 # Of itself, as compiling takes longer than a test may, and pytest would not show its progress.
@@ -148,7 +148,7 @@ plugin: ## make dist/kubectl-ddp, the kubectl plugin in a single file
 	@echo "$(DIST)/kubectl-ddp: copy it to a directory on PATH, then: kubectl ddp --help"
 
 .PHONY: release
-release: ## chart, wheels, plugin, images, bills of materials, notes, checksums (docs/releasing.md)
+release: ## chart, wheels, plugin, images, bills of materials, notes, checksums (docs/internals/releasing.md)
 	@$(PYTHON) release/release.py $(ARGS)
 
 .PHONY: site
@@ -170,10 +170,10 @@ bench: setup ## measure; each benchmark prints a table and writes JSON
 	@for script in bench/*.py; do [ -e "$$script" ] || continue; $(BIN)/python $$script $(ARGS); done
 
 .PHONY: manifests
-manifests: setup ## what is made from other files: manifests/, docs/api.md, diagrams, pictures, diffs
+manifests: setup ## what is made from other files: manifests/, docs/reference/api.md, diagrams, pictures, diffs
 	@$(BIN)/python charts/render.py
-	@$(BIN)/python docs/architecture.py
-	@$(BIN)/python docs/ladder.py
+	@$(BIN)/python docs/internals/architecture.py
+	@$(BIN)/python docs/guides/ladder.py
 	@$(BIN)/python docs/pictures.py
 
 .PHONY: lock

@@ -126,7 +126,7 @@ def main() -> None:
         "--scaling",
         type=Path,
         metavar="FILE",
-        default=report.ROOT / "docs/scaling.json",
+        default=report.ROOT / "docs/internals/scaling.json",
         help="bench/scaling.py's result, which the page needs",
     )
     args = parser.parse_args()

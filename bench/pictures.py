@@ -2,7 +2,7 @@
 
 buckets.json: the middle step of a GPT of two ranks, a core each, on the clock of rank 0. ring.json:
 which chunk went from whom to whom at which step, of four ranks. Once recorded they are drawn by
-`make manifests`; the picture of scaling is drawn from docs/scaling.json.
+`make manifests`; the picture of scaling is drawn from docs/internals/scaling.json.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes docs/api.md, the reference of every field of a DDPJob, from the CRD's own schema.
+"""Writes docs/reference/api.md, every field of a DDPJob, from the CRD's own schema.
 
 Descriptions, defaults, bounds and rules stand in the CRD only, so that `kubectl explain`, the
 API server and the page cannot disagree.

@@ -23,7 +23,7 @@ helm test ddpjob -n ddpjob-system
 ```
 
 Two releases in one cluster, upgrade, rollback and uninstall:
-[docs/operations.md](../../docs/operations.md).
+[docs/guides/operations.md](../../docs/guides/operations.md).
 
 ## Values
 

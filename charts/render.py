@@ -1,4 +1,4 @@
-"""Produces manifests/{crd,install}.yaml, docs/api.md and the chart's README from the chart.
+"""Produces manifests/{crd,install}.yaml, docs/reference/api.md, the chart's README from the chart.
 
     .venv/bin/python charts/render.py            write the files
     .venv/bin/python charts/render.py --check    exit 1 and name the files that differ
@@ -64,7 +64,7 @@ def render() -> dict[Path, str]:
         ROOT / "manifests" / "crd.yaml": HEADER + "---\n".join(definition),
         ROOT / "manifests" / "install.yaml": HEADER + "---\n".join(everything),
         CHART / "README.md": chartdoc.render((CHART / "values.yaml").read_text()),
-        ROOT / "docs" / "api.md": apidoc.render(yaml.safe_load(definition[0])),
+        ROOT / "docs" / "reference" / "api.md": apidoc.render(yaml.safe_load(definition[0])),
     }
 
 

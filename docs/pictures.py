@@ -1,7 +1,8 @@
 """Draws docs/pictures/*.svg from recorded data: `make manifests` after a new recording.
 
-buckets.json and ring.json are recorded by bench/pictures.py, docs/scaling.json by bench/scaling.py,
-dashboard.json by tests/cluster/disruptive/test_prometheus.py where DDPJOB_WRITE_PAGES=1 is set.
+buckets.json and ring.json are recorded by bench/pictures.py, internals/scaling.json by
+bench/scaling.py, dashboard.json by tests/cluster/disruptive/test_prometheus.py where
+DDPJOB_WRITE_PAGES=1 is set.
 A test holds each picture equal to what is drawn here.
 """
 
@@ -386,7 +387,7 @@ DRAWN = {"buckets": buckets, "ring": ring, "scaling": scaling, "dashboard": dash
 
 def recorded(name: str) -> Found:
     """What a picture is drawn from."""
-    path = HERE / "scaling.json" if name == "scaling" else PICTURES / f"{name}.json"
+    path = HERE / "internals/scaling.json" if name == "scaling" else PICTURES / f"{name}.json"
     found: Found = json.loads(path.read_text())
     return found
 

@@ -4,7 +4,7 @@
     make release ARGS=--draft          of a tree that is not ready; the notes say what is missing
     make release ARGS=--without-images chart, wheels, plugin, manifests, bills of materials
 
-What it refuses and what differs between two builds is in docs/releasing.md.
+What it refuses and what differs between two builds is in docs/internals/releasing.md.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def not_ready(root: Path, date: str, with_images: bool) -> list[str]:
     if with_images and "@sha256:" not in baseimage.name():
         found.append(
             f"the base image {baseimage.name()} has no digest: set"
-            " DDPJOB_BASE_IMAGE=NAME@sha256:... (docs/releasing.md)"
+            " DDPJOB_BASE_IMAGE=NAME@sha256:... (docs/internals/releasing.md)"
         )
     return found
 

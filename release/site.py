@@ -35,13 +35,13 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Let links lead to pages; those to other files, and regular expressions, become plain text."""
     here = {name: source for source, name in ELSEWHERE.items()}
     folder = posixpath.dirname(here.get(page.file.src_uri, f"docs/{page.file.src_uri}"))
+    on_site = posixpath.dirname(page.file.src_uri) or "."
 
     def link(found: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join(folder, found[2]))
-        if path in ELSEWHERE:
-            return f"[{found[1]}]({ELSEWHERE[path]}{found[3] or ''})"
-        if path.startswith("docs/"):
-            return f"[{found[1]}]({path.removeprefix('docs/')}{found[3] or ''})"
+        if path in ELSEWHERE or path.startswith("docs/"):
+            target = ELSEWHERE.get(path, path.removeprefix("docs/"))
+            return f"[{found[1]}]({posixpath.relpath(target, on_site)}{found[3] or ''})"
         return found[1]
 
     return LINK.sub(link, markdown).replace("]([", "]\\([")

@@ -40,10 +40,14 @@ hypothesis.settings.load_profile("soak" if _SOAK else "test")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--busy", action="store_true", help="run two endless loops beside the tests")
     parser.addoption(
-        "--fault-matrix", action="store_true", help="write docs/fault-matrix.md from what is run"
+        "--fault-matrix",
+        action="store_true",
+        help="write docs/internals/fault-matrix.md from what is run",
     )
     parser.addoption(
-        "--test-durations", action="store_true", help="write docs/test-durations.md likewise"
+        "--test-durations",
+        action="store_true",
+        help="write docs/internals/test-durations.md likewise",
     )
     parser.addoption(
         "--tier",

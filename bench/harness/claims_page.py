@@ -1,4 +1,4 @@
-"""docs/claims.md from docs/claims.json and docs/scaling.json."""
+"""docs/internals/claims.md from docs/internals/claims.json and docs/internals/scaling.json."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from harness import claims_verdicts, counted, report
 HEAD = """# What is said of DataParallel and DDP
 
 True, false, when, or not shown: each claim with its figure. `bench/claims.py` counts and
-measures, computes the verdicts and writes this page; all figures are in docs/claims.json, those of
-scaling in docs/scaling.json. {machine}
+measures, computes the verdicts and writes this page; all figures are in docs/internals/claims.json,
+those of scaling in docs/internals/scaling.json. {machine}
 
 **What stands for what.** Without GPUs nn.DataParallel only calls its module. So *DP* here is its
 steps done by hand (`bench/programs/replicas.py`): the batch scattered, the module replicated,
@@ -66,11 +66,11 @@ device:
 ## Again
 
 ```
-.venv/bin/python bench/claims.py --json docs/claims.json --page docs/claims.md
+.venv/bin/python bench/claims.py --json docs/internals/claims.json --page docs/internals/claims.md
 ```
 
-It takes about {minutes} minutes on 2 cores that do nothing else, and reads docs/scaling.json for
-row 30: run `bench/scaling.py` first.
+It takes about {minutes} minutes on 2 cores that do nothing else, and reads
+docs/internals/scaling.json for row 30: run `bench/scaling.py` first.
 """
 MINUTES = 4
 KINDS = ("parameters", "gradients", "buckets", "optimizer state")

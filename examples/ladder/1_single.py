@@ -1,6 +1,6 @@
 """Step 1: one process trains a small network on handwritten digits.
 
-All of it is PyTorch. docs/ladder.md shows what each step changes in the one before.
+All of it is PyTorch. docs/guides/ladder.md shows what each step changes in the one before.
 
     python 1_single.py
 """

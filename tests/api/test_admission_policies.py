@@ -324,7 +324,7 @@ def test_nor_does_its_status_or_its_way_to_a_node(plane: Cluster) -> None:
 
 
 def test_the_quota_of_the_operations_page_bounds_jobs(control_plane: Cluster) -> None:
-    text = (ROOT / "docs" / "operations.md").read_text()
+    text = (ROOT / "docs" / "guides" / "operations.md").read_text()
     (block,) = re.findall(r"```yaml\n(.*?kind: ResourceQuota.*?)```", text, re.DOTALL)
     here = ("-n", "quota-of-jobs")
     control_plane.kubectl("create", "namespace", here[1], check=True)

@@ -59,7 +59,7 @@ def test_each_phase_is_what_tools_take_it_for(control_plane: Cluster, stage: Are
 
     stage.wait_status("waits", "it is stalled", lambda s: s.get("reason") == "NameConflict")
     obj = stage.rest.get(stage.job_path("waits"))
-    assert kstatus(obj) == "Failed", "docs/gitops.md says so"
+    assert kstatus(obj) == "Failed", "docs/guides/gitops.md says so"
     assert argo_health(obj)[0] == "Progressing", "it is tried again"
     assert argo_health(obj)[1].startswith("NameConflict: Service waits exists")
 

@@ -1,4 +1,4 @@
-"""What becomes of odd DDPJobs, and when: docs/odd-manifests.md is what was seen."""
+"""What becomes of odd DDPJobs, and when: docs/internals/odd-manifests.md is what was seen."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.arena import Arena, arena
 from support.cluster import ROOT, Cluster
 from support.rest import JOBS, Object, RestError, eventually
 
-PAGE = ROOT / "docs" / "odd-manifests.md"
+PAGE = ROOT / "docs" / "internals" / "odd-manifests.md"
 #: What a machine that is slow brings about, and what it is told of that; it passes by itself.
 _PASSING = re.compile(r"ContainerCreating: |Unschedulable: .*no scheduler has looked at it yet")
 _SAID = 260  # characters of a message that the page shows
@@ -77,7 +77,7 @@ def written(found: dict[str, tuple[str, str]], namespace: str) -> str:
         f"{len(found)} DDPJobs as people send them by mistake or on purpose, and what each is",
         "told: at `kubectl apply`, or by a condition of the job (`kubectl describe`), before any",
         "pod runs. None ends as Failed for it. `good`: the API server takes job and pod as they",
-        "are, and the pod's node has its word (docs/reasons.md).",
+        "are, and the pod's node has its word (docs/reference/reasons.md).",
         "`tests/api/test_odd_manifests.py` sends them all to a real API server and holds this page",
         "to what it saw, in 260 characters at most. What is Invalid is tried again from time to",
         "time; to mend it, suspend the job, apply the mended manifest, resume. In what is said of",

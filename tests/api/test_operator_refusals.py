@@ -183,8 +183,8 @@ def test_a_template_that_changed_behind_the_rules_back_freezes_nothing(
 
 
 def test_a_quota_of_jobs_refuses_one_too_many(stage: Arena, gang: str) -> None:
-    """That of docs/operations.md, with room for one."""
-    text = (ROOT / "docs" / "operations.md").read_text()
+    """That of docs/guides/operations.md, with room for one."""
+    text = (ROOT / "docs" / "guides" / "operations.md").read_text()
     (block,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     quota: Object = yaml.safe_load(block)
     (kind,) = quota["spec"]["hard"]

@@ -2,7 +2,7 @@
 
 `make test` and `make test-all` play a sample, `make soak` all; each plan has a namespace, a proxy
 and an operator process of its own, and some are played side by side. What they found is in
-docs/fault-matrix.md.
+docs/internals/fault-matrix.md.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from support.cluster import ROOT, Cluster
 from support.plugin import Plugin, environment, user
 from support.rest import eventually
 
-PAGE = (ROOT / "docs" / "plugin.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "plugin.md").read_text()
 #: The rights that the page asks for: to look at jobs, pods and Events; at pods' pages.
 VIEWER = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0])["rules"]
 STATE = {"version": 1, "attempt": 1, "round": 1, "phase": "step", "step": 41, "totalSteps": 90,

@@ -42,7 +42,7 @@ def walk(schema: Schema, path: str) -> Iterator[tuple[str, Schema]]:
 
 
 def test_committed_files_are_what_the_chart_renders() -> None:
-    """manifests/crd.yaml, manifests/install.yaml and docs/api.md."""
+    """manifests/crd.yaml, manifests/install.yaml and docs/reference/api.md."""
     helm = binaries.ensure(["helm"], print)["helm"]
     done = subprocess.run(
         [sys.executable, ROOT / "charts" / "render.py", "--check"],
@@ -53,7 +53,7 @@ def test_committed_files_are_what_the_chart_renders() -> None:
 
 def test_the_page_gives_the_bounds_of_rules_too() -> None:
     """A minimum that the schema leaves to a rule, for its message."""
-    lines = (ROOT / "docs" / "api.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "reference" / "api.md").read_text().splitlines()
     (told,) = (line for line in lines if "terminationGracePeriodSeconds` |" in line)
     assert "*1 to 2592000*" in told
 

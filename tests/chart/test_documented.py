@@ -84,10 +84,14 @@ def test_pages_name_no_value_that_the_chart_lacks() -> None:
 @pytest.mark.parametrize(
     ("page", "says", "name"),
     [
-        ("runbooks.md", "get lease ddpjob-operator", "--lease-name=ddpjob-operator"),
-        ("runbooks.md", "the Role `ddpjob-operator-lease`", "Role/ddpjob-operator-lease"),
-        ("metrics.md", "`<release>-operator-metrics`", "Service/ddpjob-operator-metrics"),
-        ("operations.md", "the roles `ddpjob-edit` and `ddpjob-view`", "ClusterRole/ddpjob-edit"),
+        ("reference/runbooks.md", "get lease ddpjob-operator", "--lease-name=ddpjob-operator"),
+        ("reference/runbooks.md", "the Role `ddpjob-operator-lease`", "Role/ddpjob-operator-lease"),
+        ("reference/metrics.md", "`<release>-operator-metrics`", "Service/ddpjob-operator-metrics"),
+        (
+            "guides/operations.md",
+            "the roles `ddpjob-edit` and `ddpjob-view`",
+            "ClusterRole/ddpjob-edit",
+        ),
     ],
 )
 def test_names_on_pages_are_those_of_a_release(

@@ -22,8 +22,8 @@ from support.world import job_object
 
 FILES = ROOT / "charts" / "ddpjob" / "files"
 TESTS = ROOT / "tests" / "chart" / "alerts_test.yaml"
-RUNBOOKS = ROOT / "docs" / "runbooks.md"
-METRICS = ROOT / "docs" / "metrics.md"
+RUNBOOKS = ROOT / "docs" / "reference" / "runbooks.md"
+METRICS = ROOT / "docs" / "reference" / "metrics.md"
 #: A metric of ours, and nothing else: such names stand in expressions only.
 NAME = re.compile(r"\bddpjob_[a-z_]+")
 
@@ -124,7 +124,10 @@ def test_every_alert_has_its_runbook() -> None:
     headings = re.findall(r"^## (\w+)$", RUNBOOKS.read_text(), re.MULTILINE)
     assert headings == [alert["alert"] for alert in alerts()]
     for alert in alerts():
-        assert alert["annotations"]["runbook"] == f"docs/runbooks.md#{alert['alert'].lower()}"
+        assert (
+            alert["annotations"]["runbook"]
+            == f"docs/reference/runbooks.md#{alert['alert'].lower()}"
+        )
 
 
 def test_alerts_and_panels_ask_for_what_is_served(known: set[str]) -> None:

@@ -105,14 +105,14 @@ def test_no_byte_code_is_in_a_release(made: Path) -> None:
 def test_the_trainers_wheel_is_all_that_an_image_of_the_users_needs(
     made: Path, tmp_path: Path
 ) -> None:
-    """The third way of docs/your-script.md: nothing of this checkout is on the path."""
+    """The third way of docs/start/your-script.md: nothing of this checkout is on the path."""
     [wheel] = made.glob("ddpjob_trainer-*.whl")
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     [found] = distributions(path=[str(site)])
     assert found.metadata["Requires-Python"] == ">=3.11"
-    page = (ROOT / "docs/your-script.md").read_text()
+    page = (ROOT / "docs/start/your-script.md").read_text()
     assert f"{wheel.name} /tmp/" in page
     for needed in found.requires or []:
         name = re.split(r"[ ;<>=\[]", needed, maxsplit=1)[0]

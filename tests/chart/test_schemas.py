@@ -19,7 +19,7 @@ from support.world import crd_schema
 
 Object = dict[str, Any]
 
-#: docs/operations.md names the first and the last.
+#: docs/guides/operations.md names the first and the last.
 VERSIONS = [f"1.{minor}" for minor in range(30, 38)]
 DEFINITIONS = "kubernetes-json-schema/v{}.0-local/_definitions.json"
 #: Values that make the chart render each of its objects, in each of its shapes.

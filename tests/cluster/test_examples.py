@@ -147,9 +147,9 @@ def test_a_package_runs_with_its_folders_and_files(site: Site) -> None:
 
 @pytest.mark.usefixtures("own")
 def test_the_weights_can_be_had_when_all_pods_are_done(site: Site, tmp_path: Path) -> None:
-    """As docs/your-script.md says."""
+    """As docs/start/your-script.md says."""
     site.wait_phase("own-script", "Succeeded")
-    page = (ROOT / "docs" / "your-script.md").read_text()
+    page = (ROOT / "docs" / "start" / "your-script.md").read_text()
     section = page.partition("\n## The weights\n")[2].partition("\n## ")[0]
     shown, commands = re.findall(r"^```(?:yaml)?\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     (pod,) = yaml.safe_load_all(shown.replace("train-snapshots", "own-script-snapshots"))

@@ -1,4 +1,4 @@
-"""docs/your-script.md: a script on a claim, out of git, and in an image made from ours.
+"""docs/start/your-script.md: a script on a claim, out of git, and in an image made from ours.
 
 Blocks of the page are run as a reader runs them, by a shell; of the names in capitals those that
 only the reader can know are filled in. The ConfigMap is test_examples.py's.

@@ -1,6 +1,7 @@
 """The soak: jobs on a real cluster under faults drawn from a seed, for as long as you like.
 
-    make soak-cluster ARGS='--minutes 30 --seed 7 --json docs/soak.json --page docs/soak.md'
+    make soak-cluster \
+        ARGS='--minutes 30 --seed 7 --json docs/internals/soak.json --page docs/internals/soak.md'
 
 Ends with 1 when a run ended in other weights, a job stood still or failed, or an invariant did not
 hold. A seed plays the same faults in the same order again, each kind once before any comes twice.

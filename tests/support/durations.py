@@ -1,6 +1,6 @@
 """Keep the seconds of each test: `make test-all` measures them, the order of files follows.
 
-pytest's reports -> Recorder -> docs/test-durations.json -> `page`, sharing.longest_first.
+pytest's reports -> Recorder -> docs/internals/test-durations.json -> `page`, sharing.longest_first.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, Final
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "docs/test-durations.json"
-PAGE = ROOT / "docs/test-durations.md"
+RESULTS = ROOT / "docs/internals/test-durations.json"
+PAGE = ROOT / "docs/internals/test-durations.md"
 _SHOWN_FILES: Final = 60
 _SHOWN_TESTS: Final = 40
 _WORTH_KEEPING: Final = 0.2  # seconds of a test; below, only its file's sum has it
@@ -73,7 +73,7 @@ class Recorder:
 
 
 def known() -> dict[str, Any]:
-    """Return what docs/test-durations.json holds: seconds of `files` and of the longer `tests`."""
+    """Return what test-durations.json holds: seconds of `files` and of the longer `tests`."""
     if not RESULTS.exists():
         return {"files": {}, "tests": {}}
     found: dict[str, Any] = json.loads(RESULTS.read_text())
@@ -94,7 +94,7 @@ def file_of(nodeid: str) -> str:
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """Return docs/test-durations.md for what docs/test-durations.json holds."""
+    """Return docs/internals/test-durations.md for what docs/internals/test-durations.json holds."""
     files: dict[str, float] = found["files"]
     levels: dict[str, float] = defaultdict(float)
     for name, seconds in files.items():

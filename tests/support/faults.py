@@ -1,8 +1,8 @@
 """The fault matrix: what can go wrong, what must follow, and which tests show it.
 
 A test says `@pytest.mark.fault("O1")`. `make fault-matrix` runs all that do, keeps what came of
-them in docs/fault-matrix.json and writes docs/fault-matrix.md from both; so does any other run of
-tests with --fault-matrix, `make test-all` among them.
+them in docs/internals/fault-matrix.json and writes fault-matrix.md beside it from both; so does any
+other run of tests with --fault-matrix, `make test-all` among them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import pytest
 from support import tiers
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs/fault-matrix.md"
-RESULTS = ROOT / "docs/fault-matrix.json"
+PAGE = ROOT / "docs/internals/fault-matrix.md"
+RESULTS = ROOT / "docs/internals/fault-matrix.json"
 
 #: Section -> row -> (fault, what must follow).
 FAULTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
@@ -244,7 +244,7 @@ class Recorder:
 
 
 def page(results: Mapping[str, Mapping[str, Any]], marks: Mapping[str, Marked]) -> str:
-    """docs/fault-matrix.md. ``marks``: the rows and the tier of each test function."""
+    """docs/internals/fault-matrix.md. ``marks``: the rows and the tier of each test function."""
     lines = [
         "# Fault matrix",
         "",

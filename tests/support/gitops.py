@@ -28,9 +28,10 @@ def kstatus(obj: Object) -> str:
 
 
 def argo_health(obj: Object) -> tuple[str, str]:
-    """Status and message, by the script of docs/gitops.md in a Lua of Debian's."""
+    """Status and message, by the script of docs/guides/gitops.md in a Lua of Debian's."""
     host.ensure_packages({"lua5.4": "lua5.4"}, print)
-    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/gitops.md").read_text(), re.DOTALL)
+    page = (ROOT / "docs/guides/gitops.md").read_text()
+    blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     (script,) = (found[_KEY] for found in map(yaml.safe_load, blocks) if _KEY in found)
     told = f"local health = (function()\n{script}\nend)()\n"
     told += 'io.write(health.status, "\\n", health.message)'

@@ -71,7 +71,7 @@ def example(name: str) -> list[dict[str, Any]]:
 
 def pages() -> list[Path]:
     """Return the pages for people: those of docs/ and those at the root."""
-    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 def documented() -> list[tuple[str, dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""Images as users make them: the Dockerfiles of docs/your-script.md, built as they stand there.
+"""Images as users make them: the Dockerfiles of docs/start/your-script.md, built as they are.
 
 They are built by buildah in devcluster's own store, from what that holds, and their layers go to
 the nodes of a cluster; a registry is in none of it.
@@ -25,7 +25,7 @@ from support.cluster import CHECKOUT, ROOT
 from support.patience import WITHIN
 from support.site import Site
 
-PAGE = ROOT / "docs" / "your-script.md"
+PAGE = ROOT / "docs" / "start" / "your-script.md"
 #: One of the places where any pip looks for its settings; a build step sees there what we give it.
 _SETTINGS = "/etc/xdg/pip"
 

@@ -1,4 +1,4 @@
-"""The verdicts of docs/claims.md that are facts: who holds, sends and calls what. No timings."""
+"""The verdicts of claims.md that are facts: who holds, sends and calls what. No timings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ladder of docs/ladder.md, each step as the reader starts it, for a shorter time.
+"""The ladder of docs/guides/ladder.md, each step as the reader starts it, for a shorter time.
 
 What the page says of a step is what is asserted here: accuracies, losses, and that the GPT that
 lost a process writes the same text.
@@ -94,7 +94,7 @@ def test_a_checkpoint_by_hand_is_gone_on_from(tmp_path: Path) -> None:
 
 
 def test_whatever_is_killed_the_weights_are_the_same(tmp_path: Path) -> None:
-    """As docs/ladder.md has the reader do it: chaos kills, and compares with an undisturbed run."""
+    """As ladder.md has the reader do it: chaos kills, and compares with an undisturbed run."""
     report, kept = tmp_path / "report.json", tmp_path / "kept"
     chaos = (sys.executable, "-m", "ddpjob_trainer", "chaos", "--nproc", "3", "--kills", "2")
     where = ("--json", str(report), "--keep", str(kept), "--patience", str(PATIENCE))

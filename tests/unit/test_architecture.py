@@ -1,4 +1,4 @@
-"""docs/architecture.md tells of the rooms that are there, and its picture is of these imports."""
+"""architecture.md tells of the rooms that are there, and its picture is of these imports."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "docs/internals/architecture.py"
 
 
 @pytest.fixture(scope="module")
 def architecture() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("architecture", ROOT / "docs/architecture.py")
+    spec = importlib.util.spec_from_file_location("architecture", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""docs/test-durations.md and the order of files follow from what was measured."""
+"""docs/internals/test-durations.md and the order of files follow from what was measured."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         file = tmp_path / f"tests/api/test_{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/internals").mkdir(parents=True)
     monkeypatch.setattr(durations, "ROOT", tmp_path)
-    monkeypatch.setattr(durations, "RESULTS", tmp_path / "docs/test-durations.json")
-    monkeypatch.setattr(durations, "PAGE", tmp_path / "docs/test-durations.md")
+    monkeypatch.setattr(durations, "RESULTS", tmp_path / "docs/internals/test-durations.json")
+    monkeypatch.setattr(durations, "PAGE", tmp_path / "docs/internals/test-durations.md")
     return tmp_path
 
 
@@ -51,9 +51,9 @@ def test_files_that_were_not_run_keep_what_they_had_and_those_that_went_go(kept:
     assert found["files"] == {"tests/api/test_a.py": 6.0, "tests/api/test_b.py": 6.0}
     assert set(found["tests"]) == {"tests/api/test_a.py::test_ab", "tests/api/test_b.py::test_b"}
     assert found["outcomes"] == {"passed": 2}
-    page = (kept / "docs/test-durations.md").read_text()
+    page = (kept / "docs/internals/test-durations.md").read_text()
     assert "2 passed" in page
     assert "ended before" not in page
     ran(pytest.ExitCode.INTERRUPTED, a=1.0)
-    assert "ended before its last test" in (kept / "docs/test-durations.md").read_text()
+    assert "ended before its last test" in (kept / "docs/internals/test-durations.md").read_text()
     assert "| tests/api/test_b.py::test_b | 6 |" in page

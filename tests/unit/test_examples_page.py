@@ -1,4 +1,4 @@
-"""docs/examples.md lists the examples that there are, and each of them says how to run it."""
+"""docs/guides/examples.md lists the examples that there are; each of them says how to run it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-INDEX = (ROOT / "docs/examples.md").read_text()
+INDEX = (ROOT / "docs/guides/examples.md").read_text()
 #: Beside a script of the same folder, which imports it.
 PARTS = {"examples/ladder/5_gpt/corpus.py", "examples/ladder/5_gpt/gpt.py"}
 PARTS |= {"examples/ladder/5_gpt/mfu.py"}

@@ -1,4 +1,4 @@
-"""docs/fault-matrix.md tells of the tests that there are, and of how they ended."""
+"""docs/internals/fault-matrix.md tells of the tests that there are, and of how they ended."""
 
 from __future__ import annotations
 

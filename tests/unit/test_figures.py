@@ -19,6 +19,7 @@ from harness import claims_page, claims_verdicts, paying, ring_model, scaling_pa
 from harness.ring_model import Measured, Ring  # isort: skip
 
 DOCS = benches.ROOT / "docs"
+PAGES = DOCS / "internals"
 
 
 @pytest.fixture(scope="module")
@@ -64,16 +65,16 @@ def test_the_picture_of_the_dashboard_has_its_panels() -> None:
 
 
 def test_the_pages_are_written_from_their_results() -> None:
-    scaling = json.loads((DOCS / "scaling.json").read_text())
-    claims = json.loads((DOCS / "claims.json").read_text())
+    scaling = json.loads((PAGES / "scaling.json").read_text())
+    claims = json.loads((PAGES / "claims.json").read_text())
     cure = "run the command at the page's end"
-    assert (DOCS / "scaling.md").read_text() == scaling_page.page(scaling), cure
-    assert (DOCS / "claims.md").read_text() == claims_page.page(claims, scaling), cure
+    assert (PAGES / "scaling.md").read_text() == scaling_page.page(scaling), cure
+    assert (PAGES / "claims.md").read_text() == claims_page.page(claims, scaling), cure
 
 
 def test_each_claim_of_the_list_has_its_verdict() -> None:
-    scaling = json.loads((DOCS / "scaling.json").read_text())
-    found = claims_verdicts.claims(json.loads((DOCS / "claims.json").read_text()), scaling)
+    scaling = json.loads((PAGES / "scaling.json").read_text())
+    found = claims_verdicts.claims(json.loads((PAGES / "claims.json").read_text()), scaling)
     assert {claim.row for claim in found} == {4, 11, 30, 31, 32, 33}
     assert {claim.verdict for claim in found} <= {"true", "false", "when", "not shown"}
     assert len({claim.said for claim in found}) == len(found)
@@ -81,8 +82,8 @@ def test_each_claim_of_the_list_has_its_verdict() -> None:
 
 def test_links_of_the_pages_lead_somewhere() -> None:
     for name in ("claims.md", "scaling.md"):
-        for target in re.findall(r"\]\(([^)#]+)", (DOCS / name).read_text()):
-            assert (DOCS / target).exists(), f"{name}: {target}"
+        for target in re.findall(r"\]\(([^)#]+)", (PAGES / name).read_text()):
+            assert (PAGES / target).exists(), f"{name}: {target}"
 
 
 def test_the_fit_finds_the_ring_that_made_the_points() -> None:

@@ -1,4 +1,4 @@
-"""docs/ladder.md shows the files as they are, and names only what exists."""
+"""docs/guides/ladder.md shows the files as they are, and names only what exists."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMED = re.compile(r"\b((?:bench|docs|examples|manifests|tests)/[\w./-]+\.\w+)(?
 
 @pytest.fixture(scope="module")
 def ladder() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("ladder", ROOT / "docs/ladder.py")
+    spec = importlib.util.spec_from_file_location("ladder", ROOT / "docs/guides/ladder.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -78,4 +78,4 @@ def test_what_a_row_names_exists(page: str, number: int) -> None:
 def test_links_lead_somewhere(page: str) -> None:
     links = [link for link in LINK.findall(page) if "://" not in link]
     assert links
-    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
+    assert [link for link in links if not (ROOT / "docs/guides" / link).exists()] == []

@@ -18,7 +18,7 @@ CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 #: What `kubectl get` prints of jobs: the command, the line of heads.
 SAMPLE = re.compile(r"^\$ kubectl get (?:ddp|ddpjobs?)\b(.*)\n(NAME .*)$", re.MULTILINE)
-#: Of docs/threat-model.md: a file of tests and one of it.
+#: Of docs/internals/threat-model.md: a file of tests and one of it.
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
@@ -68,7 +68,8 @@ def test_every_page_has_its_place_on_the_site() -> None:
     entries = [[each] if isinstance(each, str) else next(iter(each.values())) for each in found]
     placed = [page for group in entries for page in group]
     assert len(placed) == len(set(placed))
-    assert {path.name for path in (ROOT / "docs").glob("*.md")} <= set(placed)
+    docs = ROOT / "docs"
+    assert {str(path.relative_to(docs)) for path in docs.rglob("*.md")} <= set(placed)
 
 
 def test_jobs_on_pages_are_found() -> None:
@@ -85,7 +86,7 @@ def test_who_migrates_is_shown_the_launcher() -> None:
 
 
 def test_what_a_dockerfile_copies_by_name_is_laid_there_before() -> None:
-    text = (ROOT / "docs/your-script.md").read_text()
+    text = (ROOT / "docs/start/your-script.md").read_text()
     names = re.findall(r"^COPY (\S*\.whl) ", text, re.MULTILINE)
     assert names
     for name in names:
@@ -112,9 +113,8 @@ def functions(file: str) -> set[str]:
 
 
 def test_the_threat_model_names_tests_that_exist() -> None:
-    rows = re.findall(
-        r"^\| (T\d+) \| (.*) \|$", (ROOT / "docs/threat-model.md").read_text(), re.MULTILINE
-    )
+    page = (ROOT / "docs/internals/threat-model.md").read_text()
+    rows = re.findall(r"^\| (T\d+) \| (.*) \|$", page, re.MULTILINE)
     assert [name for name, _ in rows] == [f"T{number}" for number in range(1, 17)]
     for name, row in rows:
         named = TEST.findall(row)

@@ -283,7 +283,7 @@ class TestStatus:
         ]  # fmt: skip
         assert found["job"] == job().obj
         json.dumps(found, allow_nan=False)
-        page = (ROOT / "docs/plugin.md").read_text()
+        page = (ROOT / "docs/reference/plugin.md").read_text()
         say = Told(dict.fromkeys(status._NUMBERS, 1) | {"phase": "p"}, 1.0, 1.0)
         (one, _) = status.facts(job(), members, {0: say})["replicas"]
         assert [field for field in one if f"`{field}`" not in page] == []

@@ -1,4 +1,4 @@
-"""docs/reasons.md is the closed list of reasons: no word of the operator is missing or too much."""
+"""reasons.md is the closed list of reasons: no word of the operator is missing or too much."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "operator/src/ddpjob_operator/core"
-PAGE = ROOT / "docs/reasons.md"
+PAGE = ROOT / "docs/reference/reasons.md"
 #: Words of the same shape in core/ that are no reasons.
 OTHERS = {
     *("Auto", "Never", "Fence", "Fail", "Restart", "RestartFree"),  # values of the spec
@@ -48,7 +48,7 @@ def words_of_the_page() -> set[str]:
 
 def test_each_reason_has_its_cause_and_cure() -> None:
     missing = words_of_the_source() - OTHERS - words_of_the_page()
-    assert not missing, "add it to docs/reasons.md, or to OTHERS if it is no reason"
+    assert not missing, "add it to docs/reference/reasons.md, or to OTHERS if it is no reason"
 
 
 def test_no_word_is_left_over() -> None:

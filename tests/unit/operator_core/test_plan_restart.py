@@ -390,7 +390,7 @@ def test_a_loss_is_one_of_this_start_though_another_clock_has_stored_the_start_a
 @pytest.mark.fault("O6")
 @pytest.mark.parametrize("seen", [False, True])
 def test_a_success_of_which_nothing_is_left_is_run_again_free_of_charge(seen: bool):
-    """docs/restarts.md tells of this limit; what an operator has seen before counts."""
+    """docs/guides/restarts.md tells of this limit; what an operator has seen before counts."""
     world = running()
     if seen:
         world.end(0, 0).wait(2).end(1, 0).wait(2)

@@ -16,7 +16,7 @@ from ddpjob_trainer.gpu_check import checks, command, launches
 from ddpjob_trainer.gpu_check.checks import CHECKS, QUICK, Check
 from ddpjob_trainer.gpu_check.launches import Launch, Setup
 
-PAGE = Path(__file__).parents[3] / "docs/gpus.md"
+PAGE = Path(__file__).parents[3] / "docs/guides/gpus.md"
 FACTS = {
     "torch": "2.9", "cuda": "13.0", "nccl": "2.27", "driver": "580", "shm_bytes": 1 << 31,
     "gpus": [{"name": "H200", "uuid": str(n), "bytes": 1} for n in range(2)], "error": "",

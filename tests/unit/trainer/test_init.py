@@ -384,5 +384,5 @@ def test_an_unknown_option_is_the_scripts(
 def test_one_torch_in_the_image_the_page_and_what_local_compares() -> None:
     root = Path(__file__).parents[3]
     assert f"torch=={stock.TORCH}" in (root / "requirements/torch.in").read_text().splitlines()
-    page = (root / "docs/your-script.md").read_text()
+    page = (root / "docs/start/your-script.md").read_text()
     assert set(re.findall(r"torch==([0-9.]*[0-9])", page)) == {stock.TORCH}

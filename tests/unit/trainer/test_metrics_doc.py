@@ -1,4 +1,4 @@
-"""docs/metrics.md and the code name the same metrics, and a scrape shows those and no others."""
+"""metrics.md and the code name the same metrics, and a scrape shows those and no others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from ddpjob_trainer.liveness.heartbeat import ACTIVITIES
 from ddpjob_trainer.telemetry import metric_names
 
-PAGE = (Path(__file__).parents[3] / "docs/metrics.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/reference/metrics.md").read_text()
 ROW = re.compile(r"^\| `(ddpjob_trainer_\w+)` \| (\w+) \| (.*?) \| (.*?) \| (.+) \|$", re.MULTILINE)
 SPECS = (*metric_names.WORKER, *metric_names.LAUNCHER)
 

@@ -80,11 +80,11 @@ def test_a_combination_is_refused_by_both_names_and_cured(first, second, bad, cu
 
 
 def test_every_refusal_is_tried_and_documented():  # type: ignore[no-untyped-def]
-    docs = (Path(__file__).parents[3] / "docs/training.md").read_text()
+    docs = (Path(__file__).parents[3] / "docs/guides/training.md").read_text()
     for refusal in REFUSALS:
         assert any(refusal.when(bad) for _, _, bad, _ in TABLE), refusal.first
         name = refusal.first.replace("'", '"').split("=")[0].split("(")[0]
-        assert name in docs, f"docs/training.md does not name {name}"
+        assert name in docs, f"docs/guides/training.md does not name {name}"
 
 
 @pytest.mark.parametrize(

@@ -276,7 +276,7 @@ def _config_map(name: str, files: Mapping[str, Path], keys: Mapping[str, str]) -
         raise ConfigError(
             f"{sum(sizes.values())} bytes of files, the largest {max(sizes, key=sizes.__getitem__)}"
             f": a ConfigMap holds {MOST_BYTES}; lay them on a claim or build an image, see"
-            " docs/your-script.md"
+            " docs/start/your-script.md"
         )
     text = binary = ""
     for key, inner in keys.items():

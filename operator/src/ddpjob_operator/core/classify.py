@@ -1,7 +1,7 @@
 """Why a member of the gang is lost, and which loss is the cause of an attempt's end.
 
 One class per failure. What a pod's end is judged by stands in _EVIDENCE, in its order
-(docs/restarts.md): what was known before the end beats what the kubelet calls the end. Two
+(docs/guides/restarts.md): what was known before the end beats what the kubelet calls the end. Two
 classes are collateral: they show that somebody else went first, so they never explain an
 attempt alone unless nothing better turns up.
 """

@@ -36,5 +36,6 @@ def _without_pods(job: Job) -> str:
     resume = "" if job.phase in FINAL else "resume it, or "
     return (
         f"no pod of {job.name} runs: {resume}run `ddpjob-trainer snapshot ls {path}` in a pod that"
-        f" mounts {what} at {job.spec['snapshot']['path']}, as in docs/your-script.md#the-weights"
+        f" mounts {what} at {job.spec['snapshot']['path']}, as in"
+        " docs/start/your-script.md#the-weights"
     )

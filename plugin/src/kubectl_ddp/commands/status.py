@@ -99,7 +99,7 @@ def _one(kubectl: Kubectl, job: Job, options: argparse.Namespace) -> tuple[list[
 
 
 def facts(job: Job, members: Mapping[int, Member], told: Mapping[int, Told]) -> Object:
-    """What the tables are made of, for programs; docs/plugin.md has each field."""
+    """What the tables are made of, for programs; docs/reference/plugin.md has each field."""
     replicas = []
     for n in range(job.replicas):
         one: Object = {"replica": n}

@@ -33,7 +33,7 @@ _REFUSED: Final = {
     "logs-specs": "redirect the launcher's output: each line begins with the rank",
     "local-addr": "set GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME to the interface",
     "numa-binding": "start the program by numactl",
-    "signals-to-handle": "leave it out; docs/launcher.md lists the signals that are passed on",
+    "signals-to-handle": "leave it out; docs/reference/launcher.md lists those that are passed on",
     "print-completion": "ddpjob-trainer run --help lists the options",
     "shutdown-timeout": "set DDPJOB_GRACE_SECONDS",
 }

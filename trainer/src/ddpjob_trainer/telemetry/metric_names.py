@@ -1,6 +1,6 @@
 """Every metric of trainer and launcher: name, type, labels, meaning.
 
-docs/metrics.md is held equal to these tables by tests/unit/trainer/test_metrics_doc.py.
+docs/reference/metrics.md is held equal to these tables by tests/unit/trainer/test_metrics_doc.py.
 """
 
 from __future__ import annotations
