@@ -156,6 +156,10 @@ site: ## dist/site: README and docs/ as a site, every link checked
 	@$(PYTHON) -m devcluster.venv --requirements requirements --only site --link .venv-site
 	@.venv-site/bin/mkdocs build --strict && echo dist/site/index.html
 
+.PHONY: try
+try: setup ## train on this machine alone, kill a process, compare the weights: no root, Go or cluster
+	@$(BIN)/python demo/local.py $(ARGS)
+
 .PHONY: demo
 demo: setup ## train a job on a local cluster, kill a process, delete a pod, compare the weights
 	@$(BIN)/python demo/run.py $(ARGS)
@@ -173,6 +177,7 @@ bench: setup ## measure; each benchmark prints a table and writes JSON
 manifests: setup ## what is made from other files: manifests/, docs/reference/api.md, diagrams, pictures, diffs
 	@$(BIN)/python charts/render.py
 	@$(BIN)/python docs/internals/architecture.py
+	@$(BIN)/python docs/reference/run.py
 	@$(BIN)/python docs/guides/ladder.py
 	@$(BIN)/python docs/pictures.py
 
