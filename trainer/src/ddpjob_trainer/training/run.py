@@ -66,7 +66,7 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        """Number of processes."""
+        """Number of processes, at least 1."""
         return self._process.world.size
 
     @property
@@ -112,7 +112,7 @@ class Run:
         gradient must have an optimizer.
 
         ``scheduler``: one, or several in a list; each advances with its optimizer's updates.
-        ``clip_grad_norm`` bounds the norm of all gradients that an update applies, together.
+        ``clip_grad_norm`` bounds the 2-norm of all gradients that an update applies, together.
         ``grad_scaler`` replaces fp16's default one.
         ``ema``: decay of an exponential moving average of the parameters, as 0.999; see
         evaluate(ema=True). ``compile``: True, or a torch.compile backend's name.
@@ -362,7 +362,7 @@ class Run:
         self._process.progress.alive()
 
     def weights_sha256(self) -> str:
-        """Hash all parameters and buffers, names and types included."""
+        """Hash all parameters and buffers, names and types included; 64 hexadecimal digits."""
         return weights_sha256(self._ready("weights_sha256()").module)
 
     def state_sha256(self) -> str:
@@ -374,7 +374,7 @@ class Run:
             return self._ready("state_sha256()").state.sha256(self.rank)
 
     def finish(self) -> None:
-        """Wait for the other ranks and leave the process group."""
+        """Wait for the other ranks and the newest snapshot, and leave the process group."""
         self._ending.finish(sys.exc_info()[1])
 
     def __enter__(self) -> Self:

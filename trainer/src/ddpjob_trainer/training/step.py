@@ -37,8 +37,11 @@ class _Loop(Protocol):
 
 @dataclass(slots=True)
 class Step:
-    """``index`` counts from 0; ``batches`` yields this process's batches of the step.
+    """Hold one step of the loop: run.steps() yields it, step.commit() ends it.
 
+    ``index`` counts steps from 0 over the whole run.
+    ``batches`` yields this process's batches of the step, as ``collate`` makes them: of the
+    default tensors of shape (batch, ...), batch = global_batch / (processes x micro_batches).
     ``epoch`` counts from 0 too. Of a stream it is this process's own.
     """
 
@@ -70,9 +73,13 @@ class Step:
         """Add the gradients of a batch's mean loss to those that are there.
 
         Each batch needs one backward at least before an update; several losses of a batch count
-        as their sum. ``weight``: how much this batch counts in the step's mean, as the number of
-        tokens in it, 0 or more; default: by its samples. Every batch of a step, on every rank, has
-        one, or none has. ``retain_graph``: another backward goes through the same graph.
+        as their sum.
+        ``loss``: a tensor of one element, computed through a prepared model.
+        ``weight``: how much this batch counts in the step's mean, as the number of tokens in it,
+        0 or more; default: by its samples. Every batch of a step, on every rank, has one, or none.
+        ``retain_graph``: another backward goes through the same graph.
+
+        Raises ConfigError.
         """
         number = None if weight is None else float(number_of("step.backward(): weight", weight))
         self.loop.backward(self, loss, weight=number, retain_graph=retain_graph)
@@ -82,7 +89,7 @@ class Step:
 
         Their gradients are averaged over the global batch and applied: clip, optimizer, scheduler,
         EMA. Then all gradients are dropped, also those that a loss left in other models. Without
-        ``optimizers``: with all of them.
+        ``optimizers``: with all of them. Raises ConfigError, NotCommittedError.
         """
         self.loop.update(self, optimizers)
 
@@ -91,7 +98,8 @@ class Step:
 
         An optimizer that no gradient has reached does not advance, if there are several. Snapshot,
         metrics and SIGTERM follow when the loop's body ends, so state that the body changes after
-        commit() is in the snapshot as well.
+        commit() is in the snapshot as well. Raises NotCommittedError where a batch has had no
+        backward, ConfigError.
         """
         self.loop.commit(self)
 
