@@ -62,6 +62,13 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
     assert [page.name for page in pages() if page.resolve() not in reached] == []
 
 
+def test_the_readme_fits_on_three_screens_and_names_the_commands() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 100
+    for target in ("try", "demo", "down", "help", "check", "test", "test-all"):
+        assert f"make {target}" in text, target
+
+
 def test_every_page_has_its_place_on_the_site() -> None:
     """`make site` refuses a page that has none, but is no part of any tier."""
     found = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
