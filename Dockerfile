@@ -20,14 +20,16 @@ COPY requirements/install.sh requirements/uv.txt requirements/build.txt /opt/req
 RUN --mount=type=secret,id=index --mount=type=secret,id=ca \
     sh /opt/requirements/install.sh build.txt && mv /opt/ddpjob /opt/builder
 COPY requirements/package.sh /opt/requirements/
+# Each wheel holds the contract.
+COPY contract /src/contract
 
 FROM builder AS operator-code
-COPY operator /src
-RUN sh /opt/requirements/package.sh /src
+COPY operator /src/operator
+RUN sh /opt/requirements/package.sh /src/operator
 
 FROM builder AS trainer-code
-COPY trainer /src
-RUN sh /opt/requirements/package.sh /src
+COPY trainer /src/trainer
+RUN sh /opt/requirements/package.sh /src/trainer
 
 # --- Operator --------------------------------------------------------------------------------
 FROM base AS operator

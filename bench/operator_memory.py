@@ -219,7 +219,9 @@ def measure(plane: cluster.Cluster, namespaces: str, source: Path) -> dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         flags = ("--lease-namespace", "nothing", "--resync-seconds", str(RESYNC_SECONDS))
         operator = OperatorProcess(plane.kubeconfig, namespaces, Path(folder), *flags)
-        operator._env["PYTHONPATH"] = os.pathsep.join((programs.program("steps"), str(source)))
+        operator._env["PYTHONPATH"] = os.pathsep.join(
+            (programs.program("steps"), str(source / "contract/src"), str(source / "operator/src"))
+        )
         began = time.monotonic()
         operator.start()
         probe = Probe(operator)
@@ -249,7 +251,7 @@ def measure(plane: cluster.Cluster, namespaces: str, source: Path) -> dict[str, 
 def main() -> int:
     parser = report.options((__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--before", type=Path, metavar="DIR", help="measure the operator/src of DIR as well"
+        "--before", type=Path, metavar="DIR", help="measure the operator of checkout DIR as well"
     )
     parser.add_argument("--kubeconfig", type=Path, help="an API server that was filled already")
     parser.add_argument("--keep", action="store_true", help="leave the API server running")
@@ -258,9 +260,9 @@ def main() -> int:
     share = 10 if args.quick else 1
     sizes = {"pods": 10_000, "running": 200, "finished": 800, "hostile": 100}
     sizes = {name: size // share for name, size in sizes.items()}
-    sources = {"now": report.ROOT / "operator/src"}
+    sources = {"now": report.ROOT}
     if args.before:
-        sources = {"before": args.before / "operator/src", **sources}
+        sources = {"before": args.before, **sources}
     name = f"t-bench-{os.getpid()}"
     if args.kubeconfig:
         plane = cluster.Cluster(name, args.kubeconfig, Path("kubectl"))

@@ -294,7 +294,7 @@ def options() -> Any:
         type=Path,
         default=report.ROOT,
         metavar="DIR",
-        help="measure the operator/src of another checkout",
+        help="measure the operator of another checkout",
     )
     args = parser.parse_args()
     args.sizes = {"running": 200, "gang": 5, "finished": 1000, "settle": 60, "seconds": 60}
@@ -321,7 +321,8 @@ def main() -> int:
             if args.idle:
                 finished(rest, args.sizes)
             operator = OperatorProcess(plane.kubeconfig, OURS, Path(folder))
-            operator._env["PYTHONPATH"] = str(args.source / "operator/src")
+            parts = ("contract/src", "operator/src")
+            operator._env["PYTHONPATH"] = os.pathsep.join(str(args.source / one) for one in parts)
             operator.start()
             children.append(operator.process)
             operator.wait_ready()

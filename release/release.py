@@ -35,6 +35,8 @@ DISTRIBUTIONS = {
     "trainer": "ddpjob_trainer",
     "plugin": "kubectl_ddp",
 }
+#: In each of them.
+CONTRACT = "ddpjob_contract"
 WHEELS = ("operator", "trainer")
 #: The lock files that each image is made of.
 BILLS = {"operator": ("operator",), "trainer": ("torch", "trainer")}
@@ -153,11 +155,13 @@ def wheels(root: Path, out: Path, when: int) -> None:
 
 def plugin(root: Path, out: Path, when: int) -> None:
     """Write kubectl-ddp: a zip of Python's own modules only, that a shell can start."""
-    source, package = root / "plugin/src", DISTRIBUTIONS["plugin"]
+    sources = ((root / "plugin/src", DISTRIBUTIONS["plugin"]), (root / "contract/src", CONTRACT))
+    package = DISTRIBUTIONS["plugin"]
     start = f"import sys\nimport {package}.__main__\nsys.exit({package}.__main__.main())\n"
     files = {
         str(path.relative_to(source)): path.read_text()
-        for path in sorted((source / package).rglob("*.py"))
+        for source, name in sources
+        for path in sorted((source / name).rglob("*.py"))
     }
     stamp = datetime.fromtimestamp(max(when, ZIP_BEGINS), UTC).timetuple()[:6]
     target = out / "kubectl-ddp"

@@ -14,7 +14,7 @@ from typing import Any
 from harness.report import ROOT
 
 PROGRAMS = ROOT / "bench/programs"
-SOURCES = ROOT / "trainer/src"
+SOURCES = (ROOT / "contract/src", ROOT / "trainer/src")
 #: The repository's one GPT; its modules are imported by name, here and in what is started.
 GPT = ROOT / "examples/ladder/5_gpt"
 sys.path.append(str(GPT))
@@ -22,7 +22,7 @@ sys.path.append(str(GPT))
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Both sides get one thread per process and the loopback interface."""
-    paths = [str(SOURCES), str(PROGRAMS), str(GPT)]
+    paths = [*map(str, SOURCES), str(PROGRAMS), str(GPT)]
     return {
         **{n: v for n, v in os.environ.items() if not n.startswith(("DDPJOB_", "PET_"))},
         "PYTHONPATH": os.pathsep.join(paths),

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddpjob_trainer import contract
+import ddpjob_contract as contract
 from ddpjob_trainer.chaos.job import Job, environment_of_job
 from ddpjob_trainer.chaos.records import Incarnation, Records, open_gate
 from ddpjob_trainer.environment import CHAOS, TRACE

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.core import contract
+import ddpjob_contract as contract
 from support.cluster import ROOT, Cluster
 from support.manifest import DELETE, as_json, changed, ddpjob, documented, example, examples
 

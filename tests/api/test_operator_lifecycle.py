@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
+import ddpjob_contract as contract
 from api.roles import deciding
-from ddpjob_operator.core import contract
 from support.arena import Arena, arena
 from support.cluster import Cluster
 from support.proxy import Call

@@ -15,7 +15,8 @@ import jsonschema
 import pytest
 import yaml
 
-from ddpjob_operator.core import contract, spec
+import ddpjob_contract as contract
+from ddpjob_operator.core import spec
 from ddpjob_trainer import cli
 from devcluster import binaries
 from support.cluster import CRD, ROOT

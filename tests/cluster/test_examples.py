@@ -15,6 +15,7 @@ import yaml
 from safetensors.torch import load_file
 
 from support.cluster import ROOT
+from support.launching import PATHS
 from support.manifest import example, examples
 from support.site import Site
 
@@ -56,7 +57,7 @@ def initialised(here: Path, *words: str) -> list[dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, "-m", "ddpjob_trainer", "init", "--replicas", "2", *words],
         capture_output=True, text=True, check=True, cwd=here,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "trainer" / "src")},
+        env={**os.environ, "PYTHONPATH": PATHS},
     )  # fmt: skip
     objects = list(yaml.safe_load_all(done.stdout))
     # Two cores are all that a node of this cluster has, and others run, too.

@@ -15,6 +15,7 @@ import yaml
 
 from support import own_images
 from support.cluster import ROOT, wait_for
+from support.launching import PATHS
 from support.own_images import blocks
 from support.patience import WHOLE
 from support.site import Site
@@ -62,7 +63,7 @@ def job(image: str, name: str, *arguments: str) -> list[dict[str, Any]]:
     words += ["--nproc", "2", "--snapshots", "snapshots", "--every-steps", "10"]
     done = subprocess.run(
         [sys.executable, "-m", "ddpjob_trainer", *words, "--", *arguments], cwd=DIGITS.parent,
-        env={"PYTHONPATH": str(ROOT / "trainer/src")}, capture_output=True, text=True, check=True,
+        env={"PYTHONPATH": PATHS}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     objects = list(yaml.safe_load_all(done.stdout))
     (container,) = objects[-1]["spec"]["template"]["spec"]["containers"]

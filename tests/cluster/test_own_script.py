@@ -19,7 +19,7 @@ import yaml
 
 from devcluster import host
 from support import own_images
-from support.cluster import ROOT
+from support.launching import PATHS
 from support.own_images import blocks
 from support.site import Site
 
@@ -56,8 +56,7 @@ def here(site: Site, tmp_path: Path) -> Path:
     kubectl = [site.cluster.kubectl_path, "--kubeconfig", site.cluster.kubeconfig]
     commands = {
         "kubectl": " ".join(map(str, [*kubectl, "-n", site.namespace])),
-        "ddpjob-trainer": f"env PYTHONPATH={ROOT / 'trainer/src'} {sys.executable}"
-        " -m ddpjob_trainer",
+        "ddpjob-trainer": f"env PYTHONPATH={PATHS} {sys.executable} -m ddpjob_trainer",
     }
     (tmp_path / "bin").mkdir()
     for name, command in commands.items():

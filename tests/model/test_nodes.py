@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from ddpjob_contract import ExitCode
 from ddpjob_operator.core import observe
-from ddpjob_operator.core.contract import ExitCode
 from model.cluster import Cluster
 from model.story import World, job_body
 

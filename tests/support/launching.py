@@ -20,7 +20,10 @@ NO_ROUNDS = ("--max-rounds-without-progress", "0")
 #: A script's last line that waits for signals. One that comes just before a long sleep begins is
 #: handled in Python only when the sleep has ended, so none may be long (seen once: 10 minutes).
 HANDLES = "while True: time.sleep(0.02)\n"
-SOURCES = Path(__file__).parents[2] / "trainer/src"
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "trainer/src"
+#: PYTHONPATH of processes that import the trainer.
+PATHS = f"{ROOT / 'contract/src'}{os.pathsep}{SOURCES}"
 
 
 #: Below those that the kernel gives to whoever asks for any, above those that launchers find for
@@ -69,7 +72,7 @@ else:
 def launch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*RUN, *arguments],
-        env={**os.environ, "PYTHONPATH": str(SOURCES), **(env or {})},
+        env={**os.environ, "PYTHONPATH": PATHS, **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -20,6 +20,8 @@ from support.patience import PATIENCE
 from support.rest import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
+#: PYTHONPATH of processes that import the operator.
+PATHS = f"{ROOT / 'contract/src'}{os.pathsep}{ROOT / 'operator/src'}"
 
 
 def write_kubeconfig(
@@ -71,7 +73,7 @@ class OperatorProcess:
         ]
         self._env = {
             **{key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ},
-            "PYTHONPATH": str(ROOT / "operator" / "src"),
+            "PYTHONPATH": PATHS,
             "POD_NAME": name,
         }
         self._offset = 0

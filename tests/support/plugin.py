@@ -17,7 +17,7 @@ from devcluster import binaries
 from support.cluster import ROOT, Cluster
 from support.patience import PATIENCE
 
-SOURCE = ROOT / "plugin" / "src"
+PATHS = f"{ROOT / 'contract/src'}{os.pathsep}{ROOT / 'plugin/src'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Plugin:
 def environment(*more: Path) -> dict[str, str]:
     """PATH with kubectl, and the plugin's source. ``more`` directories of programs."""
     path = [str(binaries.toolbox(print)), *map(str, more), os.environ["PATH"]]
-    return {**os.environ, "PATH": os.pathsep.join(path), "PYTHONPATH": str(SOURCE)}
+    return {**os.environ, "PATH": os.pathsep.join(path), "PYTHONPATH": PATHS}
 
 
 def user(

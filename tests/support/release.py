@@ -11,8 +11,8 @@ from support.cluster import ROOT
 
 #: What a release is made of.
 SOURCES = (
-    "CHANGELOG.md", "Dockerfile", "charts", "devcluster/src", "manifests", "operator", "plugin",
-    "release", "requirements", "trainer",
+    "CHANGELOG.md", "Dockerfile", "charts", "contract", "devcluster/src", "manifests", "operator",
+    "plugin", "release", "requirements", "trainer",
 )  # fmt: skip
 
 

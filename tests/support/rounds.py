@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import pytest
 
-from support.launching import SOURCES, free_ports, launch
+from support.launching import PATHS, free_ports, launch
 from support.patience import PATIENCE
 
 STEPS = 16
@@ -246,7 +246,7 @@ UNHURRIED: Final = {
 def patched(directory: Path, constants: Mapping[str, object]) -> dict[str, str]:
     """Environment in which a launcher has other values for constants of ddpjob_trainer."""
     patch(directory, constants)
-    return {"PYTHONPATH": f"{directory}{os.pathsep}{SOURCES}"}
+    return {"PYTHONPATH": f"{directory}{os.pathsep}{PATHS}"}
 
 
 def patch(directory: Path, constants: Mapping[str, object]) -> None:

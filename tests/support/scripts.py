@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.launching import NO_ROUNDS, RUN, SOURCES
+from support.launching import NO_ROUNDS, PATHS, RUN
 from support.patience import WHOLE
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -19,7 +19,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 
 
 def start(*command: str, **env: str) -> subprocess.Popen[str]:
-    sources = os.pathsep.join([str(AT_EXIT), str(SOURCES), os.environ.get("PYTHONPATH", "")])
+    sources = os.pathsep.join([str(AT_EXIT), PATHS, os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
         command,
         env={**os.environ, "PYTHONPATH": sources, **env},

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from support.launching import SOURCES
+from support.launching import PATHS
 from support.patience import PATIENCE, WHOLE
 
 CHAOS = (sys.executable, "-m", "ddpjob_trainer", "chaos")
@@ -84,7 +84,7 @@ def leaving(script: str, *, committed: bool) -> None:
 def chaos(*arguments: str) -> tuple[int, str]:
     done = subprocess.run(
         [*CHAOS, "--patience", str(PATIENCE), *arguments],
-        env={**os.environ, "PYTHONPATH": str(SOURCES)},
+        env={**os.environ, "PYTHONPATH": PATHS},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -184,7 +184,7 @@ def test_an_interrupted_chaos_leaves_nobody(tmp_path, signum, wait_until):  # ty
     script.write_text(f"import os, time\n{say}\ntime.sleep(3600)")
     with subprocess.Popen(
         [*CHAOS, "--nproc", "1", "--keep", str(tmp_path / "kept"), str(script)],
-        env={**os.environ, "PYTHONPATH": str(SOURCES)},
+        env={**os.environ, "PYTHONPATH": PATHS},
         stderr=subprocess.PIPE,
         text=True,
         # Whoever started pytest in the background has it ignore SIGINT.

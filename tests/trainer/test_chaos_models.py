@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from support.launching import SOURCES
+from support.launching import PATHS, SOURCES
 from support.patience import PATIENCE, WHOLE
 
 pytestmark = pytest.mark.tier("all")
@@ -38,7 +38,7 @@ def test_an_example_survives_kills_bit_for_bit(tmp_path: Path, script: str, npro
             *("--signals", "KILL,TERM", "--patience", str(PATIENCE)),
             *("--json", str(report), *program),
         ],
-        env={**os.environ, "PYTHONPATH": str(SOURCES)},
+        env={**os.environ, "PYTHONPATH": PATHS},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -14,7 +14,7 @@ import pytest
 
 from ddpjob_trainer.gpu_check import launches
 from ddpjob_trainer.gpu_check.launches import Setup
-from support.launching import SOURCES
+from support.launching import PATHS, SOURCES
 from support.patience import WHOLE
 
 pytestmark = pytest.mark.tier("all")
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.tier("all")
 def gpu_check(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "ddpjob_trainer", "gpu-check", *words],
-        env={**os.environ, "PYTHONPATH": str(SOURCES)},
+        env={**os.environ, "PYTHONPATH": PATHS},
         capture_output=True, text=True, timeout=WHOLE, check=False,
     )  # fmt: skip
 
@@ -74,7 +74,7 @@ time.sleep(3600)
     complete += " launches._complete(sys.argv[1:], {})"
     check = subprocess.Popen(
         [sys.executable, "-c", complete, *command],
-        env={**os.environ, "PYTHONPATH": str(SOURCES)},
+        env={**os.environ, "PYTHONPATH": PATHS},
     )  # fmt: skip
     try:
         wait_until(there.exists, "a launcher and its worker")
@@ -111,7 +111,7 @@ def test_the_benchmark_comes_to_its_table(tmp_path: Path) -> None:
     words = ("--quick", "--nproc", "2", "--kills", "1", "--json", str(report))
     done = subprocess.run(
         [sys.executable, str(SOURCES.parents[1] / "bench/gpu.py"), *words],
-        env={**os.environ, "PYTHONPATH": str(SOURCES), "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "PYTHONPATH": PATHS, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True, text=True, timeout=WHOLE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

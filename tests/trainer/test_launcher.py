@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from support.launching import HANDLES, NO_ROUNDS, SOURCES, after_rank_0, free_ports, launch, run
+from support.launching import (
+    HANDLES,
+    NO_ROUNDS,
+    PATHS,
+    SOURCES,
+    after_rank_0,
+    free_ports,
+    launch,
+    run,
+)
 from support.patience import PATIENCE
 from support.rounds import alive, patched
 
@@ -325,7 +334,7 @@ def test_one_process_per_pod_has_its_log_unchanged(script):  # type: ignore[no-u
 
 def test_a_module_and_an_executable(tmp_path):  # type: ignore[no-untyped-def]
     (tmp_path / "my_module.py").write_text("import sys; print('module', sys.argv[1:])")
-    code, out, err = run("-m", "my_module", "--x", "1", env={"PYTHONPATH": f"{SOURCES}:{tmp_path}"})
+    code, out, err = run("-m", "my_module", "--x", "1", env={"PYTHONPATH": f"{PATHS}:{tmp_path}"})
     assert (code, out) == (0, "module ['--x', '1']\n"), err
     code, out, _ = run("sh", "-c", "echo $RANK of $WORLD_SIZE")
     assert (code, out) == (0, "0 of 1\n")
@@ -402,7 +411,7 @@ def test_the_launcher_never_imports_torch(script):  # type: ignore[no-untyped-de
         " ddpjob_trainer.launcher.plan; print('torch' in sys.modules, 'numpy' in sys.modules)"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(SOURCES)},
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": PATHS},
         capture_output=True, text=True, check=True, timeout=PATIENCE,
     )  # fmt: skip
     assert result.stdout == "False False\n"

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from ddpjob_trainer.launcher.hub.hub import BARRIER_SECONDS
-from support.launching import RUN, SOURCES, free_ports, launch, launched, run
+from support.launching import PATHS, RUN, free_ports, launch, launched, run
 from support.patience import PATIENCE
 from support.rounds import patched
 
@@ -79,7 +79,7 @@ class Finder(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Finder())
 """
     )
-    return {"PYTHONPATH": os.pathsep.join((str(directory), str(SOURCES)))}
+    return {"PYTHONPATH": os.pathsep.join((str(directory), PATHS))}
 
 
 def test_a_partial_line_and_a_progress_bar_are_seen_at_once(script, tmp_path):  # type: ignore[no-untyped-def]
@@ -187,7 +187,7 @@ while True:
         with subprocess.Popen(
             [*RUN, "--nproc", "3", "--metrics-port", str(port), "--termination-log", str(report),
              program],
-            env={**os.environ, "PYTHONPATH": str(SOURCES), "DDPJOB_GRACE_SECONDS": "5"},
+            env={**os.environ, "PYTHONPATH": PATHS, "DDPJOB_GRACE_SECONDS": "5"},
             stdout=write, stderr=write,
         ) as process:  # fmt: skip
             try:

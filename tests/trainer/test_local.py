@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ddpjob_trainer import cli
-from support.launching import SOURCES
+from support.launching import PATHS
 from support.manifest import changed, ddpjob
 from support.patience import WHOLE
 from support.rounds import EVERY, Training, alive
@@ -52,7 +52,7 @@ def local(directory: Path, manifest: str, *options: str) -> Iterator[subprocess.
     with subprocess.Popen(
         [sys.executable, "-m", "ddpjob_trainer", "local", "job.yaml", *options],
         cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

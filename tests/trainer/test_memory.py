@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.launching import SOURCES, launched
+from support.launching import PATHS, launched
 from support.patience import PATIENCE
 
 pytestmark = pytest.mark.tier("all")  # whether a cgroup may be made depends on the machine
@@ -55,7 +55,7 @@ def test_a_worker_that_outgrows_the_limit_is_told_with_limit_and_peak(
     start = f"import os, sys; open({str(limited / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))"
     (tmp_path / "sitecustomize.py").write_text(f"{start}\n")
     options = ("--max-rounds-without-progress", "1", "--termination-log", str(report))
-    env = {"PYTHONPATH": f"{tmp_path}:{SOURCES}"}
+    env = {"PYTHONPATH": f"{tmp_path}:{PATHS}"}
     with launched(*options, sys.executable, str(script), env=env) as process:
         _, err = process.communicate(timeout=PATIENCE)
     told = json.loads(report.read_bytes())

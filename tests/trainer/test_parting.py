@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from support.launching import SOURCES
+from support.launching import PATHS
 from support.patience import PATIENCE
 from support.tiers import some_in_gate
 
@@ -55,7 +55,7 @@ sys.exit(f"still there: {gloos & threads()}" if gloos & threads() else 0)
 def test_no_thread_of_the_process_group_outlives_the_run(kind: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, kind],
-        env={**os.environ, "PYTHONPATH": str(SOURCES)},
+        env={**os.environ, "PYTHONPATH": PATHS},
         capture_output=True,
         text=True,
         timeout=PATIENCE,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support.launching import SOURCES
+from support.launching import PATHS
 from support.patience import WHOLE
 from support.tiers import some_in_gate
 
@@ -36,7 +36,7 @@ def command(here: Path, *words: str, given: str = "") -> subprocess.CompletedPro
     return subprocess.run(
         [sys.executable, "-m", "ddpjob_trainer", *words],
         cwd=here, input=given, capture_output=True, text=True, check=False, timeout=WHOLE,
-        env={**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from ddpjob_trainer.snapshot.skips import Skips
 from ddpjob_trainer.snapshot.takeover import Loaded
 from ddpjob_trainer.snapshot.write_plan import Captured, Shares, assembler, lay_out, marker
 from ddpjob_trainer.state.codec import DTYPES, flatten, unflatten
-from support.launching import SOURCES
+from support.launching import PATHS
 from support.patience import PATIENCE
 from support.snapshots import open_snapshots
 
@@ -193,11 +193,11 @@ def check(loaded: Loaded | None, step: int) -> None:
 
 def test_a_keeper_never_imports_torch():  # type: ignore[no-untyped-def]
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]);"
+        "import sys; sys.path[:0] = sys.argv[1].split(':');"
         "import ddpjob_trainer.snapshot.keeper.process;"
         "print({'torch', 'numpy', 'safetensors'} & set(sys.modules))"
     )
-    command = [sys.executable, "-I", "-S", "-c", code, str(SOURCES)]
+    command = [sys.executable, "-I", "-S", "-c", code, PATHS]
     assert subprocess.check_output(command, text=True).strip() == "set()"
 
 

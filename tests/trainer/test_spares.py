@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from support.launching import SOURCES, launched
+from support.launching import PATHS, launched
 from support.patience import PATIENCE
 from support.rounds import children, kill, patched
 
@@ -51,7 +51,7 @@ def bare(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
         path = tmp_path / "script.py"
         begin = "import os, sys, time, signal\nrank = int(os.environ['RANK'])\n"
         path.write_text(first + begin + (FRESH if fresh else "") + text)
-        more = {"PYTHONPATH": f"{tmp_path}:{SOURCES}", **(env or {})}
+        more = {"PYTHONPATH": f"{tmp_path}:{PATHS}", **(env or {})}
         more["DDPJOB_TRAINER_TRACE"] = str(tmp_path / "trace")
         # As in a pod: `python` makes an absolute path of it for the script.
         with launched(*options, os.path.relpath(path), "--lr", "1", env=more) as launcher:
@@ -136,7 +136,7 @@ def test_a_module_in_a_spare_sees_what_it_sees_in_a_fresh_interpreter(bare, tmp_
     (tmp_path / "none").mkdir()
     (tmp_path / "none/torch.py").write_text("raise ImportError('not in this test')")
     env = {
-        "PYTHONPATH": f"{tmp_path}/none:{SOURCES}",
+        "PYTHONPATH": f"{tmp_path}/none:{PATHS}",
         "DDPJOB_TRAINER_TRACE": str(tmp_path / "trace"),
     }
     words = ("--max-rounds-without-progress", "1", "-m", "package.train", "--lr", "1")
@@ -199,7 +199,7 @@ def test_a_child_that_an_import_leaves_behind_does_no_harm(bare, tmp_path):  # t
         "    sys.exit(5)\ntime.sleep(33)",
         fresh=False,
         env=patched(tmp_path, {"launcher.processes.spares._ANSWER_SECONDS": 30})
-        | {"PYTHONPATH": f"{tmp_path}:{SOURCES}"},
+        | {"PYTHONPATH": f"{tmp_path}:{PATHS}"},
     )
     assert code == 0, err
     assert "round 2" not in err
@@ -217,7 +217,7 @@ def test_what_kills_spares_again_and_again_is_not_tried_for_ever(tmp_path, who):
         (tmp_path / "safetensors.py").write_text("import os; os._exit(3)")
     script = tmp_path / "script.py"
     script.write_text(first + BARE + "time.sleep(3600)")
-    env = {"PYTHONPATH": f"{tmp_path}:{SOURCES}"}
+    env = {"PYTHONPATH": f"{tmp_path}:{PATHS}"}
     with launched(str(script), env=env) as launcher:
         assert launcher.stderr is not None
         line = launcher.stderr.readline()
@@ -244,7 +244,7 @@ def test_a_process_in_wait_that_holds_a_gpu_is_let_go(tmp_path, wait_until, who)
     (tmp_path / "sitecustomize.py").write_text(
         f"from ddpjob_trainer import gpu_devices\ngpu_devices._DRIVER = {names!r}\n"
     )
-    env = {"PYTHONPATH": f"{tmp_path}:{SOURCES}"}
+    env = {"PYTHONPATH": f"{tmp_path}:{PATHS}"}
     with launched("--nproc", "2", str(script), env=env) as launcher:
         assert launcher.stderr is not None
         line = launcher.stderr.readline()

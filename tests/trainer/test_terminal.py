@@ -11,7 +11,7 @@ import termios
 
 import pytest
 
-from support.launching import NO_ROUNDS, RUN, SOURCES
+from support.launching import NO_ROUNDS, PATHS, RUN
 from support.patience import PATIENCE
 
 COLUMNS = 67
@@ -28,7 +28,7 @@ def output(program: str, *, terminal: bool) -> str:
         fcntl.ioctl(write, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
     with subprocess.Popen(
         [*RUN, *NO_ROUNDS, program],
-        env={**os.environ, "PYTHONPATH": str(SOURCES), **ONE_OF_TWO},
+        env={**os.environ, "PYTHONPATH": PATHS, **ONE_OF_TWO},
         stdout=write,
     ) as process:
         os.close(write)

@@ -42,6 +42,7 @@ class TestKey:
         ("path", "changed"),
         [
             ("trainer/src/ddpjob_trainer/cli.py", {"trainer"}),
+            ("contract/src/ddpjob_contract/__init__.py", {"operator", "trainer"}),
             ("examples/digits.py", {"trainer"}),
             ("requirements/torch.txt", {"trainer"}),
             ("operator/src/ddpjob_operator/__init__.py", {"operator"}),

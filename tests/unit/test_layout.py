@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("operator/src", "trainer/src", "plugin/src", "devcluster/src")
+SOURCES = ("contract/src", "operator/src", "trainer/src", "plugin/src", "devcluster/src")
 MAX_LINES = 600
 #: Files that may be longer, each with its reason. Empty, and meant to stay so.
 ALLOWED_LONG: frozenset[str] = frozenset()

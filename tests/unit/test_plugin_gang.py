@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddpjob_trainer import contract
+import ddpjob_contract as contract
 from ddpjob_trainer.telemetry import metric_names
 from kubectl_ddp import cli, gang, text
 from kubectl_ddp.commands import events, snapshots, status

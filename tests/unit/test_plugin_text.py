@@ -22,6 +22,7 @@ from kubectl_ddp.gang import LABEL_ATTEMPT, LABEL_REPLICA
 from kubectl_ddp.kubectl import Kubectl, explained
 from support.cluster import wait_for
 from support.patience import PATIENCE
+from support.plugin import PATHS
 
 SOURCE = Path(cli.__file__).parent
 
@@ -37,7 +38,7 @@ def test_it_imports_the_standard_library_only() -> None:
                 found.add(str(node.module))
     tops = {name.partition(".")[0] for name in found}
     assert {"argparse", "subprocess", "kubectl_ddp"} <= tops
-    assert tops - {"kubectl_ddp"} <= sys.stdlib_module_names
+    assert tops - {"kubectl_ddp", "ddpjob_contract"} <= sys.stdlib_module_names
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def fake_kubectl(folder: Path, script: str) -> dict[str, str]:
     (folder / "kubectl").chmod(0o755)
     return {
         "PATH": f"{folder}:/bin:/usr/bin",
-        "PYTHONPATH": str(SOURCE.parent),
+        "PYTHONPATH": PATHS,
         "HERE": str(folder),
     }
 

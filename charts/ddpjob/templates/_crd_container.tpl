@@ -56,7 +56,7 @@ properties:
       required: [name]
       x-kubernetes-preserve-unknown-fields: true
       x-kubernetes-validations:
-        # Held equal to RESERVED_ENV, USER_ENV and OWN_PREFIX of the operator's contract.py by a test.
+        # Held equal to RESERVED_ENV, USER_ENV and OWN_PREFIX of ddpjob_contract by a test.
         - rule: >-
             (!self.name.startsWith('DDPJOB_') || self.name in ['DDPJOB_TRAINER_SNAPSHOT_UPLOAD',
             'DDPJOB_TRAINER_EVENTS', 'DDPJOB_TRAINER_TENSORBOARD'])

@@ -38,6 +38,7 @@ _COMMON = (
     "requirements/package.sh",
     "requirements/uv.txt",
     "requirements/build.txt",
+    "contract/src",
 )
 _INPUTS = {
     "operator": ("requirements/operator.txt", "operator/pyproject.toml", "operator/src"),

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.core import classify, contract, observe, ranges, render, spec, status
+import ddpjob_contract as contract
+from ddpjob_operator.core import classify, observe, ranges, render, spec, status
 from ddpjob_operator.core.policy import restart
 from support.world import START, World, job_object
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from ddpjob_contract import ExitCode
 from ddpjob_operator.core import observe, render, spec
 from ddpjob_operator.core import status as st
-from ddpjob_operator.core.contract import ExitCode
 from ddpjob_operator.core.status import Progress
 from support.world import World, job_object
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.core import contract, observe, render, spec, status
+import ddpjob_contract as contract
+from ddpjob_operator.core import observe, render, spec, status
 from ddpjob_operator.core.actions import Confirmation
 from support.world import START, World, job_object
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+import ddpjob_contract as contract
 from ddpjob_operator.core import actions as act
-from ddpjob_operator.core import contract, observe, render, spec
+from ddpjob_operator.core import observe, render, spec
 from ddpjob_operator.core.status import Progress
 from support.world import START, World, job_object
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.core import contract, observe, packed, ports, render, spec
+import ddpjob_contract as contract
+from ddpjob_operator.core import observe, packed, ports, render, spec
 from support.world import job_object
 
 HOST = packed.template({"spec": {"hostNetwork": True, "containers": [{"name": "trainer"}]}})

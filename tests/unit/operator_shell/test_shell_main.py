@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from support.operator import ROOT, write_kubeconfig
+from support.operator import PATHS, write_kubeconfig
 from support.patience import PATIENCE
 
-ENV = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT / "operator" / "src"), "POD_NAME": "a"}
+ENV = {"PATH": "/usr/bin:/bin", "PYTHONPATH": PATHS, "POD_NAME": "a"}
 
 SIGNALLED = """
 import os, signal, sys

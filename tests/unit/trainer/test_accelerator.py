@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
+from ddpjob_contract import ExitCode
 from ddpjob_trainer import accelerator, gpu_devices
 from ddpjob_trainer.comm.rendezvous import _misfit, _unmatched
-from ddpjob_trainer.contract import ExitCode
 from ddpjob_trainer.data import fetch
 from ddpjob_trainer.errors import ConfigError, HardwareError
 from ddpjob_trainer.state.stateful import stateful

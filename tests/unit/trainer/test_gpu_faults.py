@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddpjob_trainer.contract import ExitCode
+from ddpjob_contract import ExitCode
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu_faults import is_fault, judge
 from ddpjob_trainer.training.shutdown import exit_code_of

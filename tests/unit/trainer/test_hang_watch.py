@@ -16,6 +16,7 @@ from ddpjob_trainer.launcher.hangs import HangWatch, StackRequest
 from ddpjob_trainer.liveness import stacks as stacks_module
 from ddpjob_trainer.liveness.hang import Deadlines
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter
+from support.launching import PATHS
 from support.patience import PATIENCE
 
 LIMITS = Deadlines(startup=10, step=10, snapshot=10)
@@ -124,10 +125,9 @@ in_c_with_the_gil()
 
 
 def _worker(directory: Path, rank: int) -> subprocess.Popen[str]:
-    source = str(Path(stacks_module.__file__).parents[2])
     process = subprocess.Popen(
         [sys.executable, "-c", _WORKER, str(directory), str(rank)], stdout=subprocess.PIPE,
-        text=True, process_group=0, env={**os.environ, "PYTHONPATH": source},
+        text=True, process_group=0, env={**os.environ, "PYTHONPATH": PATHS},
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"

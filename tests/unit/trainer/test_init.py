@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpjob_trainer import cli, init, stock
+from support.launching import PATHS
 from support.world import crd_schema
 
 SCRIPT = "import torch\n\nprint('Grüße', torch.ones(2))\n"
@@ -167,7 +168,7 @@ def test_a_module_that_does_not_travel_is_told(
 @pytest.mark.parametrize("given", ["FILE", "-"])
 def test_manifests_are_utf_8_in_every_locale(script: Path, given: str) -> None:
     poor = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "PATH": ""}
-    env = poor | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    env = poor | {"PYTHONPATH": PATHS}
 
     def run(*words: object, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
         command = [sys.executable, "-m", "ddpjob_trainer", *map(str, words)]

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from ddpjob_contract import ExitCode
 from ddpjob_trainer import gpu_devices
-from ddpjob_trainer.contract import ExitCode
 from ddpjob_trainer.environment import read_launcher
 from ddpjob_trainer.launcher import termination
 from ddpjob_trainer.launcher.gang import Gang

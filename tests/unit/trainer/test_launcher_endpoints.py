@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ddpjob_trainer.contract import State
+from ddpjob_contract import State
 from ddpjob_trainer.launcher import endpoints, sockets
 from ddpjob_trainer.launcher.metrics import LauncherMetrics
 from support.descriptors import none_left

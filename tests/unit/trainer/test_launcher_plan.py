@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import pytest
 
-from ddpjob_trainer import contract
+import ddpjob_contract as contract
 from ddpjob_trainer.environment import read_launcher
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.launcher.plan import (
@@ -22,7 +22,7 @@ from ddpjob_trainer.launcher.plan import (
     make_plan,
 )
 from ddpjob_trainer.launcher.processes.fork_server import Program
-from support.launching import SOURCES
+from support.launching import PATHS
 from support.patience import PATIENCE
 
 BUDGET = contract.IN_PLACE_MAX_WITHOUT_PROGRESS
@@ -156,7 +156,7 @@ sys.exit(main())
 def test_an_interrupt_right_after_the_start_is_a_plain_end(when):  # type: ignore[no-untyped-def]
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, when],
-        env={**os.environ, "PYTHONPATH": str(SOURCES)},
+        env={**os.environ, "PYTHONPATH": PATHS},
         capture_output=True,
         text=True,
         timeout=PATIENCE,

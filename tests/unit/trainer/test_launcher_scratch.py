@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddpjob_trainer.launcher.scratch import NoRoomError, Scratch
-from support.launching import SOURCES
+from support.launching import PATHS
 
 _HOLD = """
 import sys, time
@@ -43,7 +43,7 @@ def test_a_killed_launchers_directory_is_removed_by_the_next_and_a_living_ones_i
     foreign.mkdir()
     (tmp_path / "ddpjob-launcher-file").touch()
     command = [sys.executable, "-c", _HOLD, str(tmp_path)]
-    env = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    env = {**os.environ, "PYTHONPATH": PATHS}
     living, dead = (
         subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)
     )

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+import ddpjob_contract as contract
 from ddpjob_operator.core import classify, observe, packed, render, spec
 from ddpjob_operator.core.policy import restart
-from ddpjob_trainer import cli, contract, gpu_devices, stock
+from ddpjob_trainer import cli, gpu_devices, stock
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.local import job as local_job
 from ddpjob_trainer.local import restarts

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from ddpjob_trainer.launcher.metrics import forget_dead, worker_metrics
-from ddpjob_trainer.telemetry import metrics as metrics_module
+from support.launching import PATHS
 from support.patience import PATIENCE
 
 _PROCESS = """
@@ -33,7 +33,7 @@ def run(directory: Path, rank: int, step: int) -> None:
     environment = {
         **os.environ,
         "PROMETHEUS_MULTIPROC_DIR": str(directory),
-        "PYTHONPATH": str(Path(metrics_module.__file__).parents[2]),
+        "PYTHONPATH": PATHS,
     }
     ended = subprocess.run(
         [sys.executable, "-c", _PROCESS, str(rank), str(step)], env=environment,

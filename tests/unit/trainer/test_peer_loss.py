@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddpjob_contract import ExitCode
 from ddpjob_trainer.comm.world import brief, peer_loss
-from ddpjob_trainer.contract import ExitCode
 from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.training.shutdown import exit_code_of
 

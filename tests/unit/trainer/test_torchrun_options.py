@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser
 
-from ddpjob_trainer import contract
+import ddpjob_contract as contract
 from ddpjob_trainer.environment import read_launcher
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.launcher import torchrun

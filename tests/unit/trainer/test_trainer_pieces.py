@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ddpjob_trainer import contract
+import ddpjob_contract as contract
 from ddpjob_trainer.environment import read_launcher, read_worker
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.launcher import endpoints, termination

@@ -9,7 +9,8 @@ from typing import NoReturn
 
 import pytest
 
-from ddpjob_trainer import cli, contract
+import ddpjob_contract as contract
+from ddpjob_trainer import cli
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.launcher import workdir
 

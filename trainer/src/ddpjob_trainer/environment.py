@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpjob_trainer import contract
+import ddpjob_contract as contract
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.liveness.hang import Deadlines
 
@@ -254,6 +254,13 @@ def chaos_directory(env: Mapping[str, str]) -> Path | None:
 def state_directory(env: Mapping[str, str]) -> Path | None:
     """Where this rank's launcher wants its record, None without one of ours."""
     return _path(env, STATE_DIR)
+
+
+def source_folders() -> str:
+    """Return the import path of this package and the contract, joined by os.pathsep."""
+    # One folder where they are installed, two in a checkout.
+    here, contracts = Path(__file__).parents[1], Path(contract.__file__).parents[1]
+    return os.pathsep.join(dict.fromkeys(map(str, (here, contracts))))
 
 
 def wants_traceback(env: Mapping[str, str]) -> bool:

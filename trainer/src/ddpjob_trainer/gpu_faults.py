@@ -10,7 +10,7 @@ import re
 import signal
 from collections.abc import Sequence
 
-from ddpjob_trainer.contract import ExitCode
+from ddpjob_contract import ExitCode
 
 #: What the same program does not meet on another GPU. "an illegal memory access" and "device-side
 #: assert" are not among them: those are the program's.

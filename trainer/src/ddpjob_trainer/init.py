@@ -18,7 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ddpjob_trainer import contract, travels
+import ddpjob_contract as contract
+from ddpjob_trainer import travels
 from ddpjob_trainer.arguments import job_name
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.stock import IMAGE

@@ -15,7 +15,8 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Final
 
-from ddpjob_operator.core import contract, observe, told
+import ddpjob_contract as contract
+from ddpjob_operator.core import observe, told
 from ddpjob_operator.core.observe import Container, Pod, Round
 from ddpjob_operator.core.status import Failure
 

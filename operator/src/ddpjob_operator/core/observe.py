@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Final, cast
 
-from ddpjob_operator.core import contract, packed, proof, resumed
+import ddpjob_contract as contract
+from ddpjob_operator.core import packed, proof, resumed
 from ddpjob_operator.core.lenient import mapping, parse_time, sequence
 from ddpjob_operator.core.status import Progress
 

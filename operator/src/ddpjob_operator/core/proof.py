@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, get_args
 
-from ddpjob_operator.core import contract
+import ddpjob_contract as contract
 from ddpjob_operator.core.lenient import mapping, opt_integer
 
 _MOST: Final = 2**63

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-from ddpjob_operator.core import classify, contract, observe, packed, ports
+import ddpjob_contract as contract
+from ddpjob_operator.core import classify, observe, packed, ports
 from ddpjob_operator.core.lenient import integer, mapping, sequence
 from ddpjob_operator.core.observe import Job
 from ddpjob_operator.core.spec import Restart, Spec

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from ddpjob_operator.core.contract import PERMANENT_EXIT_CODES
+from ddpjob_contract import PERMANENT_EXIT_CODES
 from ddpjob_operator.core.observe import MESSAGE_MAX, Container, Pod, clean
 from ddpjob_operator.core.ranges import format_ranges
 

@@ -22,7 +22,8 @@ from functools import partial
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
-from ddpjob_operator.core import contract, observe, packed, ports
+import ddpjob_contract as contract
+from ddpjob_operator.core import observe, packed, ports
 from ddpjob_operator.core.lenient import integer, mapping
 from ddpjob_operator.core.status import Progress
 from ddpjob_operator.shell.store import Key, Store

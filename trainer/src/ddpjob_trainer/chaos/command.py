@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ddpjob_trainer import contract
+import ddpjob_contract as contract
 from ddpjob_trainer.arguments import MOST_PROCESSES, real, whole
 from ddpjob_trainer.chaos.disturbance import ChaosError
 from ddpjob_trainer.chaos.experiment import Result, Settings, run

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddpjob_trainer import contract, failpoints
+import ddpjob_contract as contract
+from ddpjob_trainer import failpoints
 from ddpjob_trainer.chaos.job import Job
 from ddpjob_trainer.chaos.kills import LAUNCHER, Kill
 from ddpjob_trainer.chaos.records import Incarnation, Records, open_gate, process_state, rank_of

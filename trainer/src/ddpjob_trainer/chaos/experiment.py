@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
 
-from ddpjob_trainer import contract
+import ddpjob_contract as contract
 from ddpjob_trainer.chaos import compare
 from ddpjob_trainer.chaos.disturbance import ChaosError, Disturbance, Made, Pace
 from ddpjob_trainer.chaos.job import Job, environment_of_job

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ddpjob_trainer import contract
+import ddpjob_contract as contract
 from ddpjob_trainer.environment import outside_of_jobs
 from ddpjob_trainer.launcher.processes import children
 

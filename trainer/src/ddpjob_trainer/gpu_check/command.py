@@ -13,8 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ddpjob_contract import ExitCode
 from ddpjob_trainer.arguments import MOST_PROCESSES, whole
-from ddpjob_trainer.contract import ExitCode
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu_check.checks import CHECKS, QUICK, Finding, environment
 from ddpjob_trainer.gpu_check.launches import Setup

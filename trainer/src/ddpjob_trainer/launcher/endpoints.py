@@ -17,7 +17,7 @@ from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs
 
-from ddpjob_trainer.contract import State
+from ddpjob_contract import State
 from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.metrics import LauncherMetrics, launcher_metrics, worker_metrics
 from ddpjob_trainer.launcher.progress_path import NEVER, as_text

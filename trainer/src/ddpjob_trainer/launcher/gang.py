@@ -9,7 +9,8 @@ import signal
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from ddpjob_trainer import contract, gpu_faults
+import ddpjob_contract as contract
+from ddpjob_trainer import gpu_faults
 from ddpjob_trainer.launcher import cgroup
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.output import OutputPump

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ddpjob_trainer.contract import STATE_MAX_STACKS_BYTES, ExitCode
+from ddpjob_contract import STATE_MAX_STACKS_BYTES, ExitCode
 from ddpjob_trainer.launcher.gang import Gang
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.metrics import LauncherMetrics

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from ddpjob_trainer.contract import UNRESOLVED
+from ddpjob_contract import UNRESOLVED
 
 _PAUSE_SECONDS: Final = 2.0
 _NEWS_SECONDS: Final = 20.0

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpjob_trainer import contract, gpu_devices
+import ddpjob_contract as contract
+from ddpjob_trainer import gpu_devices
 from ddpjob_trainer.arguments import MOST_PROCESSES, whole
 from ddpjob_trainer.environment import (
     EVENTS,

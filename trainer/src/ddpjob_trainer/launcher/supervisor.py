@@ -15,8 +15,8 @@ from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 
+from ddpjob_contract import State
 from ddpjob_trainer import trace
-from ddpjob_trainer.contract import State
 from ddpjob_trainer.launcher import endpoints, membership, termination
 from ddpjob_trainer.launcher.early_ends import EarlyEnds
 from ddpjob_trainer.launcher.events import Events

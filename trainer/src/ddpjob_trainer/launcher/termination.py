@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
-from ddpjob_trainer import contract
-from ddpjob_trainer.contract import (
+import ddpjob_contract as contract
+from ddpjob_contract import (
     REPORT_MAX_BYTES,
     REPORT_VERSION,
     ExitCode,

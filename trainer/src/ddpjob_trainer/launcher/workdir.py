@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from ddpjob_trainer import contract
+import ddpjob_contract as contract
 from ddpjob_trainer.errors import ConfigError
 
 #: Below the job's snapshots: what the script wrote to the folder of --output.

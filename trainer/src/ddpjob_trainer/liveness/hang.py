@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ddpjob_trainer import contract
+import ddpjob_contract as contract
 from ddpjob_trainer.liveness.heartbeat import Activity, Phase, RankState
 
 #: In these a rank waits for others; standing still there proves nothing against it.

@@ -19,7 +19,7 @@ from pathlib import Path
 from struct import Struct, error
 from typing import Any, Final, Literal, cast, get_args
 
-from ddpjob_trainer.contract import Proof, Resumed
+from ddpjob_contract import Proof, Resumed
 from ddpjob_trainer.tracebacks import words
 
 Phase = Literal["startup", "step", "snapshot", "done"]

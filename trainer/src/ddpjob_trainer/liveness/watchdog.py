@@ -14,7 +14,7 @@ import threading
 import time
 from typing import Final
 
-from ddpjob_trainer.contract import ExitCode
+from ddpjob_contract import ExitCode
 from ddpjob_trainer.liveness.hang import Deadlines, Sign, find
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ddpjob_trainer import contract
+import ddpjob_contract as contract
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.local import job as local_job
 from ddpjob_trainer.local import manifest as manifests

@@ -17,7 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ddpjob_trainer import contract, gpu_devices, stock
+import ddpjob_contract as contract
+from ddpjob_trainer import gpu_devices, stock
 from ddpjob_trainer.environment import TRACEBACK, outside_of_jobs
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.local.manifest import Manifest, count, text

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ddpjob_trainer.contract import PERMANENT_EXIT_CODES, ExitCode
+from ddpjob_contract import PERMANENT_EXIT_CODES, ExitCode
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.local.manifest import Manifest
 

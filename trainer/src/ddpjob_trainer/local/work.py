@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpjob_trainer import contract
+import ddpjob_contract as contract
 from ddpjob_trainer.local.manifest import Manifest
 
 

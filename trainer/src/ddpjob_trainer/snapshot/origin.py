@@ -12,7 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from ddpjob_trainer.contract import Resumed
+from ddpjob_contract import Resumed
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.telemetry.console import say
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from struct import Struct
 from typing import Final
 
-from ddpjob_trainer.contract import Differs
+from ddpjob_contract import Differs
 
 #: Steps that a record holds; older ones are overwritten.
 CAPACITY: Final = 4096

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
+from ddpjob_contract import ExitCode
 from ddpjob_trainer import gpu_faults
 from ddpjob_trainer.comm.world import brief, is_misconfiguration, is_peer_loss, leave
-from ddpjob_trainer.contract import ExitCode
 from ddpjob_trainer.errors import ConfigError, DivergedError, HardwareError, PeerLostError
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter
 from ddpjob_trainer.telemetry.console import say

@@ -13,8 +13,8 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
+from ddpjob_contract import ExitCode
 from ddpjob_operator.core import classify
-from ddpjob_operator.core.contract import ExitCode
 from ddpjob_operator.core.observe import Pod, clean
 from ddpjob_operator.core.policy import fence, probe, restart
 from ddpjob_operator.core.status import Failure, Status

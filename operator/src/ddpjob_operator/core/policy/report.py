@@ -11,7 +11,8 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any, Final
 
-from ddpjob_operator.core import classify, contract, resumed
+import ddpjob_contract as contract
+from ddpjob_operator.core import classify, resumed
 from ddpjob_operator.core.actions import Refusal
 from ddpjob_operator.core.lenient import mapping
 from ddpjob_operator.core.observe import KIND, Pod, clean

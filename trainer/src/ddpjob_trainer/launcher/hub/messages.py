@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, cast, get_type_hints
 
-from ddpjob_trainer.contract import Round
+from ddpjob_contract import Round
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 
 MAX_LINE = 64 * 1024

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ddpjob_trainer.contract import ExitCode, ReportKind, Round
+from ddpjob_contract import ExitCode, ReportKind, Round
 
 CAUSE_WAIT_SECONDS = 2.0
 _MAX_WORDS = 300  # of an exception in a line of the launcher's

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from ddpjob_trainer.contract import PERMANENT_EXIT_CODES, STATE_MAX_ROUNDS, ExitCode, Round
+from ddpjob_contract import PERMANENT_EXIT_CODES, STATE_MAX_ROUNDS, ExitCode, Round
 from ddpjob_trainer.launcher.hub.root_cause import (
     Exit,
     ended_early,

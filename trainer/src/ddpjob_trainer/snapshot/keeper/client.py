@@ -11,15 +11,16 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
+
+from ddpjob_trainer.environment import source_folders
 
 _MAX_MESSAGE = 1 << 14
 END_SECONDS = 5.0
 #: Isolated, and without the site's packages: nothing of the user's can be imported, and it
 #: starts in the time of a bare interpreter.
 _BOOT = (
-    "import sys; sys.path.insert(0, sys.argv[1])\n{prelude}\n"
+    "import os, sys; sys.path[:0] = sys.argv[1].split(os.pathsep)\n{prelude}\n"
     "from ddpjob_trainer.snapshot.keeper.process import main\n"
     "main(int(sys.argv[2]), int(sys.argv[3]))"
 )
@@ -32,13 +33,12 @@ class KeeperProcess:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        package_root = Path(__file__).parents[3]
         with theirs:
             try:
                 self._process = subprocess.Popen(
                     [
                         sys.executable, "-I", "-S", "-c", _BOOT.format(prelude=prelude),
-                        str(package_root), str(theirs.fileno()), str(os.getpid()),
+                        source_folders(), str(theirs.fileno()), str(os.getpid()),
                     ],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ddpjob_trainer.environment import Identity
+from ddpjob_trainer.environment import Identity, source_folders
 from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.snapshot.ondisk import lineage
 
@@ -45,8 +45,7 @@ class RemoteProcess:
     """One of them, and the lines that it says. Raises OSError where it cannot be started."""
 
     def __init__(self, order: dict[str, Any]) -> None:
-        package_root = str(Path(__file__).parents[3])
-        paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [source_folders(), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", _MODULE],
             stdin=subprocess.PIPE,

@@ -1,8 +1,7 @@
-"""The contract between operator and trainer: environment, exit codes, reports.
+"""Share names and numbers among operator, trainer and plugin: environment, exit codes, reports.
 
-The operator's copy (ddpjob_operator/core/contract.py) and the trainer's
-(ddpjob_trainer/contract.py) are one file, held equal byte for byte by
-tests/unit/test_contract.py, because neither distribution may depend on the other.
+Each of their wheels, the plugin's file and both images hold this package. Pure: it imports the
+standard library only, and does nothing.
 """
 
 from __future__ import annotations
