@@ -1,4 +1,4 @@
-"""`make try`, as a newcomer starts it: a process is killed, the weights are those of a quiet run."""
+"""`make try` as a newcomer starts it: a process is killed, the weights are those undisturbed."""
 
 from __future__ import annotations
 
