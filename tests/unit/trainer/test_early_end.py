@@ -55,6 +55,8 @@ def test_who_ended_with_0_long_before_ranks_that_do_not_talk_is_told_once():
     assert looked(done, 1, ([], 0), 305.0) == 1
     assert looked([], 1, (done, 2), 305.0) == 1, "at another launcher"
     assert looked([], 0, (done, 2), 305.0) == 1, "and all here have ended"
+    trained = [Exit(1, 1, 0, 5.0, step=7, done=True)]
+    assert looked(trained, 1, (trained, 2), 305.0) == 0, "after the loop nobody waits for it"
     assert looked(done, 1, ([], 0), 280.0) == 0, "others may end as well"
     assert looked(done, 0, ([], 0), 305.0) == 0, "all have"
     assert looked([Exit(1, 1, 3, 5.0)], 1, ([], 0), 305.0) == 0, "a failure is told elsewhere"

@@ -31,7 +31,8 @@ class EarlyEnds:
         if self._told or gang.stopping or not running:
             return
         ends = [one for one in (*gang.exits, *others[0]) if one.status == 0]
-        early = [one for one in ends if now - one.at >= self._patience]
+        # After the loop nobody waits for a rank: one may write for long what all have trained.
+        early = [one for one in ends if now - one.at >= self._patience and not one.done]
         if not early:
             return
         self._told = True

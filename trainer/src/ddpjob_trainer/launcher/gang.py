@@ -146,8 +146,11 @@ class Gang:
             exception = f"{oom}; {exception}" if exception else oom
             self._say(f"rank {rank}: {oom}")
         step = state.step if state and state.phase != "startup" else -1
+        done = state is not None and state.phase == "done"
         exception = shorten(exception)
-        self.exits.append(Exit(rank, local_rank, status, now, ours, exception, step, bool(oom)))
+        self.exits.append(
+            Exit(rank, local_rank, status, now, ours, exception, step, done, bool(oom))
+        )
 
     def _oom(self, status: int, exception: str) -> str:
         """Words on an end that the kernel brought about, for lack of memory, "" if it did not.

@@ -33,6 +33,7 @@ class Exit:
     ours: bool = False  # the launcher killed it, so it is no cause
     exception: str = ""
     step: int = -1  # finished steps, -1: unknown
+    done: bool = False  # it had left its training loop, as far as it said
     oom: bool = False  # the kernel has killed it, or a child of it, for lack of memory
 
     @property
