@@ -201,7 +201,7 @@ def test_the_hook_sees_the_mean_unscaled_and_what_it_changes_is_clipped(gang, tm
 
 
 def _first_batch() -> list[int]:
-    from ddpjob_trainer.data.sampler import DataOrder, Shuffled
+    from ddpjob_trainer.data.order import DataOrder, Shuffled
 
     order = DataOrder(Shuffled(3, SAMPLES), 12, "drop")
     return list(order.samples(order.batch(0)))

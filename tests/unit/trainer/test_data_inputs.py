@@ -30,10 +30,10 @@ from torch.utils.data import (
 
 from ddpjob_trainer import accelerator
 from ddpjob_trainer.data.fetch import Batches, Work
-from ddpjob_trainer.data.given import Sampled
 from ddpjob_trainer.data.inputs import Indexed, InputOptions, Place, Streamed, open_input
+from ddpjob_trainer.data.order import Sequential, Shuffled, Weighted
 from ddpjob_trainer.data.reseeded import reseed_workers
-from ddpjob_trainer.data.sampler import Sequential, Shuffled, Weighted
+from ddpjob_trainer.data.user_samplers import Sampled
 from ddpjob_trainer.data.workers import dying_with_parent
 from ddpjob_trainer.errors import ConfigError
 from devcluster import process

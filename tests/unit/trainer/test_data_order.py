@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from ddpjob_trainer.data.permutation import Permutation, key64
-from ddpjob_trainer.data.sampler import (
+from ddpjob_trainer.data.order import (
     DataOrder,
+    Permutation,
     Sequential,
     Shuffled,
     Weighted,
+    key64,
     steps_per_epoch,
 )
 from ddpjob_trainer.errors import ConfigError

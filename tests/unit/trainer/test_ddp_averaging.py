@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpjob_trainer.data.sampler import DataOrder, Shuffled
+from ddpjob_trainer.data.order import DataOrder, Shuffled
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gradients import determinism
 from ddpjob_trainer.gradients.ddp import DdpAveraging, without_effect

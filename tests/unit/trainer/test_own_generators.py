@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ddpjob_trainer.data import own_generators
 from ddpjob_trainer.data.fetch import Batches, Work
-from ddpjob_trainer.data.given import Sampled
 from ddpjob_trainer.data.stream import Stream
+from ddpjob_trainer.data.user_samplers import Sampled
 
 RNG = np.random.default_rng(1)
 LAZY = random.Random(1)

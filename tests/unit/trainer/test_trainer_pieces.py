@@ -228,7 +228,7 @@ def test_reseeding_gives_torchs_own_stream_without_the_cost_of_cuda_that_never_s
 ):  # type: ignore[no-untyped-def]
     import torch
 
-    from ddpjob_trainer.data.permutation import key64
+    from ddpjob_trainer.data.order import key64
     from ddpjob_trainer.state import rng
 
     torch.manual_seed(key64("torch", 5, 3, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ddpjob_trainer.data.sampler import DataOrder, Shuffled, share
+from ddpjob_trainer.data.order import DataOrder, Shuffled, share
 from ddpjob_trainer.errors import ConfigError
 
 

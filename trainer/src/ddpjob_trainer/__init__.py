@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ddpjob_trainer.data.sampler import steps_per_epoch
+    from ddpjob_trainer.data.order import steps_per_epoch
     from ddpjob_trainer.errors import ConfigError
     from ddpjob_trainer.snapshot.reader import read_snapshot
     from ddpjob_trainer.training.run import Run
@@ -34,7 +34,7 @@ def __getattr__(name: str) -> object:
 
         return start
     if name == "steps_per_epoch":
-        from ddpjob_trainer.data.sampler import steps_per_epoch
+        from ddpjob_trainer.data.order import steps_per_epoch
 
         return steps_per_epoch
     if name == "read_snapshot":

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddpjob_trainer.data.permutation import key64
+from ddpjob_trainer.data.order import key64
 from ddpjob_trainer.data.seeding import kept, seed_generators
 
 

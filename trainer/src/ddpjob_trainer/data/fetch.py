@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_colla
 
 from ddpjob_trainer.accelerator import Accelerator
 from ddpjob_trainer.data import own_generators
-from ddpjob_trainer.data.permutation import Indices, key64, words
+from ddpjob_trainer.data.order import Indices, key64, words
 from ddpjob_trainer.data.seeding import seed_generators
 from ddpjob_trainer.errors import ConfigError
 

@@ -15,11 +15,10 @@ from torch.utils.data import IterableDataset
 
 from ddpjob_trainer.accelerator import Accelerator
 from ddpjob_trainer.arguments import Arguments
-from ddpjob_trainer.data import fetch, given, likeness, own_generators
+from ddpjob_trainer.data import dataset_fingerprint, fetch, own_generators, user_samplers
+from ddpjob_trainer.data.dataset_fingerprint import Likeness
 from ddpjob_trainer.data.fetch import Batches, Collate, Work
-from ddpjob_trainer.data.likeness import Likeness
-from ddpjob_trainer.data.permutation import Indices
-from ddpjob_trainer.data.sampler import DataOrder, Epochs, Sequential, Shuffled, Weighted
+from ddpjob_trainer.data.order import DataOrder, Epochs, Indices, Sequential, Shuffled, Weighted
 from ddpjob_trainer.data.stream import Endless, Say, Stream, yields_batches
 from ddpjob_trainer.data.workers import WorkerOptions, Workers
 from ddpjob_trainer.errors import ConfigError
@@ -106,9 +105,9 @@ class Input(Protocol):
 def open_input(source: Any, options: InputOptions, place: Place) -> Input:
     """Raises ConfigError for what cannot be read, or not in the way that was asked for."""
     _check(options)
-    if given.is_indexed_loader(source):
+    if user_samplers.is_indexed_loader(source):
         _refuse_for_loader(source, options)
-        source, options, workers, collate = given.take_apart(source, options, place)
+        source, options, workers, collate = user_samplers.take_apart(source, options, place)
         return Indexed(source, options, replace(place, collate=collate), workers)
     indexed = hasattr(source, "__getitem__") and hasattr(source, "__len__")
     if indexed and not isinstance(source, IterableDataset):
@@ -148,7 +147,7 @@ def _epochs(source: Any, options: InputOptions, seed: int) -> Epochs:
             )
         return weighted
     if options.sampler is not None:
-        return given.Sampled(seed, options.sampler, length)
+        return user_samplers.Sampled(seed, options.sampler, length)
     return Sequential(length) if options.shuffle is False else Shuffled(seed, length)
 
 
@@ -169,7 +168,7 @@ class Indexed:
         self.draws = self._source.draws
         if self.draws:
             own_generators.warn_of_more(source, place.say)
-        self.likeness: Likeness | None = likeness.of(self._source)
+        self.likeness: Likeness | None = dataset_fingerprint.of(self._source)
         self.own = self.likeness
         self._pinned = place.accelerator.pinned
         self._options = workers
@@ -178,7 +177,7 @@ class Indexed:
 
     def compare(self, every: Sequence[Likeness | None]) -> None:
         """See Input."""
-        likeness.check(every)
+        dataset_fingerprint.check(every)
 
     def start(self) -> None:
         """Start the workers."""
@@ -241,7 +240,7 @@ class Streamed:
         size = place.global_batch // place.parts
         known = getattr(source, "batch_size", None)
         if batched and isinstance(known, int) and known != size:
-            raise given.other_batch_size(known, size, place)
+            raise user_samplers.other_batch_size(known, size, place)
         self.order = DataOrder(Endless(), place.global_batch)
         self._parts = place.parts // place.ranks
         self.stream = Stream(

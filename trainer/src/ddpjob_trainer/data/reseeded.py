@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ddpjob_trainer.data.permutation import key64, words
+from ddpjob_trainer.data.order import key64, words
 from ddpjob_trainer.data.seeding import seed_generators
 
 

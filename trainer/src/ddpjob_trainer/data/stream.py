@@ -20,7 +20,7 @@ from ddpjob_trainer.accelerator import in_order
 from ddpjob_trainer.data import own_generators
 from ddpjob_trainer.data.alike import Alike, draw_alike
 from ddpjob_trainer.data.fetch import Collate, map_tensors
-from ddpjob_trainer.data.permutation import Indices, key64, words
+from ddpjob_trainer.data.order import Indices, key64, words
 from ddpjob_trainer.data.reseeded import reseed_workers
 from ddpjob_trainer.data.seeding import kept, seed_generators
 from ddpjob_trainer.data.workers import dying_with_parent

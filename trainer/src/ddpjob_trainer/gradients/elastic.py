@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpjob_trainer.accelerator import Number
 from ddpjob_trainer.comm.teardown import holds_ddp
 from ddpjob_trainer.comm.world import World
-from ddpjob_trainer.data.sampler import DataOrder
+from ddpjob_trainer.data.order import DataOrder
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gradients import shard_tree
 from ddpjob_trainer.gradients.ddp import Part, without_effect

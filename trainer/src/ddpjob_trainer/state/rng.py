@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddpjob_trainer.data.permutation import key64
+from ddpjob_trainer.data.order import key64
 from ddpjob_trainer.data.seeding import seed_generators
 
 

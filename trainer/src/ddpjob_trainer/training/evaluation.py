@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpjob_trainer.arguments import Arguments, function
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.data import fetch
-from ddpjob_trainer.data.permutation import Indices
+from ddpjob_trainer.data.order import Indices
 from ddpjob_trainer.data.workers import WorkerOptions, Workers
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.state import buffers, rng

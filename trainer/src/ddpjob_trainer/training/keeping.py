@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddpjob_trainer.comm.world import agree
-from ddpjob_trainer.data.given import Sampled, orders_since
 from ddpjob_trainer.data.inputs import Input
+from ddpjob_trainer.data.user_samplers import Sampled, orders_since
 from ddpjob_trainer.errors import DivergedError
 from ddpjob_trainer.gradients.replica_check import DivergenceCheck
 from ddpjob_trainer.optim.ema import begin_ema

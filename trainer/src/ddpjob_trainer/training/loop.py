@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpjob_trainer import failpoints, trace
 from ddpjob_trainer.data import fetch
 from ddpjob_trainer.data.inputs import InputOptions, open_input
-from ddpjob_trainer.data.permutation import Indices
+from ddpjob_trainer.data.order import Indices
 from ddpjob_trainer.errors import ConfigError, NotCommittedError
 from ddpjob_trainer.gradients.ddp import Part
 from ddpjob_trainer.optim.nan_policy import NanPolicy

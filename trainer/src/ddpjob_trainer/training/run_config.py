@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ddpjob_trainer.comm.world import World
+from ddpjob_trainer.data.dataset_fingerprint import Likeness, difference
 from ddpjob_trainer.data.inputs import Place
-from ddpjob_trainer.data.likeness import Likeness, difference
-from ddpjob_trainer.data.sampler import DataOrder, Epochs
+from ddpjob_trainer.data.order import DataOrder, Epochs
 from ddpjob_trainer.data.stream import Endless
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.options import Options

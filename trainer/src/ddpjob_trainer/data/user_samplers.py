@@ -26,8 +26,7 @@ from torch.utils.data import (
 
 from ddpjob_trainer.data import own_generators
 from ddpjob_trainer.data.fetch import Collate
-from ddpjob_trainer.data.permutation import Indices, key64
-from ddpjob_trainer.data.sampler import DataOrder, digest
+from ddpjob_trainer.data.order import DataOrder, Indices, digest, key64
 from ddpjob_trainer.data.seeding import kept, seed_generators
 from ddpjob_trainer.data.workers import WorkerOptions
 from ddpjob_trainer.errors import ConfigError

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ddpjob_trainer.data.fetch import Batches
-from ddpjob_trainer.data.sampler import digest
+from ddpjob_trainer.data.order import digest
 from ddpjob_trainer.errors import ConfigError
 
 _SAMPLES = 8

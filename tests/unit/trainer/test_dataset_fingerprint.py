@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from ddpjob_trainer.data import likeness
+from ddpjob_trainer.data import dataset_fingerprint as likeness
 from ddpjob_trainer.data.fetch import Batches
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.training.run_config import take_data
