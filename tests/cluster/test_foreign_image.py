@@ -32,7 +32,7 @@ import sys, torch, numpy
 print("python", ".".join(map(str, sys.version_info[:2])))
 print("torch", torch.__version__, torch.__file__)
 print("numpy", numpy.__file__)
-from ddpjob_trainer.data.own_generators import is_library
+from ddpjob_trainer.data.generators import is_library
 print("installed", is_library(torch.__file__))
 """
 

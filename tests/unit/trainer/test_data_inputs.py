@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
 import random
@@ -30,9 +29,9 @@ from torch.utils.data import (
 
 from ddpjob_trainer import accelerator
 from ddpjob_trainer.data.fetch import Batches, Work
-from ddpjob_trainer.data.inputs import Indexed, InputOptions, Place, Streamed, open_input
+from ddpjob_trainer.data.inputs import Indexed, InputOptions, Place, open_input
 from ddpjob_trainer.data.order import Sequential, Shuffled, Weighted
-from ddpjob_trainer.data.reseeded import reseed_workers
+from ddpjob_trainer.data.stream import Stream
 from ddpjob_trainer.data.user_samplers import Sampled
 from ddpjob_trainer.data.workers import dying_with_parent
 from ddpjob_trainer.errors import ConfigError
@@ -108,7 +107,7 @@ def test_a_collate_function_draws_by_position_too():
 )
 def test_only_what_may_draw_is_seeded(monkeypatch, source, draws):
     seeded: list[int] = []
-    monkeypatch.setattr("ddpjob_trainer.data.fetch.seed_generators", seeded.append)
+    monkeypatch.setattr("ddpjob_trainer.data.generators.seed_generators", seeded.append)
     made = Batches(source, None, 5)
     made.make(Work(np.array([0]), np.array([0])))
     assert (made.draws, bool(seeded)) == (draws, draws)
@@ -335,14 +334,6 @@ class Counting(IterableDataset[int]):
             yield torch.tensor([number, drawn], dtype=torch.float64)
 
 
-class Yields(IterableDataset[Any]):
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-
 class Kept(Counting):
     """With torch's protocol of a state."""
 
@@ -379,6 +370,8 @@ class Anything:
         (Noisy(), {"weights": [1, 2]}, {}, "there are 2 weights for 20 samples"),
         (Noisy(), {"batched": True}, {}, "batched=True is for streams"),
         (Counting(), {"workers": 2}, {}, "workers is for map-style datasets"),
+        (Noisy(), {"generators": [random]}, {}, "generators must be a list of generators of torch"),
+        (Noisy(), {"generators": torch.Generator()}, {}, "generators must be a list"),
         (Counting(), {"shuffle": True}, {}, "shuffle is for map-style datasets"),
         (Counting(), {}, {"level": "elastic"}, "level='elastic' cannot share out Counting"),
         (Counting(), {}, {"tail": "pad"}, "tail='pad' needs to know"),
@@ -398,7 +391,7 @@ def test_what_cannot_be_read_is_refused_with_the_cure(source, options, at, words
 # --- Streams --------------------------------------------------------------------------------
 
 
-def taken(found: Streamed, count: int, *, first: int = 0) -> list[Any]:
+def taken(found: Stream, count: int, *, first: int = 0) -> list[Any]:
     steps = range(first, first + count)
     return [found.next(step, 0, np.arange(4)).tolist() for step in steps]
 
@@ -473,38 +466,6 @@ def test_time_may_come_before_the_batch():
     found.stream._rows = 4
     assert found.next(0, 0, np.arange(4)).shape == (7, 4, 3)
     assert found.next(1, 0, np.arange(4)).shape == (7, 4, 3)  # the rest of three is passed over
-
-
-EYE = torch.eye(4)
-ROWS = [torch.ones(3), torch.ones(1)]
-#: Equal, equal, and of other content. Made when they are needed, as torch warns of each layout.
-NOT_DENSE: dict[str, Callable[[], list[torch.Tensor]]] = {
-    "coo": lambda: [one.to_sparse() for one in (EYE, EYE, EYE.flip(0))],
-    "csr": lambda: [one.to_sparse_csr() for one in (EYE, EYE, EYE.flip(0))],
-    "csc": lambda: [one.to_sparse_csc() for one in (EYE, EYE, EYE.flip(0))],
-    "blocks": lambda: [one.to_sparse_bsr(2) for one in (EYE, EYE, EYE.flip(0))],
-    "mkldnn": lambda: [one.to_mkldnn() for one in (EYE, EYE, EYE.flip(0))],
-    "values": lambda: [one.to_sparse() for one in (EYE, EYE, 2 * EYE)],
-    "not coalesced": lambda: [
-        torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 1.0], (4, 4)),
-        torch.sparse_coo_tensor([[0], [1]], [2.0], (4, 4)),
-        torch.sparse_coo_tensor([[0], [1]], [1.0], (4, 4)),
-    ],
-    "jagged": lambda: [
-        torch.nested.nested_tensor(rows, layout=torch.jagged) for rows in (ROWS, ROWS, ROWS[::-1])
-    ],
-}
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's: these layouts are young
-@pytest.mark.parametrize("kind", NOT_DENSE)
-def test_a_stream_may_yield_tensors_that_are_not_dense(kind):
-    firsts = []
-    for tensor in NOT_DENSE[kind]():
-        found = opened(Yields([{"x": tensor}] * 2), batched=True)
-        assert found.next(0, 0, np.arange(4))["x"] is tensor
-        firsts.append(found.stream.first)
-    assert firsts[0] == firsts[1] != firsts[2]
 
 
 def test_batches_that_the_loop_did_not_ask_for_are_passed_over():
@@ -592,74 +553,6 @@ def test_the_users_code_in_a_worker_finds_its_own_dataset():
     there.begin(range(1), lambda step: [np.arange(4)])
     assert there.next(0, 0, np.arange(4)) == ["Named"] * 4
     there.close()
-
-
-def test_what_a_loaders_workers_draw_belongs_to_its_state():
-    """torchdata's StatefulDataLoader: it keeps the stream's state, but not the generators'."""
-
-    def wrapped() -> Any:
-        source = DataLoader(Kept(), batch_size=4, num_workers=1)
-        reseed_workers(source)
-        reseed_workers(source)
-        return source.dataset
-
-    whole = [sample.tolist() for sample in wrapped()]
-    stream = wrapped()
-    first = [sample.tolist() for sample in itertools.islice(stream, 3)]
-    state = stream.state_dict()
-    random.seed(1)
-    after = wrapped()
-    after.load_state_dict(state)
-    assert first + [sample.tolist() for sample in after] == whole
-    assert after.state_dict() == {"samples": 0, "stream": {"at": 0}}
-    assert after.length == 10  # as the user's code finds it
-    own = Kept()
-    for untouched in (DataLoader(own, batch_size=4), DataLoader(Noisy(), num_workers=1)):
-        dataset = untouched.dataset
-        reseed_workers(untouched)
-        assert untouched.dataset is dataset
-    stateless = DataLoader(Counting(), num_workers=1)
-    reseed_workers(stateless)
-    assert not hasattr(stateless.dataset, "state_dict")
-
-
-class Jitter:
-    """A transform with generators of its own."""
-
-    def __init__(self) -> None:
-        self.rngs = {"numpy": np.random.default_rng(1), "old": np.random.RandomState(1)}
-
-
-class OwnNoise(Dataset[torch.Tensor]):
-    """As many write it: what it draws would depend on what this process has drawn before."""
-
-    def __init__(self) -> None:
-        self.transforms = [Jitter()]
-        self.first, self.second = torch.Generator(), torch.Generator()
-        self.python = random.Random(1)
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        rngs = self.transforms[0].rngs
-        tensors = [torch.rand((), generator=g) for g in (self.first, self.second)]
-        numbers = [self.python.random(), *(float(rng.random()) for rng in rngs.values())]  # type: ignore[attr-defined]
-        return torch.tensor([*tensors, *numbers])
-
-
-def test_a_datasets_own_generators_depend_on_the_position_only() -> None:
-    def made(batches: Batches, *positions: int) -> torch.Tensor:
-        places = np.array(positions)
-        found: torch.Tensor = batches.make(Work(places, places))
-        return found
-
-    batches, other = (Batches(Subset(OwnNoise(), range(SAMPLES)), None, 5) for _ in range(2))
-    rows = made(batches, 3, 4, 5)
-    made(other, 9)
-    assert torch.equal(made(other, 4)[0], rows[1])
-    assert not torch.equal(rows[0], rows[1])
-    assert len(rows[0].unique()) == 5, "no two generators draw the same"
 
 
 def test_a_dataset_that_changes_its_length_is_refused_at_the_next_epoch() -> None:

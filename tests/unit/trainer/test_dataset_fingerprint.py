@@ -1,8 +1,10 @@
-"""Ranks whose datasets differ are found by a few numbers of a few samples."""
+"""Ranks whose datasets differ are told by lengths, indices and a few samples at equal positions."""
 
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,96 +12,166 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from ddpjob_trainer.data import dataset_fingerprint as likeness
-from ddpjob_trainer.data.fetch import Batches
+from ddpjob_trainer import accelerator
+from ddpjob_trainer.data import dataset_fingerprint
+from ddpjob_trainer.data.inputs import Indexed, InputOptions, Place, open_input
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.training.run_config import take_data
 
 X = torch.randn(40, 3, generator=torch.Generator().manual_seed(1))
 
 
-class Loud(Dataset[int]):
-    """Of the user's own: it is never asked for a sample."""
+class Own(Dataset[Any]):
+    """Of the script's own: with an augmentation, and what it remembers of its calls."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows, self.calls = rows, list[int]()
 
     def __len__(self) -> int:
-        return 40
+        return len(self.rows)
 
-    def __getitem__(self, index: int) -> int:
-        raise AssertionError
+    def __getitem__(self, index: int) -> Any:
+        self.calls.append(index)
+        return self.rows[index] + random.random() / 10
 
 
-def seen(dataset: Any) -> likeness.Likeness:
-    found = json.loads(json.dumps(likeness.of(Batches(dataset, None, 5))))
-    assert isinstance(found, dict)
+class Unseeded(Own):
+    def __getitem__(self, index: int) -> Any:
+        return index, random.SystemRandom().random()
+
+
+def opened(dataset: Any, rank: int, *, ranks: int = 3, workers: int = 0, step: int = 2) -> Indexed:
+    place = Place(
+        seed=5, rank=rank, ranks=ranks, global_batch=6, parts=ranks, level="resume", tail="drop",
+        collate=None, accelerator=accelerator.of(torch.device("cpu")), say=lambda text: None,
+        alive=lambda: None,
+    )  # fmt: skip
+    found = open_input(dataset, InputOptions(workers=workers), place)
+    assert isinstance(found, Indexed)
+    found.start()
+    found.begin(range(step, 6), lambda step: [np.arange(2) + step * 6 + rank * 2])
     return found
+
+
+def compared(datasets: Sequence[Any], **options: Any) -> str:
+    """What rank 0 says of three ranks' datasets."""
+    every = [opened(dataset, rank, **options) for rank, dataset in enumerate(datasets)]
+    told = json.loads(json.dumps([[one.own, one.compared] for one in every]))
+    every[0].compare([own for own, _ in told])
+    for one in every:
+        one.close()
+    return every[0].compare_samples([samples for _, samples in told])
 
 
 def rows(values: Any) -> Any:
     return [(row, f"name {number:.3g}") for row, number in zip(values, values[:, 0], strict=True)]
 
 
+EQUAL: list[Callable[[], Any]] = [
+    lambda: TensorDataset(X, X[:, 0] > 0),
+    lambda: rows(X.numpy()),
+    lambda: Own(X),
+    lambda: Subset(Own(X), range(5, 30)),
+    lambda: [{"a": object(), "b": torch.zeros(4, dtype=torch.complex64), "c": np.array("d")}] * 20,
+    lambda: TensorDataset(torch.full((20, 1), torch.nan)),
+    lambda: [torch.eye(3).to_sparse()] * 20,
+]
+
+
+@pytest.mark.parametrize("make", EQUAL)
+def test_equal_ones_are_compared_in_silence(make: Callable[[], Any]) -> None:
+    assert compared([make() for _ in range(3)]) == ""
+
+
 DIFFERENT = [
-    (TensorDataset(X), TensorDataset(X.flip(0)), "sample 0"),
-    (TensorDataset(X, X[:, 0] > 0), TensorDataset(X, X[:, 0] < 0), "sample 0"),
-    (rows(X.numpy()), rows(X.flip(0).numpy()), "sample 0"),
-    (ConcatDataset([rows(X), rows(X)]), ConcatDataset([rows(X), rows(X * 2)]), "sample 45"),
-    (Subset(Loud(), [1, 2, 3]), Subset(Loud(), [1, 2, 4]), "the indices of its Subset"),
-    ([{"a": 1.5, "b": [torch.ones(2)]}], [{"a": 1.5, "b": [torch.zeros(2)]}], "sample 0"),
+    (TensorDataset(X), TensorDataset(X.flip(0)), "sample "),
+    (TensorDataset(X, X[:, 0] > 0), TensorDataset(X, X[:, 0] < 0), "sample "),
+    (rows(X.numpy()), rows(X.flip(0).numpy()), "sample "),
+    (ConcatDataset([rows(X), rows(X)]), ConcatDataset([rows(X), rows(X * 2)]), "sample "),
+    (Subset(Own(X), range(9)), Subset(Own(X), [*range(8), 9]), "the indices of its Subset"),
+    (TensorDataset(X), TensorDataset(X[:39]), "its length"),
+    ([{"a": 1, "b": [torch.ones(2)]}] * 9, [{"a": 1, "b": [torch.zeros(2)]}] * 9, "sample "),
 ]
 
 
 @pytest.mark.parametrize(("one", "other", "what"), DIFFERENT)
-def test_what_differs_is_named(one: Any, other: Any, what: str) -> None:
-    every = [seen(one), seen(one), seen(other)]
-    likeness.check(every[:2])
-    with pytest.raises(ConfigError, match=rf"dataset of rank 2 is not rank 0's, by {what}: "):
-        likeness.check(every)
-    assert f"by {what}:" in take_data({"data": every[0]}, every[2])
-    assert not take_data({"data": every[0]}, every[1])
+def test_what_differs_is_refused_where_no_code_of_the_scripts_made_it(
+    one: Any, other: Any, what: str
+) -> None:
+    words = rf"dataset of rank 2 is not rank 0's, by {what}.*: every rank must be given the whole"
+    with pytest.raises(ConfigError, match=words):
+        compared([one, one, other], step=1)
 
 
-def test_the_last_bits_of_other_processors_are_no_difference() -> None:
-    near = X.double() * (1 + 1e-6)
-    likeness.check([seen(TensorDataset(X)), seen(TensorDataset(near.float()))])
-    odd = torch.tensor([[torch.nan], [torch.inf]])
-    likeness.check([seen(TensorDataset(odd)), seen(TensorDataset(odd))])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.tier("gate"))])
+@pytest.mark.parametrize("other", [Own(X.flip(0)), Unseeded(X)])
+def test_of_a_dataset_of_the_scripts_own_rank_0_warns(other: Any, workers: int) -> None:
+    """It may hold something of the rank on purpose, or draw from what nobody seeds."""
+    first = type(other)(X)
+    told = compared([first, first, other], workers=workers)
+    assert told.startswith("warning: sample ")
+    assert f"of {type(first).__name__} is not the same on ranks 0 and " in told
+    assert "give every rank the whole dataset" in told
+    assert "generators=[...]" in told
 
 
-def test_what_is_not_known_is_no_difference() -> None:
-    likeness.check([None, None])
-    likeness.check([seen(Loud()), seen(Loud())])
-    likeness.check([seen(TensorDataset(torch.zeros(4, dtype=torch.complex64)))] * 2)
-    assert not take_data({}, seen(TensorDataset(X)))
-    assert not take_data({"data": seen([np.float32(1)])}, None)
+def test_three_samples_of_the_first_step_are_made_once_and_nothing_else_moves() -> None:
+    torch.manual_seed(1)
+    states = torch.get_rng_state(), np.random.get_state(legacy=True)[1], random.getstate()
+    every = [Own(X) for _ in range(3)]
+    assert compared(every) == ""
+    assert [len(one.calls) for one in every] == [3] * 3
+    order = opened(TensorDataset(X), 0).order
+    assert every[0].calls == order.samples(order.batch(2)[:3]).tolist()
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (np.random.get_state(legacy=True)[1] == states[1]).all()
+    assert random.getstate() == states[2]
+    alone = Own(X)
+    opened(alone, 0, ranks=1)
+    assert alone.calls == [], "nothing to compare with"
+
+
+def test_a_worker_makes_them_where_there_is_one() -> None:
+    """Else a file that the dataset opens at its first sample would be shared by a fork."""
+    dataset = Own(X)
+    assert compared([dataset] * 3, workers=1) == ""
+    assert dataset.calls == []
+
+
+def test_a_snapshot_knows_the_length_and_the_indices() -> None:
+    def of(dataset: Any) -> dict[str, Any]:
+        found = json.loads(json.dumps(opened(dataset, 0).fingerprint))
+        assert isinstance(found, dict)
+        return found
+
+    stored = of(Subset(Own(X), range(9)))
+    assert take_data({"data": stored}, stored) == ""
+    changed = take_data({"data": stored}, of(Subset(Own(X), [*range(8), 9])))
+    assert "not that of the snapshot, by the indices of its Subset" in changed
+    assert "by its length" in take_data({"data": stored}, of(Subset(Own(X), range(8))))
+    older = {"subset": stored["subset"], "samples": {"0": [1.0]}}
+    assert take_data({"data": older}, stored) == take_data({}, stored) == ""
+    assert take_data({"data": stored}, None) == ""
+
+
+def test_last_bits_of_other_processors_and_folders_of_other_machines_are_no_difference() -> None:
+    def of(sample: Any) -> list[list[list[float]]]:
+        return [[dataset_fingerprint.numbers(sample)]]
+
+    pairs = [
+        (X, (X.double() * (1 + 1e-6)).float()),
+        (torch.tensor([torch.nan, torch.inf]), torch.tensor([torch.nan, torch.inf])),
+        (("/tmp/a1/3.png", 1), ("/tmp/b2/3.png", 1)),
+    ]
+    for one, other in pairs:
+        assert dataset_fingerprint.first_unequal(of(one) + of(other)) is None
+    for one, other in [(X, X * 1.1), ("/tmp/3.png", "/tmp/3.jpg"), ([1, 2], [2, 1])]:
+        assert dataset_fingerprint.first_unequal(of(one) + of(other)) == (1, 0)
 
 
 def test_a_long_sample_is_told_in_few_numbers() -> None:
-    """Each snapshot holds them."""
-    one, other = [[*range(50_000)] for _ in range(9)], [[*range(50_000)] for _ in range(9)]
-    other[8][40_000] = 10**9
-    found = seen(one)
-    assert len(json.dumps(found)) < 20_000
-    assert likeness.difference(found, seen(one)) == ""
-    assert likeness.difference(found, seen(other)) == "sample 8"
-
-
-class Huge(np.ndarray[Any, Any]):
-    """As a file of gigabytes is: not to be copied."""
-
-    def astype(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.size <= 1 << 20
-        return super().astype(*args, **kwargs)
-
-
-@pytest.mark.parametrize("shape", [(1 << 24,), (3, 1 << 23), (1 << 22, 2, 3)])
-def test_of_a_large_array_only_the_begin_is_read(shape: tuple[int, ...]) -> None:
-    array = np.broadcast_to(np.ones(1, np.uint8), shape).view(Huge)
-    assert seen([array])["samples"] == {"0": [1.0]}
-
-
-def test_files_may_lie_elsewhere_on_each_machine() -> None:
-    def files(folder: str, ending: str = "png") -> Any:
-        return [(f"{folder}/{number}.{ending}", number % 2) for number in range(9)]
-
-    assert likeness.difference(seen(files("/tmp/a1")), seen(files("/tmp/b2"))) == ""
-    assert likeness.difference(seen(files("/tmp/a1")), seen(files("/tmp/a1", "jpg"))) != ""
+    one, other = list(range(50_000)), list(range(50_000))
+    other[40_000] = 10**9
+    found = [[dataset_fingerprint.numbers(tokens)] for tokens in (one, other)]
+    assert all(len(numbers) < 100 for (numbers,) in found)
+    assert dataset_fingerprint.first_unequal(found) == (1, 0)

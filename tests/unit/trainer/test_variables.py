@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpjob_trainer.data import own_generators
+from ddpjob_trainer.data import generators as own_generators
 from ddpjob_trainer.training.variables import Variables, _at
 
 NET = nn.Linear(2, 2)

@@ -1,77 +1,99 @@
-"""Whether the ranks read one dataset, as far as a few numbers of a few samples tell.
+"""Tell whether all ranks were given one dataset, and a resume the dataset of its snapshot.
 
 Data that is made, shuffled or split at random before start() has seeded the generators is another
-one in each process, and after each restart: ranks would share out batches of different datasets.
-Only what is indexed by torch's and Python's own code is looked at, so that no code of the user's
-runs; of a Subset of anything, the indices.
+one in each process. inputs.py compares lengths and a Subset's indices between the ranks and with
+the snapshot, and a few numbers of the samples that each rank makes at the same first positions.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ddpjob_trainer.data.fetch import Batches
-from ddpjob_trainer.data.order import digest
+from ddpjob_trainer.data.order import Indices, digest
 from ddpjob_trainer.errors import ConfigError
 
-_SAMPLES = 8
-_MOST = 64  # numbers of a sample: each snapshot's JSON holds them
-_READ = 1 << 20  # elements of a tensor or array: it may be a file of gigabytes
+_MOST = 64  # numbers of a sample that travel
+_READ = 1 << 20  # elements of a tensor or array
 #: Processors differ in the last bits of what they have computed.
 _CLOSE = 1e-3
 
-#: What tells one dataset from another, in what JSON holds.
-Likeness = dict[str, Any]
+#: ``length``, and ``subset``, a hash of the indices of a Subset, None for another dataset.
+Fingerprint = dict[str, Any]
+_WORDS = {"length": "its length", "subset": "the indices of its Subset"}
 
 
-def of(batches: Batches) -> Likeness:
-    """What one process sees of its dataset."""
-    found: Likeness = {"subset": None, "samples": {}}
-    if batches.subset is not None:
-        found["subset"] = digest(batches.subset)
-    if batches.is_quiet:
-        length = len(batches.dataset)
-        places = np.unique(np.linspace(0, length - 1, min(length, _SAMPLES)).astype(np.int64))
-        wanted = places if batches.subset is None else batches.subset[places]
-        for index in wanted.tolist():
-            found["samples"][str(index)] = _numbers(batches.base[index])
-    return found
+def of(dataset: Any, subset: Indices | None) -> Fingerprint:
+    """Return what a snapshot holds of a dataset."""
+    return {"length": len(dataset), "subset": None if subset is None else digest(subset)}
 
 
-def _numbers(sample: Any) -> list[float]:
-    """Of its tensors, arrays, numbers and strings, wherever they stand in it."""
+def difference(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> str:
+    """Name what tells two datasets apart; empty: nothing that both say."""
+    found = [
+        words
+        for name, words in _WORDS.items()
+        if one and other and name in one and name in other and one[name] != other[name]
+    ]
+    return found[0] if found else ""
+
+
+def check(every: Sequence[Fingerprint]) -> None:
+    """Raise ConfigError where a rank's dataset is not rank 0's. ``every``: rank by rank."""
+    for rank, one in enumerate(every):
+        if what := difference(every[0], one):
+            raise refusal(rank, what)
+
+
+def refusal(rank: int, what: str) -> ConfigError:
+    """Return the error for a rank with another dataset."""
+    return ConfigError(
+        f"the dataset of rank {rank} is not rank 0's, by {what}: every rank must be given"
+        " the whole dataset, the same one. What makes, shuffles or splits it at random"
+        " belongs after ddp.start(), which seeds all ranks alike, or needs a seed"
+    )
+
+
+def numbers(sample: Any) -> list[float]:
+    """Return a few of a sample's tensors, arrays, numbers and strings, wherever they stand."""
     found: list[float] = []
     _collect(sample, found)
     found = [number if math.isfinite(number) else 0.0 for number in found]
-    if len(found) <= _MOST:
-        return found
-    values = np.abs(found)  # of a list of tokens, say
-    return [float(len(found)), *(float(part.mean()) for part in np.array_split(values, _MOST - 1))]
+    return [*found[:_MOST], math.fsum(map(abs, found))] if found else []
 
 
-def _begin(value: Any) -> Any:
-    """Its first elements, a view."""
-    for axis, size in enumerate(value.shape):
-        if (rest := math.prod(value.shape[axis + 1 :])) * size > _READ:
-            kept = max(1, _READ // rest)
-            value = value[(slice(None),) * axis + (slice(kept),)]
-    return value
+def first_unequal(every: Sequence[Sequence[Sequence[float]]]) -> tuple[int, int] | None:
+    """Find the first rank, and the first of its samples, that is not as on rank 0.
+
+    ``every``: of each rank the numbers of each sample.
+    """
+    for rank, theirs in enumerate(every):
+        for place, (one, other) in enumerate(zip(every[0], theirs, strict=True)):
+            if not _close(one, other):
+                return rank, place
+    return None
+
+
+def _close(one: Sequence[float], other: Sequence[float]) -> bool:
+    return len(one) == len(other) and all(
+        math.isclose(a, b, rel_tol=_CLOSE, abs_tol=_CLOSE**3)
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def _collect(value: Any, found: list[float]) -> None:
     if isinstance(value, torch.Tensor):
-        plain = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
-        if plain.layout is torch.strided and plain.numel() and not plain.is_quantized:
-            found.append(float(_begin(plain.detach()).double().abs().mean()))
+        dense = value.layout is torch.strided and not value.is_nested and not value.is_quantized
+        if dense and value.numel():
+            found.append(float(value.detach().flatten()[:_READ].abs().double().mean()))
     elif isinstance(value, np.ndarray):
         if value.dtype.kind in "biuf" and value.size:
-            found.append(float(np.abs(_begin(value).astype(np.float64)).mean()))
+            found.append(float(np.abs(value.reshape(-1)[:_READ].astype(np.float64)).mean()))
     elif isinstance(value, bool | int | float | np.number):
         found.append(float(value))
     elif isinstance(value, str):
@@ -83,33 +105,3 @@ def _collect(value: Any, found: list[float]) -> None:
     elif isinstance(value, list | tuple):
         for part in value:
             _collect(part, found)
-
-
-def difference(one: Likeness | None, other: Likeness | None) -> str:
-    """What tells two datasets apart, in words; empty: nothing that is known."""
-    if not one or not other:
-        return ""
-    if one["subset"] != other["subset"]:
-        return "the indices of its Subset"
-    for index, mine in one["samples"].items():
-        if not _close(mine, other["samples"].get(index, mine)):
-            return f"sample {index}"
-    return ""
-
-
-def check(every: Sequence[Likeness | None]) -> None:
-    """Raise ConfigError where the ranks' datasets differ. ``every``: rank by rank."""
-    for rank, one in enumerate(every):
-        if what := difference(every[0], one):
-            raise ConfigError(
-                f"the dataset of rank {rank} is not rank 0's, by {what}: every rank must be given"
-                " the whole dataset, the same one. What makes, shuffles or splits it at random"
-                " belongs after ddp.start(), which seeds all ranks alike, or needs a seed"
-            )
-
-
-def _close(one: Sequence[float], other: Sequence[float]) -> bool:
-    return len(one) == len(other) and all(
-        math.isclose(a, b, rel_tol=_CLOSE, abs_tol=_CLOSE**3)
-        for a, b in zip(one, other, strict=True)
-    )

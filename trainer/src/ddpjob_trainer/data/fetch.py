@@ -1,4 +1,7 @@
-"""From positions in the run to a batch, and a batch to the right device."""
+"""Make a batch from its positions in the run, and move it to the right device.
+
+inputs.py calls Batches.make() in this process or in the workers, the loop to_device().
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
 from ddpjob_trainer.accelerator import Accelerator
-from ddpjob_trainer.data import own_generators
+from ddpjob_trainer.data import dataset_fingerprint, generators
 from ddpjob_trainer.data.order import Indices, key64, words
-from ddpjob_trainer.data.seeding import seed_generators
 from ddpjob_trainer.errors import ConfigError
 
 Collate = Callable[[Sequence[Any]], Any]
@@ -40,20 +42,27 @@ def check(dataset: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A batch to make: its samples, and their positions in the run."""
+    """A batch to make: its samples, and their positions in the run.
+
+    ``compared``: no batch, but the numbers by which ranks compare these samples.
+    """
 
     samples: Indices
     positions: Indices
+    compared: bool = False
 
 
 class Batches:
     """A map-style dataset, batch by batch. ``draws``: random numbers may be used to make one.
 
     ``base``: what it is a Subset of, of Subsets too, and ``subset`` which of its samples, None for
-    all. ``is_quiet``: no code of the user's runs when ``base`` is indexed.
+    all. ``is_quiet``: no code of the user's runs when ``base`` is indexed. ``named``: generators
+    that are seeded beside those that the dataset is found to keep.
     """
 
-    def __init__(self, dataset: Any, collate: Collate | None, seed: int) -> None:
+    def __init__(
+        self, dataset: Any, collate: Collate | None, seed: int, named: Sequence[Any] = ()
+    ) -> None:
         check(dataset)
         self.dataset = dataset
         self._collate = collate
@@ -62,27 +71,32 @@ class Batches:
         self._at_once = collate is None and _is_plain(self.base, TensorDataset)
         self.is_quiet = _is_quiet(self.base)
         self.draws = collate is not None or not self.is_quiet
-        self._own: list[Any] | None = None  # the dataset's generators, as this process has them
-        self._collates_own: list[Any] | None = None  # and those of ``collate``
+        self._named = named
+        # As this process has them: a worker_init_fn may have made some.
+        self._own: list[Any] | None = None
+        self._collates_own: list[Any] | None = None
 
     def make(self, work: Work) -> Any:
         """Return the collated batch. Its random numbers depend on the positions only."""
         wanted = work.samples if self.subset is None else self.subset[work.samples]
+        if work.compared:
+            samples = self._samples(wanted.tolist(), work.positions)
+            return [dataset_fingerprint.numbers(sample) for sample in samples]
         if self._at_once:
             return self.base[torch.from_numpy(np.ascontiguousarray(wanted))]
         samples = self._samples(wanted.tolist(), work.positions)
         if self._collate is None:
             return default_collate(samples)
         key = int(words(self._keys[1], work.positions[:1])[0])
-        seed_generators(key)
+        generators.seed_generators(key)
         if self._collates_own is None:
-            self._collates_own = own_generators.found_in(self._collate)
-        own_generators.seed(self._collates_own, key)
+            self._collates_own = generators.found_in(self._collate)
+        generators.seed(self._collates_own, key)
         return self._collate(samples)
 
     def seed_after(self, positions: Indices) -> None:
         """Seed for what follows a batch: the same whichever process has made it."""
-        seed_generators(int(words(self._keys[2], positions[:1])[0]))
+        generators.seed_generators(int(words(self._keys[2], positions[:1])[0]))
 
     def _samples(self, wanted: list[int], positions: Indices) -> list[Any]:
         many = getattr(self.base, "__getitems__", None)
@@ -100,11 +114,10 @@ class Batches:
         return samples
 
     def _seed(self, key: int) -> None:
-        seed_generators(key)
-        if self._own is None:  # a worker_init_fn may have made some
-            self._own = own_generators.found_in(self.base)
-        if self._own:
-            own_generators.seed(self._own, key)
+        generators.seed_generators(key)
+        if self._own is None:
+            self._own = generators.found_in(self.base, self._named)
+        generators.seed(self._own, key)
 
 
 def _without_subsets(dataset: Any) -> tuple[Any, Indices | None]:

@@ -1,30 +1,40 @@
-"""What run.steps() was given, and how a rank gets its batches from it.
+"""Open what run.steps() was given: the loop's way from a dataset to this rank's batches.
 
-A map-style dataset is read position by position, here or by workers. A DataLoader over one is
-taken apart and read in the same way, so that its order and random numbers are those of the run.
-Everything else that can be iterated is a stream.
+A map-style dataset is read position by position, here or by workers (fetch.py, workers.py). A
+DataLoader over one is taken apart and read in the same way, so that its order and random numbers
+are those of the run. Everything else that can be iterated is a stream (stream.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from ddpjob_trainer.accelerator import Accelerator
 from ddpjob_trainer.arguments import Arguments
-from ddpjob_trainer.data import dataset_fingerprint, fetch, own_generators, user_samplers
-from ddpjob_trainer.data.dataset_fingerprint import Likeness
+from ddpjob_trainer.data import dataset_fingerprint, fetch
+from ddpjob_trainer.data.dataset_fingerprint import Fingerprint
 from ddpjob_trainer.data.fetch import Batches, Collate, Work
-from ddpjob_trainer.data.order import DataOrder, Epochs, Indices, Sequential, Shuffled, Weighted
-from ddpjob_trainer.data.stream import Endless, Say, Stream, yields_batches
+from ddpjob_trainer.data.generators import can_be_seeded, kept
+from ddpjob_trainer.data.order import (
+    DataOrder,
+    Epochs,
+    Indices,
+    Plan,
+    Sequential,
+    Shuffled,
+    Weighted,
+)
+from ddpjob_trainer.data.stream import Say, Stream, yields_batches
+from ddpjob_trainer.data.user_samplers import Sampled, is_indexed_loader, options_of
 from ddpjob_trainer.data.workers import WorkerOptions, Workers
 from ddpjob_trainer.errors import ConfigError
 
-#: Positions of each of this rank's batches of a step; a pure function.
-Plan = Callable[[int], Sequence[Indices]]
+_COMPARED = 3  # samples of the first step, which every rank makes
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,7 @@ class InputOptions(Arguments):
     sampler: Any = None
     weights: Any = None
     batched: bool | None = None
+    generators: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,85 +67,66 @@ class Place:
     say: Say
     alive: Callable[[], None]
 
-
-class Input(Protocol):
-    """One rank's batches. Calls come in this order; next() for each batch of a step."""
-
-    order: DataOrder
-    draws: bool  # making a batch may move this process' generators
-    likeness: Likeness | None  # what must be equal on all ranks
-
     @property
-    def stream(self) -> Stream | None:
-        """What has a state to be kept."""
-        ...
-
-    @property
-    def own(self) -> Any:
-        """What the other ranks are to know of this one's, in what JSON holds."""
-        ...
-
-    def compare(self, every: Sequence[Any]) -> None:
-        """Learn ``own`` of each rank. Raises ConfigError where that is another dataset."""
-        ...
-
-    def start(self) -> None:
-        """Begin with what need not wait for the snapshot."""
-        ...
-
-    def begin(self, steps: range, plan: Plan, *, fresh: bool = False) -> None:
-        """These steps are left to do; ``fresh``: the snapshot, if any, was made with other data.
-
-        Raises ConfigError when the input cannot go on there.
-        """
-        ...
-
-    def next(self, step: int, number: int, positions: Indices) -> Any:
-        """Return batch ``number`` of this rank's in a step, on the CPU."""
-        ...
-
-    def epoch(self, step: int) -> int:
-        """In which epoch a step begins, from 0."""
-        ...
-
-    def close(self) -> None:
-        """End the worker processes."""
-        ...
+    def batch_size(self) -> int:
+        """Samples of each batch."""
+        return self.global_batch // self.parts
 
 
 def open_input(source: Any, options: InputOptions, place: Place) -> Input:
-    """Raises ConfigError for what cannot be read, or not in the way that was asked for."""
+    """Raise ConfigError for what cannot be read, or not in the way that was asked for."""
     _check(options)
-    if user_samplers.is_indexed_loader(source):
-        _refuse_for_loader(source, options)
-        source, options, workers, collate = user_samplers.take_apart(source, options, place)
-        return Indexed(source, options, replace(place, collate=collate), workers)
+    if is_indexed_loader(source):
+        return _taken_apart(source, options, place)
     indexed = hasattr(source, "__getitem__") and hasattr(source, "__len__")
     if indexed and not isinstance(source, IterableDataset):
-        return Indexed(source, options, place, _workers(options, place))
+        pinned = place.accelerator.queues and options.pin_memory is not False
+        workers = WorkerOptions(options.workers or 0, options.prefetch or 2, pin_memory=pinned)
+        return Indexed(source, options, place, workers)
     if not hasattr(source, "__iter__"):
         fetch.check(source)
-    return Streamed(source, options, place)
+    return _stream(source, options, place)
 
 
 def _check(options: InputOptions) -> None:
     chosen = [n for n in ("shuffle", "sampler", "weights") if getattr(options, n) is not None]
     if len(chosen) > 1:
         raise ConfigError(f"{' and '.join(chosen)} each decide the order: give one of them")
+    named = () if options.generators is None else options.generators
+    if not isinstance(named, list | tuple) or not all(map(can_be_seeded, named)):
+        raise ConfigError(
+            "generators must be a list of generators of torch, numpy or random, or of objects with"
+            " reseed(seed)"
+        )
 
 
-def _workers(options: InputOptions, place: Place) -> WorkerOptions:
-    pinned = place.accelerator.queues and options.pin_memory is not False
-    return WorkerOptions(options.workers or 0, options.prefetch or 2, pin_memory=pinned)
-
-
-def _refuse_for_loader(source: Any, options: InputOptions) -> None:
+def _taken_apart(loader: DataLoader[Any], options: InputOptions, place: Place) -> Indexed:
     for name in ("workers", "prefetch", "pin_memory", "shuffle", "sampler", "weights"):
         if getattr(options, name) is not None:
             raise ConfigError(
-                f"{name} is the {type(source).__name__}'s own: set it there, or give run.steps()"
+                f"{name} is the {type(loader).__name__}'s own: set it there, or give run.steps()"
                 " the dataset itself"
             )
+    if loader.batch_size != place.batch_size:
+        raise _other_batch_size(loader.batch_size, place)
+    workers = WorkerOptions(
+        loader.num_workers,
+        loader.prefetch_factor or 2,
+        pin_memory=bool(loader.pin_memory) and place.accelerator.queues,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        timeout=loader.timeout,
+    )
+    if loader.collate_fn is not default_collate:
+        place = replace(place, collate=loader.collate_fn)
+    return Indexed(loader.dataset, replace(options, **options_of(loader.sampler)), place, workers)
+
+
+def _other_batch_size(found: object, place: Place) -> ConfigError:
+    return ConfigError(
+        f"the DataLoader's batch_size={found} must be {place.batch_size}:"
+        f" global_batch={place.global_batch} in {place.parts} batches per step"
+    )
 
 
 def _epochs(source: Any, options: InputOptions, seed: int) -> Epochs:
@@ -147,12 +139,16 @@ def _epochs(source: Any, options: InputOptions, seed: int) -> Epochs:
             )
         return weighted
     if options.sampler is not None:
-        return user_samplers.Sampled(seed, options.sampler, length)
+        return Sampled(seed, options.sampler, length, options.generators or ())
     return Sequential(length) if options.shuffle is False else Shuffled(seed, length)
 
 
 class Indexed:
-    """A map-style dataset: every batch is a function of its positions in the run."""
+    """A map-style dataset: every batch is a function of its positions in the run.
+
+    Calls come in this order: ``own`` of each rank to compare(), start(), begin(), ``compared`` of
+    each rank to compare_samples(), next() for each batch of a step, close().
+    """
 
     stream = None
 
@@ -162,38 +158,75 @@ class Indexed:
         fetch.check(source)
         if options.batched:
             raise ConfigError("batched=True is for streams: a map-style dataset yields samples")
-        epochs = _epochs(source, options, place.seed)
-        self.order = DataOrder(epochs, place.global_batch, place.tail)
-        self._source = Batches(source, place.collate, place.seed)
-        self.draws = self._source.draws
-        if self.draws:
-            own_generators.warn_of_more(source, place.say)
-        self.likeness: Likeness | None = dataset_fingerprint.of(self._source)
-        self.own = self.likeness
+        self.order = DataOrder(_epochs(source, options, place.seed), place.global_batch, place.tail)
+        self._source = Batches(source, place.collate, place.seed, options.generators or ())
+        self.draws = self._source.draws  # making a batch may move this process' generators
+        self.fingerprint: Fingerprint | None = dataset_fingerprint.of(source, self._source.subset)
+        self.own = self.fingerprint
+        self.compared: list[list[float]] = []  # numbers of the samples that all ranks make
+        self._compared_work: Work | None = None
+        self._ranks = place.ranks
         self._pinned = place.accelerator.pinned
         self._options = workers
         self._workers: Workers | None = None
         self._length, self._epoch = len(source), 0
 
-    def compare(self, every: Sequence[Likeness | None]) -> None:
-        """See Input."""
+    def compare(self, every: Sequence[Fingerprint]) -> None:
+        """Learn ``own`` of each rank. Raises ConfigError where that is another dataset."""
         dataset_fingerprint.check(every)
 
     def start(self) -> None:
-        """Start the workers."""
+        """Start the workers, which need not wait for the snapshot."""
         if self._options.count:
             self._workers = Workers(self._source, self._options)
 
     def begin(self, steps: range, plan: Plan, *, fresh: bool = False) -> None:
-        """Have the batches of these steps made."""
+        """Have the batches of these steps made, and the samples that ranks compare.
+
+        A worker makes them where there are any: a file that the dataset opens at its first sample
+        is not to be shared by a fork. ``fresh``: no snapshot was made with this data.
+        """
+        work: Iterator[Work] = (self._work(p) for step in steps for p in plan(step))
+        if steps and self._ranks > 1:
+            first = self._work(self.order.batch(steps.start)[:_COMPARED])
+            self._compared_work = replace(first, compared=True)
+            work = itertools.chain([self._compared_work], work)
         if self._workers is not None:
-            self._workers.begin(self._work(part) for step in steps for part in plan(step))
+            self._workers.begin(work)
+            if self._compared_work is not None:
+                self.compared = self._workers.next()[1]
+        elif self._compared_work is not None:
+            with kept():
+                self.compared = self._source.make(self._compared_work)
+
+    def compare_samples(self, every: Sequence[Sequence[Sequence[float]]]) -> str:
+        """Return a warning where ``compared`` of a rank is not rank 0's.
+
+        Raises ConfigError for samples that no code of the script's has made.
+        """
+        if (found := dataset_fingerprint.first_unequal(every)) is None:
+            return ""
+        rank, place = found
+        assert self._compared_work is not None, "begin() comes first"
+        sample = f"sample {self._compared_work.samples[place]}"
+        if self._source.is_quiet:
+            raise dataset_fingerprint.refusal(rank, sample)
+        return (
+            f"warning: {sample} of {type(self._source.dataset).__name__} is not the same on ranks 0"
+            f" and {rank}. If each rank was given a part of the data, some samples are trained on"
+            " twice and others never: give every rank the whole dataset, run.steps() shares it"
+            " out. If the sample draws from a generator that nobody seeds, no resume repeats it:"
+            " name it in run.steps(dataset, generators=[...])"
+        )
 
     def _work(self, positions: Indices) -> Work:
         return Work(self.order.samples(positions), positions)
 
     def next(self, step: int, number: int, positions: Indices) -> Any:
-        """Return the batch of these positions. Raises ConfigError for another dataset."""
+        """Return batch ``number`` of this rank's in a step, on the CPU.
+
+        Raises ConfigError for another dataset.
+        """
         if (epoch := self.epoch(step)) != self._epoch:
             self._epoch = epoch
             self._check_length()
@@ -218,79 +251,36 @@ class Indexed:
             )
 
     def epoch(self, step: int) -> int:
-        """In which epoch a step lies."""
+        """Return in which epoch a step lies, from 0."""
         return step // self.order.steps_per_epoch
 
     def close(self) -> None:
-        """End the workers."""
+        """End the worker processes."""
         if self._workers is not None:
             self._workers.close()
             self._workers = None
 
 
-class Streamed:
-    """A stream of each rank's own."""
-
-    draws = True
-    likeness: Likeness | None = None
-
-    def __init__(self, source: Any, options: InputOptions, place: Place) -> None:
-        _check_stream(source, options, place)
-        batched = yields_batches(source) if options.batched is None else options.batched
-        size = place.global_batch // place.parts
-        known = getattr(source, "batch_size", None)
-        if batched and isinstance(known, int) and known != size:
-            raise user_samplers.other_batch_size(known, size, place)
-        self.order = DataOrder(Endless(), place.global_batch)
-        self._parts = place.parts // place.ranks
-        self.stream = Stream(
-            source,
-            batch=None if batched else size,
-            rows=known if isinstance(known, int) else None,
-            collate=place.collate,
-            seed=place.seed,
-            rank=place.rank,
-            say=place.say,
-            alive=place.alive,
-        )
-        own_generators.warn_of_more(source, place.say)
-        self.own = self.stream.own
-
-    def compare(self, every: Sequence[Sequence[str]]) -> None:
-        """See Stream."""
-        self.stream.compare(every)
-
-    def start(self) -> None:
-        """Nothing: a stream's workers start where the snapshot says."""
-
-    def begin(self, steps: range, plan: Plan, *, fresh: bool = False) -> None:
-        """Check that the snapshot has brought the stream here."""
-        step = steps.start
-        if fresh:
-            self.stream.total = step * self._parts
-        if self.stream.total != step * self._parts:
-            raise ConfigError(
-                f"after {step} steps the stream of this process should have given"
-                f" {step * self._parts} batches, but the snapshot knows of {self.stream.total}: it"
-                " was made with another number of processes or of micro_batches. Use the same, or"
-                " start anew with snapshot.resume: Never"
-            )
-
-    def next(self, step: int, number: int, positions: Indices) -> Any:
-        """Return the stream's next batch."""
-        wanted = step * self._parts + number
-        while True:
-            batch = self.stream.next()
-            if self.stream.total > wanted:  # else one that the loop's body did not ask for
-                return batch
-
-    def epoch(self, step: int) -> int:
-        """How often the stream has come to its end."""
-        return self.stream.epoch
-
-    def close(self) -> None:
-        """Let go of the stream."""
-        self.stream.close()
+def _stream(source: Any, options: InputOptions, place: Place) -> Stream:
+    _check_stream(source, options, place)
+    batched = yields_batches(source) if options.batched is None else options.batched
+    rows = getattr(source, "batch_size", None)
+    rows = rows if isinstance(rows, int) else None
+    if batched and rows not in (None, place.batch_size):
+        raise _other_batch_size(rows, place)
+    return Stream(
+        source,
+        parts=place.parts // place.ranks,
+        global_batch=place.global_batch,
+        batch=None if batched else place.batch_size,
+        rows=rows,
+        collate=place.collate,
+        seed=place.seed,
+        rank=place.rank,
+        named=options.generators or (),
+        say=place.say,
+        alive=place.alive,
+    )
 
 
 def _check_stream(source: Any, options: InputOptions, place: Place) -> None:
@@ -315,3 +305,6 @@ def _check_stream(source: Any, options: InputOptions, place: Place) -> None:
             f"tail={place.tail!r} needs to know where an epoch of {name} ends: use tail='drop',"
             " or a map-style dataset"
         )
+
+
+Input = Indexed | Stream

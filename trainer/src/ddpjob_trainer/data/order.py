@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from operator import index
 from typing import Protocol
@@ -22,6 +22,8 @@ from ddpjob_trainer.errors import ConfigError
 
 Indices = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
+#: Positions of each of this rank's batches of a step; a pure function.
+Plan = Callable[[int], Sequence[Indices]]
 
 #: Of the orders below, in a snapshot's fingerprint: a change of one is a change of this.
 VERSION = 2

@@ -1,15 +1,15 @@
-"""Orders and loaders that are not ours: samplers, and DataLoaders over map-style datasets.
+"""Make users' samplers functions of (seed, epoch): one sampler, or those of a DataLoader.
 
-Both are made functions of (seed, epoch): a sampler is read once per epoch with generators seeded
-for it, a DataLoader is taken apart and only what it is made of is used.
+inputs.py asks for the order of a map-style dataset: a sampler is read once per epoch, with
+generators seeded for it. stream.py wraps the batch sampler of a DataLoader that is read as it is.
 """
 
 from __future__ import annotations
 
 import base64
 import itertools
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,19 +21,12 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     WeightedRandomSampler,
-    default_collate,
 )
 
-from ddpjob_trainer.data import own_generators
-from ddpjob_trainer.data.fetch import Collate
+from ddpjob_trainer.data import generators
+from ddpjob_trainer.data.generators import kept, seed_generators
 from ddpjob_trainer.data.order import DataOrder, Indices, digest, key64
-from ddpjob_trainer.data.seeding import kept, seed_generators
-from ddpjob_trainer.data.workers import WorkerOptions
 from ddpjob_trainer.errors import ConfigError
-
-if TYPE_CHECKING:
-    from ddpjob_trainer.data.inputs import InputOptions, Place
-
 
 #: By epoch, in what JSON holds: a hash, or the order itself; and the hash of the weights.
 Orders = dict[str, str]
@@ -44,9 +37,12 @@ _KEPT = 4  # those whose weights may change
 
 
 class Sampled:
-    """The order of a sampler: torch's kind, a sequence of indices, or a function of the epoch."""
+    """The order of a sampler: torch's kind, a sequence of indices, or a function of the epoch.
 
-    def __init__(self, seed: int, sampler: Any, samples: int) -> None:
+    ``named``: generators to seed beside those that the sampler is found to keep.
+    """
+
+    def __init__(self, seed: int, sampler: Any, samples: int, named: Sequence[Any] = ()) -> None:
         if isinstance(sampler, DistributedSampler):
             raise ConfigError(
                 "sampler is a DistributedSampler, but run.steps() shares each global batch among"
@@ -57,6 +53,7 @@ class Sampled:
         self._seed = seed
         self._sampler = sampler
         self._samples = samples
+        self._named = named
         self._epoch = 0
         self._orders: dict[int, str] = {}  # hashes of those read last
         self._before: Orders = {}
@@ -144,7 +141,7 @@ class Sampled:
         with kept():
             key = key64("sampler", self._seed, epoch)
             seed_generators(key)
-            own_generators.seed(own_generators.found_in(sampler), key)
+            generators.seed(generators.found_in(sampler, self._named), key)
             if isinstance(getattr(sampler, "generator", None), torch.Generator):
                 sampler.generator.manual_seed(key)
             if not hasattr(sampler, "__iter__"):
@@ -177,6 +174,56 @@ def orders_since(order: DataOrder, step: int) -> Orders:
     return order.epochs.orders_since(epoch) if isinstance(order.epochs, Sampled) else {}
 
 
+class SeededSampler:
+    """For a DataLoader: its own sampler, drawn by the same random numbers on all ranks.
+
+    ``random.shuffle(batches)``, then ``batches[rank::ranks]``: by generators of each rank's own a
+    batch would go to two ranks, and another to none, and no restart would show it. What samples
+    draw is each rank's own all the same.
+    """
+
+    def __init__(self, inner: Any, key: int) -> None:
+        self.inner = inner
+        self.epoch = 0
+        self.first = b""  # what it drew first in this process
+        self._key = key
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        key = key64(self._key, self.epoch)
+        with kept():
+            seed_generators(key64(key, "begin"))
+            iterator = iter(self.inner)
+        for number in itertools.count():
+            with kept():
+                seed_generators(key64(key, number))
+                try:
+                    found = next(iterator)
+                except StopIteration:
+                    return
+            self.first = self.first or repr(found).encode()
+            yield found
+
+
+def seed_sampler(loader: DataLoader[Any], key: int) -> SeededSampler | None:
+    """Have the sampler that decides a loader's batches drawn by this key; None: there is none."""
+    if isinstance(loader.dataset, IterableDataset):  # which has no order but its own
+        return None
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    inner = getattr(loader, name)
+    if isinstance(inner, SeededSampler):  # of a run before
+        inner = inner.inner
+    seeded = vars(loader)[name] = SeededSampler(inner, key)  # torch lets nobody assign it
+    return seeded
+
+
 def is_indexed_loader(source: Any) -> bool:
     """Whether it is a DataLoader that makes usual batches of a map-style dataset.
 
@@ -190,28 +237,8 @@ def is_indexed_loader(source: Any) -> bool:
     )
 
 
-def take_apart(
-    loader: DataLoader[Any], options: InputOptions, place: Place
-) -> tuple[Any, InputOptions, WorkerOptions, Collate | None]:
-    """Return the dataset, its order, and how to read it. Raises ConfigError."""
-    size = place.global_batch // place.parts
-    if loader.batch_size != size:
-        raise other_batch_size(loader.batch_size, size, place)
-    collate: Any = loader.collate_fn
-    if collate is default_collate:
-        collate = place.collate
-    workers = WorkerOptions(
-        loader.num_workers,
-        loader.prefetch_factor or 2,
-        pin_memory=bool(loader.pin_memory) and place.accelerator.queues,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        timeout=loader.timeout,
-    )
-    return loader.dataset, replace(options, **_order_of(loader.sampler)), workers, collate
-
-
-def _order_of(sampler: Any) -> dict[str, Any]:
+def options_of(sampler: Any) -> dict[str, Any]:
+    """Return the options of run.steps() that give the order of a DataLoader's sampler."""
     if isinstance(sampler, DistributedSampler):
         return {"shuffle": bool(sampler.shuffle)}
     if _is(sampler, SequentialSampler):
@@ -230,11 +257,3 @@ def _is(obj: object, kind: type) -> bool:
     found = type(obj)
     package = found.__module__.partition(".")[0]
     return found.__name__ == kind.__name__ and package in ("torch", "torchdata")
-
-
-def other_batch_size(found: object, size: int, place: Place) -> ConfigError:
-    """The error for a loader whose batches are not the run's."""
-    return ConfigError(
-        f"the DataLoader's batch_size={found} must be {size}: global_batch={place.global_batch} in"
-        f" {place.parts} batches per step"
-    )

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ddpjob_trainer.data.generators import seed_generators
 from ddpjob_trainer.data.order import key64
-from ddpjob_trainer.data.seeding import seed_generators
 
 
 def reseed(seed: int, step: int, *place: int) -> None:

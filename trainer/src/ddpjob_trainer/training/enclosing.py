@@ -12,7 +12,7 @@ import inspect
 import sys
 from types import FrameType
 
-from ddpjob_trainer.data.own_generators import is_library
+from ddpjob_trainer.data.generators import is_library
 
 #: Of a method's name that is called: Python 3.11's, and what later ones show beside the name.
 _METHOD, _CALLED = "LOAD_METHOD", "NULL"

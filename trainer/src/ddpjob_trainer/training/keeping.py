@@ -6,11 +6,12 @@ so: whoever finds it has nothing left to train, unless more steps are asked for 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from ddpjob_trainer.comm.world import agree
-from ddpjob_trainer.data.inputs import Input
+from ddpjob_trainer.data.inputs import Indexed, Input
 from ddpjob_trainer.data.user_samplers import Sampled, orders_since
 from ddpjob_trainer.errors import DivergedError
 from ddpjob_trainer.gradients.replica_check import DivergenceCheck
@@ -54,7 +55,7 @@ class Keeping:
             process.world, every=options.check_every, buffers=options.level == "elastic"
         )
         self._config = run_config.fingerprint(
-            options, process.world, self._order.epochs, source.likeness
+            options, process.world, self._order.epochs, source.fingerprint
         )
 
     def restore(self) -> Mapping[str, Any]:
@@ -93,6 +94,13 @@ class Keeping:
         else:
             self._replay.begin(self.resumed_after, decides)
         return stored
+
+    def compare_samples(self) -> None:
+        """Compare a few samples that all ranks have made. Every rank calls it."""
+        if isinstance(self._input, Indexed) and self._world.size > 1:
+            blob = json.dumps(self._input.compared).encode()
+            gathered = self._world.gather_bytes("the comparison of samples", blob)
+            self._warn(self._input.compare_samples([json.loads(one) for one in gathered]))
 
     def take_layout(self, layout: str | None) -> None:
         """Learn in which buckets gradients travel, once that is known."""

@@ -180,6 +180,8 @@ class Loop:
         else:
             left = range(done, self._total)
             self._input.begin(left, self._positions, fresh=self.kept.other_data)
+            with self._peers("the start of run.steps()"):
+                self.kept.compare_samples()
         self._progress.resumed(done, stored)
         length = self._order.steps_per_epoch if self._input.stream is None else None
         self._recorder.resumed(done, length)

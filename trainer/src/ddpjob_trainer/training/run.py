@@ -180,6 +180,7 @@ class Run:
         sampler: Any = None,
         weights: Any = None,
         batched: bool | None = None,
+        generators: Sequence[Any] | None = None,
     ) -> Iterator[Step]:
         """Yield the steps that are still to do, after the newest snapshot if there is one.
 
@@ -192,6 +193,8 @@ class Run:
         ``sampler``: another order, as a torch Sampler, a sequence of indices, or a function from
         the epoch to one. ``weights``: one per sample; an epoch draws as many samples as there are,
         with replacement. ``batched``: whether a stream of unknown type yields batches, not samples.
+        ``generators``: of torch, numpy or random, or objects with reseed(seed), that samples draw
+        from and that the dataset, its transforms, their classes and modules do not lead to.
 
         Raises ConfigError for what cannot be read in this way.
         """

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ddpjob_trainer.comm.world import World
-from ddpjob_trainer.data.dataset_fingerprint import Likeness, difference
+from ddpjob_trainer.data.dataset_fingerprint import Fingerprint, difference
 from ddpjob_trainer.data.inputs import Place
 from ddpjob_trainer.data.order import DataOrder, Epochs
 from ddpjob_trainer.data.stream import Endless
@@ -56,7 +56,7 @@ def with_steps(options: Options, order: DataOrder) -> Options:
 
 
 def fingerprint(
-    options: Options, world: World, epochs: Epochs, data: Likeness | None
+    options: Options, world: World, epochs: Epochs, data: Fingerprint | None
 ) -> dict[str, Any]:
     """Return plain values only: a snapshot's JSON holds them."""
     return {
@@ -83,7 +83,7 @@ def fingerprint(
     }
 
 
-def take_data(stored: Mapping[str, Any], mine: Likeness | None) -> str:
+def take_data(stored: Mapping[str, Any], mine: Fingerprint | None) -> str:
     """Return a warning where the dataset is not the one of the snapshot."""
     what = difference(stored.get("data"), mine)
     return what and (

@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddpjob_trainer.data.own_generators import OF_ALL, SEEDED, is_library, is_the_scripts
-from ddpjob_trainer.data.own_generators import mark as generator_mark
+from ddpjob_trainer.data.generators import OF_ALL, SEEDED, is_library, is_the_scripts
+from ddpjob_trainer.data.generators import mark as generator_mark
 from ddpjob_trainer.training.hidden import is_looked_after, key
 
 _FOR_ITER = dis.opmap["FOR_ITER"]

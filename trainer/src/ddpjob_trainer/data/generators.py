@@ -1,0 +1,223 @@
+"""Seed whatever a sample may draw from, as a function of the seed and of the place in the run.
+
+Batches, streams and samplers call this before each sample, batch or epoch: torch's, numpy's and
+random's own generators, and those that a dataset, its transforms, a collate function or a sampler
+keep for themselves. So augmentations depend neither on who loads a sample nor on what was loaded
+before it. found_in() looks at attributes, classes, closures and the globals that functions name,
+not into lists of samples; run.steps(generators=...) names others, and the check of each restart
+finds the rest.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import re
+import sys
+import sysconfig
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
+from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+_GENERATORS = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
+#: Objects that a search looks at, and entries of a list or dict: what is longer holds samples.
+_LOOKS, _ENTRIES = 20_000, 100
+_ENDS = (
+    str, bytes, bytearray, int, float, complex, type(None), range, CodeType, ModuleType,
+    np.generic, np.ndarray, torch.Tensor, torch.dtype, torch.device,
+)  # fmt: skip
+_CONTAINERS: dict[Any, Callable[[Any], Iterable[Any]]] = {
+    dict: dict.values, list: list.__iter__, tuple: tuple.__iter__, deque: deque.__iter__,
+}  # fmt: skip
+#: A run leads to the loop's generators. Only what stands in place of the script's own is gone into.
+_OURS = re.compile(r"ddpjob_trainer\.(?!data\.)")
+_ODD = 0x9E3779B97F4A7C15
+#: The process' own, which are seeded anyway.
+OF_ALL = {
+    id(torch.default_generator),
+    id(getattr(np.random.seed, "__self__", None)),
+    id(getattr(random.seed, "__self__", None)),
+}
+#: How often seed() has seeded one, by id.
+SEEDED: Counter[int] = Counter()
+#: Python's own modules, what is installed, and ours: they draw from what they are given.
+_LIBRARIES = (
+    *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
+    f"{Path(__file__).parent.parent}/",
+)
+#: Other folders of Debian's own Python, a user's, as of `pip install --user`, and PYTHONPATH's.
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+
+
+# --- The process' own --------------------------------------------------------------------------
+
+
+def seed_generators(key: int) -> None:
+    """Seed torch on the CPU, numpy and random with 64 bits. Some 10 microseconds."""
+    # Not torch.manual_seed(): until CUDA starts it formats a stack at each call, 0.3 ms.
+    torch.default_generator.manual_seed(key)
+    np.random.seed(key % 2**32)
+    random.seed(key)
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Leave every generator as it was found."""
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    state = torch.get_rng_state(), np.random.get_state(legacy=True), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state[0])
+        np.random.set_state(state[1])
+        random.setstate(state[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+
+
+# --- Those of datasets, transforms, collate functions and samplers -----------------------------
+
+
+def seed(generators: Sequence[Any], key: int) -> None:
+    """Seed each with 64 bits, no two alike, nor like the process' own; reseed() gets 32."""
+    for place, generator in enumerate(generators, 1):
+        own = (key + place * _ODD) % 2**64
+        SEEDED[id(generator)] += 1
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(own)
+        elif isinstance(generator, np.random.Generator):
+            bits = generator.bit_generator
+            bits.state = type(bits)(own).state
+        elif isinstance(generator, _GENERATORS):
+            generator.seed(own % 2**32)
+        else:
+            generator.reseed(own % 2**32)
+
+
+def mark(generator: Any) -> str:
+    """Return what tells where one stands, in what JSON holds; empty where nothing does."""
+    if isinstance(generator, torch.Generator):
+        state: Any = generator.get_state().numpy()
+    elif isinstance(generator, np.random.Generator):
+        state = generator.bit_generator.state
+    elif isinstance(generator, np.random.RandomState):
+        state = generator.get_state(legacy=True)
+    elif isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
+        state = generator.getstate()
+    else:
+        return ""
+    return blake2b(pickle.dumps(state), digest_size=8).hexdigest()
+
+
+def can_be_seeded(obj: Any) -> bool:
+    """Tell whether seed() takes it: a generator, or an object with reseed(seed)."""
+    return issubclass(type(obj), _GENERATORS) or callable(getattr(type(obj), "reseed", None))
+
+
+def found_in(obj: Any, named: Sequence[Any] = ()) -> list[Any]:
+    """Return those that an object leads to, nearest first, then those named: each once."""
+    found = _Search(obj).found
+    return [*found, *(one for one in named if all(one is not other for other in found))]
+
+
+class _Search:
+    """From an object to what it holds and uses, each once, in the same order in every process.
+
+    Seeds go by that order. No code of the script's is run.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self.found: list[Any] = []
+        self._met: dict[int, Any] = {}  # by id; held, so that no other object gets one of these
+        self._attributes: set[str] = set()  # names, of the script's objects
+        self._slots: dict[int, list[tuple[str, MemberDescriptorType]]] = {}  # by a class' id
+        near = deque([root])
+        while near and len(self._met) < _LOOKS:
+            obj = near.popleft()
+            if id(obj) in self._met or id(obj) in OF_ALL or issubclass(type(obj), _ENDS):
+                continue
+            self._met[id(obj)] = obj
+            if can_be_seeded(obj):
+                self.found.append(obj)
+            if not issubclass(type(obj), _GENERATORS):
+                near.extend(self._parts(obj))
+
+    def _parts(self, obj: Any) -> Iterator[Any]:
+        kind = type(obj)
+        if _OURS.match(str(kind.__module__)):
+            return
+        if issubclass(kind, type):
+            if is_the_scripts(str(obj.__module__)):
+                yield from (*vars(obj).values(), *obj.__mro__[1:])
+        elif kind is FunctionType:
+            yield from self._used_by(obj)
+        elif kind is BuiltinFunctionType:
+            yield obj.__self__  # of a method, as ``rng.random``
+        else:
+            for container, entries in _CONTAINERS.items():
+                if issubclass(kind, container) and container.__len__(obj) <= _ENTRIES:
+                    yield from list(entries(obj))  # at once: a thread may fill it
+            if kind not in _CONTAINERS:
+                attributes = self._attributes_of(obj)
+                if is_the_scripts(str(kind.__module__)):
+                    self._attributes |= attributes.keys()
+                yield from attributes.values()
+                yield kind
+
+    def _attributes_of(self, obj: Any) -> dict[str, Any]:
+        """Return those of its dict and of its slots; so the parts of a method or a partial."""
+        try:
+            found = dict(object.__getattribute__(obj, "__dict__"))
+        except AttributeError:
+            found = {}
+        kind = type(obj)
+        if id(kind) not in self._slots:
+            every = [pair for base in kind.__mro__ for pair in vars(base).items()]
+            slots = [(name, one) for name, one in every if type(one) is MemberDescriptorType]
+            self._slots[id(kind)] = slots
+        for name, member in self._slots[id(kind)]:
+            with suppress(AttributeError):  # nothing yet
+                found[name] = member.__get__(obj)
+        return found
+
+    def _used_by(self, function: FunctionType) -> Iterator[Any]:
+        """Yield what a function reaches: by its closure, what it wraps, and what it names.
+
+        A name that is an attribute's as well, as in ``self.rng``, is taken for that.
+        """
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # nothing yet
+                yield cell.cell_contents
+        yield from list(vars(function).values())
+        if is_library(function.__code__.co_filename):
+            return
+        yield from function.__defaults__ or ()
+        yield from (function.__kwdefaults__ or {}).values()
+        codes = [function.__code__]
+        for code in codes:  # which grows by those of lambdas and comprehensions within
+            codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+            for name in code.co_names:
+                found = None if name in self._attributes else function.__globals__.get(name)
+                if type(found) is ModuleType and is_the_scripts(found.__name__):
+                    yield from (vars(found)[n] for n in code.co_names if n in vars(found))
+                yield found
+
+
+def is_library(file: str) -> bool:
+    """Tell whether code of this file is Python's own, installed, or ours."""
+    return file.startswith((*_LIBRARIES, "<frozen ")) or any(part in file for part in _INSTALLED)
+
+
+def is_the_scripts(module: str) -> bool:
+    """Tell whether the module of this name is no library's."""
+    if module == "__main__" or module not in sys.modules:
+        return True
+    file = getattr(sys.modules[module], "__file__", None)
+    return file is not None and not is_library(file)
