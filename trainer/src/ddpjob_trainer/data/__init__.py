@@ -1,5 +1,5 @@
-"""Which samples a step trains on (sampler, permutation), and how a rank gets them.
+"""Decide which samples a step trains on (order, user_samplers), and bring them to a rank.
 
-inputs.py reads what run.steps() was given: a map-style dataset goes through fetch.py, in this
-process or in workers.py; what can only be read forwards through stream.py.
+run.steps() calls inputs.open_input(): a map-style dataset goes through fetch, in this process or in
+workers; what can only be read forwards through stream. Generators are seeded on the way.
 """

@@ -30,8 +30,8 @@ from ddpjob_trainer.training.step import Step
 
 _CAUSES: Final[dict[Differs, str]] = {
     "batch": "the dataset, its transforms or the sampler keep something from sample to sample, or"
-    " draw from a generator of their own. Compute it from the sample's index, or keep the generator"
-    " with run.register(name, generator)",
+    " draw from a generator of their own. Compute it from the sample's index or the epoch, name the"
+    " generator in run.steps(dataset, generators=[...]), or keep it with run.register(name, obj)",
     "random numbers": "a branch of the script that draws random numbers was not taken as before, by"
     " something that the script keeps. Keep that with run.state(...) or run.register(name, obj)",
     "loss": "the script keeps something from step to step: a variable, an attribute, a flag, a"
