@@ -24,7 +24,7 @@ Collate = Callable[[Sequence[Any]], Any]
 
 
 class Dataset(Protocol):
-    """A map-style dataset: torch.utils.data.Dataset with a length, or a plain list."""
+    """Describe a map-style dataset: torch's Dataset with a length, or a plain list."""
 
     def __len__(self) -> int: ...
 
@@ -42,9 +42,9 @@ def check(dataset: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A batch to make: its samples, and their positions in the run.
+    """Name a batch to make: its samples, and their positions in the run.
 
-    ``compared``: no batch, but the numbers by which ranks compare these samples.
+    ``compared``: not a batch is made, but the numbers by which ranks compare these samples.
     """
 
     samples: Indices
@@ -53,11 +53,11 @@ class Work:
 
 
 class Batches:
-    """A map-style dataset, batch by batch. ``draws``: random numbers may be used to make one.
+    """Make batches of a map-style dataset, whoever asks.
 
-    ``base``: what it is a Subset of, of Subsets too, and ``subset`` which of its samples, None for
-    all. ``is_quiet``: no code of the user's runs when ``base`` is indexed. ``named``: generators
-    that are seeded beside those that the dataset is found to keep.
+    ``draws``: random numbers may be used to make one. ``base``: what it is a Subset of, of Subsets
+    too, and ``subset`` which of its samples, None for all. ``is_quiet``: no code of the user's runs
+    when ``base`` is indexed. ``named``: generators that are seeded beside those that are found.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Batches:
         return self._collate(samples)
 
     def seed_after(self, positions: Indices) -> None:
-        """Seed for what follows a batch: the same whichever process has made it."""
+        """Seed for what follows a batch, alike whichever process has made it."""
         generators.seed_generators(int(words(self._keys[2], positions[:1])[0]))
 
     def _samples(self, wanted: list[int], positions: Indices) -> list[Any]:
@@ -121,7 +121,7 @@ class Batches:
 
 
 def _without_subsets(dataset: Any) -> tuple[Any, Indices | None]:
-    """What Subsets are of, and which of its samples they leave; None: all."""
+    """Return what Subsets are of, and which of its samples they leave; None: all."""
     chosen: Indices | None = None
     while type(dataset) is Subset:
         inner = np.asarray(dataset.indices, dtype=np.int64)
@@ -131,7 +131,7 @@ def _without_subsets(dataset: Any) -> tuple[Any, Indices | None]:
 
 
 def _is_plain(dataset: object, kind: type) -> bool:
-    """Whether it is of this kind and indexed by the kind's own code."""
+    """Tell whether it is of this kind and indexed by the kind's own code."""
     return isinstance(dataset, kind) and all(
         getattr(type(dataset), name, None) is getattr(kind, name, None)
         for name in ("__getitem__", "__getitems__")
@@ -139,7 +139,7 @@ def _is_plain(dataset: object, kind: type) -> bool:
 
 
 def _is_quiet(dataset: object) -> bool:
-    """Whether indexing runs no code that might draw random numbers."""
+    """Tell whether indexing runs no code that might draw random numbers."""
     if _is_plain(dataset, ConcatDataset):
         return all(map(_is_quiet, dataset.datasets))  # type: ignore[attr-defined]
     if type(dataset) is Subset:
@@ -148,12 +148,12 @@ def _is_quiet(dataset: object) -> bool:
 
 
 def span(start: int, end: int) -> Indices:
-    """Samples start to end - 1."""
+    """Return samples start to end - 1."""
     return np.arange(start, end, dtype=np.int64)
 
 
 def to_device(batch: Any, accelerator: Accelerator) -> Any:
-    """Move every tensor in nested tuples, lists and dicts; those in page-locked memory do not wait.
+    """Move every tensor in nested tuples, lists and dicts; page-locked ones travel meanwhile.
 
     A host that is ahead of its GPU, as one that reads no result is, needs no thread to fetch ahead:
     the batch travels beside the steps before.

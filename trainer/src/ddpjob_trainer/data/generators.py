@@ -60,7 +60,7 @@ _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 def seed_generators(key: int) -> None:
-    """Seed torch on the CPU, numpy and random with 64 bits. Some 10 microseconds."""
+    """Seed torch on the CPU, numpy and random with 64 bits, in some 10 microseconds."""
     # Not torch.manual_seed(): until CUDA starts it formats a stack at each call, 0.3 ms.
     torch.default_generator.manual_seed(key)
     np.random.seed(key % 2**32)
@@ -128,9 +128,9 @@ def found_in(obj: Any, named: Sequence[Any] = ()) -> list[Any]:
 
 
 class _Search:
-    """From an object to what it holds and uses, each once, in the same order in every process.
+    """Follow an object to what it holds and uses, nearest first, each once.
 
-    Seeds go by that order. No code of the script's is run.
+    Seeds go by that order, so it is the same in every process. No code of the script's is run.
     """
 
     def __init__(self, root: Any) -> None:

@@ -39,7 +39,7 @@ _COMPARED = 3  # samples of the first step, which every rank makes
 
 @dataclass(frozen=True, slots=True)
 class InputOptions(Arguments):
-    """Of run.steps(); None: the default."""
+    """Hold the options of run.steps(); None: the default."""
 
     workers: int | None = field(default=None, metadata={"most": 1024})
     prefetch: int | None = field(default=None, metadata={"least": 1})
@@ -53,7 +53,7 @@ class InputOptions(Arguments):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the batches go: what of the run decides about them."""
+    """Hold what of the run decides about one rank's batches."""
 
     seed: int
     rank: int
@@ -69,12 +69,12 @@ class Place:
 
     @property
     def batch_size(self) -> int:
-        """Samples of each batch."""
+        """Count the samples of each batch."""
         return self.global_batch // self.parts
 
 
 def open_input(source: Any, options: InputOptions, place: Place) -> Input:
-    """Raise ConfigError for what cannot be read, or not in the way that was asked for."""
+    """Open a dataset or a stream. Raises ConfigError for one that cannot be read as asked for."""
     _check(options)
     if is_indexed_loader(source):
         return _taken_apart(source, options, place)
@@ -144,7 +144,7 @@ def _epochs(source: Any, options: InputOptions, seed: int) -> Epochs:
 
 
 class Indexed:
-    """A map-style dataset: every batch is a function of its positions in the run.
+    """Read a map-style dataset: every batch is a function of its positions in the run.
 
     Calls come in this order: ``own`` of each rank to compare(), start(), begin(), ``compared`` of
     each rank to compare_samples(), next() for each batch of a step, close().
@@ -181,7 +181,7 @@ class Indexed:
             self._workers = Workers(self._source, self._options)
 
     def begin(self, steps: range, plan: Plan, *, fresh: bool = False) -> None:
-        """Have the batches of these steps made, and the samples that ranks compare.
+        """Order the batches of these steps, and the samples that ranks compare.
 
         A worker makes them where there are any: a file that the dataset opens at its first sample
         is not to be shared by a fork. ``fresh``: no snapshot was made with this data.

@@ -1,4 +1,4 @@
-"""Data order: which samples a shard of a step sees.
+"""Decide which samples each shard of a step sees: the data order.
 
 A pure function of (seed, position in the run), evaluated position by position: a resume needs one
 integer and no sampler state, and neither workers nor prefetching can change it. A *position*
@@ -49,7 +49,7 @@ def words(key: int, numbers: npt.NDArray[np.integer]) -> Words:
 
 
 class Permutation:
-    """A permutation of 0..length-1 that depends on the key only, evaluated in O(1) by position.
+    """Permute 0..length-1 by a key, evaluated in O(1) at any position.
 
     A Feistel network over two mixed-radix digits with cycle walking: no table, so an epoch of any
     length costs nothing to begin, and any position can be asked for. Short ones, whose digits would
@@ -97,16 +97,16 @@ def share(indices: Indices, part: int, parts: int) -> Indices:
 
 
 class Epochs(Protocol):
-    """Which sample stands at which place of an epoch."""
+    """Say which sample stands at which place of an epoch."""
 
     @property
     def length(self) -> int:
-        """Places in each epoch."""
+        """Count the places in each epoch."""
         ...
 
     @property
     def name(self) -> str:
-        """What tells it from other orders, in a snapshot."""
+        """Name it in a snapshot, to tell it from other orders."""
         ...
 
     def samples(self, epoch: int, places: Indices) -> Indices:
@@ -116,13 +116,13 @@ class Epochs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sequential:
-    """Every epoch in the dataset's own order."""
+    """Give every epoch in the dataset's own order."""
 
     length: int
 
     @property
     def name(self) -> str:
-        """What tells it from other orders."""
+        """Name it, to tell it from other orders."""
         return "sequential"
 
     def samples(self, epoch: int, places: Indices) -> Indices:
@@ -132,14 +132,14 @@ class Sequential:
 
 @dataclass(frozen=True, slots=True)
 class Shuffled:
-    """Every epoch in another random order, each sample once."""
+    """Give every epoch in another random order, each sample once."""
 
     seed: int
     length: int
 
     @property
     def name(self) -> str:
-        """What tells it from other orders."""
+        """Name it, to tell it from other orders."""
         return f"shuffled/{VERSION}"
 
     def samples(self, epoch: int, places: Indices) -> Indices:
@@ -159,13 +159,13 @@ def _permutation(seed: int, epoch: int, length: int) -> Permutation:
 
 @functools.lru_cache(maxsize=2)
 def _shuffled_block(order: Shuffled, epoch: int, block: int) -> Indices:
-    """One call for many places costs little more than one for a few."""
+    """Shuffle many places at once: that costs little more than a few."""
     places = np.arange(block * _BLOCK, min((block + 1) * _BLOCK, order.length))
     return _permutation(order.seed, epoch, order.length)(places)
 
 
 class Weighted:
-    """Every place draws a sample with the probability of its weight, with replacement.
+    """Draw a sample for every place by the samples' weights, with replacement.
 
     An epoch has as many places as there are samples. A draw is a binary search.
     """
@@ -197,7 +197,7 @@ def digest(array: npt.NDArray[np.generic]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DataOrder:
-    """Global batches over epochs. ``tail`` says what becomes of an epoch's incomplete last batch.
+    """Cut epochs into global batches; ``tail``: what becomes of an incomplete last one.
 
     ``drop``: nothing; its samples are not lost, the next epoch's order is another one. ``pad``:
     it is filled up from the start of the same epoch. ``join``: it is smaller.
@@ -212,7 +212,7 @@ class DataOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Global batches in one epoch."""
+        """Count the global batches in one epoch."""
         return steps_per_epoch(self.epochs.length, self.global_batch, self.tail)
 
     def batch(self, step: int) -> Indices:

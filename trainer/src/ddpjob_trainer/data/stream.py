@@ -20,7 +20,7 @@ from ddpjob_trainer.data import dataset_fingerprint, generators
 from ddpjob_trainer.data.fetch import Collate, map_tensors
 from ddpjob_trainer.data.generators import kept, seed_generators
 from ddpjob_trainer.data.order import DataOrder, Indices, Plan, key64, words
-from ddpjob_trainer.data.user_samplers import seed_sampler
+from ddpjob_trainer.data.user_samplers import SeededSampler, seed_sampler
 from ddpjob_trainer.data.workers import dying_with_parent
 from ddpjob_trainer.errors import ConfigError
 
@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 
 class Endless:
-    """The order of a stream, which nobody knows: places are only counted."""
+    """Count the places of a stream, whose order nobody knows."""
 
     length = 1 << 62
     name = "stream"
@@ -53,7 +53,7 @@ def yields_batches(source: Any) -> bool:
 
 
 class Stream:
-    """One rank's stream, epoch after epoch. See Indexed for the calls, and their order.
+    """Read one rank's stream, epoch after epoch. See Indexed for the calls, and their order.
 
     ``parts``: of these batches in a step. ``batch``: samples per batch, None when the stream yields
     batches. Of those, ones that hold fewer than ``rows`` samples, as at the end of a DataLoader's
@@ -102,7 +102,7 @@ class Stream:
         self._alive = alive
         self._iterator: Iterator[Any] | None = None
         self._keeper = _keeper(source)
-        self._sampler = None
+        self._sampler: SeededSampler | None = None
         if isinstance(source, DataLoader):
             _check_loader(source, stateful=self._keeper is not None)
             if self._keeper is None:
@@ -124,7 +124,7 @@ class Stream:
     # --- Training ------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Nothing: a stream's workers start where the snapshot says."""
+        """Do nothing: a stream's workers start where the snapshot says."""
 
     def begin(self, steps: range, plan: Plan, *, fresh: bool = False) -> None:
         """Check that the snapshot has brought the stream here."""

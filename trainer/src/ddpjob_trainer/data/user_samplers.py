@@ -37,7 +37,7 @@ _KEPT = 4  # those whose weights may change
 
 
 class Sampled:
-    """The order of a sampler: torch's kind, a sequence of indices, or a function of the epoch.
+    """Read the order of a torch Sampler, a sequence of indices, or a function of the epoch.
 
     ``named``: generators to seed beside those that the sampler is found to keep.
     """
@@ -77,7 +77,7 @@ class Sampled:
         return np.take(self._order, places)
 
     def orders_since(self, epoch: int) -> Orders:
-        """What a snapshot holds of the orders that were read of this epoch and of later ones."""
+        """Return what a snapshot holds of the orders read of this epoch and of later ones."""
         weights = self._look()
         found = {str(e): order for e, order in self._orders.items() if e >= epoch}
         for e, (then, order) in self._kept.items():
@@ -86,9 +86,10 @@ class Sampled:
         return found | ({_WEIGHTS: weights} if self._learned else {})
 
     def expect(self, orders: Orders) -> None:
-        """Raise ConfigError when an epoch is read otherwise than before: then it depends on more.
+        """Learn the orders of a snapshot. Raises ConfigError for weights that were not kept.
 
-        The samples of its begin would come again, and others never.
+        An epoch that is read otherwise later is refused, too: samples of its begin would come
+        again, and others never.
         """
         weights = self._weights()
         if orders.get(_WEIGHTS, weights) != weights:
@@ -100,7 +101,7 @@ class Sampled:
         self._before = orders
 
     def _weights(self) -> str:
-        """Hash the sampler's, as of a WeightedRandomSampler: what is learned may change them."""
+        """Hash the sampler's weights, which the script may change as it learns; empty: none."""
         found = getattr(self._sampler, "weights", None)
         if not isinstance(found, torch.Tensor | np.ndarray):
             return ""
@@ -169,13 +170,13 @@ class Sampled:
 
 
 def orders_since(order: DataOrder, step: int) -> Orders:
-    """Of a sampler's epochs those that are needed from this step on, as far as they were read."""
+    """Return a sampler's orders that are needed from this step on, as far as they were read."""
     epoch = step // order.steps_per_epoch
     return order.epochs.orders_since(epoch) if isinstance(order.epochs, Sampled) else {}
 
 
 class SeededSampler:
-    """For a DataLoader: its own sampler, drawn by the same random numbers on all ranks.
+    """Draw a DataLoader's own sampler by the same random numbers on all ranks.
 
     ``random.shuffle(batches)``, then ``batches[rank::ranks]``: by generators of each rank's own a
     batch would go to two ranks, and another to none, and no restart would show it. What samples
@@ -213,7 +214,7 @@ class SeededSampler:
 
 
 def seed_sampler(loader: DataLoader[Any], key: int) -> SeededSampler | None:
-    """Have the sampler that decides a loader's batches drawn by this key; None: there is none."""
+    """Put a SeededSampler in the place of a loader's own; return None where it has no order."""
     if isinstance(loader.dataset, IterableDataset):  # which has no order but its own
         return None
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -225,7 +226,7 @@ def seed_sampler(loader: DataLoader[Any], key: int) -> SeededSampler | None:
 
 
 def is_indexed_loader(source: Any) -> bool:
-    """Whether it is a DataLoader that makes usual batches of a map-style dataset.
+    """Tell whether it is a DataLoader that makes usual batches of a map-style dataset.
 
     Those with batch samplers of their own, or none, are streams of batches.
     """
@@ -253,7 +254,7 @@ def options_of(sampler: Any) -> dict[str, Any]:
 
 
 def _is(obj: object, kind: type) -> bool:
-    """Whether it is torch's own class, or that of torchdata with the same name and meaning."""
+    """Tell whether it is of torch's own class, or of torchdata's with the same name and meaning."""
     found = type(obj)
     package = found.__module__.partition(".")[0]
     return found.__name__ == kind.__name__ and package in ("torch", "torchdata")

@@ -1,4 +1,4 @@
-"""Worker processes that make batches ahead of time, on top of torch's DataLoader.
+"""Make batches ahead of time in worker processes, on top of torch's DataLoader.
 
 They are told what to make, batch by batch, so they decide nothing: with any number of them a run
 has the same bits. Forked before the snapshot is loaded, they start beside the load, and share
@@ -28,7 +28,7 @@ _libc = ctypes.CDLL(None, use_errno=True)  # loaded here: nothing may be loaded 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """``count`` processes, each ``prefetch`` batches ahead. The other names are torch's."""
+    """Ask for ``count`` processes, each ``prefetch`` batches ahead; other names are torch's."""
 
     count: int = 0
     prefetch: int = 2
@@ -41,7 +41,7 @@ class WorkerOptions:
 def dying_with_parent(
     init: Callable[[int], None] | None, context: Any = None
 ) -> Callable[[int], None]:
-    """Return a worker_init_fn: SIGKILL when the rank dies, then ``init``."""
+    """Return a worker_init_fn that ties workers to the rank's life, then calls ``init``."""
     method = context if isinstance(context, str) else _start_method(context)
     # A fork server's children are the fork server's; torch looks for their rank now and then.
     parent = None if method == "forkserver" else os.getpid()
@@ -49,7 +49,7 @@ def dying_with_parent(
 
 
 def _start_method(context: Any) -> str:
-    """Not settled by the question: the script may still choose one."""
+    """Return how workers start, without settling it: the script may still choose."""
     if context is not None:
         return str(context.get_start_method())
     # Python's own default is fork up to 3.13 and forkserver from 3.14 on.
@@ -67,7 +67,7 @@ def _begin_worker(parent: int | None, init: Callable[[int], None] | None, number
 
 
 class _Ahead:
-    """For torch: a dataset of batches, by the work to do; None is no work."""
+    """Stand for a dataset of batches, indexed by the work to do; None is no work."""
 
     def __init__(self, batches: Batches) -> None:
         self.batches = batches
@@ -82,7 +82,7 @@ class _Ahead:
 
 
 class _Schedule:
-    """For torch: a sampler that yields work, once it is known which."""
+    """Stand for a sampler that yields work, once it is known which."""
 
     def __init__(self, idle: int) -> None:
         self.idle = idle
@@ -99,7 +99,7 @@ def _same(batch: Any) -> Any:
 
 
 class Workers:
-    """A pool of worker processes. Starts them at once; begin() says what they shall make."""
+    """Run worker processes: they start at once, begin() says what they shall make."""
 
     def __init__(self, batches: Batches, options: WorkerOptions) -> None:
         self._schedule = _Schedule(options.count * options.prefetch)
@@ -124,7 +124,7 @@ class Workers:
             self._batches: Iterator[Any] | None = iter(loader)
 
     def begin(self, work: Iterator[Work]) -> None:
-        """Have this work done, in its order."""
+        """Order this work, to be done in its order."""
         self._schedule.work = work
         for _ in range(self._schedule.idle):  # torch asks for work as it hands batches out
             self.next()
