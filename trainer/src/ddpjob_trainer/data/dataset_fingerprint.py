@@ -18,7 +18,7 @@ import torch
 from ddpjob_trainer.data.order import Indices, digest
 from ddpjob_trainer.errors import ConfigError
 
-_MOST = 64  # numbers of a sample that travel
+_MOST = 16  # numbers of a sample that travel
 _READ = 1 << 20  # elements of a tensor or array
 #: Processors differ in the last bits of what they have computed.
 _CLOSE = 1e-3

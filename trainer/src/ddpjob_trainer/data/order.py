@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from operator import index
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -119,11 +119,7 @@ class Sequential:
     """Give every epoch in the dataset's own order."""
 
     length: int
-
-    @property
-    def name(self) -> str:
-        """Name it, to tell it from other orders."""
-        return "sequential"
+    name: ClassVar[str] = "sequential"
 
     def samples(self, epoch: int, places: Indices) -> Indices:
         """Return the samples at these places."""
@@ -136,11 +132,7 @@ class Shuffled:
 
     seed: int
     length: int
-
-    @property
-    def name(self) -> str:
-        """Name it, to tell it from other orders."""
-        return f"shuffled/{VERSION}"
+    name: ClassVar[str] = f"shuffled/{VERSION}"
 
     def samples(self, epoch: int, places: Indices) -> Indices:
         """Return the samples at these places."""
