@@ -195,7 +195,7 @@ def test_weights_of_a_sampler_that_nobody_keeps_are_refused(restarted):  # type:
     codes, told = restarted(Weighing)
     assert codes == {64}, told
     assert "sampler.weights is not what it was at the snapshot" in told
-    assert "run.register('weights', {'weights': sampler.weights})" in told
+    assert "run.register(" in told
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.tier("all"))])
