@@ -95,7 +95,7 @@ def seed(generators: Sequence[Any], key: int) -> None:
         elif isinstance(generator, np.random.Generator):
             bits = generator.bit_generator
             bits.state = type(bits)(own).state
-        elif isinstance(generator, _GENERATORS):
+        elif isinstance(generator, np.random.RandomState | random.Random):
             generator.seed(own % 2**32)
         else:
             generator.reseed(own % 2**32)

@@ -117,8 +117,9 @@ def _taken_apart(loader: DataLoader[Any], options: InputOptions, place: Place) -
         multiprocessing_context=loader.multiprocessing_context,
         timeout=loader.timeout,
     )
-    if loader.collate_fn is not default_collate:
-        place = replace(place, collate=loader.collate_fn)
+    collate: Any = loader.collate_fn
+    if collate is not default_collate:
+        place = replace(place, collate=collate)
     return Indexed(loader.dataset, replace(options, **options_of(loader.sampler)), place, workers)
 
 
