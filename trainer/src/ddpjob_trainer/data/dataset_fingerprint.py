@@ -90,7 +90,9 @@ def _collect(value: Any, found: list[float]) -> None:
     if isinstance(value, torch.Tensor):
         dense = value.layout is torch.strided and not value.is_nested and not value.is_quantized
         if dense and value.numel():
-            found.append(float(value.detach().flatten()[:_READ].double().abs().mean()))
+            few = value.detach().flatten()[:_READ]
+            real = torch.view_as_real(few.resolve_conj()) if few.is_complex() else few
+            found.append(float(real.double().abs().mean()))
     elif isinstance(value, np.ndarray):
         if value.dtype.kind in "biuf" and value.size:
             found.append(float(np.abs(value.reshape(-1)[:_READ].astype(np.float64)).mean()))
