@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddpjob_trainer.snapshot.find import SnapshotToolError, choose
-from ddpjob_trainer.snapshot.reader import Snapshot
+from ddpjob_trainer.snapshot.reader import Snapshot, SnapshotToolError, choose
 from support.chronicle import Chronicle
 from support.invariants import JOBS, PODS
 from support.objects import attempt, status

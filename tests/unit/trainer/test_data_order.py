@@ -22,7 +22,7 @@ from ddpjob_trainer.data.order import (
     steps_per_epoch,
 )
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.snapshot.compatible import compare
+from ddpjob_trainer.snapshot.origin import compare
 
 #: In standard deviations. The numbers are fixed, so this never fails by chance.
 FAR = 4.0

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import checkpoint
 
 import ddpjob_trainer as ddp
-from ddpjob_trainer.snapshot.find import SnapshotToolError
+from ddpjob_trainer.snapshot.reader import SnapshotToolError
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from support.snapshots import open_snapshots
 

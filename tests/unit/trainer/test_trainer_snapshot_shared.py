@@ -15,10 +15,9 @@ import torch
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot import commands
-from ddpjob_trainer.snapshot.find import SnapshotToolError
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.checked_json import seal, unseal
-from ddpjob_trainer.snapshot.reader import read_snapshot
+from ddpjob_trainer.snapshot.reader import SnapshotToolError, read_snapshot
 from ddpjob_trainer.snapshot.remote.fetch import fetch
 from ddpjob_trainer.snapshot.remote.store import Store as Remote
 from ddpjob_trainer.snapshot.remote.upload import Uploader

@@ -189,7 +189,7 @@ def _add_snapshot(commands: Any) -> None:
 def _snapshot(options: argparse.Namespace) -> int:
     # These need torch, which `run` must never import.
     from ddpjob_trainer.snapshot import commands
-    from ddpjob_trainer.snapshot.find import SnapshotToolError
+    from ddpjob_trainer.snapshot.reader import SnapshotToolError
 
     try:
         if options.verb == "ls":

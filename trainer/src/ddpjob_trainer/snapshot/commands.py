@@ -17,10 +17,9 @@ import torch
 from safetensors.torch import save_file
 
 from ddpjob_trainer.snapshot import weights
-from ddpjob_trainer.snapshot.find import SnapshotToolError, find
 from ddpjob_trainer.snapshot.ondisk import disk, manifest
 from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError
-from ddpjob_trainer.snapshot.reader import Snapshot, read_snapshot
+from ddpjob_trainer.snapshot.reader import Snapshot, SnapshotToolError, find, read_snapshot
 
 
 def ls(root: Path) -> int:

@@ -21,9 +21,9 @@ from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.environment import SnapshotSettings
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot import origin, write_plan
-from ddpjob_trainer.snapshot.compatible import Config, compare
 from ddpjob_trainer.snapshot.keeper.client import END_SECONDS
 from ddpjob_trainer.snapshot.keeper.writer import data_name
+from ddpjob_trainer.snapshot.origin import Config, compare
 from ddpjob_trainer.snapshot.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.pipeline import Part, Place, Tracker
 from ddpjob_trainer.snapshot.remote.client import Uploads, fetch_if_newer

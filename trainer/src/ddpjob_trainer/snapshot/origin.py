@@ -1,22 +1,82 @@
-"""Whose snapshot a run goes on from: another job of the same name, or another program.
+"""Compare a run with the snapshot that it goes on from. Called by manager.restore().
 
-A job that is deleted and applied again, with another script, finds the snapshots of the first: it
-goes on from them, and has perhaps nothing left to train. Each snapshot says who made it.
+compare() refuses what cannot go on and warns where only the bits are lost. tell() says whose
+snapshot it is: a job that is deleted and applied again, with another script perhaps, finds those of
+the first.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from ddpjob_contract import Resumed
 from ddpjob_trainer.environment import Identity
+from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.telemetry.console import say
 
+Config = Mapping[str, Any]
+_CHANGED = {
+    "samples": "the dataset is another one",
+    "world_size": "each has a stream of its own",
+}
 _WORDS = {"script": "another script", "arguments": "other arguments"}
+
+
+def compare(stored: Config, mine: Config, rank: int, allowed: Collection[str]) -> None:
+    """Refuse to continue another run; warn where only bitwise equality is lost."""
+    for name, change in (
+        ("order", "data"),
+        ("seed", ""),
+        ("global_batch", "global_batch"),
+        ("samples", "data"),
+        ("tail", ""),
+        # Each process has a stream of its own.
+        *([("world_size", "")] if mine["order"] == "stream" else []),
+    ):
+        if stored.get(name) == mine[name]:
+            continue
+        if change in allowed:
+            if rank == 0:
+                say(0, f"{name} was {stored.get(name)} and is {mine[name]}, as allow_changes says")
+            continue
+        if name == "order" and name not in stored:
+            raise ConfigError(
+                "the snapshot was made by an older version of ddpjob-trainer, which shuffled the"
+                " data in another order: finish the run with that version, or start anew with"
+                " snapshot.resume: Never"
+            )
+        what = _CHANGED.get(name, "the data order would change")
+        cure = f", go on with start(allow_changes={change!r})" if change else ""
+        raise ConfigError(
+            f"the snapshot was made with {name}={stored.get(name)}, now it is {mine[name]}: {what}."
+            f" Use the old value{cure}, or start anew with snapshot.resume: Never"
+        )
+    elastic = mine["level"] == "elastic"
+    if elastic and stored.get("shards") not in (None, mine["shards"]):
+        raise ConfigError(
+            f"the snapshot was made with shards={stored['shards']}, now it is {mine['shards']}: the"
+            " result would be another one. Use the old value, or start anew with snapshot.resume:"
+            " Never"
+        )
+    if rank != 0 or mine["level"] == "off":
+        return
+    exact = ("micro_batches", "precision", "level", "threads", "torch", "device")
+    names = exact if elastic else ("world_size", *exact)
+    pairs = [(name, stored.get(name), mine[name]) for name in names]
+    are = mine.get("accelerator", {})
+    were = stored.get("accelerator", are)  # older versions did not say
+    pairs += [(name, were.get(name), are.get(name)) for name in sorted(were.keys() | are.keys())]
+    for name, was, now in pairs:
+        if was != now:
+            say(
+                0,
+                f"warning: {name} was {was} and is {now}: the result will"
+                " not equal an undisturbed run's bit for bit",
+            )
 
 
 def marks(identity: Identity) -> dict[str, Any]:
@@ -28,7 +88,7 @@ def marks(identity: Identity) -> dict[str, Any]:
     return {"job": None if alone else identity.uid, "program": _program()}
 
 
-def tell(step: int, stored: Mapping[str, Any], config: Mapping[str, Any]) -> Resumed:
+def tell(step: int, stored: Config, config: Config) -> Resumed:
     """Say what training goes on from; return it for the launcher.
 
     ``stored``, ``config``: of the snapshot and of this run, with marks(). On rank 0.
