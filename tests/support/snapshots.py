@@ -11,17 +11,17 @@ from typing import Any
 import torch
 
 from ddpjob_trainer import accelerator
+from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.environment import Identity
-from ddpjob_trainer.snapshot import load
 from ddpjob_trainer.snapshot.keeper.writer import Writer, data_name
 from ddpjob_trainer.snapshot.load import Source, Span
 from ddpjob_trainer.snapshot.ondisk import manifest
 from ddpjob_trainer.snapshot.ondisk.manifest import Chunk, DataFile, Manifest
 from ddpjob_trainer.snapshot.part_reports import Report
-from ddpjob_trainer.snapshot.patience import Patience
 from ddpjob_trainer.snapshot.pipeline import Place
+from ddpjob_trainer.snapshot.resume import Retry
+from ddpjob_trainer.snapshot.resume import resume as resume_from
 from ddpjob_trainer.snapshot.staging import Buffer
-from ddpjob_trainer.snapshot.takeover import Loaded, open_store
 from ddpjob_trainer.snapshot.write_plan import Captured, Shares, assembler, lay_out
 from ddpjob_trainer.state.codec import DTYPES, Flat, flatten
 from support.patience import PATIENCE
@@ -102,17 +102,15 @@ def open_snapshots(
     ranks: int = 3,
     tell: Callable[[str], None] = print,
     clock: Clock | None = None,
-) -> tuple[Store, Loaded | None]:
+) -> tuple[Store, Source | None]:
     """Start an incarnation, as rank 0 does."""
-    identity = Identity(uid, attempt, 0, unique=True)
+    world = World(0, 1, 0, torch.device("cpu"), Identity(uid, attempt, 0, unique=True), None, None)
     clock = clock or Clock()
-    patience = Patience(now=lambda: clock.now, wait=clock.wait)
-    start, loaded = open_store(
-        root, identity, resume=resume, load=load.open_source, tell=tell, patience=patience
-    )
-    store = Store(root, start.sequence, keep, ranks)
+    retry = Retry(tell, now=lambda: clock.now, wait=clock.wait)
+    resumed = resume_from(root, world, anew=not resume, tell=tell, retry=retry)
+    store = Store(root, resumed.start.sequence, keep, ranks)
     store._writer.retain()
-    return store, loaded
+    return store, resumed.source
 
 
 def memory_source(flat: Flat) -> Source:

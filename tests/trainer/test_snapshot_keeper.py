@@ -27,11 +27,11 @@ from ddpjob_trainer import accelerator
 from ddpjob_trainer.snapshot import load, skips
 from ddpjob_trainer.snapshot.keeper import client
 from ddpjob_trainer.snapshot.keeper.writer import data_name
+from ddpjob_trainer.snapshot.load import Source
 from ddpjob_trainer.snapshot.ondisk import checked_json, lineage, manifest
 from ddpjob_trainer.snapshot.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.pipeline import Outcome, Part, Place, Tracker
 from ddpjob_trainer.snapshot.skips import Skips
-from ddpjob_trainer.snapshot.takeover import Loaded
 from ddpjob_trainer.snapshot.write_plan import Captured, Shares, assembler, lay_out, marker
 from ddpjob_trainer.state.codec import DTYPES, flatten, unflatten
 from support.launching import PATHS
@@ -180,10 +180,10 @@ def open_ranks() -> Iterator[Any]:
         ranks.close()
 
 
-def check(loaded: Loaded | None, step: int) -> None:
+def check(loaded: Source | None, step: int) -> None:
     assert loaded is not None
     assert loaded.step == step
-    flat = loaded.source.flat()
+    flat = loaded.flat()
     found = unflatten(flat)
     assert torch.equal(found["w"], state(step)["w"])
     assert torch.equal(found["m"], state(step)["m"])
@@ -250,7 +250,7 @@ def fail_and_go_on(ranks: Ranks, step: int, older: int, why: str, rank: int) -> 
     done = (ranks.directory / manifest.file_name(step)).exists()
     newest = manifest.listed(ranks.directory)[-1]
     found = manifest.read(newest)
-    check(Loaded(load.open_source(newest.parent, found)), step if done else older)
+    check(load.open_source(newest.parent, found), step if done else older)
     assert ranks.save(step + 1) == ""
     if not done:
         wait_for(lambda: not leftovers(ranks, step))

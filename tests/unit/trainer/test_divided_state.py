@@ -163,7 +163,7 @@ def test_each_rank_is_given_its_part_whatever_their_number_was(tmp_path: Path, r
     wanted = optimizer.state_dict()
     for rank in range(ranks):
         share = Share(trained(2)[1], rank, ranks)
-        registered(trained(2)[0], share).restore(loaded.source, rank)
+        registered(trained(2)[0], share).restore(loaded, rank)
         assert share.given == [n for n in share.held() if n in wanted["state"]]
         found = share.optimizer.state_dict()
         assert found["param_groups"] == wanted["param_groups"]

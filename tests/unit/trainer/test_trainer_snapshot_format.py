@@ -45,7 +45,7 @@ def test_every_kind_of_value_survives_the_trip(tmp_path):  # type: ignore[no-unt
     store.save(1, flatten(value), {})
     loaded = open_snapshots(tmp_path, 2)[1]
     assert loaded is not None
-    found = unflatten(loaded.source.flat())
+    found = unflatten(loaded.flat())
     for name in ("ints", "floats", "tuple", "bytes", "$odd"):
         assert found[name] == value[name]
     assert found["numpy"].dtype == np.float32

@@ -20,12 +20,12 @@ from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.snapshot.ondisk import lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.checked_json import seal, unseal
 from ddpjob_trainer.snapshot.pipeline import Place
-from ddpjob_trainer.snapshot.remote import client, incarnations
+from ddpjob_trainer.snapshot.remote import client
 from ddpjob_trainer.snapshot.remote.client import Uploads, check_upload, fetch_if_newer
 from ddpjob_trainer.snapshot.remote.fetch import fetch
 from ddpjob_trainer.snapshot.remote.process import Uploads as Retries
 from ddpjob_trainer.snapshot.remote.store import Store
-from ddpjob_trainer.snapshot.remote.upload import Uploader
+from ddpjob_trainer.snapshot.remote.upload import Uploader, draw, read
 from ddpjob_trainer.snapshot.write_plan import marker
 from ddpjob_trainer.state.codec import flatten, unflatten
 from support.patience import PATIENCE
@@ -86,7 +86,7 @@ def loaded_step(root: Path, attempt: int, uid: str = "u") -> int | None:
     loaded = open_snapshots(root, attempt, uid=uid)[1]
     if loaded is None:
         return None
-    found = unflatten(loaded.source.flat())
+    found = unflatten(loaded.flat())
     assert torch.equal(found["w"], torch.full((64,), float(found["n"])))
     return int(found["n"])
 
@@ -149,10 +149,8 @@ def test_what_a_zombie_uploads_counts_for_nobody(store, tmp_path, keep):  # type
             zombie.upload(step)
     assert bring(store, tmp_path / "c", 3) == 15
     # Nor can its retention take away what its successor began with.
-    (number,) = (
-        n for n in incarnations.starts(store) if incarnations.starts(store)[n].attempt == 2
-    )
-    assert incarnations.steps(store, number) == [10, 15]
+    (number,) = (n for n in store.starts()[0] if store.starts()[0][n].attempt == 2)
+    assert lineage.steps(store, number, None) == [10, 15]
     with pytest.raises(PeerLostError, match="attempt 2 round 0 of this job has already started"):
         bring(store, tmp_path / "d", 1)
 
@@ -166,18 +164,18 @@ def test_a_zombie_that_begins_late_does_not_begin(store, tmp_path):  # type: ign
     uploader.upload(15)
     with pytest.raises(PeerLostError, match="already started"):
         zombie.upload(10)
-    assert len(incarnations.numbers(store)) == 1
+    assert len(store.numbers()) == 1
 
 
 def test_two_that_begin_at_once_have_two_numbers():  # type: ignore[no-untyped-def]
-    drawn = {incarnations.draw([1_500_000]) for _ in range(20)}
+    drawn = {draw([1_500_000]) for _ in range(20)}
     assert len(drawn) >= 19  # of a million numbers: two may be the same
     assert all(number > 1_500_000 for number in drawn)
 
 
 def test_a_strangers_highest_number_leaves_numbers_for_us(tmp_path):  # type: ignore[no-untyped-def]
     store = Store(f"memory://{uuid.uuid4().hex}")
-    store.write("999999999999999", "any", b"")
+    store.write(999999999999999, "any", b"")
     save((begun := begin(tmp_path / "a", store))[0], 3)
     begun[1].upload(3)
     assert bring(store, tmp_path / "b", 2) == 3
@@ -191,10 +189,10 @@ def test_few_stay_however_many_attempts(store, tmp_path):  # type: ignore[no-unt
             step += 1
             save(disk, step)
             uploader.upload(step)
-    assert len(incarnations.numbers(store)) == 1
-    (number,) = incarnations.numbers(store)
-    assert incarnations.steps(store, number) == [step - 1, step]
-    names = store.names(incarnations.folder(number))
+    assert len(store.numbers()) == 1
+    (number,) = store.numbers()
+    assert lineage.steps(store, number, None) == [step - 1, step]
+    names = store.names(number)
     assert sum(name.endswith(".safetensors") for name in names) == 2 * 3
     assert bring(store, tmp_path / "b", 9) == step
 
@@ -215,15 +213,14 @@ def test_a_damaged_one_gives_way_to_the_older(store, tmp_path, damage):  # type:
     for step in (1, 2):
         save(disk, step)
         uploader.upload(step)
-    (number,) = incarnations.numbers(store)
-    folder = incarnations.folder(number)
-    found = incarnations.read(store, number, 2)
+    (number,) = store.numbers()
+    found = read(store, number, 2)
     name = manifest.file_name(2) if damage == "manifest" else found.files[1].name
-    content = store.read(folder, name, 1 << 20)
-    store.remove(folder, name)
+    content = store.read(number, name, 1 << 20)
+    store.remove(number, name)
     if damage != "gone":
         flipped = content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]
-        store.write(folder, name, content[:-1] if damage == "cut" else flipped)
+        store.write(number, name, content[:-1] if damage == "cut" else flipped)
     assert bring(store, tmp_path / "b", 2) == 1
     assert loaded_step(tmp_path / "b", 2) == 1
     assert len(lineage.sequences(tmp_path / "b")) == 2  # nothing half fetched stays
@@ -233,14 +230,15 @@ def test_what_strangers_put_into_the_store_is_passed_over(store, tmp_path):  # t
     disk, uploader = begin(tmp_path / "a", store)
     save(disk, 1)
     uploader.upload(1)
-    (number,) = incarnations.numbers(store)
-    store.write("x", "y", b"")
-    store.write(incarnations.folder(number + 5), lineage.START, b'{"a":1}')
-    store.write(incarnations.folder(number), "step-2.json", b"")
-    body = unseal(store.read(incarnations.folder(number), manifest.file_name(1), 1 << 20))
+    (number,) = store.numbers()
+    store._fs.makedirs(f"{store._root}/x")
+    store._fs.pipe_file(f"{store._root}/x/y", b"")
+    store.write(number + 5, lineage.START, b'{"a":1}')
+    store.write(number, "step-2.json", b"")
+    body = unseal(store.read(number, manifest.file_name(1), 1 << 20))
     body |= {"step": 2, "files": [{"name": "../../../out", "bytes": 1, "crc32": 0}]}
     body |= {"chunks": [], "tensors": {}, "aliases": {}}
-    store.write(incarnations.folder(number), manifest.file_name(2), seal(body))
+    store.write(number, manifest.file_name(2), seal(body))
     assert bring(store, tmp_path / "b", 2) == 1
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "store") == ["a", "b"]
 
@@ -264,12 +262,12 @@ def test_what_is_being_uploaded_is_not_taken_away(store, tmp_path, monkeypatch):
     save(disk, 1)
     put = store.put
 
-    def slow(source: Path, folder: str, name: str) -> None:
+    def slow(source: Path, number: int, name: str) -> None:
         if not source.exists():
             raise AssertionError("gone")
         if name.endswith("-0.safetensors"):
             save(disk, 2, 3, 4)  # and retention removes step 1
-        put(source, folder, name)
+        put(source, number, name)
 
     monkeypatch.setattr(store, "put", slow)
     uploader.upload(1)

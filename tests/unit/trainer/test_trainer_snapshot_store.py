@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from ddpjob_trainer import accelerator
 from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.snapshot import load
+from ddpjob_trainer.snapshot.load import Source
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
 from ddpjob_trainer.snapshot.staging import Pool
-from ddpjob_trainer.snapshot.takeover import Loaded
 from ddpjob_trainer.state.codec import flatten, unflatten
 from support.snapshots import Store, open_snapshots
 
@@ -36,11 +36,11 @@ def save(store: Store, step: int) -> None:
     store.save(step, flatten(state(step)), CONFIG)
 
 
-def check(loaded: Loaded | None, step: int) -> None:
+def check(loaded: Source | None, step: int) -> None:
     assert loaded is not None
     assert loaded.step == step
     assert loaded.config == CONFIG
-    found = unflatten(loaded.source.flat())
+    found = unflatten(loaded.flat())
     assert found["n"] == step
     assert torch.equal(found["w"], state(step)["w"])
     assert torch.equal(found["nested"][0], torch.arange(step))
@@ -131,7 +131,7 @@ def test_killed_at_every_point_of_a_save_the_newest_durable_one_loads(tmp_path, 
         outcomes.append(loaded.step)
         save(last, STEP + 1)
         save(last, STEP + 2)  # and what was to be removed is
-        assert {manifest.step_of(path) for path in root.glob("*/step-*.json")} <= {3, 4, 5, 6}
+        assert {manifest.step_of(path.name) for path in root.glob("*/step-*.json")} <= {3, 4, 5, 6}
     assert outcomes == sorted(outcomes)
     assert set(outcomes) == {STEP - 1, STEP}
 
@@ -400,7 +400,7 @@ def test_a_zombie_of_a_deleted_job_of_the_same_name_is_refused(tmp_path):  # typ
         live, _ = open_snapshots(tmp_path, attempt, uid="live", keep=2)
         for step in range(3):
             save(live, 10 * attempt + step)
-    assert all(s.uid == "live" for s in lineage.read_starts(tmp_path).values())
+    assert all(s.uid == "live" for s in lineage.read_starts(lineage.Disk(tmp_path)).values())
     with pytest.raises(ConfigError, match=r"another job has taken over.*\(uid live\)"):
         open_snapshots(tmp_path, 2, uid="deleted")
     # Stopped between its check and its start record, it leads nobody either.
@@ -420,7 +420,7 @@ def test_a_start_record_with_a_flipped_bit_is_not_believed(tmp_path, capsys):  #
     data = record.read_bytes()
     assert b'"parent_step":10' in data
     record.write_bytes(data.replace(b'"parent_step":10', b'"parent_step":30'))
-    assert set(lineage.read_starts(tmp_path)) == {1}
+    assert set(lineage.read_starts(lineage.Disk(tmp_path))) == {1}
     open_snapshots(tmp_path, 3)
     assert "00000002/start.json is not usable" in capsys.readouterr().out
 
@@ -438,7 +438,7 @@ def test_few_snapshots_and_directories_stay_however_many_attempts(tmp_path):  # 
         for _ in range(attempt % 3):
             step += 1
             save(store, step)
-    steps = {manifest.step_of(p) for p in tmp_path.glob("*/step-*.json")}
+    steps = {manifest.step_of(p.name) for p in tmp_path.glob("*/step-*.json")}
     assert step in steps
     assert len(steps) <= 4
     assert len(lineage.sequences(tmp_path)) <= 4

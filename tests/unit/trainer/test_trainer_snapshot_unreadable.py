@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.snapshot import restore
+from ddpjob_trainer.snapshot import resume
 from ddpjob_trainer.snapshot.ondisk import disk, manifest
 from ddpjob_trainer.state.codec import flatten
 from support.snapshots import Clock, open_snapshots
@@ -134,7 +134,7 @@ def test_a_rank_that_may_not_look_leaves_the_reading_to_others(tmp_path, monkeyp
     found = manifest.read(store.directory / manifest.file_name(1))
     monkeypatch.setattr(disk, "exists", _closed)
     world: Any = Second()
-    restore._check_together(store.directory, found, world, print)
+    resume._check_together(store.directory, found, world, print)
     assert world.said == [b"0"]
 
 

@@ -223,16 +223,16 @@ def test_nothing_outside_is_put_aside_through_a_linked_directory(root, tmp_path,
     outside = tmp_path / "another"
     outside.mkdir()
     (outside / manifest.file_name(2)).write_bytes(SECRET)
-    real = manifest.listed
+    real = disk.names
 
-    def swap(directory: Path) -> list[Path]:
+    def swap(directory: Path) -> list[str]:
         found = real(directory)
         if directory.name == "00000001" and not directory.is_symlink():
             directory.rename(tmp_path / "away")
             directory.symlink_to(outside)
         return found
 
-    monkeypatch.setattr(manifest, "listed", swap)
+    monkeypatch.setattr(disk, "names", swap)
     assert loaded_step(root) is None
     assert [path.name for path in outside.iterdir()] == [manifest.file_name(2)]
 
@@ -269,7 +269,7 @@ def test_files_of_odd_names(root):  # type: ignore[no-untyped-def]
         "step-²-n-0.safetensors", "step-9999999999999999.json", "step--1.json", ".json",
     ):  # fmt: skip
         (first / name).write_bytes(b"{}")
-    assert [manifest.step_of(path) for path in manifest.listed(first)] == [1, 2]
+    assert [manifest.step_of(path.name) for path in manifest.listed(first)] == [1, 2]
     retain(root, 1, 2)
     assert loaded_step(root) == 2
 
@@ -401,7 +401,7 @@ def test_the_longest_uids_can_be_read_again(root):  # type: ignore[no-untyped-de
     start = Start(7, uids[32], 1, 0, 0, -1, uids[:32])
     lineage.directory(root, 7).mkdir()
     lineage.write_start(root, start)
-    assert lineage.read_start(root, 7) == start
+    assert lineage.read_start(lineage.Disk(root), 7) == start
 
 
 # --- Retention ----------------------------------------------------------------------------------
@@ -437,15 +437,15 @@ def test_a_directory_that_vanishes_while_it_is_read(root, monkeypatch):  # type:
 
     lineage.directory(root, 5).mkdir()
     lineage.write_start(root, Start(5, "u", 1, 5, 1, 2))
-    real, gone = manifest.listed, threading.Event()
+    real, gone = disk.names, threading.Event()
 
-    def listed(directory: Path) -> list[Path]:
+    def names(directory: Path) -> list[str]:
         if directory.name == "00000005" and not gone.is_set():
             gone.set()
             shutil.rmtree(directory)
         return real(directory)
 
-    monkeypatch.setattr(manifest, "listed", listed)
+    monkeypatch.setattr(disk, "names", names)
     assert loaded_step(root) == 2
     assert gone.is_set()
 

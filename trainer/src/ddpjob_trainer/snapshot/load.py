@@ -115,6 +115,16 @@ class Source:
         self._chunks = by_file(found)
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
+    @property
+    def step(self) -> int:
+        """Step after which it was made."""
+        return self.manifest.step
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Configuration of the run that wrote it."""
+        return self.manifest.config
+
     @cached_property
     def outline(self) -> Any:
         """The state with tensors that have a shape and a type, but no content and no memory.

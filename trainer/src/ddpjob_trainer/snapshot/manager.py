@@ -27,7 +27,7 @@ from ddpjob_trainer.snapshot.origin import Config, compare
 from ddpjob_trainer.snapshot.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.pipeline import Part, Place, Tracker
 from ddpjob_trainer.snapshot.remote.client import Uploads, fetch_if_newer
-from ddpjob_trainer.snapshot.restore import Opened, open_together
+from ddpjob_trainer.snapshot.resume import Resumed, resume
 from ddpjob_trainer.snapshot.skips import Skips, failed
 from ddpjob_trainer.snapshot.staging import Buffer, Copy
 from ddpjob_trainer.snapshot.training_state import TrainingState
@@ -94,42 +94,53 @@ class Snapshots:
                 tell=lambda text: say(0, text),
                 alive=self._progress.alive,
             )
-        opened = open_together(
+        resumed = resume(
             self._settings.directory,
-            self._settings,
             self._world,
+            anew=not self._settings.resume,
             tell=lambda text: say(self._world.rank, text),
         )
         failpoints.reach("load")
-        self._open(opened)
-        if (loaded := opened.loaded) is None:
+        self._open(resumed)
+        if (source := resumed.source) is None:
             return 0, {}
         allowed = self._settings.allow_changes
-        compare(loaded.config, config, self._world.rank, allowed)
+        compare(source.config, config, self._world.rank, allowed)
         # Level elastic: all ranks' generators are equal, and there may have been fewer of them.
         rank = 0 if config["level"] == "elastic" else self._world.rank
-        state.restore(loaded.source, rank, ema_may_differ="ema" in allowed)
-        self._durable(loaded.step)
+        state.restore(source, rank, ema_may_differ="ema" in allowed)
+        self._durable(source.step)
         if self._world.rank == 0:
-            self._progress.began_from(origin.tell(loaded.step, loaded.config, config))
-        return loaded.step, loaded.config
+            self._progress.began_from(origin.tell(source.step, source.config, config))
+        return source.step, source.config
 
-    def _open(self, opened: Opened) -> None:
+    def _open(self, resumed: Resumed) -> None:
+        """Take down where this incarnation's snapshots go, and who writes them."""
         assert self._settings.directory is not None
         nonce = self._world.broadcast_bytes(secrets.token_hex(4).encode()).decode()
-        directory, keep = self._settings.directory, self._settings.keep
-        self._place = Place(directory, opened.start.sequence, nonce, keep, opened.writers)
+        directory, keep, size = self._settings.directory, self._settings.keep, self._world.size
+        self._place = Place(directory, resumed.start.sequence, nonce, keep, resumed.writers)
+        if blind := [rank for rank in range(size) if rank not in resumed.writers]:
+            what = (
+                f"{len(blind)} of {size} ranks do not see rank 0's snapshot directory"
+                f" (rank {blind[0]} is the first), so they write no part of the snapshots"
+            )
+            cure = "Give all pods one shared volume (ReadWriteMany), or set snapshot_upload"
+            say(
+                self._world.rank,
+                what if self._settings.upload else f"warning: {what}. {cure}",
+            )
         if self._settings.upload and self._world.rank == 0:
             self._uploads = Uploads(
                 self._settings.upload,
                 self._settings.directory,
-                opened.start.sequence,
+                resumed.start.sequence,
                 self._settings.keep,
                 tell=lambda text: say(0, text),
                 count=self._progress.uploaded,
             )
-        if self._world.rank in opened.writers:
-            self._writer = opened.writers.index(self._world.rank)
+        if self._world.rank in resumed.writers:
+            self._writer = resumed.writers.index(self._world.rank)
 
     # --- Save ----------------------------------------------------------------------------
 

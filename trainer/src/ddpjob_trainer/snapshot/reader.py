@@ -61,7 +61,7 @@ def find(root: Path) -> Iterator[Found]:
         inner = list(islice((name for name in names if _holds_some(root / name)), 5))
         hint = f"; did you mean one of: {', '.join(inner)}" if inner else ""
         raise SnapshotToolError(f"{root} holds no snapshots{hint}")
-    starts = lineage.read_starts(root)
+    starts = lineage.read_starts(lineage.Disk(root))
     limits = dict(lineage.chain(starts))
     for sequence in lineage.sequences(root):
         try:
@@ -70,7 +70,7 @@ def find(root: Path) -> Iterator[Found]:
             print(f"{sequence:08d} is passed over: {error}", file=sys.stderr)
             continue
         for path in paths:
-            step, limit = manifest.step_of(path), limits.get(sequence)
+            step, limit = manifest.step_of(path.name), limits.get(sequence)
             if step is not None:
                 counts = sequence in limits and (limit is None or step <= limit)
                 yield Found(path, step, starts.get(sequence), counts)

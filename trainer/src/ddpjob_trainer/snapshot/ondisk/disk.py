@@ -172,6 +172,13 @@ def publish(temporary: Path, final: Path) -> None:
         os.fsync(folder)
 
 
+def commit(final: Path, content: bytes) -> None:
+    """Write a small file whole or not at all, durably. Raises OSError."""
+    temporary = final.with_name(f"{final.name}.tmp")
+    write_new(temporary, [content])
+    publish(temporary, final)
+
+
 def set_aside(path: Path) -> None:
     """Rename a file that must not be used, so that nobody takes it again. Raises OSError."""
     with _folder(path) as folder:

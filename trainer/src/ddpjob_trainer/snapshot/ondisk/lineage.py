@@ -1,9 +1,10 @@
-"""Which incarnation's snapshots count: the lineage fence.
+"""Tell which incarnation's snapshots count: the lineage fence, on a disk and in an object store.
 
-Each incarnation (uid, attempt, round) owns a directory, numbered by exclusive creation. Before
-its first step it brings its parent snapshot into that directory and then writes a durable start
-record naming the parent. A loader follows only the newest chain of start records, so what a
-zombie of an earlier incarnation commits or removes later is on no chain: no lock, no clock.
+Each incarnation (uid, attempt, round) owns a numbered folder: on a disk the number is taken by
+exclusive creation, in a store it is drawn (remote/upload.py). Before its first step it brings its
+parent snapshot there and then writes a durable start record naming the parent. A loader follows
+only the newest chain of start records, so what a zombie of an earlier incarnation commits or
+removes later is on no chain: no lock, no clock.
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ from __future__ import annotations
 import errno
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.errors import ConfigError, PeerLostError
-from ddpjob_trainer.snapshot.ondisk import disk
+from ddpjob_trainer.snapshot.ondisk import disk, manifest
 from ddpjob_trainer.snapshot.ondisk.checked_json import count, seal, unseal
 from ddpjob_trainer.snapshot.ondisk.manifest import NewerFormatError
 
 START = "start.json"
 _MAX_PREDECESSORS = 32
 _MAX_UID = 256
-MAX_START_BYTES = 128 << 10  # the longest uids in JSON take 99 KiB
+_MAX_START_BYTES = 128 << 10  # the longest uids in JSON take 99 KiB
 _HIGHEST = 10**12 - 1
 #: Counting does not leap so far: who is beyond such a gap is none of ours, and we do not go there.
 _GAP = 10**9
@@ -52,13 +53,45 @@ class Start:
         return (self.attempt, self.round, self.sequence)
 
 
+class Folders(Protocol):
+    """The folders of all incarnations by their numbers: Disk, and remote.store.Store."""
+
+    def numbers(self) -> list[int]:
+        """Return all numbers taken, ascending, with or without a start record."""
+
+    def names(self, number: int) -> list[str]:
+        """Return the names in a folder. Raises OSError."""
+
+    def read(self, number: int, name: str, most: int) -> bytes:
+        """Return a file's bytes, of a longer one the first ``most + 1``. Raises OSError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """The folders below a snapshot directory."""
+
+    root: Path
+
+    def numbers(self) -> list[int]:
+        """Return all numbers taken, ascending, with or without a start record."""
+        return sequences(self.root)
+
+    def names(self, number: int) -> list[str]:
+        """Return the names in a folder. Raises OSError."""
+        return disk.names(directory(self.root, number))
+
+    def read(self, number: int, name: str, most: int) -> bytes:
+        """Return a file's bytes, of a longer one the first ``most + 1``. Raises OSError."""
+        return disk.read_bounded(directory(self.root, number) / name, most)
+
+
 def directory(root: Path, sequence: int) -> Path:
     """Directory of an incarnation."""
     return root / f"{sequence:08d}"
 
 
 def sequences(root: Path) -> list[int]:
-    """All numbers taken, ascending, with or without a start record."""
+    """Return all numbers taken on a disk, ascending, with or without a start record."""
     numbers = {int(n): n for n in disk.directories(root) if _NUMBER.fullmatch(n)}
     return before_gap([n for n, name in numbers.items() if name == f"{n:08d}"], _GAP)
 
@@ -73,11 +106,11 @@ def before_gap(numbers: Iterable[int], gap: int) -> list[int]:
     return found
 
 
-def read_start(root: Path, sequence: int) -> Start:
+def read_start(folders: Folders, number: int) -> Start:
     """Return an incarnation's start record. Raises OSError, ValueError."""
-    data = disk.read_bounded(directory(root, sequence) / START, MAX_START_BYTES)
-    if len(data) > MAX_START_BYTES:
-        raise ValueError(f"more than {MAX_START_BYTES} bytes")
+    data = folders.read(number, START, _MAX_START_BYTES)
+    if len(data) > _MAX_START_BYTES:
+        raise ValueError(f"more than {_MAX_START_BYTES} bytes")
     return parse_start(unseal(data))
 
 
@@ -100,20 +133,20 @@ def parse_start(body: Any) -> Start:
     return Start(**{**body, "predecessors": tuple(uids)})
 
 
-def read_starts(root: Path, unread: dict[int, Exception] | None = None) -> dict[int, Start]:
-    """Every readable start record by its number. ``unread`` gets why another one is not."""
+def read_starts(folders: Folders, unread: dict[int, Exception] | None = None) -> dict[int, Start]:
+    """Read every start record, by number. ``unread`` gets why one cannot be read."""
     starts = {}
-    for sequence in sequences(root):
+    for number in folders.numbers():
         try:
-            start = read_start(root, sequence)
+            start = read_start(folders, number)
         except FileNotFoundError:
             continue  # a claim that never started
         except (OSError, ValueError) as error:
             if unread is not None:
-                unread[sequence] = error
+                unread[number] = error
             continue
-        if start.sequence == sequence:
-            starts[sequence] = start
+        if start.sequence == number:
+            starts[number] = start
     return starts
 
 
@@ -141,6 +174,34 @@ def chain(starts: dict[int, Start]) -> Iterator[tuple[int, int | None]]:
             return
         limit = start.parent_step if limit is None else min(limit, start.parent_step)
         start = starts.get(start.parent_sequence)
+
+
+def steps(folders: Folders, number: int, limit: int | None) -> list[int]:
+    """Return the steps of a folder's manifests up to a limit, ascending. Raises OSError."""
+    found = manifest.steps(folders.names(number))
+    return [step for step in found if limit is None or step <= limit]
+
+
+def unneeded(
+    starts: dict[int, Start],
+    taken: Iterable[int],
+    own: int,
+    keep: int,
+    steps_of: Callable[[int, int | None], Collection[int]],
+) -> list[int]:
+    """Return the numbers below ``own`` outside the folders that hold our chain's ``keep`` steps.
+
+    None while the chain is short: an earlier run's snapshots may still be somebody's last.
+    ``steps_of``: steps that a folder holds up to a limit.
+    """
+    needed: set[int] = set()
+    found: set[int] = set()
+    for number, limit in chain(starts):
+        needed.add(number)
+        found.update(steps_of(number, limit))
+        if len(found) >= keep:
+            return [n for n in taken if n < own and n not in needed]
+    return []
 
 
 def predecessors(starts: dict[int, Start], uid: str) -> tuple[str, ...]:
@@ -206,7 +267,4 @@ def claim(root: Path) -> int:
 
 def write_start(root: Path, start: Start) -> None:
     """Make an incarnation part of the lineage, durably. Raises OSError."""
-    where = directory(root, start.sequence)
-    temporary = where / f"{START}.tmp"
-    disk.write_new(temporary, [seal(asdict(start))])
-    disk.publish(temporary, where / START)
+    disk.commit(directory(root, start.sequence) / START, seal(asdict(start)))

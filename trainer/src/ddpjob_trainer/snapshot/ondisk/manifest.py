@@ -11,7 +11,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -115,18 +115,21 @@ def file_name(step: int) -> str:
     return f"step-{step:012d}.json"
 
 
-def step_of(path: Path) -> int | None:
-    """Step in a manifest's name, None for other files."""
-    found = _MANIFEST.fullmatch(path.name)
+def step_of(name: str) -> int | None:
+    """Return the step in a manifest's name, None for other files."""
+    found = _MANIFEST.fullmatch(name)
     step = int(found[1]) if found else None
-    return step if step is not None and path.name == file_name(step) else None
+    return step if step is not None and name == file_name(step) else None
+
+
+def steps(names: Iterable[str]) -> list[int]:
+    """Return the steps whose manifests are among the names of a folder, ascending."""
+    return sorted(step for name in names if (step := step_of(name)) is not None)
 
 
 def listed(directory: Path) -> list[Path]:
-    """Manifests by step, oldest first. Raises FileNotFoundError when a zombie removed it."""
-    paths = [directory / name for name in disk.names(directory)]
-    steps = {step: path for path in paths if (step := step_of(path)) is not None}
-    return [steps[step] for step in sorted(steps)]
+    """List manifests by step, oldest first. Raises OSError."""
+    return [directory / file_name(step) for step in steps(disk.names(directory))]
 
 
 def read(path: Path) -> Manifest:
@@ -138,14 +141,11 @@ def read(path: Path) -> Manifest:
         data = disk.read_bounded(path, MAX_BYTES)
     except disk.NotAFileError:
         raise InvalidSnapshotError("the manifest is not a regular file") from None
-    found = decode(data)
-    if found.step != step_of(path):
-        raise InvalidSnapshotError(f"the manifest is that of step {found.step}")
-    return found
+    return decode(data, step_of(path.name))
 
 
-def decode(data: bytes) -> Manifest:
-    """Read what encode() returned. Raises InvalidSnapshotError."""
+def decode(data: bytes, step: int | None = None) -> Manifest:
+    """Read what encode() returned. ``step``: that of its name. Raises InvalidSnapshotError."""
     try:
         body = unseal(data)
         _check_version(body)
@@ -160,6 +160,8 @@ def decode(data: bytes) -> Manifest:
             version=body["version"],
         )
         _check(found)
+        if step not in (None, found.step):
+            raise ValueError(f"it is that of step {found.step}")
     except NewerFormatError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -29,8 +29,7 @@ def retain(root: Path, sequence: int, keep: int) -> None:
             del ours[path]
         if ours and not unread:
             _remove_leftovers(directory, [*ours][-1], set().union(*ours.values()))
-        for unneeded in _unneeded(root, sequence, keep):
-            _remove_ours(lineage.directory(root, unneeded))
+        _retain_chain(lineage.Disk(root), sequence, keep)
 
 
 def _readable(paths: Iterable[Path], unread: list[Path]) -> dict[Path, set[str]]:
@@ -65,42 +64,36 @@ def _remove(path: Path) -> None:
 
 def _remove_leftovers(directory: Path, newest: Path, kept: set[str]) -> None:
     """Files of removed, failed and abandoned snapshots, but not of one still being written."""
-    step = manifest.step_of(newest)
+    step = manifest.step_of(newest.name)
     for name in disk.names(directory):
         number = _STEP.fullmatch(name)
-        if number is None or name in kept or manifest.step_of(directory / name) is not None:
+        if number is None or name in kept or manifest.step_of(name) is not None:
             continue
         if step is None or int(number[1]) <= step:
             _remove(directory / name)
 
 
-def _unneeded(root: Path, sequence: int, keep: int) -> list[int]:
-    """Directories older than those that hold the newest ``keep`` steps of our chain.
-
-    What these hold too often is removed here.
-    """
-    taken = lineage.sequences(root)
-    if not taken or taken[0] == sequence:
-        return []
-    starts = lineage.read_starts(root)
+def _retain_chain(folders: lineage.Disk, sequence: int, keep: int) -> None:
+    """Remove the directories of before that our chain needs no more, and surplus copies in it."""
+    taken = folders.numbers()
+    starts = {} if taken[:1] in ([], [sequence]) else lineage.read_starts(folders)
     mine = starts.get(sequence)
     if mine is None or lineage.newest(starts) != mine:
-        return []  # we may be the zombie
-    needed: set[int] = set()
+        return  # we may be the zombie
     copies: Counter[int] = Counter()
-    for number, limit in lineage.chain(starts):
-        needed.add(number)
-        found = _readable(manifest.listed(lineage.directory(root, number)), [])
-        for path in [*found]:
-            step = manifest.step_of(path)
-            if step is None or (limit is not None and step > limit):
-                continue
+
+    def steps_of(number: int, limit: int | None) -> set[int]:
+        found = _readable(manifest.listed(lineage.directory(folders.root, number)), [])
+        steps = {p: s for p in found if (s := manifest.step_of(p.name)) is not None}
+        counting = {p: s for p, s in steps.items() if limit is None or s <= limit}
+        for path, step in counting.items():
             copies[step] += 1
             if copies[step] > keep and number != sequence:
                 _remove_copy(path, found)
-        if len(copies) >= keep:
-            return [n for n in taken if n < sequence and n not in needed]
-    return []  # a short chain: an earlier run's snapshots may still be somebody's last
+        return set(counting.values())
+
+    for number in lineage.unneeded(starts, taken, sequence, keep, steps_of):
+        _remove_ours(lineage.directory(folders.root, number))
 
 
 def _remove_copy(path: Path, found: dict[Path, set[str]]) -> None:

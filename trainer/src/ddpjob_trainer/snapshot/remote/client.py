@@ -101,29 +101,15 @@ def fetch_if_newer(
 ) -> None:
     """Bring to disk what only the store has. Raises OSError, PeerLostError, ConfigError."""
     mine = (identity.uid, identity.attempt)
-    if root.is_dir() and any(
-        (start.uid, start.attempt) == mine for start in lineage.read_starts(root).values()
-    ):
+    known = lineage.read_starts(lineage.Disk(root)).values() if root.is_dir() else ()
+    if any((start.uid, start.attempt) == mine for start in known):
         return  # a restart in place: the disk is that of the round before
-    _fetch_newest(url, root, identity, resume=resume, tell=tell, alive=alive)
-
-
-def _fetch_newest(
-    url: str,
-    root: Path,
-    identity: Identity,
-    *,
-    resume: bool,
-    tell: Tell,
-    alive: Callable[[], None],
-) -> None:
-    order = {
+    process = RemoteProcess({
         "do": "fetch", "url": url, "root": str(root.absolute()), "identity": asdict(identity),
         "resume": resume,
-    }  # fmt: skip
-    process = RemoteProcess(order)
-    try:
-        while True:
+    })  # fmt: skip
+    with contextlib.closing(process):
+        while not process.ended:
             for said in process.answers(_LOOK_SECONDS):
                 alive()  # it says something while bytes come; else the watchdog is to find it
                 if "say" in said:
@@ -135,10 +121,7 @@ def _fetch_newest(
                 elif "kind" in said:
                     kinds = {"PeerLostError": PeerLostError, "ConfigError": ConfigError}
                     raise kinds.get(said["kind"], OSError)(said["text"])
-            if process.ended:
-                raise OSError(f"{url}: the process that reads it ended")
-    finally:
-        process.close()
+    raise OSError(f"{url}: the process that reads it ended")
 
 
 class Uploads:

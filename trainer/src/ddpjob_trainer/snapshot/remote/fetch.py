@@ -1,7 +1,7 @@
 """Bring the newest snapshot of an object store to a disk that has nothing as new.
 
-It becomes an incarnation on disk like any other, under the name that it has in the store, and is
-then found, verified and taken over like any other.
+Called by remote/process.py. It becomes an incarnation on disk under the name that it has in the
+store, and resume.py then finds and checks it like any other.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ddpjob_trainer.snapshot.ondisk.manifest import (
     InvalidSnapshotError,
     NewerFormatError,
 )
-from ddpjob_trainer.snapshot.remote import incarnations
 from ddpjob_trainer.snapshot.remote.store import Store
+from ddpjob_trainer.snapshot.remote.upload import read
 
 Tell = Callable[[str], None]
 
@@ -40,8 +40,7 @@ def fetch(
     already, ConfigError when only a newer program can read what is there, OSError, and what the
     protocol's library raises.
     """
-    newer: list[NewerFormatError] = []
-    known = incarnations.starts(store, newer)
+    known, newer = store.starts()
     if identity.unique:
         lineage.refuse_if_stale(known, identity)
     head = lineage.newest(known)
@@ -50,31 +49,23 @@ def fetch(
     if head is None or not (resume or head.uid == identity.uid):
         return None
     root.mkdir(parents=True, exist_ok=True)
-    local = lineage.read_starts(root)
-    if _holds_any(root, local) and not _is_newer(head, lineage.newest(local)):
+    disk_folders = lineage.Disk(root)
+    local = lineage.read_starts(disk_folders)
+    held = any(lineage.steps(disk_folders, *one) for one in lineage.chain(local))
+    if held and not _is_newer(head, lineage.newest(local)):
         return None
-    for number, step in incarnations.counting(store, known):
-        try:
-            _bring(store, root, number, step, head, alive)
-        except NewerFormatError as error:
-            tell(f"{store.url}: the snapshot of step {step} is passed over: {error}")
-            newer.append(error)
-        except (InvalidSnapshotError, FileNotFoundError) as error:
-            tell(f"{store.url}: the snapshot of step {step} is passed over: {error}")
-        else:
-            return step
+    for number, limit in lineage.chain(known):
+        for step in reversed(lineage.steps(store, number, limit)):
+            try:
+                _bring(store, root, number, step, head, alive)
+            except (InvalidSnapshotError, FileNotFoundError) as error:
+                tell(f"{store.url}: the snapshot of step {step} is passed over: {error}")
+                newer += [error] if isinstance(error, NewerFormatError) else []
+            else:
+                return step
     if newer:
         raise newer[0].refusal  # rather than start from nothing
     return None
-
-
-def _holds_any(root: Path, local: dict[int, Start]) -> bool:
-    """Whether there is a manifest on the disk's newest chain."""
-    for number, limit in lineage.chain(local):
-        steps = map(manifest.step_of, manifest.listed(lineage.directory(root, number)))
-        if any(step is not None and (limit is None or step <= limit) for step in steps):
-            return True
-    return False
 
 
 def _is_newer(remote: Start, local: Start | None) -> bool:
@@ -92,16 +83,13 @@ def _is_newer(remote: Start, local: Start | None) -> bool:
 def _bring(
     store: Store, root: Path, number: int, step: int, head: Start, alive: Callable[[], None]
 ) -> None:
-    found = incarnations.read(store, number, step)
+    found = read(store, number, step)
     sequence = lineage.claim(root)
     where = lineage.directory(root, sequence)
     try:
         for file in found.files:
-            pieces = _checked(store, incarnations.folder(number), file, alive)
-            disk.write_new(where / file.name, pieces)
-        temporary = where / f"{manifest.file_name(step)}.tmp"
-        disk.write_new(temporary, [found.encode()])
-        disk.publish(temporary, where / manifest.file_name(step))
+            disk.write_new(where / file.name, _checked(store, number, file, alive))
+        disk.commit(where / manifest.file_name(step), found.encode())
         # In the name of the newest incarnation: what follows it is newer than that.
         lineage.write_start(
             root, replace(head, sequence=sequence, parent_sequence=0, parent_step=-1)
@@ -112,10 +100,10 @@ def _bring(
 
 
 def _checked(
-    store: Store, folder: str, file: DataFile, alive: Callable[[], None]
+    store: Store, number: int, file: DataFile, alive: Callable[[], None]
 ) -> Iterator[bytes]:
     crc, size = 0, 0
-    for piece in store.pieces(folder, file.name):
+    for piece in store.pieces(number, file.name):
         crc, size = zlib.crc32(piece, crc), size + len(piece)
         if size > file.bytes:
             break

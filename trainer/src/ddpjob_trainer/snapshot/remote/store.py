@@ -1,19 +1,25 @@
-"""An object store as snapshots use it: list, read, put, remove, below one URL. No torch.
+"""An object store as snapshots use it: numbered folders of objects below one URL. No torch.
 
 fsspec knows the protocols. Objects are never overwritten by another content: every name is drawn,
-or belongs to one incarnation alone.
+or belongs to one incarnation alone. Store is a lineage.Folders, as a disk is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import posixpath
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.snapshot.ondisk import lineage
+from ddpjob_trainer.snapshot.ondisk.lineage import Start
+from ddpjob_trainer.snapshot.ondisk.manifest import NewerFormatError
 
+_FOLDER = re.compile("[0-9]{15}")
+_GAP = 10**12  # who is beyond is a stranger, and has no number above
 _PIECE = 4 << 20
 
 
@@ -24,9 +30,16 @@ class Store:
         self.url = url
         self._fs, self._root = _file_system(url)
 
-    def names(self, *folder: str) -> list[str]:
-        """Names in a folder, none where it does not exist."""
-        path = self._path(*folder)
+    def numbers(self) -> list[int]:
+        """Return all numbers taken, ascending, with or without a start record."""
+        found = [int(name) for name in self._list(self._root) if _FOLDER.fullmatch(name)]
+        return lineage.before_gap(found, _GAP)
+
+    def names(self, number: int) -> list[str]:
+        """Return the names in a folder, none where it does not exist."""
+        return self._list(self._path(number))
+
+    def _list(self, path: str) -> list[str]:
         self._fs.invalidate_cache()  # other processes write there
         try:
             found = self._fs.ls(path, detail=False)
@@ -34,52 +47,54 @@ class Store:
             return []
         return [posixpath.basename(str(name).rstrip("/")) for name in found if name != path]
 
-    def size(self, folder: str, name: str) -> int | None:
-        """Bytes of an object, None where there is none."""
-        try:
-            return int(self._fs.info(self._path(folder, name), refresh=True)["size"])
-        except (FileNotFoundError, TypeError):
-            return self._plain_size(folder, name)
+    def starts(self) -> tuple[dict[int, Start], list[NewerFormatError]]:
+        """Read every start record, and tell which only a newer program can read."""
+        unread: dict[int, Exception] = {}
+        known = lineage.read_starts(self, unread)
+        for why in unread.values():
+            if isinstance(why, OSError):
+                raise why  # never begin anew for want of a network
+        return known, [why for why in unread.values() if isinstance(why, NewerFormatError)]
 
-    def _plain_size(self, folder: str, name: str) -> int | None:
-        """Not every protocol can be asked to forget what it knows."""
+    def size(self, number: int, name: str) -> int | None:
+        """Return an object's bytes, None where there is none."""
         self._fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
-            return int(self._fs.info(self._path(folder, name))["size"])
+            return int(self._fs.info(self._path(number, name))["size"])
         return None
 
-    def read(self, folder: str, name: str, most: int) -> bytes:
-        """The beginning of an object, at most so many bytes and one more."""
-        return bytes(self._fs.cat_file(self._path(folder, name), start=0, end=most + 1))
+    def read(self, number: int, name: str, most: int) -> bytes:
+        """Return an object's bytes, of a longer one the first ``most + 1``."""
+        return bytes(self._fs.cat_file(self._path(number, name), start=0, end=most + 1))
 
-    def pieces(self, folder: str, name: str) -> Iterator[bytes]:
-        """An object's content, bit by bit."""
-        with self._fs.open(self._path(folder, name), "rb", block_size=_PIECE) as file:
+    def pieces(self, number: int, name: str) -> Iterator[bytes]:
+        """Yield an object's content bit by bit."""
+        with self._fs.open(self._path(number, name), "rb", block_size=_PIECE) as file:
             while piece := file.read(_PIECE):
                 yield piece
 
-    def put(self, source: Path, folder: str, name: str) -> None:
+    def put(self, source: Path, number: int, name: str) -> None:
         """Copy a file there."""
-        self._fs.makedirs(self._path(folder), exist_ok=True)
-        self._fs.put_file(str(source), self._path(folder, name))
+        self._fs.makedirs(self._path(number), exist_ok=True)
+        self._fs.put_file(str(source), self._path(number, name))
 
-    def write(self, folder: str, name: str, content: bytes) -> None:
+    def write(self, number: int, name: str, content: bytes) -> None:
         """Put a small object there, whole or not at all where the store can."""
-        self._fs.makedirs(self._path(folder), exist_ok=True)
-        self._fs.pipe_file(self._path(folder, name), content)
+        self._fs.makedirs(self._path(number), exist_ok=True)
+        self._fs.pipe_file(self._path(number, name), content)
 
-    def remove(self, folder: str, name: str) -> None:
+    def remove(self, number: int, name: str) -> None:
         """Remove an object that may be gone already."""
         with contextlib.suppress(FileNotFoundError):
-            self._fs.rm_file(self._path(folder, name))
+            self._fs.rm_file(self._path(number, name))
 
-    def remove_folder(self, folder: str) -> None:
-        """Remove all below a folder."""
+    def remove_folder(self, number: int) -> None:
+        """Remove a folder and all in it."""
         with contextlib.suppress(FileNotFoundError):
-            self._fs.rm(self._path(folder), recursive=True)
+            self._fs.rm(self._path(number), recursive=True)
 
-    def _path(self, *parts: str) -> str:
-        return posixpath.join(self._root, *parts)
+    def _path(self, number: int, *name: str) -> str:
+        return posixpath.join(self._root, f"{number:015d}", *name)
 
 
 def _file_system(url: str) -> tuple[Any, str]:

@@ -1,24 +1,29 @@
 """Copy finished snapshots of one incarnation to an object store, newest first, manifest last.
 
-What is being copied is pinned by hard links, so that the disk's retention cannot take it away,
-however slow the store is.
+Called by remote/process.py. A store has no exclusive creation and no hard links, so an incarnation
+draws a number above all that it has seen and copies its parent snapshot there before its start
+record; the records make the same chains as on a disk (ondisk/lineage.py). What is being copied is
+pinned by hard links, so that the disk's retention cannot take it away, however slow the store is.
 """
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+import secrets
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.errors import PeerLostError
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
+from ddpjob_trainer.snapshot.ondisk.checked_json import MAX_BYTES, seal
 from ddpjob_trainer.snapshot.ondisk.lineage import Start
 from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError, Manifest
-from ddpjob_trainer.snapshot.remote import incarnations
 from ddpjob_trainer.snapshot.remote.store import Store
 
 _PINS = "uploading"
+_DRAWN = 10**6
 
 
 class Uploader:
@@ -29,7 +34,7 @@ class Uploader:
         self._root = root
         self._directory = lineage.directory(root, sequence)
         self._pins = self._directory / _PINS
-        self._start = lineage.read_start(root, sequence)
+        self._start = lineage.read_start(lineage.Disk(root), sequence)
         self._keep = keep
         self._number = 0  # ours in the store, once drawn
         self._begun = False
@@ -50,45 +55,44 @@ class Uploader:
 
     def _begin(self, step: int) -> None:
         """The parent first, then the start record: nobody else's retention can hurt it then."""
-        known = incarnations.starts(self._store)
+        known, _ = self._store.starts()
         start = self._start
         lineage.refuse_if_stale(known, Identity(start.uid, start.attempt, start.round, unique=True))
-        self._number = self._number or incarnations.draw(incarnations.numbers(self._store))
+        self._number = self._number or draw(self._store.numbers())
         if start.parent_step >= 0:
             first = self._directory / manifest.file_name(start.parent_step)
             self.newest = start.parent_step if disk.exists(first) else step
             self._copy(self.newest)
         earlier = (*start.predecessors, *lineage.predecessors(known, start.uid))
-        incarnations.write_start(
-            self._store,
-            replace(
-                start,
-                sequence=self._number,
-                parent_sequence=self._parent(known),
-                predecessors=lineage.newest_uids(earlier, start.uid),
-            ),
+        record = replace(
+            start,
+            sequence=self._number,
+            parent_sequence=self._parent(known),
+            predecessors=lineage.newest_uids(earlier, start.uid),
         )
+        self._store.write(self._number, lineage.START, seal(asdict(record)))
         self._begun = True
 
     def _parent(self, known: dict[int, Start]) -> int:
-        """The number of our parent if it has written here as well, 0: its copy is all we have."""
+        """Return our parent's number if it has written here too, 0: its copy is all we have."""
         with contextlib.suppress(OSError, ValueError):
-            parent = lineage.read_start(self._root, self._start.parent_sequence)
-            names = {incarnations.identity(start): number for number, start in known.items()}
-            return names.get(incarnations.identity(parent), 0)
+            on_disk = lineage.Disk(self._root)
+            parent = lineage.read_start(on_disk, self._start.parent_sequence)
+            whose = (parent.uid, parent.attempt, parent.round)
+            return next((n for n, s in known.items() if (s.uid, s.attempt, s.round) == whose), 0)
         return 0
 
     def _copy(self, step: int) -> None:
         path = self._directory / manifest.file_name(step)
         found = manifest.read(path)
         self._pin(found)
-        folder = incarnations.folder(self._number)
+        store, number = self._store, self._number
         for file in found.files:
-            if self._store.size(folder, file.name) != file.bytes:
-                self._store.put(self._pins / file.name, folder, file.name)
-            if self._store.size(folder, file.name) != file.bytes:
-                raise OSError(f"{self._store.url}: {file.name} did not arrive whole")
-        self._store.write(folder, path.name, found.encode())
+            if store.size(number, file.name) != file.bytes:
+                store.put(self._pins / file.name, number, file.name)
+                if store.size(number, file.name) != file.bytes:
+                    raise OSError(f"{store.url}: {file.name} did not arrive whole")
+        store.write(number, path.name, found.encode())
         self._unpin()
 
     def _pin(self, found: Manifest) -> None:
@@ -111,33 +115,33 @@ class Uploader:
 
     def _retain(self) -> None:
         """Keep the newest of ours and what our chain needs; the rest goes, the manifest first."""
-        store, folder = self._store, incarnations.folder(self._number)
-        ours = incarnations.steps(store, self._number)
+        store, number = self._store, self._number
+        ours = lineage.steps(store, number, None)
         needed: set[str] = set()
         for step in ours[-self._keep :]:
-            needed |= {file.name for file in incarnations.read(store, self._number, step).files}
+            needed |= {file.name for file in read(store, number, step).files}
         for step in ours[: -self._keep]:
             with contextlib.suppress(InvalidSnapshotError):
-                names = {f.name for f in incarnations.read(store, self._number, step).files}
-                store.remove(folder, manifest.file_name(step))
+                names = {file.name for file in read(store, number, step).files}
+                store.remove(number, manifest.file_name(step))
                 for name in names - needed:
-                    store.remove(folder, name)
-        for number in self._unneeded():
-            store.remove_folder(incarnations.folder(number))
-
-    def _unneeded(self) -> list[int]:
-        """As on disk: nobody prunes what is younger, nor while its own chain is short."""
-        known = incarnations.starts(self._store)
-        mine = known.get(self._number)
+                    store.remove(number, name)
+        known, taken = store.starts()[0], store.numbers()
+        mine = known.get(number)
         if mine is None or lineage.newest(known) != mine:
             raise PeerLostError("a later incarnation uploads to the same place")
-        needed: set[int] = set()
-        steps: set[int] = set()
-        for number, limit in lineage.chain(known):
-            needed.add(number)
-            found = incarnations.steps(self._store, number)
-            steps |= {step for step in found if limit is None or step <= limit}
-            if len(steps) >= self._keep:
-                taken = incarnations.numbers(self._store)
-                return [n for n in taken if n < self._number and n not in needed]
-        return []
+        for old in lineage.unneeded(
+            known, taken, number, self._keep, partial(lineage.steps, store)
+        ):
+            store.remove_folder(old)
+
+
+def read(store: Store, number: int, step: int) -> Manifest:
+    """Read a manifest. Raises InvalidSnapshotError, FileNotFoundError."""
+    return manifest.decode(store.read(number, manifest.file_name(step), MAX_BYTES), step)
+
+
+def draw(taken: list[int]) -> int:
+    """Return a number above all others, that nobody draws at the same time."""
+    highest = max(taken, default=0)
+    return (highest // _DRAWN + 1) * _DRAWN + secrets.randbelow(_DRAWN)
