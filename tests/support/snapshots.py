@@ -14,15 +14,14 @@ from ddpjob_trainer import accelerator
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.snapshot.keeper.writer import Writer, data_name
+from ddpjob_trainer.snapshot.layout import Captured, Draft, Shares, lay_out
 from ddpjob_trainer.snapshot.load import Source, Span
 from ddpjob_trainer.snapshot.ondisk import manifest
 from ddpjob_trainer.snapshot.ondisk.manifest import Chunk, DataFile, Manifest
 from ddpjob_trainer.snapshot.part_reports import Report
-from ddpjob_trainer.snapshot.pipeline import Place
 from ddpjob_trainer.snapshot.resume import Retry
 from ddpjob_trainer.snapshot.resume import resume as resume_from
 from ddpjob_trainer.snapshot.staging import Buffer
-from ddpjob_trainer.snapshot.write_plan import Captured, Shares, assembler, lay_out
 from ddpjob_trainer.state.codec import DTYPES, Flat, flatten
 from support.patience import PATIENCE
 
@@ -49,23 +48,22 @@ class Store:
         return self._writer.directory
 
     def save(self, step: int, flat: Flat, config: Mapping[str, Any]) -> None:
-        """What ranks, keepers and tracker do. Raises OSError."""
-        place = Place(self.root, self.sequence, self.nonce, self.keep, tuple(range(self.ranks)))
+        """What ranks and keepers do. Raises OSError."""
         shared = frozenset(name for name in flat.tensors if not name.startswith(SOLE))
         all_captured = [
             Captured(flat, shared, {f"rank/{rank}/own": torch.full((3,), rank)})
-            for rank in place.writers
+            for rank in range(self.ranks)
         ]
         main = all_captured[0].main_bytes()
         shares = Shares.plan(all_captured[0], self.ranks, main, divided=True)
-        make = assembler(step, all_captured[0], shares, config, place)
+        draft = Draft.of(step, all_captured[0], shares, config, self.nonce)
         try:
             reports = [self._part(step, captured, shares, rank)
                        for rank, captured in enumerate(all_captured)]  # fmt: skip
         except OSError:
             self._writer.discard(step)
             raise
-        self._writer.commit(step, make(reports).encode())
+        self._writer.commit(step, draft.manifest(reports).encode())
         self._writer.retain()
 
     def _part(self, step: int, captured: Captured, shares: Shares, rank: int) -> Report:

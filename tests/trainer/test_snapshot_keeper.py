@@ -24,15 +24,22 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from ddpjob_trainer import accelerator
-from ddpjob_trainer.snapshot import load, skips
+from ddpjob_trainer.snapshot import load
+from ddpjob_trainer.snapshot import writer as writer_module
 from ddpjob_trainer.snapshot.keeper import client
 from ddpjob_trainer.snapshot.keeper.writer import data_name
+from ddpjob_trainer.snapshot.layout import Captured, Draft, Shares, lay_out
 from ddpjob_trainer.snapshot.load import Source
 from ddpjob_trainer.snapshot.ondisk import checked_json, lineage, manifest
 from ddpjob_trainer.snapshot.part_reports import PartReports, Report
-from ddpjob_trainer.snapshot.pipeline import Outcome, Part, Place, Tracker
-from ddpjob_trainer.snapshot.skips import Skips
-from ddpjob_trainer.snapshot.write_plan import Captured, Shares, assembler, lay_out, marker
+from ddpjob_trainer.snapshot.writer import (
+    BackpressureLog,
+    Outcome,
+    Part,
+    Place,
+    SnapshotWriter,
+    versions_of,
+)
 from ddpjob_trainer.state.codec import DTYPES, flatten, unflatten
 from support.launching import PATHS
 from support.patience import PATIENCE
@@ -107,8 +114,8 @@ class Ranks:
         nonce = f"{self.store.sequence:08x}"
         self.place = Place(root, self.store.sequence, nonce, 3, tuple(range(RANKS)))
         self.told = HashStore()
-        self.trackers = [
-            Tracker(rank, self.place, PartReports(self.told, self.place.writers), CPU)
+        self.writers = [
+            SnapshotWriter(rank, self.place, PartReports(self.told, self.place.writers), CPU)
             for rank in range(RANKS)
         ]
 
@@ -119,27 +126,33 @@ class Ranks:
             for rank in range(RANKS)
         ]
         shares = Shares.plan(all_captured[0], RANKS, all_captured[0].main_bytes(), divided=True)
-        for rank, (tracker, captured) in enumerate(zip(self.trackers, all_captured, strict=True)):
+        for rank, (writer, captured) in enumerate(zip(self.writers, all_captured, strict=True)):
             image = lay_out(captured, shares, rank)
-            buffer = tracker.pool.take(image.bytes)
+            buffer = writer.pool.take(image.bytes)
             assert buffer is not None
             buffer.write(0, image.header)
             buffer.copy(image.now, CPU, None)
             if not late:
                 buffer.copy(image.later, CPU, None)
             own = tuple((n, DTYPES[t.dtype], tuple(t.shape)) for n, t in captured.own.items())
-            make = assembler(step, captured, shares, {}, self.place) if rank == 0 else None
+            nonce = self.place.nonce
+            draft = Draft.of(step, captured, shares, {}, nonce) if rank == 0 else None
             name = data_name(step, self.place.nonce, rank)
             later = image.later if late else ()
             now = time.perf_counter()
             report = Report(rank, own=own, fingerprint=captured.structure.fingerprint)
-            tracker.submit(Part(step, now, name, image.bytes, buffer, later, None, report, make))
+            writer.submit(
+                Part(
+                    step, now, name, image.bytes, buffer, later, None, versions_of(later), report,
+                    draft,
+                )
+            )  # fmt: skip
 
     def settle(self) -> list[Outcome]:
-        for tracker in self.trackers:
-            tracker.wait_written()
-        self.trackers[0].wait_settled()
-        return self.trackers[0].outcomes()
+        for writer in self.writers:
+            writer.wait_written()
+        self.writers[0].wait_settled()
+        return self.writers[0].outcomes()
 
     def save(self, step: int) -> str:
         """Why it failed; empty: it is durable."""
@@ -149,17 +162,17 @@ class Ranks:
         return outcome.text
 
     def keepers(self) -> list[int]:
-        found = [tracker._keeper for tracker in self.trackers]
+        found = [writer._keeper for writer in self.writers]
         return [keeper.pid for keeper in found if keeper is not None]
 
     def why(self) -> str:
         """What is said where a snapshot is skipped."""
         reports = PartReports(self.told, self.place.writers)
-        return Skips().why(self.trackers[0].oldest(), reports)
+        return BackpressureLog().why(self.writers[0].oldest(), reports)
 
     def close(self) -> None:
-        for tracker in self.trackers:
-            tracker.close()
+        for writer in self.writers:
+            writer.close()
 
     @property
     def directory(self) -> Path:
@@ -207,8 +220,8 @@ def test_what_three_ranks_save_is_loaded(tmp_path, open_ranks):  # type: ignore[
     keepers = ranks.keepers()
     assert len(set(keepers)) == RANKS, "one keeper per rank, kept"
     ranks.begin(4, late=True)  # copied by the thread
-    for tracker in ranks.trackers:
-        tracker.wait_copied()
+    for writer in ranks.writers:
+        writer.wait_copied()
     assert [outcome.text for outcome in ranks.settle()] == [""]
     assert ranks.keepers() == keepers
     check(open_snapshots(tmp_path, 2)[1], 4)
@@ -317,16 +330,16 @@ def test_any_error_of_a_rank_beside_training_fails_the_save_alone(  # type: igno
     def fails(*_: Any) -> None:
         raise RuntimeError("odd")
 
-    tracker, why = ranks.trackers[odd], "rank 1: " * odd + "RuntimeError: odd"
-    monkeypatch.setattr(tracker, where, fails)
+    writer, why = ranks.writers[odd], "rank 1: " * odd + "RuntimeError: odd"
+    monkeypatch.setattr(writer, where, fails)
     assert ranks.save(2) == why
     monkeypatch.undo()
-    assert tracker.broken == (where == "_hear"), "then training makes another"
-    if tracker.broken:
+    assert writer.broken == (where == "_hear"), "then training makes another"
+    if writer.broken:
         assert ranks.save(3) == why, "it broke after it was asked"
-        tracker.close()
+        writer.close()
         board = PartReports(ranks.told, ranks.place.writers)
-        ranks.trackers[odd] = Tracker(odd, ranks.place, board, CPU)
+        ranks.writers[odd] = SnapshotWriter(odd, ranks.place, board, CPU)
     assert ranks.save(4) == ""
     check(open_snapshots(tmp_path, 2)[1], 4)
 
@@ -334,7 +347,7 @@ def test_any_error_of_a_rank_beside_training_fails_the_save_alone(  # type: igno
 def test_a_keeper_that_died_while_idle_costs_no_snapshot(tmp_path, open_ranks):  # type: ignore[no-untyped-def]
     ranks = open_ranks(tmp_path)
     assert ranks.save(1) == ""
-    keeper = ranks.trackers[0]._keeper
+    keeper = ranks.writers[0]._keeper
     keeper.answers = list  # its end is noticed only when it is told to write
     os.kill(keeper.pid, signal.SIGKILL)
     keeper._process.wait()
@@ -344,12 +357,12 @@ def test_a_keeper_that_died_while_idle_costs_no_snapshot(tmp_path, open_ranks): 
 
 def test_a_durable_one_is_marked_by_the_keeper_that_cleans_up(tmp_path, open_ranks):  # type: ignore[no-untyped-def]
     ranks = open_ranks(tmp_path)
-    main = ranks.trackers[0]
+    main = ranks.writers[0]
     for step in range(1, 9):  # each commit has the keeper remove older ones
         assert ranks.save(step) == ""
-        main.again(step, marker(step, {"finished": step}, ranks.place))
+        main.mark(step, {"finished": step})
         assert [(one.step, one.text) for one in ranks.settle()] == [(step, "")]
-    main.again(9, marker(9, {}, ranks.place))
+    main.mark(9, {})
     (absent,) = ranks.settle()
     assert absent.text == "No such file or directory"
     loaded = open_snapshots(tmp_path, 2)[1]
@@ -381,8 +394,8 @@ def test_what_is_closed_holds_nothing(tmp_path, open_ranks):  # type: ignore[no-
     ranks = Ranks(tmp_path)
     assert ranks.save(1) == ""
     assert descriptors() > before
-    for tracker in ranks.trackers:
-        tracker.close(PATIENCE)
+    for writer in ranks.writers:
+        writer.close(PATIENCE)
     assert descriptors() == before
 
 
@@ -406,7 +419,7 @@ def test_a_keeper_whose_rank_died_removes_its_half_file(saving, orders, tmp_path
     saving.begin(2)
     wait_for(lambda: list(saving.directory.glob("step-000000000002-*-1.safetensors")))
     wait_for(lambda: not orders.path.exists())
-    keeper = saving.trackers[1]._keeper
+    keeper = saving.writers[1]._keeper
     keeper.channel.shutdown(socket.SHUT_RDWR)  # as the kernel does when the rank dies
     go.touch()
     keeper._process.wait(PATIENCE)
@@ -423,7 +436,7 @@ def wait_for(condition: Any) -> None:
 
 
 def test_who_is_behind_has_no_buffer_and_nobody_waits(tmp_path, open_ranks, monkeypatch):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(skips, "_LONG_SECONDS", 0.0)
+    monkeypatch.setattr(writer_module, "_LONG_SECONDS", 0.0)
     ranks = open_ranks(tmp_path)
     assert ranks.save(1) == ""
     for pid in ranks.keepers():
@@ -431,8 +444,8 @@ def test_who_is_behind_has_no_buffer_and_nobody_waits(tmp_path, open_ranks, monk
     try:
         for step in (2, 3):
             ranks.begin(step)
-        assert not any(tracker.pool.free() for tracker in ranks.trackers)
-        assert ranks.trackers[0].pool.take(10) is None
+        assert not any(writer.pool.free() for writer in ranks.writers)
+        assert ranks.writers[0].pool.take(10) is None
         why = r"that of step 2 for \d+ s by rank 0\. Is its volume slow"
         assert re.search(why, ranks.why()), ranks.why()
         os.kill(ranks.keepers()[0], signal.SIGCONT)
@@ -445,7 +458,7 @@ def test_who_is_behind_has_no_buffer_and_nobody_waits(tmp_path, open_ranks, monk
             os.kill(pid, signal.SIGCONT)
     assert [(o.step, o.text) for o in ranks.settle()] == [(2, ""), (3, "")]
     assert ranks.why() == ""
-    assert all(tracker.pool.free() for tracker in ranks.trackers)
+    assert all(writer.pool.free() for writer in ranks.writers)
 
 
 @pytest.mark.fault("S5")

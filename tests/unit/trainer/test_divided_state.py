@@ -15,12 +15,11 @@ from torch.distributed import TCPStore
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot import load
 from ddpjob_trainer.snapshot.keeper.writer import data_name
+from ddpjob_trainer.snapshot.layout import Captured, Draft, Shares, lay_out, measure
 from ddpjob_trainer.snapshot.load_state import _only
 from ddpjob_trainer.snapshot.ondisk import manifest
 from ddpjob_trainer.snapshot.part_reports import PartReports, Report
-from ddpjob_trainer.snapshot.pipeline import Place
 from ddpjob_trainer.snapshot.training_state import TrainingState
-from ddpjob_trainer.snapshot.write_plan import Captured, Shares, assembler, lay_out, measure
 from ddpjob_trainer.state.stateful import Divided
 from support.snapshots import Store, open_snapshots
 
@@ -71,7 +70,6 @@ def registered(model: nn.Module, optimizer: Any) -> TrainingState:
 
 def save(store: Store, step: int, every: list[Captured]) -> None:
     """What ranks and keepers do, as support.snapshots does it for what all ranks hold."""
-    place = Place(store.root, store.sequence, store.nonce, store.keep, tuple(range(len(every))))
     shares = Shares.plan(every[0], len(every), every[0].main_bytes(), divided=True)
     reports = []
     for rank, captured in enumerate(every):
@@ -89,8 +87,8 @@ def save(store: Store, step: int, every: list[Captured]) -> None:
         reports.append(
             Report(rank, image.bytes, crc, own, structure.fingerprint, parts=parts, version=version)
         )
-    make = assembler(step, every[0], shares, {}, place)
-    store._writer.commit(step, make(reports).encode())
+    draft = Draft.of(step, every[0], shares, {}, store.nonce)
+    store._writer.commit(step, draft.manifest(reports).encode())
 
 
 def captured_by(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: int) -> list[Captured]:

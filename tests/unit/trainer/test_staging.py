@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from ddpjob_trainer.accelerator import Accelerator
-from ddpjob_trainer.snapshot import pipeline, staging
+from ddpjob_trainer.snapshot import staging, writer
 from ddpjob_trainer.snapshot.part_reports import Report
-from ddpjob_trainer.snapshot.pipeline import Part, Place, Tracker
 from ddpjob_trainer.snapshot.staging import Buffer, Pool
+from ddpjob_trainer.snapshot.writer import Part, Place, SnapshotWriter, versions_of
 from support.patience import PATIENCE
 
 
@@ -79,10 +79,10 @@ def test_the_thread_says_which_gpu_is_its_own_before_it_asks_for_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else each rank's would make a context on the first."""
-    monkeypatch.setattr(pipeline, "KeeperProcess", Keeper)
+    monkeypatch.setattr(writer, "KeeperProcess", Keeper)
     device = Pins()
     reports: Any = None
-    tracker = Tracker(0, Place(tmp_path, 1, "n", 2, (0,)), reports, device)
+    tracker = SnapshotWriter(0, Place(tmp_path, 1, "n", 2, (0,)), reports, device)
     tracker.prepare(5000)
     try:
         assert Keeper.made.wait(PATIENCE)
@@ -131,16 +131,16 @@ def test_what_changes_while_it_is_copied_is_no_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of it might be of the next step: Embedding(max_norm=...) writes in its forward."""
-    monkeypatch.setattr(pipeline, "KeeperProcess", Keeper)
+    monkeypatch.setattr(writer, "KeeperProcess", Keeper)
     device = Pins()
     told: queue.Queue[tuple[int, Report]] = queue.Queue()
     reports: Any = SimpleNamespace(post=lambda *found: told.put(found))
-    tracker = Tracker(1, Place(tmp_path, 1, "n", 2, (0,)), reports, device)
+    tracker = SnapshotWriter(1, Place(tmp_path, 1, "n", 2, (0,)), reports, device)
     weight = torch.nn.Parameter(torch.ones(4))
     buffer = tracker.pool.take(16)
     assert buffer is not None
     later = ((0, weight.detach()[2:]),)
-    part = Part(3, 0.0, "file", 16, buffer, later, "mark", Report(1), None)
+    part = Part(3, 0.0, "file", 16, buffer, later, "mark", versions_of(later), Report(1), None)
     assert not part.changed()
     with torch.no_grad():
         weight.mul_(0.5)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpjob_trainer.snapshot import shares
+from ddpjob_trainer.snapshot import layout
 from ddpjob_trainer.snapshot.ondisk import checked_json, data_file, manifest
 from ddpjob_trainer.snapshot.ondisk.checked_json import seal, unseal
 from ddpjob_trainer.snapshot.ondisk.data_file import Piece
@@ -284,10 +284,10 @@ def test_a_newer_format_says_what_to_do():  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("writers", [1, 2, 3, 5, 8, 64])
 @pytest.mark.parametrize("alone", [0, 40, 4_000, 40_000])
 def test_every_element_has_one_writer_and_all_write_as_much(monkeypatch, writers, alone):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(shares, "MAX_PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr(layout, "MAX_PIECE_BYTES", 1 << 10)
     tensors = {"a": ("F32", 1001), "b": ("BF16", 3), "c": ("F64", 0), "d": ("I64", 777)}
     taken = [alone, *[0] * (writers - 1)]
-    divided = shares.divide(tensors, taken)
+    divided = layout.divide(tensors, taken)
     for name, (dtype, count) in tensors.items():
         spans = sorted((s.start, s.count) for share in divided for s in share if s.tensor == name)
         assert [start for start, _ in spans] == [

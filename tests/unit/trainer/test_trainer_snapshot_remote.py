@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,12 @@ from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.snapshot.ondisk import lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.checked_json import seal, unseal
-from ddpjob_trainer.snapshot.pipeline import Place
 from ddpjob_trainer.snapshot.remote import client
 from ddpjob_trainer.snapshot.remote.client import Uploads, check_upload, fetch_if_newer
 from ddpjob_trainer.snapshot.remote.fetch import fetch
 from ddpjob_trainer.snapshot.remote.process import Uploads as Retries
 from ddpjob_trainer.snapshot.remote.store import Store
 from ddpjob_trainer.snapshot.remote.upload import Uploader, draw, read
-from ddpjob_trainer.snapshot.write_plan import marker
 from ddpjob_trainer.state.codec import flatten, unflatten
 from support.patience import PATIENCE
 from support.snapshots import Clock, open_snapshots
@@ -106,11 +105,9 @@ def test_one_that_is_marked_after_its_upload_is_marked_in_the_store(store, tmp_p
     disk, uploader = begin(tmp_path / "a", store)
     save(disk, 1, 2)
     uploader.upload(2)
-    place = Place(tmp_path / "a", disk.sequence, "n", 2, (0,))
-    marked = marker(2, {"finished": 2}, place)([])
-    (lineage.directory(place.root, place.sequence) / manifest.file_name(2)).write_bytes(
-        marked.encode()
-    )
+    path = disk.directory / manifest.file_name(2)
+    found = manifest.read(path)
+    path.write_bytes(replace(found, config={**found.config, "finished": 2}).encode())
     uploader.upload(2)
     assert bring(store, tmp_path / "b", 2) == 2
     found = open_snapshots(tmp_path / "b", 2)[1]

@@ -12,9 +12,9 @@ from torch import nn
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.ema import begin_ema, make_ema
-from ddpjob_trainer.snapshot import shares as division
+from ddpjob_trainer.snapshot import layout as division
+from ddpjob_trainer.snapshot.layout import Captured, Shares, lay_out, measure
 from ddpjob_trainer.snapshot.training_state import TrainingState
-from ddpjob_trainer.snapshot.write_plan import Captured, Shares, lay_out, measure
 from ddpjob_trainer.state.codec import Flat
 from ddpjob_trainer.state.in_place import InPlace
 from ddpjob_trainer.state.modes import Modes

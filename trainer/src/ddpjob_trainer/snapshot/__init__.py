@@ -1,7 +1,7 @@
-"""Snapshots: what is in them, and how they are made and restored beside training.
+"""Snapshots: make them beside training, and go on from them.
 
-manager: a run's snapshots, called by the loop. training_state -> write_plan (who writes what) ->
-staging -> pipeline -> keeper (a process of its own) -> ondisk -> remote (an object store). Back:
-remote -> restore (all ranks) with takeover (rank 0) -> load (bytes) -> load_state (objects). For
-people: find, reader, commands.
+manager: a run's snapshots, called by the loop. Out: training_state (capture) -> layout -> staging
+-> writer, whose keeper writes (ondisk) -> part_reports (agree) -> layout.Draft (the manifest);
+remote copies what is durable to an object store. Back: remote -> resume (choose, agree, bring) ->
+load (bytes) -> load_state (objects) -> training_state. For people: reader, commands, weights.
 """

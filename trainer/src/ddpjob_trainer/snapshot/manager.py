@@ -20,18 +20,24 @@ from ddpjob_trainer import failpoints
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.environment import SnapshotSettings
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.snapshot import origin, write_plan
+from ddpjob_trainer.snapshot import origin
 from ddpjob_trainer.snapshot.keeper.client import END_SECONDS
 from ddpjob_trainer.snapshot.keeper.writer import data_name
+from ddpjob_trainer.snapshot.layout import Captured, Draft, Shares, lay_out, measure
 from ddpjob_trainer.snapshot.origin import Config, compare
 from ddpjob_trainer.snapshot.part_reports import PartReports, Report
-from ddpjob_trainer.snapshot.pipeline import Part, Place, Tracker
 from ddpjob_trainer.snapshot.remote.client import Uploads, fetch_if_newer
 from ddpjob_trainer.snapshot.resume import Resumed, resume
-from ddpjob_trainer.snapshot.skips import Skips, failed
-from ddpjob_trainer.snapshot.staging import Buffer, Copy
+from ddpjob_trainer.snapshot.staging import Pool
 from ddpjob_trainer.snapshot.training_state import TrainingState
-from ddpjob_trainer.snapshot.write_plan import Captured, Image, Shares, assembler, lay_out, measure
+from ddpjob_trainer.snapshot.writer import (
+    BackpressureLog,
+    Part,
+    Place,
+    SnapshotWriter,
+    failed,
+    versions_of,
+)
 from ddpjob_trainer.state.codec import UnstorableError
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.progress import Progress
@@ -52,12 +58,12 @@ class Snapshots:
         self._progress = progress
         queues = world.accelerator.queues
         self._later = settings.staging == "thread" or (settings.staging == "auto" and queues)
-        self._tracker: Tracker | None = None
+        self._writer: SnapshotWriter | None = None
         self._hook: RemovableHandle | None = None
         self._place: Place | None = None
-        self._writer: int | None = None  # this rank's number among those that write
+        self._index: int | None = None  # this rank's number among those that write
         self._unsettled = False
-        self._skips = Skips()
+        self._backpressure = BackpressureLog()
         self._free = True  # every rank has a buffer to save into
         self._facts = (0, 0)  # of what this rank captured last: fingerprint(), main_bytes()
         self._divided = True  # every rank writes its share; else rank 0 writes everything
@@ -140,7 +146,7 @@ class Snapshots:
                 count=self._progress.uploaded,
             )
         if self._world.rank in resumed.writers:
-            self._writer = resumed.writers.index(self._world.rank)
+            self._index = resumed.writers.index(self._world.rank)
 
     # --- Save ----------------------------------------------------------------------------
 
@@ -167,8 +173,8 @@ class Snapshots:
         the bytes that rank 0 must write alone; what shows whether all ranks hold the same shapes.
         """
         self._hear()
-        tracker, main = self._tracker, self._world.rank == 0
-        full = tracker is not None and not tracker.broken and not tracker.pool.free()
+        writer, main = self._writer, self._world.rank == 0
+        full = writer is not None and not writer.broken and not writer.pool.free()
         fingerprint, main_bytes = self._facts
         newest, alone = (self.newest + 1, main_bytes) if main else (0, 0)
         high, low = divmod(fingerprint, 1 << 12)
@@ -191,31 +197,31 @@ class Snapshots:
 
     def before_update(self) -> None:
         """Wait until the snapshot of the step before has read the parameters."""
-        if self._tracker is not None:
-            self._tracker.wait_copied()
+        if self._writer is not None:
+            self._writer.wait_copied()
 
     def save(self, step: int, state: TrainingState, config: Config, *, last: bool) -> None:
         """Stage a snapshot of this step. After the ``last`` step wait until it is durable."""
         self._progress.phase("snapshot")
         begun = time.perf_counter()
-        tracker, found = self._tracking(), None
+        writer, found = self._working(), None
         if last:
-            tracker.wait_written()
+            writer.wait_written()
             self._progress.at("agreement")  # lest others wait in here for a rank that waits above
             self._world.barrier()
             self._progress.at("snapshot")
             found = self._capture(state)
             self._agree()
             self._progress.at("snapshot")
-            tracker = self._tracking()  # another one if that has broken meanwhile
+            writer = self._working()  # another one if that has broken meanwhile
         if self._free:
-            self._skips.over()
-            self._stage(step, begun, found or self._capture(state), config, tracker)
+            self._backpressure.over()
+            self._stage(step, begun, found or self._capture(state), config, writer)
             self._unsettled = True
         else:
             self._progress.save_skipped()
-            oldest = tracker.oldest()
-            if self._world.rank == 0 and (why := self._skips.why(oldest, tracker.reports)):
+            oldest = writer.oldest()
+            if self._world.rank == 0 and (why := self._backpressure.why(oldest, writer.reports)):
                 say(0, f"no snapshot after step {step}: {why}")
         failpoints.reach("snapshot")
         if last:
@@ -246,62 +252,77 @@ class Snapshots:
         self._progress.at("agreement")
         self.learn(self._world.sum(self.report()))
 
-    def _tracking(self) -> Tracker:
-        if self._tracker is not None and self._tracker.broken:
+    def _working(self) -> SnapshotWriter:
+        if self._writer is not None and self._writer.broken:
             self._hear()
-            self._tracker.close()
-            self._tracker = None
-        if self._tracker is None:
+            self._writer.close()
+            self._writer = None
+        if self._writer is None:
             assert self._place is not None, "restore() comes first"
             assert self._world.store is not None
             reports = PartReports(self._world.store, self._place.writers)
-            self._tracker = Tracker(self._world.rank, self._place, reports, self._world.accelerator)
+            self._writer = SnapshotWriter(
+                self._world.rank, self._place, reports, self._world.accelerator
+            )
         if self._later and self._hook is None:
             # Optimizers that the loop's body steps itself must wait as well.
             self._hook = register_optimizer_step_pre_hook(lambda *_: self.before_update())
-        return self._tracker
+        return self._writer
 
     def _stage(
-        self, step: int, begun: float, captured: Captured | str, config: Config, tracker: Tracker
+        self,
+        step: int,
+        begun: float,
+        captured: Captured | str,
+        config: Config,
+        writer: SnapshotWriter,
     ) -> None:
         """Stage this rank's part. Nobody waits for another: rank 0 is told what fails."""
         failpoints.reach("snapshot")
-        if self._writer is None:
+        if self._index is None:
             if isinstance(captured, str):
                 say(self._world.rank, f"after step {step} a snapshot would fail here: {captured}")
             return
         if isinstance(captured, str):
-            tracker.failed(step, begun, captured)
+            writer.failed(step, begun, captured)
             return
         try:
-            part = self._part(step, begun, captured, config, self._writer, tracker)
+            part = self._part(step, begun, captured, config, self._index, writer.pool)
         except (OSError, MemoryError, torch.OutOfMemoryError) as error:
             text = f"no memory to stage it in: {getattr(error, 'strerror', None) or error}"
-            tracker.failed(step, begun, text)
+            writer.failed(step, begun, text)
         except ValueError as error:
-            tracker.failed(step, begun, str(error))
+            writer.failed(step, begun, str(error))
         else:
-            tracker.submit(part)
+            writer.submit(part)
 
     def _part(
-        self, step: int, begun: float, captured: Captured, config: Config, writer: int,
-        tracker: Tracker,
-    ) -> Part:  # fmt: skip
-        """What this rank writes, in a buffer already but for what may be copied later."""
-        place, rank = self._place, self._world.rank
+        self, step: int, begun: float, captured: Captured, config: Config, index: int, pool: Pool
+    ) -> Part:
+        """Lay out what this rank writes, in a buffer already but for what may be copied later."""
+        place, rank, accelerator = self._place, self._world.rank, self._world.accelerator
         assert place is not None
-        writers, main = len(place.writers), self._main_bytes
-        shares = Shares.plan(captured, writers, main, divided=self._divided)
-        image = lay_out(captured, shares, writer)
-        buffer = tracker.pool.take(image.bytes)
+        shares = Shares.plan(captured, len(place.writers), self._main_bytes, divided=self._divided)
+        image = lay_out(captured, shares, index)
+        now, later = image.now, image.later
+        if not self._later:
+            now, later = (*now, *later), ()
+        buffer = pool.take(image.bytes)
         assert buffer is not None, "free() said so"
         try:
-            later = self._fill(buffer, image)
+            buffer.write(0, image.header)
+            buffer.copy(now, accelerator, accelerator.mark())
         except BaseException:
             buffer.busy = False
             raise
         structure = captured.structure
-        own = tuple((name, *shape) for name, shape in (*structure.own, *structure.part))
+        report = Report(
+            rank,
+            own=tuple((name, *shape) for name, shape in (*structure.own, *structure.part)),
+            fingerprint=structure.fingerprint,
+            parts=captured.part.tree,
+            version=captured.version,
+        )
         return Part(
             step,
             begun,
@@ -309,59 +330,46 @@ class Snapshots:
             image.bytes,
             buffer,
             later,
-            self._world.accelerator.mark() if later else None,
-            Report(
-                rank,
-                own=own,
-                fingerprint=structure.fingerprint,
-                parts=captured.part.tree,
-                version=captured.version,
-            ),
-            assembler(step, captured, shares, config, place) if rank == 0 else None,
+            accelerator.mark() if later else None,
+            versions_of(later),
+            report,
+            Draft.of(step, captured, shares, config, place.nonce) if rank == 0 else None,
         )
-
-    def _fill(self, buffer: Buffer, image: Image) -> tuple[Copy, ...]:
-        """Copy what must be copied now; return the rest."""
-        accelerator = self._world.accelerator
-        buffer.write(0, image.header)
-        now = image.now if self._later else (*image.now, *image.later)
-        buffer.copy(now, accelerator, accelerator.mark())
-        return image.later if self._later else ()
 
     def prepare(self, state: TrainingState) -> None:
         """Between snapshots: start, once, what the first one needs, in the background."""
-        if self._settings.directory is None or self._tracker is not None:
+        if self._settings.directory is None or self._writer is not None:
             return
         assert self._place is not None
-        tracker, place = self._tracking(), self._place
+        writer, place = self._working(), self._place
         captured = self._capture(state)
-        if isinstance(captured, str) or self._writer is None:
+        if isinstance(captured, str) or self._index is None:
             return
         shares = Shares.plan(captured, len(place.writers), captured.main_bytes(), divided=True)
         with contextlib.suppress(ValueError):  # the first snapshot will say it
-            tracker.prepare(measure(captured, shares, self._writer) + _SLACK_BYTES)
+            writer.prepare(measure(captured, shares, self._index) + _SLACK_BYTES)
 
     def settle(self) -> None:
         """Wait until every snapshot begun is durable, or has failed."""
-        if self._tracker is None or not self._unsettled:
+        if self._writer is None or not self._unsettled:
             return
         self._unsettled = False
         with self._progress.under("snapshot"):
-            self._tracker.wait_written()
+            self._writer.wait_written()
         self._progress.at("agreement")  # a rank that waits for its own disk is told from these
         self._world.barrier()  # all parts are reported now; a dead peer is noticed here
         if self._world.rank == 0:
             with self._progress.under("snapshot"):
-                self._tracker.wait_settled()
+                self._writer.wait_settled()
         self._agree()
 
     def mark(self, facts: Config) -> None:
         """Rank 0: add facts to the newest snapshot, which settle() has made durable."""
-        if (place := self._place) is not None and self._world.rank == 0:
-            tracker = self._tracking()
-            tracker.again(self.newest, write_plan.marker(self.newest, facts, place))
+        if self._place is not None and self._world.rank == 0:
+            writer = self._working()
+            writer.mark(self.newest, facts)
             with self._progress.under("snapshot"):
-                tracker.wait_settled()
+                writer.wait_settled()
             self._hear()
 
     def _upload_rest(self, seconds: float) -> None:
@@ -374,9 +382,9 @@ class Snapshots:
         """Rank 0: what became of the snapshots begun."""
         if self._uploads is not None:
             self._uploads.hear()
-        if self._tracker is None:
+        if self._writer is None:
             return
-        for outcome in self._tracker.outcomes():
+        for outcome in self._writer.outcomes():
             if not outcome.text:
                 if outcome.step > self.newest:  # else it was marked
                     self._durable(outcome.step)
@@ -397,9 +405,9 @@ class Snapshots:
         ``failing``: the others learn that this process fails only when it has ended. No longer
         than a commit under way takes is waited then.
         """
-        if self._tracker is not None:
-            self._tracker.close(_FAILING_SECONDS if failing else END_SECONDS)
-            self._tracker = None
+        if self._writer is not None:
+            self._writer.close(_FAILING_SECONDS if failing else END_SECONDS)
+            self._writer = None
         if self._uploads is not None:
             if not failing:
                 self._upload_rest(_UPLOAD_SECONDS)

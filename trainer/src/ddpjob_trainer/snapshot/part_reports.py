@@ -24,7 +24,7 @@ class Report:
     """What became of a rank's part. ``own``: (name, dtype, shape) of what only it has.
 
     ``parts``: its entries of each optimizer that is divided among the ranks, as JSON.
-    ``fingerprint``: see write_plan.Structure. ``version``: see write_plan.Captured.
+    ``fingerprint``: see layout.Structure. ``version``: see layout.Captured.
     ``text`` says why it failed; empty: it is durable.
     """
 

@@ -44,9 +44,9 @@ class Keeper:
     def serve(self) -> None:
         """Answer requests until the rank is gone.
 
-        open: the Writer's fields. buffer: comes with a descriptor of shared memory. write, commit
-        (with a descriptor that holds the manifest), discard, retain: see Writer; the answer
-        names the request, its step, and what came of it.
+        open: the Writer's fields, and whether to retain at once. buffer: comes with a descriptor
+        of shared memory. write, commit (with a descriptor that holds the manifest; retains after
+        it), discard: see Writer; the answer names the request, its step, and what came of it.
         """
         while True:
             self.check()
@@ -64,6 +64,8 @@ class Keeper:
             if answer is not None:
                 about = {"do": request["do"], "step": request["step"], **answer}
                 self._channel.sendall(json.dumps(about).encode())
+                if request["do"] == "commit" and "text" not in answer and self._writer is not None:
+                    self._writer.retain()
 
     def check(self) -> None:
         """Raise RankGoneError when the rank has ended, also if a child of its holds our socket."""
@@ -78,6 +80,8 @@ class Keeper:
                     Path(request["root"]), request["sequence"], request["nonce"], request["keep"],
                     self.check,
                 )  # fmt: skip
+                if request["retain"]:  # what the start of this incarnation freed
+                    self._writer.retain()
                 return None
             case "buffer":
                 self._buffers[request["buffer"]] = mmap.mmap(
@@ -106,8 +110,6 @@ class Keeper:
                 return {}
             case "discard":
                 writer.discard(request["step"])
-            case "retain":
-                writer.retain()
         return None
 
 

@@ -1,6 +1,9 @@
-"""Begin a snapshot: decide which part is this rank's, lay it out, stage it.
+"""Lay a snapshot out: which rank writes what, and where in its file; then draft the manifest.
 
-Called by the training thread of every rank at the same step; the rest is the Tracker's.
+manager.save() calls this on every rank at the same step, with what training_state has captured.
+All ranks hold equal parameters and optimizer state, so each writes another part of them; what only
+one rank has (its random numbers; rank 0's buffers and counters) that rank writes itself and gets
+less of the rest. Shapes alone decide: ranks with equal fingerprints come to equal results.
 """
 
 from __future__ import annotations
@@ -9,22 +12,34 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from ddpjob_trainer.accelerator import in_order
 from ddpjob_trainer.snapshot.keeper.writer import data_name
-from ddpjob_trainer.snapshot.ondisk import checked_json, data_file, lineage, manifest
+from ddpjob_trainer.snapshot.ondisk import checked_json, data_file
 from ddpjob_trainer.snapshot.ondisk.data_file import Piece
-from ddpjob_trainer.snapshot.ondisk.manifest import Chunk, DataFile, Manifest
+from ddpjob_trainer.snapshot.ondisk.manifest import ITEM_BYTES, Chunk, DataFile, Manifest
 from ddpjob_trainer.snapshot.part_reports import Report
-from ddpjob_trainer.snapshot.pipeline import Assemble, Place
-from ddpjob_trainer.snapshot.shares import Span, divide, whole
 from ddpjob_trainer.snapshot.staging import Copy
 from ddpjob_trainer.state.codec import DTYPES, Flat, member
+
+#: Pieces are no larger, so that no reader needs much memory at once.
+MAX_PIECE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """``count`` elements of a flattened tensor from ``start`` on."""
+
+    tensor: str
+    start: int
+    count: int
+
 
 Shape = tuple[str, tuple[int, ...]]  # dtype, dimensions
 _P = ParamSpec("_P")
@@ -203,8 +218,10 @@ def _drawing(structure: Structure, shares: Shares, writer: int) -> _Drawing:
 
 
 def _whole(name: str, shape: Shape) -> list[Span]:
+    """Cut one tensor into spans of bounded size. An empty one has none."""
     dtype, dimensions = shape
-    return whole(name, dtype, math.prod(dimensions))
+    most, count = MAX_PIECE_BYTES // ITEM_BYTES[dtype], math.prod(dimensions)
+    return [Span(name, start, min(most, count - start)) for start in range(0, count, most)]
 
 
 def key_of(span: Span) -> str:
@@ -212,17 +229,34 @@ def key_of(span: Span) -> str:
     return f"{span.tensor}@{span.start}"
 
 
-def assembler(
-    step: int, captured: Captured, shares: Shares, config: Mapping[str, Any], place: Place
-) -> Assemble:
-    """Return what makes the manifest, once every writer has reported. Holds no tensor."""
-    shapes, fingerprint = dict(captured.structure.shapes), captured.structure.fingerprint
-    tree, aliases, config = captured.flat.tree, dict(captured.flat.aliases), dict(config)
+# --- The manifest -----------------------------------------------------------------------------
 
-    def chunks_of(spans: Sequence[Span], file: str) -> list[Chunk]:
-        return [Chunk(s.tensor, s.start, s.count, file, key_of(s)) for s in spans]
 
-    def make(reports: Sequence[Report]) -> Manifest:
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What rank 0 needs for a manifest beside the reports of all writers. Holds no tensor."""
+
+    step: int
+    config: Mapping[str, Any]
+    structure: Structure
+    shares: Shares
+    nonce: str
+    tree: Any
+    aliases: Mapping[str, str]
+
+    @staticmethod
+    def of(
+        step: int, captured: Captured, shares: Shares, config: Mapping[str, Any], nonce: str
+    ) -> Draft:
+        """Keep what captured() says now."""
+        flat = captured.flat
+        aliases = dict(flat.aliases)
+        return Draft(step, dict(config), captured.structure, shares, nonce, flat.tree, aliases)
+
+    def manifest(self, reports: Sequence[Report]) -> Manifest:
+        """Put the parts together. Raises ValueError where they do not belong together."""
+        shares, shapes = self.shares, dict(self.structure.shapes)
+        fingerprint = self.structure.fingerprint
         odd = next((r.rank for r in reports if r.fingerprint != fingerprint), None)
         if odd is not None and any(shares.spans):
             raise ValueError(
@@ -231,7 +265,7 @@ def assembler(
             )
         tensors, files, chunks = dict(shapes), [], []
         for report, shared in zip(reports, shares.spans, strict=True):
-            name = data_name(step, place.nonce, report.rank)
+            name = data_name(self.step, self.nonce, report.rank)
             files.append(DataFile(name, report.bytes, report.crc32))
             sole = [(n, shapes[n]) for n in shapes if n in shares.main and report.rank == 0]
             for own, dtype, dimensions in report.own:
@@ -239,25 +273,16 @@ def assembler(
                     raise ValueError(f"rank {report.rank} has {own!r}, as another rank has")
                 tensors[own] = (dtype, dimensions)
                 sole.append((own, (dtype, dimensions)))
-            for alone, shape in sole:
-                chunks += chunks_of(_whole(alone, shape), name)
-            chunks += chunks_of(shared, name)
-        _join(tree, [report.parts for report in reports])
+            spans = [span for alone, shape in sole for span in _whole(alone, shape)]
+            chunks += [
+                Chunk(s.tensor, s.start, s.count, name, key_of(s)) for s in (*spans, *shared)
+            ]
+        _join(self.tree, [report.parts for report in reports])
         version = max(report.version for report in reports)
-        return Manifest(step, config, tuple(files), tensors, tuple(chunks), aliases, tree, version)
-
-    return make
-
-
-def marker(step: int, facts: Mapping[str, Any], place: Place) -> Assemble:
-    """Return what makes the manifest of a snapshot that is durable anew, with facts added to it."""
-    path = lineage.directory(place.root, place.sequence) / manifest.file_name(step)
-
-    def make(_: Sequence[Report]) -> Manifest:
-        found = manifest.read(path)
-        return replace(found, config={**found.config, **facts})
-
-    return make
+        return Manifest(
+            self.step, self.config, tuple(files), tensors, tuple(chunks), self.aliases, self.tree,
+            version,
+        )  # fmt: skip
 
 
 def _join(tree: Any, parts: Sequence[Mapping[str, list[Any]]]) -> None:
@@ -265,3 +290,44 @@ def _join(tree: Any, parts: Sequence[Mapping[str, list[Any]]]) -> None:
     for name in parts[0]:
         entries = sorted((e for part in parts for e in part[name]), key=lambda entry: entry[0])
         member(member(tree, "registered"), name)["state"] = {"$dict": entries} if entries else {}
+
+
+# --- Equal shares -----------------------------------------------------------------------------
+
+
+def divide(tensors: Mapping[str, tuple[str, int]], taken: Sequence[int]) -> list[list[Span]]:
+    """Divide tensors (name -> dtype, elements) among as many writers as ``taken`` has numbers.
+
+    ``taken``: bytes that each writer has to write anyway. Every element comes in exactly one
+    span; the writers' totals differ by less than one element where ``taken`` allows it.
+    """
+    total = sum(count * ITEM_BYTES[dtype] for dtype, count in tensors.values())
+    ends = list(accumulate(_quotas(total, taken)))
+    shares: list[list[Span]] = [[] for _ in taken]
+    writer, position, last = 0, 0, len(taken) - 1
+    for name, (dtype, count) in tensors.items():
+        item = ITEM_BYTES[dtype]
+        start = 0
+        while start < count:
+            while writer < last and ends[writer] <= position:
+                writer += 1
+            room = ends[writer] - position if writer < last else MAX_PIECE_BYTES
+            length = min(count - start, max(1, min(room, MAX_PIECE_BYTES) // item))
+            shares[writer].append(Span(name, start, length))
+            start += length
+            position += length * item
+    return shares
+
+
+def _quotas(total: int, taken: Sequence[int]) -> list[int]:
+    """Fill up the emptiest first, as water would, until all have the same level."""
+    level, left = 0, total
+    ordered = sorted(taken)
+    for filled, (lower, upper) in enumerate(zip(ordered, [*ordered[1:], None], strict=True), 1):
+        level = lower
+        need = None if upper is None else (upper - lower) * filled
+        if need is None or need >= left:
+            level = lower + -(-left // filled)
+            break
+        left -= need
+    return [max(0, level - n) for n in taken]

@@ -1,7 +1,8 @@
-"""From staged to durable, beside training: a thread that talks to the keeper and to rank 0.
+"""Make staged parts durable beside training: a thread that talks to the keeper and to rank 0.
 
-Each rank's thread has its keeper write this rank's part and posts the result; rank 0's also
-commits the manifest when all parts are durable. How long a step takes does not matter to it.
+manager.py submits a Part after each save. Each rank's thread finishes its copy, has its keeper
+write it, and posts the result (part_reports.py); rank 0's also has its keeper commit the manifest
+when all parts are durable, and keeps the outcomes until the training thread asks.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,20 +22,22 @@ from typing import Any
 from ddpjob_trainer.accelerator import Accelerator
 from ddpjob_trainer.errors import PeerLostError
 from ddpjob_trainer.snapshot.keeper.client import END_SECONDS, KeeperProcess
+from ddpjob_trainer.snapshot.keeper.process import GONE
+from ddpjob_trainer.snapshot.layout import Draft
+from ddpjob_trainer.snapshot.ondisk import lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.manifest import Manifest
 from ddpjob_trainer.snapshot.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.staging import Buffer, Copy, Pool, shared_file
 from ddpjob_trainer.telemetry.console import say
 
 _LOOK_MILLISECONDS = 10  # how often rank 0 looks for the others' results
+_LONG_SECONDS = 60.0  # a wait that is told of
 
 #: As Embedding(max_norm=...) does in its forward.
 _CHANGED = (
     "a parameter, an average or an optimizer's state was changed before the next update while it"
     " was copied: change it after step.commit(), or use start(snapshot_staging='inline')"
 )
-
-Assemble = Callable[[Sequence[Report]], Manifest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +53,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A rank's part of one snapshot. ``assemble``: on rank 0, makes the manifest of all parts.
+    """A rank's part of one snapshot.
 
-    ``report``: what is told once it is durable, but for what only the keeper knows.
+    ``versions``: those of the tensors that are copied later. ``report``: what is told once it is
+    durable, but for what only the keeper knows. ``draft``: on rank 0, of the manifest.
     """
 
     step: int
@@ -62,19 +66,18 @@ class Part:
     buffer: Buffer
     later: tuple[Copy, ...]
     ready: Any  # the accelerator's mark at which the state was complete
+    versions: tuple[int, ...]
     report: Report
-    assemble: Assemble | None
-    versions: tuple[int, ...] = field(init=False)  # of what is copied later
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "versions", self._versions())
+    draft: Draft | None
 
     def changed(self) -> bool:
         """Whether something has changed what was to be copied; updates wait for the copy."""
-        return self.versions != self._versions()
+        return self.versions != versions_of(self.later)
 
-    def _versions(self) -> tuple[int, ...]:
-        return tuple(tensor._version for _, tensor in self.later)
+
+def versions_of(copies: tuple[Copy, ...]) -> tuple[int, ...]:
+    """Return how often each tensor has been changed in place."""
+    return tuple(tensor._version for _, tensor in copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +91,19 @@ class Outcome:
 
 @dataclass(slots=True)
 class Unfinished:
-    """On rank 0: one that is not yet durable."""
+    """On rank 0: one that is not yet durable.
+
+    ``facts``: all parts are durable, and these are added to the manifest.
+    """
 
     step: int
     begun: float
-    assemble: Assemble | None  # None: it has failed here already
+    draft: Draft | None = None  # None, and no facts: it has failed here already
+    facts: Mapping[str, Any] | None = None
     asked: bool = False  # the keeper was told to commit
-    durable: bool = False  # all parts are, and only the manifest is made anew
 
 
-class Tracker:
+class SnapshotWriter:
     """The thread, and what the training thread may ask of it. Its methods never raise OSError."""
 
     def __init__(
@@ -136,8 +142,8 @@ class Tracker:
             if not broken:
                 self._parts[part.step] = part
                 self._copying += 1
-                if part.assemble is not None:
-                    self._snapshots[part.step] = Unfinished(part.step, part.begun, part.assemble)
+                if part.draft is not None:
+                    self._snapshots[part.step] = Unfinished(part.step, part.begun, part.draft)
         if broken:  # since it was asked: nobody else would tell
             self.failed(part.step, part.begun, broken)
         else:
@@ -150,14 +156,14 @@ class Tracker:
                 if self._broken:
                     self._outcomes.append(Outcome(step, text=text))
                 else:
-                    self._snapshots[step] = Unfinished(step, begun, None)
+                    self._snapshots[step] = Unfinished(step, begun)
         self.reports.post(step, Report(self._rank, text=text))
         os.eventfd_write(self._wake, 1)
 
-    def again(self, step: int, assemble: Assemble) -> None:
-        """On rank 0: commit the manifest of a durable snapshot anew."""
+    def mark(self, step: int, facts: Mapping[str, Any]) -> None:
+        """On rank 0: add facts to the manifest of a durable snapshot."""
         with self._changed:
-            self._snapshots[step] = Unfinished(step, time.perf_counter(), assemble, durable=True)
+            self._snapshots[step] = Unfinished(step, time.perf_counter(), facts=facts)
         os.eventfd_write(self._wake, 1)
 
     def wait_copied(self) -> None:
@@ -279,10 +285,8 @@ class Tracker:
             place = self._place
             self._keeper.tell({
                 "do": "open", "root": str(place.root.absolute()), "sequence": place.sequence,
-                "nonce": place.nonce, "keep": place.keep,
+                "nonce": place.nonce, "keep": place.keep, "retain": self._rank == 0,
             })  # fmt: skip
-            if self._rank == 0:
-                self._keeper.tell({"do": "retain"})  # what the start of this incarnation freed
         return self._keeper
 
     def _with_keeper(self, tell: Callable[[], None]) -> None:
@@ -316,9 +320,6 @@ class Tracker:
             step, text = answer["step"], answer.get("text", "")
             if answer["do"] == "commit":
                 self._settle(step, text)
-                if not text:
-                    with contextlib.suppress(ConnectionError):  # died since: the next look sees it
-                        self._keeper.tell({"do": "retain"})
             elif text:
                 self._written(self._told[step], Report(self._rank, text=text))
             else:
@@ -352,23 +353,31 @@ class Tracker:
         for snapshot in list(self._snapshots.values()):
             if snapshot.asked:
                 return
-            reports = [] if snapshot.durable else self.reports.complete(snapshot.step)
+            marks = snapshot.facts is not None
+            reports = [] if marks else self.reports.complete(snapshot.step)
             if reports is None:
                 return  # nor can a later one be complete
             failures = [f"{_of(r.rank)}{r.text}" for r in reports if r.text]
             try:
-                if not failures and snapshot.assemble is not None:
-                    content = snapshot.assemble(reports).encode()
+                if not failures:
+                    content = self._manifest(snapshot, reports).encode()
                     self._with_keeper(partial(self._tell_commit, snapshot.step, content))
                     snapshot.asked = True
+                    return  # what becomes of it is told before anything is said of a later one
             except Exception as error:  # a manifest that nobody could read, for one
                 failures = [_why(error)]
-            if snapshot.asked and not failures:
-                return  # what becomes of it is told before anything is said of a later one
-            if failures:
-                self._settle(snapshot.step, failures[0])
-                with contextlib.suppress(OSError):
-                    self._keeper_process().tell({"do": "discard", "step": snapshot.step})
+            self._settle(snapshot.step, failures[0])
+            with contextlib.suppress(OSError):
+                self._keeper_process().tell({"do": "discard", "step": snapshot.step})
+
+    def _manifest(self, snapshot: Unfinished, reports: list[Report]) -> Manifest:
+        """Make it of all parts, or anew of a durable one. Raises ValueError, OSError."""
+        if snapshot.facts is None:
+            assert snapshot.draft is not None, "it has reported that it failed here"
+            return snapshot.draft.manifest(reports)
+        where = lineage.directory(self._place.root, self._place.sequence)
+        found = manifest.read(where / manifest.file_name(snapshot.step))
+        return replace(found, config={**found.config, **snapshot.facts})
 
     def _tell_commit(self, step: int, content: bytes) -> None:
         fd = shared_file()
@@ -395,3 +404,44 @@ def _why(error: Exception) -> str:
 
 def _of(rank: int) -> str:
     return f"rank {rank}: " if rank else ""
+
+
+# --- What rank 0 says -------------------------------------------------------------------------
+
+
+def failed(step: int, why: str, newest: int) -> str:
+    """Tell of a snapshot that failed. ``newest``: step of the newest there is, -1: of none."""
+    if why.endswith(GONE):
+        left = "and this run's snapshots may be gone with it"
+    else:
+        left = f"the newest snapshot is {f'that of step {newest}' if newest >= 0 else 'none'}"
+    return f"snapshot after step {step} failed: {why}; training goes on, {left}"
+
+
+class BackpressureLog:
+    """On rank 0: tells that snapshots are left out since older ones are still being written.
+
+    Training goes on, and nothing else shows a volume that is stuck. A long wait is said once, and
+    again each time it doubled.
+    """
+
+    def __init__(self) -> None:
+        self._said = 0.0  # of how many seconds
+
+    def over(self) -> None:
+        """Begin anew: one can be made again."""
+        self._said = 0.0
+
+    def why(self, oldest: Unfinished | None, reports: PartReports) -> str:
+        """Return what there is to say now, if anything. Raises PeerLostError."""
+        seconds = time.perf_counter() - oldest.begun if oldest else 0.0
+        # Quick steps are ahead of a busy disk by nature.
+        if oldest is None or seconds < max(_LONG_SECONDS, 2 * self._said):
+            return ""
+        self._said = seconds
+        # Once the manifest is being written all parts are there.
+        rank = 0 if oldest.asked else max(0, reports.first_missing(oldest.step))
+        return (
+            f"older ones are still being written, that of step {oldest.step} for {seconds:.0f} s by"
+            f" rank {rank}. Is its volume slow, or stuck?"
+        )
