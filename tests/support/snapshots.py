@@ -55,7 +55,7 @@ class Store:
             for rank in range(self.ranks)
         ]
         main = all_captured[0].main_bytes()
-        shares = Shares.plan(all_captured[0], self.ranks, main, divided=True)
+        shares = Shares.plan(all_captured[0], self.ranks, main)
         draft = Draft.of(step, all_captured[0], shares, config, self.nonce)
         try:
             reports = [self._part(step, captured, shares, rank)

@@ -383,8 +383,8 @@ def test_an_error_does_not_wait_for_a_disk(gang, tmp_path, wait_until):  # type:
                 step.backward(wrapped(x).sum())
             step.commit()
             if step.index == 1:
-                wait_until(lambda: snapshots._tracker._keeper, "the keeper runs")
-                stopped.write_text(str(snapshots._tracker._keeper.pid))
+                wait_until(lambda: snapshots._writer._keeper, "the keeper runs")
+                stopped.write_text(str(snapshots._writer._keeper.pid))
                 os.kill(int(stopped.read_text()), signal.SIGSTOP)
                 raise KeyError("bug")
 

@@ -125,7 +125,7 @@ class Ranks:
             Captured(flat, frozenset({"w"}), {f"rank/{rank}/own": torch.full((3,), rank)})
             for rank in range(RANKS)
         ]
-        shares = Shares.plan(all_captured[0], RANKS, all_captured[0].main_bytes(), divided=True)
+        shares = Shares.plan(all_captured[0], RANKS, all_captured[0].main_bytes())
         for rank, (writer, captured) in enumerate(zip(self.writers, all_captured, strict=True)):
             image = lay_out(captured, shares, rank)
             buffer = writer.pool.take(image.bytes)

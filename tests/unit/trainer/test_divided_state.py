@@ -70,7 +70,7 @@ def registered(model: nn.Module, optimizer: Any) -> TrainingState:
 
 def save(store: Store, step: int, every: list[Captured]) -> None:
     """What ranks and keepers do, as support.snapshots does it for what all ranks hold."""
-    shares = Shares.plan(every[0], len(every), every[0].main_bytes(), divided=True)
+    shares = Shares.plan(every[0], len(every), every[0].main_bytes())
     reports = []
     for rank, captured in enumerate(every):
         image = lay_out(captured, shares, rank)
@@ -172,7 +172,7 @@ def test_each_rank_is_given_its_part_whatever_their_number_was(tmp_path: Path, r
 
 def test_a_part_is_written_once_and_by_who_holds_it_while_training_goes_on():  # type: ignore[no-untyped-def]
     every = captured_by(*trained(1), RANKS)
-    shares = Shares.plan(every[0], RANKS, every[0].main_bytes(), divided=True)
+    shares = Shares.plan(every[0], RANKS, every[0].main_bytes())
     names = [set(captured.part.tensors) for captured in every]
     assert sum(map(len, names)) == len(set().union(*names)) == 7 * 4
     for rank, captured in enumerate(every):

@@ -56,7 +56,7 @@ def test_what_is_not_in_c_order_is_copied_once_however_many_pieces_it_has(monkey
     monkeypatch.setattr(division, "MAX_PIECE_BYTES", 1 << 10)
     tensor = torch.arange(4096.0).reshape(64, 64).t()
     captured = Captured(Flat(None, {"w": tensor}), frozenset({"w"}), {})
-    shares = Shares.plan(captured, 2, 0, divided=True)
+    shares = Shares.plan(captured, 2, 0)
     found = []
     for writer in range(2):
         image = lay_out(captured, shares, writer)
@@ -69,9 +69,7 @@ def test_what_is_not_in_c_order_is_copied_once_however_many_pieces_it_has(monkey
 
 
 def test_a_structure_that_changes_is_divided_and_laid_out_anew():  # type: ignore[no-untyped-def]
-    def drawn(
-        *sizes: int, own: int = 3, main: int = 0, divided: bool = True, names: str = "vw"
-    ) -> object:
+    def drawn(*sizes: int, own: int = 3, main: int = 0, names: str = "vw") -> object:
         pairs = zip(names, sizes, strict=False)
         tensors = {name: torch.arange(float(size)) for name, size in pairs}
         captured = Captured(
@@ -79,7 +77,7 @@ def test_a_structure_that_changes_is_divided_and_laid_out_anew():  # type: ignor
             frozenset(tensors),
             {"rank/0/own": torch.zeros(own)},
         )
-        shares = Shares.plan(captured, 2, main, divided=divided)
+        shares = Shares.plan(captured, 2, main)
         images = [lay_out(captured, shares, writer) for writer in range(2)]
         return captured.structure.fingerprint, [
             (image.header, [(at, t.tolist()) for at, t in (*image.now, *image.later)])
@@ -90,7 +88,7 @@ def test_a_structure_that_changes_is_divided_and_laid_out_anew():  # type: ignor
     assert drawn(10, 7) == first
     others = [
         drawn(10, 8), drawn(10), drawn(10, 7, own=4), drawn(10, 7, main=8),
-        drawn(10, 7, divided=False), drawn(7, 10, names="wv"),
+        drawn(7, 10, names="wv"),
     ]  # fmt: skip
     assert all(other != first for other in others)
     assert drawn(10, 7) == first

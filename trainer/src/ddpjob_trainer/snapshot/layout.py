@@ -128,18 +128,14 @@ class Shares:
     main: frozenset[str]  # tensors that rank 0 writes whole
 
     @staticmethod
-    def plan(captured: Captured, writers: int, main_bytes: int, *, divided: bool) -> Shares:
-        """Ranks with equal fingerprints come to the same result.
-
-        ``main_bytes``: what rank 0 writes anyway. Not ``divided``: it writes everything.
-        """
-        return _plan(captured.structure, writers, main_bytes, divided)
+    def plan(captured: Captured, writers: int, main_bytes: int) -> Shares:
+        """Divide among writers. ``main_bytes``: what rank 0, the first of them, writes anyway."""
+        return _plan(captured.structure, writers, main_bytes)
 
 
 @_remembered
-def _plan(structure: Structure, writers: int, main_bytes: int, divided: bool) -> Shares:
-    shapes = dict(structure.shapes)
-    shared = structure.shared if divided else frozenset()
+def _plan(structure: Structure, writers: int, main_bytes: int) -> Shares:
+    shapes, shared = dict(structure.shapes), structure.shared
     sizes = {n: (dtype, math.prod(dims)) for n, (dtype, dims) in shapes.items() if n in shared}
     spans = divide(sizes, [main_bytes, *[0] * (writers - 1)])
     return Shares(tuple(map(tuple, spans)), frozenset(shapes.keys() - shared))
@@ -258,10 +254,11 @@ class Draft:
         shares, shapes = self.shares, dict(self.structure.shapes)
         fingerprint = self.structure.fingerprint
         odd = next((r.rank for r in reports if r.fingerprint != fingerprint), None)
-        if odd is not None and any(shares.spans):
+        if odd is not None:
             raise ValueError(
                 f"rank {odd} holds parameters or optimizer state of other names or shapes than rank"
-                " 0; from the next one on rank 0 writes everything"
+                " 0, so their parts do not belong together: register(..., per_rank=True) what only"
+                " one rank has"
             )
         tensors, files, chunks = dict(shapes), [], []
         for report, shared in zip(reports, shares.spans, strict=True):

@@ -65,9 +65,8 @@ class Snapshots:
         self._unsettled = False
         self._backpressure = BackpressureLog()
         self._free = True  # every rank has a buffer to save into
-        self._facts = (0, 0)  # of what this rank captured last: fingerprint(), main_bytes()
-        self._divided = True  # every rank writes its share; else rank 0 writes everything
-        self._main_bytes = 0
+        self._captured_bytes = 0  # main_bytes() of what this rank captured last
+        self._main_bytes = 0  # rank 0's
         self.newest = -1  # step of the newest snapshot
         self._uploads: Uploads | None = None  # on rank 0, where snapshots are uploaded
 
@@ -167,27 +166,22 @@ class Snapshots:
         return self._free
 
     def report(self) -> list[float]:
-        """Numbers to add up over all ranks, before each save() at least.
+        """Return numbers to add up over all ranks, before each save() at least.
 
         The newest durable step plus 1, by rank 0; whether this rank has no buffer to save into;
-        the bytes that rank 0 must write alone; what shows whether all ranks hold the same shapes.
+        the bytes that rank 0 must write alone.
         """
         self._hear()
         writer, main = self._writer, self._world.rank == 0
         full = writer is not None and not writer.broken and not writer.pool.free()
-        fingerprint, main_bytes = self._facts
-        newest, alone = (self.newest + 1, main_bytes) if main else (0, 0)
-        high, low = divmod(fingerprint, 1 << 12)
-        return [float(n) for n in (newest, full, alone, high, high * high, low, low * low)]
+        newest, alone = (self.newest + 1, self._captured_bytes) if main else (0, 0)
+        return [float(newest), float(full), float(alone)]
 
     def learn(self, reported: Sequence[float]) -> None:
         """Take in the sums of report(): no rank claims a snapshot that is not yet durable."""
-        newest, full, main_bytes, high1, high2, low1, low2 = reported
+        newest, full, main_bytes = reported
         self._free = not full
         self._main_bytes = int(main_bytes)
-        # Without variance all are equal; squares of 12 bits add up exactly.
-        size = self._world.size
-        self._divided = high2 * size == high1 * high1 and low2 * size == low1 * low1
         self._durable(int(newest) - 1)
 
     def _durable(self, step: int) -> None:
@@ -240,7 +234,7 @@ class Snapshots:
             captured = state.capture(self._world.rank, gathered=self._gathers)
         except UnstorableError as error:
             return str(error)
-        self._facts = (captured.structure.fingerprint, captured.main_bytes())
+        self._captured_bytes = captured.main_bytes()
         return captured
 
     @property
@@ -302,7 +296,7 @@ class Snapshots:
         """Lay out what this rank writes, in a buffer already but for what may be copied later."""
         place, rank, accelerator = self._place, self._world.rank, self._world.accelerator
         assert place is not None
-        shares = Shares.plan(captured, len(place.writers), self._main_bytes, divided=self._divided)
+        shares = Shares.plan(captured, len(place.writers), self._main_bytes)
         image = lay_out(captured, shares, index)
         now, later = image.now, image.later
         if not self._later:
@@ -345,7 +339,7 @@ class Snapshots:
         captured = self._capture(state)
         if isinstance(captured, str) or self._index is None:
             return
-        shares = Shares.plan(captured, len(place.writers), captured.main_bytes(), divided=True)
+        shares = Shares.plan(captured, len(place.writers), captured.main_bytes())
         with contextlib.suppress(ValueError):  # the first snapshot will say it
             writer.prepare(measure(captured, shares, self._index) + _SLACK_BYTES)
 
