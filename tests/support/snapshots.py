@@ -70,7 +70,7 @@ class Store:
         image = lay_out(captured, shares, rank)
         buffer = Buffer.allocate(0, image.bytes, CPU)
         buffer.write(0, image.header)
-        buffer.copy([*image.now, *image.later], CPU, None)
+        buffer.copy(sum(image.copies(captured), ()), CPU, None)
         with memoryview(buffer.memory.numpy().data)[: image.bytes] as content:
             crc = self._writer.write(data_name(step, self.nonce, rank), content)
         buffer.release(CPU)

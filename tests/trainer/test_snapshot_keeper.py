@@ -131,14 +131,14 @@ class Ranks:
             buffer = writer.pool.take(image.bytes)
             assert buffer is not None
             buffer.write(0, image.header)
-            buffer.copy(image.now, CPU, None)
+            buffer.copy(image.copies(captured)[0], CPU, None)
             if not late:
-                buffer.copy(image.later, CPU, None)
+                buffer.copy(image.copies(captured)[1], CPU, None)
             own = tuple((n, DTYPES[t.dtype], tuple(t.shape)) for n, t in captured.own.items())
             nonce = self.place.nonce
             draft = Draft.of(step, captured, shares, {}, nonce) if rank == 0 else None
             name = data_name(step, self.place.nonce, rank)
-            later = image.later if late else ()
+            later = image.copies(captured)[1] if late else ()
             now = time.perf_counter()
             report = Report(rank, own=own, fingerprint=captured.structure.fingerprint)
             writer.submit(

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot import load
 from ddpjob_trainer.snapshot.keeper.writer import data_name
-from ddpjob_trainer.snapshot.layout import Captured, Draft, Shares, lay_out, measure
+from ddpjob_trainer.snapshot.layout import Captured, Draft, Shares, lay_out
 from ddpjob_trainer.snapshot.load_state import _only
 from ddpjob_trainer.snapshot.ondisk import manifest
 from ddpjob_trainer.snapshot.part_reports import PartReports, Report
@@ -76,7 +76,7 @@ def save(store: Store, step: int, every: list[Captured]) -> None:
         image = lay_out(captured, shares, rank)
         content = bytearray(image.bytes)
         content[: len(image.header)] = image.header
-        for at, tensor in (*image.now, *image.later):
+        for at, tensor in sum(image.copies(captured), ()):
             raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
             content[at : at + len(raw)] = raw
         crc = store._writer.write(data_name(step, store.nonce, rank), memoryview(content))
@@ -178,8 +178,7 @@ def test_a_part_is_written_once_and_by_who_holds_it_while_training_goes_on():  #
     for rank, captured in enumerate(every):
         assert not names[rank] & captured.flat.tensors.keys()
         image = lay_out(captured, shares, rank)
-        assert image.bytes == measure(captured, shares, rank)
-        later = {content.data_ptr() for _, content in image.later}
+        later = {content.data_ptr() for _, content in image.copies(captured)[1]}
         assert {t.data_ptr() for t in captured.part.tensors.values()} <= later
 
 

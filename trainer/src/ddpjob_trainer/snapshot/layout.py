@@ -142,59 +142,40 @@ def _plan(structure: Structure, writers: int, main_bytes: int) -> Shares:
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
-    """A data file before it is filled: its header, and what comes where."""
+class Layout:
+    """A writer's data file before it is filled.
+
+    ``spans``: (where in the file, what, whether user code cannot change it before the next update).
+    """
 
     header: bytes
-    now: tuple[Copy, ...]  # what user code may change as soon as training goes on
-    later: tuple[Copy, ...]
+    spans: tuple[tuple[int, Span, bool], ...]
     bytes: int
 
+    def copies(self, captured: Captured) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
+        """Return what must be copied before training goes on, and what may be copied later."""
+        tensors = {**captured.flat.tensors, **captured.own, **captured.part.tensors}
+        now: list[Copy] = []
+        later: list[Copy] = []
+        flat: dict[str, torch.Tensor] = {}  # a copy of what is not, once for all its spans
+        for offset, span, late in self.spans:
+            if span.tensor not in flat:
+                flat[span.tensor] = in_order(tensors[span.tensor])
+            content = flat[span.tensor][span.start : span.start + span.count]
+            (later if late else now).append((offset, content))
+        return tuple(now), tuple(later)
 
-def measure(captured: Captured, shares: Shares, writer: int) -> int:
-    """Return how many bytes a writer's data file has. Raises ValueError when it has too many."""
-    return _drawing(captured.structure, shares, writer).bytes
 
-
-def lay_out(captured: Captured, shares: Shares, writer: int) -> Image:
-    """Return the data file of a writer, writer 0 being rank 0.
+def lay_out(captured: Captured, shares: Shares, writer: int) -> Layout:
+    """Lay out the data file of a writer, writer 0 being rank 0.
 
     Raises ValueError when its header is too large to be read again.
     """
-    drawing = _drawing(captured.structure, shares, writer)
-    tensors = {**captured.flat.tensors, **captured.own, **captured.part.tensors}
-    now: list[Copy] = []
-    later: list[Copy] = []
-    flat: dict[str, torch.Tensor] = {}  # a copy of what is not, once for all its spans
-    for part in drawing.parts:
-        span, name = part.span, part.span.tensor
-        if name not in flat:
-            flat[name] = in_order(tensors[name])
-        content = flat[name][span.start : span.start + span.count]
-        (later if part.late else now).append((part.offset, content))
-    return Image(drawing.header, tuple(now), tuple(later), drawing.bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A span of a tensor. ``late``: user code cannot change it as soon as training goes on."""
-
-    offset: int
-    span: Span
-    late: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Drawing:
-    """An Image without its contents."""
-
-    header: bytes
-    parts: tuple[_Part, ...]
-    bytes: int
+    return _lay_out(captured.structure, shares, writer)
 
 
 @_remembered
-def _drawing(structure: Structure, shares: Shares, writer: int) -> _Drawing:
+def _lay_out(structure: Structure, shares: Shares, writer: int) -> Layout:
     shapes = dict((*structure.shapes, *structure.own, *structure.part))
     sole = [name for name, _ in structure.own]
     sole += [name for name, _ in structure.shapes if writer == 0 and name in shares.main]
@@ -205,12 +186,9 @@ def _drawing(structure: Structure, shares: Shares, writer: int) -> _Drawing:
     pieces = [Piece(key, shapes[span.tensor][0], span.count) for key, (span, _) in known.items()]
     pieces = data_file.order(pieces)
     header = data_file.header(pieces)
-    offset = len(header)
-    parts = []
-    for piece in pieces:
-        parts.append(_Part(offset, *known[piece.key]))
-        offset += piece.bytes
-    return _Drawing(header, tuple(parts), offset)
+    ends = [*accumulate((piece.bytes for piece in pieces), initial=len(header))]
+    placed = ((start, *known[piece.key]) for start, piece in zip(ends, pieces, strict=False))
+    return Layout(header, tuple(placed), ends[-1])
 
 
 def _whole(name: str, shape: Shape) -> list[Span]:

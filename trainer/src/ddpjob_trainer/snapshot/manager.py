@@ -23,7 +23,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot import origin
 from ddpjob_trainer.snapshot.keeper.client import END_SECONDS
 from ddpjob_trainer.snapshot.keeper.writer import data_name
-from ddpjob_trainer.snapshot.layout import Captured, Draft, Shares, lay_out, measure
+from ddpjob_trainer.snapshot.layout import Captured, Draft, Shares, lay_out
 from ddpjob_trainer.snapshot.origin import Config, compare
 from ddpjob_trainer.snapshot.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.remote.client import Uploads, fetch_if_newer
@@ -297,14 +297,14 @@ class Snapshots:
         place, rank, accelerator = self._place, self._world.rank, self._world.accelerator
         assert place is not None
         shares = Shares.plan(captured, len(place.writers), self._main_bytes)
-        image = lay_out(captured, shares, index)
-        now, later = image.now, image.later
+        layout = lay_out(captured, shares, index)
+        now, later = layout.copies(captured)
         if not self._later:
             now, later = (*now, *later), ()
-        buffer = pool.take(image.bytes)
+        buffer = pool.take(layout.bytes)
         assert buffer is not None, "free() said so"
         try:
-            buffer.write(0, image.header)
+            buffer.write(0, layout.header)
             buffer.copy(now, accelerator, accelerator.mark())
         except BaseException:
             buffer.busy = False
@@ -321,7 +321,7 @@ class Snapshots:
             step,
             begun,
             data_name(step, place.nonce, rank),
-            image.bytes,
+            layout.bytes,
             buffer,
             later,
             accelerator.mark() if later else None,
@@ -341,7 +341,7 @@ class Snapshots:
             return
         shares = Shares.plan(captured, len(place.writers), captured.main_bytes())
         with contextlib.suppress(ValueError):  # the first snapshot will say it
-            writer.prepare(measure(captured, shares, self._index) + _SLACK_BYTES)
+            writer.prepare(lay_out(captured, shares, self._index).bytes + _SLACK_BYTES)
 
     def settle(self) -> None:
         """Wait until every snapshot begun is durable, or has failed."""
