@@ -59,7 +59,7 @@ def verify(root: Path) -> int:
 
 
 def _is_gone(path: Path) -> bool:
-    """Whether a running job's retention, which takes the manifest first, has removed it since."""
+    """Tell whether a running job's retention has removed it since, the manifest first."""
     with contextlib.suppress(OSError):
         return not disk.exists(path)
     return False
@@ -106,6 +106,6 @@ def export(root: Path, out: Path, *, step: int | None, format_: str) -> int:
 
 
 def _extra_state(found: Snapshot) -> dict[str, Any]:
-    """What get_extra_state() gave, under the names that state_dict() has for it."""
+    """Return what get_extra_state() gave, under the names that state_dict() has for it."""
     key = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
     return {f"{n}.{key}" if n else key: value for n, value in found.extra_state().items()}

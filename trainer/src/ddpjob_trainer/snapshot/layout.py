@@ -96,7 +96,7 @@ class Captured:
 
     @cached_property
     def structure(self) -> Structure:
-        """What it consists of."""
+        """Return what it consists of."""
         return Structure(
             _shapes(self.flat.tensors), self.shared, _shapes(self.own), _shapes(self.part.tensors)
         )
@@ -106,7 +106,7 @@ class Captured:
         checked_json.dumps([self.flat.tree, self.flat.aliases, dict(self.structure.shapes)])
 
     def main_bytes(self) -> int:
-        """What only rank 0's value counts of, so that rank 0 must write it."""
+        """Count the bytes of which only rank 0's values count: it must write them."""
         return sum(t.nbytes for n, t in self.flat.tensors.items() if n not in self.shared)
 
 
@@ -199,7 +199,7 @@ def _whole(name: str, shape: Shape) -> list[Span]:
 
 
 def key_of(span: Span) -> str:
-    """Name of a span in its data file."""
+    """Name a span in its data file."""
     return f"{span.tensor}@{span.start}"
 
 

@@ -46,7 +46,7 @@ class Span:
 
     @property
     def bytes(self) -> int:
-        """Size."""
+        """Return its size."""
         return self.count * self.item
 
 
@@ -58,7 +58,7 @@ Fetch = Callable[[DataFile, Sequence[Span], torch.Tensor], None]
 
 
 def by_file(found: Manifest) -> dict[str, list[Chunk]]:
-    """What each data file holds."""
+    """Return what each data file holds."""
     chunks: dict[str, list[Chunk]] = {file.name: [] for file in found.files}
     for chunk in found.chunks:
         chunks[chunk.file].append(chunk)
@@ -117,17 +117,17 @@ class Source:
 
     @property
     def step(self) -> int:
-        """Step after which it was made."""
+        """Return the step after which it was made."""
         return self.manifest.step
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Configuration of the run that wrote it."""
+        """Return the configuration of the run that wrote it."""
         return self.manifest.config
 
     @cached_property
     def outline(self) -> Any:
-        """The state with tensors that have a shape and a type, but no content and no memory.
+        """Return the state with tensors of shape and type, without content or memory.
 
         Raises InvalidSnapshotError.
         """
@@ -141,7 +141,7 @@ class Source:
     def empty(
         self, names: Callable[[str], bool], device: torch.device | None = None
     ) -> dict[str, torch.Tensor]:
-        """New memory for tensors, to be read into. ``device``: of those with dimensions."""
+        """Allocate tensors to be read into. ``device``: of those with dimensions."""
         return {
             name: torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=device if shape else None)
             for name, (dtype, shape) in self.manifest.tensors.items()
@@ -169,7 +169,7 @@ class Source:
                     targets.put(span, self._buffer)
 
     def flat(self) -> Flat:
-        """Everything, in memory. Raises OSError."""
+        """Read everything into memory. Raises OSError."""
         tensors = self.empty(lambda name: True)
         self.read(lambda name: True, tensors)
         return Flat(self.manifest.tree, tensors, dict(self.manifest.aliases))

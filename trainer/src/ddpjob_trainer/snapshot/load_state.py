@@ -51,7 +51,7 @@ class Loader:
 
     @property
     def outline(self) -> dict[str, Any]:
-        """The stored state; its tensors have shapes and types only. Raises ConfigError."""
+        """Return the stored state; its tensors have shapes and types only. Raises ConfigError."""
         state = self._source.outline
         if not isinstance(state, dict) or not all(
             isinstance(state.get(name), dict) for name in ("model", "registered")
@@ -139,7 +139,7 @@ class Loader:
 
 
 def _only(node: Any, entries: Collection[int]) -> Any:
-    """An encoded optimizer's state with these entries. What looks otherwise stays as it is."""
+    """Keep these entries of an encoded optimizer's state. Anything else stays as it is."""
     state = node.get("state") if isinstance(node, dict) else None
     if not isinstance(state, dict) or "$dict" not in state:
         return node
@@ -148,7 +148,7 @@ def _only(node: Any, entries: Collection[int]) -> Any:
 
 
 def _group(name: str) -> tuple[str, ...]:
-    """What is read together: the model, or one registered object."""
+    """Name what is read together: the model, or one registered object."""
     first, *rest = name.split("/")
     return (first, *rest[:1]) if first == "registered" else (first,)
 

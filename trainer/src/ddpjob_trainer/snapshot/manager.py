@@ -71,7 +71,7 @@ class Snapshots:
         self._uploads: Uploads | None = None  # on rank 0, where snapshots are uploaded
 
     def facts(self) -> dict[str, Any]:
-        """What must be equal on all ranks."""
+        """Return what must be equal on all ranks."""
         every = self._settings.every_steps if self.are_made else None
         return {"snapshots": self.are_made, "snapshot_every": every}
 
@@ -151,18 +151,18 @@ class Snapshots:
 
     @property
     def are_made(self) -> bool:
-        """Whether there is a directory for them."""
+        """Tell whether there is a directory for them."""
         return self._settings.directory is not None
 
     def due(self, step: int, *, last: bool) -> bool:
-        """Whether a snapshot belongs after this step."""
+        """Tell whether a snapshot is due after this step."""
         if self._settings.directory is None:
             return False
         return last or step % self._settings.every_steps == 0
 
     @property
     def has_room(self) -> bool:
-        """Whether save() will not skip the snapshot: the same on every rank."""
+        """Tell whether save() has a buffer on every rank: equal on all of them."""
         return self._free
 
     def report(self) -> list[float]:
@@ -226,7 +226,7 @@ class Snapshots:
         self._progress.phase("step")
 
     def _capture(self, state: TrainingState) -> Captured | str:
-        """The state, or why it cannot be stored. On every rank: a state_dict() may be collective.
+        """Return the state, or why it cannot be stored. Collective, as a state_dict() may be.
 
         What else goes wrong in user code ends the process: the others may wait for it there.
         """
@@ -239,7 +239,7 @@ class Snapshots:
 
     @property
     def _gathers(self) -> bool:
-        """Whether what a rank holds alone must go to another: not every rank writes."""
+        """Tell whether not every rank writes: its own part must go to another then."""
         return self._place is not None and len(self._place.writers) < self._world.size
 
     def _agree(self) -> None:
@@ -358,7 +358,7 @@ class Snapshots:
         self._agree()
 
     def mark(self, facts: Config) -> None:
-        """Rank 0: add facts to the newest snapshot, which settle() has made durable."""
+        """Add facts to the newest snapshot, which settle() has made durable, on rank 0."""
         if self._place is not None and self._world.rank == 0:
             writer = self._working()
             writer.mark(self.newest, facts)
@@ -367,13 +367,13 @@ class Snapshots:
             self._hear()
 
     def _upload_rest(self, seconds: float) -> None:
-        """Rank 0: wait so long for the upload of the newest snapshot."""
+        """Wait so long for the upload of the newest snapshot, on rank 0."""
         if self._uploads is not None:
             with self._progress.under("snapshot"):
                 self._uploads.wait(seconds, lambda: self._progress.at("snapshot"))
 
     def _hear(self) -> None:
-        """Rank 0: what became of the snapshots begun."""
+        """Take in what became of the snapshots begun, on rank 0."""
         if self._uploads is not None:
             self._uploads.hear()
         if self._writer is None:
@@ -389,7 +389,7 @@ class Snapshots:
                 self._failed(outcome.step, outcome.text)
 
     def _failed(self, step: int, text: str) -> None:
-        """Rank 0: count it and say it."""
+        """Count it and say it, on rank 0."""
         self._progress.save_failed()
         say(0, failed(step, text, self.newest))
 

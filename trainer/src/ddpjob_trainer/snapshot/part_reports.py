@@ -57,7 +57,7 @@ class PartReports:
             self._store.add(f"snapshot/{step}", 1)
 
     def first_missing(self, step: int) -> int:
-        """On rank 0: a writer that has not reported, -1 when all have."""
+        """Return a writer that has not reported, -1 when all have, on rank 0."""
         with peer_loss():
             for rank in self._writers:
                 if not self._store.check([f"snapshot/{step}/{rank}"]):
@@ -65,7 +65,7 @@ class PartReports:
         return -1
 
     def complete(self, step: int) -> list[Report] | None:
-        """On rank 0: the reports of all writers, in their order; None while some are missing."""
+        """Return all writers' reports in their order, None while some are missing, on rank 0."""
         with peer_loss():
             if self._store.add(f"snapshot/{step}", 0) < len(self._writers):
                 return None

@@ -53,7 +53,7 @@ def choose(root: Path, step: int | None) -> tuple[Path, Source]:
 
 
 def find(root: Path) -> Iterator[Found]:
-    """Every manifest below root, by directory and step. Raises SnapshotToolError."""
+    """Yield every manifest below root, by directory and step. Raises SnapshotToolError."""
     if not root.is_dir():
         raise SnapshotToolError(f"{root} is no directory; give <spec.snapshot.path>/<job name>")
     if not lineage.sequences(root):
@@ -77,7 +77,7 @@ def find(root: Path) -> Iterator[Found]:
 
 
 def _holds_some(root: Path) -> bool:
-    """Whether it may be meant: a folder of the program's own output, say, is not."""
+    """Tell whether it may be meant: a folder of the program's own output, say, is not."""
     with contextlib.suppress(OSError):  # closed to this user
         return bool(lineage.sequences(root))
     return False

@@ -314,7 +314,7 @@ def _passes(error: Exception) -> bool:
 
 
 def _is_unreadable(error: Exception) -> TypeGuard[_Unreadable]:
-    """Whether all may be well with it: another node, user or program may read it."""
+    """Tell whether another node, user or program may be able to read it."""
     return isinstance(error, NewerFormatError) or (
         isinstance(error, OSError) and error.errno in (*_PASSING, *_DENIED)
     )

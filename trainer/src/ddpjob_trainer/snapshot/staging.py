@@ -82,7 +82,7 @@ _told_unpinned = False
 
 
 def _pin(memory: torch.Tensor, accelerator: Accelerator) -> bool:
-    """A GPU's copies run beside its kernels only into memory that it knows; else they are slow."""
+    """Page-lock memory: a GPU's copies run beside its kernels only into memory it knows."""
     global _told_unpinned
     try:
         return accelerator.pin(memory)
@@ -126,7 +126,7 @@ class Pool:
         return None
 
     def free(self) -> bool:
-        """Whether take() would find one."""
+        """Tell whether take() would find one."""
         return not all(buffer is not None and buffer.busy for buffer in self._buffers)
 
     def close(self) -> None:

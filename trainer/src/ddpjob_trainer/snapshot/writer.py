@@ -71,7 +71,7 @@ class Part:
     draft: Draft | None
 
     def changed(self) -> bool:
-        """Whether something has changed what was to be copied; updates wait for the copy."""
+        """Tell whether something has changed what was to be copied; updates wait for the copy."""
         return self.versions != versions_of(self.later)
 
 
@@ -161,7 +161,7 @@ class SnapshotWriter:
         os.eventfd_write(self._wake, 1)
 
     def mark(self, step: int, facts: Mapping[str, Any]) -> None:
-        """On rank 0: add facts to the manifest of a durable snapshot."""
+        """Add facts to the manifest of a durable snapshot, on rank 0."""
         with self._changed:
             self._snapshots[step] = Unfinished(step, time.perf_counter(), facts=facts)
         os.eventfd_write(self._wake, 1)
@@ -178,25 +178,25 @@ class SnapshotWriter:
             self._changed.wait_for(lambda: not self._parts or self._broken)
 
     def wait_settled(self) -> None:
-        """On rank 0, when all ranks have posted: wait until all is durable or given up."""
+        """Wait until all is durable or given up, on rank 0, when all ranks have posted."""
         with self._changed:
             self._changed.wait_for(lambda: not self._snapshots or self._broken)
 
     def outcomes(self) -> list[Outcome]:
-        """On rank 0: what has been decided since the last call."""
+        """Return what has been decided since the last call, on rank 0."""
         with self._changed:
             found = list(self._outcomes)
             self._outcomes.clear()
         return found
 
     def oldest(self) -> Unfinished | None:
-        """On rank 0: the first that is not yet durable."""
+        """Return the first that is not yet durable, on rank 0."""
         with self._changed:
             return next(iter(self._snapshots.values()), None)
 
     @property
     def broken(self) -> bool:
-        """Whether the thread has given up: nothing can be saved any more with this one."""
+        """Tell whether the thread has given up: nothing more can be saved with this one."""
         return bool(self._broken)
 
     def close(self, seconds: float = END_SECONDS) -> None:
@@ -278,7 +278,7 @@ class SnapshotWriter:
                 self._written(task, Report(self._rank, text=_why(error)))
 
     def _keeper_process(self) -> KeeperProcess:
-        """The running keeper, or a new one. Raises OSError."""
+        """Return the running keeper, or a new one. Raises OSError."""
         if self._keeper is None:
             self._known.clear()
             self._keeper = KeeperProcess()
@@ -340,7 +340,7 @@ class SnapshotWriter:
                 self._settle(snapshot.step, text)
 
     def _written(self, part: Part, report: Report) -> None:
-        """This rank is done with its part, well or badly."""
+        """Post what became of this rank's part, and free its buffer."""
         part.buffer.busy = False
         self._told.pop(part.step, None)
         self.reports.post(part.step, report)
@@ -349,7 +349,7 @@ class SnapshotWriter:
             self._changed.notify_all()
 
     def _look(self) -> None:
-        """On rank 0: commit what all ranks have made durable, one after the other."""
+        """Commit what all ranks have made durable, one after the other, on rank 0."""
         for snapshot in list(self._snapshots.values()):
             if snapshot.asked:
                 return

@@ -52,7 +52,7 @@ class KeeperProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Return the process id."""
         return self._process.pid
 
     def tell(self, request: dict[str, Any], fd: int | None = None) -> None:
@@ -61,7 +61,7 @@ class KeeperProcess:
         socket.send_fds(self.channel, [data], [] if fd is None else [fd])
 
     def answers(self) -> list[dict[str, Any]] | None:
-        """All that has come since the last call, without waiting; None when the keeper is gone."""
+        """Return what has come since the last call, without waiting; None: the keeper is gone."""
         found: list[dict[str, Any]] = []
         while True:
             try:

@@ -26,7 +26,7 @@ _PAST_CACHE_BYTES = 16 << 20
 
 
 def data_name(step: int, nonce: str, rank: int) -> str:
-    """Name of a rank's data file. ``nonce``: the incarnation's own, so no two files share it."""
+    """Name a rank's data file. ``nonce``: the incarnation's own, so no two files share it."""
     return f"step-{step:012d}-{nonce}-{rank}.safetensors"
 
 
@@ -45,7 +45,7 @@ class Writer:
 
     @property
     def directory(self) -> Path:
-        """Where all ranks of this incarnation write."""
+        """Return where all ranks of this incarnation write."""
         return lineage.directory(self.root, self.sequence)
 
     def write(self, name: str, content: memoryview) -> int:

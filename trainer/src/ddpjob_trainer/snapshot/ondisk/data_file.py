@@ -29,7 +29,7 @@ class Piece:
 
     @property
     def bytes(self) -> int:
-        """Size in the file."""
+        """Return its size in the file."""
         return self.count * ITEM_BYTES[self.dtype]
 
 

@@ -97,7 +97,7 @@ def _write(fd: int, view: memoryview) -> int:
 
 @contextlib.contextmanager
 def _folder(path: Path) -> Iterator[int]:
-    """The directory that holds a path, as a descriptor; it is no link."""
+    """Open the directory that holds a path; it is no link."""
     try:
         fd = os.open(path.parent, _READ | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
@@ -141,7 +141,7 @@ def read_bounded(path: Path, most: int) -> bytes:
 
 
 def exists(path: Path) -> bool:
-    """Whether something of that name is there, be it a link to nowhere."""
+    """Tell whether something of that name is there, be it a link to nowhere."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -150,13 +150,13 @@ def exists(path: Path) -> bool:
 
 
 def names(directory: Path) -> list[str]:
-    """Names of what a directory holds. Raises OSError."""
+    """Name what a directory holds. Raises OSError."""
     with _folder(directory / "any") as folder:
         return os.listdir(folder)  # noqa: PTH208 - relative to a descriptor
 
 
 def directories(root: Path) -> list[str]:
-    """Names of the real directories below root. Raises OSError."""
+    """Name the real directories below root. Raises OSError."""
     with os.scandir(root) as entries:
         return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
 
@@ -202,7 +202,7 @@ def make_directory(path: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """A second name for a regular file; a durable copy where the file system has no hard links.
+    """Give a regular file a second name, or copy it durably where there are no hard links.
 
     Raises OSError.
     """

@@ -49,7 +49,7 @@ class Start:
 
     @property
     def turn(self) -> tuple[int, int, int]:
-        """Order among the incarnations of one uid."""
+        """Return its order among the incarnations of one uid."""
         return (self.attempt, self.round, self.sequence)
 
 
@@ -86,7 +86,7 @@ class Disk:
 
 
 def directory(root: Path, sequence: int) -> Path:
-    """Directory of an incarnation."""
+    """Return the directory of an incarnation."""
     return root / f"{sequence:08d}"
 
 
@@ -97,7 +97,7 @@ def sequences(root: Path) -> list[int]:
 
 
 def before_gap(numbers: Iterable[int], gap: int) -> list[int]:
-    """Those, ascending, that counting has reached without a greater leap."""
+    """Return those, ascending, that counting has reached without a greater leap."""
     found: list[int] = []
     for number in sorted(numbers):
         if number - (found[-1] if found else 0) > gap:
@@ -151,7 +151,7 @@ def read_starts(folders: Folders, unread: dict[int, Exception] | None = None) ->
 
 
 def newest(starts: dict[int, Start]) -> Start | None:
-    """The head of the newest chain.
+    """Return the head of the newest chain.
 
     The highest number tells the job, unless another job has taken over from it already; among
     that job's incarnations attempt and round decide. So a zombie, of this job or of a deleted
@@ -205,13 +205,13 @@ def unneeded(
 
 
 def predecessors(starts: dict[int, Start], uid: str) -> tuple[str, ...]:
-    """Uids of earlier jobs, oldest first: carried on, for their records will be removed."""
+    """Return uids of earlier jobs, oldest first: carried on, for their records will go."""
     known = (starts[sequence] for sequence in sorted(starts))
     return newest_uids([name for s in known for name in (*s.predecessors, s.uid)], uid)
 
 
 def newest_uids(uids: Iterable[str], but: str) -> tuple[str, ...]:
-    """As many as a start record holds, each once, oldest first, without that of the job itself."""
+    """Return what a start record holds of them, each once, oldest first, without the job's own."""
     ordered = dict.fromkeys(uids)
     ordered.pop(but, None)
     return tuple(ordered)[-_MAX_PREDECESSORS:]

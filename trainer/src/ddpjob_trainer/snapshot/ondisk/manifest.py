@@ -51,7 +51,7 @@ class NewerFormatError(InvalidSnapshotError, ValueError):
 
     @property
     def refusal(self) -> ConfigError:
-        """What to say where nothing else is to go on from."""
+        """Return what to say where nothing else is to go on from."""
         return ConfigError(
             f"there are snapshots, and none can be read: {self}, or start anew in another snapshot"
             " directory or with snapshot.resume: Never"
@@ -111,7 +111,7 @@ class Manifest:
 
 
 def file_name(step: int) -> str:
-    """Name of a step's manifest; sorts by step."""
+    """Name a step's manifest; sorts by step."""
     return f"step-{step:012d}.json"
 
 
@@ -178,7 +178,7 @@ def _check_version(body: Mapping[str, Any]) -> None:
 
 
 def _check(found: Manifest) -> None:
-    """Every size adds up, so that later code need not wonder. Raises ValueError, KeyError."""
+    """Check that every size adds up. Raises ValueError, KeyError."""
     sizes = {}
     for file in found.files:
         if not isinstance(file.name, str) or not _DATA_FILE.fullmatch(file.name):

@@ -33,7 +33,7 @@ def retain(root: Path, sequence: int, keep: int) -> None:
 
 
 def _readable(paths: Iterable[Path], unread: list[Path]) -> dict[Path, set[str]]:
-    """Of those manifests that say what they consist of: their data files.
+    """Return the data files of those manifests that say what they consist of.
 
     What only has the name of a manifest must not take the place of a snapshot. ``unread`` gets
     those that the disk does not give: perhaps later.
@@ -50,7 +50,7 @@ def _readable(paths: Iterable[Path], unread: list[Path]) -> dict[Path, set[str]]
 
 
 def _remove_ours(directory: Path) -> None:
-    """Not what a user has named by a date: a directory of ours has a record, or our files only."""
+    """Remove a directory of ours, with a record or our files only: none named by a date, say."""
     with contextlib.suppress(OSError):
         names = disk.names(directory)
         if lineage.START in names or all(map(_OURS.match, names)):
@@ -97,7 +97,7 @@ def _retain_chain(folders: lineage.Disk, sequence: int, keep: int) -> None:
 
 
 def _remove_copy(path: Path, found: dict[Path, set[str]]) -> None:
-    """Where there are no hard links each restart without progress has copied all of a snapshot.
+    """Remove what a restart without progress has copied where there are no hard links.
 
     ``found``: all of its directory.
     """

@@ -68,7 +68,7 @@ class RemoteProcess:
             self._process.stdin.flush()
 
     def answers(self, seconds: float = 0.0) -> list[dict[str, Any]]:
-        """What it has said since the last call, waiting so long for the first."""
+        """Return what it has said since the last call, waiting so long for the first."""
         poll = select.poll()
         poll.register(self._out, select.POLLIN)
         if not self.ended and poll.poll(seconds * 1000):
@@ -149,7 +149,7 @@ class Uploads:
         self._pending = -1
 
     def committed(self, step: int) -> None:
-        """A snapshot is durable on disk."""
+        """Have a snapshot uploaded that is durable on disk."""
         if self._over:
             return
         try:

@@ -69,7 +69,7 @@ def fetch(
 
 
 def _is_newer(remote: Start, local: Start | None) -> bool:
-    """Whether the disk's newest incarnation came before that of the store.
+    """Tell whether the disk's newest incarnation came before that of the store.
 
     Where neither knows of the other the disk, which is written first, is right.
     """

@@ -104,13 +104,13 @@ class Uploads:
         self._next = 0.0
 
     def wait_seconds(self) -> float | None:
-        """How long there is nothing to do; None: until told."""
+        """Return how long there is nothing to do; None: until told."""
         if self._wanted < 0:
             return None
         return max(0.0, self._next - self._now())
 
     def want(self, step: int) -> None:
-        """A newer snapshot is on disk; the older ones need not be uploaded any more."""
+        """Ask for a newer snapshot; older ones need not be uploaded any more."""
         self._wanted = max(self._wanted, step)
 
     def attempt(self, *, at_once: bool = False) -> dict[str, Any] | None:

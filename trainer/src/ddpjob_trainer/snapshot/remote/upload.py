@@ -54,7 +54,7 @@ class Uploader:
             self._retain()
 
     def _begin(self, step: int) -> None:
-        """The parent first, then the start record: nobody else's retention can hurt it then."""
+        """Copy the parent, then write the start record: no other's retention can hurt it then."""
         known, _ = self._store.starts()
         start = self._start
         lineage.refuse_if_stale(known, Identity(start.uid, start.attempt, start.round, unique=True))
