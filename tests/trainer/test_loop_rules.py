@@ -361,7 +361,7 @@ def test_who_leaves_the_loop_may_change_the_weights_at_once(gang, tmp_path):  # 
         run.finish()
         [path] = (tmp_path / "s").glob("*/step-*.json")
         found = manifest.read(path)
-        saved = unflatten(load.load(path.parent, found))["model"]["weight"]
+        saved = unflatten(load.open_source(path.parent, found).flat())["model"]["weight"]
         assert torch.equal(saved, expected)
 
     assert gang.run(program, world=1) == {0: 0}, gang.log(0)

@@ -50,7 +50,7 @@ def stored(directory: Path) -> dict[int, Any]:
     found = {}
     for path in sorted(directory.glob("*/step-*.json")):
         content = manifest.read(path)
-        found[content.step] = unflatten(load.load(path.parent, content))
+        found[content.step] = unflatten(load.open_source(path.parent, content).flat())
     return found
 
 

@@ -275,7 +275,7 @@ def _load_only(directory: Path) -> list[int]:
     for path in sorted(directory.glob("step-*.json")):
         try:
             found = manifest.read(path)
-            load.load(directory, found)
+            load.open_source(directory, found).flat()
         except manifest.InvalidSnapshotError:
             continue
         good.append(found.step)

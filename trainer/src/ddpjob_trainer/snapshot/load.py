@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +26,6 @@ from ddpjob_trainer.snapshot.ondisk.manifest import (
 )
 from ddpjob_trainer.state.codec import TORCH_DTYPES, Flat, unflatten
 
-_PIECE = 4 << 20
 _WINDOW_BYTES = 16 << 20
 _ALIGN = 8
 
@@ -74,7 +72,7 @@ def verify_file(
     """
     with manifest.opened(directory, file) as stream:
         pieces = data_file.read_header(_header(stream, file), file.bytes)
-        if _checksum(stream, file) != file.crc32:
+        if manifest.checksum(stream, file) != file.crc32:
             raise InvalidSnapshotError(f"{file.name} does not match its checksum")
     for chunk in chunks:
         piece, _ = pieces.get(chunk.key, (None, 0))
@@ -89,18 +87,6 @@ def verify_file(
 def _header(stream: BinaryIO, file: DataFile) -> bytes:
     size = data_file.header_bytes(os.pread(stream.fileno(), 8, 0), file.bytes)
     return os.pread(stream.fileno(), size, 0)
-
-
-def _checksum(stream: BinaryIO, file: DataFile) -> int:
-    buffer = memoryview(bytearray(min(_PIECE, file.bytes)))
-    crc, left = 0, file.bytes
-    while left:
-        count = stream.readinto(buffer[: min(left, _PIECE)])  # type: ignore[attr-defined]
-        if not count:
-            raise InvalidSnapshotError(f"{file.name} became shorter")
-        crc = zlib.crc32(buffer[:count], crc)
-        left -= count
-    return crc
 
 
 # --- Read -------------------------------------------------------------------------------------
@@ -265,8 +251,3 @@ def open_source(directory: Path, found: Manifest) -> Source:
     )
     _ = source.outline
     return source
-
-
-def load(directory: Path, found: Manifest) -> Flat:
-    """Read and check everything. Raises InvalidSnapshotError, OSError."""
-    return open_source(directory, found).flat()

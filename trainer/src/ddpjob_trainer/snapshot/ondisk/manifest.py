@@ -28,7 +28,7 @@ ITEM_BYTES: dict[str, int] = {
     "BOOL": 1,
 }  # fmt: skip
 _MAX_DIMENSIONS = 64
-_PIECE = 1 << 20
+_PIECE = 4 << 20
 _MANIFEST = re.compile(r"step-([0-9]{12,15})\.json")
 _DATA_FILE = re.compile(r"step-[0-9]{12,15}-[0-9A-Za-z]{1,64}-[0-9]{1,12}\.safetensors")
 _MAX_MESSAGE = 300
@@ -223,12 +223,22 @@ def verify(directory: Path, manifest: Manifest) -> None:
     """Compare every data file's size and checksum. Raises InvalidSnapshotError, OSError."""
     for file in manifest.files:
         with opened(directory, file) as stream:
-            crc, left = 0, file.bytes
-            while left and (piece := stream.read(min(left, _PIECE))):
-                crc = zlib.crc32(piece, crc)
-                left -= len(piece)
+            crc = checksum(stream, file)
         if crc != file.crc32:
             raise InvalidSnapshotError(f"{file.name} does not match its checksum")
+
+
+def checksum(stream: BinaryIO, file: DataFile) -> int:
+    """Return the CRC-32 of a data file's bytes, and not of more. Raises InvalidSnapshotError."""
+    buffer = memoryview(bytearray(min(_PIECE, file.bytes)))
+    crc, left = 0, file.bytes
+    while left:
+        count = stream.readinto(buffer[: min(left, _PIECE)])  # type: ignore[attr-defined]
+        if not count:
+            raise InvalidSnapshotError(f"{file.name} became shorter")
+        crc = zlib.crc32(buffer[:count], crc)
+        left -= count
+    return crc
 
 
 def opened(directory: Path, file: DataFile) -> BinaryIO:
