@@ -142,7 +142,7 @@ class Attempts:
 
     def _snapshot_step(self) -> int:
         found = self._job.snapshots.glob("*/step-*.json") if self._job.snapshots else ()
-        return max((snapshot.step_of(path) or 0 for path in found), default=-1)
+        return max((snapshot.step_of(path.name) or 0 for path in found), default=-1)
 
     def _tell_lost(self) -> None:
         """Say what is gone, as it would be with the pods."""
