@@ -341,9 +341,8 @@ def _follow(root: Path, world: World, tell: Tell) -> tuple[Start, Source | None]
     source: Source | None = None
     while (message := world.broadcast_bytes(None)).startswith(_PROPOSED):
         name, _, content = message.removeprefix(_PROPOSED).partition(b" ")
-        source = None
+        found, source = manifest.decode(content), None
         with contextlib.suppress(InvalidSnapshotError, OSError):
-            found = manifest.decode(content)
             source = _check_together(root / name.decode(), found, world, tell)
     return lineage.parse_start(json.loads(message)), source
 
