@@ -68,7 +68,7 @@ class _Inventory:
                 self.extra[path] = part
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Of all that must be in a snapshot."""
+        """Return the shapes of all that must be in a snapshot."""
         return {n: t.shape for n, t in self.tensors.items() if n not in self.transient}
 
 
@@ -97,12 +97,12 @@ def flat_sha256(flat: Flat) -> str:
 
 
 def _own_prefix(rank: int) -> str:
-    """What begins the names of the tensors that only this rank has."""
+    """Return how the names of the tensors begin that only this rank has."""
     return f"rank/{rank}/"
 
 
 def _own(rank: int, flat: Flat) -> dict[str, torch.Tensor]:
-    """Generators and per-rank objects' states, under names that no other rank uses."""
+    """Name generators' and per-rank objects' states as no other rank does."""
     # The generators' state is JSON already, and its thousand numbers would take flatten() long.
     text = json.dumps([{**flat.tree, "rng": rng.capture()}, flat.aliases]).encode()
     text += b" " * (-len(text) % _TREE_BYTES)
@@ -113,7 +113,7 @@ def _own(rank: int, flat: Flat) -> dict[str, torch.Tensor]:
 
 
 def _flat_of(own: Mapping[str, torch.Tensor], rank: int) -> Flat | None:
-    """What _own() was made of. None: there are more ranks now than when it was written."""
+    """Return what _own() was made of. None: there are more ranks now than then."""
     prefix = _own_prefix(rank)
     tree = own.get(f"{prefix}tree")
     if tree is None:
@@ -125,7 +125,7 @@ def _flat_of(own: Mapping[str, torch.Tensor], rank: int) -> Flat | None:
 
 
 def _part(states: Mapping[str, Mapping[int, Any]]) -> Flat:
-    """This rank's entries of divided optimizers, under the names that they have in the whole."""
+    """Return this rank's entries of divided optimizers, named as in the whole."""
     flat = flatten({"registered": {name: {"state": state} for name, state in states.items()}})
     registered = member(flat.tree, "registered")
     entries = {name: member(member(registered, name), "state").get("$dict", []) for name in states}
@@ -193,7 +193,7 @@ class TrainingState:
         return Captured(flat, self._shared(flat, model), _own(rank, own), part, version)
 
     def begin(self) -> None:
-        """The loop begins: a resume begins with the model as the script has made it by now."""
+        """Note the model as the script has made it: a resume begins with this one."""
         self._begun = _Inventory(self.module).shapes()
         self._groups = self._groups_now()
 
@@ -355,7 +355,7 @@ def _outline(shape: torch.Size | None) -> str:
 
 
 def _device_of(obj: Stateful) -> torch.device | None:
-    """Where an optimizer's state belongs, None: on the host, until the object moves it."""
+    """Return where an optimizer's state belongs, None: on the host, until the object moves it."""
     if not isinstance(obj, torch.optim.Optimizer):
         return None
     devices = {p.device for group in obj.param_groups for p in group["params"]}
@@ -363,5 +363,5 @@ def _device_of(obj: Stateful) -> torch.device | None:
 
 
 def _is_ema(name: str) -> bool:
-    """Whether prepare(ema=...) has registered it: each model has one of its own."""
+    """Tell whether prepare(ema=...) has registered it: each model has one of its own."""
     return re.fullmatch(r"ema(\d+|\..+)?", name) is not None
