@@ -84,8 +84,8 @@ def test_a_caught_error_of_one_rank_is_no_success(gang, how):  # type: ignore[no
 
 
 @pytest.mark.parametrize("after", ["finish", "evaluate", "nothing"])
-def test_an_error_that_one_rank_swallows_restarts_all(gang, after):  # type: ignore[no-untyped-def]
-    """Nothing holds it any more when the script goes on; a break would end the job for good."""
+def test_an_error_that_one_rank_swallows_is_a_break_on_one_rank(gang, after):  # type: ignore[no-untyped-def]
+    """Nothing holds it any more when the script goes on."""
 
     def program(rank: int) -> None:
         run = ddp.start(total_steps=6, global_batch=6)
@@ -98,12 +98,14 @@ def test_an_error_that_one_rank_swallows_restarts_all(gang, after):  # type: ign
         atexit._run_exitfuncs()
 
     codes = gang.run(program)
-    assert codes == {0: 75, 1: 0 if after == "nothing" else 1, 2: 75}, gang.log(1)
-    left = "rank 1 left the loop in step 1, after its commit(), with RuntimeError('an error"
+    logs = "".join(map(gang.log, range(3)))
     if after == "nothing":
-        left = "rank 1: left the loop by an error that its script has caught, or by sys.exit()"
-    assert left in "".join(map(gang.log, range(3)))
-    assert "ConfigError" not in "".join(map(gang.log, range(3)))
+        assert codes == {0: 75, 1: 0, 2: 75}, logs
+        return
+    assert set(codes.values()) <= {64, 75}, logs
+    assert 64 in codes.values(), logs
+    assert "rank 1 left the loop in step 1, after its commit()" in logs
+    assert "An error that one rank's script catches: let it go up, and all ranks restart" in logs
 
 
 def test_an_error_that_all_ranks_catch_in_the_same_step_is_an_end_like_a_break(gang):  # type: ignore[no-untyped-def]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from ddpjob_trainer.state.buffers import Backup, caches
+from ddpjob_trainer.state.buffers import Backup, Steady
 
 
 def test_a_graph_that_is_open_when_buffers_are_put_back_has_its_backward_still():
@@ -21,10 +22,32 @@ def test_a_graph_that_is_open_when_buffers_are_put_back_has_its_backward_still()
     assert norm.weight.grad is not None
 
 
-def test_a_cache_is_what_no_persistent_buffer_is():
-    model = nn.Sequential(nn.BatchNorm1d(2), nn.Module())
-    model[1].register_buffer("cache", torch.ones(2), persistent=False)
-    model[1].register_buffer("later", None, persistent=False)
-    model[0].register_buffer("same", model[0].running_mean, persistent=False)
-    assert caches(model) == {"1.cache"}
-    assert caches(nn.Linear(2, 2)) == set()
+def model() -> nn.Sequential:
+    found = nn.Sequential(nn.BatchNorm1d(2), nn.Module())
+    found[1].register_buffer("other", torch.ones(2), persistent=False)
+    found[1].register_buffer("later", None, persistent=False)
+    found[0].register_buffer("same", found[0].running_mean, persistent=False)
+    return found
+
+
+def test_ranks_share_a_buffer_outside_of_the_state_dict_while_it_has_its_shape():
+    found = model()
+    steady, first = Steady(found), found[1].other
+    assert [id(t) for t in steady.tensors()] == [id(first)]
+    found[1].other = found[1].other * 2
+    assert [id(t) for t in steady.tensors()] == [id(found[1].other)]
+    found[1].other, found[1].later = torch.ones(3), torch.ones(2)
+    assert [id(t) for t in steady.tensors()] == [id(first)], "a cache is each rank's own"
+    assert Steady(nn.Linear(2, 2)).tensors() == []
+
+
+@pytest.mark.parametrize(("length", "left"), [(2, 1.0), (3, 5.0)])
+def test_a_cache_that_has_grown_is_not_put_back(length: int, left: float):
+    found = model()
+    backup = Backup(found)
+    backup.take(0)
+    found[1].other = torch.full((length,), 5.0)
+    found[0](torch.randn(8, 2))
+    backup.put_back()
+    assert found[1].other.tolist() == [left] * length
+    assert not found[0].num_batches_tracked

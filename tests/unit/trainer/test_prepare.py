@@ -26,7 +26,6 @@ from ddpjob_trainer.training.prepare import (
     place,
     place_state,
     shaped_like,
-    tell_of_hooks,
 )
 
 OPTIONS = Options(total_steps=1, global_batch=1, level="resume", threads=1)
@@ -249,17 +248,3 @@ def test_inductor_chooses_no_kernel_by_its_time_where_bits_are_kept(
     assert (inductor.deterministic, functorch.donated_buffer) == (False, False)
     keep_bits("resume", META)
     assert inductor.deterministic
-
-
-def test_a_communication_hook_that_keeps_something_is_told_of(capsys):
-    given: list[Any] = []
-    model: Any = SimpleNamespace(register_comm_hook=lambda state, hook: given.append(state))
-    tell_of_hooks(model)
-    model.register_comm_hook(None, print)
-    assert not capsys.readouterr().err
-    kept = SimpleNamespace(error=torch.zeros(2))
-    model.register_comm_hook(kept, print)
-    assert (
-        "register_comm_hook() is given a SimpleNamespace: what it keeps" in capsys.readouterr().err
-    )
-    assert given == [None, kept]

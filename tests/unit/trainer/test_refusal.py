@@ -11,7 +11,7 @@ from ddpjob_trainer.optim.update import Updater
 from ddpjob_trainer.options import Options
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.training import refusal
-from ddpjob_trainer.training.unsaved import Guard
+from ddpjob_trainer.training.guard import Guard
 
 
 def refused(**options: object) -> BaseException:
@@ -70,7 +70,7 @@ def test_the_traceback_stays_for_who_wants_it_and_for_every_other_error(errors, 
 def test_the_line_is_the_scripts_though_torch_called_our_hook(errors):  # type: ignore[no-untyped-def]
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    guard = Guard(TrainingState(torch.nn.Module()), Updater(), [], modules=False)
+    guard = Guard(TrainingState(torch.nn.Module()), Updater())
     try:
         with pytest.raises(ConfigError) as found:
             optimizer.step()

@@ -7,9 +7,10 @@ for each, and finish(), after which every ``.grad`` holds the mean over the glob
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from ddpjob_trainer.gradients import determinism
 from ddpjob_trainer.gradients.buckets import CAP_MB, Buckets
 from ddpjob_trainer.gradients.comm_hooks import compress
 from ddpjob_trainer.options import ModelOptions, Options
+from ddpjob_trainer.state.buffers import Steady, persistent
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Averaging(Protocol):
         """Whether the coming backward waits for the other ranks."""
         ...
 
-    def wrap(self, module: torch.nn.Module, options: ModelOptions) -> DistributedDataParallel:
+    def wrap(self, module: torch.nn.Module, options: ModelOptions) -> Wrapped:
         """Return the module that the loop calls. Before the loop, once for each model."""
         ...
 
@@ -122,6 +124,46 @@ class Averaging(Protocol):
         ...
 
 
+class Wrapped(DistributedDataParallel):
+    """DistributedDataParallel that tells the loop of each forward, and of its wait for rank 0.
+
+    A copy of it, or a file, holds a plain DistributedDataParallel. ``on_forward`` gets the wrapper,
+    evaluations included; ``waiting`` is entered while this rank waits for rank 0's buffers.
+    ``steady``: its buffers that are not persistent, of which caches are not shared.
+    """
+
+    on_forward: Callable[[Wrapped], None] | None = None
+    waiting: Callable[[], contextlib.AbstractContextManager[None]] | None = None
+    steady: Steady | None = None
+
+    def __init__(self, module: torch.nn.Module, **arguments: Any) -> None:
+        super().__init__(module, **arguments)
+        self.steady = Steady(module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute as the module does."""
+        if self.on_forward is not None:
+            self.on_forward(self)
+        return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _sync_buffers(self) -> None:
+        # torch has no hook there. Without it a hang of rank 0 would be laid to those who wait.
+        with self.waiting() if self.waiting is not None else contextlib.nullcontext():
+            super()._sync_buffers()  # type: ignore[no-untyped-call]
+
+    def _assign_modules_buffers(self) -> None:
+        # torch calls it before each wait. Ranks whose caches differ in length would hang in it.
+        super()._assign_modules_buffers()  # type: ignore[no-untyped-call]
+        if self.steady is not None and self.modules_buffers:
+            self.modules_buffers = [b for _, b in persistent(self.module)] + self.steady.tensors()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        state = self.__getstate__()  # type: ignore[no-untyped-call]
+        own = ("on_forward", "waiting", "steady")
+        plain = {name: value for name, value in state.items() if name not in own}
+        return copyreg.__newobj__, (DistributedDataParallel,), plain  # type: ignore[attr-defined]
+
+
 def ddp_arguments(options: ModelOptions) -> dict[str, Any]:
     """The options that are DistributedDataParallel's own."""
     names = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters")
@@ -179,9 +221,9 @@ class DdpAveraging:
     def _several(self) -> bool:
         return len(self._models) > 1
 
-    def wrap(self, module: torch.nn.Module, options: ModelOptions) -> DistributedDataParallel:
+    def wrap(self, module: torch.nn.Module, options: ModelOptions) -> Wrapped:
         """Return the module in DistributedDataParallel, with rank 0's parameters and buffers."""
-        model = DistributedDataParallel(module, **ddp_arguments(options))
+        model = Wrapped(module, **ddp_arguments(options))
         holds_ddp(model)
         self._models.append(model)
         self._cap_mb = options.bucket_cap_mb or self._cap_mb

@@ -23,7 +23,7 @@ from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.data.order import DataOrder
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gradients import shard_tree
-from ddpjob_trainer.gradients.ddp import Part, without_effect
+from ddpjob_trainer.gradients.ddp import Part, Wrapped, without_effect
 from ddpjob_trainer.gradients.shard_tree import Partial
 from ddpjob_trainer.gradients.tree_reduce import Gradients, Reduction, add_gradients
 from ddpjob_trainer.options import ModelOptions, Options
@@ -51,13 +51,13 @@ class ElasticAveraging:
         self._parts: Sequence[Part] = []
         self._step = 0
 
-    def wrap(self, module: torch.nn.Module, options: ModelOptions) -> DistributedDataParallel:
+    def wrap(self, module: torch.nn.Module, options: ModelOptions) -> Wrapped:
         """Return the module in DistributedDataParallel, whose reducer stays idle.
 
         Raises ConfigError for modules whose result depends on the order of the shards.
         """
         _refuse(module)
-        model = DistributedDataParallel(module)  # gives every rank rank 0's parameters and buffers
+        model = Wrapped(module)  # gives every rank rank 0's parameters and buffers
         _free_reducer(model)
         holds_ddp(model)
         model.require_backward_grad_sync = False  # what no_sync() sets for a while

@@ -1,7 +1,7 @@
-"""The buffers that count: those of the state_dict.
+"""The buffers of a model: which ones the ranks share, and how they are put back.
 
-Non-persistent ones are taken for caches. A rank's batches decide what is in them, and even how
-long they are, so nothing compares, shares or puts them back.
+Those of the state_dict count always. One that is not persistent counts while it has the shape that
+it had at prepare(); else it is a cache, as long as what a rank has seen, and each rank's own.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Place:
         self.module._buffers[self.key] = buffer
 
 
-def places(module: torch.nn.Module) -> list[Place]:
-    """Every persistent buffer's, once."""
+def places(module: torch.nn.Module, *, persistent: bool = True) -> list[Place]:
+    """Return every buffer's place, once: of the persistent ones, or of the others."""
     return [
         Place(f"{prefix}.{key}" if prefix else key, part, key)
         for prefix, part in module.named_modules()
         for key in part._buffers
-        if key not in part._non_persistent_buffers_set
+        if persistent is not (key in part._non_persistent_buffers_set)
     ]
 
 
@@ -48,10 +48,28 @@ def persistent(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield place.name, buffer
 
 
-def caches(module: torch.nn.Module) -> set[str]:
-    """Names of those that are not persistent, nor another name of one that is."""
-    kept = {id(buffer) for _, buffer in persistent(module)}
-    return {name for name, buffer in module.named_buffers() if id(buffer) not in kept}
+class Steady:
+    """The buffers outside of a model's state_dict, as tensors on which all ranks agree.
+
+    Where one has another shape by now, the tensor that was there first stands for it.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        known = {id(buffer) for _, buffer in persistent(module)}
+        self._first = {
+            place: buffer
+            for place in places(module, persistent=False)
+            if (buffer := place.get()) is not None
+            and id(buffer) not in known
+            and buffer.layout is torch.strided
+        }
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return those of now, in the same order on every rank."""
+        return [
+            now if (now := place.get()) is not None and _is_alike(now, first) else first
+            for place, first in self._first.items()
+        ]
 
 
 class Backup:
@@ -63,6 +81,7 @@ class Backup:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._places = places(module)
+        self._others = places(module, persistent=False)
         self._step = -1
         self._buffers: list[torch.Tensor | None] = []
         self._copies: list[torch.Tensor] = []
@@ -72,7 +91,7 @@ class Backup:
         if step == self._step:
             return
         self._step = step
-        buffers = [place.get() for place in self._places]
+        buffers = [place.get() for place in (*self._places, *self._others)]
         if list(map(id, buffers)) != list(map(id, self._buffers)):  # == would compare elements
             self._buffers = buffers
             self._copies = [torch.empty_like(buffer) for buffer in _there(buffers)]
@@ -80,9 +99,14 @@ class Backup:
             torch._foreach_copy_(self._copies, _there(buffers))
 
     def put_back(self) -> None:
-        """Undo all changes since."""
-        for place, buffer in zip(self._places, self._buffers, strict=True):
+        """Undo all changes since, but of caches that have another shape by now."""
+        count = len(self._places)
+        for place, buffer in zip(self._places, self._buffers[:count], strict=True):
             place.put(buffer)
+        for place, buffer in zip(self._others, self._buffers[count:], strict=True):
+            now = place.get()
+            if buffer is not None and now is not None and _is_alike(now, buffer):
+                place.put(buffer)
         if self._copies:
             # .data: a graph that waits for its backward checks the version of what it has saved.
             torch._foreach_copy_([buffer.data for buffer in _there(self._buffers)], self._copies)
@@ -106,3 +130,7 @@ def preserved(module: torch.nn.Module, wanted: bool = True) -> Iterator[None]:
 
 def _there(buffers: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     return [buffer for buffer in buffers if buffer is not None]
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)

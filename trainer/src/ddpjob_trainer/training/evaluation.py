@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob_trainer.arguments import Arguments, function
 from ddpjob_trainer.comm.world import World
@@ -19,7 +17,6 @@ from ddpjob_trainer.data.order import Indices
 from ddpjob_trainer.data.workers import WorkerOptions, Workers
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.state import buffers, rng
-from ddpjob_trainer.training.instead import Instead
 
 #: Of a model and a batch: one number, or several by name.
 Metric = Callable[[torch.nn.Module, Any], torch.Tensor | float]
@@ -49,38 +46,16 @@ def evaluating(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
             part.training = training
 
 
-def share_buffers(module: torch.nn.Module, world: World) -> None:
-    """Give every rank rank 0's buffers: each rank's BatchNorm has seen other samples."""
-    for _, buffer in buffers.persistent(module):
+def share_buffers(
+    module: torch.nn.Module, world: World, others: Iterable[torch.Tensor] = ()
+) -> None:
+    """Give every rank rank 0's buffers: each rank's BatchNorm has seen other samples.
+
+    ``others``: those that are not persistent, and on which all ranks agree.
+    """
+    for buffer in (*(buffer for _, buffer in buffers.persistent(module)), *others):
         # .data: a graph that waits for its backward checks the version of what it has saved.
         world.broadcast_tensor(buffer.data)
-
-
-def watch_sharing(
-    wrapped: DistributedDataParallel, waiting: Callable[[], AbstractContextManager[None]]
-) -> None:
-    """Have a forward's wait for rank 0's buffers be one: not who waits hangs, but rank 0.
-
-    And leave caches out, see buffers.py. torch has no hook there; without its method all is as it
-    was, and a hang may be laid to a rank that waits.
-    """
-    share = getattr(wrapped, "_sync_buffers", None)
-    if share is None:
-        return
-
-    def waits() -> None:
-        # First what is quick to ask for: it is in each step, and most models have none. Of all
-        # modules that there are by now: a forward may make one.
-        some = any(module._non_persistent_buffers_set for module in wrapped.module.modules())
-        caches = buffers.caches(wrapped.module) if some else set()
-        if not caches <= wrapped.parameters_to_ignore:
-            wrapped.parameters_to_ignore.update(caches)
-            wrapped._assign_modules_buffers()  # type: ignore[no-untyped-call]
-        if wrapped.modules_buffers:
-            with waiting():
-                share()
-
-    Instead(wrapped, "_sync_buffers", waits)
 
 
 @dataclass(slots=True)

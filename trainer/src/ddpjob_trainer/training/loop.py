@@ -12,24 +12,22 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob_trainer import failpoints, trace
 from ddpjob_trainer.data import fetch
 from ddpjob_trainer.data.inputs import InputOptions, open_input
 from ddpjob_trainer.data.order import Indices
 from ddpjob_trainer.errors import ConfigError, NotCommittedError
-from ddpjob_trainer.gradients.ddp import Part
+from ddpjob_trainer.gradients.ddp import Part, Wrapped
 from ddpjob_trainer.optim.nan_policy import NanPolicy
 from ddpjob_trainer.optim.update import Unit
 from ddpjob_trainer.options import Options
 from ddpjob_trainer.state import rng
 from ddpjob_trainer.state.buffers import Backup
-from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training import run_config
 from ddpjob_trainer.training.agreement import Agreement
-from ddpjob_trainer.training.compiled import is_compiled
 from ddpjob_trainer.training.device_watch import DeviceWatch
+from ddpjob_trainer.training.guard import Guard
 from ddpjob_trainer.training.keeping import Keeping
 from ddpjob_trainer.training.logged_means import LoggedMeans
 from ddpjob_trainer.training.prepare import Trained
@@ -37,7 +35,6 @@ from ddpjob_trainer.training.process import Process
 from ddpjob_trainer.training.step import LEFT_OUT, Step, check_loss
 from ddpjob_trainer.training.touched import Touched
 from ddpjob_trainer.training.trailing import Trailing
-from ddpjob_trainer.training.unsaved import Guard
 
 
 class Loop:
@@ -52,14 +49,7 @@ class Loop:
         given: InputOptions,
     ) -> None:
         self.finished_steps = 0
-        self.guard = Guard(
-            trained.state,
-            trained.updater,
-            [obj for model in trained.models for obj in (model.wrapped, model.ema)],
-            modules=not any(is_compiled(one.module) for one in trained.models),  # or graphs break
-            say=lambda text: say(0, text) if process.world.rank == 0 else None,
-            variables=process.world.rank == 0 and process.snapshots.are_made,
-        )
+        self.guard = Guard(trained.state, trained.updater)
         self._touched = Touched(process.averaging, trained.updater)
         self._world = process.world
         self._shutdown = process.shutdown
@@ -105,7 +95,7 @@ class Loop:
 
     def _steps(self) -> Generator[Step, None, None]:
         for model in self._trained.models:
-            self._watch_forwards(model.wrapped)
+            model.wrapped.on_forward = self._forward_begins
         with self._shutdown.in_loop():
             try:
                 self._input.start()
@@ -182,6 +172,7 @@ class Loop:
             self._input.begin(left, self._positions, fresh=self.kept.other_data)
             with self._peers("the start of run.steps()"):
                 self.kept.compare_samples()
+        self.guard.scheduled()
         self._progress.resumed(done, stored)
         length = self._order.steps_per_epoch if self._input.stream is None else None
         self._recorder.resumed(done, length)
@@ -222,22 +213,16 @@ class Loop:
             if self._options.level == "elastic" and self._trained.forwards == forwards:
                 self._step.check_forward()
 
-    def _watch_forwards(self, model: DistributedDataParallel) -> None:
-        """See each forward through the wrapper, evaluations included."""
-        forward = model.forward
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            if self._step is not None:
-                graph = torch.is_grad_enabled()
-                self._averaging.before_forward(model, self._step.part(), graph=graph)
-                if graph:
-                    self._trained.forwards += 1
-                    if self._backup is not None:
-                        self._backup.take(self._step.index)
-            return forward(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-        # Not a hook: a module without hooks is called on a shorter path.
-        setattr(model, "forward", watched)  # noqa: B010
+    def _forward_begins(self, model: Wrapped) -> None:
+        """See each forward through a wrapper, evaluations included."""
+        if self._step is None:
+            return
+        graph = torch.is_grad_enabled()
+        self._averaging.before_forward(model, self._step.part(), graph=graph)
+        if graph:
+            self._trained.forwards += 1
+            if self._backup is not None:
+                self._backup.take(self._step.index)
 
     def backward(
         self, step: Step, loss: torch.Tensor, *, weight: float | None, retain_graph: bool
@@ -251,6 +236,7 @@ class Loop:
                 " last update: the ranks would drift apart. Call that model, not the one that"
                 " prepare() was given"
             )
+        self.guard.before_backward(loss)
         self._touched.before_backward(number, first=not step.covered)
         step.add(number, loss.detach(), weight)
         self._progress.at("backward")
@@ -313,6 +299,7 @@ class Loop:
         """
         updater = self._trained.updater
         self._progress.at("backward")
+        self.guard.check_schedulers()
         updater.check_gradients()
         self._touched.before_update(units)
         self._averaging.finish([unit.parameters for unit in units])
@@ -334,7 +321,9 @@ class Loop:
         self._snapshots.before_update()
         if allowed and self._trained.updater.hooks:
             allowed = self._before_update(step, units)
-        if allowed and self._trained.updater.update(units):
+        updated = allowed and self._trained.updater.update(units)
+        self.guard.scheduled()
+        if updated:
             return
         if not allowed:
             losses = [float(loss) for loss in step.losses]

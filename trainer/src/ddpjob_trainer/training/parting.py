@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
 from ddpjob_trainer.comm.world import World, other_call, peer_loss
 from ddpjob_trainer.errors import ConfigError, PeerLostError
-from ddpjob_trainer.telemetry.console import say
-from ddpjob_trainer.training.enclosing import is_unwound
 from ddpjob_trainer.training.shutdown import Shutdown, named
 from ddpjob_trainer.training.step import Step
 
 _KEY = "left the loop"  # where the first one did
-_UNNAMED = "an error that its script has caught"
 _FIRST_LOOK_SECONDS = 0.5
 _LONGEST_LOOK_SECONDS = 8.0
 
@@ -34,7 +30,6 @@ class Parting:
         self._world = world
         self._shutdown = shutdown
         self._over = threading.Event()
-        self._unwound = False  # the loop, by an error
         if world.size == 1:
             self._over.set()
 
@@ -43,22 +38,8 @@ class Parting:
         if not self._over.is_set():
             threading.Thread(target=self._watch, name="parting", daemon=True).start()
 
-    def watched(self, steps: Iterator[Step]) -> Iterator[Step]:
-        """Pass steps on, and see how the script leaves its loop over them."""
-        try:
-            yield from steps
-        except GeneratorExit:
-            self._unwound = is_unwound()
-            raise
-
     def close(self) -> None:
-        """Look no more. Who leaves the others in the loop says so, for they cannot."""
-        if self._unwound and not (self._over.is_set() or self._shutdown.failing):
-            say(
-                self._world.rank,
-                f"left the loop by {_UNNAMED}, or by sys.exit(), and ends without run.finish():"
-                " ranks that go on lose this one. Let such an error go up",
-            )
+        """Look no more."""
         self._over.set()
 
     def leave(self, step: Step | None, *, entered: bool = True) -> None:
@@ -66,7 +47,7 @@ class Parting:
 
         ``entered``: whether it was ever in the loop. Raises ConfigError, PeerLostError.
         """
-        world, before = self._world, self._shutdown.caught
+        world, caught = self._world, self._shutdown.caught
         if self._over.is_set() or world.store is None or world.control is None:
             return
         self._over.set()
@@ -74,16 +55,13 @@ class Parting:
         if step is not None:
             place = f"in step {step.index}, {'after' if step.committed else 'before'} its commit()"
         here = {"rank": world.rank, "place": place, "reached": self._shutdown.peers.reached}
-        caught = before or (RuntimeError(_UNNAMED) if self._unwound else None)
         here["caught"] = named(caught) if caught is not None else ""
-        self._shutdown.caught = caught
         with self._shutdown.listening, peer_loss():
             first = json.loads(world.store.compare_set(_KEY, "", json.dumps(here)))
             if first["place"] != place:
                 raise _apart(first, f"rank {world.rank} left it {place}")
             # gloo takes it for no part of another collective, in which the others may stand.
             world.control.barrier().wait()
-        self._shutdown.caught = before
 
     def _watch(self) -> None:
         pause, before = _FIRST_LOOK_SECONDS, -1
@@ -134,5 +112,6 @@ def _refusal(first: dict[str, Any], others: str) -> ConfigError:
     return ConfigError(
         f"rank {first['rank']} left the loop {first['place']}, and {others}: leave it on every rank"
         " in the same step, or on none. run.sum(flag) tells all ranks what one has seen, and"
-        " step.stop() ends the loop on all of them"
+        " step.stop() ends the loop on all of them. An error that one rank's script catches: let it"
+        " go up, and all ranks restart"
     )

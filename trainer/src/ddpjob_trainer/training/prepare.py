@@ -8,14 +8,13 @@ from itertools import count
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from ddpjob_trainer.comm.teardown import holds_group
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.gradients.ddp import Averaging
+from ddpjob_trainer.gradients.ddp import Averaging, Wrapped
 from ddpjob_trainer.optim import zero
 from ddpjob_trainer.optim.amp import autocast_forward, make_scaler
 from ddpjob_trainer.optim.ema import make_ema
@@ -32,10 +31,8 @@ from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.modes import Modes
 from ddpjob_trainer.state.stateful import Stateful
-from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training import incompatible
 from ddpjob_trainer.training.compiled import compile_in_place, is_compiled, keep_bits
-from ddpjob_trainer.training.instead import Instead
 
 T = TypeVar("T")
 
@@ -46,7 +43,7 @@ class Model:
 
     name: str
     module: torch.nn.Module
-    wrapped: DistributedDataParallel
+    wrapped: Wrapped
     options: ModelOptions
     ema: AveragedModel | None
 
@@ -81,7 +78,7 @@ class Trained:
         schedulers: Sequence[Any],
         options: ModelOptions,
         before_update: Hook | None,
-    ) -> list[DistributedDataParallel]:
+    ) -> list[Wrapped]:
         """Check, move, wrap, register. Raises ConfigError."""
         if before_update is not None and not callable(before_update):
             raise ConfigError(f"before_update={before_update!r} must be a function")
@@ -113,6 +110,10 @@ class Trained:
             if given is None or given is model.module or given is model.wrapped:
                 return model
         raise ConfigError("model=... is none that prepare() was given")
+
+    def steady_buffers(self) -> list[torch.Tensor]:
+        """Those that are not persistent, as all ranks can share them."""
+        return [t for m in self.models if m.wrapped.steady for t in m.wrapped.steady.tensors()]
 
     def compared(self) -> dict[str, Stateful]:
         """What is registered, and equal on all ranks: the averages, and the script's own."""
@@ -150,9 +151,7 @@ class Trained:
 
     # --- One by one ------------------------------------------------------------------------
 
-    def _add_model(
-        self, name: str, module: torch.nn.Module, options: ModelOptions
-    ) -> DistributedDataParallel:
+    def _add_model(self, name: str, module: torch.nn.Module, options: ModelOptions) -> Wrapped:
         place(module, self._world.device)
         module.zero_grad(set_to_none=True)  # what is left of before is not to be added to
         if options.sync_batchnorm:
@@ -163,8 +162,6 @@ class Trained:
                 autocast_forward(part, self._options.precision, self._world.device)
         compile_in_place(module, options)
         wrapped = self._averaging.wrap(module, options)
-        if self._world.rank == 0:
-            tell_of_hooks(wrapped)
         self.models.append(Model(name, module, wrapped, options, ema))
         if ema is not None:
             self.updater.emas.append((module, ema))
@@ -282,24 +279,6 @@ class Trained:
                 "the model has no parameter that requires a gradient: freeze one that learns later"
                 " in the loop; leave others out, or run.register(name, model) those that change"
             )
-
-
-def tell_of_hooks(model: DistributedDataParallel) -> None:
-    """Warn of a communication hook of the script's own that keeps something."""
-    register: Any = model.register_comm_hook
-
-    def told(state: object, hook: object) -> None:
-        if state is not None and not isinstance(state, ProcessGroup):
-            say(
-                0,
-                f"warning: register_comm_hook() is given a {type(state).__name__}: what it keeps"
-                " from step to step is in no snapshot, and begins anew after a resume. The first"
-                " backward of each process runs twice, so it sees that twice as well. Two hooks"
-                " keep nothing: run.prepare(..., comm_hook='bf16' or 'fp16')",
-            )
-        register(state, hook)
-
-    Instead(model, "register_comm_hook", told)
 
 
 def named(value: Any, kind: type[T], base: str, taken: int) -> dict[str, T]:

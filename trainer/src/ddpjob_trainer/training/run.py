@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
@@ -138,9 +139,7 @@ class Run:
         with self._together("run.prepare()"):
             wrapped = trained.add(models, optimizers, list(schedulers), given, before_update)
         for one in trained.models[-len(models) :]:
-            evaluation.watch_sharing(
-                one.wrapped, lambda: self._process.progress.during("agreement")
-            )
+            one.wrapped.waiting = partial(self._process.progress.during, "agreement")
         return shaped_like(model, wrapped), optimizer
 
     def state(self, name: str = "state", /, **values: Any) -> Values:
@@ -206,7 +205,7 @@ class Run:
         trained.check_unchanged()
         self._loop = Loop(self._process, self.options, trained, dataset, given)
         self._ending.began(self._loop)
-        yield from self._process.parting.watched(self._loop.steps())
+        yield from self._loop.steps()
 
     # --- After the loop, or within ----------------------------------------------------------
 
@@ -269,7 +268,7 @@ class Run:
         mean = given.reduce == "mean"
         world = self._process.world
         with self._process.progress.during("agreement"), self._together("run.evaluate()"):
-            evaluation.share_buffers(trained.module, world)
+            evaluation.share_buffers(trained.module, world, trained.steady_buffers())
             if ema:
                 evaluation.share_buffers(trained.model_of(model).weights(ema=True), world)
         source = fetch.Batches(dataset, collate or self.options.collate, self.options.seed)

@@ -1,0 +1,143 @@
+"""Refuses what a loop would train wrongly without any restart.
+
+Loop calls it. It compares parameters, optimizers and schedulers by identity: what a loss leads to,
+who steps, who counts. What only a restart would lose is found by the check of each restart
+(replay.py). Nothing of torch's is patched: its hook for optimizers and the loss's own graph tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.optim.update import Updater, held_by
+from ddpjob_trainer.snapshot.training_state import TrainingState
+from ddpjob_trainer.state.stateful import kept_by
+
+_CURE = (
+    "train it with run.prepare([model, other], [optimizer, other_optimizer]), or freeze it with"
+    " other.requires_grad_(False)"
+)
+
+
+class Guard:
+    """Watches one loop until stop(). Raises ConfigError from the use of something unknown."""
+
+    def __init__(self, state: TrainingState, updater: Updater) -> None:
+        self._state = state
+        self._updater = updater
+        self._asleep = False
+        self._steps = 0
+        self._others: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
+            weakref.WeakKeyDictionary()
+        )  # with the step in which each was seen first
+        self._counts: list[Any] = []  # of the schedulers, as our own updates have left them
+        self._hook: Any = register_optimizer_step_pre_hook(self._optimizer_steps)
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._hook.remove()
+
+    @contextlib.contextmanager
+    def asleep(self) -> Iterator[None]:
+        """Let an evaluation use optimizers of its own."""
+        before, self._asleep = self._asleep, True
+        try:
+            yield
+        finally:
+            self._asleep = before
+
+    # --- In a step, in the order of the calls -------------------------------------------------
+
+    def scheduled(self) -> None:
+        """Remember where a resume, or our own update, has left the schedulers."""
+        self._counts = self._now()
+
+    def before_backward(self, loss: torch.Tensor) -> None:
+        """Refuse a loss that gives gradients to parameters that prepare() does not know.
+
+        It looks in steps 1, 2, 4, 8 and so on, and in those after them: a loop mostly does the same
+        in each.
+        """
+        if self._steps & (self._steps - 1) and self._steps & (self._steps + 1):
+            return
+        known = {id(parameter) for parameter in self._updater.parameters}
+        for kept in map(kept_by, self._state.per_rank.values()):  # each rank's own affair
+            known |= {id(p) for m in _modules_of(kept) for p in m.parameters()}
+        for leaf in leaves(loss):
+            if isinstance(leaf, torch.nn.Parameter) and id(leaf) not in known:
+                raise ConfigError(
+                    f"a parameter of shape {list(leaf.shape)} gets gradients from the loss, but"
+                    " prepare() does not know its module: they would not be averaged over the"
+                    f" ranks. Make that a part of the model, {_CURE}; run.register() alone keeps"
+                    " it, and averages nothing"
+                )
+
+    def check_schedulers(self) -> None:
+        """Refuse a scheduler that the script has advanced as well."""
+        for unit, before, now in zip(self._updater.units, self._counts, self._now(), strict=True):
+            if now != before:
+                raise ConfigError(
+                    f"{type(unit.scheduler).__name__}.step() is called in the loop, but commit()"
+                    " advances the scheduler that prepare() was given: leave the call out, or keep"
+                    " the scheduler with run.register('scheduler', scheduler) in place of"
+                    " prepare(scheduler=...)"
+                )
+
+    def step_ended(self) -> None:
+        """Count a step."""
+        self.check_schedulers()
+        self._steps += 1
+
+    def _now(self) -> list[Any]:
+        return [getattr(unit.scheduler, "last_epoch", None) for unit in self._updater.units]
+
+    # --- torch's hook -------------------------------------------------------------------------
+
+    def _optimizer_steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # What is registered for each rank is each rank's own affair.
+        own = any(optimizer is value for value in self._state.per_rank.values())
+        if self._asleep or own or self._updater.applying:
+            return
+        name = type(optimizer).__name__
+        if any(optimizer is unit.optimizer for unit in self._updater.units):
+            raise ConfigError(
+                f"{name}.step() is called in the loop, on gradients that are not averaged over the"
+                " ranks: call step.backward(loss) and step.update(optimizer), or step.commit()"
+                " alone, which update with it"
+            )
+        trains = not held_by([optimizer]).keys().isdisjoint(self._updater.parameters)
+        # One of something else may work within a step, as on an input that deceives the model.
+        if trains or self._others.setdefault(optimizer, self._steps) != self._steps:
+            raise ConfigError(
+                f"{name} is used in the loop, but prepare() does not know it: the gradients that it"
+                " applies are not averaged over the ranks, and no snapshot would hold its state."
+                " Train with several as in run.prepare(model, [first, second]) or"
+                " run.prepare([model, other], [optimizer, other_optimizer])"
+            )
+
+
+def leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a backward from here adds gradients to, once each."""
+    found = [loss.grad_fn]
+    seen = set(found)
+    while found:
+        node: Any = found.pop()
+        if hasattr(node, "variable"):  # the node that adds to a leaf's gradient
+            yield node.variable
+        for following, _ in getattr(node, "next_functions", ()):
+            if following is not None and following not in seen:
+                seen.add(following)
+                found.append(following)
+
+
+def _modules_of(obj: object) -> Iterator[torch.nn.Module]:
+    """Yield a module, or those that an object of the script's holds as attributes."""
+    held = [obj] if isinstance(obj, torch.nn.Module) else getattr(obj, "__dict__", {}).values()
+    yield from (one for one in held if isinstance(one, torch.nn.Module))
