@@ -123,11 +123,47 @@ def test_a_state_that_nobody_registered_is_a_difference(training):  # type: igno
     code, out = chaos("--nproc", "3", "--kills", "1", "--signals", "KILL", script)
     assert code == 1, out
     assert "\nDIFFERENT" in out
-    assert "warning: the loop carries 'seen' from step to step" in out
     assert "losses differ, the first after step" in out
     assert "rank 0: parameters differ" in out
     kept = Path(out.rstrip().rpartition(" ")[2])
     assert (kept / "disturbed/rank-0.jsonl").exists(), "evidence is kept"
+
+
+#: An average whose decay grows with a counter that nobody keeps; only an evaluation would read it.
+AVERAGE = """
+class Average:
+    def __init__(self, net):
+        self.net, self.updates = net, 0
+        self.mean = [p.detach().clone() for p in net.parameters()]
+    def update(self):
+        self.updates += 1
+        for mean, p in zip(self.mean, self.net.parameters()):
+            mean.lerp_(p.detach(), 9 / (9 + self.updates))
+    def state_dict(self):
+        return {"mean": self.mean}
+    def load_state_dict(self, state):
+        self.mean = state["mean"]
+"""
+COUNTED = ('run.register("average", average := Average(net))', "average.update()")
+#: Early stopping whose patience is a variable: it ends the run at another step.
+PATIENT = ("bad = 0", "bad += step.index > 4\n    if bad == 25:\n        break")
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [(COUNTED, "rank 0: registered average differs"), (PATIENT, "losses differ")],
+    ids=["average", "patience"],
+)
+@pytest.mark.fault("T14")
+def test_what_acts_on_no_loss_is_a_difference_to_chaos(training, lines, words):  # type: ignore[no-untyped-def]
+    path = Path(training(steps=40, before=AVERAGE))
+    before, after = lines
+    text = path.read_text().replace("for step in", f"{before}\nfor step in")
+    path.write_text(text.replace("    step.commit()\n", f"    step.commit()\n    {after}\n"))
+    code, out = chaos("--nproc", "3", "--kills", "1", "--signals", "KILL", str(path))
+    assert code == 1, out
+    assert words in out
 
 
 @pytest.mark.tier("all")

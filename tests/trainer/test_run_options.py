@@ -73,6 +73,19 @@ def scaler() -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=2, backoff_factor=2**-9)
 
 
+class Weights:
+    """Those of a sampler, which the loop changes."""
+
+    def __init__(self, sampler: WeightedRandomSampler) -> None:
+        self.sampler = sampler
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.sampler.weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sampler.weights = state["weights"]
+
+
 @dataclass
 class Training:
     directory: Path
@@ -106,7 +119,7 @@ class Training:
         # Two steps an epoch: the snapshot is in the midst of the second.
         sampler = WeightedRandomSampler([1.0] * SAMPLES, 72)
         if self.learned is not None:
-            run.register("weights", {"weights": sampler.weights})
+            run.register("weights", Weights(sampler))
             steps = run.steps(data, sampler=sampler, workers=self.learned)
         for step in steps:
             values = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,7 +15,6 @@ from ddpjob_trainer.snapshot import layout as division
 from ddpjob_trainer.snapshot.layout import Captured, Shares, lay_out
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.codec import Flat
-from ddpjob_trainer.state.in_place import InPlace
 from ddpjob_trainer.state.modes import Modes
 from support.snapshots import memory_source
 
@@ -259,28 +257,6 @@ def test_a_dict_is_kept_and_stays_the_same_object():  # type: ignore[no-untyped-
     assert torch.equal(again[7], torch.ones(2))
 
 
-def test_what_a_script_still_holds_of_a_registered_dict_is_filled():  # type: ignore[no-untyped-def]
-    """As its loop goes on with the variables from which it has made the dict."""
-    model = nn.Linear(2, 2)
-    made = []
-    for number in (3.0, 0.0):
-        mean, array, losses, deep = torch.full((2,), number), np.full(2, number), [number], {}
-        deep["mean"] = torch.full((2,), number)[1:]
-        made.append(({"mean": mean, "array": array, "losses": losses, "deep": deep}, deep["mean"]))
-    states = [TrainingState(model) for _ in range(2)]
-    for state, (values, _) in zip(states, made, strict=True):
-        state.register("mine", values)
-        state.register("own", {"mean": values["mean"] + 1}, per_rank=True)
-    values, mean = made[1]
-    held = dict(values)
-    made[0][0]["losses"] += [1.0, 2.0]
-    states[1].restore(memory_source(stored(states[0])), 0)
-    assert all(held[name] is values[name] for name in held)
-    assert held["losses"] == [3.0, 1.0, 2.0]
-    assert mean is held["deep"]["mean"]
-    assert (*held["mean"].tolist(), *held["array"].tolist(), *mean.tolist()) == (3.0,) * 5
-
-
 @pytest.mark.parametrize("per_rank", [False, True])
 def test_a_hash_does_not_depend_on_which_tensors_share_memory(per_rank: bool):  # type: ignore[no-untyped-def]
     """After a resume none of a script's do, and the bits are the same."""
@@ -294,24 +270,6 @@ def test_a_hash_does_not_depend_on_which_tensors_share_memory(per_rank: bool):  
     assert hashes[0] == hashes[1]
     values["best"] = torch.zeros(3)
     assert states[0].sha256(0) != hashes[0]
-
-
-def test_parts_of_one_array_or_tensor_are_filled_too():  # type: ignore[no-untyped-def]
-    """``mean, scale = torch.zeros(2, 5)`` makes two, beside each other in one memory."""
-    mean, scale = torch.zeros(2, 5)
-    counts, whole = np.zeros(6).reshape(2, 3), torch.zeros(4)
-    values = {"both": (mean, scale), "counts": counts, "whole": whole, "row": whole[1:3]}
-    stored_values = {
-        "both": (torch.ones(5), torch.full((5,), 2.0)),
-        "counts": np.ones((2, 3)),
-        "whole": torch.ones(4),
-        "row": torch.full((2,), 7.0),  # was no longer a part of it
-    }
-    found = InPlace().put(values, stored_values)
-    assert found["both"][0] is mean
-    assert found["both"][1] is scale
-    assert found["counts"] is counts
-    assert (mean[0], scale[0], counts[1, 1], whole.sum(), found["row"][0]) == (1, 2, 1, 4, 7)
 
 
 def test_a_registered_module_with_a_sparse_cache_comes_back():  # type: ignore[no-untyped-def]
@@ -381,7 +339,6 @@ def test_switches_come_back_as_far_as_the_loop_has_changed_them():  # type: igno
     assert kept == {
         "training": {"model.1": False},
         "requires_grad": {"model.0.weight": False},
-        "settings": {},
     }
     kept["training"]["gone"] = True
     modes[1].put_back(kept)

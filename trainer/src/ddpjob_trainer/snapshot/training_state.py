@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from ddpjob_trainer.state.codec import (
     unflatten,
     without_numpys,
 )
-from ddpjob_trainer.state.in_place import InPlace
 from ddpjob_trainer.state.stateful import (
     DictState,
     Divided,
@@ -275,7 +274,6 @@ class TrainingState:
             with fitting(f"the extra state of {name or 'the model'}"):
                 if name in extra:
                     part.set_extra_state(extra[name])
-        into = InPlace(self._tensors_of_others(model))
         for name in stored["registered"]:
             if name not in self.registered:
                 continue
@@ -290,23 +288,13 @@ class TrainingState:
             )
             wanted = flatten(value) if _is_the_scripts(obj) else None
             with fitting(repr(name)):
-                give(obj, value, into)
+                give(obj, value)
             if wanted is not None:
                 _check_taken(name, wanted, flatten(obj.state_dict()), rank)
         found = loader.read_named("rank/", _own_prefix(rank))
         with fitting(f"rank {rank}'s own"):
             if (own := _flat_of(found, rank)) is not None:
-                self._restore_own(own, into)
-
-    def _tensors_of_others(self, model: _Inventory) -> Iterator[torch.Tensor]:
-        """Those that do not come back as a part of a registered dict, though one may hold them."""
-        yield from model.tensors.values()
-        for obj in (*self.registered.values(), *self.per_rank.values()):
-            if isinstance(obj, torch.nn.Module):
-                yield from obj.parameters()
-                yield from obj.buffers()
-            elif isinstance(obj, torch.optim.Optimizer):
-                yield from (p for group in obj.param_groups for p in group["params"])
+                self._restore_own(own)
 
     def _live(self, name: str) -> dict[str, torch.Tensor]:
         if name not in self.averages:
@@ -317,11 +305,11 @@ class TrainingState:
             if isinstance(value, torch.Tensor)
         }
 
-    def _restore_own(self, flat: Flat, into: InPlace) -> None:
+    def _restore_own(self, flat: Flat) -> None:
         own = unshared(unflatten(flat))
         for name, obj in self.per_rank.items():
             if name in own["objects"]:
-                give(obj, own["objects"][name], into)
+                give(obj, own["objects"][name])
         rng.restore(own["rng"])
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.state.in_place import InPlace
 
 
 class Stateful(Protocol):
@@ -126,15 +125,13 @@ class DictState:
         return {"values": self.of}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Put it back in the same dict."""
-        self.refill(state, InPlace())
-
-    def refill(self, state: dict[str, Any], into: InPlace) -> None:
-        """Put it back, and what is in it into the same tensors, lists and dicts."""
+        """Put it back in the same dict; tensors come from a snapshot on the CPU."""
         values, mine = dict(state["values"]), self.of
-        found = {k: into.put(mine[k], v) if k in mine else v for k, v in values.items()}
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and isinstance(mine.get(key), torch.Tensor):
+                values[key] = value.to(mine[key].device)
         mine.clear()
-        mine.update(found)
+        mine.update(values)
 
 
 def stateful(obj: Keepable) -> Stateful:
@@ -156,11 +153,9 @@ def kept_by(obj: Stateful) -> object:
     return obj
 
 
-def give(obj: Stateful, state: Any, into: InPlace) -> None:
+def give(obj: Stateful, state: Any) -> None:
     """Let an object take its state back."""
-    if isinstance(obj, DictState):
-        obj.refill(state, into)
-    elif isinstance(obj, torch.optim.Optimizer):
+    if isinstance(obj, torch.optim.Optimizer):
         _give_optimizer(obj, state)
     else:
         obj.load_state_dict(state)
