@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.snapshot.reader import read_snapshot
-from ddpjob_trainer.training.ending import Ending
+from ddpjob_trainer.training.teardown import Teardown
 from support.snapshots import await_snapshot
 
 DATA = TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(1)))
@@ -174,10 +174,10 @@ def test_another_way_out_is_no_end(gang, tmp_path, monkeypatch, how):  # type: i
                 ending._at_exit()  # which a forked rank of this test does not come to
             raise
 
-    endings: list[Ending] = []
-    began = Ending.began
+    endings: list[Teardown] = []
+    began = Teardown.began
     monkeypatch.setattr(
-        Ending, "began", lambda self, loop: (endings.append(self), began(self, loop))[1]
+        Teardown, "began", lambda self, loop: (endings.append(self), began(self, loop))[1]
     )
     code = {"exit": 3, "error": 1}.get(how, 0)
     assert gang.run(program, world=1) == {0: code}, gang.log(0)

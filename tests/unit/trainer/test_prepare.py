@@ -18,7 +18,7 @@ from ddpjob_trainer.optim.update import check_parameters, match_schedulers
 from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.training.compiled import is_compiled, keep_bits
 from ddpjob_trainer.training.prepare import (
-    Trained,
+    PreparedModels,
     _has_sparse_gradients,
     _name,
     _would_move,
@@ -229,7 +229,7 @@ def test_views_of_parameters_that_would_move_are_refused(monkeypatch: pytest.Mon
     assert zero.has_views(optimizer)
     world: Any = SimpleNamespace(device=META)
     with pytest.raises(ConfigError, match=r"before the model was on the GPU.*model.to\(run.device"):
-        Trained(OPTIONS, None, world)._check({"m": model}, {"o": optimizer}, ModelOptions())  # type: ignore[arg-type]
+        PreparedModels(OPTIONS, None, world)._check({"m": model}, {"o": optimizer}, ModelOptions())  # type: ignore[arg-type]
 
 
 def test_inductor_chooses_no_kernel_by_its_time_where_bits_are_kept(

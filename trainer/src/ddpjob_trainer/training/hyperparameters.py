@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from ddpjob_trainer.training.prepare import Trained
+from ddpjob_trainer.training.prepare import PreparedModels
 
 _COUNTERS = {"last_epoch", "_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step"}
 _PLAIN = (bool, int, float, str, type(None))
@@ -25,7 +25,7 @@ _Places = dict[str, tuple[dict[str, Any], str]]
 class Hyperparameters:
     """As the script has built them, when made before the snapshot is loaded."""
 
-    def __init__(self, trained: Trained) -> None:
+    def __init__(self, trained: PreparedModels) -> None:
         self._groups = {
             f"optimizer{number or ''}": unit.optimizer.param_groups
             for number, unit in enumerate(trained.updater.units)

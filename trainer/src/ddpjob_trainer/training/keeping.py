@@ -20,10 +20,10 @@ from ddpjob_trainer.options import Options
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training import best, run_config
 from ddpjob_trainer.training.best import Best
+from ddpjob_trainer.training.deferred_results import DeferredResults
 from ddpjob_trainer.training.hyperparameters import Hyperparameters
-from ddpjob_trainer.training.prepare import Trained
-from ddpjob_trainer.training.process import Process
-from ddpjob_trainer.training.trailing import Trailing
+from ddpjob_trainer.training.prepare import PreparedModels
+from ddpjob_trainer.training.run_context import RunContext
 from ddpjob_trainer.training.warm_start import begin_with
 
 
@@ -32,11 +32,11 @@ class Keeping:
 
     def __init__(
         self,
-        process: Process,
+        process: RunContext,
         options: Options,
-        trained: Trained,
+        trained: PreparedModels,
         source: Input,
-        trailing: Trailing,
+        results: DeferredResults,
     ) -> None:
         self.best: dict[str, Best] = {}  # by file, see run.keep_best()
         self.resumed_after = 0
@@ -50,7 +50,7 @@ class Keeping:
         self._trained = trained
         self._input = source
         self._order = source.order
-        self._trailing = trailing
+        self._results = results
         self._divergence = DivergenceCheck(
             process.world, every=options.check_every, buffers=options.level == "elastic"
         )
@@ -115,7 +115,7 @@ class Keeping:
             self._replay.snapshot_due(self._trained.module)
         # Before a snapshot can hold this step: whoever resumes after it does not tell of it.
         first = done == self.resumed_after + 1
-        self._trailing.learn(all_steps=last or due or compare or first)
+        self._results.learn(all_steps=last or due or compare or first)
         if compare:
             self._compare(done)
         if due:
@@ -129,7 +129,7 @@ class Keeping:
         The script may have changed the weights since, each rank in its own way.
         """
         self._progress.plan(done)
-        self._trailing.learn(all_steps=True)
+        self._results.learn(all_steps=True)
         if not self._snapshots.are_made or not done:
             return
         self._snapshots.settle()

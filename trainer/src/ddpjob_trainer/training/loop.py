@@ -25,16 +25,16 @@ from ddpjob_trainer.options import Options
 from ddpjob_trainer.state import rng
 from ddpjob_trainer.state.buffers import Backup
 from ddpjob_trainer.training import run_config
-from ddpjob_trainer.training.agreement import Agreement
+from ddpjob_trainer.training.deferred_results import DeferredResults
 from ddpjob_trainer.training.device_watch import DeviceWatch
 from ddpjob_trainer.training.guard import Guard
 from ddpjob_trainer.training.keeping import Keeping
 from ddpjob_trainer.training.logged_means import LoggedMeans
-from ddpjob_trainer.training.prepare import Trained
-from ddpjob_trainer.training.process import Process
+from ddpjob_trainer.training.prepare import PreparedModels
+from ddpjob_trainer.training.run_context import RunContext
 from ddpjob_trainer.training.step import LEFT_OUT, Step, check_loss
+from ddpjob_trainer.training.step_exchange import StepExchange
 from ddpjob_trainer.training.touched import Touched
-from ddpjob_trainer.training.trailing import Trailing
 
 
 class Loop:
@@ -42,9 +42,9 @@ class Loop:
 
     def __init__(
         self,
-        process: Process,
+        process: RunContext,
         options: Options,
-        trained: Trained,
+        trained: PreparedModels,
         dataset: Any,
         given: InputOptions,
     ) -> None:
@@ -71,21 +71,21 @@ class Loop:
         self._progress.built(partial(trained.updater.readings, process.world.accelerator))
         trace.mark("built")
         self._nan = NanPolicy(options.nan_policy, process.world)
-        self.agreement = Agreement(
+        self.exchange = StepExchange(
             process.world, process.shutdown, process.snapshots, process.averaging, self._nan,
             process.replay,
         )  # fmt: skip
         self._backup = Backup(trained.module) if options.nan_policy == "skip" else None
         self._peers = process.shutdown.peers
-        self._parting = process.parting
+        self._mismatch = process.mismatch
         self._replay = process.replay
         self._step: Step | None = None
         self.within_step = False  # its body runs
         self._left = False  # early
         self.ended = False  # with its last step, or early on all ranks
         self._device_watch = DeviceWatch(process.world.accelerator, process.progress)
-        self._trailing = Trailing(process, self.agreement)
-        self.kept = Keeping(process, options, trained, self._input, self._trailing)
+        self._results = DeferredResults(process, self.exchange)
+        self.kept = Keeping(process, options, trained, self._input, self._results)
         self._generator = self._steps()
         self._layout_known = False
 
@@ -129,26 +129,26 @@ class Loop:
         self._progress.phase("done")
 
     def _is_last(self) -> bool:
-        enough = self.kept.finished or self.agreement.enough
+        enough = self.kept.finished or self.exchange.enough
         return enough or self.finished_steps >= self._total
 
     def left(self) -> None:
         """The loop is over, perhaps early: wait for all ranks, leave no exchange under way."""
         self._generator.close()  # after a break a variable may hold it, as in tqdm(run.steps())
         if not self.ended:
-            self._parting.leave(self._step)
+            self._mismatch.leave(self._step)
             if self._left and self._step is not None and self._shutdown.caught is None:
                 self._end_early(self._step)
-        self.agreement.wait()
-        self._trailing.learn(all_steps=True)
+        self.exchange.wait()
+        self._results.learn(all_steps=True)
 
     def check_finite(self) -> None:
         """Wait for what was measured in the steps so far. Raises DivergedError."""
-        self._trailing.check_finite(self._step)
+        self._results.check_finite(self._step)
 
     def logged_means(self) -> LoggedMeans | None:
         """What takes them, within a step's body."""
-        return self.agreement.logged if self.within_step else None
+        return self.exchange.logged if self.within_step else None
 
     def _end_early(self, step: Step) -> None:
         with self._peers("the end of run.steps()"):
@@ -280,12 +280,12 @@ class Loop:
         step.check_commit()
         with self._peers(f"step {step.index}"):
             if step.updates:
-                self.agreement.start(step, allowed=True)
+                self.exchange.start(step, allowed=True)
             else:
                 units, allowed = self._average(self._trained.updater.units)
-                self.agreement.start(step, allowed=allowed)
+                self.exchange.start(step, allowed=allowed)
                 if step.weights and allowed:
-                    self._trained.updater.multiply(units, self.agreement.factor(step))
+                    self._trained.updater.multiply(units, self.exchange.factor(step))
                 self._apply(step, units, allowed=allowed, told=True)
         self._progress.at("body")
         self._device_watch.queued("update")
@@ -327,7 +327,7 @@ class Loop:
             return
         if not allowed:
             losses = [float(loss) for loss in step.losses]
-            reported = self.agreement.not_finite(step) if told else None
+            reported = self.exchange.not_finite(step) if told else None
             self._nan.refuse(step.index, self._trained.module, losses, reported)
             self._trained.updater.forget()
         self._progress.skipped_update()
@@ -350,17 +350,17 @@ class Loop:
 
     def mean_loss(self, step: Step) -> float:
         """See Step.loss."""
-        return self.agreement.mean_loss(step)
+        return self.exchange.mean_loss(step)
 
     def stop(self) -> None:
         """See Step.stop."""
-        self.agreement.asked = True
+        self.exchange.asked = True
 
     def _hear(self, step: Step) -> None:
-        self.agreement.finish(step)
+        self.exchange.finish(step)
         self._progress.body_ended()
         self._replay.step_ended(step)
-        self._trailing.add(step)
+        self._results.add(step)
 
     def _end(self, step: Step) -> None:
         """After the loop's body, so that what it does after commit() is in the snapshot too."""
@@ -371,16 +371,16 @@ class Loop:
         with self._peers(f"step {step.index}"):
             self._hear(step)
             if self._input.stream is not None and first:
-                self.agreement.compare_streams(self._input.stream.first)
-            if self.agreement.enough:
+                self.exchange.compare_streams(self._input.stream.first)
+            if self.exchange.enough:
                 self._progress.plan(done)
             finished = self._is_last()
-            self.kept.step_ended(done, last=self.agreement.stop or finished, finished=finished)
+            self.kept.step_ended(done, last=self.exchange.stop or finished, finished=finished)
             self._replay.conclude(end=finished)
         if first:
             trace.mark("step")
         if not finished:
             self._recorder.wait(done)
-            if self.agreement.stop:
+            if self.exchange.stop:
                 self._progress.close(hurry=True)
                 self._shutdown.stop(done)

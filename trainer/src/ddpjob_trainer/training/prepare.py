@@ -57,7 +57,7 @@ class Model:
         return average
 
 
-class Trained:
+class PreparedModels:
     """What the loop trains, and with what: all that prepare() was given, in one call or several."""
 
     def __init__(self, options: Options, averaging: Averaging, world: World) -> None:

@@ -31,13 +31,13 @@ from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.run_log import checked, number_of
 from ddpjob_trainer.training import evaluation
 from ddpjob_trainer.training.best import Best, is_better
-from ddpjob_trainer.training.ending import Ending
 from ddpjob_trainer.training.evaluation import Metric, Metrics
 from ddpjob_trainer.training.logged_means import means
 from ddpjob_trainer.training.loop import Loop
-from ddpjob_trainer.training.prepare import Trained, named, shaped_like
-from ddpjob_trainer.training.process import Process
+from ddpjob_trainer.training.prepare import PreparedModels, named, shaped_like
+from ddpjob_trainer.training.run_context import RunContext
 from ddpjob_trainer.training.step import Step
+from ddpjob_trainer.training.teardown import Teardown
 
 Models = torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Module]
 Optimizers = TypeVar(
@@ -51,12 +51,12 @@ Optimizers = TypeVar(
 class Run:
     """A training run, as one of its processes sees it. Made by start()."""
 
-    def __init__(self, process: Process, options: Options) -> None:
+    def __init__(self, process: RunContext, options: Options) -> None:
         self.options = options
         self._process = process
-        self._trained = Trained(options, process.averaging, process.world)
+        self._trained = PreparedModels(options, process.averaging, process.world)
         self._loop: Loop | None = None
-        self._ending = Ending(process)
+        self._teardown = Teardown(process)
 
     # --- Where we are --------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class Run:
         given = InputOptions.among(asked)
         trained.check_unchanged()
         self._loop = Loop(self._process, self.options, trained, dataset, given)
-        self._ending.began(self._loop)
+        self._teardown.began(self._loop)
         yield from self._loop.steps()
 
     # --- After the loop, or within ----------------------------------------------------------
@@ -377,7 +377,7 @@ class Run:
 
     def finish(self) -> None:
         """Wait for the other ranks and the newest snapshot, and leave the process group."""
-        self._ending.finish(sys.exc_info()[1])
+        self._teardown.finish(sys.exc_info()[1])
 
     def __enter__(self) -> Self:
         return self
@@ -386,7 +386,7 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
-        self._ending.finish(error)
+        self._teardown.finish(error)
 
     # --- Inside --------------------------------------------------------------------------
 
@@ -396,7 +396,7 @@ class Run:
             self._loop.left()
         return self._process.shutdown.peers(what)
 
-    def _ready(self, caller: str) -> Trained:
+    def _ready(self, caller: str) -> PreparedModels:
         if not self._trained.models:
             raise ConfigError(f"call run.prepare(model, optimizer) before {caller}")
         return self._trained

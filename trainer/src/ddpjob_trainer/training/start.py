@@ -33,12 +33,12 @@ from ddpjob_trainer.telemetry.progress import Progress
 from ddpjob_trainer.telemetry.sinks import Called, Sink, Sinks
 from ddpjob_trainer.telemetry.tensorboard import TensorBoard
 from ddpjob_trainer.training import refusal
-from ddpjob_trainer.training.parting import Parting
-from ddpjob_trainer.training.process import Process
+from ddpjob_trainer.training.call_mismatch import CallMismatch
 from ddpjob_trainer.training.recorder import Recorder
 from ddpjob_trainer.training.replay import Replay
 from ddpjob_trainer.training.replay_records import record_path
 from ddpjob_trainer.training.run import Run
+from ddpjob_trainer.training.run_context import RunContext
 from ddpjob_trainer.training.shutdown import Shutdown
 
 _PREFIX = len("[rank 0] ")  # of a launcher
@@ -178,13 +178,15 @@ def start(
     averaging: Averaging = DdpAveraging(options, world)
     if options.level == "elastic":
         averaging = ElasticAveraging(options, world)
-    parting = Parting(world, shutdown)
-    parting.watch()
+    mismatch = CallMismatch(world, shutdown)
+    mismatch.watch()
     record = None
     if env.replay_dir is not None and settings.directory is not None and options.level != "off":
         record = record_path(env.replay_dir, env.rank, settings.directory)
     replay = Replay(world, progress, record)
-    process = Process(world, shutdown, progress, snapshots, averaging, recorder, parting, replay)
+    process = RunContext(
+        world, shutdown, progress, snapshots, averaging, recorder, mismatch, replay
+    )
     return Run(process, options)
 
 

@@ -23,7 +23,7 @@ _FIRST_LOOK_SECONDS = 0.5
 _LONGEST_LOOK_SECONDS = 8.0
 
 
-class Parting:
+class CallMismatch:
     """One process's side. Does nothing in a run of one rank."""
 
     def __init__(self, world: World, shutdown: Shutdown) -> None:
@@ -36,7 +36,7 @@ class Parting:
     def watch(self) -> None:
         """Look for the others, whenever this one gets no further. Until close()."""
         if not self._over.is_set():
-            threading.Thread(target=self._watch, name="parting", daemon=True).start()
+            threading.Thread(target=self._watch, name="call mismatch", daemon=True).start()
 
     def close(self) -> None:
         """Look no more."""

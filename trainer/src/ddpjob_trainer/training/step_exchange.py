@@ -26,7 +26,7 @@ from ddpjob_trainer.training.step import Step
 _MEASURED = frozenset({"not finite", "losses", "logged"})
 
 
-class Agreement:
+class StepExchange:
     """One process's side. Every rank makes the same calls, start() once per step."""
 
     def __init__(

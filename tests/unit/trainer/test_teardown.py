@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from ddpjob_trainer.comm import teardown
-from ddpjob_trainer.training import ending
-from ddpjob_trainer.training.ending import Ending
+from ddpjob_trainer.training import teardown as of_run
+from ddpjob_trainer.training.teardown import Teardown
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def process() -> Any:
     )  # fmt: skip
     shutdown = SimpleNamespace(failing=False, peers=lambda _: contextlib.nullcontext())
     return SimpleNamespace(
-        parting=nothing, snapshots=nothing, progress=nothing, world=nothing, shutdown=shutdown
+        mismatch=nothing, snapshots=nothing, progress=nothing, world=nothing, shutdown=shutdown
     )
 
 
@@ -59,9 +59,9 @@ def test_who_has_met_the_others_leaves_with_them(  # type: ignore[no-untyped-def
 ) -> None:
     """A process that fails ends at once instead, with the code of its exception."""
     found: list[bool] = []
-    monkeypatch.setattr(ending, "leave_group", lambda *, together: found.append(together))
-    monkeypatch.setattr(ending.atexit, "register", lambda _: None)  # type: ignore[attr-defined]
-    one = Ending(process)
+    monkeypatch.setattr(of_run, "leave_group", lambda *, together: found.append(together))
+    monkeypatch.setattr(of_run.atexit, "register", lambda _: None)  # type: ignore[attr-defined]
+    one = Teardown(process)
     if finishes:
         one.finish(None)
     process.shutdown.failing = failing

@@ -14,13 +14,13 @@ from ddpjob_trainer.comm.teardown import leave_group
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training.loop import Loop
-from ddpjob_trainer.training.process import Process
+from ddpjob_trainer.training.run_context import RunContext
 
 
-class Ending:
+class Teardown:
     """One process's side."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: RunContext) -> None:
         self._process = process
         self._loop: Loop | None = None
         self._caught: Exception | None = None
@@ -45,7 +45,7 @@ class Ending:
         if self._loop is not None:
             self._loop.left()
         else:
-            process.parting.leave(None, entered=False)
+            process.mismatch.leave(None, entered=False)
         with process.shutdown.peers("run.finish()"):
             failpoints.reach("barrier")
             process.snapshots.settle()
@@ -84,7 +84,7 @@ class Ending:
         if not self._closed:
             self._closed = True
             process, failing = self._process, self._process.shutdown.failing
-            process.parting.close()
+            process.mismatch.close()
             process.snapshots.close(failing=failing)
             process.progress.close(hurry=failing)
             if not failing:  # else it ends at once, which closes all there is

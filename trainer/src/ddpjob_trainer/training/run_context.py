@@ -8,14 +8,14 @@ from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.gradients.ddp import Averaging
 from ddpjob_trainer.snapshot.manager import Snapshots
 from ddpjob_trainer.telemetry.progress import Progress
-from ddpjob_trainer.training.parting import Parting
+from ddpjob_trainer.training.call_mismatch import CallMismatch
 from ddpjob_trainer.training.recorder import Recorder
 from ddpjob_trainer.training.replay import Replay
 from ddpjob_trainer.training.shutdown import Shutdown
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class RunContext:
     """What one process of a run works with."""
 
     world: World
@@ -24,5 +24,5 @@ class Process:
     snapshots: Snapshots
     averaging: Averaging
     recorder: Recorder
-    parting: Parting
+    mismatch: CallMismatch
     replay: Replay

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections import deque
 
-from ddpjob_trainer.training.agreement import Agreement
-from ddpjob_trainer.training.process import Process
+from ddpjob_trainer.training.run_context import RunContext
 from ddpjob_trainer.training.step import Step
+from ddpjob_trainer.training.step_exchange import StepExchange
 
 
-class Trailing:
+class DeferredResults:
     """One process's side; on a CPU no step is ever left. Every rank makes the same calls."""
 
-    def __init__(self, process: Process, agreement: Agreement) -> None:
+    def __init__(self, process: RunContext, exchange: StepExchange) -> None:
         self._ahead = 1 if process.world.accelerator.queues else 0
-        self._agreement = agreement
+        self._exchange = exchange
         self._recorder = process.recorder
         self._progress = process.progress
         self._replay = process.replay
@@ -37,7 +37,7 @@ class Trailing:
         ahead = 0 if all_steps else self._ahead
         while len(self._steps) > ahead:
             step = self._steps.popleft()
-            loss = self._agreement.learn(step)
+            loss = self._exchange.learn(step)
             self._replay.known()
             self._recorder.stepped(step.index + 1, step.losses)
             self._progress.stepped(step.index + 1, loss)
@@ -47,4 +47,4 @@ class Trailing:
         if self._ahead:
             for step in (*self._steps, *([newest] if newest is not None else [])):
                 if step.committed:
-                    self._agreement.check_finite(step)
+                    self._exchange.check_finite(step)
