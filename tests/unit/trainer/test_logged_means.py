@@ -10,7 +10,7 @@ import torch
 
 from ddpjob_trainer import accelerator
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.training.logged_means import MOST, LoggedMeans
+from ddpjob_trainer.training.step_exchange import MOST, LoggedMeans
 
 
 def world_of(size: int) -> Any:

@@ -7,7 +7,7 @@ import torch
 
 from ddpjob_trainer import environment
 from ddpjob_trainer.errors import ConfigError, PeerLostError
-from ddpjob_trainer.optim.update import Updater
+from ddpjob_trainer.optim.update import Clip, Unit, Updater
 from ddpjob_trainer.options import Options
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.training import refusal
@@ -70,7 +70,9 @@ def test_the_traceback_stays_for_who_wants_it_and_for_every_other_error(errors, 
 def test_the_line_is_the_scripts_though_torch_called_our_hook(errors):  # type: ignore[no-untyped-def]
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    guard = Guard(TrainingState(torch.nn.Module()), Updater())
+    updater = Updater()
+    updater.units.append(Unit(optimizer, None, Clip(None, [])))
+    guard = Guard(TrainingState(torch.nn.Module()), updater)
     try:
         with pytest.raises(ConfigError) as found:
             optimizer.step()

@@ -15,7 +15,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.options import CHANGES, SnapshotOptions
 from ddpjob_trainer.snapshot import weights
 from ddpjob_trainer.snapshot.origin import compare
-from ddpjob_trainer.training.best import Best, is_better, packed, unpacked
+from ddpjob_trainer.training.keeping import Best, is_better, packed, unpacked
 from ddpjob_trainer.training.run_config import take_layout
 
 

@@ -7,7 +7,6 @@ for each, and finish(), after which every ``.grad`` holds the mean over the glob
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -161,7 +160,7 @@ class Wrapped(DistributedDataParallel):
         state = self.__getstate__()  # type: ignore[no-untyped-call]
         own = ("on_forward", "waiting", "steady")
         plain = {name: value for name, value in state.items() if name not in own}
-        return copyreg.__newobj__, (DistributedDataParallel,), plain  # type: ignore[attr-defined]
+        return object.__new__, (DistributedDataParallel,), plain
 
 
 def ddp_arguments(options: ModelOptions) -> dict[str, Any]:

@@ -1,30 +1,47 @@
 """What the loop takes out of a snapshot as it begins, and puts into those that it makes.
 
 After each step: compare the ranks, make the snapshot that is due. The one that ends the run says
-so: whoever finds it has nothing left to train, unless more steps are asked for than then.
+so: whoever finds it has nothing left to train, unless more steps are asked for than then. What was
+best so far, for run.keep_best(), is kept with it; a fresh run may begin with a file's weights.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ddpjob_trainer.comm.world import agree
+import torch
+
+from ddpjob_trainer.comm.world import World, agree
 from ddpjob_trainer.data.inputs import Indexed, Input
 from ddpjob_trainer.data.user_samplers import Sampled, orders_since
-from ddpjob_trainer.errors import DivergedError
+from ddpjob_trainer.errors import ConfigError, DivergedError
 from ddpjob_trainer.gradients.replica_check import DivergenceCheck
 from ddpjob_trainer.optim.ema import begin_ema
 from ddpjob_trainer.options import Options
+from ddpjob_trainer.snapshot import weights
 from ddpjob_trainer.telemetry.console import say
-from ddpjob_trainer.training import best, run_config
-from ddpjob_trainer.training.best import Best
-from ddpjob_trainer.training.deferred_results import DeferredResults
+from ddpjob_trainer.training import run_config
 from ddpjob_trainer.training.hyperparameters import Hyperparameters
 from ddpjob_trainer.training.prepare import PreparedModels
 from ddpjob_trainer.training.run_context import RunContext
-from ddpjob_trainer.training.warm_start import begin_with
+from ddpjob_trainer.training.step_exchange import DeferredResults
+
+MODES = ("min", "max")
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """``mode``: whether the least or the greatest value is the best."""
+
+    value: float
+    step: int
+    mode: str
 
 
 class Keeping:
@@ -75,13 +92,13 @@ class Keeping:
         config["hyperparameters"] = built.kept
         self._warn(run_config.take_data(stored, config["data"]))
         if not stored and self._options.resume is not None:
-            begin_with(self._options.resume, state.module, self._world)
+            _begin_with(self._options.resume, state.module, self._world)
         self.other_data = stored.get("order") != config["order"]
         if isinstance(self._order.epochs, Sampled) and not self.other_data:
             self._order.epochs.expect(stored.get("orders", {}))
         for module, ema in self._trained.updater.emas:
             begin_ema(module, ema)
-        self.best = best.unpacked(stored.get("best", {}))
+        self.best = unpacked(stored.get("best", {}))
         self._trained.modes.put_back(stored.get("modes"))
         config["buckets"] = stored.get("buckets")
         self.finished = run_config.is_finished(stored, self._options.total_steps or 0)
@@ -150,7 +167,7 @@ class Keeping:
     def _save(self, done: int, *, last: bool, finished: bool) -> None:
         self._config |= {
             **self._progress.curves(),
-            "best": best.packed(self.best),
+            "best": packed(self.best),
             "modes": self._trained.modes.changed(),
             "orders": orders_since(self._order, done),
             "finished": self._options.total_steps if finished else 0,
@@ -160,3 +177,78 @@ class Keeping:
     def _warn(self, text: str) -> None:
         if text and self._world.rank == 0:
             say(0, text)
+
+
+# --- run.keep_best() ---
+
+
+def is_better(value: float, mode: str, before: Best | None) -> bool:
+    """Whether a value beats what was best before; what is not finite never does.
+
+    Raises ConfigError.
+    """
+    if mode not in MODES:
+        raise ConfigError(f"keep_best(mode={mode!r}) must be one of {', '.join(MODES)}")
+    if before is not None and before.mode != mode:
+        raise ConfigError(
+            f"keep_best(mode={mode!r}): for this file it was {before.mode!r} before; give another"
+            " file, or the same mode"
+        )
+    if not math.isfinite(value):
+        return False
+    if before is None:
+        return True
+    return value < before.value if mode == "min" else value > before.value
+
+
+def packed(best: Mapping[str, Best]) -> dict[str, list[Any]]:
+    """By file, for a snapshot's JSON."""
+    return {path: [one.value, one.step, one.mode] for path, one in best.items()}
+
+
+def unpacked(stored: Any) -> dict[str, Best]:
+    """What packed() was given; nothing, if it is of another form."""
+    try:
+        return {
+            str(path): Best(float(value), int(step), str(mode))
+            for path, (value, step, mode) in stored.items()
+        }
+    except (AttributeError, TypeError, ValueError):
+        return {}
+
+
+# --- start(resume=FILE) ---
+
+
+def _begin_with(path: Path, module: torch.nn.Module, world: World) -> None:
+    """Begin with a file's weights: load on rank 0, which alone must see it. Collective.
+
+    Raises ConfigError, on every rank.
+    """
+    problem = ""
+    if world.rank == 0:
+        try:
+            weights.load(path, module)
+        except ConfigError as error:
+            problem = str(error)
+    problem = world.broadcast_bytes(problem.encode()).decode()
+    if problem:
+        raise ConfigError(problem)
+    state = module.state_dict()
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    for value in tensors.values():
+        world.broadcast_tensor(value)
+    if len(tensors) < len(state):  # get_extra_state() may be anything that can be pickled
+        extra = {name: value for name, value in state.items() if name not in tensors}
+        module.load_state_dict({**tensors, **_of_rank_0(extra, world)})
+    if world.rank == 0:
+        say(0, f"beginning with the weights of {path}")
+
+
+def _of_rank_0(extra: dict[str, object], world: World) -> dict[str, object]:
+    buffer = io.BytesIO()
+    if world.rank == 0:
+        torch.save(extra, buffer)
+    received = world.broadcast_bytes(buffer.getvalue())
+    found: dict[str, object] = torch.load(io.BytesIO(received), weights_only=True)
+    return found

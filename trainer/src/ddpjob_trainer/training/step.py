@@ -21,7 +21,7 @@ LEFT_OUT = (
 )
 
 
-class _Loop(Protocol):
+class _Work(Protocol):
     def backward(
         self, step: Step, loss: torch.Tensor, *, weight: float | None, retain_graph: bool
     ) -> None: ...
@@ -45,7 +45,7 @@ class Step:
     ``epoch`` counts from 0 too. Of a stream it is this process's own.
     """
 
-    loop: _Loop
+    work: _Work
     index: int
     parts: Sequence[Part]
     batches: Iterator[Any]
@@ -82,7 +82,7 @@ class Step:
         Raises ConfigError.
         """
         number = None if weight is None else float(number_of("step.backward(): weight", weight))
-        self.loop.backward(self, loss, weight=number, retain_graph=retain_graph)
+        self.work.backward(self, loss, weight=number, retain_graph=retain_graph)
 
     def update(self, *optimizers: torch.optim.Optimizer) -> None:
         """Update with some optimizers in the midst of a step, as a GAN does; then commit() ends it.
@@ -91,7 +91,7 @@ class Step:
         EMA. Then all gradients are dropped, also those that a loss left in other models. Without
         ``optimizers``: with all of them. Raises ConfigError, NotCommittedError.
         """
-        self.loop.update(self, optimizers)
+        self.work.update(self, optimizers)
 
     def commit(self) -> None:
         """End the step. Without an update() in it, update with all optimizers.
@@ -101,7 +101,7 @@ class Step:
         commit() is in the snapshot as well. Raises NotCommittedError where a batch has had no
         backward, ConfigError.
         """
-        self.loop.commit(self)
+        self.work.commit(self)
 
     def stop(self) -> None:
         """End the run after this step, on all ranks; one rank's word is enough.
@@ -109,7 +109,7 @@ class Step:
         After commit(), which tells the others, the next step is the last: there all ranks may
         ``break`` instead. Either way the last step's snapshot says that the run is finished.
         """
-        self.loop.stop()
+        self.work.stop()
 
     @property
     def loss(self) -> float:
@@ -117,7 +117,7 @@ class Step:
 
         It waits for the other ranks' numbers, which are on their way. Raises NotCommittedError.
         """
-        return self.loop.mean_loss(self)
+        return self.work.mean_loss(self)
 
     @property
     def ends_epoch(self) -> bool:

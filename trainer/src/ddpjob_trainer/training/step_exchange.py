@@ -1,51 +1,53 @@
 """What the ranks tell one another at the end of each step, and what all of them conclude from it.
 
 One exchange per step, which runs beside the update: this rank's losses and their weights, whether
-it was told to stop, what it thinks of the gradients, facts of its snapshots. What hosts say is
-heard when the step ends, what devices have measured perhaps a step later.
+it was told to stop, what it thinks of the gradients, facts of its snapshots, numbers to log. What
+hosts say is heard when the step ends. What a GPU has measured is heard when the next step has been
+queued (DeferredResults), so that the GPU stays busy, or sooner where something rests on it.
 """
 
 from __future__ import annotations
 
+import json
 import math
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import SupportsFloat
 
+import torch
+
+from ddpjob_trainer.accelerator import Number
 from ddpjob_trainer.comm.exchange import Exchange, Sent
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.errors import ConfigError, NotCommittedError
-from ddpjob_trainer.gradients.ddp import Averaging
 from ddpjob_trainer.optim.nan_policy import NanPolicy
-from ddpjob_trainer.snapshot.manager import Snapshots
 from ddpjob_trainer.telemetry.console import say
-from ddpjob_trainer.training.logged_means import LoggedMeans
-from ddpjob_trainer.training.replay import Replay
-from ddpjob_trainer.training.shutdown import Shutdown
+from ddpjob_trainer.telemetry.run_log import Values
+from ddpjob_trainer.training.run_context import RunContext
 from ddpjob_trainer.training.step import Step
 
 #: Of what is exchanged, that which a GPU computes.
 _MEASURED = frozenset({"not finite", "losses", "logged"})
 
+#: Names of logged means in a step.
+MOST = 16
+_HASHES = 3  # of 16 bits each: the sums of their squares are exact for two million ranks
+
 
 class StepExchange:
     """One process's side. Every rank makes the same calls, start() once per step."""
 
-    def __init__(
-        self,
-        world: World,
-        shutdown: Shutdown,
-        snapshots: Snapshots,
-        averaging: Averaging,
-        nan: NanPolicy,
-        replay: Replay,
-    ) -> None:
-        self._world = world
-        self._shutdown = shutdown
-        self._snapshots = snapshots
-        self._averaging = averaging
+    def __init__(self, process: RunContext, nan: NanPolicy) -> None:
+        self._world = process.world
+        self._shutdown = process.shutdown
+        self._snapshots = process.snapshots
+        self._averaging = process.averaging
+        self._replay = process.replay
         self._nan = nan
-        self._replay = replay
-        self._exchange = Exchange(world)
-        self.logged = LoggedMeans(world)
+        self._exchange = Exchange(process.world)
+        self.logged = LoggedMeans(process.world)
         self._sent: Sent | None = None  # of the step last committed
         self.stop = False  # a rank has been told to stop
         self.asked = False  # this one's script has called step.stop()
@@ -154,6 +156,157 @@ class StepExchange:
                 f"step {step.index}: {count:.0f} of {self._world.size} ranks have given"
                 " step.backward(weight=...): give it on every rank, or on none"
             )
+
+
+class DeferredResults:
+    """Finished steps whose losses are still on their way from the device; on a CPU none is ever.
+
+    Every rank makes the same calls.
+    """
+
+    def __init__(self, process: RunContext, exchange: StepExchange) -> None:
+        self._ahead = 1 if process.world.accelerator.queues else 0
+        self._exchange = exchange
+        self._recorder = process.recorder
+        self._progress = process.progress
+        self._replay = process.replay
+        self._steps: deque[Step] = deque()
+
+    def add(self, step: Step) -> None:
+        """A step has ended."""
+        self._steps.append(step)
+
+    def learn(self, *, all_steps: bool) -> None:
+        """Hear of those that are likely to be known, or wait for all; tell of them.
+
+        Raises DivergedError and ConfigError where the ranks do not agree.
+        """
+        ahead = 0 if all_steps else self._ahead
+        while len(self._steps) > ahead:
+            step = self._steps.popleft()
+            loss = self._exchange.learn(step)
+            self._replay.known()
+            self._recorder.stepped(step.index + 1, step.losses)
+            self._progress.stepped(step.index + 1, loss)
+
+    def check_finite(self, newest: Step | None) -> None:
+        """Wait for all, and for the step under way; tell nobody. Raises DivergedError."""
+        if self._ahead:
+            for step in (*self._steps, *([newest] if newest is not None else [])):
+                if step.committed:
+                    self._exchange.check_finite(step)
+
+
+@dataclass(slots=True)
+class Mean:
+    """A number that is known when the step has ended. ``mine``: what this rank has logged."""
+
+    mine: list[SupportsFloat] = field(default_factory=list)
+    value: float = math.nan
+
+    def __float__(self) -> float:
+        return self.value
+
+
+class LoggedMeans:
+    """run.log(..., reduce="mean"): means over the ranks, which ride on the step's one exchange.
+
+    A name may be logged several times in a step, for each micro batch say: each call counts once.
+    Every rank sends as many numbers in every step, whatever is logged, since it cannot know what
+    the others log: places for sums and counts, and hashes of the names, whose sums show whether all
+    are the same.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._means: dict[str, Mean] = {}
+        self._told = False
+        self._reported: deque[dict[str, Mean]] = deque()  # of steps that are not yet known
+
+    def add(self, values: Values) -> Values:
+        """Take values of a step; return the means to be of names that are new in it.
+
+        Raises ConfigError.
+        """
+        if self._told:
+            raise ConfigError(
+                "run.log(reduce='mean') came after step.commit(), with which the ranks tell one"
+                " another their values: call it before"
+            )
+        found = {name: Mean() for name in values if name not in self._means}
+        count = len(self._means) + len(found)
+        if count > MOST:
+            raise ConfigError(
+                f"run.log(reduce='mean') was given {count} names; {MOST} at most fit into a step"
+            )
+        self._means |= found
+        for name, value in values.items():
+            self._means[name].mine.append(value)
+        return found
+
+    def report(self) -> list[Number]:
+        """Of this step, to be added up over all ranks."""
+        self._told = True
+        self._reported.append(self._means)
+        if not self._means:  # as in nearly every step of most runs
+            return [0.0] * (2 * _HASHES + 2 * MOST)
+        names = sorted(self._means)
+        digest = blake2b("\0".join(names).encode(), digest_size=2 * _HASHES).digest()
+        hashes = [float(int.from_bytes(digest[2 * at : 2 * at + 2])) for at in range(_HASHES)]
+        logged = [self._means[name].mine for name in names]
+        free = [0.0] * (MOST - len(names))
+        sums = [sum(map(self._number, values)) for values in logged]
+        counts = [float(len(values)) for values in logged]
+        return [*hashes, *(number**2 for number in hashes), *sums, *free, *counts, *free]
+
+    def learn(self, step: int, sums: Sequence[float]) -> None:
+        """Hear the others of the oldest step that is not known yet.
+
+        Raises ConfigError on every rank when not all gave the same names.
+        """
+        means = self._reported.popleft()
+        size = self._world.size
+        pairs = zip(sums[:_HASHES], sums[_HASHES : 2 * _HASHES], strict=True)
+        # The same test on all ranks: their hashes are equal if these have no variance.
+        if any(size * int(squares) != int(total) ** 2 for total, squares in pairs):
+            self._refuse(step, sorted(means))
+        for place, name in enumerate(sorted(means), 2 * _HASHES):
+            means[name].value = sums[place] / sums[place + MOST]
+
+    def step_ended(self) -> None:
+        """What is added from now on is of the next step."""
+        self._means, self._told = {}, False
+
+    def _number(self, value: SupportsFloat) -> Number:
+        if isinstance(value, torch.Tensor):
+            return self._world.accelerator.number(value)
+        return float(value)
+
+    def _refuse(self, step: int, mine: Sequence[str]) -> None:
+        blobs = self._world.gather_bytes("run.log()", json.dumps(mine).encode())
+        gathered = [json.loads(blob) for blob in blobs]
+        other = next(rank for rank, names in enumerate(gathered) if names != gathered[0])
+        raise ConfigError(
+            f"step {step}: run.log(reduce='mean') was given {_list(gathered[other])} on rank"
+            f" {other} and {_list(gathered[0])} on rank 0: give the same names on every rank, in"
+            " every step"
+        )
+
+
+def means(within: LoggedMeans | None, reduce: str, values: Values) -> Values:
+    """Return what run.log() is to tell instead of these values. Raises ConfigError."""
+    if reduce != "mean":
+        raise ConfigError(f"run.log(reduce={reduce!r}) must be None or 'mean'")
+    if within is None:
+        raise ConfigError(
+            "run.log(reduce='mean') is of a step: call it in the loop's body, without step=;"
+            " elsewhere run.sum() adds up over the ranks"
+        )
+    return within.add(values)
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names)) or "nothing"
 
 
 def _sent(step: Step) -> Sent:

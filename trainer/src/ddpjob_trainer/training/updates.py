@@ -1,0 +1,198 @@
+"""The middle of a step: forwards, backwards, updates. A Step's calls end here.
+
+Gradients are added up until update() or commit() makes them equal on all ranks and applies them,
+or leaves the update out where one is not finite. commit() starts the step's exchange beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ddpjob_trainer import failpoints
+from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.gradients.ddp import Wrapped
+from ddpjob_trainer.optim.nan_policy import NanPolicy
+from ddpjob_trainer.optim.update import Unit
+from ddpjob_trainer.options import Options
+from ddpjob_trainer.state import rng
+from ddpjob_trainer.state.buffers import Backup
+from ddpjob_trainer.training.device_watch import DeviceWatch
+from ddpjob_trainer.training.guard import Guard
+from ddpjob_trainer.training.prepare import PreparedModels
+from ddpjob_trainer.training.run_context import RunContext
+from ddpjob_trainer.training.step import Step, check_loss
+from ddpjob_trainer.training.step_exchange import StepExchange
+from ddpjob_trainer.training.touched import Touched
+
+
+class Updates:
+    """One process's side. ``take_layout`` hears once in which buckets gradients travel."""
+
+    def __init__(
+        self,
+        process: RunContext,
+        options: Options,
+        trained: PreparedModels,
+        exchange: StepExchange,
+        nan: NanPolicy,
+        device_watch: DeviceWatch,
+        take_layout: Callable[[str | None], None],
+    ) -> None:
+        self.guard = Guard(trained.state, trained.updater)
+        self._touched = Touched(process.averaging, trained.updater)
+        self._process = process
+        self._options = options
+        self._trained = trained
+        self._exchange = exchange
+        self._nan = nan
+        self._device_watch = device_watch
+        self._take_layout: Callable[[str | None], None] | None = take_layout
+        self._backup = Backup(trained.module) if options.nan_policy == "skip" else None
+
+    # --- What a Step calls ------------------------------------------------------------------
+
+    def forward_begins(self, step: Step, model: Wrapped) -> None:
+        """See each forward through a wrapper, evaluations included."""
+        graph = torch.is_grad_enabled()
+        self._process.averaging.before_forward(model, step.part(), graph=graph)
+        if graph:
+            self._trained.forwards += 1
+            if self._backup is not None:
+                self._backup.take(step.index)
+
+    def backward(
+        self, step: Step, loss: torch.Tensor, *, weight: float | None, retain_graph: bool
+    ) -> None:
+        """See Step.backward."""
+        averaging, progress, number = self._process.averaging, self._process.progress, step.part()
+        check_loss(loss)
+        if not self._trained.forwards:
+            raise ConfigError(
+                "the loss was not computed through the model that prepare() returned since the"
+                " last update: the ranks would drift apart. Call that model, not the one that"
+                " prepare() was given"
+            )
+        self.guard.before_backward(loss)
+        self._touched.before_backward(number, first=not step.covered)
+        step.add(number, loss.detach(), weight)
+        progress.at("backward")
+        counts = step.parts[number].samples and weight != 0
+        marked = self._nan.mark(loss) if counts else loss
+        shutdown = self._process.shutdown
+        self._device_watch.queued("forward")
+        # Where nobody waits for another ranks may have more calls than others.
+        with shutdown.peers(f"step {step.index}") if averaging.waits else shutdown.listening:
+            scaled = self._trained.updater.scale(marked)
+            averaging.backward(scaled, number, weight=weight, retain_graph=retain_graph)
+        self._device_watch.queued("backward")
+        self._touched.after_backward(weighted=weight is not None)
+        progress.at("body")
+
+    def update(self, step: Step, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """See Step.update."""
+        if self._options.level == "elastic":
+            raise ConfigError(
+                "level='elastic' adds the shards' gradients up once per step: update with"
+                " step.commit() only, or use level='resume'"
+            )
+        step.check_update("update()")
+        step.check_weightless()
+        given = self._trained.updater.find(optimizers)
+        with self._process.shutdown.peers(f"step {step.index}"):
+            units, allowed = self._average(given or self._trained.updater.units)
+            for unit in given:
+                if not unit.has_gradients():
+                    raise ConfigError(
+                        f"step {step.index}: no gradient has reached the parameters of the"
+                        f" {type(unit.optimizer).__name__} that step.update() was given: call"
+                        " step.backward() on a loss of them since the last update()"
+                    )
+            self._apply(step, units, allowed=allowed)
+        step.updated()
+        self._process.progress.at("body")
+
+    def commit(self, step: Step) -> None:
+        """See Step.commit."""
+        step.check_commit()
+        with self._process.shutdown.peers(f"step {step.index}"):
+            if step.updates:
+                self._exchange.start(step, allowed=True)
+            else:
+                units, allowed = self._average(self._trained.updater.units)
+                self._exchange.start(step, allowed=allowed)
+                if step.weights and allowed:
+                    self._trained.updater.multiply(units, self._exchange.factor(step))
+                self._apply(step, units, allowed=allowed, told=True)
+        self._process.progress.at("body")
+        self._device_watch.queued("update")
+        failpoints.reach("step")
+        step.committed = True
+
+    def mean_loss(self, step: Step) -> float:
+        """See Step.loss."""
+        return self._exchange.mean_loss(step)
+
+    def stop(self) -> None:
+        """See Step.stop."""
+        self._exchange.asked = True
+
+    # --- Its parts --------------------------------------------------------------------------
+
+    def _average(self, units: Sequence[Unit]) -> tuple[list[Unit], bool]:
+        """Make the gradients of these optimizers' parameters equal on all ranks.
+
+        Return those of several that a gradient has reached, and whether they may be applied.
+        """
+        updater, averaging = self._trained.updater, self._process.averaging
+        self._process.progress.at("backward")
+        self.guard.check_schedulers()
+        updater.check_gradients()
+        self._touched.before_update(units)
+        averaging.finish([unit.parameters for unit in units])
+        if self._take_layout is not None:
+            self._take_layout(averaging.layout())
+            self._take_layout = None
+        self._process.progress.at("update")
+        self._trained.forwards = 0
+        reached = [unit for unit in units if len(units) == 1 or unit.has_gradients()]
+        measured = updater.measure(reached)
+        # A scaler decides itself: overflows are its daily bread.
+        finite = updater.scaler is not None or all(self._nan.allows(*one) for one in measured)
+        return reached, finite
+
+    def _apply(
+        self, step: Step, units: Sequence[Unit], *, allowed: bool, told: bool = False
+    ) -> None:
+        """Update, or leave the update out. ``told``: the step's exchange is under way."""
+        updater = self._trained.updater
+        self._process.snapshots.before_update()
+        if allowed and updater.hooks:
+            allowed = self._before_update(step, units)
+        updated = allowed and updater.update(units)
+        self.guard.scheduled()
+        if updated:
+            return
+        if not allowed:
+            losses = [float(loss) for loss in step.losses]
+            reported = self._exchange.not_finite(step) if told else None
+            self._nan.refuse(step.index, self._trained.module, losses, reported)
+            updater.forget()
+        self._process.progress.skipped_update()
+        if self._backup is not None:
+            self._backup.put_back()
+
+    def _before_update(self, step: Step, units: Sequence[Unit]) -> bool:
+        """Call the hooks; return whether the gradients may be applied all the same.
+
+        They draw numbers that are equal on all ranks, as their gradients are, and that nothing else
+        depends on.
+        """
+        updater = self._trained.updater
+        with rng.preserved():
+            rng.reseed(self._options.seed, step.index, -1 - step.updates)
+            measured = updater.before_update(units)
+        return updater.scaler is not None or all(
+            self._nan.allows(*one, now=True) for one in measured
+        )
