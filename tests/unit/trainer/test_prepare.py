@@ -16,12 +16,13 @@ from ddpjob_trainer.optim import zero
 from ddpjob_trainer.optim.ema import make_ema
 from ddpjob_trainer.optim.update import check_parameters, match_schedulers
 from ddpjob_trainer.options import ModelOptions, Options
-from ddpjob_trainer.training.compiled import is_compiled, keep_bits
 from ddpjob_trainer.training.prepare import (
     PreparedModels,
     _has_sparse_gradients,
     _name,
     _would_move,
+    is_compiled,
+    keep_bits,
     named,
     place,
     place_state,

@@ -27,7 +27,6 @@ from ddpjob_trainer.options import Options
 from ddpjob_trainer.snapshot import weights
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training import run_config
-from ddpjob_trainer.training.hyperparameters import Hyperparameters
 from ddpjob_trainer.training.prepare import PreparedModels
 from ddpjob_trainer.training.run_context import RunContext
 from ddpjob_trainer.training.step_exchange import DeferredResults
@@ -85,7 +84,7 @@ class Keeping:
         facts = {name: config[name] for name in run_config.OF_ALL} | self._snapshots.facts()
         self._input.compare(agree(self._world, facts, self._input.own))
         self._snapshots.check(state)
-        built = Hyperparameters(self._trained)
+        built = run_config.Hyperparameters(self._trained)
         self.resumed_after, stored = self._snapshots.restore(state, config)
         script = self._options.resume_hyperparameters == "script"
         self._warn(built.compare(stored.get("hyperparameters"), script=script))

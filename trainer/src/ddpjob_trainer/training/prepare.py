@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -32,7 +33,6 @@ from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.modes import Modes
 from ddpjob_trainer.state.stateful import Stateful
 from ddpjob_trainer.training import incompatible
-from ddpjob_trainer.training.compiled import compile_in_place, is_compiled, keep_bits
 
 T = TypeVar("T")
 
@@ -377,3 +377,44 @@ def _has_sparse_gradients(module: torch.nn.Module) -> bool:
         isinstance(part, kinds) and part.sparse and part.weight.requires_grad
         for part in module.modules()
     )
+
+
+# --- torch.compile, by the script or by prepare(compile=...) ---
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether torch.compile() or Module.compile() has been called on it or a part of it."""
+    return any(
+        part._compiled_call_impl is not None or hasattr(part, "_orig_mod")
+        for part in module.modules()
+    )
+
+
+def compile_in_place(module: torch.nn.Module, options: ModelOptions) -> None:
+    """Parameters keep their names, the module stays the user's."""
+    if not options.compile:
+        return
+    backend = "inductor" if options.compile is True else options.compile
+    from torch._dynamo import config, trace_rules
+
+    # Module.compile() looks at frames that are not torch's own: a Sequential has none, and nothing
+    # would be compiled, silently.
+    with config.patch(wrap_top_frame=bool(trace_rules.check(module.forward))):
+        module.compile(backend=backend)
+
+
+def keep_bits(level: str, device: torch.device) -> None:
+    """Before anything runs: what is compiled, by the script or by prepare(), must keep the bits."""
+    if level == "off" or "torch._dynamo" not in sys.modules:  # else there is nothing to compile
+        return
+    # The warm-up runs backward twice on one graph; donated buffers would be gone by then.
+    import torch._functorch.config as functorch
+
+    setattr(functorch, "donated_buffer", False)  # noqa: B010
+    if device.type == "cpu":
+        return
+    # It would choose kernels by how long they take, and with them the order of additions.
+    import torch._inductor.config as inductor
+
+    if hasattr(inductor, "deterministic"):
+        setattr(inductor, "deterministic", True)  # noqa: B010
