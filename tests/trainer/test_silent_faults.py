@@ -1,7 +1,7 @@
 """What a script keeps where no snapshot sees it: who tells it, and with which words.
 
-docs/determinism.md has the table. Args, flags, teachers and counters are in test_replay.py, an
-average's counter and early stopping, which act on no loss, in test_chaos.py.
+docs/guides/determinism.md has the table. Args, flags, teachers and counters are in test_replay.py,
+an average's counter and early stopping, which act on no loss, in test_chaos.py.
 """
 
 from __future__ import annotations

@@ -59,9 +59,7 @@ class Steady:
         self._first = {
             place: buffer
             for place in places(module, persistent=False)
-            if (buffer := place.get()) is not None
-            and id(buffer) not in known
-            and buffer.layout is torch.strided
+            if (buffer := _strided(place.get())) is not None and id(buffer) not in known
         }
 
     def tensors(self) -> list[torch.Tensor]:
@@ -91,7 +89,8 @@ class Backup:
         if step == self._step:
             return
         self._step = step
-        buffers = [place.get() for place in (*self._places, *self._others)]
+        buffers = [place.get() for place in self._places]
+        buffers += [_strided(place.get()) for place in self._others]
         if list(map(id, buffers)) != list(map(id, self._buffers)):  # == would compare elements
             self._buffers = buffers
             self._copies = [torch.empty_like(buffer) for buffer in _there(buffers)]
@@ -130,6 +129,11 @@ def preserved(module: torch.nn.Module, wanted: bool = True) -> Iterator[None]:
 
 def _there(buffers: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     return [buffer for buffer in buffers if buffer is not None]
+
+
+def _strided(buffer: torch.Tensor | None) -> torch.Tensor | None:
+    """Leave sparse ones out, which cannot be sent or copied into."""
+    return buffer if buffer is not None and buffer.layout is torch.strided else None
 
 
 def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:

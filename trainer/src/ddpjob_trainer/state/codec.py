@@ -215,7 +215,7 @@ class _Encoder:
 
 
 def _base(value: Any) -> Callable[[Any], Any] | None:
-    """What makes a value of a type that is stored of one of a subclass, if it is one."""
+    """Return how to make the plain type of a value of a subclass; None for other values."""
     if type(value) in _BASES or isinstance(value, np.generic | bool):
         return None
     return next((make for kind, make in _BASES.items() if isinstance(value, kind)), None)
@@ -253,7 +253,7 @@ def _generic(name: Any, content: Any) -> np.generic:
 
 
 def without_numpys(node: Any) -> Any:
-    """A tree with Python's numbers and strings in place of numpy's own, which not all read."""
+    """Replace numpy's numbers and strings in a tree by Python's, which all readers know."""
     if isinstance(node, list):
         return [without_numpys(part) for part in node]
     if not isinstance(node, dict):
@@ -352,7 +352,7 @@ def _decode_marked(mark: str, content: Any, flat: Flat) -> Any:
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes in C order, without a copy where it is contiguous in memory already."""
+    """Return a tensor's bytes in C order, without a copy where memory has that order."""
     flat = in_order(tensor).cpu()
     if not flat.numel():
         return memoryview(b"")

@@ -162,7 +162,7 @@ def give(obj: Stateful, state: Any) -> None:
 
 
 def _give_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
-    """Groups and state stay the objects that they were.
+    """Load an optimizer's state into the groups and the state that it has.
 
     torch puts others in their place. A loop that changes ``group["lr"]`` of a group that it holds,
     or an optimizer within another that shares them, would go on with those of before.
@@ -188,7 +188,7 @@ def _give_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
 
 
 def _filled(own: Any, value: Any) -> Any:
-    """A group's setting: the tensor that it was, filled, as a loop or another group may hold it."""
+    """Fill the tensor of a group's setting: a loop or another group may hold it."""
     if not (isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor)):
         return value
     if (own.shape, own.dtype) != (value.shape, value.dtype):

@@ -53,7 +53,7 @@ class Values:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A tensor would keep its graph, or change later. Numbers of numpy become Python's."""
+    """Turn numbers of numpy into Python's; refuse tensors, which keep a graph or change later."""
     if isinstance(value, tuple):
         return tuple(_plain(name, part) for part in value)
     found = value.item() if isinstance(value, np.generic) else value

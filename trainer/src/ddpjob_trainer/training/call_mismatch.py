@@ -101,7 +101,7 @@ class CallMismatch:
 
 
 def _apart(first: dict[str, Any], others: str) -> ConfigError | PeerLostError:
-    """What the others end by: an error may have another outcome next time, a break has not."""
+    """Choose what the others end by: after an error another try may help, after a break not."""
     if not first["caught"]:
         return _refusal(first, others)
     left = f"rank {first['rank']} left the loop {first['place']}"

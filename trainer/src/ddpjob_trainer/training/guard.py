@@ -134,7 +134,7 @@ def leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
     seen = set(found)
     while found:
         node: Any = found.pop()
-        if hasattr(node, "variable"):  # the node that adds to a leaf's gradient
+        if type(node).__name__ == "AccumulateGrad":
             yield node.variable
         for following, _ in getattr(node, "next_functions", ()):
             if following is not None and following not in seen:

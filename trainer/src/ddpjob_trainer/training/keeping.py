@@ -206,7 +206,7 @@ def packed(best: Mapping[str, Best]) -> dict[str, list[Any]]:
 
 
 def unpacked(stored: Any) -> dict[str, Best]:
-    """What packed() was given; nothing, if it is of another form."""
+    """Return what packed() was given; nothing, if it is of another form."""
     try:
         return {
             str(path): Best(float(value), int(step), str(mode))

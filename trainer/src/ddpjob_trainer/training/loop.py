@@ -219,7 +219,7 @@ class Loop:
     # --- For Run and Teardown ---------------------------------------------------------------
 
     def left(self) -> None:
-        """The loop is over, perhaps early: wait for all ranks, leave no exchange under way."""
+        """Leave the loop, perhaps early: wait for all ranks, end the exchange under way."""
         self._generator.close()  # after a break a variable may hold it, as in tqdm(run.steps())
         if not self.ended:
             self._process.mismatch.leave(self._step)
@@ -244,5 +244,5 @@ class Loop:
         self._results.check_finite(self._step)
 
     def logged_means(self) -> LoggedMeans | None:
-        """What takes them, within a step's body."""
+        """Return what takes logged means; None outside of a step's body."""
         return self._exchange.logged if self.within_step else None

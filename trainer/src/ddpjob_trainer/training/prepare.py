@@ -48,7 +48,7 @@ class Model:
     ema: AveragedModel | None
 
     def weights(self, *, ema: bool) -> torch.nn.Module:
-        """The bare model, or its moving average. Raises ConfigError if there is none."""
+        """Return the bare model or its moving average. Raises ConfigError if there is none."""
         if not ema:
             return self.module
         if self.ema is None:
@@ -116,7 +116,7 @@ class PreparedModels:
         return [t for m in self.models if m.wrapped.steady for t in m.wrapped.steady.tensors()]
 
     def compared(self) -> dict[str, Stateful]:
-        """What is registered, and equal on all ranks: the averages, and the script's own."""
+        """Return what is registered and equal on all ranks: averages, and the script's own."""
         registered = self.state.registered
         return {
             name: obj
@@ -125,7 +125,7 @@ class PreparedModels:
         }
 
     def modules(self) -> dict[str, torch.nn.Module]:
-        """The models as the loop calls them, and the modules that are registered."""
+        """Return the models as the loop calls them, and the modules that are registered."""
         found: dict[str, torch.nn.Module] = {f"model {m.name}": m.wrapped for m in self.models}
         for name, obj in (self.state.registered | self.state.per_rank).items():
             if isinstance(obj, torch.nn.Module) and name not in self._own:
@@ -133,7 +133,7 @@ class PreparedModels:
         return found
 
     def begin(self) -> None:
-        """The loop begins: what it switches from here on is in the snapshots."""
+        """Begin the loop: what it switches from here on is in the snapshots."""
         keep_bits(self._options.level, self._world.device)
         self.state.begin()
         self.modes = Modes(self.modules())
@@ -355,7 +355,7 @@ def _kinds(kind: type) -> str:
 
 
 def _name(what: str, name: str, base: str) -> str:
-    """What a snapshot calls something that belongs to a model or an optimizer of this name.
+    """Name something that belongs to a model or an optimizer of this name in snapshots.
 
     ``base``, ``base2``, ... are the names of those that got none.
     """

@@ -53,7 +53,7 @@ class Recorder:
             os.write(self._fd, json.dumps(line).encode() + b"\n")
 
     def started(self, identity: Identity, **facts: Any) -> None:
-        """This process has begun. ``facts``: what the driver must know of the run."""
+        """Record that this process has begun. ``facts``: what the driver must know of the run."""
         place = {"attempt": identity.attempt, "round": identity.round, "pid": os.getpid()}
         self._line("start", **place, **facts)
 
@@ -62,12 +62,12 @@ class Recorder:
         self._line("resume", step=step, epoch=epoch)
 
     def stepped(self, step: int, losses: Sequence[torch.Tensor | float]) -> None:
-        """A step was made, with this rank's loss of each micro-batch."""
+        """Record a step, with this rank's loss of each micro-batch."""
         if self._fd >= 0:
             self._line("step", step=step, losses=[float(loss).hex() for loss in losses])
 
     def told(self, step: int, what: str, value: float | Mapping[str, float]) -> None:
-        """The script has learned this: what it does with it may not show in losses."""
+        """Record what the script has learned: its consequence may not show in losses."""
         if self._fd >= 0:
             named = value if isinstance(value, Mapping) else {"": value}
             values = {name: float(number).hex() for name, number in named.items()}

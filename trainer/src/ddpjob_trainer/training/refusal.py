@@ -65,14 +65,14 @@ def _worded(error: BaseException) -> str:
 
 
 def _mark_of(text: str) -> Path | None:
-    """The file that is there once this has been said; None without a launcher of ours."""
+    """Return the file that marks this as said; None without a launcher of ours."""
     directory = state_directory(os.environ)
     name = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
     return None if directory is None else directory / f"refusal-{name}"
 
 
 def _place(trace: TracebackType | None) -> str:
-    """The line of the script from which our code was called, perhaps through torch."""
+    """Find the line of the script from which our code was called, perhaps through torch."""
     found = ""
     for frame in traceback.extract_tb(trace):
         if frame.filename.startswith(_OURS):

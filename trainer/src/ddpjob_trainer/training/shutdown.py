@@ -109,7 +109,7 @@ class Shutdown:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask.old)
 
     def _in_child(self) -> None:
-        """A child, of multiprocessing say, has no step to finish: it ends when it is told to."""
+        """Let a child, of multiprocessing say, end when it is told to: it has no step to finish."""
         for signum, default in (
             (signal.SIGTERM, signal.SIG_DFL),
             (signal.SIGINT, signal.default_int_handler),
@@ -142,7 +142,7 @@ class Shutdown:
                 self._remind_later()
 
     def _remind_later(self) -> None:
-        """The loop is over, or left early, and no step comes on which the ranks could agree.
+        """End a moment after the loop, as no step comes on which the ranks could agree.
 
         All may be done within a moment, and an error that left the loop tells more than the signal.
         """
@@ -216,7 +216,7 @@ class Shutdown:
 
 
 def named(error: BaseException) -> str:
-    """An error in a few words."""
+    """Word an error in brief."""
     return f"{type(error).__name__}({str(error)[:200]!r})"
 
 

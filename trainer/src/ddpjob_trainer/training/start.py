@@ -279,7 +279,7 @@ def _make_progress(
 
 
 def _samples_per_step(options: Options, env: WorkerEnvironment) -> int:
-    """This rank's share of a global batch."""
+    """Count the samples of a global batch that this rank computes."""
     if options.level != "elastic":
         return options.global_batch // env.world_size
     mine = shard_tree.owned(options.shards, env.world_size, env.rank)

@@ -132,7 +132,7 @@ class Step:
     # --- For the loop ----------------------------------------------------------------------
 
     def part(self) -> int:
-        """Number of the batch that a forward or backward belongs to.
+        """Return the number of the batch that a forward or backward belongs to.
 
         The first that has been got and has had no backward since the last update, else the newest.
         """

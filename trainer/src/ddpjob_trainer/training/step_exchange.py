@@ -173,7 +173,7 @@ class DeferredResults:
         self._steps: deque[Step] = deque()
 
     def add(self, step: Step) -> None:
-        """A step has ended."""
+        """Take a step that has ended."""
         self._steps.append(step)
 
     def learn(self, *, all_steps: bool) -> None:
@@ -274,7 +274,7 @@ class LoggedMeans:
             means[name].value = sums[place] / sums[place + MOST]
 
     def step_ended(self) -> None:
-        """What is added from now on is of the next step."""
+        """Begin the next step's means."""
         self._means, self._told = {}, False
 
     def _number(self, value: SupportsFloat) -> Number:
