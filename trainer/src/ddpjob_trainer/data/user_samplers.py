@@ -95,8 +95,8 @@ class Sampled:
         if orders.get(_WEIGHTS, weights) != weights:
             raise ConfigError(
                 "sampler.weights is not what it was at the snapshot, so other samples would come:"
-                " keep it by an object that run.register() is given, whose load_state_dict() puts it"
-                " back into the sampler, and change it alike on all ranks"
+                " keep it by an object that run.register() is given, whose load_state_dict() puts"
+                " it back into the sampler, and change it alike on all ranks"
             )
         self._before = orders
 
