@@ -725,7 +725,7 @@ def test_what_is_trained_does_not_change_after_prepare(gang, how, level, words):
         model[0].requires_grad_(how == "group")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         wrapped, _ = run.prepare(model, optimizer)
-        raw = nn.Parameter(torch.ones(4))
+        raw = nn.Parameter(torch.ones(4), requires_grad=how == "group")
         if how == "group":
             optimizer.add_param_group({"params": [raw]})
         if how == "grown":

@@ -73,6 +73,7 @@ class Guard:
         if self._steps & (self._steps - 1) and self._steps & (self._steps + 1):
             return
         known = {id(parameter) for parameter in self._updater.parameters}
+        known |= {id(p) for unit in self._updater.units for p in held_by([unit.optimizer])}
         for kept in map(kept_by, self._state.per_rank.values()):  # each rank's own affair
             known |= {id(p) for m in _modules_of(kept) for p in m.parameters()}
         for leaf in leaves(loss):
