@@ -325,8 +325,8 @@ def test_what_would_train_nothing_or_apart_is_refused_with_the_cure(gang):  # ty
         step.backward(wg(next(step.batches)[0]).mean())
         with refused("was given an optimizer, Adam, that prepare"):
             step.update(other)
-        with refused("Adam is made in the loop for parameters of the model"):
-            adam(g)
+        with refused("Adam is used in the loop, but prepare"):
+            adam(g).step()
         with refused("no gradient has reached the parameters of the Adam"):
             step.update(od)
         step.backward(wg(torch.ones(2, 16)).mean())
