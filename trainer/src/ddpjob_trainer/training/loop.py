@@ -131,7 +131,7 @@ class Loop:
         else:
             left = range(done, self._total)
             self._input.begin(left, self._positions, fresh=self.kept.other_data)
-            with self._peers("the start of run.steps()"):
+            with process.shutdown.peers("the start of run.steps()"):
                 self.kept.compare_samples()
         self.guard.scheduled()
         process.progress.resumed(done, stored)
