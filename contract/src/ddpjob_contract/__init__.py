@@ -47,6 +47,8 @@ HUB_PORT: Final = "DDPJOB_HUB_PORT"
 GRACE_SECONDS: Final = "DDPJOB_GRACE_SECONDS"
 #: Rounds in a row without progress before the attempt ends; 0 or unset: no rounds.
 IN_PLACE_MAX_WITHOUT_PROGRESS: Final = "DDPJOB_IN_PLACE_MAX_WITHOUT_PROGRESS"
+#: Auto, Always or Never: whether the gang is restarted in place once to check a resume.
+DRILL: Final = "DDPJOB_DRILL"
 #: Exit codes that end the attempt at once, "3,42": those that spec.restart.rules answer with Fail.
 IN_PLACE_FINAL_EXIT_CODES: Final = "DDPJOB_IN_PLACE_FINAL_EXIT_CODES"
 #: Seconds without a failure that count as progress; 0 or unset: time never does.
@@ -113,7 +115,8 @@ ReportKind = Literal[
 class Round(TypedDict, total=False):
     """A round that ended and was followed by another one: restart in place, pods kept.
 
-    What ended it is the first process that failed, as in the termination report.
+    What ended it is the first process that failed, as in the termination report; or a drill, by
+    which all processes end after the same step, as planned.
     """
 
     round: int  # the one that ended, from 0
@@ -121,7 +124,7 @@ class Round(TypedDict, total=False):
     rank: int
     code: int  # exit status of that process, 128+n for signal n
     signal: int
-    kind: ReportKind
+    kind: ReportKind | Literal["drill"]
     exception: str
     step: int  # finished steps of that process
     snapshotStep: int  # step of the newest committed snapshot
@@ -155,6 +158,7 @@ class Proof(TypedDict, total=False):
     step: int  # the first that was not
     rank: int
     what: Differs
+    unchecked: str  # alone: why nothing was compared, or no drill is made
 
 
 class TerminationReport(TypedDict, total=False):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ddpjob_trainer.launcher.hub.root_cause import Exit, in_words
-from ddpjob_trainer.launcher.hub.rounds import History, Limits, decide
+from ddpjob_trainer.launcher.hub.rounds import History, Limits, decide, drills_left
+from ddpjob_trainer.liveness.heartbeat import DRILL
 
 KILLED, LOST = -9, 75
 
@@ -216,3 +217,68 @@ def test_what_differs_or_may_be_the_start_has_another_round(  # type: ignore[no-
     history = verdict_of(history, second, snapshot_step, lasted=99.0).next
     assert history is not None
     assert verdict_of(history, third, snapshot_step, lasted=99.0).next is not None
+
+
+# --- A drill ---------------------------------------------------------------------------------
+
+
+def drilled(*statuses: int, step: int = 12) -> list[Exit]:
+    """Of these those with 75 have said that they end for a drill."""
+    return [
+        Exit(rank, 0, status, 0.0, exception=DRILL if status == LOST else "", step=step)
+        for rank, status in enumerate(statuses)
+    ]
+
+
+def test_a_drill_is_a_round_and_no_failure() -> None:
+    before = History(failures=1, snapshot_step=5, modified=7)
+    verdict = verdict_of(before, drilled(LOST, LOST, LOST), 10, budget=1, modified=9)
+    assert verdict.next == History(
+        1, 5, 7, 1,
+        ({"round": 0, "at": "2026-01-01T00:00:00Z", "kind": "drill", "step": 12,
+          "snapshotStep": 10},),
+    )  # fmt: skip
+    # The snapshot that it resumes counts as progress of the next failure still.
+    after = verdict_of(verdict.next, exits(KILLED), 10, budget=1).next
+    assert after is not None
+    assert after.failures == 1
+    assert verdict_of(after, exits(KILLED), 10, budget=1).next is None
+
+
+def test_who_was_stopped_or_lost_its_peers_to_a_drill_is_part_of_it() -> None:
+    stopped = Exit(1, 1, KILLED, 0.0, ours=True)
+    silent = Exit(2, 0, LOST, 0.0, exception="PeerLostError: closed")
+    verdict = verdict_of(History(failures=2), [*drilled(LOST), stopped, silent])
+    assert verdict.next is not None
+    assert (verdict.next.failures, verdict.next.records[0]["kind"]) == (2, "drill")
+
+
+@pytest.mark.fault("T2")
+@pytest.mark.parametrize("status", [KILLED, 1, 76, 143])
+def test_a_death_during_a_drill_is_a_failure(status: int) -> None:
+    verdict = verdict_of(History(), drilled(LOST, status, LOST))
+    assert verdict.cause.rank == 1
+    assert (verdict.next.failures, verdict.next.records[0]["rank"]) == (1, 1)
+
+
+def test_lost_peers_alone_are_no_drill() -> None:
+    verdict = verdict_of(History(), exits(LOST, LOST))
+    assert (verdict.next.failures, verdict.next.records[0]["kind"]) == (1, "peerLost")
+
+
+def test_a_drill_is_bounded_and_needs_rounds() -> None:
+    ends = drilled(LOST, LOST)
+    history: History | None = History()
+    for left in (True, True, False):
+        assert history is not None
+        assert drills_left(history.records) is left
+        history = verdict_of(history, ends).next
+    assert history is not None
+    assert [record["kind"] for record in history.records] == ["drill", "drill", "peerLost"]
+    assert history.failures == 1
+    assert verdict_of(History(), ends, budget=0).next is None
+
+
+def test_a_rule_that_fails_at_75_does_not_mean_a_drill() -> None:
+    limits = Limits(3, final=frozenset({LOST}))
+    assert decide(History(), drilled(LOST), 9, limits, nproc=2, at="2026-01-01").next is not None

@@ -22,6 +22,8 @@ STATE_DIR = "DDPJOB_TRAINER_STATE_DIR"
 REPLAY_DIR = "DDPJOB_TRAINER_REPLAY_DIR"
 RUN_ID = "DDPJOB_TRAINER_RUN_ID"  # of a launcher that stands alone: unique, as a job's uid is
 STORE_FD = "DDPJOB_TRAINER_STORE_FD"  # a bound socket for the store that rank 0 serves
+#: Of a launcher, for a round: whether it allows a drill, its pid, when the round began (monotonic).
+DRILL = "DDPJOB_TRAINER_DRILL"
 #: For benchmarks: a file to which launcher and workers append {t, event, rank, round}.
 TRACE = "DDPJOB_TRAINER_TRACE"
 #: Where `ddpjob-trainer chaos` wants records and arms fail points. Nobody else sets it.
@@ -34,6 +36,7 @@ TRACEBACK = "DDPJOB_TRAINER_TRACEBACK"
 SNAPSHOT_UPLOAD, EVENTS, TENSORBOARD = contract.USER_ENV
 
 _HANG = (contract.HANG_STARTUP_SECONDS, contract.HANG_STEP_SECONDS, contract.HANG_SNAPSHOT_SECONDS)
+_DRILL = ("Auto", "Always", "Never")
 DEFAULT_EVERY_STEPS = 50
 DEFAULT_KEEP = 3
 MIN_KEEP = 2
@@ -72,6 +75,15 @@ class SnapshotSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class DrillSettings:
+    """What a launcher says of drills in a round that began at a monotonic time."""
+
+    mode: str = "Never"
+    launcher: int = 0  # its pid
+    begun: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerEnvironment:
     """One training process's place in the world. ``master`` None: alone, no rendezvous."""
 
@@ -88,6 +100,7 @@ class WorkerEnvironment:
     threads: int | None
     state_dir: Path | None
     replay_dir: Path | None
+    drill: DrillSettings
     store_fd: int | None
     trace: Path | None
     chaos: Path | None
@@ -113,6 +126,7 @@ class LauncherEnvironment:
     heal_after: int | None  # seconds, 0: never; None: the operator said nothing
     progress_path: Path | None
     final_exit_codes: frozenset[int]  # no round follows these
+    drill: str  # Auto, Always or Never
     trace: Path | None
     deadlines: Deadlines
     events: Path | None
@@ -195,6 +209,12 @@ def _snapshot(env: Mapping[str, str]) -> SnapshotSettings:
         resume == "Auto",
         upload=env.get(SNAPSHOT_UPLOAD, ""),
     )
+
+
+def _drill(env: Mapping[str, str]) -> DrillSettings:
+    mode, _, rest = env.get(DRILL, "Never 0 0").partition(" ")
+    launcher, begun = rest.split()
+    return DrillSettings(mode, int(launcher), float(begun))
 
 
 def _place(env: Mapping[str, str]) -> tuple[int, int, int, int]:
@@ -294,6 +314,7 @@ def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
         threads=_integer(env, "OMP_NUM_THREADS", 0) or None,
         state_dir=state_dir,
         replay_dir=_path(env, REPLAY_DIR),
+        drill=_drill(env),
         store_fd=_integer(env, STORE_FD, 0) if env.get(STORE_FD) else None,
         trace=_path(env, TRACE),
         chaos=chaos_directory(env),
@@ -319,6 +340,9 @@ def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
         raise ConfigError(f"{contract.REPLICA}={index} must be below PET_NNODES={replicas}")
     if nproc and not nproc.isdigit():
         raise ConfigError(f"PET_NPROC_PER_NODE={nproc!r} must be a number; the operator sets it")
+    drill = env.get(contract.DRILL) or "Auto"
+    if drill not in _DRILL:
+        raise ConfigError(f"{contract.DRILL}={drill!r} must be one of {', '.join(_DRILL)}")
     return LauncherEnvironment(
         replica=index if replica else None,
         replicas=replicas if replica else 1,
@@ -332,6 +356,7 @@ def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
         heal_after=_integer(env, heal, 0) if env.get(heal) else None,
         progress_path=_path(env, contract.PROGRESS_PATH),
         final_exit_codes=_exit_codes(env, contract.IN_PLACE_FINAL_EXIT_CODES),
+        drill=drill,
         trace=_path(env, TRACE),
         deadlines=_deadlines(env),
         events=_path(env, EVENTS),

@@ -73,6 +73,7 @@ class Plan:
     heal_after: int  # a round that lasts so many seconds is progress too; 0: never
     progress_path: Path | None  # and so is a newer mtime there
     final_exit_codes: frozenset[int]  # besides those that no restart can cure
+    drill: str  # Auto, Always or Never
     hub_port: int | None  # None: alone, or no rounds
     spares: int
     preload: tuple[str, ...]  # modules that they are to have imported
@@ -215,6 +216,7 @@ def make_plan(
         heal_after=_heal_after(env, heal_after, standalone=standalone),
         progress_path=progress_path or env.progress_path,
         final_exit_codes=env.final_exit_codes,
+        drill=env.drill,
         spares=warm,
         preload=_preload(preload),
         first_round_from_spares=warm == nproc and ours and not sets_environment_first(program),

@@ -6,11 +6,12 @@ Also what outlives a round: the spares, and the socket of the store that rank 0 
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
 import socket
 from collections.abc import Callable
 
-from ddpjob_trainer.environment import STORE_FD
+from ddpjob_trainer.environment import DRILL, STORE_FD
 from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.gang import Gang
 from ddpjob_trainer.launcher.plan import Plan, common_environment, rank_environment
@@ -47,9 +48,10 @@ class Starter:
             tell,
         )
 
-    def begin(self, gang: Gang, now: float) -> None:
-        """Start all workers of a round."""
+    def begin(self, gang: Gang, now: float, drill: str = "Never") -> None:
+        """Start all workers of a round. ``drill``: whether they may make one."""
         self._gang = gang
+        self._drill = f"{drill} {os.getpid()} {now}"
         self._begun = now
         try:
             gang.state_dir = self._scratch.begin(gang.round)
@@ -78,7 +80,8 @@ class Starter:
         fds = {}
         if self._store is not None and local_rank == 0:
             fds[STORE_FD] = self._store.fileno()
-        call = Call(self._environment_of(local_rank, self._gang.round), out, err, fds)
+        env = self._environment_of(local_rank, self._gang.round) | {DRILL: self._drill}
+        call = Call(env, out, err, fds)
         if self._gang.round > 0 or self._plan.first_round_from_spares:
             with contextlib.suppress(LookupError):
                 return self._spares.call(local_rank, call, now)

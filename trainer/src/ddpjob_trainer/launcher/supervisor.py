@@ -22,7 +22,7 @@ from ddpjob_trainer.launcher.early_ends import EarlyEnds
 from ddpjob_trainer.launcher.events import Events
 from ddpjob_trainer.launcher.gang import Gang
 from ddpjob_trainer.launcher.hangs import HangResponse
-from ddpjob_trainer.launcher.hub import root_cause
+from ddpjob_trainer.launcher.hub import root_cause, rounds
 from ddpjob_trainer.launcher.hub.messages import (
     Done,
     End,
@@ -190,7 +190,8 @@ class Supervisor:
         self._gang = Gang(self._plan, round_, path, self._pump, self._log.say)
         if self._refill and round_ > 0:
             self._refill(self._scratch.path)
-        self._starter.begin(self._gang, now)
+        drill = self._member.rounds and rounds.drills_left(self._known.records)
+        self._starter.begin(self._gang, now, self._plan.drill if drill else "Never")
         trace.mark("started")
 
     # --- Watch ---------------------------------------------------------------------------
@@ -349,16 +350,18 @@ class Supervisor:
     def _next_round(self, go: Go, now: float) -> None:
         last = go.records[-1]
         what = "a process ended" if "rank" not in last else f"rank {last['rank']} ended"
-        self._log.say(
-            f"round {go.round}: {what} ({root_cause.in_words(last)}); restarting in place"
-        )
+        ended = f"{what} ({root_cause.in_words(last)})"
+        if last.get("kind") == "drill":
+            ended = f"a drill after step {last['step']}, as planned"
+        self._log.say(f"round {go.round}: {ended}; restarting in place")
         trace.mark("go")
         self._known = self._known.with_records(go.records)
         self._ended.waiting_since = 0.0
         old = self._gang.state_dir
         self._counted.round = go.round
-        self._events.write("failure", **last)
-        self._counted.rounds[last.get("kind", "peerLost")] += 1
+        kind = last.get("kind", "peerLost")
+        self._events.write("drill" if kind == "drill" else "failure", **last)
+        self._counted.rounds[kind] += 1
         self._begin(go.round, now)
         forget_dead(self._scratch.metrics)
         shutil.rmtree(old, ignore_errors=True)

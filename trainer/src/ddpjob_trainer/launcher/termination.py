@@ -62,7 +62,7 @@ class Known:
             total_steps=state.total_steps if state and known else self.total_steps,
             snapshot_step=max(self.snapshot_step, gang.snapshot_step()),
             resumed=read_resumed(gang.state_dir) or self.resumed,
-            proof=read_proof(gang.state_dir) or self.proof,
+            proof=_newest(read_proof(gang.state_dir), self.proof),
         )
 
     def with_modified(self, mtime: int) -> Known:
@@ -72,6 +72,11 @@ class Known:
     def with_records(self, records: tuple[Round, ...]) -> Known:
         """With the hub's record of the rounds so far."""
         return replace(self, records=records)
+
+
+def _newest(proof: Proof | None, before: Proof | None) -> Proof | None:
+    """Choose what is told of the restarts: one that was not checked takes nothing back."""
+    return before if not proof or (before and "unchecked" in proof) else proof
 
 
 @dataclass(slots=True)

@@ -45,6 +45,8 @@ _PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
 _PHASE_NUMBERS: Final = {phase: number for number, phase in enumerate(_PHASES)}
 _ACTIVITY_NUMBERS: Final = {activity: number for number, activity in enumerate(ACTIVITIES)}
 
+#: In the place of an exception: the process has ended for a drill.
+DRILL: Final = "drill"
 BLOCK: Final = 512
 _RESUMED: Final = "resumed.json"
 _PROOF: Final = "proof.json"
@@ -155,7 +157,13 @@ class RankStateWriter:
 
     def failed(self, exception: BaseException) -> None:
         """Record why this process ends."""
-        text = words(f"{type(exception).__name__}: {exception}")
+        self._end(words(f"{type(exception).__name__}: {exception}"))
+
+    def drilled(self) -> None:
+        """Record that this process ends for a drill."""
+        self._end(DRILL)
+
+    def _end(self, text: str) -> None:
         data = text.encode(errors="replace")[:_MAX_EXCEPTION]
         self._block[_TEXT_AT : _TEXT_AT + _TEXT.size + len(data)] = _TEXT.pack(len(data)) + data
         self.update()

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ddpjob_contract import ExitCode, ReportKind, Round
+from ddpjob_trainer.liveness.heartbeat import DRILL
 
 CAUSE_WAIT_SECONDS = 2.0
 _MAX_WORDS = 300  # of an exception in a line of the launcher's
@@ -40,6 +41,11 @@ class Exit:
     def code(self) -> int:
         """The exit code as a shell has it: 128+n for signal n."""
         return 128 - self.status if self.status < 0 else self.status
+
+    @property
+    def drill(self) -> bool:
+        """Whether it ended for a drill, with all others after the same step."""
+        return self.code == ExitCode.PEER_LOST and self.exception == DRILL
 
 
 def _order(exit_: Exit) -> tuple[int, float, bool, int]:

@@ -19,6 +19,8 @@ from ddpjob_trainer.launcher.hub.root_cause import (
 
 #: A fresh start would meet the same: fail at once.
 FINAL_EXIT_CODES = PERMANENT_EXIT_CODES | {ExitCode.DIVERGED}
+#: An attempt has so many drills at most.
+_DRILLS = 2
 #: One exception so often in a row at one step ends the attempt; the operator fails the job for it.
 SAME = 3
 
@@ -79,6 +81,8 @@ def decide(
     progress path. ``lasted``: seconds from the round's begin to its end.
     """
     cause = first_failure(exits)
+    if limits.budget and (step := _drilled(exits)) and drills_left(history.records):
+        return Verdict(_after_drill(history, step, snapshot_step, at), None, "a drill")
     progress = (
         snapshot_step > history.snapshot_step
         or modified > history.modified
@@ -113,6 +117,30 @@ def decide(
         records=(*history.records, record)[-STATE_MAX_ROUNDS:],
     )
     return Verdict(following, cause, "restart in place")
+
+
+def drills_left(records: Collection[Round]) -> bool:
+    """Whether the round that follows these may end by a drill."""
+    return sum(record.get("kind") == "drill" for record in records) < _DRILLS
+
+
+def _drilled(exits: Collection[Exit]) -> int:
+    """Return the step after which the gang ended for a drill, 0 if it did not.
+
+    Whoever has lost its peers to the drill, or was stopped, is no cause; any other end is one.
+    """
+    cause = first_failure(exits)
+    ended = [exit_.step for exit_ in exits if exit_.drill]
+    return max(ended, default=0) if cause and cause.code == ExitCode.PEER_LOST else 0
+
+
+def _after_drill(history: History, step: int, snapshot_step: int, at: str) -> History:
+    """The next round, with failures and progress as they were before."""
+    record: Round = {"round": history.round, "at": at, "kind": "drill", "step": step}
+    if snapshot_step >= 0:
+        record["snapshotStep"] = snapshot_step
+    records = (*history.records, record)[-STATE_MAX_ROUNDS:]
+    return replace(history, round=history.round + 1, records=records)
 
 
 def _same_again(records: tuple[Round, ...], record: Round, snapshot_step: int) -> bool:
