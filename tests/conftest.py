@@ -21,6 +21,9 @@ from support.busy import busy_machine
 _SHARED = pytest.StashKey[sharing.Shared]()
 LINES_AT_ONCE = 40  # of a failure that is told before the summary, which has it whole
 
+# Launchers here make no drill: their tests count rounds. Those of the drill ask for one.
+os.environ["DDPJOB_DRILL"] = "Never"
+
 # `make soak` tries new random examples each time; else every run of the tests is the same.
 _SOAK = os.environ.get("DDPJOB_SOAK", "")
 hypothesis.settings.register_profile(

@@ -56,6 +56,15 @@ def test_digits_killed_and_restarted_in_place_equals_torchruns(tmp_path, undistu
 
 
 @pytest.mark.tier("all")
+def test_digits_with_its_drills_equals_torchruns(tmp_path, undisturbed):  # type: ignore[no-untyped-def]
+    env = snapshots(tmp_path) | {"DDPJOB_DRILL": "Auto"}
+    out = finish(*LAUNCHER, DIGITS, "--total-steps", "60", *SLOWLY, **env)
+    assert 1 <= out.count(": a drill after step") <= 2
+    assert out.count("restart proven: steps") == out.count("restarting in place")
+    assert value("weights_sha256", out) == value("weights_sha256", undisturbed)
+
+
+@pytest.mark.tier("all")
 def test_digits_killed_and_started_anew_equals_torchruns(tmp_path, undisturbed):  # type: ignore[no-untyped-def]
     """As in a pod without restart in place: exit code and report, then a new gang."""
     report = tmp_path / "report.json"

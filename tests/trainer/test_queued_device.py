@@ -10,6 +10,7 @@ import math
 import os
 import re
 import signal
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer import accelerator
-from ddpjob_trainer.environment import REPLAY_DIR
+from ddpjob_trainer.environment import DRILL, REPLAY_DIR
 from ddpjob_trainer.snapshot.ondisk import manifest
 from support.queued import Queued
 from support.snapshots import await_snapshot
@@ -181,6 +182,21 @@ def test_a_kill_and_a_resume(gang, tmp_path, queued, level):  # type: ignore[no-
     assert re.findall("restart proven: steps 5 to [56] again", gang.log(0))
     assert [r[:2] for r in disturbed.results()] == [r[:2] for r in undisturbed.results()]
     assert disturbed.told()[-1] == undisturbed.told()[-1]
+
+
+@pytest.mark.tier("all")
+def test_a_drill_leaves_no_step_out_of_the_record(gang, tmp_path, queued):  # type: ignore[no-untyped-def]
+    queued()
+    env = {
+        REPLAY_DIR: str(tmp_path / "replay"),
+        DRILL: f"Always {os.getpid()} {time.monotonic()}",
+    }
+    training = fresh(tmp_path / "drilled")
+    assert gang.run(training, env=env) == dict.fromkeys(range(3), 75), gang.log(0)
+    env["TORCHELASTIC_RESTART_COUNT"] = "1"
+    assert gang.run(training, env=env) == ALL_0, gang.log(0)
+    (last,) = re.findall("a drill: all processes end after step ([67]) ", gang.log(0))
+    assert f"restart proven: steps 5 to {last} again" in gang.log(0)
 
 
 @pytest.mark.parametrize("bad", [3, 5, STEPS - 1])

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import ddpjob_trainer as ddp
-from ddpjob_trainer.environment import REPLAY_DIR
+from ddpjob_trainer.environment import DRILL, REPLAY_DIR
 from ddpjob_trainer.gradients import determinism
 from support.launching import free_ports
 from support.patience import PATIENCE
@@ -145,8 +146,12 @@ def train(
     several: bool = False,
     workers: int | None = None,
     level: str | None = None,
+    wait: bool = False,
 ) -> Callable[[int], None]:
-    """``die``: ranks and the index of the step in which they kill themselves."""
+    """``die``: ranks and the index of the step in which they kill themselves.
+
+    ``wait``: for the first snapshot to be durable, a step after it.
+    """
 
     def program(rank: int) -> None:
         run = ddp.start(
@@ -166,6 +171,8 @@ def train(
             if (die or {}).get(rank) == step.index:
                 await_snapshot(max((directory / "s").glob("0*")), SNAPSHOT)
                 os.kill(os.getpid(), signal.SIGKILL)
+            if wait and step.index == EVERY + 1:
+                await_snapshot(max((directory / "s").glob("0*")), EVERY)
             step.commit()
             if step.index % (EPOCH_END + 1) == EPOCH_END:
                 body.epoch_ended()
@@ -295,6 +302,20 @@ class Growing(TensorDataset):
 )
 def test_what_differs_first_is_told(restarted, make, options, what):  # type: ignore[no-untyped-def]
     assert differing(restarted(make, **options)) == (SNAPSHOT + 1, 0, what)
+
+
+@pytest.mark.fault("T14")
+def test_a_drill_finds_it_without_a_kill(gang, tmp_path):  # type: ignore[no-untyped-def]
+    env = {REPLAY_DIR: str(tmp_path / "replay")}
+    drill = {DRILL: f"Always {os.getpid()} {time.monotonic()}"}
+    codes = gang.run(train(tmp_path, Args, wait=True), env=env | drill)
+    assert set(codes.values()) == {75}, gang.last_words()
+    assert "a drill: all processes end after step" in gang.log(0)
+    assert "restart" not in gang.log(0)
+    codes = gang.run(train(tmp_path, Args), env=env | drill | {"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert codes == dict.fromkeys(range(3), 0), gang.last_words()
+    step, rank, what = differing(gang.log(0))
+    assert (step % EVERY, rank, what) == (1, 0, "loss")
 
 
 @pytest.mark.tier("all")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from ddpjob_trainer.launcher.termination import Known
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter, read_proof
 from ddpjob_trainer.training import replay
 from ddpjob_trainer.training.replay import Replay
@@ -286,7 +287,7 @@ def test_nothing_is_claimed_of_what_was_not_compared(
     Life(tmp_path / "r", 0).do(1.0, 2.0, 3.0, 4.0, 5.0)
     life = Life(tmp_path / "r", done, facts)
     life.do(7.0, 8.0, 9.0, end=True)
-    assert life.progress.proofs == []
+    assert life.progress.proofs == [{"unchecked": words} for words in said]
     assert [text.partition(":")[0] for text in said] == ["restart not checked"] * (facts != "same")
 
 
@@ -303,3 +304,17 @@ def test_the_launcher_reads_the_proof(tmp_path: Path):
     assert read_proof(tmp_path) == {"equal": True, "first": 3, "last": 4}
     (tmp_path / "proof.json").write_text("[")
     assert read_proof(tmp_path) is None
+
+
+def test_a_restart_that_was_not_checked_takes_no_proof_back(tmp_path: Path):
+    gang: Any = SimpleNamespace(
+        state=lambda rank: None, snapshot_step=lambda: -1, state_dir=tmp_path
+    )
+    tells, known = RankStateWriter(tmp_path, 0), Known()
+    for proof in (None, {"unchecked": "why"}, {"equal": True}, {"equal": False}):
+        if proof is not None:
+            tells.proven(proof)  # type: ignore[arg-type]
+        known = known.after(gang)
+        assert known.proof == proof
+    tells.proven({"unchecked": "why"})
+    assert known.after(gang).proof == {"equal": False}

@@ -161,6 +161,11 @@ class Snapshots:
         return last or step % self._settings.every_steps == 0
 
     @property
+    def every_steps(self) -> int:
+        """Steps between two of them."""
+        return self._settings.every_steps
+
+    @property
     def has_room(self) -> bool:
         """Tell whether save() has a buffer on every rank: equal on all of them."""
         return self._free

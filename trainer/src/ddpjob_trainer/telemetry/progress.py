@@ -154,8 +154,9 @@ class Progress:
             self._writer.resumed(snapshot)
 
     def proven(self, proof: Proof) -> None:
-        """The steps after the snapshot were done again, and are the same as before, or not."""
-        self._metrics.set("resume_proven", float(proof["equal"]))
+        """The steps after the snapshot were done again and are as before, or not; or unchecked."""
+        if "equal" in proof:
+            self._metrics.set("resume_proven", float(proof["equal"]))
         if self._rank == 0:
             self._writer.proven(proof)
 

@@ -136,6 +136,7 @@ class Loop:
         self.guard.scheduled()
         process.progress.resumed(done, stored)
         process.recorder.resumed(done, self._epoch_steps())
+        process.drill.begin(done, epoch=self._epoch_steps(), total=self._total)
         trace.mark("loaded")
 
     def _is_last(self) -> bool:
@@ -209,6 +210,12 @@ class Loop:
             if self._exchange.stop:
                 process.progress.close(hurry=True)
                 process.shutdown.stop(done)
+            if process.drill.is_due(done):
+                with process.shutdown.peers("a drill"):
+                    self._results.learn(all_steps=True)
+                    process.world.barrier()  # all have their record: the first to end ends all
+                process.progress.close(hurry=True)
+                process.shutdown.drill(done)
 
     def _hear(self, step: Step) -> None:
         self._exchange.finish(step)

@@ -3,7 +3,7 @@
 Each rank records what its steps computed, in a file that outlives it (replay_records.py). After a
 restart a rank compares the steps that it does again. The ranks tell one another in the exchange of
 each step how far they are, and draw the conclusion together: Loop calls conclude(). A planned
-restart, a drill, needs nothing of its own here.
+restart (drill.py) is one like any other here.
 """
 
 from __future__ import annotations
@@ -89,6 +89,16 @@ class Replay:
         self._open = False  # a rank has something to compare, and nothing was concluded yet
         self._due = False  # conclude() now
 
+    @property
+    def records(self) -> bool:
+        """Whether this rank writes down its steps."""
+        return self._records is not None
+
+    @property
+    def compares(self) -> bool:
+        """Whether a rank has steps of a restart left to compare."""
+        return self._open
+
     def begin(self, done: int, facts: Mapping[str, Any]) -> None:
         """Open the record, and read what it holds of the steps after ``done``.
 
@@ -109,12 +119,17 @@ class Replay:
         elif records.found is not None:
             later = {step: entry for step, entry in records.found.items() if step > done}
             self._comparison = Comparison(later)
-        elif self._world.rank == 0:
-            say(
-                0,
+        else:
+            self.tell_unchecked(
                 "restart not checked: this pod has no record of the steps before by this program,"
-                " with these options, at this world size",
+                " with these options, at this world size"
             )
+
+    def tell_unchecked(self, why: str) -> None:
+        """Have rank 0 say in the log and in /state why nothing is compared."""
+        if self._world.rank == 0:
+            self._progress.proven({"unchecked": why})
+            say(0, why)
 
     # --- In each step, in the order of the calls --------------------------------------------
 

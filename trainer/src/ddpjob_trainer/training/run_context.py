@@ -9,6 +9,7 @@ from ddpjob_trainer.gradients.ddp import Averaging
 from ddpjob_trainer.snapshot.manager import Snapshots
 from ddpjob_trainer.telemetry.progress import Progress
 from ddpjob_trainer.training.call_mismatch import CallMismatch
+from ddpjob_trainer.training.drill import Drill
 from ddpjob_trainer.training.recorder import Recorder
 from ddpjob_trainer.training.replay import Replay
 from ddpjob_trainer.training.shutdown import Shutdown
@@ -26,3 +27,4 @@ class RunContext:
     recorder: Recorder
     mismatch: CallMismatch
     replay: Replay
+    drill: Drill

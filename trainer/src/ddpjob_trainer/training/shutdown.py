@@ -164,6 +164,13 @@ class Shutdown:
         say(self._rank, f"stopped after step {step} by {signal.Signals(self.signal).name}")
         leave(128 + self.signal)
 
+    def drill(self, step: int) -> NoReturn:
+        """End as all ranks do after this step, for the launcher to start them anew."""
+        self._state.drilled()
+        if self._rank == 0:
+            say(0, f"a drill: all processes end after step {step} and do its last steps again")
+        leave(ExitCode.PEER_LOST)
+
     def if_peer_lost(self, error: BaseException, *, explain: bool = False) -> None:
         """End with exit code 75 if the error says that another rank is gone.
 

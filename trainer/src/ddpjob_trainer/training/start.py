@@ -34,6 +34,7 @@ from ddpjob_trainer.telemetry.sinks import Called, Sink, Sinks
 from ddpjob_trainer.telemetry.tensorboard import TensorBoard
 from ddpjob_trainer.training import refusal
 from ddpjob_trainer.training.call_mismatch import CallMismatch
+from ddpjob_trainer.training.drill import Drill
 from ddpjob_trainer.training.recorder import Recorder
 from ddpjob_trainer.training.replay import Replay
 from ddpjob_trainer.training.replay_records import record_path
@@ -184,8 +185,9 @@ def start(
     if env.replay_dir is not None and settings.directory is not None and options.level != "off":
         record = record_path(env.replay_dir, env.rank, settings.directory)
     replay = Replay(world, progress, record)
+    drill = Drill(env.drill, env.identity, replay, snapshots)
     process = RunContext(
-        world, shutdown, progress, snapshots, averaging, recorder, mismatch, replay
+        world, shutdown, progress, snapshots, averaging, recorder, mismatch, replay, drill
     )
     return Run(process, options)
 

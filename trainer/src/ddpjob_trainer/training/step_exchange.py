@@ -45,6 +45,7 @@ class StepExchange:
         self._snapshots = process.snapshots
         self._averaging = process.averaging
         self._replay = process.replay
+        self._drill = process.drill
         self._nan = nan
         self._exchange = Exchange(process.world)
         self.logged = LoggedMeans(process.world)
@@ -68,6 +69,7 @@ class StepExchange:
                 "enough": [float(self.asked)],
                 "snapshots": self._snapshots.report(),
                 "replay": self._replay.report(),
+                "drill": self._drill.report(),
                 "not finite": self._nan.report(counted, allowed=allowed),
                 "losses": self._averaging.losses(losses, step.weights),
                 "weights": self._averaging.weights(step.weights),
@@ -88,6 +90,7 @@ class StepExchange:
         self.enough = heard["enough"][0] > 0
         self._snapshots.learn(heard["snapshots"])
         self._replay.learn(heard["replay"])
+        self._drill.learn(heard["drill"])
         self._check_weighted(step, heard["weighted"][0])
         self.logged.step_ended()
 
