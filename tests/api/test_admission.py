@@ -477,7 +477,7 @@ def test_defaults(plane: Cluster) -> None:
             "maxRestarts": 3,
             "maxDisruptions": 100,
             "backoff": {"initialSeconds": 1, "maxSeconds": 300},
-            "inPlace": {"enabled": True, "maxWithoutProgress": 3},
+            "inPlace": {"enabled": True, "maxWithoutProgress": 3, "drill": "Auto"},
             "healAfterSeconds": 3600,
         },
         "snapshot": {**SNAPSHOT, "everySteps": 50, "keep": 3, "resume": "Auto"},
@@ -498,7 +498,8 @@ def test_defaults_of_what_a_user_opens(plane: Cluster) -> None:
     assert apply(plane, body) == ""
     spec = read(plane, "opened")["spec"]
     assert spec["hang"] == {"startupSeconds": 600, "stepSeconds": 60, "snapshotSeconds": 600}
-    assert spec["restart"]["inPlace"] == {"enabled": True, "maxWithoutProgress": 9}
+    in_place = {"enabled": True, "maxWithoutProgress": 9, "drill": "Auto"}
+    assert spec["restart"]["inPlace"] == in_place
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,8 @@ def test_the_operators_defaults_are_those_of_the_crd(root: Schema) -> None:
     volume = {"emptyDir": {}}
     given = ddpjob("job", snapshot={"path": "/snapshots", "volume": volume})["spec"]
     stored = defaulted(root["properties"]["spec"], given)
-    assert stored["restart"]["inPlace"] == {"enabled": True, "maxWithoutProgress": 3}
+    in_place = {"enabled": True, "maxWithoutProgress": 3, "drill": "Auto"}
+    assert stored["restart"]["inPlace"] == in_place
     assert stored["hang"] == {"startupSeconds": 600, "stepSeconds": 300, "snapshotSeconds": 600}
     assert spec.parse(given) == spec.parse(stored)
 

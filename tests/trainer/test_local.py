@@ -64,11 +64,13 @@ def local(directory: Path, manifest: str, *options: str) -> Iterator[subprocess.
 
 
 def initialised(script: Path, capsys: Any, *words: str) -> str:
-    """What `init` prints for three replicas; without spares, which are not the point here."""
+    """What `init` prints for three replicas; without spares and drills, not the point here."""
     options = ("--replicas", "3", "--every-steps", str(EVERY), "--name", "job")
     with chdir(script.parent):
         assert cli.main(["init", script.name, *options, "--", *words]) == 0
     text = str(capsys.readouterr().out).replace('"run", ', '"run", "--spares", "0", ')
+    replicas = "  replicas: 3\n"
+    text = text.replace(replicas, f"{replicas}  restart: {{inPlace: {{drill: Never}}}}\n")
     grace = "      terminationGracePeriodSeconds: 600\n"  # no test waits for that
     return text.replace("      containers:\n", f"{grace}      containers:\n")
 

@@ -184,6 +184,15 @@ properties:
             minimum: 1
             maximum: 1000
             default: 3
+          drill:
+            description: >-
+              Whether a run that makes snapshots is restarted in place early, as planned, to check
+              that it resumes bit for bit: after its first snapshot, and after the first one that
+              holds an epoch's end. Charged to nothing. Auto leaves it out where starting took
+              longer than a minute.
+            type: string
+            enum: [Auto, Always, Never]
+            default: Auto
       healAfterSeconds:
         description: >-
           So many seconds of a gang that runs and in which nothing failed, no process either,

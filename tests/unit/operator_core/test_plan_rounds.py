@@ -85,6 +85,29 @@ def test_a_round_is_counted_once_however_often_and_by_whom_it_is_heard():
     assert [e.reason for e in world.events] == ["RestartedInPlace"] * 2
 
 
+def drill(number: int) -> dict[str, Any]:
+    return {"round": number, "kind": "drill", "step": 52, "snapshotStep": 50, "at": "..."}
+
+
+def test_a_drill_is_told_and_counted_as_nothing():
+    world = poll(running(), 1, drill(0))
+    assert in_place(world) == (0, 1)
+    assert (world.status.get("failures"), world.status.get("lastFailure")) == (None, None)
+    assert "lastRoundAt" not in world.status["timings"]
+    (event,) = world.events
+    assert (event.type, event.reason) == ("Normal", "Drill")
+    assert "round 0 of attempt 1 ended after step 52, as planned" in event.message
+    assert world.measurements == []
+    poll(world, 1, drill(0))
+    assert len(world.events) == 1
+    poll(world, 4, killed(1), drill(2))  # the record of round 3 was lost
+    assert in_place(world) == (2, 4)
+    assert [f["round"] for f in world.status["failures"]] == [1]
+    told = [(e.type, e.reason) for e in world.events[1:]]
+    assert told.count(("Normal", "Drill")) == 1
+    assert told.count(("Warning", "RestartedInPlace")) == 2
+
+
 def test_an_answer_that_is_late_takes_nothing_back():
     world = poll(running(), 2, killed(0), killed(1))
     assert in_place(poll(world, 1, killed(0))) == (2, 2)
@@ -241,6 +264,12 @@ def env_of(**fields: Any) -> dict[str, str]:
 )  # fmt: skip
 def test_the_launcher_is_told_how_many_rounds_it_may_make(restart: object, budget: str):
     assert env_of(restart=restart)[contract.IN_PLACE_MAX_WITHOUT_PROGRESS] == budget
+
+
+@pytest.mark.parametrize("drill", ["Auto", "Always", "Never"])
+def test_the_launcher_is_told_of_drills(drill: str):
+    assert env_of(restart={"inPlace": {"drill": drill}})[contract.DRILL] == drill
+    assert env_of()[contract.DRILL] == "Auto"
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,7 @@ def _env(job: Job, spec: Spec, attempt: int, replica: int, grace: int) -> list[d
         contract.HUB_PORT: found.hub,
         contract.GRACE_SECONDS: grace,
         contract.IN_PLACE_MAX_WITHOUT_PROGRESS: spec.restart.in_place,
+        contract.DRILL: spec.restart.drill,
         contract.IN_PLACE_FINAL_EXIT_CODES: _final_exit_codes(spec.restart),
         contract.HEAL_AFTER_SECONDS: spec.restart.heal_after,
         contract.HANG_STARTUP_SECONDS: spec.hang.startup,

@@ -41,6 +41,7 @@ class Restart:
     initial_seconds: float
     max_seconds: float
     in_place: int  # rounds without progress before the attempt ends; 0: no rounds
+    drill: str  # Auto, Always or Never: a round that only checks the resume
     heal_after: int  # seconds without a failure that heal the budgets; 0: never by time
     progress_path: str  # a file or directory whose newer mtime is progress; "": none
     rules: tuple[Rule, ...]
@@ -192,6 +193,7 @@ def _restart(raw: Mapping[str, Any]) -> Restart:
         initial_seconds=float(backoff.get("initialSeconds", 1)),
         max_seconds=float(backoff.get("maxSeconds", 300)),
         in_place=integer(in_place.get("maxWithoutProgress"), 3) if on else 0,
+        drill=text(in_place.get("drill")) or "Auto",
         heal_after=integer(raw.get("healAfterSeconds"), 3600),
         progress_path=text(raw.get("progressPath")),
         rules=rules,

@@ -136,6 +136,7 @@ class Job:
             contract.HUB_PORT: hub,
             contract.GRACE_SECONDS: self.grace_seconds,
             contract.IN_PLACE_MAX_WITHOUT_PROGRESS: limits.in_place,
+            contract.DRILL: limits.drill,
             contract.IN_PLACE_FINAL_EXIT_CODES: ",".join(map(str, limits.final_codes())),
             contract.HEAL_AFTER_SECONDS: limits.heal_after,
             contract.HANG_STARTUP_SECONDS: value("hang.startupSeconds"),

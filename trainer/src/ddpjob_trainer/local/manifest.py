@@ -24,6 +24,7 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "restart.backoff.maxSeconds": 300,
     "restart.inPlace.enabled": True,
     "restart.inPlace.maxWithoutProgress": 3,
+    "restart.inPlace.drill": "Auto",
     "restart.healAfterSeconds": 3600,
     "snapshot.everySteps": 50,
     "snapshot.keep": 3,

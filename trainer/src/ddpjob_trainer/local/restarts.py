@@ -78,6 +78,7 @@ class Limits:
     in_place: int  # rounds without progress before the attempt ends; 0: no rounds
     heal_after: int
     rules: tuple[Mapping[str, Any], ...]
+    drill: str = "Auto"
 
     def action(self, code: int) -> str:
         """Restart, RestartFree or Fail."""
@@ -117,6 +118,7 @@ def limits_of(manifest: Manifest) -> Limits:
         in_place=value("restart.inPlace.maxWithoutProgress") if on else 0,
         heal_after=value("restart.healAfterSeconds"),
         rules=tuple(rules),
+        drill=value("restart.inPlace.drill"),
     )
 
 

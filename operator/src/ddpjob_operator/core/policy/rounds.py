@@ -1,6 +1,7 @@
 """Rounds: restarts in place that the gang's launchers tell of, counted once each.
 
-The operator has no part in them: it only keeps count, says who failed, and charges nothing.
+The operator has no part in them: it only keeps count, says who failed, and charges nothing. A drill
+is a round as well, but no failure: it is told, and counted nowhere else.
 What was counted of the current attempt is in status.restarts.round, so hearing of a round
 again, from a poll, a termination report or by another operator, changes nothing.
 """
@@ -18,6 +19,7 @@ from ddpjob_operator.core.view import Change, View
 
 _INT32_MAX = 2**31 - 1
 _UNKNOWN = "Unknown"
+_DRILL = "processes restarted in place to check that they resume; charged to nothing"
 
 
 def count(view: View, change: Change) -> Change:
@@ -37,20 +39,28 @@ def count(view: View, change: Change) -> Change:
         what = f"round {found.number} of attempt {loss.attempt} ended: {describe(loss)}"
         change = change.tell("Warning", "RestartedInPlace", f"{what}; processes restarted in place")
         change = change.measure(Measurement("rounds_total", 1, loss.cls), *_lost(found))
-    unexplained = now - counted - len(causes)
+    numbers = range(counted, now)
+    drills = [one for n, one in sorted(records.items()) if n in numbers and one.kind == "drill"]
+    for found in drills:
+        after = "" if found.step is None else f" after step {found.step}"
+        what = f"round {found.number} of attempt {view.status.attempt} ended{after}, as planned"
+        change = change.tell("Normal", "Drill", f"{what}: {_DRILL}")
+    unexplained = now - counted - len(causes) - len(drills)
     if unexplained:
         which = f"{ranges.counted(unexplained, 'round')} of attempt {view.status.attempt}"
         what = f"{which} ended, cause unknown"
         change = change.tell("Warning", "RestartedInPlace", f"{what}; processes restarted in place")
         change = change.measure(Measurement("rounds_total", unexplained, _UNKNOWN))
-    old = change.status.restarts
+    old, failed = change.status.restarts, len(numbers) - len(drills)
+    change = change.with_status(
+        restarts=replace(old, round=now, in_place=min(old.in_place + failed, _INT32_MAX))
+    )
+    if not failed:
+        return change
     return change.with_status(
         failures=(*change.status.failures, *(loss for _, loss in causes))[-MAX_FAILURES:],
-        restarts=replace(
-            old, round=now, in_place=min(old.in_place + now - counted, _INT32_MAX)
-        ),
         timings=replace(change.status.timings, last_round_at=view.now),
-    )  # fmt: skip
+    )
 
 
 def _told(view: View) -> list[Rounds]:
