@@ -28,6 +28,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
+        "DDPJOB_DRILL": "Never",
         **(extra or {}),
     }
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ddpjob_contract as contract
 from ddpjob_trainer.environment import TRACE
 from ddpjob_trainer.launcher.processes import children
 
@@ -72,7 +73,8 @@ def run(
         *("-m", f"{__package__}.{program}", *arguments, "--out", str(place)),
     ]
     more = {
-        "DDPJOB_SNAPSHOT_DIR": str(place / "snapshots"), TRACE: str(place / "trace"),
+        contract.SNAPSHOT_DIR: str(place / "snapshots"), TRACE: str(place / "trace"),
+        contract.DRILL: "Never",
         **_device(setup), **(env or {}),
     }  # fmt: skip
     code, output = _complete(command, more)
