@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ddpjob_operator.core import observe
+from ddpjob_contract import crd
 from support.proxy import Call
 from support.rest import Object
 
@@ -19,7 +19,7 @@ def role(call: Call, made: Iterable[Call]) -> str:
         return ""
     kind, body = call.path.rpartition("/namespaces/")[2].split("/")[1:], call.body or {}
     match call.method, kind:
-        case "PUT" | "PATCH", [observe.PLURAL, _, "status"]:
+        case "PUT" | "PATCH", [crd.PLURAL, _, "status"]:
             found = body["status"]
             return f"status-{found['phase'].lower()}-{found.get('attempt', 0)}"
         case "POST", ["pods"]:
@@ -31,7 +31,7 @@ def role(call: Call, made: Iterable[Call]) -> str:
             pods = [one for one in made if one.method == "POST" and one.found["name"] == name]
             meant = [one for one in pods if uid in (None, one.found["uid"])]
             return f"delete-pod-{_member(meant[-1].body or {})}" if meant else ""
-        case "DELETE", [observe.PLURAL, _]:
+        case "DELETE", [crd.PLURAL, _]:
             return "delete-job"
     return f"{call.method.lower()}-{'-'.join(kind)}"
 
@@ -55,10 +55,10 @@ def deciding(calls: Sequence[Call], before: str, seconds: float) -> list[Call]:
 def happening(kind: str, obj: Object) -> str:
     """The name of an event of a watch: `pod-1-of-1-failed`, `job-running-2`; "" for any other."""
     meta = obj.get("metadata", {})
-    if obj.get("kind") == observe.KIND:
+    if obj.get("kind") == crd.KIND:
         found = obj.get("status") or {}
         return f"job-{found.get('phase', 'new').lower()}-{found.get('attempt', 0)}"
-    if obj.get("kind") != "Pod" or observe.LABEL_ATTEMPT not in meta.get("labels", {}):
+    if obj.get("kind") != "Pod" or crd.LABEL_ATTEMPT not in meta.get("labels", {}):
         return ""
     if kind == "DELETED":
         state = "deleted"
@@ -72,4 +72,4 @@ def happening(kind: str, obj: Object) -> str:
 
 def _member(pod: Object) -> str:
     labels = pod["metadata"]["labels"]
-    return f"{labels[observe.LABEL_REPLICA]}-of-{labels[observe.LABEL_ATTEMPT]}"
+    return f"{labels[crd.LABEL_REPLICA]}-of-{labels[crd.LABEL_ATTEMPT]}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from api.roles import happening, role
-from ddpjob_operator.core import observe
+from ddpjob_contract import crd
 from support import invariants
 from support.arena import Arena
 from support.objects import attempt, ended, name, status, trainer_state
@@ -129,7 +129,7 @@ class Play:
 
     def _act(self) -> None:
         """Once a gang runs and all is at rest, its pods end: one badly the first time."""
-        job = self.stage.history.newest(observe.PLURAL, JOB)
+        job = self.stage.history.newest(crd.PLURAL, JOB)
         if job is None or status(job).get("phase") != "Running":
             return
         number = status(job).get("attempt")
@@ -183,7 +183,7 @@ class Play:
         return sorted((p for p in found if not ended(p)), key=name)
 
     def _over(self) -> bool:
-        gone = self.stage.history.newest(observe.PLURAL, JOB) is None
+        gone = self.stage.history.newest(crd.PLURAL, JOB) is None
         done = self.last.get("phase") in ("Succeeded", "Failed")
         # A new operator may be done with the job before kopf has even made its first list.
         return gone and done and not self._pods() and not self.timers and self._struck()
@@ -203,7 +203,7 @@ class Play:
 
     def _on_event(self, plural: str, kind: str, obj: Object) -> None:
         self._news.set()
-        if plural == observe.PLURAL and obj.get("status"):
+        if plural == crd.PLURAL and obj.get("status"):
             self.last = obj["status"]
 
     # --- what must be true ---

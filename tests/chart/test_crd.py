@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 import ddpjob_contract as contract
+from ddpjob_contract.crd import DEFAULTS
 from ddpjob_operator.core import spec
 from ddpjob_trainer import cli
 from devcluster import binaries
@@ -133,6 +134,16 @@ def defaulted(schema: Schema, value: dict[str, Any]) -> dict[str, Any]:
         if isinstance(result.get(name), dict):
             result[name] = defaulted(field, result[name])
     return result
+
+
+def test_the_defaults_of_the_contract_are_those_of_the_crd(root: Schema) -> None:
+    """All but those of objects; a template has none."""
+    there = {
+        path.removeprefix("spec."): field["default"]
+        for path, field in walk(root["properties"]["spec"], "spec")
+        if "default" in field and not isinstance(field["default"], dict)
+    }
+    assert there == DEFAULTS
 
 
 def test_the_operators_defaults_are_those_of_the_crd(root: Schema) -> None:

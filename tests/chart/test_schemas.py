@@ -12,6 +12,7 @@ import pytest
 import yaml
 from kubernetes_validate import utils
 
+from ddpjob_contract import crd
 from ddpjob_operator.core import observe, render, spec
 from support.cluster import ROOT
 from support.manifest import example, examples
@@ -59,7 +60,7 @@ def of_examples() -> Iterator[tuple[str, Object]]:
     """The examples' own objects, and what the operator makes of their jobs."""
     for file in examples():
         for body in example(file):
-            if body["kind"] != observe.KIND:
+            if body["kind"] != crd.KIND:
                 yield f"{file}: {body['kind']}", body
                 continue
             meta = {**body["metadata"], "namespace": "ns", "uid": "u", "resourceVersion": "1"}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from ddpjob_operator.core import observe
+from ddpjob_contract import crd
 from ddpjob_operator.core.lenient import parse_time
 from ddpjob_operator.shell import errors
 from support.invariants import Write
@@ -92,7 +92,7 @@ class Cluster:
         obj = {**body, "metadata": meta}
         if plural == "pods":
             obj["status"] = {"phase": "Pending"}
-        if plural == observe.PLURAL:
+        if plural == crd.PLURAL:
             obj["metadata"]["generation"] = 1
         return self._commit("ADDED", key, obj, by)
 
@@ -139,7 +139,7 @@ class Cluster:
         """Somebody else changes top-level fields of an object; a new spec is a new generation."""
         old = self.get(plural, name)
         new = {**old, **fields}
-        if "spec" in fields and plural == observe.PLURAL:
+        if "spec" in fields and plural == crd.PLURAL:
             meta = {**old["metadata"], "generation": old["metadata"]["generation"] + 1}
             new["metadata"] = meta
         return self._commit("MODIFIED", (plural, NAMESPACE, name), new, "")
@@ -198,14 +198,14 @@ class Cluster:
 
     def pods(self, job: str = "") -> list[Object]:
         found = [o for (plural, _, _), o in self.objects.items() if plural == "pods"]
-        mine = [o for o in found if not job or label(o, observe.LABEL_JOB_NAME) == job]
+        mine = [o for o in found if not job or label(o, crd.LABEL_JOB_NAME) == job]
         return sorted(mine, key=lambda o: o["metadata"]["name"])
 
     def jobs(self) -> list[Object]:
-        return [o for (plural, _, _), o in self.objects.items() if plural == observe.PLURAL]
+        return [o for (plural, _, _), o in self.objects.items() if plural == crd.PLURAL]
 
     def job(self, name: str) -> Object | None:
-        return self.objects.get((observe.PLURAL, NAMESPACE, name))
+        return self.objects.get((crd.PLURAL, NAMESPACE, name))
 
     def status(self, name: str) -> Mapping[str, Any]:
         found = self.job(name)
@@ -298,7 +298,7 @@ class Cluster:
         orphans = [
             (key, obj)
             for key, obj in list(self.objects.items())
-            if key[0] not in (observe.PLURAL, "nodes")
+            if key[0] not in (crd.PLURAL, "nodes")
             and (owner := controller(obj)) is not None
             and owner not in uids
             and "deletionTimestamp" not in obj["metadata"]
@@ -376,7 +376,7 @@ def deadline(pod: Object) -> datetime | None:
 
 def _plural(obj: Object) -> str:
     kinds = {"Service": "services", "NetworkPolicy": "networkpolicies", "Pod": "pods"}
-    return kinds.get(obj.get("kind", ""), observe.PLURAL if "kind" in obj else "nodes")
+    return kinds.get(obj.get("kind", ""), crd.PLURAL if "kind" in obj else "nodes")
 
 
 def _key(write: Write) -> Key:

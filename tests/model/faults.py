@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
-from ddpjob_operator.core import observe
+from ddpjob_contract import crd
 from ddpjob_operator.core.plan import plan as real_plan
 from model.cluster import NODES
 from model.operators import Planner
@@ -47,7 +47,7 @@ def _second(world: World) -> None:
 def _gap(world: World) -> None:
     for operator in world.operators:
         operator.lose("pods")
-        operator.lose(observe.PLURAL)
+        operator.lose(crd.PLURAL)
 
 
 def _deaf(world: World) -> None:
@@ -105,7 +105,7 @@ def _mend(world: World) -> None:
 def _edit(world: World, **fields: object) -> None:
     job = world.cluster.job("job")
     if job is not None and status(job).get("phase") not in ("Succeeded", "Failed"):
-        world.cluster.update(observe.PLURAL, "job", spec={**job["spec"], **fields})
+        world.cluster.update(crd.PLURAL, "job", spec={**job["spec"], **fields})
 
 
 def _deadline(world: World) -> None:
@@ -116,19 +116,19 @@ def _deadline(world: World) -> None:
 
 def _delete_job(world: World) -> None:
     if world.cluster.job("job") is not None:
-        world.cluster.delete(observe.PLURAL, "job")
+        world.cluster.delete(crd.PLURAL, "job")
 
 
 def _recreate(world: World) -> None:
     _delete_job(world)
-    world.cluster.create(observe.PLURAL, job_body())
+    world.cluster.create(crd.PLURAL, job_body())
 
 
 def _unlabel(world: World) -> None:
     """Somebody takes our label off a pod: no list shows it any more."""
     for pod in world.cluster.pods()[:1]:
         labels = dict(pod["metadata"].get("labels") or {})
-        labels.pop(observe.LABEL_JOB_UID, None)
+        labels.pop(crd.LABEL_JOB_UID, None)
         meta = {**pod["metadata"], "labels": labels}
         world.cluster.update("pods", pod["metadata"]["name"], metadata=meta)
         world.cluster.forced.add(pod["metadata"]["uid"])
@@ -206,7 +206,7 @@ class Fault:
 def reference(loop: asyncio.AbstractEventLoop, planner: Planner = real_plan) -> World:
     """The story without a fault."""
     world = World(loop, fate=loses_one, planner=planner)
-    world.cluster.create(observe.PLURAL, job_body())
+    world.cluster.create(crd.PLURAL, job_body())
     if not world.run(world.over):
         raise Violation("i8_ends", "the undisturbed story has no end")
     return world
@@ -233,7 +233,7 @@ def play(
     if any(f.what in ("second", "hold", "late") for f in faults):
         world.state.deposed = True
     world.wire.gate = lambda call: _gate(world, on_calls, call)
-    world.cluster.create(observe.PLURAL, job_body())
+    world.cluster.create(crd.PLURAL, job_body())
     for _ in range(600):
         while at_ticks and at_ticks[-1].place <= world.ticks:
             EVENTS[at_ticks.pop().what](world)

@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 
+from ddpjob_contract import crd
 from ddpjob_operator.core import observe
 from ddpjob_operator.core.actions import Plan
 from ddpjob_operator.core.plan import plan as real_plan
@@ -193,7 +194,7 @@ class Operator:
         self._app: Any = SimpleNamespace(_store=self.store, _queue=self.queue)
         self.cursor: dict[str, int] = {}
         pods = behind if pods_behind is None else pods_behind
-        self._start({observe.PLURAL: behind, "pods": pods, "nodes": 0})
+        self._start({crd.PLURAL: behind, "pods": pods, "nodes": 0})
 
     def clock(self) -> datetime:
         """Time as it passes, for timers."""
@@ -269,7 +270,7 @@ class Operator:
         self.cursor[plural] = len(self.wire.cluster.history)
 
     def _apply(self, kind: str, plural: str, obj: dict[str, Any]) -> None:
-        if plural == observe.PLURAL:
+        if plural == crd.PLURAL:
             app.App._on_job_event(self._app, kind, observe.job(obj))
         else:
             # A pod that loses the label leaves the selection: its watch says DELETED.

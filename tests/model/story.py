@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
-from ddpjob_operator.core import observe
+from ddpjob_contract import crd
 from ddpjob_operator.core.plan import plan as real_plan
 from model.cluster import NAMESPACE, Cluster, Object, deadline
 from model.operators import RELIST, RESYNC, Operator, Planner
@@ -19,7 +19,7 @@ from model.wire import Wire
 from support.invariants import State, Violation, at_rest, check, i19_explained
 from support.objects import attempt, ended, replica, status
 
-WATCHED = (observe.PLURAL, "pods", "nodes")
+WATCHED = (crd.PLURAL, "pods", "nodes")
 #: Nobody may be silent for longer.
 PATIENCE = timedelta(seconds=60)
 #: Of a restart's waits.
@@ -32,8 +32,8 @@ def job_body(name: str = "job", **spec: Any) -> dict[str, Any]:
     """A DDPJob of 3 replicas; keyword arguments replace fields of the spec."""
     template = {"spec": {"containers": [{"name": "trainer", "image": "trainer"}]}}
     return {
-        "apiVersion": f"{observe.GROUP}/{observe.VERSION}",
-        "kind": observe.KIND,
+        "apiVersion": f"{crd.GROUP}/{crd.VERSION}",
+        "kind": crd.KIND,
         "metadata": {"namespace": NAMESPACE, "name": name},
         "spec": {"replicas": 3, "template": template, **spec},
     }
@@ -222,7 +222,7 @@ class World:
         if seconds is not None:
             self.cluster.now = now + timedelta(seconds=seconds)
             return
-        watched = [o for o in self.operators if (o.name, observe.PLURAL) not in self.frozen]
+        watched = [o for o in self.operators if (o.name, crd.PLURAL) not in self.frozen]
         times: list[datetime] = [o.resynced_at + RESYNC for o in watched]
         times += [at for o in self.operators for at in o.queue.due.values()]
         times += [at for _, at, _ in self.timers if at is not None]
@@ -311,7 +311,7 @@ class World:
         """The user sets spec.suspend, unless the job is over."""
         job = self.cluster.job(name)
         if job is not None and not self.over(name):
-            self.cluster.update(observe.PLURAL, name, spec={**job["spec"], "suspend": value})
+            self.cluster.update(crd.PLURAL, name, spec={**job["spec"], "suspend": value})
 
     def _raise_no_end(self, seconds: float) -> None:
         left = {j["metadata"]["name"]: _brief(status(j)) for j in self.cluster.jobs()}

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.core import observe
+from ddpjob_contract import crd
 from model.cluster import NODES, START
 from model.faults import EVENTS, UNSEEN, after, take_due
 from model.story import World, job_body
@@ -84,8 +84,8 @@ def live(loop: asyncio.AbstractEventLoop, seed: int, hours: float, *, deposed: b
         for name in JOBS:
             if world.over(name):
                 if world.cluster.job(name) is not None:
-                    world.cluster.delete(observe.PLURAL, name)
-                world.cluster.create(observe.PLURAL, job_body(name, **draw.choice(SPECS)))
+                    world.cluster.delete(crd.PLURAL, name)
+                world.cluster.create(crd.PLURAL, job_body(name, **draw.choice(SPECS)))
         if now >= next_at:
             seconds = draw.expovariate(1 / BETWEEN_SECONDS)
             next_at = now + timedelta(seconds=seconds)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from ddpjob_operator.core import observe
+from ddpjob_contract import crd
 from model.faults import EVENTS, SEEN, UNSEEN, Fault, play, reference, singles, story
 from model.story import World, job_body
 from model.wire import Call
@@ -130,7 +130,7 @@ def test_a_creation_that_arrives_after_the_next_barrier_stops_the_batch(
         return ""
 
     world.wire.gate = harm
-    world.cluster.create(observe.PLURAL, job_body(replicas=6))
+    world.cluster.create(crd.PLURAL, job_body(replicas=6))
     assert world.run(lambda: world.phase() == "Starting" and bool(late))
     world.wire.late, kept = [], world.wire.late
     assert world.run(lambda: world.phase() == "Running")
@@ -154,7 +154,7 @@ def test_a_pod_without_its_label_runs_on_after_no_suspension_and_no_end(
     loop: asyncio.AbstractEventLoop, how: str
 ) -> None:
     world = World(loop, fate=lambda *_: None)
-    world.cluster.create(observe.PLURAL, job_body())
+    world.cluster.create(crd.PLURAL, job_body())
     assert world.run(lambda: world.phase() == "Running")
     EVENTS["pod-unlabelled"](world)
     if how == "suspend":

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from ddpjob_operator.core import observe
+from ddpjob_contract import crd
 from model.cluster import NODES, START
 from model.story import World, job_body
 from support.objects import status
@@ -22,7 +22,7 @@ def test_two_gangs_that_do_not_fit_together_both_end(
     """Neither holds half of what the other needs for ever (I9); nobody heals anything here."""
     world = World(loop)
     for name in ("a", "b"):
-        world.cluster.create(observe.PLURAL, job_body(name))
+        world.cluster.create(crd.PLURAL, job_body(name))
     world.cluster.quota = quota
     assert world.run(lambda: world.over("a") and world.over("b"), DAY)
     assert [world.phase(name) for name in ("a", "b")] == ["Succeeded", "Succeeded"]
@@ -50,7 +50,7 @@ def test_three_gangs_that_do_not_fit_together_all_end(
     world = World(loop)
     work_for(world, dict.fromkeys("abc", 3600))
     for name in "abc":
-        world.cluster.create(observe.PLURAL, job_body(name, replicas=size))
+        world.cluster.create(crd.PLURAL, job_body(name, replicas=size))
     world.cluster.quota = quota
     assert world.run(lambda: all(map(world.over, "abc")), DAY, limit=100_000)
     assert world.cluster.now - START < timedelta(hours=8), (
@@ -69,17 +69,17 @@ def test_small_gangs_that_never_cease_do_not_starve_a_big_one_nor_it_them(
     names = [f"s{n}" for n in range(200)]
     running = [names.pop(0) for _ in range(3)]
     for number, name in enumerate(running):
-        world.cluster.create(observe.PLURAL, job_body(name, replicas=1))
+        world.cluster.create(crd.PLURAL, job_body(name, replicas=1))
         world.run(lambda: False, 300 * number)
-    world.cluster.create(observe.PLURAL, job_body("big", replicas=3))
+    world.cluster.create(crd.PLURAL, job_body("big", replicas=3))
 
     def big_is_over() -> bool:
         for number, name in enumerate(running):
             if world.over(name):
                 ended.append(world.cluster.now)
-                world.cluster.delete(observe.PLURAL, name)
+                world.cluster.delete(crd.PLURAL, name)
                 running[number] = names.pop(0)
-                world.cluster.create(observe.PLURAL, job_body(running[number], replicas=1))
+                world.cluster.create(crd.PLURAL, job_body(running[number], replicas=1))
         return world.over("big")
 
     assert world.run(big_is_over, DAY, limit=100_000)
@@ -95,11 +95,11 @@ def test_a_gang_that_fits_nowhere_leaves_two_thirds_of_the_time_to_others(
     world = World(loop)
     work_for(world, {"s": 600, "b": 600})
     world.cluster.quota, world.cluster.figures = 3, figures
-    world.cluster.create(observe.PLURAL, job_body("big", replicas=4))
+    world.cluster.create(crd.PLURAL, job_body("big", replicas=4))
     world.run(lambda: False, 3600)
     for number in range(8):
         name = f"s{number}"
-        world.cluster.create(observe.PLURAL, job_body(name, replicas=1))
+        world.cluster.create(crd.PLURAL, job_body(name, replicas=1))
         assert world.run(lambda name=name: world.over(name), DAY / 4, limit=100_000)
     assert world.cluster.now - START < timedelta(hours=hours)
     assert world.cluster.status("big")["restarts"]["charged"] == 0
@@ -111,7 +111,7 @@ def test_a_gang_that_fits_nowhere_leaves_two_thirds_of_the_time_to_others(
 def test_no_charge_for_what_the_cluster_refuses(loop: asyncio.AbstractEventLoop) -> None:
     """Two hours without room, then room."""
     world = World(loop)
-    world.cluster.create(observe.PLURAL, job_body())
+    world.cluster.create(crd.PLURAL, job_body())
     world.cluster.quota = 1
     world.run(lambda: False, 7200)
     assert status(world.cluster.jobs()[0])["restarts"]["charged"] == 0
@@ -128,7 +128,7 @@ def test_a_job_with_fence_leaves_a_node_that_is_gone_for_good(
         "snapshot": {"path": "/snapshots", "volume": {"persistentVolumeClaim": {"claimName": "x"}}},
     }
     world = World(loop, fate=lambda *_: None)
-    world.cluster.create(observe.PLURAL, job_body(**spec))
+    world.cluster.create(crd.PLURAL, job_body(**spec))
     assert world.run(lambda: world.phase() == "Running")
     gone = {pod["spec"]["nodeName"] for pod in world.cluster.pods()}.pop()
     world.cluster.silence(gone)
@@ -148,5 +148,5 @@ def test_waiting_for_any_node_is_told(loop: asyncio.AbstractEventLoop) -> None:
     world = World(loop)
     for node in NODES:
         world.cluster.silence(node)
-    world.cluster.create(observe.PLURAL, job_body())
+    world.cluster.create(crd.PLURAL, job_body())
     world.run(lambda: False, 300)

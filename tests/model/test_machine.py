@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ddpjob_operator.core import observe
+from ddpjob_contract import crd
 from ddpjob_operator.shell import errors
 from model.cluster import NODES, Object
 from model.faults import SEEN, UNSEEN
@@ -72,7 +72,7 @@ class Machine(RuleBasedStateMachine):
     @initialize(first=SPECS, second=SPECS)
     def begin(self, first: dict[str, Any], second: dict[str, Any]) -> None:
         for name, spec in zip(JOBS, (first, second), strict=True):
-            self.world.cluster.create(observe.PLURAL, job_body(name, **spec))
+            self.world.cluster.create(crd.PLURAL, job_body(name, **spec))
 
     @invariant()
     def all_hold(self) -> None:
@@ -180,7 +180,7 @@ class Machine(RuleBasedStateMachine):
         self.world.state.deposed = True
         self.world.start_operator(behind)
 
-    @move(index=INDEX, plurals=st.sampled_from((("pods",), (observe.PLURAL,))))
+    @move(index=INDEX, plurals=st.sampled_from((("pods",), (crd.PLURAL,))))
     def a_watch_is_silent(self, index: int, plurals: tuple[str, ...]) -> None:
         if (operator := self._operator(index)) is not None:
             self.world.freeze(operator, plurals=plurals)
@@ -189,7 +189,7 @@ class Machine(RuleBasedStateMachine):
     def watches_go_on(self) -> None:
         self.world.frozen.clear()
 
-    @move(index=INDEX, plural=st.sampled_from(("pods", observe.PLURAL)))
+    @move(index=INDEX, plural=st.sampled_from(("pods", crd.PLURAL)))
     def events_are_lost(self, index: int, plural: str) -> None:
         if (operator := self._operator(index)) is not None:
             operator.lose(plural)
@@ -232,17 +232,17 @@ class Machine(RuleBasedStateMachine):
     def delete_and_recreate(self, name: str) -> None:
         job = self.world.cluster.job(name)
         if job is not None:
-            self.world.cluster.delete(observe.PLURAL, name)
-            self.world.cluster.create(observe.PLURAL, job_body(name))
+            self.world.cluster.delete(crd.PLURAL, name)
+            self.world.cluster.create(crd.PLURAL, job_body(name))
 
     @move(index=INDEX, number=st.sampled_from(("1", "7", "999999999", "x")))
     def relabel(self, index: int, number: str) -> None:
         """Somebody writes another attempt on a pod of ours."""
-        self._label(index, observe.LABEL_ATTEMPT, number)
+        self._label(index, crd.LABEL_ATTEMPT, number)
 
     @move(index=INDEX)
     def take_a_label_off(self, index: int) -> None:
-        self._label(index, observe.LABEL_JOB_UID, None)
+        self._label(index, crd.LABEL_JOB_UID, None)
 
     # --- helpers of the rules ---
 
@@ -261,7 +261,7 @@ class Machine(RuleBasedStateMachine):
     def _edit(self, name: str, **fields: Any) -> None:
         job = self.world.cluster.job(name)
         if job is not None and status(job).get("phase") not in ("Succeeded", "Failed"):
-            self.world.cluster.update(observe.PLURAL, name, spec={**job["spec"], **fields})
+            self.world.cluster.update(crd.PLURAL, name, spec={**job["spec"], **fields})
 
     def _label(self, index: int, key: str, value: str | None) -> None:
         pod = self._pod(index)

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from ddpjob_contract import ExitCode
-from ddpjob_operator.core import observe
+from ddpjob_contract import ExitCode, crd
 from model.cluster import Cluster
 from model.story import World, job_body
 
@@ -20,7 +19,7 @@ FENCE = {
 def running(loop: asyncio.AbstractEventLoop, nodes: int) -> World:
     cluster = Cluster(nodes=tuple(f"node-{n}" for n in range(nodes)))
     world = World(loop, fate=lambda *_: None, cluster=cluster)
-    world.cluster.create(observe.PLURAL, job_body(**FENCE))
+    world.cluster.create(crd.PLURAL, job_body(**FENCE))
     assert world.run(lambda: world.phase() == "Running")
     return world
 
@@ -83,7 +82,7 @@ def test_two_that_act_with_other_views_do_not_tell_of_a_stall_in_turns_at_full_s
     loop: asyncio.AbstractEventLoop,
 ) -> None:
     world = World(loop, fate=lambda *_: None)
-    world.cluster.create(observe.PLURAL, job_body())
+    world.cluster.create(crd.PLURAL, job_body())
     assert world.run(lambda: world.phase() == "Running")
     world.state.deposed = True
     world.start_operator()
@@ -91,7 +90,7 @@ def test_two_that_act_with_other_views_do_not_tell_of_a_stall_in_turns_at_full_s
     world.cluster.silence(world.cluster.pods()[0]["spec"]["nodeName"])
     before = len(world.cluster.history)
     world.run(lambda: False, 60)
-    writes = [w for w in world.cluster.history[before:] if w.plural == observe.PLURAL]
+    writes = [w for w in world.cluster.history[before:] if w.plural == crd.PLURAL]
     assert 10 < len(writes) <= 62, "each tells what it sees, every other second"
 
 
@@ -108,7 +107,7 @@ def test_a_gang_leaves_nodes_whose_gpus_fail_and_comes_back_when_none_is_left(
         return 0 if attempt > 2 else None
 
     world = World(loop, fate=breaks_one, cluster=Cluster(nodes=("node-0", "node-1", "node-2")))
-    world.cluster.create(observe.PLURAL, job_body())
+    world.cluster.create(crd.PLURAL, job_body())
     assert world.run(world.over, 100)
     assert len(set(left)) == 2
     assert {pod["spec"]["nodeName"] for pod in world.cluster.pods()}.isdisjoint(left)
@@ -117,6 +116,6 @@ def test_a_gang_leaves_nodes_whose_gpus_fail_and_comes_back_when_none_is_left(
 
     world = World(loop, fate=breaks_one, cluster=Cluster(nodes=("node-0",)))
     left.clear()
-    world.cluster.create(observe.PLURAL, job_body(startupDeadlineSeconds=60))
+    world.cluster.create(crd.PLURAL, job_body(startupDeadlineSeconds=60))
     assert world.run(world.over, 3600)
     assert (world.phase(), left, attempt(world)) == ("Succeeded", ["node-0"], 3)

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
-from ddpjob_operator.core import observe, packed
+from ddpjob_contract import crd
+from ddpjob_operator.core import packed
 from ddpjob_operator.core.lenient import parse_time
 from ddpjob_operator.core.ranges import parse_ranges
 from support.objects import (
@@ -42,7 +43,7 @@ from support.objects import (
 
 #: So long some replicas may be done and others not before the status must say so.
 LINGERING = timedelta(minutes=11)
-JOBS, PODS, SERVICES, NODES = observe.PLURAL, "pods", "services", "nodes"
+JOBS, PODS, SERVICES, NODES = crd.PLURAL, "pods", "services", "nodes"
 
 
 class Violation(AssertionError):  # noqa: N818 - it is what it says

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ddpjob_operator.core import observe, packed
+from ddpjob_contract import crd
+from ddpjob_operator.core import packed
 
 Object = Mapping[str, Any]
 TERMINAL = ("Succeeded", "Failed")
@@ -33,11 +34,11 @@ def owner(obj: Object) -> str | None:
 
 
 def attempt(pod: Object) -> int | None:
-    return _number(pod, observe.LABEL_ATTEMPT)
+    return _number(pod, crd.LABEL_ATTEMPT)
 
 
 def replica(pod: Object) -> int | None:
-    return _number(pod, observe.LABEL_REPLICA)
+    return _number(pod, crd.LABEL_REPLICA)
 
 
 def ended(pod: Object) -> bool:
@@ -92,7 +93,7 @@ def trainer_state(pod: Object) -> Mapping[str, Any]:
 
 def labelled(pod: Object) -> bool:
     """Without this label no list shows a pod to the operator."""
-    return observe.LABEL_JOB_UID in labels(pod)
+    return crd.LABEL_JOB_UID in labels(pod)
 
 
 def labels(obj: Object) -> Mapping[str, str]:

@@ -18,6 +18,7 @@ from typing import Any
 import jsonschema
 import yaml
 
+from ddpjob_contract import crd
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import observe
 from ddpjob_operator.core.nodes import FORBIDDEN, Node, Nodes
@@ -299,7 +300,7 @@ class World:
 
     @staticmethod
     def _attempt(pod: dict[str, Any]) -> int:
-        return int(pod["metadata"]["labels"][observe.LABEL_ATTEMPT])
+        return int(pod["metadata"]["labels"][crd.LABEL_ATTEMPT])
 
     def _mark(self, pod: dict[str, Any], grace: int) -> None:
         pod["metadata"] |= {

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_REPLICA
 from kubectl_ddp import cli, following, podproxy
 from kubectl_ddp.commands import logs
 from kubectl_ddp.failure import Failure, Missing
-from kubectl_ddp.gang import LABEL_ATTEMPT, LABEL_REPLICA
 from kubectl_ddp.kubectl import Kubectl
 
 Look = tuple[Any, Any]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import ddpjob_contract as contract
+from ddpjob_contract import crd
 from ddpjob_trainer.telemetry import metric_names
 from kubectl_ddp import cli, gang, text
 from kubectl_ddp.commands import events, snapshots, status
@@ -40,7 +41,7 @@ def job(**found: Any) -> Job:
 
 
 def pod(replica: int = 0, *, state: Any = None, **meta: Any) -> dict[str, Any]:
-    labels = {gang.LABEL_REPLICA: str(replica), gang.LABEL_ATTEMPT: "2"}
+    labels = {crd.LABEL_REPLICA: str(replica), crd.LABEL_ATTEMPT: "2"}
     containers = [{"name": "sidecar", "ready": True, "state": {"running": {}}}]
     if state:
         containers.append({"name": "trainer", "ready": "running" in state, "state": state})
@@ -48,7 +49,7 @@ def pod(replica: int = 0, *, state: Any = None, **meta: Any) -> dict[str, Any]:
         "metadata": {
             "name": f"d-{replica}",
             "labels": labels,
-            "annotations": {gang.ANNOTATION_TRAINER: "trainer"},
+            "annotations": {crd.ANNOTATION_TRAINER: "trainer"},
             **meta,
         },
         "spec": {
@@ -83,9 +84,9 @@ def test_in_the_list_the_first_pods_on_the_hosts_network_are_looked_up_together(
     host.obj["spec"]["template"] = {"spec": {"hostNetwork": True}}
     owner = {"controller": True, "uid": host.uid}
     ours = pod(0, ownerReferences=[owner])
-    ours["metadata"]["labels"][gang.LABEL_UID] = host.uid
+    ours["metadata"]["labels"][crd.LABEL_JOB_UID] = host.uid
     stranger = pod(0)
-    stranger["metadata"]["labels"][gang.LABEL_UID] = host.uid
+    stranger["metadata"]["labels"][crd.LABEL_JOB_UID] = host.uid
     calls = []
 
     class Recorded(Kubectl):
@@ -97,7 +98,7 @@ def test_in_the_list_the_first_pods_on_the_hosts_network_are_looked_up_together(
     plain = job()
     plain.obj["spec"]["template"] = {"spec": {}}
     assert gang.find_first(Recorded(), [plain]) == {}
-    assert calls == [("pods", "-A", "-l", f"{gang.LABEL_REPLICA}=0")]
+    assert calls == [("pods", "-A", "-l", f"{crd.LABEL_REPLICA}=0")]
 
 
 def test_a_replica_that_is_not_there_is_refused() -> None:
@@ -461,7 +462,7 @@ class TestStrangers:
             {"ownerReferences": [{"controller": True, "uid": "another"}]},
             {"name": "evil"},
             {"labels": {}},
-            {"labels": {gang.LABEL_REPLICA: "0", gang.LABEL_ATTEMPT: "x"}},
+            {"labels": {crd.LABEL_REPLICA: "0", crd.LABEL_ATTEMPT: "x"}},
         ],
     )
     def test_pods_that_only_claim_to_be_members(self, meta: dict[str, Any]) -> None:

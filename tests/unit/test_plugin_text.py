@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_REPLICA
 from kubectl_ddp import __main__, cli, podproxy, text
 from kubectl_ddp.failure import Failure
-from kubectl_ddp.gang import LABEL_ATTEMPT, LABEL_REPLICA
 from kubectl_ddp.kubectl import Kubectl, explained
 from support.cluster import wait_for
 from support.patience import PATIENCE

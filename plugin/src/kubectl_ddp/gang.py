@@ -13,18 +13,13 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
+import ddpjob_contract as contract
+from ddpjob_contract import crd
 from kubectl_ddp import podproxy
 from kubectl_ddp.failure import Failure, Missing
 from kubectl_ddp.kubectl import DDPJOBS, Kubectl, Object
 from kubectl_ddp.podproxy import Page
 
-LABEL_UID = "ddpjob.dev/job-uid"
-LABEL_ATTEMPT = "ddpjob.dev/attempt"
-LABEL_REPLICA = "ddpjob.dev/replica"
-ANNOTATION_TRAINER = "ddpjob.dev/trainer"
-FINAL = ("Succeeded", "Failed")
-
-METRICS_PORT = "DDPJOB_METRICS_PORT"
 METRIC_SNAPSHOT_AT = "ddpjob_trainer_snapshot_timestamp_seconds"
 _SAMPLE = re.compile(r"^(\w+)(?:\{[^}\n]*\})? ([-+.\deE]+)$", re.MULTILINE)
 #: Above it nothing that a trainer counts: infinity and numbers of 400 digits are no steps.
@@ -90,7 +85,7 @@ class Job:
 
     def page(self, name: str, replica: int, member: Member | None) -> Page:
         """Of the pod that a replica has, if it has one."""
-        drawn = member.environment(METRICS_PORT) if member else ""
+        drawn = member.environment(contract.METRICS_PORT) if member else ""
         # Else that of the spec, where the CRD's default is filled in.
         port = int(drawn if drawn.isdecimal() else self.spec["metrics"]["port"])
         return Page(self.namespace, f"{self.name}-{replica}", port, name, self.uid)
@@ -115,12 +110,12 @@ class Member:
     @property
     def replica(self) -> int:
         """From 0."""
-        return int(self.pod["metadata"]["labels"][LABEL_REPLICA])
+        return int(self.pod["metadata"]["labels"][crd.LABEL_REPLICA])
 
     @property
     def attempt(self) -> int:
         """Which it was made for."""
-        return int(self.pod["metadata"]["labels"][LABEL_ATTEMPT])
+        return int(self.pod["metadata"]["labels"][crd.LABEL_ATTEMPT])
 
     @property
     def node(self) -> str:
@@ -130,7 +125,7 @@ class Member:
     @property
     def container(self) -> str:
         """Name of the container that trains."""
-        noted = (self.pod["metadata"].get("annotations") or {}).get(ANNOTATION_TRAINER)
+        noted = (self.pod["metadata"].get("annotations") or {}).get(crd.ANNOTATION_TRAINER)
         return str(noted or self.pod["spec"]["containers"][0]["name"])
 
     @property
@@ -244,7 +239,7 @@ def chosen(job: Job, replica: int | None) -> set[int]:
 
 def find_members(kubectl: Kubectl, job: Job) -> dict[int, Member]:
     """The job's pods by replica. By uid: a job of the same name may have left some."""
-    found = kubectl.items("pods", "-n", job.namespace, "-l", f"{LABEL_UID}={job.uid}")
+    found = kubectl.items("pods", "-n", job.namespace, "-l", f"{crd.LABEL_JOB_UID}={job.uid}")
     ours = [Member(pod) for pod in found if _is_ours(job, pod)]
     return {one.replica: one for one in sorted(ours, key=lambda one: one.attempt)}
 
@@ -253,7 +248,8 @@ def _is_ours(job: Job, pod: Object) -> bool:
     """Anybody may put labels on a pod: it is the job's if the job owns it under its own name."""
     meta = pod["metadata"]
     owners = meta.get("ownerReferences") or []
-    replica, attempt = (meta["labels"].get(label, "") for label in (LABEL_REPLICA, LABEL_ATTEMPT))
+    labels = (crd.LABEL_REPLICA, crd.LABEL_ATTEMPT)
+    replica, attempt = (meta["labels"].get(label, "") for label in labels)
     return (
         any(one.get("controller") and one["uid"] == job.uid for one in owners)
         and replica.isdecimal()
@@ -267,8 +263,8 @@ def find_first(kubectl: Kubectl, jobs: Iterable[Job], *where: str) -> dict[str, 
     on_host = {job.uid: job for job in jobs if job.on_host}
     if not on_host:
         return {}
-    found = kubectl.items("pods", *where, "-l", f"{LABEL_REPLICA}=0")
-    uids = [(pod["metadata"]["labels"].get(LABEL_UID), pod) for pod in found]
+    found = kubectl.items("pods", *where, "-l", f"{crd.LABEL_REPLICA}=0")
+    uids = [(pod["metadata"]["labels"].get(crd.LABEL_JOB_UID), pod) for pod in found]
     return {uid: Member(pod) for uid, pod in uids if uid in on_host and _is_ours(on_host[uid], pod)}
 
 

@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ddpjob_contract import crd
 from kubectl_ddp.failure import Failure, Missing
 
 Object = dict[str, Any]
 
 #: With its group: another operator may have a kind of the same name.
-DDPJOBS = "ddpjobs.ddpjob.dev"
+DDPJOBS = f"{crd.PLURAL}.{crd.GROUP}"
 
 _END_SECONDS = 5.0  # after SIGTERM; kubectl takes milliseconds
 #: The API server takes objects of up to 10,000 levels.

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ddpjob_contract import crd
 from ddpjob_operator.core import classify, observe
 from support.world import START, World, job_object
 
@@ -52,7 +53,7 @@ def pod(
     conditions = [{"type": "Ready", **gone}, {"type": "ContainersReady", **gone},
                   {"type": "PodScheduled", "status": "True", "lastTransitionTime": AT},
                   *([disrupted] if disrupted else [])]  # fmt: skip
-    labels = {observe.LABEL_ATTEMPT: "1", observe.LABEL_REPLICA: "1"}
+    labels = {crd.LABEL_ATTEMPT: "1", crd.LABEL_REPLICA: "1"}
     return {
         "metadata": {"namespace": "ns", "name": "job-1", "uid": "u", "labels": labels,
                      **(meta or {})},

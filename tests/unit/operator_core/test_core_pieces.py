@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import ddpjob_contract as contract
+from ddpjob_contract import crd
 from ddpjob_operator.core import classify, observe, ranges, render, spec, status
 from ddpjob_operator.core.policy import restart
 from support.world import START, World, job_object
@@ -18,7 +19,7 @@ def pod(state: dict[str, Any] | None = None, **changes: Any) -> observe.Pod:
     """A member on node1; ``state`` of its trainer container, ``changes`` of status or metadata."""
     meta = {
         "namespace": "ns", "name": "job-1", "uid": "u",
-        "labels": {observe.LABEL_ATTEMPT: "1", observe.LABEL_REPLICA: "1"},
+        "labels": {crd.LABEL_ATTEMPT: "1", crd.LABEL_REPLICA: "1"},
         **changes.pop("metadata", {}),
     }  # fmt: skip
     statuses = [] if state is None else [{"name": "trainer", "state": state, "restartCount": 0}]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ddpjob_contract import crd
 from ddpjob_operator.core import observe, render, spec
 from support.network import NAMESPACE, Pod, reaches
 from support.world import job_object
@@ -24,8 +25,8 @@ def policy_of(*metrics_from: Mapping[str, Any]) -> tuple[Mapping[str, Any], Pod]
 OPERATOR = Pod("ops", {"app": "operator"})
 PROMETHEUS = Pod("monitoring", {"app": "prometheus"})
 NEIGHBOUR = Pod("ns", {"app": "web"})
-OTHER_GANG = Pod("ns", {observe.LABEL_JOB_UID: "another"})
-ELSEWHERE = Pod("elsewhere", {observe.LABEL_JOB_UID: "uid-of-job"})
+OTHER_GANG = Pod("ns", {crd.LABEL_JOB_UID: "another"})
+ELSEWHERE = Pod("elsewhere", {crd.LABEL_JOB_UID: "uid-of-job"})
 STRANGERS = [OPERATOR, PROMETHEUS, NEIGHBOUR, OTHER_GANG, ELSEWHERE]
 PEERS = [
     {
@@ -60,7 +61,7 @@ def test_metrics_are_for_everybody_unless_peers_are_named() -> None:
 def test_a_pod_that_carries_the_label_is_let_in() -> None:
     """So who may label pods of the namespace may join: admissionPolicies.gangLabels."""
     policy, member = policy_of()
-    assert reaches(policy, Pod("ns", {observe.LABEL_JOB_UID: "uid-of-job"}), member, 29500)
+    assert reaches(policy, Pod("ns", {crd.LABEL_JOB_UID: "uid-of-job"}), member, 29500)
 
 
 def test_other_pods_of_the_namespace_stay_as_open_as_they_were() -> None:

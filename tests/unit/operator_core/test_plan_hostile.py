@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import pytest
 
+from ddpjob_contract import crd
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import observe
 from ddpjob_operator.core.lenient import format_time
@@ -165,7 +166,7 @@ def test_a_stale_view_of_the_job_deletes_no_newer_pod():
 def test_a_number_that_somebody_wrote_on_a_pod_does_not_become_ours():
     world = started().run()
     labels = world.pods["job-1"]["metadata"]["labels"]
-    labels[observe.LABEL_ATTEMPT] = "999999999"
+    labels[crd.LABEL_ATTEMPT] = "999999999"
     assert world.settle().run().status["attempt"] == 2
     assert world.attempts() == {2}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_JOB_UID, LABEL_REPLICA
 from ddpjob_operator.core.actions import (
     Action,
     Confirmation,
@@ -24,7 +25,7 @@ from ddpjob_operator.core.actions import (
     ReadNodes,
     WriteStatus,
 )
-from ddpjob_operator.core.observe import LABEL_ATTEMPT, LABEL_JOB_UID, LABEL_REPLICA, Job
+from ddpjob_operator.core.observe import Job
 from ddpjob_operator.shell import errors
 from ddpjob_operator.shell.api import Listing, Object, Resource
 from ddpjob_operator.shell.executor import Executor, JobGoneError, NotLeadingError

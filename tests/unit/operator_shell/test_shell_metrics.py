@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from prometheus_client import generate_latest
 
-from ddpjob_operator.core import classify, observe
+from ddpjob_contract.exits import SEVERITY
+from ddpjob_operator.core import observe
 from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.shell.metrics import Metrics
 
@@ -121,7 +122,7 @@ def test_what_is_not_as_it_should_be_is_counted_by_reason_until_its_end(told: To
 def test_counters_of_a_namespace_begin_at_zero(told: Told) -> None:
     told.jobs = [job("a")]
     told.metrics.registry.get_sample_value("ddpjob_jobs", {})  # a scrape
-    for kind in (*classify.SEVERITY, "Unknown"):
+    for kind in (*SEVERITY, "Unknown"):
         assert told("ddpjob_restarts_total", namespace="a", **{"class": kind}) == 0
         assert told("ddpjob_rounds_total", namespace="a", **{"class": kind}) == 0
     for result in ("Succeeded", "Failed"):

@@ -14,8 +14,8 @@ from aiohttp import web
 from aiohttp.client_proto import ResponseHandler
 
 import ddpjob_contract as contract
+from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_REPLICA
 from ddpjob_operator.core import observe, packed, ports, render, spec
-from ddpjob_operator.core.observe import LABEL_ATTEMPT, LABEL_REPLICA
 from ddpjob_operator.shell.progress import ProgressReader, _url
 from ddpjob_operator.shell.store import Key, Store
 from support.patience import PATIENCE

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ddpjob_contract import crd
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import observe
 from ddpjob_operator.shell import errors
@@ -122,7 +123,7 @@ async def test_a_gang_of_large_pods_is_made_without_a_pause() -> None:
 
 
 def ended(pod: observe.Pod, code: int, version: int) -> dict[str, Any]:
-    labels = {observe.LABEL_ATTEMPT: str(pod.attempt), observe.LABEL_REPLICA: str(pod.replica)}
+    labels = {crd.LABEL_ATTEMPT: str(pod.attempt), crd.LABEL_REPLICA: str(pod.replica)}
     meta = {"namespace": "ns", "name": pod.name, "uid": pod.uid, "resourceVersion": str(version)}
     owner = {"uid": "u1", "controller": True}
     state = {"terminated": {"exitCode": code}}

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_REPLICA
 from ddpjob_operator.core.actions import Confirmation, Outcomes
-from ddpjob_operator.core.observe import LABEL_ATTEMPT, LABEL_REPLICA
 from ddpjob_operator.shell.pods import slim_pod
 from ddpjob_operator.shell.store import RewoundError, Store
 

@@ -13,10 +13,10 @@ from typing import NoReturn
 import pytest
 
 import ddpjob_contract as contract
+from ddpjob_contract.crd import DEFAULTS
 from ddpjob_trainer.environment import read_launcher
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.launcher.plan import (
-    DEFAULT_ROUNDS_WITHOUT_PROGRESS,
     Plan,
     common_environment,
     make_plan,
@@ -51,7 +51,7 @@ def plan(script: str, env: dict[str, str], **options: object) -> Plan:
 @pytest.mark.parametrize(
     ("env", "given", "rounds"),
     [
-        ({}, None, DEFAULT_ROUNDS_WITHOUT_PROGRESS),
+        ({}, None, DEFAULTS["restart.inPlace.maxWithoutProgress"]),
         ({}, 0, 0),
         ({BUDGET: "0"}, None, 0),
         ({BUDGET: "7"}, None, 7),

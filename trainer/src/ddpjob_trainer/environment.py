@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ddpjob_contract as contract
+from ddpjob_contract.crd import DEFAULTS, GRACE_SECONDS
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.liveness.hang import Deadlines
 
@@ -37,8 +38,6 @@ SNAPSHOT_UPLOAD, EVENTS, TENSORBOARD = contract.USER_ENV
 
 _HANG = (contract.HANG_STARTUP_SECONDS, contract.HANG_STEP_SECONDS, contract.HANG_SNAPSHOT_SECONDS)
 _DRILL = ("Auto", "Always", "Never")
-DEFAULT_EVERY_STEPS = 50
-DEFAULT_KEEP = 3
 MIN_KEEP = 2
 
 
@@ -170,9 +169,9 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
 
 def _deadlines(env: Mapping[str, str]) -> Deadlines:
     return Deadlines(
-        startup=_seconds(env, contract.HANG_STARTUP_SECONDS, 600),
-        step=_seconds(env, contract.HANG_STEP_SECONDS, 300),
-        snapshot=_seconds(env, contract.HANG_SNAPSHOT_SECONDS, 600),
+        startup=_seconds(env, contract.HANG_STARTUP_SECONDS, DEFAULTS["hang.startupSeconds"]),
+        step=_seconds(env, contract.HANG_STEP_SECONDS, DEFAULTS["hang.stepSeconds"]),
+        snapshot=_seconds(env, contract.HANG_SNAPSHOT_SECONDS, DEFAULTS["hang.snapshotSeconds"]),
     )
 
 
@@ -199,13 +198,13 @@ def _snapshot(env: Mapping[str, str]) -> SnapshotSettings:
             f"{contract.SNAPSHOT_DIR}={directory} must be a directory; finished snapshots are"
             f" copied to a URL when {SNAPSHOT_UPLOAD} names one"
         )
-    resume = env.get(contract.SNAPSHOT_RESUME, "") or "Auto"
+    resume = env.get(contract.SNAPSHOT_RESUME, "") or DEFAULTS["snapshot.resume"]
     if resume not in ("Auto", "Never"):
         raise ConfigError(f"{contract.SNAPSHOT_RESUME}={resume!r} must be Auto or Never")
     return SnapshotSettings(
         Path(directory) if directory else None,
-        _integer(env, contract.SNAPSHOT_EVERY_STEPS, DEFAULT_EVERY_STEPS, least=1),
-        max(MIN_KEEP, _integer(env, contract.SNAPSHOT_KEEP, DEFAULT_KEEP, least=1)),
+        _integer(env, contract.SNAPSHOT_EVERY_STEPS, DEFAULTS["snapshot.everySteps"], least=1),
+        max(MIN_KEEP, _integer(env, contract.SNAPSHOT_KEEP, DEFAULTS["snapshot.keep"], least=1)),
         resume == "Auto",
         upload=env.get(SNAPSHOT_UPLOAD, ""),
     )
@@ -244,7 +243,7 @@ def _place(env: Mapping[str, str]) -> tuple[int, int, int, int]:
 
 def _master(env: Mapping[str, str]) -> tuple[str, int] | None:
     address = env.get("MASTER_ADDR", "")
-    return (address, _integer(env, "MASTER_PORT", 29500, least=1)) if address else None
+    return (address, _integer(env, "MASTER_PORT", DEFAULTS["port"], least=1)) if address else None
 
 
 def outside_of_jobs(env: Mapping[str, str], keep: Collection[str] = ()) -> dict[str, str]:
@@ -349,7 +348,7 @@ def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
         nproc=int(nproc) if nproc else None,
         master=master if replica else None,
         identity=_identity(env),
-        grace_seconds=_seconds(env, contract.GRACE_SECONDS, 30),
+        grace_seconds=_seconds(env, contract.GRACE_SECONDS, GRACE_SECONDS),
         metrics_port=_integer(env, contract.METRICS_PORT, 0) or None,
         hub_port=_integer(env, contract.HUB_PORT, 0) or None,
         rounds_without_progress=_integer(env, name, 0) if env.get(name) else None,

@@ -16,37 +16,18 @@ from datetime import datetime
 from typing import Final
 
 import ddpjob_contract as contract
+from ddpjob_contract.exits import (
+    CLASSES,
+    SEVERITY,
+    class_of,
+    final_class,
+    reason_of,
+    settled,
+    signal_of,
+)  # fmt: skip
 from ddpjob_operator.core import observe, told
 from ddpjob_operator.core.observe import Container, Pod, Round
 from ddpjob_operator.core.status import Failure
-
-#: Classes from the strongest cause to the weakest.
-SEVERITY: Final = (
-    "Permanent",
-    "Hardware",  # before what it may have brought about: other bits, a hang, peers that fail
-    "Diverged",
-    "OOM",
-    "Hang",
-    "Killed",
-    "User",
-    "Infrastructure",
-    "Disruption",
-    "Collateral",
-)
-#: Not the user's doing: restarted without touching maxRestarts.
-FREE: Final = frozenset({"Hardware", "Infrastructure", "Disruption"})
-#: Trying again cannot help.
-FATAL: Final = frozenset({"Permanent", "Diverged"})
-
-_CODES: Final[Mapping[int, str]] = {
-    contract.ExitCode.DIVERGED: "Diverged",
-    contract.ExitCode.HARDWARE: "Hardware",
-    contract.ExitCode.PEER_LOST: "Collateral",
-    contract.ExitCode.HANG: "Hang",
-    contract.ExitCode.SIGTERM: "Collateral",  # it was asked to end; who asked is the cause
-    contract.ExitCode.UNKNOWN: "Infrastructure",
-}
-
 
 Verdict = tuple[str, str]  # class and reason
 INIT_FAILED: Final = "InitContainerFailed"
@@ -54,7 +35,7 @@ PROBE_FAILED: Final = "ProbeFailed"
 #: These ends mean the same of any container.
 _OF_ANY: Final = (contract.ExitCode.SIGTERM, 128 + signal.SIGKILL)
 #: Codes with which no program ends for lack of memory, though some child of it may have.
-_MEANT: Final = (_CODES.keys() | contract.PERMANENT_EXIT_CODES | {0}) - {contract.ExitCode.UNKNOWN}
+_MEANT: Final = (CLASSES.keys() | contract.PERMANENT_EXIT_CODES | {0}) - {contract.ExitCode.UNKNOWN}
 _OOM: Final = "OOMKilled"
 #: The kubelet's words for the end of a container that say no more than its exit code.
 _PLAIN: Final = ("", "Error", "Completed", _OOM)
@@ -143,16 +124,16 @@ def ended_round(
     if rank is None and nproc_per_node == 1:
         rank = replica
     cls = {"hang": "Hang", "oom": "OOM"}.get(found.kind, "User")
-    number = found.signal or _signal_of(code)
+    number = found.signal or signal_of(code)
     step = f"after step {found.step}" if found.step is not None else ""
     said = found.exception or told.KINDS.get(found.kind, "")
-    reason = "Unknown" if code is number is None else _code_reason(code, number)
+    reason = "Unknown" if code is number is None else reason_of(code, number)
     loss = Failure(
         attempt=attempt,
         round=found.number,
         replica=replica,
         rank=rank,
-        cls=_class_of(code, number, cls),
+        cls=class_of(code, number, cls),
         reason=_OOM if found.kind == "oom" else reason,
         exit_code=code,
         signal=number,
@@ -163,12 +144,6 @@ def ended_round(
         exception=told.shorten(said),
     )
     return settle(loss) if loss.cls == "Collateral" else loss
-
-
-def reasons_of(code: int) -> set[str]:
-    """What a rule can call a process that ends so, before a container ends with it."""
-    number = _signal_of(code)
-    return {_code_reason(code, number), _class_of(code, number), "Error"}
 
 
 def vanished(replica: int, attempt: int, job_name: str, now: datetime) -> Failure:
@@ -214,8 +189,7 @@ def cause(failures: Iterable[Failure], finished: Mapping[int, datetime | None]) 
 
 def settle(found: Failure) -> Failure:
     """The class of a collateral loss when nobody else turned out to be the cause."""
-    asked = found.exit_code == contract.ExitCode.SIGTERM
-    return replace(found, cls="Disruption" if asked else "Infrastructure")
+    return replace(found, cls=settled(found.exit_code))
 
 
 def names(found: Failure, pod: Pod | None) -> tuple[int | None, set[str]]:
@@ -318,14 +292,12 @@ def _of_init(pod: Pod) -> Verdict | None:
     if ended is pod.trainer:
         return None
     code = ended.exit_code
-    cls = _class_of(code, _signal(pod)) if code in _OF_ANY else "User"
+    cls = class_of(code, _signal(pod)) if code in _OF_ANY else "User"
     return cls, INIT_FAILED if ended.reason in _PLAIN else ended.reason
 
 
 def _by_code(pod: Pod) -> Verdict:
-    code = decisive(pod).exit_code
-    permanent = code in contract.PERMANENT_EXIT_CODES
-    return "Permanent" if permanent else _class_of(code, _signal(pod)), _reason(pod)
+    return final_class(decisive(pod).exit_code, _signal(pod)), _reason(pod)
 
 
 #: From what was known before the end to what the end itself says. Deletion and eviction take a pod
@@ -350,17 +322,8 @@ def _verdict(pod: Pod) -> Verdict:
 def _reason(pod: Pod) -> str:
     """The kubelet's word for the end if it has one, else how the container ended."""
     ended = decisive(pod)
-    plain = _code_reason(ended.exit_code, _signal(pod))
+    plain = reason_of(ended.exit_code, _signal(pod))
     return pod.reason or (plain if ended.reason in _PLAIN else ended.reason)
-
-
-def _class_of(code: int | None, number: int | None, other: str = "User") -> str:
-    """SIGKILL comes from outside the program, yet nobody says from whom: charged all the same.
-
-    It may be the kernel, short of memory, where it hit a child and Kubernetes saw no OOMKilled.
-    """
-    found = other if code is None else _CODES.get(code, other)
-    return "Killed" if found == "User" and number == signal.SIGKILL else found
 
 
 def _signal(pod: Pod) -> int | None:
@@ -369,22 +332,7 @@ def _signal(pod: Pod) -> int | None:
         return trainer.signal
     if trainer.report and trainer.report.signal:
         return trainer.report.signal
-    return _signal_of(trainer.exit_code)
-
-
-def _signal_of(code: int | None) -> int | None:
-    return code - 128 if code is not None and 128 < code < 128 + signal.NSIG else None
-
-
-def _code_reason(code: int | None, number: int | None) -> str:
-    return _signal_name(number) if number else f"ExitCode{code}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"Signal{number}"
+    return signal_of(trainer.exit_code)
 
 
 def _rank(pod: Pod, nproc_per_node: int) -> int | None:

@@ -14,20 +14,11 @@ from datetime import datetime
 from typing import Any, Final, cast
 
 import ddpjob_contract as contract
+from ddpjob_contract import crd
 from ddpjob_operator.core import packed, proof, resumed
 from ddpjob_operator.core.lenient import mapping, parse_time, sequence
 from ddpjob_operator.core.status import Progress
 
-GROUP: Final = "ddpjob.dev"
-VERSION: Final = "v1alpha1"
-KIND: Final = "DDPJob"
-PLURAL: Final = "ddpjobs"
-LABEL_JOB_NAME: Final = f"{GROUP}/job-name"
-LABEL_JOB_UID: Final = f"{GROUP}/job-uid"
-LABEL_ATTEMPT: Final = f"{GROUP}/attempt"
-LABEL_REPLICA: Final = f"{GROUP}/replica"
-#: Names the trainer container on a pod: a webhook may have put another one first.
-ANNOTATION_TRAINER: Final = f"{GROUP}/trainer"
 _INT32: Final = 2**31
 #: No attempt has so many rounds: whoever tells of more is not believed.
 _ROUNDS: Final = 100_000
@@ -191,7 +182,7 @@ def pod(obj: Mapping[str, Any]) -> Pod:
         name=meta["name"],
         uid=meta["uid"],
         owner_uid=owner.get("uid"),
-        attempt=_number(labels.get(LABEL_ATTEMPT)),
+        attempt=_number(labels.get(crd.LABEL_ATTEMPT)),
         replica=_replica(meta["name"], labels, owner),
         phase=str(status.get("phase") or "Pending"),
         reason=clean(status.get("reason"), 64),
@@ -251,7 +242,7 @@ def clean(text: object, limit: int = MESSAGE_MAX) -> str:
 
 
 def _trainer_name(meta: Mapping[str, Any], spec: Mapping[str, Any]) -> object:
-    noted = mapping(meta.get("annotations")).get(ANNOTATION_TRAINER)
+    noted = mapping(meta.get("annotations")).get(crd.ANNOTATION_TRAINER)
     return noted or packed.trainer_container(spec).get("name")
 
 
@@ -370,7 +361,7 @@ def _round_records(items: object) -> tuple[Round, ...]:
 
 def _replica(name: str, labels: Mapping[str, Any], owner: Mapping[str, Any]) -> int | None:
     """A copy under another name, as people make to look into something, is no replica."""
-    number = _number(labels.get(LABEL_REPLICA))
+    number = _number(labels.get(crd.LABEL_REPLICA))
     return number if name == f"{owner.get('name', name.rpartition('-')[0])}-{number}" else None
 
 

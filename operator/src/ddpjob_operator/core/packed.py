@@ -15,13 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ddpjob_contract import crd
 from ddpjob_operator.core import quantity
 from ddpjob_operator.core.lenient import mapping, sequence
 
-TRAINER_CONTAINER: Final = "trainer"
-#: Resources of which a process takes one. Not MIG's: CUDA shows one slice to a process, whatever
-#: the container has. How many devices a ResourceClaim gives is not in the pod.
-GPUS: Final = ("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/xe", "gpu.intel.com/i915")
 #: A quantity that is not zero, as 0, 0.0 and 0k are.
 _SOME: Final = re.compile("[^a-zA-Z]*[1-9]")
 #: Less than that of either, and importing torch takes minutes, or is killed.
@@ -96,8 +93,8 @@ def template(raw: object) -> Template:
     containers = [*sequence(body.get("containers")), *sequence(body.get("initContainers"))]
     declared = [port for c in containers for port in sequence(mapping(c).get("ports"))]
     limits = mapping(mapping(trainer.get("resources")).get("limits"))
-    given = ((name, str(limits.get(name))) for name in GPUS)
-    gpu, gpus = next((one for one in given if _SOME.match(one[1])), (GPUS[0], ""))
+    given = ((name, str(limits.get(name))) for name in crd.GPUS)
+    gpu, gpus = next((one for one in given if _SOME.match(one[1])), (crd.GPUS[0], ""))
     numbers = (mapping(port).get("containerPort") for port in declared)
     mounts = (mapping(mount).get("mountPath") for mount in sequence(trainer.get("volumeMounts")))
     return Template(
@@ -156,7 +153,7 @@ def place(path: str) -> str:
 def trainer_container(pod_spec: Mapping[str, Any]) -> Mapping[str, Any]:
     """The container that trains: the one named "trainer", or else the first."""
     containers = [c for c in pod_spec.get("containers") or () if isinstance(c, Mapping)]
-    named = (c for c in containers if c.get("name") == TRAINER_CONTAINER)
+    named = (c for c in containers if c.get("name") == crd.TRAINER_CONTAINER)
     return next(named, containers[0] if containers else {})
 
 

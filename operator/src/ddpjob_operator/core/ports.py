@@ -14,11 +14,11 @@ from functools import lru_cache
 from itertools import chain
 from typing import Final
 
+from ddpjob_contract import crd
 from ddpjob_operator.core.packed import Template
 
-#: Defaults of the CRD.
-MASTER: Final = 29500
-METRICS: Final = 9400
+MASTER: Final[int] = crd.DEFAULTS["port"]
+METRICS: Final[int] = crd.DEFAULTS["metrics.port"]
 #: Those that a process without rights may open.
 _OPEN: Final = range(1024, 65536)
 #: Below those of Services on nodes (30000) and those that kernels hand out (32768). The gang has

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-import ddpjob_contract as contract
-from ddpjob_operator.core import classify, observe, packed, ports
+from ddpjob_contract import crd, exits
+from ddpjob_contract.environment import Member, Snapshots
+from ddpjob_operator.core import packed, ports
 from ddpjob_operator.core.lenient import integer, mapping, sequence
 from ddpjob_operator.core.observe import Job
 from ddpjob_operator.core.spec import Restart, Spec
@@ -21,7 +22,6 @@ SHM_VOLUME: Final = "ddpjob-shm"
 METRICS_PORT: Final = "metrics"
 #: Kubernetes' default of 300 s would hold a gang on a dead node for five minutes.
 NODE_LOST_TOLERATION_SECONDS: Final = 30
-DEFAULT_GRACE_SECONDS: Final = 30
 _NODE_TAINTS: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 
 
@@ -57,7 +57,7 @@ def pod(
     body["tolerations"] = _tolerations(body.get("tolerations"))
     # With 0 its object would go before its containers, and with it what the barrier looks for. The
     # CRD refuses that; a job that an older one took is mended here.
-    grace = max(1, integer(body.get("terminationGracePeriodSeconds"), DEFAULT_GRACE_SECONDS))
+    grace = max(1, integer(body.get("terminationGracePeriodSeconds"), crd.GRACE_SECONDS))
     body["terminationGracePeriodSeconds"] = grace
     trainer = packed.trainer_container(body)
     assert isinstance(trainer, dict)  # JSON of our own
@@ -65,7 +65,10 @@ def pod(
     names = {variable.get("name") for variable in given}
     ours = _env(job, spec, attempt, replica, grace)
     # Only PYTHONUNBUFFERED can be in both: it is a default, not a part of the contract.
-    trainer["env"] = [*(v for v in ours if v["name"] not in names), *given]
+    trainer["env"] = [
+        *({"name": name, "value": value} for name, value in ours.items() if name not in names),
+        *given,
+    ]
     for container in (trainer, *sequence(body.get("initContainers"))):
         if isinstance(container, dict):  # else the API server has to name it
             _default(container, "terminationMessagePolicy", "FallbackToLogsOnError")
@@ -86,7 +89,7 @@ def pod(
             "annotations": {
                 "kubectl.kubernetes.io/default-container": trainer.get("name"),
                 **mapping(meta.get("annotations")),
-                observe.ANNOTATION_TRAINER: trainer.get("name"),
+                crd.ANNOTATION_TRAINER: trainer.get("name"),
             },
             "ownerReferences": [_owner(job)],
         },
@@ -98,8 +101,8 @@ def pod_labels(job: Job, attempt: int, replica: int) -> dict[str, str]:
     """The labels that make a pod a member, and those every tool knows."""
     return {
         **_labels(job),
-        observe.LABEL_ATTEMPT: str(attempt),
-        observe.LABEL_REPLICA: str(replica),
+        crd.LABEL_ATTEMPT: str(attempt),
+        crd.LABEL_REPLICA: str(replica),
     }
 
 
@@ -108,15 +111,15 @@ def _labels(job: Job) -> dict[str, str]:
         "app.kubernetes.io/name": "ddpjob",
         "app.kubernetes.io/instance": job.name,
         "app.kubernetes.io/managed-by": "ddpjob-operator",
-        observe.LABEL_JOB_NAME: job.name,
-        observe.LABEL_JOB_UID: job.uid,
+        crd.LABEL_JOB_NAME: job.name,
+        crd.LABEL_JOB_UID: job.uid,
     }
 
 
 def _owner(job: Job) -> dict[str, Any]:
     return {
-        "apiVersion": f"{observe.GROUP}/{observe.VERSION}",
-        "kind": observe.KIND,
+        "apiVersion": crd.API_VERSION,
+        "kind": crd.KIND,
         "name": job.name,
         "uid": job.uid,
         "controller": True,
@@ -144,7 +147,7 @@ def _service(job: Job, spec: Spec) -> dict[str, Any]:
             "clusterIP": "None",
             # Ranks look each other up before any of them can be ready.
             "publishNotReadyAddresses": True,
-            "selector": {observe.LABEL_JOB_UID: job.uid},
+            "selector": {crd.LABEL_JOB_UID: job.uid},
             "ports": [
                 {"name": "master", "port": spec.port, "targetPort": spec.port},
                 {"name": "hub", "port": hub, "targetPort": hub},
@@ -158,7 +161,7 @@ def _network_policy(
     job: Job, spec: Spec, metrics_from: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """torch's store and gloo/NCCL have no authentication: only the gang may connect."""
-    selector = {"matchLabels": {observe.LABEL_JOB_UID: job.uid}}
+    selector = {"matchLabels": {crd.LABEL_JOB_UID: job.uid}}
     metrics: dict[str, Any] = {"ports": [{"protocol": "TCP", "port": spec.metrics_port}]}
     if metrics_from:
         metrics["from"] = [dict(peer) for peer in metrics_from]
@@ -177,58 +180,45 @@ def _network_policy(
     }
 
 
-def _env(job: Job, spec: Spec, attempt: int, replica: int, grace: int) -> list[dict[str, str]]:
-    master = f"{job.name}-0.{job.name}.{job.namespace}.svc"
+def _env(job: Job, spec: Spec, attempt: int, replica: int, grace: int) -> dict[str, str]:
+    """The variables that the contract promises to one replica."""
     found = ports.of(spec.template, spec.port, spec.metrics_port, job.uid, attempt, replica)
-    env = {
-        "MASTER_ADDR": master,
-        "MASTER_PORT": found.master,
-        "PET_NNODES": spec.replicas,
-        "PET_NPROC_PER_NODE": spec.nproc_per_node,
-        "PET_NODE_RANK": replica,
-        "PET_MASTER_ADDR": master,
-        "PET_MASTER_PORT": found.master,
-        # A straggler of an older attempt must not join this one.
-        "PET_RDZV_ID": f"{job.uid}-{attempt}",
-        contract.NAME: job.name,
-        contract.NAMESPACE: job.namespace,
-        contract.UID: job.uid,
-        contract.ATTEMPT: attempt,
-        contract.REPLICA: replica,
-        contract.REPLICAS: spec.replicas,
-        contract.NPROC_PER_NODE: spec.nproc_per_node,
-        contract.METRICS_PORT: found.metrics,
-        contract.HUB_PORT: found.hub,
-        contract.GRACE_SECONDS: grace,
-        contract.IN_PLACE_MAX_WITHOUT_PROGRESS: spec.restart.in_place,
-        contract.DRILL: spec.restart.drill,
-        contract.IN_PLACE_FINAL_EXIT_CODES: _final_exit_codes(spec.restart),
-        contract.HEAL_AFTER_SECONDS: spec.restart.heal_after,
-        contract.HANG_STARTUP_SECONDS: spec.hang.startup,
-        contract.HANG_STEP_SECONDS: spec.hang.step,
-        contract.HANG_SNAPSHOT_SECONDS: spec.hang.snapshot,
-        "PYTHONUNBUFFERED": 1,
-    }
-    if spec.nproc_per_node == 1:
-        env |= {"RANK": replica, "WORLD_SIZE": spec.replicas, "GROUP_RANK": replica}
-        env |= {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    if spec.snapshot:
-        env |= {
-            contract.SNAPSHOT_DIR: f"{spec.snapshot.path.rstrip('/')}/{job.name}",
-            contract.SNAPSHOT_EVERY_STEPS: spec.snapshot.every_steps,
-            contract.SNAPSHOT_KEEP: spec.snapshot.keep,
-            contract.SNAPSHOT_RESUME: spec.snapshot.resume,
-        }
-    if spec.restart.progress_path:
-        env[contract.PROGRESS_PATH] = spec.restart.progress_path
-    return [{"name": key, "value": str(value)} for key, value in env.items()]
+    snapshots = None
+    if given := spec.snapshot:
+        snapshots = Snapshots(
+            directory=f"{given.path.rstrip('/')}/{job.name}",
+            every_steps=given.every_steps,
+            keep=given.keep,
+            resume=given.resume,
+        )
+    return Member(
+        name=job.name,
+        namespace=job.namespace,
+        uid=job.uid,
+        attempt=attempt,
+        replica=replica,
+        replicas=spec.replicas,
+        nproc=spec.nproc_per_node,
+        address=f"{job.name}-0.{job.name}.{job.namespace}.svc",
+        master_port=found.master,
+        hub_port=found.hub,
+        metrics_port=found.metrics,
+        grace=grace,
+        max_without_progress=spec.restart.in_place,
+        drill=spec.restart.drill,
+        final_exit_codes=_final_exit_codes(spec.restart),
+        heal_after=spec.restart.heal_after,
+        hang_startup=spec.hang.startup,
+        hang_step=spec.hang.step,
+        hang_snapshot=spec.hang.snapshot,
+        snapshots=snapshots,
+        progress_path=spec.restart.progress_path,
+    ).environment()
 
 
 @lru_cache(maxsize=64)  # the same for all pods of a gang
-def _final_exit_codes(restart: Restart) -> str:
-    """After these the user's rules want no restart, so none in place either."""
-    codes = (c for c in range(1, 256) if restart.ruled(c, classify.reasons_of(c)) == "Fail")
-    return ",".join(map(str, codes))
+def _final_exit_codes(restart: Restart) -> tuple[int, ...]:
+    return tuple(exits.final_codes(restart.ruled))
 
 
 def _declare_metrics_port(trainer: dict[str, Any], number: int) -> None:

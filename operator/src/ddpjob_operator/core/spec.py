@@ -11,6 +11,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from ddpjob_contract.crd import DEFAULTS, TRAINER_CONTAINER
 from ddpjob_operator.core import packed, ports
 from ddpjob_operator.core.lenient import integer, mapping, text
 from ddpjob_operator.core.packed import Packed, Template
@@ -117,7 +118,7 @@ def read(raw: Mapping[str, Any], name: str = "") -> Spec:
         # What runs was made of a better spec: these parts are not needed to look after it.
         left_out = ("template", "nprocPerNode", "nodeLost", "snapshot")
         rest = {key: raw[key] for key in raw if key not in left_out}
-        rest["template"] = {"spec": {"containers": [{"name": packed.TRAINER_CONTAINER}]}}
+        rest["template"] = {"spec": {"containers": [{"name": TRAINER_CONTAINER}]}}
         return replace(parse(rest), flaw=str(error))
 
 
@@ -135,21 +136,28 @@ def parse(raw: Mapping[str, Any], name: str = "") -> Spec:
         raise SpecError(flaw)
     return Spec(
         replicas=integer(raw.get("replicas"), 1),
-        nproc_per_node=_nproc(raw.get("nprocPerNode", "auto"), template),
+        nproc_per_node=_nproc(raw.get("nprocPerNode", DEFAULTS["nprocPerNode"]), template),
         template=template,
         port=integer(raw.get("port"), ports.MASTER),
-        suspend=bool(raw.get("suspend", False)),
+        suspend=bool(raw.get("suspend", DEFAULTS["suspend"])),
         restart=_restart(mapping(raw.get("restart"))),
         snapshot=snapshot,
         hang=_hang(mapping(raw.get("hang"))),
         fence_after=_fence_after(mapping(raw.get("nodeLost")), raw.get("snapshot")),
-        startup_deadline=integer(raw.get("startupDeadlineSeconds"), 600),
+        startup_deadline=_number(raw, "startupDeadlineSeconds"),
         active_deadline=raw.get("activeDeadlineSeconds"),
         ttl=raw.get("ttlSecondsAfterFinished"),
-        clean_pod_policy=str(raw.get("cleanPodPolicy", "Running")),
+        clean_pod_policy=str(raw.get("cleanPodPolicy", DEFAULTS["cleanPodPolicy"])),
         metrics_port=integer(mapping(raw.get("metrics")).get("port"), ports.METRICS),
-        network_policy=bool(mapping(raw.get("networkPolicy")).get("enabled", True)),
+        network_policy=bool(
+            mapping(raw.get("networkPolicy")).get("enabled", DEFAULTS["networkPolicy.enabled"])
+        ),
     )
+
+
+def _number(raw: Mapping[str, Any], path: str) -> int:
+    """A whole number by its path in spec; ``raw``: the object that holds it."""
+    return integer(raw.get(path.rpartition(".")[2]), DEFAULTS[path])
 
 
 def _nproc(value: object, template: Template) -> int:
@@ -184,17 +192,19 @@ def _restart(raw: Mapping[str, Any]) -> Restart:
         )
         for rule in raw.get("rules") or ()
     )
-    max_restarts = integer(raw.get("maxRestarts"), 3)
+    max_restarts = _number(raw, "restart.maxRestarts")
     in_place = mapping(raw.get("inPlace"))
     on = in_place.get("enabled", True) is not False and max_restarts > 0
     return Restart(
         max_restarts=max_restarts,
-        max_disruptions=integer(raw.get("maxDisruptions"), 100),
-        initial_seconds=float(backoff.get("initialSeconds", 1)),
-        max_seconds=float(backoff.get("maxSeconds", 300)),
-        in_place=integer(in_place.get("maxWithoutProgress"), 3) if on else 0,
-        drill=text(in_place.get("drill")) or "Auto",
-        heal_after=integer(raw.get("healAfterSeconds"), 3600),
+        max_disruptions=_number(raw, "restart.maxDisruptions"),
+        initial_seconds=float(
+            backoff.get("initialSeconds", DEFAULTS["restart.backoff.initialSeconds"])
+        ),
+        max_seconds=float(backoff.get("maxSeconds", DEFAULTS["restart.backoff.maxSeconds"])),
+        in_place=_number(in_place, "restart.inPlace.maxWithoutProgress") if on else 0,
+        drill=text(in_place.get("drill")) or DEFAULTS["restart.inPlace.drill"],
+        heal_after=_number(raw, "restart.healAfterSeconds"),
         progress_path=text(raw.get("progressPath")),
         rules=rules,
     )
@@ -206,9 +216,9 @@ def _snapshot(raw: object) -> Snapshot | None:
     return Snapshot(
         path=str(raw.get("path", "/snapshots")),
         volume=packed.volume(raw.get("volume")),
-        every_steps=integer(raw.get("everySteps"), 50),
-        keep=integer(raw.get("keep"), 3),
-        resume=str(raw.get("resume", "Auto")),
+        every_steps=_number(raw, "snapshot.everySteps"),
+        keep=_number(raw, "snapshot.keep"),
+        resume=str(raw.get("resume", DEFAULTS["snapshot.resume"])),
     )
 
 
@@ -227,9 +237,9 @@ def _unusable(snapshot: Snapshot, template: Template, name: str) -> str:
 
 def _hang(raw: Mapping[str, Any]) -> Hang:
     return Hang(
-        startup=integer(raw.get("startupSeconds"), 600),
-        step=integer(raw.get("stepSeconds"), 300),
-        snapshot=integer(raw.get("snapshotSeconds"), 600),
+        startup=_number(raw, "hang.startupSeconds"),
+        step=_number(raw, "hang.stepSeconds"),
+        snapshot=_number(raw, "hang.snapshotSeconds"),
     )
 
 
@@ -238,4 +248,4 @@ def _fence_after(raw: Mapping[str, Any], snapshot: object) -> float | None:
         return None
     if not isinstance(snapshot, Mapping):  # CEL refuses it too; without lineage files may be lost
         raise SpecError("spec.nodeLost.policy Fence needs spec.snapshot: set it or use Wait")
-    return float(integer(raw.get("afterSeconds"), 30))
+    return float(_number(raw, "nodeLost.afterSeconds"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ddpjob_operator.core import observe
+from ddpjob_contract import crd
 from ddpjob_operator.core.actions import Body, Existing
 from ddpjob_operator.core.lenient import parse_time
 
@@ -18,7 +18,7 @@ def existing(kind: str, obj: Mapping[str, Any]) -> Existing:
     meta = obj["metadata"]
     owners = meta.get("ownerReferences") or ()
     owner: Mapping[str, Any] = next((o for o in owners if o.get("controller")), {})
-    attempt = str((meta.get("labels") or {}).get(observe.LABEL_ATTEMPT, ""))
+    attempt = str((meta.get("labels") or {}).get(crd.LABEL_ATTEMPT, ""))
     return Existing(
         kind=kind,
         name=meta["name"],
@@ -39,7 +39,7 @@ def hidden(pod: Mapping[str, Any], job_uid: str) -> Existing | None:
     """
     found, labels = existing("Pod", pod), pod["metadata"].get("labels") or {}
     ended = (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
-    seen = labels.get(observe.LABEL_JOB_UID) == job_uid
+    seen = labels.get(crd.LABEL_JOB_UID) == job_uid
     return None if ended or seen or found.owner_uid != job_uid else found
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, get_args
 
+from ddpjob_contract.crd import TERMINAL_PHASES
 from ddpjob_operator.core.lenient import (
     counter,
     format_time,
@@ -27,7 +28,6 @@ from ddpjob_operator.core.ranges import format_ranges, parse_ranges
 
 Phase = Literal["Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
 PHASES: Final = get_args(Phase)
-TERMINAL: Final = ("Succeeded", "Failed")
 #: status.failures and status.avoidedNodes keep so many, newest last: etcd has a limit.
 MAX_FAILURES: Final = 10
 MAX_AVOIDED: Final = 16
@@ -204,7 +204,7 @@ class Status:
     @property
     def terminal(self) -> bool:
         """Succeeded or Failed: absorbing."""
-        return self.phase in TERMINAL
+        return self.phase in TERMINAL_PHASES
 
     @property
     def last_failure(self) -> Failure | None:

@@ -16,8 +16,8 @@ from typing import Any
 
 import aiohttp
 
+from ddpjob_contract import crd
 from ddpjob_operator import __version__
-from ddpjob_operator.core import observe
 from ddpjob_operator.shell import decode, errors
 from ddpjob_operator.shell.credentials import Credentials
 
@@ -49,7 +49,7 @@ class Resource:
         return f"{root}{scope}/{self.plural}{tail}"
 
 
-JOBS = Resource(observe.GROUP, observe.VERSION, observe.PLURAL)
+JOBS = Resource(crd.GROUP, crd.VERSION, crd.PLURAL)
 PODS = Resource("", "v1", "pods")
 NODES = Resource("", "v1", "nodes")
 SERVICES = Resource("", "v1", "services")

@@ -19,6 +19,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
+from ddpjob_contract import crd
 from ddpjob_operator import __version__
 from ddpjob_operator.core import observe
 from ddpjob_operator.shell.api import Api
@@ -247,20 +248,20 @@ class App:
         pods = max(now - informer.alive_at for informer in self._informers.values())
         nodes = now - self._node_informer.alive_at
         jobs = max(now - resync.alive_at for resync in self._resyncs.values())
-        return {"pods": pods, "nodes": nodes, observe.PLURAL: jobs}
+        return {"pods": pods, "nodes": nodes, crd.PLURAL: jobs}
 
     def _watch_ages(self) -> dict[str, float]:
         now = time.monotonic()
         pods = max(now - informer.heard_at for informer in self._informers.values())
         listed = min(resync.heard_at for resync in self._resyncs.values())
         heard = max(self._watcher.heard_at, listed)
-        return {"pods": pods, observe.PLURAL: now - heard}
+        return {"pods": pods, crd.PLURAL: now - heard}
 
     def _unready(self) -> list[str]:
         """What nobody has answered yet. One namespace that may not be read is the log's to tell."""
         jobs, pods = self._resyncs.values(), self._informers.values()
         lists: dict[str, list[Resync | PodInformer]] = {
-            f"list of {observe.PLURAL}": [*jobs],
+            f"list of {crd.PLURAL}": [*jobs],
             "list of pods": [*pods],
         }
         return [

@@ -14,6 +14,7 @@ from datetime import datetime
 from itertools import groupby
 from typing import Any
 
+from ddpjob_contract import crd
 from ddpjob_operator.core import observe, standing
 from ddpjob_operator.core.actions import (
     Action,
@@ -161,8 +162,8 @@ class Executor:
 
     async def _write_status(self, job: observe.Job, action: WriteStatus) -> bool:
         body = {
-            "apiVersion": f"{observe.GROUP}/{observe.VERSION}",
-            "kind": observe.KIND,
+            "apiVersion": f"{crd.GROUP}/{crd.VERSION}",
+            "kind": crd.KIND,
             "metadata": {
                 "namespace": job.namespace,
                 "name": job.name,
@@ -218,7 +219,7 @@ class Executor:
         except errors.Conflict:  # changed meanwhile, another of that name, or a restored etcd
             await self.refresh(job)
             return
-        if left.get("kind") != observe.KIND or "deletionTimestamp" not in left["metadata"]:
+        if left.get("kind") != crd.KIND or "deletionTimestamp" not in left["metadata"]:
             raise JobGoneError
         self._store.put_own_write(left)  # somebody's finalizer keeps it: not ours to delete again
 
@@ -247,7 +248,7 @@ class Executor:
 
     async def _confirm_gone(self, job: observe.Job, action: ConfirmGone) -> bool:
         at, seen = self._now(), self._store.seen(job.uid, action.attempt)
-        selector = f"{observe.LABEL_JOB_UID}={job.uid}"
+        selector = f"{crd.LABEL_JOB_UID}={job.uid}"
         newest = self._store.newest(PODS.plural)
         listing = await self._api.list_all(PODS, job.namespace, selector, keep=slim_pod)
         self._store.check_list(PODS.plural, listing.resource_version, newest)

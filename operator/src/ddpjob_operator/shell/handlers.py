@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 import kopf
 
+from ddpjob_contract import crd
 from ddpjob_operator.core import observe
 from ddpjob_operator.shell import decode
 from ddpjob_operator.shell.credentials import Credentials
@@ -42,7 +43,7 @@ def run_kopf(
     async def login(**_: Any) -> kopf.AiohttpSession:
         return _connection(credentials)
 
-    @kopf.on.event(observe.GROUP, observe.VERSION, observe.PLURAL, registry=registry)
+    @kopf.on.event(crd.GROUP, crd.VERSION, crd.PLURAL, registry=registry)
     async def on_event(event: Any, **_: Any) -> None:
         obj = event["object"]
         deliver(event["type"], obj.get(_SLIM) or observe.job(obj))
@@ -84,7 +85,7 @@ class _Response(aiohttp.ClientResponse):
     """What kopf gets to see of an answer; it asks for ``json()``, or streams a watch."""
 
     async def json(self, **_: Any) -> Any:
-        if self.status < 300 and self.url.path.endswith(f"/{observe.PLURAL}"):
+        if self.status < 300 and self.url.path.endswith(f"/{crd.PLURAL}"):
             items, rest = await decode.read_list(self.content.iter_any(), _slim)
             return {**rest, "items": items}
         return decode.loads(await self.read())

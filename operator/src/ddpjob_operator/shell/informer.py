@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ddpjob_operator.core import observe
+from ddpjob_contract import crd
 from ddpjob_operator.shell import errors, nodes
 from ddpjob_operator.shell.api import NODES, PODS, Api, Listing, Object, Resource
 from ddpjob_operator.shell.store import Key, Store
@@ -167,7 +167,7 @@ class PodInformer(Informer):
     """The pods of jobs."""
 
     resource = PODS
-    selector = observe.LABEL_JOB_UID
+    selector = crd.LABEL_JOB_UID
 
     async def _list(self) -> str:
         try:

@@ -25,8 +25,10 @@ from prometheus_client import (
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from ddpjob_contract import crd
+from ddpjob_contract.exits import SEVERITY
 from ddpjob_operator import __version__
-from ddpjob_operator.core import classify, observe, status
+from ddpjob_operator.core import observe, status
 from ddpjob_operator.core.actions import Measurement
 
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -150,10 +152,10 @@ class Metrics:
 
     def _begin(self, namespace: str) -> None:
         """Counters of a namespace begin at 0: what appears at 1 has no increase for Prometheus."""
-        for kind in (*classify.SEVERITY, "Unknown"):
+        for kind in (*SEVERITY, "Unknown"):
             self.restarts.labels(namespace, kind)
             self.rounds.labels(namespace, kind)
-        for result in status.TERMINAL:
+        for result in crd.TERMINAL_PHASES:
             self.finished.labels(namespace, result)
         self.refused.labels(namespace, "403")
 
@@ -207,7 +209,7 @@ class _Jobs(Collector):
             phase = known if isinstance(known, str) and known in status.PHASES else "Pending"
             phases[job.namespace, phase] += 1
             reason = job.status.get("reason")
-            if reason and isinstance(reason, str) and phase not in status.TERMINAL:
+            if reason and isinstance(reason, str) and phase not in crd.TERMINAL_PHASES:
                 stalled[job.namespace, reason] += 1
         self._mind(namespaces)
         jobs, reasons = self.describe()

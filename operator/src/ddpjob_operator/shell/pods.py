@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ddpjob_contract import crd
 from ddpjob_operator.core import observe, standing
 from ddpjob_operator.core.actions import Existing, ReadEvents
 from ddpjob_operator.core.policy import probe
@@ -40,7 +41,7 @@ def slim_pod(obj: Object) -> SlimPod:
 
 async def hidden_pods(api: Api, job: observe.Job) -> tuple[Existing, ...]:
     """Ask by the job's name for pods of it that lost the label of its uid. Raises ApiError."""
-    named = f"{observe.LABEL_JOB_NAME}={job.name}"
+    named = f"{crd.LABEL_JOB_NAME}={job.name}"
     keep = partial(standing.hidden, job_uid=job.uid)
     listing = await api.list_all(PODS, job.namespace, named, keep=keep)
     return tuple(filter(None, listing.items))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
+from ddpjob_contract import crd
 from ddpjob_operator.core import observe
 from ddpjob_operator.core.actions import Event
 from ddpjob_operator.shell import errors
@@ -139,8 +140,8 @@ def _body(job: observe.Job, event: Event, instance: str) -> dict[str, Any]:
             "namespace": job.namespace,
         },
         "involvedObject": {
-            "apiVersion": f"{observe.GROUP}/{observe.VERSION}",
-            "kind": observe.KIND,
+            "apiVersion": f"{crd.GROUP}/{crd.VERSION}",
+            "kind": crd.KIND,
             "namespace": job.namespace,
             "name": job.name,
             "uid": job.uid,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from ddpjob_operator.core import observe
+from ddpjob_contract import crd
 from ddpjob_operator.shell import errors
 from ddpjob_operator.shell.api import JOBS, Api, Object
 from ddpjob_operator.shell.store import Key, Store
@@ -107,15 +107,15 @@ class Resync:
         match error:
             case errors.NotFound():
                 return (
-                    f"the cluster does not know {observe.KIND}s ({observe.PLURAL}.{observe.GROUP}):"
+                    f"the cluster does not know {crd.KIND}s ({crd.PLURAL}.{crd.GROUP}):"
                     " kubectl apply -f manifests/crd.yaml"
                 )
             case errors.Forbidden():
-                return f"not allowed to list {observe.PLURAL}{self._where}: {error.message}"
+                return f"not allowed to list {crd.PLURAL}{self._where}: {error.message}"
             case _ if error.code == 0:
                 return f"no answer from the API server: {error.message}"
             case _:
-                return f"cannot list {observe.PLURAL}{self._where}: {error}"
+                return f"cannot list {crd.PLURAL}{self._where}: {error}"
 
 
 async def wait_for_crd(api: Api) -> None:
@@ -129,9 +129,9 @@ async def wait_for_crd(api: Api) -> None:
 async def _served(api: Api) -> bool:
     try:
         groups = await api.discover("/apis")
-        kinds = await api.discover(f"/apis/{observe.GROUP}/{observe.VERSION}")
+        kinds = await api.discover(f"/apis/{crd.GROUP}/{crd.VERSION}")
     except errors.ApiError:
         return False  # Resync.run() says why
-    return any(group["name"] == observe.GROUP for group in groups.get("groups", ())) and any(
-        kind["name"] == observe.PLURAL for kind in kinds.get("resources", ())
+    return any(group["name"] == crd.GROUP for group in groups.get("groups", ())) and any(
+        kind["name"] == crd.PLURAL for kind in kinds.get("resources", ())
     )

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from ddpjob_contract import crd
 from ddpjob_operator.core import observe
 from ddpjob_operator.core.actions import Outcomes, Waiter
 from ddpjob_operator.core.nodes import Nodes
@@ -114,7 +115,7 @@ class Store:
     def put_job(self, offered: Object | observe.Job) -> bool:
         """Take a job from a watch or a list. False if it is no newer than what is known."""
         job = offered if isinstance(offered, observe.Job) else self._read_job(offered)
-        self._saw(observe.PLURAL, number(job.resource_version))
+        self._saw(crd.PLURAL, number(job.resource_version))
         known = self._jobs.get(job.key)
         if known is not None and not _newer(known.resource_version, job.resource_version):
             return False

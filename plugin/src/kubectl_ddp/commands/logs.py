@@ -12,10 +12,11 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import IO
 
+from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_JOB_UID, LABEL_REPLICA, TERMINAL_PHASES
 from kubectl_ddp import following, gang
 from kubectl_ddp.commands.status import failure_line
 from kubectl_ddp.failure import Failure
-from kubectl_ddp.gang import FINAL, LABEL_ATTEMPT, LABEL_REPLICA, LABEL_UID, Job, Member
+from kubectl_ddp.gang import Job, Member
 from kubectl_ddp.kubectl import Kubectl, judge
 from kubectl_ddp.text import clean, ranges
 
@@ -30,7 +31,7 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
     if options.failed:
         return _failed(kubectl, job, members, _how_much(options))
     wanted = gang.chosen(job, options.replica)
-    if options.follow and job.phase not in FINAL:
+    if options.follow and job.phase not in TERMINAL_PHASES:
         return _follow(kubectl, job, wanted, _how_much(options))
     chosen = {n: one for n, one in members.items() if n in wanted}
     started = {n: one for n, one in chosen.items() if one.started}
@@ -55,7 +56,7 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
 def _words(job: Job, started: Mapping[int, Member], selected: str) -> list[str]:
     """Arguments of kubectl for the logs of these pods."""
     container = next(iter(started.values())).container
-    words = ["-n", job.namespace, "-l", f"{LABEL_UID}={job.uid}{selected}", "-c", container]
+    words = ["-n", job.namespace, "-l", f"{LABEL_JOB_UID}={job.uid}{selected}", "-c", container]
     # kubectl would follow five pods at most.
     most = f"--max-log-requests={max(5, len(started))}"
     return ["logs", *words, "--prefix", "--ignore-errors", most]
@@ -96,7 +97,7 @@ def _follow(kubectl: Kubectl, job: Job, wanted: set[int], how_much: list[str]) -
             attempt = newest
             if fresh:
                 streams.begin(look, fresh, how_much)
-            elif look.phase in FINAL and not alive:
+            elif look.phase in TERMINAL_PHASES and not alive:
                 return 0
             elif look.phase != told and (not attempt or look.phase == "Suspended"):
                 state = look.phase or "not seen yet"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+from ddpjob_contract.crd import TERMINAL_PHASES
 from kubectl_ddp import gang
 from kubectl_ddp.failure import Failure
-from kubectl_ddp.gang import FINAL, Job
+from kubectl_ddp.gang import Job
 from kubectl_ddp.kubectl import Kubectl
 
 _DIRECTORY = "DDPJOB_SNAPSHOT_DIR"
@@ -33,7 +34,7 @@ def _without_pods(job: Job) -> str:
     volume = job.spec["snapshot"].get("volume") or {}
     claim = (volume.get("persistentVolumeClaim") or {}).get("claimName")
     what = f"claim {claim}" if claim else "its snapshot volume"
-    resume = "" if job.phase in FINAL else "resume it, or "
+    resume = "" if job.phase in TERMINAL_PHASES else "resume it, or "
     return (
         f"no pod of {job.name} runs: {resume}run `ddpjob-trainer snapshot ls {path}` in a pod that"
         f" mounts {what} at {job.spec['snapshot']['path']}, as in"

@@ -11,9 +11,10 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
+from ddpjob_contract.crd import TERMINAL_PHASES
 from kubectl_ddp import following, gang
 from kubectl_ddp.failure import Failure
-from kubectl_ddp.gang import FINAL, Job, Member, Told, moment
+from kubectl_ddp.gang import Job, Member, Told, moment
 from kubectl_ddp.kubectl import DDPJOBS, Kubectl, Object
 from kubectl_ddp.text import NONE, WHOLE, clean, duration, since, table, width, wrapped
 
@@ -57,7 +58,7 @@ def _watch(kubectl: Kubectl, job: Job, options: argparse.Namespace) -> int:
             shown = partial(_one, kubectl, look, options)
             _print(*(shown() if version is None else following.patiently(shown)))
             version = look.version
-        if look.phase in FINAL:
+        if look.phase in TERMINAL_PHASES:
             return 0 if look.phase == "Succeeded" else _FAILED
     return 0
 
@@ -277,14 +278,14 @@ def _progress(progress: Mapping[str, Any], phase: str, first: Told, now: datetim
     parts = [f"step {_step(progress)}"] if "step" in progress else []
     for name, words in (("loss", "loss {:.4g}"), ("samplesPerSecond", "{:.4g} samples/s")):
         number = say.number(name)
-        stale = name == "samplesPerSecond" and age > _STALE and phase not in FINAL
+        stale = name == "samplesPerSecond" and age > _STALE and phase not in TERMINAL_PHASES
         parts += [words.format(number)] if number is not None and not stale else []
-    if parts and age > _STALE and phase not in FINAL:
+    if parts and age > _STALE and phase not in TERMINAL_PHASES:
         parts.append(f"last told {duration(age)} ago")
     if not parts and say.text("phase") == "startup":
         silent = phase == "Running" and first.silent
         return f"running, tells no steps: {_PLAIN}" if silent else "starting up"
-    started = "" if phase in FINAL else "not started yet, or "
+    started = "" if phase in TERMINAL_PHASES else "not started yet, or "
     return ", ".join(parts) or f"not told: {started}{_PLAIN}"
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 
+from ddpjob_contract.crd import TERMINAL_PHASES
 from kubectl_ddp import gang
 from kubectl_ddp.failure import Failure
-from kubectl_ddp.gang import FINAL, Job
+from kubectl_ddp.gang import Job
 from kubectl_ddp.kubectl import DDPJOBS, Kubectl
 
 
@@ -48,7 +49,7 @@ def resume(kubectl: Kubectl, options: argparse.Namespace) -> int:
 def _set(kubectl: Kubectl, name: str, value: bool) -> Job | None:
     """The job as it was before; None when nothing was to be done."""
     job = gang.find_job(kubectl, name)
-    if job.phase in FINAL:
+    if job.phase in TERMINAL_PHASES:
         raise Failure(
             f"{name} has {job.phase.lower()}, which is final: to train again delete it and apply"
             " it anew"

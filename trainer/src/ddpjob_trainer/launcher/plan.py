@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ddpjob_contract as contract
+from ddpjob_contract.crd import DEFAULTS
 from ddpjob_trainer import gpu_devices
 from ddpjob_trainer.arguments import MOST_PROCESSES, whole
 from ddpjob_trainer.environment import (
@@ -32,8 +33,6 @@ from ddpjob_trainer.launcher.scratch import Scratch
 from ddpjob_trainer.liveness.hang import Deadlines
 from ddpjob_trainer.travels import check_notebook
 
-DEFAULT_ROUNDS_WITHOUT_PROGRESS = 3
-DEFAULT_HEAL_AFTER_SECONDS = 3600
 #: In a DDPJob a volume that the operator mounts.
 _MEMORY = "/dev/shm"
 #: A killed process that waits for a disk or a device that does not answer ends when that does.
@@ -134,13 +133,13 @@ def _rounds(env: LauncherEnvironment, given: int | None, *, standalone: bool) ->
         return given
     if env.rounds_without_progress is not None:
         return env.rounds_without_progress
-    return DEFAULT_ROUNDS_WITHOUT_PROGRESS if standalone else 0
+    return int(DEFAULTS["restart.inPlace.maxWithoutProgress"]) if standalone else 0
 
 
 def _heal_after(env: LauncherEnvironment, given: int | None, *, standalone: bool) -> int:
     if given is not None:
         whole("--heal-after", given)
-    default = DEFAULT_HEAL_AFTER_SECONDS if standalone else 0
+    default = int(DEFAULTS["restart.healAfterSeconds"]) if standalone else 0
     return next(found for found in (given, env.heal_after, default) if found is not None)
 
 

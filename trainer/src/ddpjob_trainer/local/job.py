@@ -1,7 +1,7 @@
 """What a manifest's replicas are on this machine: command, variables, directories.
 
-The variables are those of the operator's pods (its core/render.py; a test compares them), on
-127.0.0.1. Paths that only the pods have are replaced where the manifest names them.
+The variables are those of the operator's pods (ddpjob_contract.environment), on 127.0.0.1. Paths
+that only the pods have are replaced where the manifest names them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import ddpjob_contract as contract
+from ddpjob_contract import exits
+from ddpjob_contract.crd import GRACE_SECONDS
+from ddpjob_contract.environment import Member, Snapshots
 from ddpjob_trainer import gpu_devices, stock
 from ddpjob_trainer.environment import TRACEBACK, outside_of_jobs
 from ddpjob_trainer.errors import ConfigError
@@ -116,47 +119,37 @@ class Job:
     def _ours(self, attempt: int, replica: int, ports: Sequence[int]) -> dict[str, str]:
         master, hub, *metrics = ports
         value, limits = self.manifest.setting, self.limits
-        env: dict[str, Any] = {
-            "MASTER_ADDR": _HOST,
-            "MASTER_PORT": master,
-            "PET_NNODES": self.replicas,
-            "PET_NPROC_PER_NODE": self.nproc,
-            "PET_NODE_RANK": replica,
-            "PET_MASTER_ADDR": _HOST,
-            "PET_MASTER_PORT": master,
-            "PET_RDZV_ID": f"{self.uid}-{attempt}",
-            contract.NAME: self.manifest.name,
-            contract.NAMESPACE: self.manifest.namespace,
-            contract.UID: self.uid,
-            contract.ATTEMPT: attempt,
-            contract.REPLICA: replica,
-            contract.REPLICAS: self.replicas,
-            contract.NPROC_PER_NODE: self.nproc,
-            contract.METRICS_PORT: metrics[replica],
-            contract.HUB_PORT: hub,
-            contract.GRACE_SECONDS: self.grace_seconds,
-            contract.IN_PLACE_MAX_WITHOUT_PROGRESS: limits.in_place,
-            contract.DRILL: limits.drill,
-            contract.IN_PLACE_FINAL_EXIT_CODES: ",".join(map(str, limits.final_codes())),
-            contract.HEAL_AFTER_SECONDS: limits.heal_after,
-            contract.HANG_STARTUP_SECONDS: value("hang.startupSeconds"),
-            contract.HANG_STEP_SECONDS: value("hang.stepSeconds"),
-            contract.HANG_SNAPSHOT_SECONDS: value("hang.snapshotSeconds"),
-            "PYTHONUNBUFFERED": 1,
-        }
-        if self.nproc == 1:
-            env |= {"RANK": replica, "WORLD_SIZE": self.replicas, "GROUP_RANK": replica}
-            env |= {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        snapshots = None
         if self.snapshots:
-            env |= {
-                contract.SNAPSHOT_DIR: self.snapshots,
-                contract.SNAPSHOT_EVERY_STEPS: value("snapshot.everySteps"),
-                contract.SNAPSHOT_KEEP: value("snapshot.keep"),
-                contract.SNAPSHOT_RESUME: value("snapshot.resume"),
-            }
-        if self.progress_path:
-            env[contract.PROGRESS_PATH] = self.progress_path
-        return {name: str(one) for name, one in env.items()}
+            snapshots = Snapshots(
+                directory=str(self.snapshots),
+                every_steps=value("snapshot.everySteps"),
+                keep=value("snapshot.keep"),
+                resume=value("snapshot.resume"),
+            )
+        return Member(
+            name=self.manifest.name,
+            namespace=self.manifest.namespace,
+            uid=self.uid,
+            attempt=attempt,
+            replica=replica,
+            replicas=self.replicas,
+            nproc=self.nproc,
+            address=_HOST,
+            master_port=master,
+            hub_port=hub,
+            metrics_port=metrics[replica],
+            grace=self.grace_seconds,
+            max_without_progress=limits.in_place,
+            drill=limits.drill,
+            final_exit_codes=exits.final_codes(limits.ruled),
+            heal_after=limits.heal_after,
+            hang_startup=value("hang.startupSeconds"),
+            hang_step=value("hang.stepSeconds"),
+            hang_snapshot=value("hang.snapshotSeconds"),
+            snapshots=snapshots,
+            progress_path=str(self.progress_path or ""),
+        ).environment()
 
     def _gpus(self, replica: int) -> dict[str, str]:
         """A GPU of its own for each process, as in pods; with too few the CPU for all."""
@@ -212,14 +205,14 @@ def make(
     own = outside_of_jobs(shell, keep=(*contract.USER_ENV, TRACEBACK))
     own["PATH"] = f"{Path(sys.executable).parent}:{own.get('PATH', '')}"
     progress = (manifest.spec.get("restart") or {}).get("progressPath")
-    grace = manifest.pod.get("terminationGracePeriodSeconds", 30)
+    grace = manifest.pod.get("terminationGracePeriodSeconds", GRACE_SECONDS)
     found = Job(
         manifest=manifest,
         uid=uuid.uuid4().hex,
         replicas=_first("replicas", replicas, manifest.spec.get("replicas")),
         nproc=_first("nproc", nproc, manifest.nproc),
         limits=limits_of(manifest),
-        grace_seconds=max(1, grace if type(grace) is int else 30),
+        grace_seconds=max(1, grace if type(grace) is int else GRACE_SECONDS),
         directory=directory,
         work=work,
         snapshots=None if snapshot is None else Path(replaced(at), manifest.name),

@@ -12,36 +12,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ddpjob_contract.crd import API_VERSION, DEFAULTS, GPUS, KIND, TRAINER_CONTAINER
 from ddpjob_trainer.arguments import job_name
 from ddpjob_trainer.errors import ConfigError
 
-#: The defaults of the CRD that this command needs; tests/unit/trainer/test_local.py compares them.
-DEFAULTS: Final[Mapping[str, Any]] = {
-    "nprocPerNode": "auto",
-    "restart.maxRestarts": 3,
-    "restart.maxDisruptions": 100,
-    "restart.backoff.initialSeconds": 1,
-    "restart.backoff.maxSeconds": 300,
-    "restart.inPlace.enabled": True,
-    "restart.inPlace.maxWithoutProgress": 3,
-    "restart.inPlace.drill": "Auto",
-    "restart.healAfterSeconds": 3600,
-    "snapshot.everySteps": 50,
-    "snapshot.keep": 3,
-    "snapshot.resume": "Auto",
-    "hang.startupSeconds": 600,
-    "hang.stepSeconds": 300,
-    "hang.snapshotSeconds": 600,
-}
 #: What has a meaning here, by level. The rest is said and left out.
 _TOP = {"apiVersion", "kind", "metadata", "spec", "status"}
 _TEMPLATE = {"metadata", "spec"}
 _SPEC = {"replicas", "template", "nprocPerNode", "restart", "snapshot", "hang"}
 _POD = {"containers", "volumes", "terminationGracePeriodSeconds"}
 _CONTAINER = {"name", "command", "args", "env", "envFrom", "workingDir", "volumeMounts"}
-#: As the operator counts them (its core/packed.py).
-GPUS: Final = ("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/xe", "gpu.intel.com/i915")
-_API: Final = "ddpjob.dev/v1alpha1"
 _KINDS: Final = {bool: "true or false", int: "a whole number, 0 or more", str: "a string"}
 _KEY: Final = re.compile(r"[-._a-zA-Z0-9]+")
 #: What is read below them needs them to be of this kind.
@@ -138,22 +118,22 @@ def text(field: str, value: object) -> str:
 def read(content: str) -> Manifest:
     """The DDPJob of a file of YAML or JSON. Raises ConfigError."""
     objects = _objects(content)
-    jobs = [one for one in objects if one.get("kind") == "DDPJob"]
+    jobs = [one for one in objects if one.get("kind") == KIND]
     if len(jobs) != 1:
         kinds = ", ".join(sorted({str(one.get("kind")) for one in objects} - {"List"}))
         raise ConfigError(
             f"{len(jobs)} objects of kind DDPJob in the file, which has {kinds or 'no object'}:"
             " there must be one"
         )
-    if (api := jobs[0].get("apiVersion", _API)) != _API:
-        raise ConfigError(f"apiVersion: {api!r} must be {_API}")
+    if (api := jobs[0].get("apiVersion", API_VERSION)) != API_VERSION:
+        raise ConfigError(f"apiVersion: {api!r} must be {API_VERSION}")
     meta, spec = _object(jobs[0], "metadata"), _object(jobs[0], "spec")
     name = job_name("metadata.name", meta.get("name") or _generated(meta), most=61)
     pod = _object(_object(spec, "spec.template"), "spec.template.spec")
     containers = pod.get("containers")
     if not isinstance(containers, list) or not all(isinstance(c, dict) for c in containers):
         raise ConfigError("spec.template.spec.containers: must be a list of containers")
-    named = [one for one in containers if one.get("name") == "trainer"] + containers
+    named = [one for one in containers if one.get("name") == TRAINER_CONTAINER] + containers
     if not named:
         raise ConfigError("spec.template.spec.containers: at least one container is needed")
     _check(spec, pod, named[0])

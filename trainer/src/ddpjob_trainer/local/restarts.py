@@ -1,70 +1,34 @@
-"""What follows a failed attempt: the operator's rules for exit codes, budgets and delays.
+"""Decide what follows a failed attempt, by the operator's rules, budgets and delays.
 
-The operator's are core/classify.py and core/policy/restart.py; a test holds the two equal. Its long
-waits for a start that fails are left out: here somebody looks on, and mends the script.
+The classes are ddpjob_contract.exits, as the operator's. Its long waits for a start that fails are
+left out: here somebody looks on, and mends the script.
 """
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ddpjob_contract import PERMANENT_EXIT_CODES, ExitCode
+from ddpjob_contract import exits
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.local.manifest import Manifest
 
-_CLASSES: Final[Mapping[int, str]] = {
-    **dict.fromkeys(PERMANENT_EXIT_CODES, "Permanent"),
-    ExitCode.HARDWARE: "Hardware",
-    ExitCode.DIVERGED: "Diverged",
-    ExitCode.HANG: "Hang",
-    ExitCode.SIGKILL: "Killed",
-    ExitCode.UNKNOWN: "Infrastructure",
-    ExitCode.PEER_LOST: "Collateral",
-    ExitCode.SIGTERM: "Collateral",
-}
-_OTHER: Final = "User"
-#: From the strongest cause to the weakest.
-_SEVERITY: Final = (
-    "Permanent", "Hardware", "Diverged", "Hang", "Killed", _OTHER, "Infrastructure", "Collateral",
-)  # fmt: skip
-#: What they are when nobody else turned out to be the cause.
-_SETTLED: Final[Mapping[int, str]] = {
-    ExitCode.PEER_LOST: "Infrastructure",
-    ExitCode.SIGTERM: "Disruption",
-}
 _MATCHES: Final = (("exitCodes", int, "numbers"), ("reasons", str, "strings"))
-_ACTIONS: Final = {
-    **dict.fromkeys(("Permanent", "Diverged"), "Fail"),
-    **dict.fromkeys(("Hardware", "Infrastructure", "Collateral"), "RestartFree"),
-}
+
+
+def _class(code: int) -> str:
+    return exits.final_class(code, exits.signal_of(code))
 
 
 def severity(code: int) -> int:
-    """The least is the cause."""
-    return _SEVERITY.index(_CLASSES.get(code, _OTHER))
+    """Rank a code; the least is the cause."""
+    return exits.SEVERITY.index(_class(code))
 
 
 def collateral(code: int) -> bool:
-    """Somebody else may have failed first, and not have ended yet."""
-    return _CLASSES.get(code) == "Collateral"
-
-
-def _reasons(code: int) -> set[str]:
-    """What a rule can call it, before a launcher ends with it."""
-    found = _CLASSES.get(code, _OTHER)
-    return {_name(code), _OTHER if found == "Permanent" else found, "Error"}
-
-
-def _name(code: int) -> str:
-    if not 128 < code < 128 + signal.NSIG:
-        return f"ExitCode{code}"
-    try:
-        return signal.Signals(code - 128).name
-    except ValueError:
-        return f"Signal{code - 128}"
+    """Say whether somebody else may have failed first, and not have ended yet."""
+    return _class(code) == "Collateral"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +45,13 @@ class Limits:
     drill: str = "Auto"
 
     def action(self, code: int) -> str:
-        """Restart, RestartFree or Fail."""
-        found = _CLASSES.get(code, _OTHER)
-        ruled = self._ruled(code, {_name(code), _SETTLED.get(code, found), "Error"})
-        return ruled or _ACTIONS.get(found, "Restart")
+        """Return Restart, RestartFree or Fail."""
+        cls = exits.settled(code) if collateral(code) else _class(code)
+        reasons = {exits.reason_of(code, exits.signal_of(code)), cls, "Error"}
+        return self.ruled(code, reasons) or exits.action_of(cls)
 
-    def final_codes(self) -> list[int]:
-        """After these the rules want no restart, so none in place either."""
-        return [code for code in range(1, 256) if self._ruled(code, _reasons(code)) == "Fail"]
-
-    def _ruled(self, code: int, reasons: set[str]) -> str | None:
+    def ruled(self, code: int, reasons: set[str]) -> str | None:
+        """Return the action of the first rule that matches, None if none does."""
         matching = (
             rule["action"]
             for rule in self.rules
@@ -155,6 +116,5 @@ class Budget:
         used = self._free if free else self._charged
         if used > most:
             return -1, f"restart.{name} {most} is used up"
-        doubled = limits.initial_seconds * 2.0 ** min(self._in_a_row - 2, 60)
-        delay = min(limits.max_seconds, doubled) if self._in_a_row > 1 else 0
+        delay = exits.backoff(self._in_a_row, limits.initial_seconds, limits.max_seconds)
         return delay, f"restarting in {delay:g} s (restart {used} of {name} {most})"

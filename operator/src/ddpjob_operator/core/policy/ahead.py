@@ -11,7 +11,8 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
-from ddpjob_operator.core.status import TERMINAL, Status, Timings
+from ddpjob_contract.crd import TERMINAL_PHASES
+from ddpjob_operator.core.status import Status, Timings
 
 #: shell/clock.py takes a machine's clock that is set by more for one that was never set before.
 FAR: Final = timedelta(hours=12)
@@ -23,7 +24,7 @@ LONGEST_DELAY: Final = timedelta(days=1)
 def restored(status: Status, now: datetime) -> Timings:
     """With what each phase has from its first moment on; the same if nothing is missing."""
     timings = status.timings
-    if status.phase in TERMINAL:
+    if status.phase in TERMINAL_PHASES:
         return replace(timings, completed_at=timings.completed_at or now)
     if status.phase in (None, "Suspended") or status.attempt == 0:
         return timings  # a start is to come, and begins them all

@@ -9,8 +9,9 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 from typing import Final
 
+from ddpjob_contract.crd import TERMINAL_PHASES
 from ddpjob_operator.core.observe import clean
-from ddpjob_operator.core.status import TERMINAL, with_condition
+from ddpjob_operator.core.status import with_condition
 from ddpjob_operator.core.view import Change, View
 
 SUSPENDING: Final = "Suspending"
@@ -94,7 +95,7 @@ def looks_again(view: View) -> datetime | None:
 
 def acted_on(view: View, phase: str | None) -> int:
     """The generation to be stored: a suspension only with the phase that follows from it."""
-    waits = suspends(view) and phase not in ("Suspended", *TERMINAL)
+    waits = suspends(view) and phase not in ("Suspended", *TERMINAL_PHASES)
     return view.status.observed_generation if waits else view.job.generation
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta
 from typing import Final
 
-from ddpjob_operator.core import classify
+from ddpjob_contract.exits import FREE
 from ddpjob_operator.core.policy import restart
 from ddpjob_operator.core.status import Failure, Status
 from ddpjob_operator.core.view import View
@@ -50,5 +50,5 @@ def quiet_at(status: Status) -> datetime | None:
 def _of_program(status: Status) -> list[Failure]:
     """Its failures since the start or resume: before it something was mended, it may be hoped."""
     since = status.timings.started_at
-    charged = [one for one in status.failures if one.cls not in classify.FREE]
+    charged = [one for one in status.failures if one.cls not in FREE]
     return [one for one in charged if since is None or one.detected_at >= since]

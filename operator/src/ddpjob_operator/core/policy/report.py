@@ -12,10 +12,11 @@ from datetime import datetime, timedelta
 from typing import Any, Final
 
 import ddpjob_contract as contract
+from ddpjob_contract.crd import KIND
 from ddpjob_operator.core import classify, resumed
 from ddpjob_operator.core.actions import Refusal
 from ddpjob_operator.core.lenient import mapping
-from ddpjob_operator.core.observe import KIND, Pod, clean
+from ddpjob_operator.core.observe import Pod, clean
 from ddpjob_operator.core.policy import avoid, fence, hold, restart, turn
 from ddpjob_operator.core.ranges import format_ranges
 from ddpjob_operator.core.status import Condition, Progress, Replicas, Status, with_condition

@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
+from ddpjob_contract import exits
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.core.policy import avoid, finish, hold
@@ -17,11 +18,6 @@ from ddpjob_operator.core.spec import Spec
 from ddpjob_operator.core.status import MAX_FAILURES, Failure, Restarts, Status, Timings
 from ddpjob_operator.core.view import Change, View
 
-#: Restart | RestartFree | Fail, by class, where no rule of the user's matches.
-_DEFAULT_ACTION = {
-    **dict.fromkeys(classify.FATAL, "Fail"),
-    **dict.fromkeys(classify.FREE, "RestartFree"),
-}
 #: An image, a name or a volume that fails a gang before its first step may take minutes to come
 #: back. The three waits of the defaults (0, then twice this) are ten minutes.
 STARTUP_SECONDS: Final = 300.0
@@ -134,12 +130,8 @@ def due(view: View) -> datetime | None:
 
 def backoff(spec: Spec, consecutive: int, least: float = 0.0) -> float:
     """Seconds before the n-th restart in a row: 0, then initialSeconds, or least, doubling."""
-    if consecutive <= 1:
-        return 0.0
     restart = spec.restart
-    first = max(restart.initial_seconds, least)
-    doublings = min(consecutive - 2, 60)  # beyond any sensible maximum; keeps floats finite
-    return min(restart.max_seconds, first * 2.0**doublings)
+    return exits.backoff(consecutive, max(restart.initial_seconds, least), restart.max_seconds)
 
 
 def describe(loss: Failure) -> str:
@@ -154,7 +146,7 @@ def describe(loss: Failure) -> str:
 
 
 def _action(view: View, old: Restarts, loss: Failure) -> str:
-    default = _DEFAULT_ACTION.get(loss.cls, "Restart")
+    default: str = exits.action_of(loss.cls)
     if avoid.blames(loss) and not avoid.is_free(view, _in_a_row(view, old)):
         default = "Restart"
     return _ruled(view, loss) or default

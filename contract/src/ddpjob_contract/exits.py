@@ -1,0 +1,104 @@
+"""Judge an exit code: its class, its names, and what follows where no rule of the user's matches.
+
+The operator judges pods and rounds so, with what else it knows of them; `ddpjob-trainer local`
+judges launchers.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping
+from typing import Final, Literal
+
+from ddpjob_contract import PERMANENT_EXIT_CODES, ExitCode
+
+Action = Literal["Restart", "RestartFree", "Fail"]
+
+#: Classes from the strongest cause to the weakest.
+SEVERITY: Final = (
+    "Permanent",
+    "Hardware",  # before what it may have brought about: other bits, a hang, peers that fail
+    "Diverged",
+    "OOM",
+    "Hang",
+    "Killed",
+    "User",
+    "Infrastructure",
+    "Disruption",
+    "Collateral",
+)
+#: Not the user's doing: restarted without touching maxRestarts.
+FREE: Final = frozenset({"Hardware", "Infrastructure", "Disruption"})
+#: Trying again cannot help.
+FATAL: Final = frozenset({"Permanent", "Diverged"})
+
+#: Codes with a class of their own, the permanent ones apart.
+CLASSES: Final[Mapping[int, str]] = {
+    ExitCode.DIVERGED: "Diverged",
+    ExitCode.HARDWARE: "Hardware",
+    ExitCode.PEER_LOST: "Collateral",
+    ExitCode.HANG: "Hang",
+    ExitCode.SIGTERM: "Collateral",  # it was asked to end; who asked is the cause
+    ExitCode.UNKNOWN: "Infrastructure",
+}
+
+
+def class_of(code: int | None, number: int | None, other: str = "User") -> str:
+    """Class an end by its exit code and signal; ``other``: of a code that means nothing.
+
+    SIGKILL comes from outside the program, yet nobody says from whom: charged all the same. It
+    may be the kernel, short of memory, where it hit a child and Kubernetes saw no OOMKilled.
+    """
+    found = other if code is None else CLASSES.get(code, other)
+    return "Killed" if found == "User" and number == signal.SIGKILL else found
+
+
+def final_class(code: int | None, number: int | None) -> str:
+    """Class the end of a container: no restart cures a permanent code."""
+    return "Permanent" if code in PERMANENT_EXIT_CODES else class_of(code, number)
+
+
+def settled(code: int | None) -> str:
+    """Class a collateral loss when nobody else turned out to be the cause."""
+    return "Disruption" if code == ExitCode.SIGTERM else "Infrastructure"
+
+
+def action_of(cls: str) -> Action:
+    """Return what follows a loss of this class where no rule of the user's matches."""
+    if cls in FATAL:
+        return "Fail"
+    return "RestartFree" if cls in FREE else "Restart"
+
+
+def signal_of(code: int | None) -> int | None:
+    """Return the signal that an exit code of 128+n tells of."""
+    return code - 128 if code is not None and 128 < code < 128 + signal.NSIG else None
+
+
+def reason_of(code: int | None, number: int | None) -> str:
+    """Name an end: SIGKILL, or ExitCode1."""
+    if not number:
+        return f"ExitCode{code}"
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"Signal{number}"
+
+
+def reasons_of(code: int) -> set[str]:
+    """Return what a rule can call a process that ends so, before a container ends with it."""
+    number = signal_of(code)
+    return {reason_of(code, number), class_of(code, number), "Error"}
+
+
+def final_codes(ruled: Callable[[int, set[str]], str | None]) -> list[int]:
+    """Return the codes after which the user's rules want no restart, so none in place either."""
+    return [code for code in range(1, 256) if ruled(code, reasons_of(code)) == "Fail"]
+
+
+def backoff(in_a_row: int, first: float, most: float) -> float:
+    """Return the seconds before the n-th restart in a row: 0, then ``first``, doubling."""
+    if in_a_row <= 1:
+        return 0.0
+    # Doublings beyond any sensible maximum are left out: floats stay finite.
+    return min(most, first * 2.0 ** min(in_a_row - 2, 60))
