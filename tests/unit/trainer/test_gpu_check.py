@@ -204,6 +204,17 @@ def test_speed_and_memory_beside_plain_ddp(monkeypatch, tmp_path, syncs, peak, e
     assert verdicts(10, setup(tmp_path, cuda=False)) == ["PASS", "SKIP"]
 
 
+def test_checks_share_the_launches_that_they_can(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a GPU nearly all the time goes into starting processes."""
+    given, timed = setup(tmp_path), {"seconds": [0.1] * 20, "syncs": [0] * 20, "peaks": [1] * 20}
+    same = launch(collected("x", "a", ("a", "b")), collected("x", "b"))
+    answer(monkeypatch, same, same, launch(timed), launch(timed))
+    found = [verdict for number in (3, 4, 10, 11) for verdict in verdicts(number, given)]
+    assert set(found) == {"PASS"}
+
+
 def test_bits_are_compared_for_every_model_level_and_precision(monkeypatch, tmp_path):  # type: ignore[no-untyped-def]
     asked = []
 

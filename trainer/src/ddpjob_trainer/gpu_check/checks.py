@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -120,7 +122,7 @@ def _spares(setup: Setup) -> Iterator[tuple[Verdict, str, str]]:
 
 
 def _one_gpu_each(setup: Setup) -> Iterator[tuple[Verdict, str, str]]:
-    launch = launches.run(setup, "probe", "collectives")
+    launch = _collective(setup, 1)
     if failed := _ended(launch):
         yield failed
         return
@@ -135,7 +137,7 @@ def _one_gpu_each(setup: Setup) -> Iterator[tuple[Verdict, str, str]]:
 
 
 def _collectives(setup: Setup) -> Iterator[tuple[Verdict, str, str]]:
-    twice = [launches.run(setup, "probe", "collectives") for _ in range(2)]
+    twice = [_collective(setup, number) for number in (1, 2)]
     for launch in twice:
         if failed := _ended(launch):
             yield failed
@@ -151,6 +153,11 @@ def _collectives(setup: Setup) -> Iterator[tuple[Verdict, str, str]]:
     yield "PASS", f"began in {first['init_seconds']:.1f} s; bus: {', '.join(speeds)}", ""
 
 
+def _collective(setup: Setup, number: int) -> Launch:
+    """The first launch is that of check 3, too."""
+    return setup.once(f"collectives {number}", lambda: launches.run(setup, "probe", "collectives"))
+
+
 def _bus(size: int, seconds: float, nproc: int) -> str:
     if size < 1 << 20:  # of which only the way is felt
         return f"{size >> 10} KiB in {seconds * 1e6:.0f} us"
@@ -160,16 +167,26 @@ def _bus(size: int, seconds: float, nproc: int) -> str:
 
 def _bits(setup: Setup) -> Iterator[tuple[Verdict, str, str]]:
     kinds = [("cnn", "resume"), ("transformer", "resume"), ("transformer", "elastic")]
-    for model, level in kinds:
-        for precision in ("fp32", "bf16", "fp16"):
-            given = ("--model", model, "--level", level, "--precision", precision)
-            launch = launches.chaos(setup, *given, kills=2)
+    cases = [(*kind, precision) for kind in kinds for precision in ("fp32", "bf16", "fp16")]
+
+    def kill(case: tuple[str, str, str]) -> Launch:
+        model, level, precision = case
+        given = ("--model", model, "--level", level, "--precision", precision)
+        return launches.chaos(setup, *given, kills=2)
+
+    # Nearly all of a case is starting processes, on one core each: side by side they take a third.
+    with ThreadPoolExecutor(_side_by_side(setup.nproc)) as pool:
+        for (model, level, precision), launch in zip(cases, pool.map(kill, cases), strict=True):
             said = "equal bits" if launch.code == 0 else launch.why()
             yield (
                 "PASS" if launch.code == 0 else "FAIL",
                 f"{model}, {precision}, level {level}, killed twice: {said}",
                 "send us --json: this is what the package promises",
             )
+
+
+def _side_by_side(nproc: int) -> int:
+    return max(1, min(3, (os.cpu_count() or 1) // (2 * nproc)))  # a worker, and its spare
 
 
 def _full_memory(setup: Setup) -> Iterator[tuple[Verdict, str, str]]:
@@ -261,9 +278,7 @@ def _newest(snapshots: Path) -> list[Path]:
 
 
 def _speed(setup: Setup) -> Iterator[tuple[Verdict, str, str]]:
-    given = (*(_LONG_STEP if setup.cuda else ()), "--steps", "120")
-    plain = launches.run(setup, "workload", *given, "--plain")
-    ours = launches.run(setup, "workload", *given, env={"DDPJOB_SNAPSHOT_DIR": ""})
+    plain, ours = _beside_plain(setup)
     for launch in (plain, ours):
         if failed := _ended(launch):
             yield failed
@@ -285,9 +300,20 @@ def _speed(setup: Setup) -> Iterator[tuple[Verdict, str, str]]:
     )
 
 
+def _beside_plain(setup: Setup) -> tuple[Launch, Launch]:
+    """Train by plain DDP, and at level resume; for checks 10 and 11."""
+    given = (*(_LONG_STEP if setup.cuda else ()), "--steps", "120")
+    return (
+        setup.once("plain", lambda: launches.run(setup, "workload", *given, "--plain")),
+        setup.once(
+            "ours",
+            lambda: launches.run(setup, "workload", *given, env={"DDPJOB_SNAPSHOT_DIR": ""}),
+        ),
+    )
+
+
 def _memory(setup: Setup) -> Iterator[tuple[Verdict, str, str]]:
-    plain = launches.run(setup, "workload", "--model", "wide", "--width", "8192", "--plain")
-    ours = launches.run(setup, "workload", "--model", "wide", "--width", "8192")
+    plain, ours = _beside_plain(setup)
     for launch in (plain, ours):
         if failed := _ended(launch):
             yield failed

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,13 @@ class Setup:
     directory: Path
     facts: Mapping[str, Any]
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _launched: dict[str, Launch] = field(default_factory=dict)
+
+    def once(self, name: str, start: Callable[[], Launch]) -> Launch:
+        """Return the launch of this name, started by the first check that asks for it."""
+        if name not in self._launched:
+            self._launched[name] = start()
+        return self._launched[name]
 
     def place(self) -> Path:
         """A new directory."""
