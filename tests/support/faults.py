@@ -169,7 +169,7 @@ FAULTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "T10": ("a log that nobody reads, a worker in D state", "no launcher waits for it"),
         "T11": (
             "the job's Service is gone as processes are restarted in place",
-            "told by the launchers, in the log and as the cause; the operator makes it again",
+            "told by the launchers, in the log and as the cause; the next attempt makes it again",
         ),
         "T12": ("a usual slip in a script", "refused once, with the cure; no further round"),
         "T13": (

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
 from ddpjob_contract import crd
-from ddpjob_operator.core import observe, render, spec
+from ddpjob_operator.core import observe, render, spec, standing
 from support.network import NAMESPACE, Pod, reaches
 from support.world import job_object
 
@@ -67,3 +68,31 @@ def test_a_pod_that_carries_the_label_is_let_in() -> None:
 def test_other_pods_of_the_namespace_stay_as_open_as_they_were() -> None:
     policy, _ = policy_of()
     assert reaches(policy, PROMETHEUS, NEIGHBOUR, 80)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("Service", lambda s: s["selector"].update(app="other")),
+        ("NetworkPolicy", lambda s: s["podSelector"]["matchLabels"].update(app="other")),
+        ("NetworkPolicy", lambda s: s["podSelector"].update(matchExpressions=[{"key": "x"}])),
+        ("NetworkPolicy", lambda s: s["ingress"][0].update(ports=[{"port": 1}])),
+        ("NetworkPolicy", lambda s: s["ingress"][0]["from"][0].update(namespaceSelector={})),
+        ("NetworkPolicy", lambda s: s["ingress"][1].update({"from": [{"podSelector": {}}]})),
+        ("NetworkPolicy", lambda s: s["ingress"].append({})),
+    ],
+)
+def test_what_is_added_to_whom_it_selects_or_lets_in_is_taken_out(
+    kind: str, change: Callable[[dict[str, Any]], None]
+):
+    """One more label and the Service has no pods; the gang would never meet again."""
+    body = job_object()
+    wanted = render.network(observe.job(body), spec.read(body["spec"]))
+    ours = next(made for made in wanted if made["kind"] == kind)
+    there: dict[str, Any] = copy.deepcopy({**ours, "status": {}})
+    there["spec"]["ipFamilies"] = ["IPv4"]
+    assert standing.mended(there, ours) is None
+    change(there["spec"])
+    mended = standing.mended(there, ours)
+    assert mended
+    assert mended["spec"] == {**ours["spec"], "ipFamilies": ["IPv4"]}

@@ -622,18 +622,6 @@ async def test_what_somebody_has_changed_of_it_is_put_right_by_one_write(
     assert body["spec"]["sessionAffinity"] == "None", "the API server's own stays"
     assert [port["port"] for port in body["spec"]["ports"]] == [1]
     assert [event.reason for event in stage.recorder.sent] == ["NetworkRepaired"]
-    assert (stage.outcomes.network_attempt, stage.outcomes.network_at) == (2, NOW)
-
-
-@pytest.mark.fault("T11")
-@pytest.mark.parametrize(("known", "told"), [(2, ["NetworkRepaired"]), (1, [])])
-async def test_what_was_gone_under_a_gang_is_made_again_and_told(
-    stage: Stage, known: int, told: list[str]
-) -> None:
-    stage.store.set_outcomes("u1", Outcomes(network_attempt=known))
-    stage.api.script = {"get services": [missing()], "create services": [service()]}
-    await stage.do(ENSURE)
-    assert [event.reason for event in stage.recorder.sent] == told
     assert stage.outcomes.network_attempt == 2
 
 

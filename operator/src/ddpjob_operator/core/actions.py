@@ -232,7 +232,6 @@ class Outcomes:
     confirmed: Confirmation | None = None
     network_attempt: int = 0
     network_refusal: Refusal | None = None
-    network_at: datetime | None = None  # the last look at these objects
     refusals: Mapping[int, Refusal] = field(default_factory=dict)  # by replica
     setback: Setback | None = None
     progress: Progress | None = None  # newest answer of GET /state

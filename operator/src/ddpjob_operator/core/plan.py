@@ -47,7 +47,6 @@ from ddpjob_operator.core.policy import (
     rounds,
     startup,
     turn,
-    upkeep,
 )
 from ddpjob_operator.core.ranges import counted
 from ddpjob_operator.core.status import Status
@@ -281,7 +280,7 @@ def _act(view: View) -> Plan:
         return Plan(asked, wake)
     if view.status.phase not in _WANTED or view.others:
         return Plan(fence.reads(view), wake)
-    return Plan(_creations(view) or fence.reads(view) or upkeep.looks(view), wake)
+    return Plan(_creations(view) or fence.reads(view), wake)
 
 
 def _leave(view: View) -> Plan:
@@ -378,7 +377,7 @@ def _wake(view: View) -> float | None:
     if status.phase in ("Pending", "Starting", "Restarting") and view.begun_at:
         times.append(view.begun_at + report.SCHEDULING_PATIENCE)
         times.append(view.begun_at + report.PATIENCE)
-    times += [retry.due(view), turn.until(view), upkeep.due(view)]
+    times += [retry.due(view), turn.until(view)]
     times += retry.waits(view)
     if view.outcomes.status_written_at:
         times.append(view.outcomes.status_written_at + REPORT_INTERVAL)

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ddpjob_contract import crd
-from ddpjob_operator.core.actions import Body, Existing
+from ddpjob_operator.core.actions import Body, Event, Existing
 from ddpjob_operator.core.lenient import parse_time
+from ddpjob_operator.core.observe import clean
 
 #: Where anything beside what is wanted changes what it means: another label to be selected by.
 _WHOLE: Final = ("selector", "podSelector", "ingress")
@@ -64,3 +65,11 @@ def _with(found: Any, wanted: Any) -> Any:
     if isinstance(wanted, list) and isinstance(found, list) and len(found) == len(wanted):
         return [_with(old, new) for old, new in zip(found, wanted, strict=True)]
     return wanted
+
+
+def told(what: str, trouble: str = "") -> Event:
+    """Say that such an object was put right, or why it could not be."""
+    if trouble:
+        message = f"{what} has been changed and cannot be put right: {trouble}"
+        return Event("Warning", "NetworkNotRepaired", clean(message))
+    return Event("Normal", "NetworkRepaired", f"{what} had been changed")

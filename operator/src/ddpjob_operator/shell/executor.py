@@ -32,7 +32,7 @@ from ddpjob_operator.core.actions import (
     Refusal,
     WriteStatus,
 )
-from ddpjob_operator.core.policy import probe, retry, upkeep
+from ddpjob_operator.core.policy import probe, retry
 from ddpjob_operator.shell import errors, nodes
 from ddpjob_operator.shell.api import (
     JOBS,
@@ -307,20 +307,19 @@ class Executor:
     # --- network ---
 
     async def _ensure_network(self, job: observe.Job, action: EnsureNetwork) -> bool:
-        at = self._now()
         for body in action.bodies:
             refusal = await self._ensure(job, action.attempt, body)
             if refusal is not None:
                 known = self._store.outcomes(job.uid)
                 before = known.network_refusal
-                known = replace(known, network_refusal=refusal, network_at=at)
+                known = replace(known, network_refusal=refusal)
                 self._store.set_outcomes(job.uid, known)
                 if refusal.code != 409:
                     self._set_back(job, refusal)
                 elif not retry.same(before, refusal):
                     self._tell(job, refusal)
                 return False
-        made = {"network_attempt": action.attempt, "network_refusal": None, "network_at": at}
+        made = {"network_attempt": action.attempt, "network_refusal": None}
         self._learn(job.uid, lambda known: replace(known, **made))  # type: ignore[arg-type]
         return True
 
@@ -332,8 +331,6 @@ class Executor:
         if found is None:
             try:
                 await self._api.create(resource, job.namespace, body, strict=True)
-                if self._store.outcomes(job.uid).network_attempt == attempt:
-                    self._recorder.send(job, [upkeep.told(f"{kind} {name}", gone=True)])
                 return None
             except errors.ApiError as refused:
                 error = refused
@@ -347,7 +344,7 @@ class Executor:
         return self._refusal(job, attempt, error, existing)
 
     async def _mend(self, job: observe.Job, found: Object, body: Body) -> None:
-        """Put right what somebody has changed: one write, and no other before the next look."""
+        """Put right what somebody has changed: one write, and no other before the next attempt."""
         mended = standing.mended(found, body)
         if mended is None:
             return
@@ -357,7 +354,7 @@ class Executor:
             await self._api.replace(resource, job.namespace, name, mended)
         except errors.ApiError as error:  # it may do as it is: no reason to hold up the gang
             trouble = str(error)
-        self._recorder.send(job, [upkeep.told(f"{kind} {name}", trouble)])
+        self._recorder.send(job, [standing.told(f"{kind} {name}", trouble)])
 
     # --- what was learnt ---
 
