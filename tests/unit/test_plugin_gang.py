@@ -72,8 +72,7 @@ FAILURE = {
 
 def test_on_the_hosts_network_each_pod_is_asked_at_its_own_port() -> None:
     found = pod(1, state={"running": {}})
-    found["spec"]["containers"][1]["env"].append({"name": "DDPJOB_METRICS_PORT", "value": "25007"})
-    assert contract.METRICS_PORT == contract.METRICS_PORT
+    found["spec"]["containers"][1]["env"].append({"name": contract.METRICS_PORT, "value": "25007"})
     assert job().page("state", 1, Member(found)).path.endswith("/d-1:25007/proxy/state?uid=u")
     assert job().page("state", 1, Member(pod(1))).path.endswith("/d-1:9400/proxy/state?uid=u")
     assert job().page("state", 1, None).path.endswith("/d-1:9400/proxy/state?uid=u")
