@@ -24,6 +24,8 @@ import torch
 from harness import programs, report
 from mfu import flop_per_token, peak
 
+from ddpjob_trainer import trace
+from ddpjob_trainer.environment import TRACE
 from ddpjob_trainer.launcher.processes import children
 
 PROGRAM = str(programs.GPT / "train.py")
@@ -74,7 +76,8 @@ class Training:
     ) -> None:
         self._events = directory / "events.jsonl"
         self._log = directory / "log"
-        self._env = programs.environment()
+        self.trace = directory / "trace"
+        self._env = programs.environment({TRACE: str(self.trace)})
         if every:
             self._env |= {
                 "DDPJOB_SNAPSHOT_DIR": str(directory / "snapshots"),
@@ -148,7 +151,7 @@ def recoveries(size: Size, nproc: int, kills: int, words: list[str], way: str) -
                 resumed = len(training.events("resume"))
                 at = time.time()
                 if way == "in place":
-                    os.kill(worker(process.pid, number % nproc), signal.SIGKILL)
+                    os.kill(trace.workers(training.trace)[number % nproc], signal.SIGKILL)
                 else:
                     process.kill()
                     process.wait()
@@ -168,17 +171,6 @@ def recoveries(size: Size, nproc: int, kills: int, words: list[str], way: str) -
             process.kill()
             process.wait()
     return found
-
-
-def worker(launcher: int, rank: int) -> int:
-    """Its pid."""
-    for task in Path(f"/proc/{launcher}/task").glob("*/children"):
-        for pid in task.read_text().split():
-            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            name = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if f"RANK={rank}".encode() in environ and PROGRAM.encode() in name:
-                return int(pid)
-    raise RuntimeError(f"no process of rank {rank}")
 
 
 def measure(size: Size, nproc: int, args: Any, gpu: str) -> Mapping[str, Any]:

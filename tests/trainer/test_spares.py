@@ -87,9 +87,6 @@ facts = {
     "flags": str(sys.flags), "orig": sys.orig_argv, "hook": sys.excepthook is sys.__excepthook__,
     "gc": [gc.isenabled(), gc.get_threshold()], "group": os.getpgid(0) == os.getpid(),
     "nice": os.nice(0), "affinity": sorted(os.sched_getaffinity(0)),
-    "command": open("/proc/self/cmdline").read().rstrip(chr(0)).split(chr(0)),
-    "shown": [f"{k}={os.environ[k]}" in open("/proc/self/environ").read().split(chr(0))
-              for k in ("RANK", "LOCAL_RANK", "DDPJOB_ROUND")],
     "limits": sorted(open("/proc/self/limits")), "oom": open("/proc/self/oom_score_adj").read(),
     "environment": {k: v for k, v in os.environ.items()
                     if k not in ("DDPJOB_ROUND", "TORCHELASTIC_RESTART_COUNT",

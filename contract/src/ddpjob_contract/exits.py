@@ -31,6 +31,11 @@ SEVERITY: Final = (
 FREE: Final = frozenset({"Hardware", "Infrastructure", "Disruption"})
 #: Trying again cannot help.
 FATAL: Final = frozenset({"Permanent", "Diverged"})
+#: When only collateral losses were seen, the cause gets this long to show itself. The time of
+#: a death is told in whole seconds, and one kubelet may tell of it seconds after another.
+CAUSE_SECONDS: Final = 5
+#: What the others get to end once a member is dead: nothing can be saved any more.
+DEAD_GANG_SECONDS: Final = 2
 
 #: Codes with a class of their own, the permanent ones apart.
 CLASSES: Final[Mapping[int, str]] = {

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ddpjob_contract as contract
+from ddpjob_contract.crd import DEFAULTS
 from ddpjob_trainer import init
 from ddpjob_trainer.chaos import command as chaos
 from ddpjob_trainer.environment import EVENTS, read_launcher
@@ -127,14 +128,15 @@ def _add_launcher(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="after a failure restart all processes in place, at most N times in a row without"
         " progress: a newer snapshot, a newer file at --progress-path, or --heal-after seconds; 0:"
-        " never (default: restart.inPlace of the DDPJob, without one 3)",
+        " never (default: restart.inPlace of the DDPJob, without one"
+        f" {DEFAULTS['restart.inPlace.maxWithoutProgress']})",
     )
     parser.add_argument(
         "--heal-after",
         type=int,
         metavar="SECONDS",
         help="so long without a failure is progress; 0: never (default: restart.healAfterSeconds of"
-        " the DDPJob, without one 3600)",
+        f" the DDPJob, without one {DEFAULTS['restart.healAfterSeconds']})",
     )
     parser.add_argument(
         "--progress-path",

@@ -1,4 +1,4 @@
-"""Stage marks for benchmarks: {t, event, rank, round} lines, appended to one file by all.
+"""Stage marks for benchmarks and chaos: {t, event, rank, round} lines, appended to one file by all.
 
 Off unless DDPJOB_TRAINER_TRACE names the file. ``t`` is the machine's monotonic clock in seconds,
 the same in all its processes. Never imports torch.
@@ -24,8 +24,18 @@ def configure(path: Path | None, rank: int, round_: int) -> None:
         _fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
 
-def mark(event: str) -> None:
+def mark(event: str, **more: int) -> None:
     """Append one line, if anybody wants it."""
     if _fd >= 0:
-        line = {"t": time.monotonic(), "event": event, "rank": _rank, "round": _round}
+        line = {"t": time.monotonic(), "event": event, "rank": _rank, "round": _round, **more}
         os.write(_fd, json.dumps(line).encode() + b"\n")
+
+
+def workers(path: Path) -> dict[int, int]:
+    """Return rank -> pid of the newest process that a launcher has started for it."""
+    try:
+        lines = path.read_text().splitlines()
+    except FileNotFoundError:
+        return {}
+    marks = (json.loads(line) for line in lines if '"worker"' in line)
+    return {mark["rank"]: mark["pid"] for mark in marks}

@@ -14,6 +14,7 @@ from datetime import datetime, timedelta
 from itertools import chain
 from typing import Any, Final
 
+from ddpjob_contract.exits import DEAD_GANG_SECONDS
 from ddpjob_operator.core import render
 from ddpjob_operator.core import spec as spec_module
 from ddpjob_operator.core import status as st
@@ -310,7 +311,7 @@ def _deletions(view: View) -> tuple[Action, ...]:
     dead = {loss.attempt for loss in view.status.failures if not loss.in_place}
     actions: list[Action] = []
     for pod in view.others:
-        grace = finish.DEAD_GANG_GRACE_SECONDS if pod.attempt in dead else None
+        grace = DEAD_GANG_SECONDS if pod.attempt in dead else None
         if fence.lost(view, pod):
             grace = 0
         cut = grace is not None and pod.deletion_grace is not None and pod.deletion_grace > grace
@@ -364,7 +365,7 @@ def _hidden(view: View, refusal: Refusal | None) -> bool:
 
 def _unlabelled(refusal: Refusal) -> DeletePod:
     assert refusal.existing is not None  # _hidden
-    return DeletePod(refusal.existing.name, refusal.existing.uid, finish.DEAD_GANG_GRACE_SECONDS)
+    return DeletePod(refusal.existing.name, refusal.existing.uid, DEAD_GANG_SECONDS)
 
 
 def _wake(view: View) -> float | None:

@@ -9,18 +9,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import ddpjob_contract as contract
-from ddpjob_trainer import failpoints
-from ddpjob_trainer.chaos.job import Job
+from ddpjob_trainer import failpoints, trace
+from ddpjob_trainer.chaos.job import TRACE_FILE, Job
 from ddpjob_trainer.chaos.kills import LAUNCHER, Kill
-from ddpjob_trainer.chaos.records import Incarnation, Records, open_gate, process_state, rank_of
+from ddpjob_trainer.chaos.records import Incarnation, Records, open_gate, process_state
 from ddpjob_trainer.failpoints import GATE, OPEN
 from ddpjob_trainer.launcher.processes import children
 
@@ -245,10 +244,10 @@ class Disturbance:
         parent, state = process_state(pid)
         if parent == self.job.pid and state not in ("", "Z"):
             return pid
-        if kill.restarting:
-            for child in children_of(self.job.pid):
-                if rank_of(child) == kill.victim:
-                    return child
+        if kill.restarting:  # the newest may have told us nothing yet
+            pid = trace.workers(self.directory / TRACE_FILE).get(kill.victim, 0)
+            parent, state = process_state(pid)
+            return pid if parent == self.job.pid and state not in ("", "Z") else 0
         return 0
 
     def _at_point(self, kill: Kill) -> Made | None:
@@ -337,10 +336,3 @@ class Disturbance:
             number = f"{made.kill.number}/{count}"
             self.say(f"kill {number:>7}  {f'{made.kill}{made.note}':<58} {how}{seconds}")
         self._told = len(self.made)
-
-
-def children_of(parent: int) -> Iterator[int]:
-    """Processes whose parent this is."""
-    for entry in os.listdir("/proc"):  # noqa: PTH208 (names are all that is needed)
-        if entry.isdigit() and process_state(int(entry))[0] == parent:
-            yield int(entry)

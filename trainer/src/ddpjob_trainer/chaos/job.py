@@ -14,8 +14,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import ddpjob_contract as contract
-from ddpjob_trainer.environment import outside_of_jobs
+from ddpjob_trainer.environment import TRACE, outside_of_jobs
 from ddpjob_trainer.launcher.processes import children
+
+#: Where launchers mark whom they have started.
+TRACE_FILE = "trace"
 
 
 class Job:
@@ -101,6 +104,7 @@ def environment_of_job(
     kept |= {
         contract.UID: uid,
         contract.SNAPSHOT_DIR: str(directory / "snapshots"),
+        TRACE: str(directory / TRACE_FILE),
         contract.SNAPSHOT_EVERY_STEPS: str(every),
         contract.DRILL: "Never",  # each restart is one of ours, which are counted
     }

@@ -131,16 +131,6 @@ def process_state(pid: int) -> tuple[int, str]:
     return int(fields[1]), fields[0]
 
 
-def rank_of(pid: int) -> int | None:
-    """RANK in the environment that a process was started with."""
-    try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    found = [entry[5:] for entry in environment if entry.startswith(b"RANK=")]
-    return int(found[0]) if found and found[0].isdigit() else None
-
-
 def open_gate(path: Path, step: int) -> None:
     """Let the ranks finish steps up to this number (Recorder.wait() stands there)."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import ddpjob_contract as contract
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu_check import launches
 from ddpjob_trainer.gpu_check.launches import Launch, Setup
@@ -207,7 +208,7 @@ def _full_memory(setup: Setup) -> Iterator[tuple[Verdict, str, str]]:
 
 def _hang(setup: Setup) -> Iterator[tuple[Verdict, str, str]]:
     guilty = setup.nproc - 1
-    limits = {"DDPJOB_HANG_STEP_SECONDS": str(_HANG_SECONDS), "DDPJOB_HANG_STARTUP_SECONDS": "300"}
+    limits = {contract.HANG_STEP_SECONDS: str(_HANG_SECONDS), contract.HANG_STARTUP_SECONDS: "300"}
     options = ("--max-rounds-without-progress", "0")
     launch = launches.run(
         setup, "workload", "--hang", str(guilty), options=options, env=limits
@@ -307,7 +308,7 @@ def _beside_plain(setup: Setup) -> tuple[Launch, Launch]:
         setup.once("plain", lambda: launches.run(setup, "workload", *given, "--plain")),
         setup.once(
             "ours",
-            lambda: launches.run(setup, "workload", *given, env={"DDPJOB_SNAPSHOT_DIR": ""}),
+            lambda: launches.run(setup, "workload", *given, env={contract.SNAPSHOT_DIR: ""}),
         ),
     )
 

@@ -13,14 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import ddpjob_contract as contract
-from ddpjob_trainer.environment import TRACE
+from ddpjob_trainer.environment import TRACE, outside_of_jobs
 from ddpjob_trainer.launcher.processes import children
 
 #: What takes longer hangs; the launcher's own deadlines end it long before.
 _LIMIT_SECONDS = 900.0
-_OF_THE_POD = ("DDPJOB_", "PET_", "TORCHELASTIC_")
-_OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
-              "MASTER_PORT")  # fmt: skip
 _LAST = 3  # lines of output that a failed launch is told by
 
 
@@ -114,11 +111,7 @@ def _device(setup: Setup) -> dict[str, str]:
 
 def _complete(command: list[str], more: Mapping[str, str]) -> tuple[int, str]:
     # In a pod of a DDPJob, too, these gangs are this machine's alone.
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_OF_THE_POD) and name not in _OF_A_RANK
-    }
+    env = outside_of_jobs(os.environ)
     process = subprocess.Popen(
         command, env={**env, **more}, text=True, errors="replace",
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
-from ddpjob_trainer import gpu_devices
+from ddpjob_trainer import gpu_devices, trace
 from ddpjob_trainer.environment import TRACE
 
 _SAMPLES, _PER_RANK, _CLASSES, _LENGTH = 512, 8, 10, 16
@@ -131,13 +131,14 @@ def _disturb(options: argparse.Namespace, step: int, device: torch.device) -> No
 
 def _spares() -> dict[str, object]:
     """How many of the launcher's processes wait for a call, and how many of these hold a GPU."""
-    trace, until = Path(os.environ[TRACE]), time.monotonic() + _SPARES_SECONDS
-    while '"spares"' not in trace.read_text():
+    marks, until = Path(os.environ[TRACE]), time.monotonic() + _SPARES_SECONDS
+    while '"spares"' not in marks.read_text():
         if time.monotonic() > until:
             return {"waiting": 0, "held": 0}
         time.sleep(0.05)
     tasks = Path(f"/proc/{os.getppid()}/task").glob("*/children")
     pids = {int(pid) for task in tasks for pid in task.read_text().split()}
+    pids -= set(trace.workers(marks).values())  # they may have come from there, too
     waiting = [pid for pid in pids if b"fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     held = [pid for pid in waiting if gpu_devices.driver_opened(str(pid))]
     return {"waiting": len(waiting), "held": len(held)}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import ddpjob_contract as contract
-from ddpjob_trainer import gpu_faults
+from ddpjob_trainer import gpu_faults, trace
 from ddpjob_trainer.launcher import cgroup
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.output import OutputPump
@@ -76,12 +76,16 @@ class Gang:
             if pid is None:
                 self._coming.add(local_rank)
             else:
-                self._pids[pid] = local_rank
+                self._add(local_rank, pid)
+
+    def _add(self, local_rank: int, pid: int) -> None:
+        self._pids[pid] = local_rank
+        trace.mark("worker", rank=self._plan.rank(local_rank), pid=pid)
 
     def came(self, local_rank: int, pid: int) -> None:
         """A worker that was promised is there."""
         self._coming.discard(local_rank)
-        self._pids[pid] = local_rank
+        self._add(local_rank, pid)
 
     def never_came(self, local_rank: int, error: OSError, now: float) -> None:
         """A worker that was promised cannot be started."""

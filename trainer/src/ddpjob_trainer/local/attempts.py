@@ -12,6 +12,7 @@ import signal
 import time
 from types import FrameType
 
+from ddpjob_contract.exits import CAUSE_SECONDS, DEAD_GANG_SECONDS
 from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.output import OutputPump
@@ -23,10 +24,6 @@ from ddpjob_trainer.snapshot.ondisk import manifest as snapshot
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOOK_SECONDS = 0.05
-#: As the operator's: who lost a peer may have seen it before the peer's own end is known, and once
-#: a member is dead nothing can be saved any more.
-_CAUSE_SECONDS = 5.0
-_LAST_SECONDS = 2.0
 _END_SECONDS = 60.0  # a killed process may have a GPU to give back
 _NAMED = 5  # of the files that are gone
 
@@ -100,11 +97,11 @@ class Attempts:
             now = time.monotonic()
             failed = [code for code in codes.values() if code]
             if failed and stop_at > 0:
-                patience = _CAUSE_SECONDS if all(map(restarts.collateral, failed)) else 0.0
+                patience = CAUSE_SECONDS if all(map(restarts.collateral, failed)) else 0.0
                 stop_at = min(stop_at, now + patience)
                 if now >= stop_at:
                     self._tell(running, signal.SIGTERM)
-                    stop_at, kill_at = -1, now + _LAST_SECONDS
+                    stop_at, kill_at = -1, now + DEAD_GANG_SECONDS
             if told < len(self._signals):
                 told += 1
                 if told == 1:

@@ -14,6 +14,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from ddpjob_contract import ExitCode
+from ddpjob_contract.exits import CAUSE_SECONDS
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.observe import Pod, clean
 from ddpjob_operator.core.policy import fence, probe, restart
@@ -21,9 +22,7 @@ from ddpjob_operator.core.status import Failure, Status
 from ddpjob_operator.core.told import left_early, shorten
 from ddpjob_operator.core.view import Change, View
 
-#: When only collateral losses were seen, the cause gets this long to show itself. The time of
-#: a death is told in whole seconds, and one kubelet may tell of it seconds after another.
-CAUSE_WAIT: Final = timedelta(seconds=5)
+CAUSE_WAIT: Final = timedelta(seconds=CAUSE_SECONDS)
 #: Kubernetes calls a node not ready 40 to 55 s after the last sign of life of its kubelet.
 NODE_WAIT: Final = timedelta(seconds=60)
 #: A restart waits for the pods of a dead node in any case: so late its charge is still given back.

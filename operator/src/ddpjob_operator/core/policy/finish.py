@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime, timedelta
 
+from ddpjob_contract.exits import DEAD_GANG_SECONDS
 from ddpjob_operator.core import classify
 from ddpjob_operator.core import status as st
 from ddpjob_operator.core.actions import (
@@ -25,8 +26,6 @@ from ddpjob_operator.core.ranges import every
 from ddpjob_operator.core.status import Progress
 from ddpjob_operator.core.view import Change, View
 
-#: A member is dead, so the others can save nothing any more.
-DEAD_GANG_GRACE_SECONDS = 2
 #: So long after the end an operator asks for pods without our label: not of all jobs as it starts.
 _JUST_ENDED = timedelta(minutes=10)
 
@@ -96,7 +95,7 @@ def clean_up(view: View) -> Plan:
     actions: list[Action] = []
     loss = view.status.last_loss
     dead = loss is not None and loss.attempt == view.status.attempt
-    grace = DEAD_GANG_GRACE_SECONDS if dead else None
+    grace = DEAD_GANG_SECONDS if dead else None
     for pod in (*view.members.values(), *view.others):
         ended = pod.stopped or pod.phase in ("Succeeded", "Failed")
         keep = view.spec.clean_pod_policy == "Running" and ended

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_trainer import gpu_devices
-from ddpjob_trainer.launcher.processes.appearance import look_started
 
 #: What training imports sooner or later, some of it as late as in the first step. Found by
 #: comparing sys.modules (tests/trainer/test_spares.py); one that is missing costs only time.
@@ -312,8 +311,6 @@ def _has_effect(statement: ast.stmt) -> bool:
 def _run(program: Program, script: _Script | None) -> None:
     """Run the program as __main__."""
     sys.argv[:] = [program.name, *program.arguments]
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        look_started(sys.orig_argv, os.environ, "RANK", "LOCAL_RANK", "DDPJOB_ROUND")
     if program.module:
         # What `python -m` itself calls; run_module() would take __main__ away again at the end.
         getattr(runpy, "_run_module_as_main")(program.name)  # noqa: B009
