@@ -28,7 +28,7 @@ MANIFEST = ROOT / "manifests" / "examples" / "digits.yaml"
 KILLED = 1
 PATIENCE = 900.0
 #: Lines that a reader should see: of replica 0 only, as all launchers say the same.
-TOLD = re.compile(r"restarting in place|resuming after|restart (not )?proven|step +\d+")
+TOLD = re.compile(r" restarting in place| resuming after| restart (not )?proven|\] step \d+/")
 FIRST, SAID_BY = re.compile(r"progress: (http://\S+)"), "[digits-0] "
 
 
@@ -138,13 +138,12 @@ def compare(disturbed: dict[str, str], undisturbed: dict[str, str], rounds: int)
 def main() -> int:
     """Return 0 if a process was killed and the weights are identical."""
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
-    deadline = time.monotonic() + PATIENCE
     results: list[dict[str, str]] = []
     rounds: list[int] = []
     with tempfile.TemporaryDirectory(prefix="ddpjob-try-") as folder:
         for name in ("disturbed", "undisturbed"):
             print(f"ddpjob-trainer local {MANIFEST.relative_to(ROOT)}    ({name})", flush=True)
-            job = Job(Path(folder, name))
+            deadline, job = time.monotonic() + PATIENCE, Job(Path(folder, name))
             try:
                 if not results:
                     kill_half_way(job, deadline)
