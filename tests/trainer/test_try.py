@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from support.cluster import ROOT
-from support.launching import SOURCES
+from support.launching import PATHS
 from support.patience import WHOLE
 
 
@@ -17,7 +17,7 @@ from support.patience import WHOLE
 def test_a_killed_process_changes_no_bit_and_the_reader_sees_it() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "demo/local.py"],
-        env={**os.environ, "PYTHONPATH": str(SOURCES)},
+        env={**os.environ, "PYTHONPATH": PATHS},
         capture_output=True,
         text=True,
         timeout=WHOLE,
