@@ -113,6 +113,15 @@ def test_samples_of_kubectl_get_have_the_columns_of_the_definition() -> None:
     assert found >= 2
 
 
+def test_the_ways_through_the_code_name_files_that_exist() -> None:
+    text = (ROOT / "docs/internals/reading.md").read_text().partition("## Four ways")[2]
+    sources = [ROOT / "operator/src", ROOT / "trainer/src", ROOT / "tests"]
+    known = [f"/{path.with_suffix('')}" for source in sources for path in source.rglob("*")]
+    named = re.findall(r"`(\w+(?:/\w+)+)`", text)
+    assert len(named) > 15
+    assert [name for name in named if not any(path.endswith(f"/{name}") for path in known)] == []
+
+
 def functions(file: str) -> set[str]:
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     tree = ast.parse((ROOT / file).read_text())
