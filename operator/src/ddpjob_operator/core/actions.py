@@ -1,8 +1,8 @@
-"""What the planner may ask for, and what the API answered to it.
+"""What the planner asks for, and what the API answered to it.
 
-A Plan is carried out in order by shell/executor.py; nothing here acts. Outcomes is the
-planner's only memory outside the API server: what no watch ever returns. Losing it
-(operator restart) costs reads, never a decision.
+plan() returns a Plan, shell/executor.py carries it out in order. Outcomes is the planner's only
+memory outside the API server and holds what no watch returns: losing it (an operator restart) costs
+reads, never a decision.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Event:
 class Measurement:
     """One observation for /metrics, counted only after the status write it belongs to.
 
-    ``name`` is a metric of shell/metrics.py without its prefix, ``label`` its only label.
+    ``name``: a metric of shell/metrics.py without its prefix; ``label``: its only label.
     """
 
     name: Literal[
@@ -69,10 +69,10 @@ class DeletePod:
 class ConfirmGone:
     """One quorum LIST of the job's pods, then a GET of the job; both replace the cache.
 
-    If the job is still at ``attempt``, Outcomes.confirmed says what was seen. The barrier before
-    creations, and the look before any decision that cannot be taken back.
+    If the job is still at ``attempt``, Outcomes.confirmed holds the result. It comes before
+    creations, and before any decision that is final.
 
-    ``by_name``: a second LIST, by the job's name, shows pods that lost the label of its uid.
+    ``by_name``: a second LIST, by the job's name, finds pods without the label of its uid.
     """
 
     attempt: int
@@ -81,7 +81,7 @@ class ConfirmGone:
 
 @dataclass(frozen=True, slots=True)
 class ReadNodes:
-    """GET each node from a quorum; what it says, or that it is gone, replaces the cache."""
+    """GET each node from a quorum; the answer, or its absence, replaces the cache."""
 
     names: tuple[str, ...]
 
@@ -90,7 +90,7 @@ class ReadNodes:
 class ReadEvents:
     """LIST a kubelet's Events of one container of a pod; Outcomes.probed holds the answer.
 
-    Whatever the API server says is an answer: a refusal is "".
+    A refusal by the API server counts as the answer "".
     """
 
     pod_uid: str
@@ -99,12 +99,10 @@ class ReadEvents:
 
 @dataclass(frozen=True, slots=True)
 class EnsureNetwork:
-    """GET each object, POST it where it is missing, PUT it where it differs.
+    """GET the Service and the NetworkPolicy, POST what is missing, PUT what differs.
 
-    That is the Service and the NetworkPolicy.
-
-    When all exist with our owner uid, Outcomes.network_attempt becomes ``attempt``;
-    a refusal goes to Outcomes.network_refusal.
+    When both exist with our owner uid, Outcomes.network_attempt becomes ``attempt``; a refusal goes
+    to Outcomes.network_refusal.
     """
 
     attempt: int
@@ -124,7 +122,7 @@ class CreatePod:
 class DeleteJob:
     """Delete the DDPJob itself (ttlSecondsAfterFinished), uid and version as preconditions.
 
-    A job that is finished no more, since etcd was restored, stays.
+    A job that is no longer finished, since etcd was restored, stays.
     """
 
     uid: str
@@ -152,9 +150,9 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The API's answer to a creation that did not succeed.
+    """The API's refusal of a creation.
 
-    ``existing``: on 409 AlreadyExists the object that stands in the way, as it was read back.
+    ``existing``: on 409 AlreadyExists the object that has the name, as it was read back.
     """
 
     attempt: int
@@ -167,7 +165,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Existing:
-    """Whose the object is that already has the name we wanted."""
+    """The object that already has the name of one to be created, and its owner."""
 
     kind: str
     name: str
@@ -184,16 +182,15 @@ class Existing:
 class Confirmation:
     """What one quorum read of the job's pods, and then of the job, has shown.
 
-    It promises: begun at ``at`` by a process that led, the read found the job at ``attempt``, of
-    that attempt's pods just those of ``replicas`` and, if ``alone``, no object of an older one.
+    It guarantees: begun at ``at`` by a process that led, the read found the job at ``attempt``, of
+    that attempt's pods exactly those of ``replicas`` and, if ``alone``, no object of an older one.
 
-    It is good for creating pods until one of these takes it back: a new attempt, a creation or a
-    status write of which nobody knows whether it happened, a pause in leading. It is not renewed
-    by anything that a watch says. For an absence it is good only if the replica is known to have
-    been there before the read, and the read did not show it: it is among ``seen``, or the gang was
-    stored as ``running``. For a deadline it is good only if it was read after the deadline, for a
-    suspension only if the job was at that ``generation``. A POST that a deposed leader had under
-    way can still arrive after it: such a pod is of an older attempt, and is removed like any other.
+    It allows to create pods until the attempt changes, a creation or a status write has an unknown
+    outcome, or the process stops leading; a watch does not renew it. It proves that a replica is
+    gone if the replica existed before the read: it is among ``seen``, or the gang was stored as
+    ``running``. A deadline needs a read after the deadline, a suspension one of the job at that
+    ``generation``. A POST of a deposed leader can still arrive after it: such a pod is of an older
+    attempt, and is removed like any other.
     """
 
     attempt: int
@@ -203,7 +200,7 @@ class Confirmation:
     running: bool = False
     seen: frozenset[int] = frozenset()
     replicas: frozenset[int] = frozenset()
-    hidden: tuple[Existing, ...] | None = None  # that no watch shows; None: nobody has asked
+    hidden: tuple[Existing, ...] | None = None  # that no watch shows; None: not asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +215,7 @@ class Setback:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Waiter:
-    """A job that waits for quota since then, as the others of its namespace see it."""
+    """A job that waits for quota, as the planner sees the others of its namespace."""
 
     since: datetime
     uid: str
@@ -240,6 +237,6 @@ class Outcomes:
     status_written_at: datetime | None = None
     pruned: tuple[Body, Body] | None = None  # the last status as sent and as stored, if they differ
     seen: frozenset[int] = frozenset()  # replicas of this attempt that once had a pod
-    waiters: tuple[Waiter, ...] = ()  # in the job's namespace, those who have waited longest
+    waiters: tuple[Waiter, ...] = ()  # those of the job's namespace that have waited longest
     metrics_from: tuple[Body, ...] = ()  # NetworkPolicyPeers of the settings; none: everybody
     seen_since: datetime | None = None  # since when this process has seen and acted without a gap

@@ -1,9 +1,9 @@
-"""Why a member of the gang is lost, and which loss is the cause of an attempt's end.
+"""Classifies the loss of a member, and picks the loss that ended an attempt.
 
-One class per failure. What a pod's end is judged by stands in _EVIDENCE, in its order
-(docs/guides/restarts.md): what was known before the end beats what the kubelet calls the end. Two
-classes are collateral: they show that somebody else went first, so they never explain an
-attempt alone unless nothing better turns up.
+policy/cause.py asks for each pod and gets one Failure with one class. _EVIDENCE holds the rules in
+their order (docs/guides/restarts.md): facts from before the end come before what the kubelet calls
+the end. Two classes are collateral: another member went first, so they explain an attempt only when
+no better cause turns up.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from ddpjob_operator.core.status import Failure
 Verdict = tuple[str, str]  # class and reason
 INIT_FAILED: Final = "InitContainerFailed"
 PROBE_FAILED: Final = "ProbeFailed"
-#: These ends mean the same of any container.
+#: These codes mean the same in any container.
 _OF_ANY: Final = (contract.ExitCode.SIGTERM, 128 + signal.SIGKILL)
 #: Codes with which no program ends for lack of memory, though some child of it may have.
 _MEANT: Final = (CLASSES.keys() | contract.PERMANENT_EXIT_CODES | {0}) - {contract.ExitCode.UNKNOWN}
 _OOM: Final = "OOMKilled"
-#: The kubelet's words for the end of a container that say no more than its exit code.
+#: The kubelet's words for the end of a container that add nothing to its exit code.
 _PLAIN: Final = ("", "Error", "Completed", _OOM)
-#: Why the kubelet evicts a pod that has outgrown limits of its own, whatever room the node has.
+#: The kubelet evicts a pod for its own limits, whatever room the node has.
 _OUTGROWN: Final = re.compile(
     r"Usage of EmptyDir volume |Pod ephemeral local storage usage exceeds |"
     r"Container \S+ exceeded its local ephemeral storage limit "
 )
-#: Words of a runtime that could not start a container, the first that match: a hook of this node
-#: may miss a file, too. Mounts lie on the node, so only "not a directory" is of the template.
+#: Words of a runtime that could not start a container; the first match counts, since a hook of the
+#: node may miss a file, too. Mounts lie on the node, so only "not a directory" is of the template.
 _START: Final = tuple(
     (cls, re.compile(words, re.IGNORECASE))
     for cls, words in (
@@ -63,10 +63,10 @@ _START: Final = tuple(
 
 
 def succeeded(pod: Pod) -> bool:
-    """A replica succeeds with its trainer container, whatever its sidecars do.
+    """Tell whether a replica's trainer container succeeded, whatever its sidecars do.
 
-    Not while it is being deleted, nor when a kubelet has ended it, for an eviction, a limit of its
-    own or its node's shutdown: a program that ends with 0 when it is told to is not done.
+    A pod that is being deleted, or that a kubelet ended (an eviction, a limit, the shutdown of its
+    node), has not: a program that exits with 0 on SIGTERM may not be finished.
     """
     ended = pod.trainer.state == "terminated" and pod.trainer.exit_code == 0
     cut_short = pod.phase == "Failed" and (pod.disruption or pod.reason) != ""
@@ -74,18 +74,18 @@ def succeeded(pod: Pod) -> bool:
 
 
 def running(pod: Pod) -> bool:
-    """The trainer container runs, ready or not."""
+    """Tell whether the trainer container runs, ready or not."""
     return pod.trainer.state == "running"
 
 
 def decisive(pod: Pod) -> Container:
-    """The container whose end is the pod's: the trainer, or what failed before it could start."""
+    """Return the trainer container, or the init container that failed before it could start."""
     never = pod.phase == "Failed" and pod.trainer.state != "terminated"
     return pod.init if pod.init and never else pod.trainer
 
 
 def failure(pod: Pod, nproc_per_node: int, now: datetime) -> Failure | None:
-    """What ended this member, or None while it may still train or has succeeded."""
+    """Describe this member's loss; None while it may still train or has succeeded."""
     if succeeded(pod):
         return None
     trainer = pod.trainer
@@ -119,7 +119,7 @@ def failure(pod: Pod, nproc_per_node: int, now: datetime) -> Failure | None:
 def ended_round(
     found: Round, attempt: int, replica: int, nproc_per_node: int, now: datetime
 ) -> Failure:
-    """What ended a round: a process died or hung, its launcher and its pod live on."""
+    """Describe the end of a round: a process died or hung, its launcher lives on."""
     code, rank = found.code, found.rank
     if rank is None and nproc_per_node == 1:
         rank = replica
@@ -147,7 +147,7 @@ def ended_round(
 
 
 def vanished(replica: int, attempt: int, job_name: str, now: datetime) -> Failure:
-    """A member whose pod object is gone: deleted by somebody, its exit never seen."""
+    """Describe the loss of a member whose pod object is gone, its exit unseen."""
     return Failure(
         attempt=attempt,
         replica=replica,
@@ -160,7 +160,7 @@ def vanished(replica: int, attempt: int, job_name: str, now: datetime) -> Failur
 
 
 def removed(pod: Pod, now: datetime) -> Failure:
-    """A member that somebody is removing, whatever its container has said so far."""
+    """Describe the loss of a member that is being removed, whatever its container has said."""
     return Failure(
         attempt=pod.attempt or 0,
         replica=pod.replica or 0,
@@ -174,7 +174,7 @@ def removed(pod: Pod, now: datetime) -> Failure:
 
 
 def cause(failures: Iterable[Failure], finished: Mapping[int, datetime | None]) -> Failure | None:
-    """The strongest class, then the earliest end, then the lowest replica.
+    """Pick the strongest class, then the earliest end, then the lowest replica.
 
     A failed probe that is proved comes before SIGKILL, which may be the same of a pod not asked.
     """
@@ -193,9 +193,9 @@ def settle(found: Failure) -> Failure:
 
 
 def names(found: Failure, pod: Pod | None) -> tuple[int | None, set[str]]:
-    """What the user's rules can call a loss: an exit code, if it is the trainer's, and reasons.
+    """Return the exit code, if it is the trainer's, and reasons that a rule can match.
 
-    Of a pod that is gone the record has to do.
+    The record has to do for a pod that is gone.
     """
     if pod is None:
         of_trainer = found.reason != INIT_FAILED
@@ -203,15 +203,15 @@ def names(found: Failure, pod: Pod | None) -> tuple[int | None, set[str]]:
     else:
         of_trainer = decisive(pod) is pod.trainer
         raw = {pod.reason, pod.disruption, decisive(pod).reason} - {""}
-        if _OOM in raw and found.cls != "OOM":  # one that was survived, see _out_of_memory
+        if _OOM in raw and found.cls != "OOM":  # it survived, see _out_of_memory
             raw = raw - {_OOM} | {"Error"}
     return found.exit_code if of_trainer else None, raw | {found.reason, found.cls}
 
 
 def perhaps_probed(pod: Pod) -> bool:
-    """Whether a failed probe may be why it ended: at a signal, or with a code that means nothing.
+    """Tell whether a failed probe may have ended it: a signal, or a meaningless exit code.
 
-    The launcher knows of its own whether it was told to end.
+    A launcher reports by itself whether it got SIGTERM.
     """
     code, report = pod.trainer.exit_code, pod.trainer.report
     unclear = code == contract.ExitCode.SIGTERM or code not in _MEANT
@@ -220,20 +220,20 @@ def perhaps_probed(pod: Pod) -> bool:
 
 
 def leaving(pods: Iterable[Pod]) -> Pod | None:
-    """The first pod that somebody is removing."""
+    """Return the first pod that is being removed."""
     return next((pod for pod in pods if pod.deleting or pod.disruption), None)
 
 
 def _taken(pod: Pod) -> Verdict | None:
-    """Somebody ended the pod: its program says then what it likes."""
+    """Blame the removal of the pod, whatever its program says then."""
     taken = pod.deleting or pod.disruption or pod.reason in ("Preempting", "NodeShutdown")
     return ("Disruption", pod.reason or pod.disruption or "PodDeleted") if taken else None
 
 
 def _evicted(pod: Pod) -> Verdict | None:
-    """The kubelet ended the pod: for a limit of its own, or for lack of room on the node.
+    """Tell an eviction for the pod's own limit from one for lack of room on the node.
 
-    Kubernetes 1.26 and later marks the latter alone as a disruption.
+    Kubernetes 1.26 and later marks only the latter as a disruption.
     """
     if pod.reason == "DeadlineExceeded":  # of the template
         return "User", pod.reason
@@ -244,12 +244,12 @@ def _evicted(pod: Pod) -> Verdict | None:
 
 
 def _probed(pod: Pod) -> Verdict | None:
-    """The kubelet ended the container for a probe of the template, and said so in an Event."""
+    """Blame a probe of the template, if the kubelet said so in an Event."""
     return ("User", PROBE_FAILED) if pod.probed else None
 
 
 def _unseen(pod: Pod) -> Verdict | None:
-    """Nobody has seen the end, or it is not that of the first start."""
+    """Blame the infrastructure for an end that is unseen, or not that of the first start."""
     ended = decisive(pod)
     if pod.trainer.restart_count:
         return "Infrastructure", "ContainerRestarted"
@@ -260,7 +260,7 @@ def _unseen(pod: Pod) -> Verdict | None:
 
 
 def _not_started(pod: Pod) -> Verdict | None:
-    """The runtime could not start it, which is final only where no other node would change it."""
+    """Classify a container that the runtime could not start, by its words."""
     ended = decisive(pod)
     if ended.reason != "StartError":
         return None
@@ -269,10 +269,11 @@ def _not_started(pod: Pod) -> Verdict | None:
 
 
 def _out_of_memory(pod: Pod) -> Verdict | None:
-    """The kubelet says so of a container in which anything was killed at any time.
+    """Tell whether the container itself ran out of memory.
 
-    The launcher knows what ended its own: it has read the kernel's counters, or else only SIGKILL
-    may be for memory. Without its word a code that means something is not the kernel's.
+    The kubelet says OOMKilled once any process in it was killed for memory. A launcher has read the
+    kernel's counters, or else only SIGKILL counts; without a launcher a code that has a meaning
+    excludes it.
     """
     ended, code = decisive(pod), decisive(pod).exit_code
     if ended.report and ended.report.kind == "oom":
@@ -287,7 +288,7 @@ def _out_of_memory(pod: Pod) -> Verdict | None:
 
 
 def _of_init(pod: Pod) -> Verdict | None:
-    """Codes that mean more are an agreement with the trainer only."""
+    """Classify a failed init container; the trainer's own exit codes mean nothing there."""
     ended = decisive(pod)
     if ended is pod.trainer:
         return None
@@ -300,9 +301,9 @@ def _by_code(pod: Pod) -> Verdict:
     return final_class(decisive(pod).exit_code, _signal(pod)), _reason(pod)
 
 
-#: From what was known before the end to what the end itself says. Deletion and eviction take a pod
-#: whatever its container does, so a probe that failed counts after them; all that comes after it,
-#: an out of memory included, may be how the program took the probe's signal.
+#: From facts before the end to what the end itself shows. A deletion or an eviction ends a pod
+#: whatever its container does, so a failed probe comes after them; whatever comes after the probe,
+#: out of memory included, may be the program's answer to the probe's signal.
 _EVIDENCE: Final[tuple[Callable[[Pod], Verdict | None], ...]] = (
     _taken,
     _evicted,
@@ -320,7 +321,7 @@ def _verdict(pod: Pod) -> Verdict:
 
 
 def _reason(pod: Pod) -> str:
-    """The kubelet's word for the end if it has one, else how the container ended."""
+    """Return the kubelet's reason, else how the container ended."""
     ended = decisive(pod)
     plain = reason_of(ended.exit_code, _signal(pod))
     return pod.reason or (plain if ended.reason in _PLAIN else ended.reason)

@@ -1,6 +1,7 @@
 """Reads values out of raw JSON that somebody else wrote: the wrong type counts as absent.
 
-Everything that comes from the API server passes here once; the rest of the core sees types.
+observe.py, spec.py and status.py pass everything from the API server through here once; the rest of
+the core sees types.
 """
 
 from __future__ import annotations
@@ -16,64 +17,64 @@ _NAME_MAX: Final = 253
 
 
 def mapping(value: object) -> Mapping[str, Any]:
-    """The object, or an empty one."""
+    """Return the object, or an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 
 def sequence(value: object) -> list[Any]:
-    """The array, or an empty one."""
+    """Return the array, or an empty one."""
     return value if isinstance(value, list) else []
 
 
 def opt_integer(value: object) -> int | None:
-    """The integer, or None. JSON's true is no integer, though Python's True is one."""
+    """Return the integer, or None; JSON's true is none, unlike Python's True."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def integer(value: object, default: int = 0) -> int:
-    """The integer, or the default."""
+    """Return the integer, or the default."""
     found = opt_integer(value)
     return default if found is None else found
 
 
 def counter(value: object, limit: int = 2**31 - 1) -> int:
-    """A count, from 0 to below the limit: one more still fits an int32, whoever wrote it."""
+    """Return a count from 0 to below the limit, so that one more still fits an int32."""
     return min(max(0, integer(value)), limit - 1)
 
 
 def opt_number(value: object) -> float | None:
-    """The number, or None."""
+    """Return the number, or None."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     return None
 
 
 def text(value: object) -> str:
-    """The string, or an empty one."""
+    """Return the string, or an empty one."""
     return value if isinstance(value, str) else ""
 
 
 def names(value: object) -> tuple[str, ...]:
-    """The names of objects in an array, each once: DNS subdomains, as Kubernetes has them."""
+    """Return the valid names of objects (DNS subdomains) in an array, each once."""
     found = (name for name in sequence(value) if isinstance(name, str) and len(name) <= _NAME_MAX)
     return tuple(dict.fromkeys(name for name in found if _NAME.fullmatch(name)))
 
 
 def format_time(at: datetime) -> str:
-    """RFC 3339 in UTC with microseconds (MicroTime), as the API server prints it."""
+    """Format RFC 3339 in UTC with microseconds (MicroTime), as the API server prints it."""
     return at.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def parse_time(value: object) -> datetime | None:
-    """The RFC 3339 time, or None."""
+    """Parse an RFC 3339 time, or return None."""
     if not isinstance(value, str):
         return None
     try:
         at = datetime.fromisoformat(value)
     except ValueError:
         return None
-    # Later a deadline or a time zone would overflow; earlier the year has three digits in UTC, and
-    # strftime does not pad it to the four that the CRD's date-time asks for.
+    # A later year would overflow with a deadline or a time zone; an earlier one has three digits in
+    # UTC, and strftime does not pad it to the four that the CRD's date-time asks for.
     if not 1000 < at.year <= 9000:
         return None
     return at if at.tzinfo else at.replace(tzinfo=UTC)

@@ -1,6 +1,6 @@
-"""Machines as far as a job's pods are on them: ready, not ready and since when, or gone.
+"""The nodes that a job's pods are on: ready, not ready and since when, or gone.
 
-A Node object is 10 KiB and more; of one that a job's pods are on, this is what plan() sees.
+shell/nodes.py fills these records, since a Node object is 10 KiB and more; plan() reads them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ddpjob_operator.core.lenient import mapping, parse_time, sequence, text
 
-#: An administrator's word that the machine is off: Kubernetes then lets go of its pods.
+#: An administrator's statement that the machine is off: Kubernetes then lets go of its pods.
 OUT_OF_SERVICE: Final = "node.kubernetes.io/out-of-service"
 _CONTROL_PLANE: Final = "node-role.kubernetes.io/control-plane"
 #: --unhealthy-zone-threshold of kube-controller-manager, which holds for more than two nodes.
@@ -23,25 +23,26 @@ _FEW: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What is kept of a Node object. ``since``: of its Ready condition's last transition.
+    """The part of a Node object that is kept.
 
-    By the cluster's clock, so only good to tell one transition from another.
+    ``since``: the last transition of its Ready condition by the cluster's clock, so only good to
+    tell one transition from another.
     """
 
     name: str
     ready: bool
     since: datetime | None
     out_of_service: bool = False
-    control_plane: bool = False  # tainted so: work does not go there
+    control_plane: bool = False  # tainted so: work goes elsewhere
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine for one run of the planner.
+    """One node in one planning round.
 
-    ``down_seconds``: for how long this process has seen that it is not ready.
-    ``read_seconds``: how long ago a quorum last told of it; None if only a watch has.
-    ``guessed``: no list and no watch has told of it yet, only a pod that is there.
+    ``down_seconds``: for how long this process has seen that it is not ready. ``read_seconds``: the
+    age of the last quorum read; None if only a watch has shown it. ``guessed``: only a pod names it
+    so far, no list and no watch.
     """
 
     name: str
@@ -55,9 +56,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Those that carry a job's pods, by name, and how the workers of the cluster are.
+    """The nodes with a job's pods, by name, and counts of the cluster's workers.
 
-    ``calm_seconds``: for how long they have not been silent together.
+    ``calm_seconds``: for how long the cluster has not been disrupted.
     """
 
     workers: int
@@ -68,7 +69,7 @@ class Nodes:
 
     @property
     def disrupted(self) -> bool:
-        """So many are silent at once that it is the control plane, or its network, that failed."""
+        """Tell whether so many are silent that the control plane or its network has failed."""
         return disrupted(self.workers, self.unready)
 
 
@@ -76,13 +77,13 @@ FORBIDDEN: Final = Nodes(workers=0, unready=0, readable=False)
 
 
 def disrupted(workers: int, unready: int) -> bool:
-    """The rule of Kubernetes' node lifecycle controller, by which it stops or slows evictions."""
+    """Apply the rule by which Kubernetes' node lifecycle controller stops or slows evictions."""
     most = unready > _FEW and unready >= _UNHEALTHY_SHARE * workers
     return unready == workers or most
 
 
 def record(obj: Mapping[str, Any]) -> Record:
-    """A Node object -> Record. Without a Ready condition it is not ready, as for Kubernetes."""
+    """Parse a Node object; one without a Ready condition is not ready, as for Kubernetes."""
     taints = {text(mapping(t).get("key")) for t in sequence(mapping(obj.get("spec")).get("taints"))}
     conditions = sequence(mapping(obj.get("status")).get("conditions"))
     found = (mapping(c) for c in conditions if mapping(c).get("type") == "Ready")

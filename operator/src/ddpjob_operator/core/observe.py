@@ -1,7 +1,7 @@
 """Turns raw API objects into the slim records that the planner reads.
 
-Records are small on purpose: the informer keeps one per pod instead of the whole object.
-All text that a stranger could have written is bounded and escaped here, once.
+The informer and the store call it for each event and keep one small record per pod. It bounds and
+escapes all text that a stranger could have written, so nothing behind it has to.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ddpjob_operator.core.lenient import mapping, parse_time, sequence
 from ddpjob_operator.core.status import Progress
 
 _INT32: Final = 2**31
-#: No attempt has so many rounds: whoever tells of more is not believed.
+#: No attempt has so many rounds: a larger number is ignored.
 _ROUNDS: Final = 100_000
 MESSAGE_MAX: Final = 1024
-#: Waiting reasons that do not pass by themselves soon. The kubelet alternates between the
-#: two of a failing pull; one name for both keeps the condition still.
+#: Waiting reasons that persist. The kubelet alternates between the two of a failing pull; one name
+#: for both keeps the condition still.
 _BLOCKED: Final = {
     "ErrImagePull": "ImagePullBackOff",
     "ImagePullBackOff": "ImagePullBackOff",
@@ -127,7 +127,7 @@ class Pod:
 
     @property
     def ended(self) -> bool:
-        """Nothing of it runs or will."""
+        """Tell whether the pod has ended for good."""
         return self.stopped or self.phase in ("Succeeded", "Failed")
 
 
@@ -146,12 +146,12 @@ class Job:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Namespace and name."""
+        """Return namespace and name."""
         return (self.namespace, self.name)
 
 
 def job(obj: Mapping[str, Any], known: Job | None = None) -> Job:
-    """A DDPJob object -> Job. ``known``: as it was seen before, whose spec may still be its own."""
+    """Parse a DDPJob object; reuse the packed spec of ``known`` if it is the same."""
     meta = obj["metadata"]
     generation = meta.get("generation", 0)
     same = known is not None and known.uid == meta["uid"] and known.generation == generation != 0
@@ -168,7 +168,7 @@ def job(obj: Mapping[str, Any], known: Job | None = None) -> Job:
 
 
 def pod(obj: Mapping[str, Any]) -> Pod:
-    """A Pod object -> Pod. Never raises on what a user or a kubelet may have written."""
+    """Parse a Pod object; never raise on what a user or a kubelet may have written."""
     meta, status, spec = obj["metadata"], mapping(obj.get("status")), mapping(obj.get("spec"))
     labels = mapping(meta.get("labels"))
     owners = [mapping(o) for o in meta.get("ownerReferences") or ()]
@@ -205,7 +205,7 @@ def pod(obj: Mapping[str, Any]) -> Pod:
 
 
 def progress(raw: object, now: datetime) -> Progress | None:
-    """The body of GET /state -> Progress; None if it is none. Written by a stranger."""
+    """Parse the body of GET /state as Progress; None if it is malformed."""
     if not isinstance(raw, Mapping):
         return None
     return Progress(
@@ -222,7 +222,7 @@ def progress(raw: object, now: datetime) -> Progress | None:
 
 
 def rounds(raw: object) -> Rounds | None:
-    """The body of GET /state -> Rounds; None if it tells of none. Written by a stranger."""
+    """Parse the rounds in the body of GET /state; None if it has none."""
     body = mapping(raw)
     attempt, count = _count(body.get("attempt"), _INT32), _count(body.get("round"), _ROUNDS)
     if attempt is None or not count:
@@ -247,7 +247,7 @@ def _trainer_name(meta: Mapping[str, Any], spec: Mapping[str, Any]) -> object:
 
 
 def _failed_init(status: Mapping[str, Any]) -> Container | None:
-    """Why the pod never got to its trainer: the first init container that failed."""
+    """Find the first init container that failed, so that the trainer never starts."""
     for found in map(mapping, sequence(status.get("initContainerStatuses"))):
         ended = _container(found)
         if ended.state == "terminated" and ended.exit_code:
@@ -282,7 +282,7 @@ def _container(found: Mapping[str, Any]) -> Container:
 
 
 def _stopped(spec: Mapping[str, Any], status: Mapping[str, Any]) -> bool:
-    """The kubelet says Running until it has cleaned up, seconds after the last container."""
+    """Tell whether all containers have ended: the phase says so only seconds later."""
     states = [mapping(mapping(s).get("state")) for s in sequence(status.get("containerStatuses"))]
     count = len(sequence(spec.get("containers")))
     return len(states) == count and all("terminated" in state for state in states)
@@ -295,7 +295,7 @@ def _condition(status: Mapping[str, Any], type_: str, value: str) -> Mapping[str
 
 
 def _blocked(status: Mapping[str, Any]) -> tuple[str, str]:
-    """Why the first container, init containers included, cannot start; ("", "") if none."""
+    """Find the first container that cannot start and the reason; ("", "") if none."""
     for group in ("initContainerStatuses", "containerStatuses"):
         for found in status.get(group) or ():
             waiting = mapping(mapping(mapping(found).get("state")).get("waiting"))
@@ -306,12 +306,12 @@ def _blocked(status: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _tail(text: object) -> str:
-    """The end of a log matters more than its beginning."""
+    """Keep the end of a log, which matters more than its beginning."""
     return clean(text[-MESSAGE_MAX:]) if isinstance(text, str) else ""
 
 
 def _report(text: object) -> Report | None:
-    """The launcher's termination report, or None for any other program's last words."""
+    """Parse the launcher's termination report; None for the output of another program."""
     if not isinstance(text, str) or not text.lstrip().startswith("{"):
         return None
     try:
@@ -340,7 +340,7 @@ def _report(text: object) -> Report | None:
 
 
 def _round_records(items: object) -> tuple[Round, ...]:
-    """The newest records that say which round they are of."""
+    """Parse the newest records that have the number of their round."""
     newest = [mapping(item) for item in sequence(items)[-contract.STATE_MAX_ROUNDS :]]
     return tuple(
         Round(
@@ -371,13 +371,13 @@ def _number(label: object) -> int | None:
 
 
 def _count(value: object, limit: int = 2**63) -> int | None:
-    """A non-negative integer below the limit that the CRD sets, else None."""
+    """Return a non-negative integer below the limit that the CRD sets, else None."""
     fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
     return cast("int", value) if fits else None
 
 
 def _rounded(value: object, digits: int) -> float | None:
-    """A finite number with so many significant digits: a column of kubectl shows them all."""
+    """Round to so many significant digits, since a column of kubectl shows them all."""
     number = _finite(value)
     return None if number is None else _finite(float(f"{number:.{digits}g}"))  # may round up to inf
 

@@ -1,7 +1,8 @@
-"""What only rendering reads of a spec, kept as compressed JSON, and bounded.
+"""The parts of a spec that only render.py reads, as bounded, compressed JSON.
 
-As dicts a template takes up to 30 times its JSON, a user may write a megabyte of it, and each of
-the gang's pods repeats it. The little that decisions ask of a template is worked out once.
+observe.py packs each DDPJob as it arrives: as dicts a template takes up to 30 times its JSON, a
+user may write a megabyte of it, and each of the gang's pods repeats it. The few facts that
+decisions need are worked out once, into Template.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from ddpjob_operator.core.lenient import mapping, sequence
 
 #: A quantity that is not zero, as 0, 0.0 and 0k are.
 _SOME: Final = re.compile("[^a-zA-Z]*[1-9]")
-#: Less than that of either, and importing torch takes minutes, or is killed.
+#: With less of either, importing torch takes minutes, or is killed.
 _LEAST: Final = {"cpu": ("100m", 0.0999), "memory": ("400Mi", 399.9 * 2**20)}
-#: A kubelet ends the container whose probe of these fails.
+#: Probes whose failure makes the kubelet end the container.
 _PROBES: Final = frozenset({"livenessProbe", "startupProbe"})
 TEMPLATE_BYTES: Final = 128 * 1024
 VOLUME_BYTES: Final = 16 * 1024
@@ -39,7 +40,7 @@ class Packed:
     size: int = 0  # of that JSON, in bytes
 
     def unpack(self) -> dict[str, Any]:
-        """The object as it was written, a new one each time."""
+        """Return the object as it was written, a new one each time."""
         found: dict[str, Any] = json.loads(zlib.decompress(self.data))
         return found
 
@@ -49,7 +50,7 @@ class Template:
     """spec.template. ``gpus``: the trainer's limit of ``gpu`` as written, empty without one.
 
     ``ports``: all declared. ``mounts``: paths of the trainer's volumes. ``host_network``: its pods
-    are on their node's network. ``scarce``: in words, what the trainer has too little of.
+    are on their node's network. ``scarce``: in words, resources that the trainer has too little of.
     ``probed``: the trainer's name if a probe may end it, else empty.
     """
 
@@ -65,9 +66,9 @@ class Template:
 
 
 def pack(raw: Mapping[str, Any], field: str, limit: int) -> Packed:
-    """An object of at most ``limit`` bytes of JSON; of another one only what is wrong with it."""
+    """Pack an object of at most ``limit`` bytes of JSON; of a longer one keep only the flaw."""
     try:
-        # What was nested too deep for the operator to read is NaN (shell/decode.py).
+        # shell/decode.py puts NaN for what is nested too deep to read.
         text = json.dumps(
             raw, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
         ).encode()
@@ -84,7 +85,7 @@ def pack(raw: Mapping[str, Any], field: str, limit: int) -> Packed:
 
 
 def template(raw: object) -> Template:
-    """spec.template as written, or packed already; one without containers if it is none."""
+    """Pack spec.template, unless it is packed; without containers if it is malformed."""
     if isinstance(raw, Template):
         return raw
     whole = mapping(raw)
@@ -111,7 +112,7 @@ def template(raw: object) -> Template:
 
 
 def _scarce(resources: Mapping[str, Any]) -> str:
-    """A limit, or where there is none a request, too small for any program that imports torch."""
+    """Name limits, or else requests, too small for any program that imports torch."""
     found = []
     for name, (least, number) in _LEAST.items():
         for kind in ("limits", "requests"):
@@ -125,19 +126,19 @@ def _scarce(resources: Mapping[str, Any]) -> str:
 
 
 def volume(raw: object) -> Packed:
-    """spec.snapshot.volume as written, or packed already."""
+    """Pack spec.snapshot.volume, unless it is packed."""
     if isinstance(raw, Packed):
         return raw
     written = mapping(raw)
     if not any(isinstance(source, Mapping) for source in written.values()):
-        # Kubernetes takes that for an emptyDir, which ends with its pod.
+        # Kubernetes takes it for an emptyDir, which ends with its pod.
         what = "write one, for example persistentVolumeClaim: {claimName: NAME}"
         return Packed(b"", "", f"spec.snapshot.volume has no source: {what}")
     return pack(written, "spec.snapshot.volume", VOLUME_BYTES)
 
 
 def spec(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A raw .spec with all in it packed that only rendering reads."""
+    """Pack the parts of a raw .spec that only rendering reads."""
     slim = {**raw, "template": template(raw.get("template"))}
     snapshot = raw.get("snapshot")
     if isinstance(snapshot, Mapping):
@@ -146,19 +147,19 @@ def spec(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def place(path: str) -> str:
-    """What a container finds at a path: /a is also at a, //a and /b/../a."""
+    """Normalize a path in a container: /a is also at a, //a and /b/../a."""
     return "/" + posixpath.normpath(f"/{path}").lstrip("/")
 
 
 def trainer_container(pod_spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The container that trains: the one named "trainer", or else the first."""
+    """Find the container that trains: the one named "trainer", or else the first."""
     containers = [c for c in pod_spec.get("containers") or () if isinstance(c, Mapping)]
     named = (c for c in containers if c.get("name") == crd.TRAINER_CONTAINER)
     return next(named, containers[0] if containers else {})
 
 
 def memory_limit(pod_spec: Mapping[str, Any], name: object) -> str:
-    """The memory limit of a container as written, "" without one."""
+    """Return the memory limit of a container as written, "" without one."""
     found = (c for c in map(mapping, sequence(pod_spec.get("containers"))) if c.get("name") == name)
     limits = mapping(mapping(next(found, {}).get("resources")).get("limits"))
     return str(limits.get("memory") or "")

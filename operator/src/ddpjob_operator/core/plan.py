@@ -1,9 +1,10 @@
 """The one place where anything is decided: plan(job, pods, outcomes, now, nodes) -> Plan.
 
-Level-triggered: it reads state and remembers nothing. It first works out the status that
-should be stored; if that differs, storing it is the whole plan, so that every intent is
-on record before anything is done about it. Only a round whose status is already stored
-acts: delete what is no member, pass the barrier, create what is missing.
+shell/reconciler.py calls it for each key of the queue, and shell/executor.py carries out the Plan.
+It is level-triggered: it reads state and remembers nothing. First it works out the status to be
+stored; if that differs, storing it is the whole plan, so every intent is on record before any
+action. A planning round whose status is already stored acts: delete non-members, pass the barrier,
+create what is missing.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ from ddpjob_operator.core.view import Change, View, look
 _WANTED: Final = ("Pending", "Starting", "Running", "Restarting")
 #: Status writes that only report are held back until this long after the last write.
 REPORT_INTERVAL: Final = timedelta(seconds=2)
-#: Those of a gang that has run for 20 minutes: a thousand such jobs write 17 times a second.
+#: The same for a gang that has run for 20 minutes: a thousand such jobs write 17 times a second.
 PROGRESS_INTERVAL: Final = timedelta(seconds=60)
-#: Pods rendered and created in one round; a gang of 10,000 must not stop the others' rounds.
+#: Pods rendered and created in one round, so that a gang of 10,000 leaves time to others.
 _BATCH: Final = 500
-#: And no more of templates than that: as objects they take up to 20 times as much.
+#: Bytes of templates in one round: as objects they take up to 20 times as much.
 _BATCH_BYTES: Final = 1024 * 1024
 
 
@@ -134,7 +135,7 @@ def _decide(view: View) -> Change:
 
 
 def _start(view: View, change: Change) -> Change:
-    """First start or resume; the active deadline counts from here."""
+    """Begin after the creation or a resume; the active deadline counts from here."""
     resumed = view.status.phase == "Suspended" and view.status.attempt > 0
     reason = "Resumed" if resumed else "Started"
     change = restart.new_attempt(view, change, "Restarting" if resumed else "Pending", 0)
@@ -145,7 +146,7 @@ def _start(view: View, change: Change) -> Change:
     change = avoid.nothing(change, "the job was suspended and resumed")
     message = f"creating {counted(view.spec.replicas, 'pod')}, attempt {change.status.attempt}"
     change = change.condition("Suspended", False, reason, "", view.now)
-    # What was refused before may be mended now.
+    # The change of spec may have cured what was refused before.
     change = change.condition("Invalid", False, "Valid", "", view.now)
     change = change.tell("Normal", reason, message)
     scarce = view.spec.template.scarce
@@ -157,14 +158,14 @@ def _start(view: View, change: Change) -> Change:
 
 
 def _overdue(view: View, change: Change) -> Change:
-    """The deadline ends the job."""
+    """End the job at its activeDeadlineSeconds."""
     what = f"activeDeadlineSeconds {view.spec.active_deadline:.10g} has passed"
     change, what = _broken(view, change, what)
     return finish.fail(view, change, "DeadlineExceeded", what)
 
 
 def _broken(view: View, change: Change, what: str) -> tuple[Change, str]:
-    """What had broken the gang by the time that something else ends it is told, and not charged."""
+    """Name the failure that broke the gang before something else ends it, uncharged."""
     loss = cause.known(view)
     if loss is None:
         return change, what
@@ -173,7 +174,7 @@ def _broken(view: View, change: Change, what: str) -> tuple[Change, str]:
 
 
 def _suspend(view: View, change: Change) -> Change:
-    """Pods go with their own grace period, to save a snapshot in, unless the gang is broken."""
+    """End the pods, with their grace period to save a snapshot unless the gang is broken."""
     if view.status.phase == "Suspended":
         return hold.suspended(view, change)
     message = "spec.suspend is true: set it to false to go on"
@@ -192,20 +193,20 @@ def _suspend(view: View, change: Change) -> Change:
 
 
 def _barrier_passed(view: View) -> bool:
-    """No object of an older attempt exists, says a quorum LIST, and the backoff is over."""
+    """Tell whether a quorum LIST shows no older object and the backoff is over."""
     if view.status.phase not in ("Pending", "Restarting"):
         return False
     return _confirmed(view) and not view.others and _due(view)
 
 
 def _due(view: View) -> bool:
-    """Whether delays are over. A gang that would rest as it starts had nothing to be late with."""
+    """Tell whether the delays of backoff, refusals and turns are over."""
     waits = (restart.due(view), retry.due(view), turn.until(view))
     return all(at is None or view.now >= at for at in waits)
 
 
 def _confirmed(view: View) -> bool:
-    """A quorum read has shown no older pod; actions.Confirmation says how long that holds."""
+    """Tell whether a valid quorum read shows no older pod (actions.Confirmation)."""
     return view.confirmed is not None and view.confirmed.alone
 
 
@@ -214,14 +215,14 @@ def _read_after(view: View, due: datetime | None) -> bool:
 
 
 def _may_be_done(view: View) -> bool:
-    """Pods that are to be suspended may have succeeded, and no watch has told yet."""
+    """Tell whether pods to be suspended may have succeeded, unseen by a watch."""
     read = view.confirmed
     asked = read is not None and read.generation == view.job.generation
     return view.status.phase in ("Starting", "Running") and not asked
 
 
 def _in_doubt(view: View) -> bool:
-    """Something final is due that must not rest on the cache alone: a quorum read comes first."""
+    """Tell whether a final decision is due that needs a quorum read first."""
     if len(view.gone) < len(view.were_there):
         return True
     if finish.past_active_deadline(view) and not _read_after(view, finish.active_deadline(view)):
@@ -232,10 +233,10 @@ def _in_doubt(view: View) -> bool:
 
 
 def _write(view: View, change: Change) -> Plan | None:
-    """The plan that stores the status, or None if there is nothing to store right now."""
+    """Plan to store the status; None if there is nothing to store right now."""
     new, old = st.to_dict(change.status), st.to_dict(view.status)
     if new == old or view.outcomes.pruned == (new, view.job.status):
-        return None  # what an older CRD drops would be written for ever, and nothing else done
+        return None  # what an older CRD drops would be written for ever
     if _reports_only(change.status, view.status):
         last = view.outcomes.status_written_at
         progress = replace(view.status, progress=change.status.progress) == change.status
@@ -245,16 +246,16 @@ def _write(view: View, change: Change) -> Plan | None:
 
 
 def _seldom(view: View) -> timedelta:
-    """Between two writes that tell of progress only: the rarer, the longer the gang has run."""
+    """Return the time between writes of progress: the longer the gang has run, the longer."""
     age = view.now - (view.status.timings.running_at or view.now)
     return max(REPORT_INTERVAL, min(PROGRESS_INTERVAL, age / 20))
 
 
 def _reports_only(new: Status, old: Status) -> bool:
-    """Only counts, progress or a stall differ. A success is on record before its pod may go.
+    """Tell whether only counts, progress or a stall differ.
 
-    Two operators that both act for a moment, with other views, may tell of a stall in turns; the
-    first word of one is told at once.
+    A success is stored before its pod may go. Two operators that both act for a moment may report a
+    stall in turns; only its first report is written at once.
     """
 
     def decided(status: Status) -> Status:
@@ -285,10 +286,10 @@ def _act(view: View) -> Plan:
 
 
 def _leave(view: View) -> Plan:
-    """End what is left of a deleted job's gang, once it is broken or late; nothing new is made.
+    """End the rest of a deleted job's gang once it is broken or late; create nothing.
 
-    The garbage collector removes what the job owns when the job is gone, but somebody's finalizer
-    may keep it for days. Nothing is told: a job that is deleted has not failed.
+    The garbage collector removes what the job owns when the job is gone, but a finalizer may keep
+    it for days. No event is sent: a deleted job has not failed.
     """
     wake = _wake(view)
     if view.status.terminal:
@@ -303,10 +304,10 @@ def _leave(view: View) -> Plan:
 
 
 def _deletions(view: View) -> tuple[Action, ...]:
-    """Pods that are no members go.
+    """Delete pods that are no members.
 
-    Once a member of their attempt is dead they can save nothing, and a longer grace that is
-    already running is cut short.
+    Once a member of their attempt is dead they can save nothing, so a longer grace period is cut
+    short.
     """
     dead = {loss.attempt for loss in view.status.failures if not loss.in_place}
     actions: list[Action] = []
@@ -321,7 +322,7 @@ def _deletions(view: View) -> tuple[Action, ...]:
 
 
 def _creations(view: View) -> tuple[Action, ...]:
-    """Barrier, then network objects, then pods: one stage a round."""
+    """Pass the barrier, then ensure network objects, then create pods: one stage a round."""
     attempt, outcomes = view.status.attempt, view.outcomes
     waiting = view.status.phase in ("Pending", "Restarting")
     if view.status.phase == "Running" or hold.why(view):
@@ -336,7 +337,7 @@ def _creations(view: View) -> tuple[Action, ...]:
         bodies = render.network(view.job, view.spec, outcomes.metrics_from)
         return (EnsureNetwork(attempt, bodies),)
     refusals = view.refusals
-    # What refused one pod refuses the others too: one goes first.
+    # After a refusal, create one pod alone to test whether the API accepts it again.
     due_now = retry.ready(view)[: 1 if outcomes.setback else _batch(view)]
     return (
         *(_unlabelled(refusals[r]) for r in due_now if _hidden(view, refusals.get(r))),
@@ -356,7 +357,7 @@ def _pod(view: View, replica: int) -> dict[str, Any]:
 
 
 def _hidden(view: View, refusal: Refusal | None) -> bool:
-    """A pod of ours that no list shows, since somebody took its labels, keeps the name."""
+    """Tell whether a pod of ours that lost its labels keeps the name."""
     found = refusal.existing if refusal else None
     if found is None or found.kind != "Pod" or found.owner_uid != view.job.uid:
         return False
@@ -369,7 +370,7 @@ def _unlabelled(refusal: Refusal) -> DeletePod:
 
 
 def _wake(view: View) -> float | None:
-    """Seconds until time alone may change the answer."""
+    """Return the seconds until time alone may change the answer."""
     status, now = view.status, view.now
     times = [restart.due(view), finish.active_deadline(view), heal.due(view, status)]
     times += [report.lingers(view), repeat.quiet_at(status), hold.looks_again(view)]

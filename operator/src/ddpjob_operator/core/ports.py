@@ -1,8 +1,8 @@
-"""Ports of a gang. On the host's network they are the node's, so each attempt draws its own.
+"""Ports of a gang; on the host's network each attempt draws its own.
 
-There two gangs on a node would take each other's. What is drawn is a hash, so that whoever asks
-gets the same; where a stranger has it, the next attempt draws another. Only the defaults are drawn
-anew: a port that the user has chosen is kept.
+render.py asks. Two gangs on one node would collide on fixed ports. A hash draws them, so that each
+caller gets the same; if a stranger has the port, the next attempt draws another. A port that the
+user has chosen is kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MASTER: Final[int] = crd.DEFAULTS["port"]
 METRICS: Final[int] = crd.DEFAULTS["metrics.port"]
 #: Those that a process without rights may open.
 _OPEN: Final = range(1024, 65536)
-#: Below those of Services on nodes (30000) and those that kernels hand out (32768). The gang has
+#: Below the node ports of Services (30000) and the kernel's ephemeral ports (32768). The gang has
 #: two side by side, and each replica one, next to those of its neighbours on the node.
 _PAIRS: Final = range(20000, 25000, 2)
 _METRICS: Final = range(25000, 30000)
@@ -29,7 +29,7 @@ _METRICS: Final = range(25000, 30000)
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Where replica 0 holds torch's store and the launchers' hub, and a replica its pages."""
+    """The ports of torch's store and the launchers' hub on replica 0, and of a replica's pages."""
 
     master: int
     hub: int
@@ -39,7 +39,7 @@ class Ports:
 def of(
     template: Template, master: int, metrics: int, uid: str, attempt: int, replica: int
 ) -> Ports:
-    """``master`` and ``metrics``: as the spec has them."""
+    """Choose the ports; ``master`` and ``metrics`` are those of the spec."""
     if not template.host_network:
         return Ports(master, hub(template, master, metrics), metrics)
     draw = int.from_bytes(hashlib.sha256(f"{uid}/{attempt}".encode()).digest()[:8])
@@ -55,15 +55,15 @@ def of(
 
 @lru_cache(maxsize=64)  # the same for all pods of a gang
 def _free(taken: frozenset[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """What is left to draw from: a hash must not hit what the user has chosen or declared."""
+    """List the ports to draw from, without those that the user has chosen or declared."""
     pairs = [port for port in _PAIRS if not taken & {port, port + 1}]
     return pairs or _PAIRS, [port for port in _METRICS if port not in taken] or _METRICS
 
 
 def hub(template: Template, master: int, metrics: int) -> int:
-    """Where launcher 0 co-ordinates rounds: the first port after the master's that is free.
+    """Choose launcher 0's hub port: the first free one after the master's.
 
-    Taken are that of the pages and what any container of the template declares.
+    The metrics port and the ports that the template declares are not free.
     """
     taken = {metrics, *template.ports}
     ports = chain(range(master + 1, _OPEN.stop), range(master - 1, _OPEN.start - 1, -1))

@@ -1,4 +1,4 @@
-"""Quantities of Kubernetes as numbers: packed.py asks of resources, policy/quota.py of quotas."""
+"""Quantities of Kubernetes as numbers, for packed.py (resources) and policy/quota.py (quotas)."""
 
 from __future__ import annotations
 

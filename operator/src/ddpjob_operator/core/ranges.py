@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 def format_ranges(replicas: frozenset[int]) -> str:
-    """{0, 1, 2, 5} -> "0-2,5"."""
+    """Format {0, 1, 2, 5} as "0-2,5"."""
     parts: list[list[int]] = []
     for replica in sorted(replicas):
         if parts and replica == parts[-1][1] + 1:
@@ -18,17 +18,17 @@ def format_ranges(replicas: frozenset[int]) -> str:
 
 
 def counted(number: int, word: str) -> str:
-    """1, "pod" -> "1 pod"; 3, "pod" -> "3 pods"."""
+    """Write 1, "pod" as "1 pod" and 3, "pod" as "3 pods"."""
     return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def every(number: int, word: str) -> str:
-    """1, "replica" -> "the only replica"; 3, "replica" -> "all 3 replicas"."""
+    """Write 1, "replica" as "the only replica" and 3, "replica" as "all 3 replicas"."""
     return f"the only {word}" if number == 1 else f"all {counted(number, word)}"
 
 
 def parse_ranges(text: object) -> frozenset[int]:
-    """The inverse of format_ranges; the empty set if it does not parse or is absurdly wide."""
+    """Parse format_ranges' text; the empty set if it is malformed or absurdly wide."""
     found: set[int] = set()
     if not isinstance(text, str):
         return frozenset()

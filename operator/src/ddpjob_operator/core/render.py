@@ -1,7 +1,7 @@
 """Renders the objects of a gang: headless Service, NetworkPolicy and the pods.
 
-The pod template is the user's and kept as written; only what the contract promises is
-added, and our variables come first so that the user's may refer to them as $(RANK).
+plan() puts them into its actions. The pod template stays as the user wrote it; only what the
+contract promises is added, our variables first, so that the user's may refer to them as $(RANK).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NODE_TAINTS: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unrea
 def network(
     job: Job, spec: Spec, metrics_from: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[dict[str, Any], ...]:
-    """What must stand before the first pod: the Service, then the NetworkPolicy.
+    """Render the objects that come before the first pod: the Service, then the NetworkPolicy.
 
     ``metrics_from``: NetworkPolicyPeers that may read metrics; none: everybody.
     """
@@ -41,7 +41,7 @@ def network(
 def pod(
     job: Job, spec: Spec, attempt: int, replica: int, avoided: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The pod of one replica in one attempt; its name and hostname are `<job>-<replica>`.
+    """Render the pod of one replica in one attempt, with name and hostname `<job>-<replica>`.
 
     ``avoided``: names of nodes that it must not be scheduled to.
     """
@@ -52,7 +52,7 @@ def pod(
     body["restartPolicy"] = "Never"
     _default(body, "automountServiceAccountToken", False)
     _default(body, "enableServiceLinks", False)
-    if avoided and not body.get("nodeName"):  # one that is named meets no scheduler
+    if avoided and not body.get("nodeName"):  # a pod with a nodeName meets no scheduler
         body["affinity"] = _kept_off(avoided, mapping(body.get("affinity")))
     body["tolerations"] = _tolerations(body.get("tolerations"))
     # With 0 its object would go before its containers, and with it what the barrier looks for. The
@@ -73,8 +73,8 @@ def pod(
         if isinstance(container, dict):  # else the API server has to name it
             _default(container, "terminationMessagePolicy", "FallbackToLogsOnError")
     if spec.template.host_network:
-        # Else its DNS is the node's, which does not know the gang. No port is declared: it would
-        # be the node's, and one pod fit on each.
+        # Else its DNS is the node's, which does not know the gang. No port is declared: it would be
+        # the node's, and only one pod would fit on each.
         _default(body, "dnsPolicy", "ClusterFirstWithHostNet")
     else:
         _declare_metrics_port(trainer, spec.metrics_port)
@@ -98,7 +98,7 @@ def pod(
 
 
 def pod_labels(job: Job, attempt: int, replica: int) -> dict[str, str]:
-    """The labels that make a pod a member, and those every tool knows."""
+    """Return the labels that make a pod a member, and those that common tools know."""
     return {
         **_labels(job),
         crd.LABEL_ATTEMPT: str(attempt),
@@ -137,7 +137,7 @@ def _meta(job: Job) -> dict[str, Any]:
 
 
 def _service(job: Job, spec: Spec) -> dict[str, Any]:
-    """Its ports are for the reader: without an address of its own it forwards nothing."""
+    """Render the Service; its ports are only documentation, as it has no cluster IP."""
     hub = ports.hub(spec.template, spec.port, spec.metrics_port)
     return {
         "apiVersion": "v1",
@@ -222,7 +222,7 @@ def _final_exit_codes(restart: Restart) -> tuple[int, ...]:
 
 
 def _declare_metrics_port(trainer: dict[str, Any], number: int) -> None:
-    """Named, so that a PodMonitor finds it; a port of the template by that name stays."""
+    """Declare the port by name for a PodMonitor, unless the template declares it."""
     declared = sequence(trainer.get("ports"))
     taken = [mapping(port) for port in declared]
     if not any(p.get("name") == METRICS_PORT or p.get("containerPort") == number for p in taken):
@@ -244,13 +244,13 @@ def _mount(body: dict[str, Any], trainer: dict[str, Any], spec: Spec) -> None:
 
 
 def _kept_off(nodes: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The template's affinity, and none of the nodes; by name, for hostname labels may differ."""
+    """Add required terms against these nodes, by name since hostname labels may differ."""
     required = "requiredDuringSchedulingIgnoredDuringExecution"
     node_affinity = mapping(given.get("nodeAffinity"))
     # A matchField takes one value; all in a term must hold, and one of the terms.
     not_these = [{"key": "metadata.name", "operator": "NotIn", "values": [n]} for n in nodes]
     terms = [
-        # An empty term matches nothing, and must not begin to.
+        # An empty term matches nothing, and has to stay so.
         {**term, "matchFields": [*sequence(term.get("matchFields")), *not_these]}
         if term and isinstance(term, Mapping)
         else term
@@ -261,13 +261,13 @@ def _kept_off(nodes: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _default(body: dict[str, Any], field: str, value: object) -> None:
-    """A field that is null asks for nothing, as one that is absent."""
+    """Set a field that is absent or null."""
     if body.get(field) is None:
         body[field] = value
 
 
 def _tolerations(written: object) -> object:
-    """With ours. The definition does not type them: what is none the API server has to name."""
+    """Add our tolerations; leave a malformed list for the API server to refuse."""
     given = written or []
     if not isinstance(given, list) or not all(isinstance(t, Mapping) for t in given):
         return written

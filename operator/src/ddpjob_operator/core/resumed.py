@@ -1,6 +1,6 @@
-"""Whose snapshot a job goes on from, in words: another job's of its name, or another program's.
+"""Describes a snapshot of another job or another program that a job resumes from.
 
-Who asks is observe.py, of what a launcher says; the words go into status.progress and an Event.
+observe.py passes what a launcher reports; the words go into status.progress and an Event.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from ddpjob_operator.core.lenient import mapping, opt_integer, sequence, text
 
 _UID: Final = re.compile("[0-9A-Za-z-]{1,64}")
 _CHANGED: Final = {"script": "another script", "arguments": "other arguments"}
-#: How the words begin where the snapshot is another job's.
+#: The words begin so for a snapshot of another job.
 OF_ANOTHER: Final = "another DDPJob"
 
 
 def words(raw: object, done: object = None) -> str:
-    """contract.Resumed, written by a stranger -> words; empty if it says nothing.
+    """Describe contract.Resumed, written by a stranger; empty if it says nothing.
 
     ``done``: steps at the end, of a report. As many as another job's snapshot had are none.
     """

@@ -1,7 +1,7 @@
 """.spec of a DDPJob as data, with the defaults of the CRD.
 
-The CRD's schema and CEL rules refuse most bad input at `kubectl apply`. What they cannot
-say is refused here with SpecError, which ends in the condition Invalid.
+plan() calls read() in each planning round. The CRD's schema and CEL rules refuse most bad input at
+`kubectl apply`; the rest is refused here with SpecError, which becomes the condition Invalid.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SpecError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """spec.restart.rules[]: which failures it matches and what then happens."""
+    """spec.restart.rules[]: the failures that it matches, and the action."""
 
     exit_codes: frozenset[int]
     reasons: frozenset[str]
@@ -48,7 +48,7 @@ class Restart:
     rules: tuple[Rule, ...]
 
     def ruled(self, exit_code: int | None, reasons: Set[str]) -> str | None:
-        """The action of the first rule that matches, None if none does."""
+        """Return the action of the first rule that matches, None if none does."""
         matching = (r for r in self.rules if exit_code in r.exit_codes or r.reasons & reasons)
         return next((rule.action for rule in matching), None)
 
@@ -96,26 +96,26 @@ class Spec:
 
     @property
     def template_hash(self) -> str:
-        """Differs whenever the template does."""
+        """Return a hash that differs whenever the template does."""
         return self.template.packed.digest
 
     @property
     def snapshot_hash(self) -> str:
-        """Differs whenever the volume of the snapshots does; empty without one."""
+        """Return a hash of the snapshot volume; empty without one."""
         return self.snapshot.volume.digest if self.snapshot else ""
 
     @property
     def world_size(self) -> int:
-        """Number of training processes."""
+        """Count the training processes."""
         return self.replicas * self.nproc_per_node
 
 
 def read(raw: Mapping[str, Any], name: str = "") -> Spec:
-    """A job's raw .spec -> Spec; what cannot work is in ``flaw``, and the rest still holds."""
+    """Parse a job's raw .spec; put the first error into ``flaw`` and keep the rest."""
     try:
         return parse(raw, name)
     except SpecError as error:
-        # What runs was made of a better spec: these parts are not needed to look after it.
+        # The pods that run came from a valid spec: looking after them needs none of these.
         left_out = ("template", "nprocPerNode", "nodeLost", "snapshot")
         rest = {key: raw[key] for key in raw if key not in left_out}
         rest["template"] = {"spec": {"containers": [{"name": TRAINER_CONTAINER}]}}
@@ -123,7 +123,7 @@ def read(raw: Mapping[str, Any], name: str = "") -> Spec:
 
 
 def parse(raw: Mapping[str, Any], name: str = "") -> Spec:
-    """A job's raw .spec -> Spec. Its name is that of the directory of its snapshots.
+    """Parse a job's raw .spec; ``name`` is that of the directory of its snapshots.
 
     Raises:
         SpecError: the field that cannot work and what to do about it.
@@ -223,9 +223,9 @@ def _snapshot(raw: object) -> Snapshot | None:
 
 
 def _unusable(snapshot: Snapshot, template: Template, name: str) -> str:
-    """Why the job's snapshots would not come to lie on their volume; empty if they do."""
+    """Say why the job's snapshots would miss their volume; empty if they reach it."""
     path = packed.place(snapshot.path)
-    # CEL refuses only what is written as the path is, and knows nothing of the directory in it.
+    # CEL compares the path as written, and knows nothing of the directory in it.
     if mount := min(template.mounts & {path, f"{path}/{name}"}, default=""):
         return (
             f"spec.template mounts a volume at {mount} in the trainer container, over this job's"

@@ -1,4 +1,7 @@
-"""What stands where we want an object: whose it is, and what of ours is to be mended."""
+"""An object under a name that we want: its owner, and the difference to what is wanted.
+
+shell/executor.py calls it after a 409 AlreadyExists and for the Service and the NetworkPolicy.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ from ddpjob_operator.core.actions import Body, Event, Existing
 from ddpjob_operator.core.lenient import parse_time
 from ddpjob_operator.core.observe import clean
 
-#: Where anything beside what is wanted changes what it means: another label to be selected by.
+#: Fields where an addition changes the meaning, as another label of a selector does.
 _WHOLE: Final = ("selector", "podSelector", "ingress")
 
 
 def existing(kind: str, obj: Mapping[str, Any]) -> Existing:
-    """An object that already has the name we wanted."""
+    """Describe the object that already has the name."""
     meta = obj["metadata"]
     owners = meta.get("ownerReferences") or ()
     owner: Mapping[str, Any] = next((o for o in owners if o.get("controller")), {})
@@ -34,9 +37,9 @@ def existing(kind: str, obj: Mapping[str, Any]) -> Existing:
 
 
 def hidden(pod: Mapping[str, Any], job_uid: str) -> Existing | None:
-    """Tell of a pod of that job which no watch shows, since somebody took its label off.
+    """Describe a pod of that job which lost its label, so that no watch shows it.
 
-    None of any other pod, and where nothing of it runs any more.
+    None for any other pod, and for one that has ended.
     """
     found, labels = existing("Pod", pod), pod["metadata"].get("labels") or {}
     ended = (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
@@ -45,9 +48,9 @@ def hidden(pod: Mapping[str, Any], job_uid: str) -> Existing | None:
 
 
 def mended(found: Mapping[str, Any], wanted: Body) -> Body | None:
-    """The object as it should be written; None if its labels and spec say all that is wanted.
+    """Return the object as it should be written; None if its labels and spec are as wanted.
 
-    What others have added beside it stays: the API server's defaults, labels of somebody's tools.
+    Additions of others stay: the API server's defaults, labels of other tools.
     """
     parts = {"labels": wanted["metadata"]["labels"]}
     body = {**found, "metadata": _with(found["metadata"], parts)}

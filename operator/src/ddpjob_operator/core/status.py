@@ -1,6 +1,7 @@
 """.status of a DDPJob as data: parsed leniently, written whole.
 
-Anyone with access to the subresource may have written it: what does not parse counts as absent.
+plan() reads it with from_dict() and stores it with to_dict(). Anyone with access to the subresource
+may have written it: what does not parse counts as absent.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PHASES: Final = get_args(Phase)
 #: status.failures and status.avoidedNodes keep so many, newest last: etcd has a limit.
 MAX_FAILURES: Final = 10
 MAX_AVOIDED: Final = 16
-#: The label of a pod holds no more (observe.py); who wrote such a number begins anew.
+#: The label of a pod holds no more (observe.py); a larger number starts again from 0.
 MOST_ATTEMPTS: Final = 10**9 - 1
 
 
@@ -42,7 +43,7 @@ def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A metav1.Condition; the time of the last transition is kept by with_condition."""
+    """A metav1.Condition; with_condition keeps the time of its last transition."""
 
     type: str
     status: Literal["True", "False"]
@@ -51,7 +52,7 @@ class Condition:
     since: datetime
 
     def to_dict(self, generation: int) -> dict[str, Any]:
-        """The form of metav1.Condition."""
+        """Return it in the form of metav1.Condition."""
         return {
             "type": self.type,
             "status": self.status,
@@ -64,13 +65,14 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Restarts:
-    """Counters of restarts. ``charged`` and ``disruptions`` are the two budgets in use.
+    """Counters of restarts.
 
-    policy/heal.py says when both heal (back to 0). ``snapshot_step`` and ``file_at``, the mtime
-    of the progress path, are the newest that were known at the last restart: what is newer is
-    progress. ``consecutive`` drives the backoff and heals too.
-    ``in_place``: restarts of processes only; ``round``: those of the current attempt, so that each
-    is counted once. ``released``: tries in a row that were given back before all replicas ran.
+    ``charged`` and ``disruptions`` are the two budgets in use; policy/heal.py decides when both
+    heal (back to 0). ``snapshot_step`` and ``file_at``, the mtime of the progress path, are the
+    newest at the last restart: what is newer is progress. ``consecutive`` drives the backoff and
+    heals too. ``in_place``: restarts of processes only; ``round``: those of the current attempt, so
+    that each is counted once. ``released``: tries in a row that were given back before all replicas
+    ran.
     """
 
     total: int = 0
@@ -86,7 +88,7 @@ class Restarts:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an attempt or, with ``in_place``, one of its rounds ended.
+    """The failure that ended an attempt or, with ``in_place``, one of its rounds.
 
     Text comes from strangers and is already bounded and escaped.
     """
@@ -105,10 +107,10 @@ class Failure:
     signal: int | None = None
     in_place: bool = False  # processes were restarted and the pods kept
     step: int | None = None  # that it had finished
-    exception: str = ""  # that, or what else ended it, in one line
+    exception: str = ""  # the exception, or another cause, in one line
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form, absent values left out."""
+        """Return the JSON form without absent values."""
         return _present(
             {
                 "attempt": self.attempt,
@@ -132,7 +134,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far training is. Steps are finished optimizer steps; loss is dimensionless."""
+    """Progress of training: finished optimizer steps; a loss without dimension."""
 
     step: int | None = None
     total_steps: int | None = None
@@ -152,13 +154,13 @@ class Timings:
     started_at: datetime | None = None
     attempt_started_at: datetime | None = None
     running_at: datetime | None = None
-    last_round_at: datetime | None = None  # a restart in place of this attempt was heard of
+    last_round_at: datetime | None = None  # the newest restart in place of this attempt
     next_restart_at: datetime | None = None
     completed_at: datetime | None = None
     last_recovery_seconds: float | None = None
 
 
-#: The times among them, by their names in the API.
+#: The times of Timings, by their names in the API.
 _TIMES: Final = {
     "startedAt": "started_at",
     "attemptStartedAt": "attempt_started_at",
@@ -208,23 +210,23 @@ class Status:
 
     @property
     def last_failure(self) -> Failure | None:
-        """The newest recorded failure."""
+        """Return the newest recorded failure."""
         return self.failures[-1] if self.failures else None
 
     @property
     def last_loss(self) -> Failure | None:
-        """The newest recorded failure that ended an attempt."""
+        """Return the newest recorded failure that ended an attempt."""
         return next((f for f in reversed(self.failures) if not f.in_place), None)
 
     def condition(self, type_: str) -> Condition | None:
-        """The condition of that type, if it was ever set."""
+        """Return the condition of that type, if it was ever set."""
         return next((c for c in self.conditions if c.type == type_), None)
 
 
 def to_dict(status: Status) -> dict[str, Any]:
-    """The JSON form, absent values left out."""
+    """Return the JSON form without absent values."""
     last, replicas, restarts = status.last_failure, status.replicas, status.restarts
-    # Of a job that has ended "0/3" would read as trouble.
+    # For a job that has ended "0/3" would read as trouble.
     ready = "" if status.terminal else f"{replicas.ready}/{replicas.desired}"
     return _present(
         {
@@ -261,11 +263,11 @@ def from_dict(body: object) -> Status:
         phase=phase if phase in PHASES else None,
         reason=text(raw.get("reason")),
         message=text(raw.get("message")),
-        # The CRD's default is -1, which a condition may not say: nothing was acted on.
+        # The CRD's default is -1, which a condition may not say.
         observed_generation=max(0, integer(raw.get("observedGeneration"))),
         conditions=tuple(_conditions(raw.get("conditions"))),
         attempt=attempt,
-        # Later than that, and its pods would be nobody's.
+        # Later than that, its pods would belong to no attempt.
         members_since=min(integer(raw.get("membersSince")), attempt + (phase == "Suspended")),
         template_hash=text(raw.get("templateHash")),
         snapshot_hash=text(raw.get("snapshotHash")),

@@ -1,6 +1,7 @@
-"""What is told of a member's end: in one line, and with the end of its log.
+"""Words about a member's end: one line, and a message with the end of its log.
 
-Texts of kubelets, runtimes and programs. What the end means is decided in classify.py.
+classify.py and the policies ask, and decide what the end means; here are the texts of kubelets,
+runtimes and programs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from ddpjob_contract import PERMANENT_EXIT_CODES
 from ddpjob_operator.core.observe import MESSAGE_MAX, Container, Pod, clean
 from ddpjob_operator.core.ranges import format_ranges
 
-#: What a launcher's word for an end means, where the program had none of its own.
+#: Words for a launcher's kind of end, if the program left none.
 KINDS: Final[Mapping[str, str]] = {
     "hang": "hang: no sign of life for longer than spec.hang allows",
     "diverged": "diverged: the ranks disagree, or the NaN policy says stop",
@@ -21,18 +22,18 @@ KINDS: Final[Mapping[str, str]] = {
     "hardware": "hardware: a GPU failed, not the program",
     "oom": "oom: the kernel killed it for lack of memory",
 }
-#: Characters of what says an end in one line.
+#: Characters of the line that describes an end.
 _LINE: Final = 160
-#: The last line of a traceback, of programs that have no launcher to find it.
+#: The last line of a traceback, for programs without a launcher to find it.
 _EXCEPTION: Final = re.compile(
     r"^(?:\[\w+\]: ?)*((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt)(?:: .*)?)$", re.MULTILINE
 )
-#: Its own says only that a process of its has failed.
+#: torchrun's own exception says only that one of its processes has failed.
 _TORCHRUN: Final = "torch.distributed.elastic"
 
 
 def shorten(text: str, limit: int = _LINE) -> str:
-    """Cut a text in its middle, to one line: figures and causes stand at its tail."""
+    """Shorten a text to one line by its middle: figures and causes are at its tail."""
     line = " ".join(text.split())
     if len(line) <= limit:
         return line
@@ -41,9 +42,9 @@ def shorten(text: str, limit: int = _LINE) -> str:
 
 
 def said(pod: Pod, ended: Container) -> str:
-    """Quote in one line the kubelet, the runtime or the program; "" if none said anything.
+    """Quote in one line the kubelet, the runtime or the program; "" if all were silent.
 
-    ``ended`` is the container whose end is the pod's: of an init container the last line counts.
+    ``ended`` is the container that ended the pod: of an init container the last line counts.
     """
     words = pod.message.splitlines()
     if words and ended is not pod.trainer:
@@ -54,7 +55,7 @@ def said(pod: Pod, ended: Container) -> str:
 
 
 def out_of_memory(ended: Container) -> str:
-    """Tell of a container that was killed as a whole: nobody in it was left to say a word."""
+    """Describe a container that was killed as a whole, so that no process could report."""
     limit = f"limit {ended.memory}" if ended.memory else "no limit of its own"
     field = "limits" if ended.memory else "requests"
     cure = f"raise resources.{field}.memory, or have it use less"
@@ -74,14 +75,14 @@ def replicas(some: frozenset[int], limit: int) -> str:
 
 
 def after_step(done: frozenset[int], members: Mapping[int, Pod]) -> str:
-    """Tell after which step the first of these ended; "" if no report tells."""
+    """Say after which step the first of these ended; "" if no report has one."""
     reports = (members[replica].trainer.report for replica in done if replica in members)
     steps = [report.step for report in reports if report and report.step is not None]
     return f" after step {min(steps)}" if steps else ""
 
 
 def message(pod: Pod) -> str:
-    """Tell why the pod was ended, what the program said of it, then the end of its log."""
+    """Say why the pod was ended, add the program's error, then the end of its log."""
     report = pod.trainer.report
     lines = [line for line in (pod.message, _exception(pod.trainer)) if line]
     room = MESSAGE_MAX - len("\n".join(lines))

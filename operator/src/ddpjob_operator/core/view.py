@@ -1,6 +1,7 @@
-"""What one planning round looks at: the job parsed, its pods sorted, the clock.
+"""The input of one planning round: the job parsed, its pods sorted, the clock.
 
-Also the Change that a policy returns: the next status with what is to be told about it.
+plan() builds a View with look() and hands it to each policy, which returns a Change: the next
+status with the events and measurements about it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ddpjob_operator.core.observe import Job, Pod, clean
 from ddpjob_operator.core.spec import Spec
 from ddpjob_operator.core.status import Failure, Status
 
-#: More restarts than this between a backup of etcd and its restore are not believed.
+#: More restarts than this between a backup of etcd and its restore are not assumed.
 _ATTEMPTS_AHEAD = 10_000
 
 
@@ -45,12 +46,12 @@ class View:
 
     @property
     def pods(self) -> tuple[Pod, ...]:
-        """All of the job."""
+        """Return all pods of the job."""
         return (*self.members.values(), *self.others)
 
     @property
     def missing(self) -> list[int]:
-        """Replicas without a pod in this attempt that have not succeeded in it."""
+        """Return the replicas without a pod in this attempt that have not succeeded in it."""
         if len(self.members) == self.spec.replicas:
             return []  # asked for many times a plan
         have = self.members.keys() | self.succeeded
@@ -58,13 +59,13 @@ class View:
 
     @property
     def succeeded(self) -> frozenset[int]:
-        """Replicas done in this attempt. Stored ones count though their pod is gone."""
+        """Return the replicas done in this attempt; stored ones count without their pod."""
         done = {r for r, pod in self.members.items() if classify.succeeded(pod)}
         return self.status.succeeded | done
 
     @property
     def refusals(self) -> dict[int, Refusal]:
-        """The API's refusals of this attempt's creations that still leave a gap."""
+        """Return the API's refusals of this attempt's creations that still leave a gap."""
         return {
             replica: self.outcomes.refusals[replica]
             for replica in self.missing
@@ -74,42 +75,42 @@ class View:
 
     @property
     def network_refusal(self) -> Refusal | None:
-        """The API's refusal of this attempt's Service or NetworkPolicy."""
+        """Return the API's refusal of this attempt's Service or NetworkPolicy."""
         found = self.outcomes.network_refusal
         return found if found and found.attempt == self.status.attempt else None
 
     @property
     def confirmed(self) -> Confirmation | None:
-        """The newest quorum read of this attempt, made by this process."""
+        """Return the newest quorum read of this attempt, made by this process."""
         found = self.outcomes.confirmed
         return found if found and found.attempt == self.status.attempt else None
 
     @property
     def begun_at(self) -> datetime | None:
-        """When the attempt began. A time that lies ahead was stored by another clock."""
+        """Return when the attempt began; a time ahead was stored by another clock."""
         since, seen = self.status.timings.attempt_started_at, self.outcomes.seen_since
         return seen if since and seen and since > self.now else since
 
     @property
     def hidden(self) -> tuple[Existing, ...] | None:
-        """Pods of ours that no watch shows and that have not ended; None: nobody has asked."""
+        """Return pods that no watch shows and that have not ended; None: not asked."""
         return self.confirmed.hidden if self.confirmed else None
 
     def chance(self, *what: int) -> float:
-        """From 0 to 1, another one for each job, attempt and ``what``, the same at every look.
+        """Return a number from 0 to 1 for each job, attempt and ``what``, the same in each round.
 
-        Drawn from a hash, since chance would have to be remembered.
+        It is drawn from a hash, since a random number would have to be remembered.
         """
         seed = "/".join(map(str, (self.job.uid, self.status.attempt, *what)))
         return int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4]) / 2**32
 
     def read_since(self, at: datetime) -> bool:
-        """Whether what is seen here was read from the API server itself after that time."""
+        """Tell whether this view was read from the API server itself after that time."""
         return self.confirmed is not None and self.confirmed.at >= at
 
     @property
     def gone(self) -> list[int]:
-        """Missing replicas that were there once, and that a quorum read has shown to be gone."""
+        """Return missing replicas that existed and that a quorum read has shown to be gone."""
         read = self.confirmed
         if read is None:
             return []
@@ -118,7 +119,7 @@ class View:
 
     @property
     def were_there(self) -> list[int]:
-        """Missing replicas that are known to have been there, not those yet to be created."""
+        """Return missing replicas that had a pod, without those yet to be created."""
         if self.status.phase == "Running":
             return self.missing
         starting = self.status.phase == "Starting"
@@ -126,9 +127,9 @@ class View:
 
     @property
     def next_attempt(self) -> int:
-        """Never below what a pod of ours carries, even after etcd was restored.
+        """Return the next attempt: above that of each pod, even after etcd was restored.
 
-        A number far ahead is nobody's but a stranger's who wrote on the pod; it just goes.
+        A number far ahead was written by a stranger: its pod just goes.
         """
         seen = [pod.attempt or 0 for pod in self.others]
         believed = [n for n in seen if n <= self.status.attempt + _ATTEMPTS_AHEAD]
@@ -136,7 +137,7 @@ class View:
 
     @property
     def snapshot_step(self) -> int:
-        """The newest committed snapshot anyone has told of."""
+        """Return the newest committed snapshot that any source reports."""
         told = [self.status.progress.snapshot_step, self.status.restarts.snapshot_step]
         if self.outcomes.progress:
             told.append(self.outcomes.progress.snapshot_step)
@@ -146,7 +147,7 @@ class View:
 
     @property
     def file_at(self) -> datetime | None:
-        """The newest mtime at the progress path that anyone has told of."""
+        """Return the newest mtime at the progress path that any source reports."""
         told = [self.status.progress.file_at, self.status.restarts.file_at]
         if self.outcomes.progress:
             told.append(self.outcomes.progress.file_at)
@@ -164,7 +165,7 @@ def look(
     now: datetime,
     nodes: Nodes | None = None,
 ) -> View:
-    """Sort the job's pods. Pods that are not owned by its uid are not seen at all."""
+    """Sort the job's pods; ignore those that its uid does not own."""
     members: dict[int, Pod] = {}
     others: list[Pod] = []
     status = replace(status, succeeded=frozenset(n for n in status.succeeded if n < spec.replicas))
@@ -185,21 +186,21 @@ def look(
 
 
 def recovers_from(status: Status) -> Failure | None:
-    """The loss after which the gang is made anew, tries that were given back in between or not.
+    """Return the loss after which the gang restarts, over tries that were given back.
 
-    None if it is the job's start or a resume that it is made for: those begin a time of their own.
+    None for the job's start or a resume, whose time counts by itself.
     """
     loss, since = status.last_loss, status.timings.started_at
     if loss is None:
         return None
-    # Two operators' clocks may disagree; where nothing lies in between none is needed.
+    # Two operators' clocks may disagree; they matter only with a start in between.
     at_once = loss.attempt == status.attempt - 1 and status.restarts.consecutive > 0
     return loss if at_once or (since and loss.detected_at >= since) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The status that should be stored, and what to tell once it is."""
+    """The status to be stored, and the events and measurements to send once it is."""
 
     status: Status
     events: tuple[Event, ...] = ()
@@ -221,9 +222,9 @@ class Change:
     def condition(
         self, type_: str, value: bool, reason: str, message: str, now: datetime
     ) -> Change:
-        """Set a condition. A false one that never was true is left out: it says nothing.
+        """Set a condition; leave out a false one that never was true.
 
-        Its message is bounded: one that is too long for the CRD would be refused for ever.
+        Its message is bounded: the CRD would refuse a longer one for ever.
         """
         if not value and self.status.condition(type_) is None:
             return self
