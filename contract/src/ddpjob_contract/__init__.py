@@ -147,7 +147,7 @@ Differs = Literal["batch", "random numbers", "loss", "weights"]
 
 
 class Proof(TypedDict, total=False):
-    """Whether the steps after a snapshot, done again after a restart, were the same bit for bit.
+    """Tell whether the steps after a snapshot, done again after a restart, were the same bit for bit.
 
     Of the newest restart that did any again, in the words of the launcher that does rank 0.
     """

@@ -43,7 +43,7 @@ class BuiltImage:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every layer is still there."""
+        """Tell whether every layer is still there."""
         return all(layer.directory.is_dir() for layer in self.layers)
 
     def to_json(self) -> str:

@@ -80,7 +80,7 @@ class Job:
 
     @property
     def on_host(self) -> bool:
-        """Whether its pods are on the host's network, where each has a port of its own."""
+        """Tell whether its pods are on the host's network, where each has a port of its own."""
         return bool((self.spec["template"].get("spec") or {}).get("hostNetwork"))
 
     def page(self, name: str, replica: int, member: Member | None) -> Page:
@@ -130,17 +130,17 @@ class Member:
 
     @property
     def ready(self) -> bool:
-        """Whether the trainer container is."""
+        """Tell whether the trainer container is."""
         return bool(self._trainer.get("ready"))
 
     @property
     def running(self) -> bool:
-        """Whether the trainer container runs."""
+        """Tell whether the trainer container runs."""
         return "running" in self._state
 
     @property
     def started(self) -> bool:
-        """Whether there is a log."""
+        """Tell whether there is a log."""
         return self.running or "terminated" in self._state
 
     @property
@@ -211,7 +211,7 @@ class Told:
 
     @property
     def silent(self) -> bool:
-        """Whether nothing of our library has told of itself, as in a plain script nothing does."""
+        """Tell whether nothing of our library has told of itself, as in a plain script nothing does."""
         return self.text("phase") == "startup" and not self.text("updatedAt")
 
 

@@ -212,7 +212,7 @@ class App:
         await self._informers[where].synced.wait()
 
     def _known(self, namespace: str | None) -> bool:
-        """Whether its jobs and pods have been listed."""
+        """Tell whether its jobs and pods have been listed."""
         where = namespace if namespace in self._resyncs else None
         return self._resyncs[where].synced.is_set() and self._informers[where].synced.is_set()
 

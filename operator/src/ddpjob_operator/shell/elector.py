@@ -72,7 +72,7 @@ class Elector:
         self._seen_at = 0.0
 
     def leads(self) -> bool:
-        """Whether this process may act now. Ask again right before each write."""
+        """Tell whether this process may act now. Ask again right before each write."""
         return self._leading and self._clock() - self._renewed_at < self._renew_deadline
 
     async def run(self) -> None:

@@ -37,7 +37,7 @@ class ApiError(Exception):
 
     @property
     def maybe_done(self) -> bool:
-        """Whether the write may have been carried out in spite of the error."""
+        """Tell whether the write may have been carried out in spite of the error."""
         return self.code == 0 or self.code >= 500
 
 

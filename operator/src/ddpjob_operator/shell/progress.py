@@ -180,5 +180,5 @@ async def _fetch(session: aiohttp.ClientSession, url: str, uid: str) -> object:
 
 
 def _same(found: Progress, known: Progress | None) -> bool:
-    """Whether only the time of reading differs."""
+    """Tell whether only the time of reading differs."""
     return known is not None and replace(found, updated_at=known.updated_at) == known

@@ -335,7 +335,7 @@ class Store:
                 self._disown(record.pod.uid)
 
     def _outdated(self, owner: str, uid: str, version: int | None, from_watch: bool) -> bool:
-        """Whether something as new or newer is known of that pod among that job's pods."""
+        """Tell whether something as new or newer is known of that pod among that job's pods."""
         gang = self._gangs.get(owner)
         if gang is None or version is None:
             return False
@@ -381,6 +381,6 @@ class Store:
 
 
 def _newer(known: str, offered: str) -> bool:
-    """Whether ``offered`` replaces ``known``; when they cannot be compared it does."""
+    """Tell whether ``offered`` replaces ``known``; when they cannot be compared it does."""
     a, b = number(known), number(offered)
     return True if a is None or b is None else b > a

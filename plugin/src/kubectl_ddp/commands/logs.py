@@ -130,7 +130,7 @@ class _Streams:
         self.followed |= {n: one.uid for n, one in fresh.items()}
 
     def alive(self) -> bool:
-        """Whether one still follows; raises what one met that has ended."""
+        """Tell whether one still follows; raises what one met that has ended."""
         for process, said in self._open:
             if process.poll() is not None:
                 said.seek(0)

@@ -1,9 +1,8 @@
-"""Nodes that failed a pod: those of later attempts go elsewhere, where there is room elsewhere.
+"""Keeps later attempts off nodes that failed a pod, while there is room elsewhere.
 
-A GPU failed there, or the runtime could not start a container for a reason of the node's.
-
-Kept in status.avoidedNodes. A doubtful node is better than none: the list is emptied when a gang
-has found no room without it, and when somebody suspends the job and resumes it.
+restart.py records such a node in status.avoidedNodes: its GPU failed, or the runtime could not
+start a container for a reason of the node's. A doubtful node is better than none: the list is
+emptied when a gang has found no room without it, and when the user suspends and resumes the job.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ from typing import Final
 from ddpjob_operator.core.status import MAX_AVOIDED, Failure
 from ddpjob_operator.core.view import Change, View
 
-#: So many of these failures in a row, without progress in between, are nobody's fault.
+#: Up to so many of these failures in a row, without progress in between, are free.
 _FREE: Final = 3
 
 
 def blames(loss: Failure) -> bool:
-    """Whether another node may do better."""
+    """Tell whether another node may do better."""
     unstarted = loss.cls == "Infrastructure" and loss.reason == "StartError"
     return loss.cls == "Hardware" or unstarted
 
 
 def is_free(view: View, consecutive: int) -> bool:
-    """Whether one more of these failures is charged to nobody, after so many restarts in a row.
+    """Tell whether one more of these failures, after so many restarts in a row, is free.
 
     A program that breaks one GPU after another is itself the cause.
     """
@@ -34,7 +33,7 @@ def is_free(view: View, consecutive: int) -> bool:
 
 
 def node_of(view: View, change: Change, loss: Failure) -> Change:
-    """Keep the next attempts off a node that is to blame."""
+    """Keep the next attempts off the node to blame."""
     old = change.status.avoided_nodes
     if not blames(loss) or not loss.node or loss.node in old:
         return change
@@ -57,6 +56,6 @@ def nothing(change: Change, why: str) -> Change:
 
 
 def words(view: View) -> str:
-    """For the message of a pod that finds no room."""
+    """Name the avoided nodes in the message of a pod that finds no room."""
     avoided = view.status.avoided_nodes
     return f" (kept off {', '.join(avoided)}, which had failed a pod)" if avoided else ""

@@ -1,9 +1,9 @@
-"""Which loss ends an attempt, and how long its cause may take to show itself.
+"""Finds the loss that ended an attempt, and gives its cause time to show itself.
 
-What is seen first is often not the cause. Peers of a machine that has died end within seconds, each
-program with its own code, and Kubernetes says so of the machine most of a minute later. A restart
-waits for nobody; should it turn out to have been the machine's doing, the charge is given back.
-An end of the job is final, so it waits.
+plan() asks in each planning round. The first loss seen is often not the cause: peers of a dead
+machine end within seconds, each program with its own code, and Kubernetes reports the machine most
+of a minute later. A restart does not wait; if the machine turns out to be the cause, the charge is
+given back. The end of a job is final, so it waits.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from ddpjob_operator.core.view import Change, View
 CAUSE_WAIT: Final = timedelta(seconds=CAUSE_SECONDS)
 #: Kubernetes calls a node not ready 40 to 55 s after the last sign of life of its kubelet.
 NODE_WAIT: Final = timedelta(seconds=60)
-#: A restart waits for the pods of a dead node in any case: so late its charge is still given back.
+#: A restart waits for the pods of a dead node in any case: until then a charge is given back.
 _REFUNDED_UNTIL: Final = 2 * NODE_WAIT
 WAITING: Final = "WaitingForCause"
-#: How peers of a lost member end. Other classes have causes of their own, or are free anyway.
+#: The ends of peers of a lost member. Other classes have their own causes, or are free anyway.
 _BY_PEERS: Final = ("Hang", "Killed", "User")
-#: Exit codes of who has lost a peer or waits for one.
+#: Exit codes of a process that has lost a peer or waits for one.
 _WITHOUT_PEERS: Final = (ExitCode.PEER_LOST, ExitCode.HANG)
 _BY_HUB: Final = "ended with exit code 0 while"
 _PERHAPS_PEERS: Final = (*_BY_PEERS, "Collateral")
 
 
 def loss(view: View, status: Status) -> Failure | None:
-    """The failure that ends this attempt, or None. One per attempt."""
+    """Return the failure that ends this attempt, or None; one per attempt."""
     found = _seen(view)
     if found is None or found.cls not in _PERHAPS_PEERS:
         return found
@@ -45,35 +45,35 @@ def loss(view: View, status: Status) -> Failure | None:
         return None
     if found.cls == "Collateral":
         return None if _left(view, CAUSE_WAIT) > 0 else classify.settle(found)
-    # A node deleted while no operator watched is one of which nobody tells, and so is a new one.
+    # A node deleted while no operator watched is unreported, as a new one is.
     unknown = _unread(view) or (fence.guessed(view) and _left(view, NODE_WAIT) > 0)
     return None if unknown or _doubted(view, status, found) else found
 
 
 def known(view: View) -> Failure | None:
-    """What has broken the gang, as far as anybody knows: for an end that waits for no cause."""
+    """Return the likely cause of a broken gang, for an end that waits for none."""
     found = _seen(view)
     return classify.settle(found) if found and found.cls == "Collateral" else found
 
 
 def awaited(view: View) -> bool:
-    """Whether an end was seen of which nobody knows yet what follows. Until then nothing else may.
+    """Tell whether a member has ended whose consequence is still open; nothing else may act.
 
-    A gang that is given back meanwhile, for want of room or time, would take the failure with it.
+    A gang that is given back meanwhile, for want of room or time, would lose the failure.
     """
     unread = bool(probe.reads(view)) or (_unread(view) and _seen(view) is not None)
     return unread or _left(view, NODE_WAIT) > 0
 
 
 def waits(view: View) -> list[float]:
-    """Seconds until a wait for the cause is over."""
+    """Return the seconds until a wait for the cause is over."""
     longest = _left(view, NODE_WAIT)
     left = (longest, longest - (NODE_WAIT - CAUSE_WAIT).total_seconds())
     return [seconds for seconds in left if seconds > 0]
 
 
 def reasons(view: View) -> Iterator[tuple[str, str]]:
-    """Why the job has not failed yet; the moment until its peers have ended is no news."""
+    """Explain why the job has not failed yet, once the wait for its peers is news."""
     left = _left(view, NODE_WAIT)
     if not 0 < left <= (NODE_WAIT - CAUSE_WAIT).total_seconds():
         return
@@ -91,7 +91,7 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
 
 
 def over(view: View, change: Change) -> Change:
-    """The wait is over: the condition must not speak of it while the gang restarts."""
+    """Clear the condition about the wait, which the gang's restart ends."""
     told = view.status.condition("Stalled")
     if told is None or told.status != "True" or told.reason != WAITING:
         return change
@@ -99,9 +99,9 @@ def over(view: View, change: Change) -> Change:
 
 
 def refund(view: View, change: Change) -> Change:
-    """Tell of the node, and give back a charge, if a member was on one that had died before.
+    """Name the node, and give back a charge, if a member's machine had died before.
 
-    That member has not ended yet, though its kubelet has long been told to end it.
+    That member has not ended yet, though its kubelet was asked long ago to end it.
     """
     charged, old = view.status.last_failure, change.status.restarts
     if charged is None or charged.in_place:
@@ -140,7 +140,7 @@ def refund(view: View, change: Change) -> Change:
 
 
 def _seen(view: View) -> Failure | None:
-    """Peers of one that is cut off, being removed or gone die of it, each with its own code."""
+    """Pick the loss seen; peers of a member cut off, removed or gone die of that."""
     first = _first(view)
     if first is None or first.cls not in _PERHAPS_PEERS:
         return first
@@ -155,12 +155,12 @@ def _seen(view: View) -> Failure | None:
 
 
 def _first(view: View) -> Failure | None:
-    """The strongest loss that is seen, whether or not it is the cause."""
+    """Pick the strongest loss seen, whether or not it is the cause."""
     nproc, now = view.spec.nproc_per_node, view.now
     members = _needed(view)
     found = [classify.failure(pod, nproc, now) for pod in members.values()]
     if view.status.phase == "Starting":
-        # It never comes back, and before all run there is nothing that it could still save.
+        # It never comes back, and before all run it has nothing to save.
         found += [classify.removed(pod, now) for pod in members.values() if pod.deleting]
     losses = [one for one in found if one is not None] + fence.losses(view)
     losses += _vanished(view)
@@ -170,7 +170,7 @@ def _first(view: View) -> Failure | None:
 
 
 def _named(view: View, found: Failure) -> Failure:
-    """With those that ended with 0 before it, if it waited for peers or lost them.
+    """Add the replicas that ended with 0 before it, if it waited for peers or lost them.
 
     Where one hub hears all launchers, it has named the ranks.
     """
@@ -182,7 +182,7 @@ def _named(view: View, found: Failure) -> Failure:
 
 
 def _unread(view: View) -> bool:
-    """Whether a quorum read, which is due then, has yet to tell that a member is gone."""
+    """Tell whether a quorum read, due then, has yet to show that a member is gone."""
     return len(view.gone) < len(view.were_there)
 
 
@@ -192,13 +192,13 @@ def _vanished(view: View) -> list[Failure]:
 
 
 def _needed(view: View) -> dict[int, Pod]:
-    """Without those that have done their work: whoever removes them takes nothing."""
+    """Return the members without those that are done: their removal costs nothing."""
     done = view.status.succeeded
     return {r: pod for r, pod in view.members.items() if r not in done}
 
 
 def _doubted(view: View, status: Status, first: Failure) -> Pod | None:
-    """A member whose machine may have died before, where this loss would be the end of the job."""
+    """Find a member on a possibly dead machine, where this loss would end the job."""
     if first.cls not in _BY_PEERS or _left(view, NODE_WAIT) <= 0:
         return None
     pod = _unheard(view)
@@ -208,7 +208,7 @@ def _doubted(view: View, status: Status, first: Failure) -> Pod | None:
 
 
 def _unheard(view: View) -> Pod | None:
-    """A member that has not ended, on a node whose kubelet has told of no loss."""
+    """Find a member that has not ended, on a node whose kubelet has reported no loss."""
     if view.nodes is not None and not view.nodes.readable:
         return None  # nothing would ever show
     members = list(view.members.values())
@@ -217,11 +217,10 @@ def _unheard(view: View) -> Pod | None:
 
 
 def _left(view: View, wait: timedelta) -> float:
-    """Seconds that the cause of a loss may still take to show itself.
+    """Return the seconds that the cause of a loss may still take to show itself.
 
-    Measured from when this process saw the first end, for a kubelet's clock may disagree with
-    ours, and a wait cut short would charge somebody for what he did not do. Once all have ended
-    nothing more can show.
+    Measured from when this process saw the first end: kubelets' clocks differ, and a wait cut short
+    would charge the wrong party. Once all have ended nothing more can show.
     """
     if all(_ended(view, pod) for pod in view.members.values()):
         return 0.0

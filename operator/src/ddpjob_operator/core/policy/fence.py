@@ -1,11 +1,11 @@
-"""Pods on machines that do not answer: when they are lost, and who has to say so.
+"""Pods on silent nodes: when they count as lost, and on whose word.
 
-A pod on a silent node may train on, so its object alone tells when it has ended. Three words
-count as that: the Node object is deleted, or an administrator has tainted it out-of-service
-(Kubernetes itself then lets go of its pods), or spec.nodeLost says Fence and this very process has
-seen for afterSeconds, without a gap, that the node is not ready and most others are. Under Fence
-the pod may be alive: the lineage of the snapshots shuts it out.
-Each rests on a quorum read of the Node that was made for it, since a watch may be behind.
+A pod on a silent node may train on, so normally its object alone shows that it has ended. Three
+facts replace that: the Node object is deleted; an administrator has tainted it out-of-service
+(Kubernetes itself then lets go of its pods); or spec.nodeLost says Fence and this process has seen
+for afterSeconds, without a gap, that the node is not ready while most others are. Under Fence the
+pod may be alive: the lineage of the snapshots shuts it out. Each needs a fresh quorum read of the
+Node, since a watch may be behind.
 """
 
 from __future__ import annotations
@@ -22,68 +22,68 @@ from ddpjob_operator.core.observe import Pod
 from ddpjob_operator.core.status import Failure
 from ddpjob_operator.core.view import View
 
-#: A read of a Node is good for the decision and its deletions, not for one much later.
+#: A read of a Node serves the decision and its deletions, but none much later.
 READ_HOLDS: Final = 10.0
-#: Kubernetes itself removes the pods of a deleted Node after 40 s. Only what it leaves is ours.
+#: Kubernetes itself removes the pods of a deleted Node after 40 s; this is for the rest.
 GONE_PATIENCE: Final = 60.0
-#: A machine that is about to come is there by then; Kubernetes removes such a pod after 40 s.
+#: A machine that is about to register is there by then; Kubernetes removes such a pod after 40 s.
 NOWHERE_PATIENCE: Final = 20.0
-#: Twice a kubelet's heartbeat: what was cut off together with the operator, or with other nodes, is
-#: back by then. However short afterSeconds is.
+#: Twice a kubelet's heartbeat, however short afterSeconds is: nodes that were cut off together with
+#: the operator, or with other nodes, are back by then.
 CONFIRMATION: Final = 20.0
 
 
 def losses(view: View) -> list[Failure]:
-    """The members that are lost with their node."""
+    """List the members that are lost with their node."""
     needed = [pod for pod in _needed(view) if lost(view, pod)]
     return [failure(view, pod) for pod in needed if not _nowhere(view, pod)]
 
 
 def lost(view: View, pod: Pod) -> bool:
-    """Whether the pod's object may be deleted by force: nobody will ever tell of its end."""
+    """Tell whether the pod's object may be deleted by force: its end will never be reported."""
     node = _node(view, pod)
     return node is not None and _given_up(view, node) and _just_read(node)
 
 
 def suspect(view: View) -> Pod | None:
-    """A member on a node that is not ready: what its peers die of, whatever they say."""
+    """Find a member on a node that is not ready, which its peers may die of."""
     return next((pod for pod in _needed(view) if _known(view, pod)), None)
 
 
 def hindered(view: View) -> Pod | None:
-    """A member that does not run yet since its node is not ready."""
+    """Find a member that does not run yet since its node is not ready."""
     late = (pod for pod in _needed(view) if not classify.running(pod))
     return next((pod for pod in late if _known(view, pod)), None)
 
 
 def nowhere(view: View) -> Pod | None:
-    """A member that its template has put on a node that does not exist."""
+    """Find a member that its template has put on a node that does not exist."""
     found = ((pod, _nowhere(view, pod)) for pod in _needed(view))
     return next((p for p, node in found if node and _just_read(node) and _absent(node)), None)
 
 
 def left_behind(view: View, ended: Failure) -> Pod | None:
-    """A pod of an attempt that has ended, on a silent node: nobody has told of its end."""
+    """Find a pod of an ended attempt whose end a silent node has not reported."""
     peers = (pod for pod in view.others if pod.attempt == ended.attempt)
     alive = (pod for pod in peers if classify.decisive(pod).state != "terminated")
     return next((pod for pod in alive if _known(view, pod)), None)
 
 
 def guessed(view: View) -> bool:
-    """Whether a read, which is made at once, has yet to tell a member's node: new, or deleted?"""
+    """Tell whether a first read of a member's node, due at once, is still open."""
     found = ((_node(view, pod), _nowhere(view, pod)) for pod in _needed(view))
     return any(node and node.guessed and not none and not _just_read(node) for node, none in found)
 
 
 def reads(view: View) -> tuple[ReadNodes, ...]:
-    """The nodes to be read: before their pods may be given up, and of which nobody has told yet."""
+    """Read the nodes whose pods may be given up, and those not reported yet."""
     silent = [node for pod, node in _silent(view) if _due(view, pod, node)]
     found = {node.name for node in silent if not _just_read(node)}
     return (ReadNodes(tuple(sorted(found))),) if found else ()
 
 
 def waits(view: View) -> list[float]:
-    """Seconds until each node that is not ready has been so for afterSeconds."""
+    """Return the seconds until each node that is not ready has been so for afterSeconds."""
     left = [_left(view, node) for _, node in _silent(view)]
     nowhere = (_nowhere(view, pod) for pod in _needed(view))
     left += [NOWHERE_PATIENCE - node.down_seconds for node in nowhere if node]
@@ -91,7 +91,7 @@ def waits(view: View) -> list[float]:
 
 
 def failure(view: View, pod: Pod) -> Failure:
-    """The machine's doing, so it is charged to nobody."""
+    """Describe a loss with the machine, which is charged to nobody."""
     return replace(
         classify.removed(pod, view.now),
         cls="Infrastructure",
@@ -101,10 +101,10 @@ def failure(view: View, pod: Pod) -> Failure:
 
 
 def reasons(view: View) -> Iterator[tuple[str, str]]:
-    """Why the gang waits for a machine, and what a person can do about it."""
+    """Explain why the gang waits for a machine, and what a person can do about it."""
     after = view.spec.fence_after
     for pod, node in _silent(view):
-        if node.guessed:  # no word of trouble
+        if node.guessed:  # nothing wrong so far
             continue
         reason = "NodeNotReady"
         if _given_up(view, node) or not node.exists:
@@ -121,7 +121,7 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
 
 
 def cure(node: str) -> str:
-    """What ends the wait for a machine that will not come back."""
+    """Advise how to end the wait for a machine that will not come back."""
     taint = f"kubectl taint node {node} {OUT_OF_SERVICE}=nodeshutdown:NoExecute"
     return f"if the machine is off for good: {taint}, or: kubectl delete node {node}"
 
@@ -132,14 +132,14 @@ def advises(message: str) -> bool:
 
 
 def _needed(view: View) -> list[Pod]:
-    """Members whose trainer has not ended: of those that have, there is nothing to lose."""
+    """List the members whose trainer has not ended: the others have nothing to lose."""
     done = view.status.succeeded
     members = view.members.items()
     return [p for r, p in members if r not in done and p.trainer.state != "terminated"]
 
 
 def _silent(view: View) -> Iterator[tuple[Pod, Node]]:
-    """Pods that are not known to have ended and gone, on nodes that are not ready or gone."""
+    """List pods not known to have ended, on nodes that are not ready or gone."""
     for pod in (*view.members.values(), *view.others):
         node = _node(view, pod)
         if node is not None:
@@ -147,9 +147,9 @@ def _silent(view: View) -> Iterator[tuple[Pod, Node]]:
 
 
 def _node(view: View, pod: Pod) -> Node | None:
-    """The silent node of a pod that waits for it, and was not deleted by force before.
+    """Return the silent node that a pod waits for, unless it was deleted by force before.
 
-    To end, or to be gone: of a pod that was deleted first only its kubelet removes the object.
+    It waits to end or, once deleted, to be gone: only its kubelet removes the object.
     """
     if view.nodes is None or not pod.node or pod.deletion_grace == 0:
         return None
@@ -160,15 +160,15 @@ def _node(view: View, pod: Pod) -> Node | None:
 
 
 def _known(view: View, pod: Pod) -> bool:
-    """Whether its node is silent by somebody's word: a new one may be told of after its pod."""
+    """Tell whether its node is reported silent: a new one may be reported after its pod."""
     node = _node(view, pod)
     return node is not None and not node.guessed
 
 
 def _nowhere(view: View, pod: Pod) -> Node | None:
-    """The node of that name, which does not exist, of a pod that no scheduler has put there.
+    """Return the node without a Node object that a pod names, unless a scheduler put it there.
 
-    A kubelet would say that it has it. Nothing of it ever ran.
+    Its kubelet would have reported the pod, so nothing of it ever ran.
     """
     if view.status.phase != "Starting" or pod.scheduled_at or pod.trainer.state != "unknown":
         return None
@@ -181,24 +181,24 @@ def _absent(node: Node) -> bool:
 
 
 def _due(view: View, pod: Pod, node: Node) -> bool:
-    """Whether something is to follow from this node's silence."""
+    """Tell whether this node's silence has a consequence now."""
     nowhere = _nowhere(view, pod)
     return _absent(nowhere) if nowhere else node.guessed or _given_up(view, node)
 
 
 def _given_up(view: View, node: Node) -> bool:
-    # Most nodes at once: the control plane or its network has failed, and it comes back.
+    # Most nodes silent at once: the control plane or its network failed, and comes back.
     alone = view.nodes is not None and not view.nodes.disrupted
     return (alone or _promised(node)) and _left(view, node) <= 0
 
 
 def _promised(node: Node) -> bool:
-    """Somebody who knows has said that the machine is off."""
+    """Tell whether the machine is off by the word of an administrator or Kubernetes."""
     return node.out_of_service or not node.exists
 
 
 def _left(view: View, node: Node) -> float:
-    """Seconds until the node's pods are given up."""
+    """Return the seconds until the node's pods are given up."""
     patience = _patience(view, node)
     if _promised(node):
         return patience - node.down_seconds
@@ -209,7 +209,7 @@ def _left(view: View, node: Node) -> float:
 
 
 def _patience(view: View, node: Node) -> float:
-    """Seconds of silence after which the node's pods are given up."""
+    """Return the seconds of silence after which the node's pods are given up."""
     after = view.spec.fence_after
     if node.exists and node.out_of_service:
         return 0.0

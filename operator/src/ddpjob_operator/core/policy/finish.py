@@ -1,6 +1,6 @@
 """The end of a job: Succeeded and Failed, clean-up after them, and the time to live.
 
-Both phases are absorbing: plan.py never leaves them, whatever the pods do later.
+plan() calls it. Both phases are absorbing, whatever the pods do later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _JUST_ENDED = timedelta(minutes=10)
 
 
 def succeed(view: View, change: Change) -> Change:
-    """All replicas of one attempt have succeeded."""
+    """End the job as Succeeded: all replicas of one attempt have succeeded."""
     started = view.status.timings.started_at or view.now
     took = (view.now - started).total_seconds()
     restarts = change.status.restarts
@@ -50,9 +50,9 @@ def succeed(view: View, change: Change) -> Change:
 
 
 def fail(view: View, change: Change, reason: str, message: str) -> Change:
-    """The job has failed for good; the cause is in status.lastFailure if a member failed.
+    """End the job as Failed; status.lastFailure has the cause if a member failed.
 
-    Stalled is how kstatus knows a kind that it does not know to have failed.
+    Stalled is how kstatus recognizes the failure of any kind.
     """
     change = _end(view, change, "Failed")
     change = change.condition("Stalled", True, reason, message, view.now)
@@ -62,23 +62,23 @@ def fail(view: View, change: Change, reason: str, message: str) -> Change:
 
 
 def past_active_deadline(view: View) -> bool:
-    """Whether activeDeadlineSeconds ends the job now."""
+    """Tell whether activeDeadlineSeconds ends the job now."""
     if view.spec.suspend or view.status.phase == "Suspended":
-        return False  # the clock starts anew with the resume
+        return False  # the resume restarts the clock
     end = active_deadline(view)
     return end is not None and view.now >= end
 
 
 def active_deadline(view: View) -> datetime | None:
-    """Counted from the first start, or from the last resume, as batch/v1 does."""
+    """Count the deadline from the first start, or the last resume, as batch/v1 does."""
     seconds, since = view.spec.active_deadline, view.status.timings.started_at
     return None if seconds is None or since is None else since + timedelta(seconds=seconds)
 
 
 def answer(view: View) -> Plan | None:
-    """Say that the spec of a job that has ended was read, and what an edit does.
+    """Report that an edit of an ended job's spec was read, and what it does.
 
-    The API server refuses such an edit, but for ttlSecondsAfterFinished and as the job ends.
+    The API server refuses most of them, but for ttlSecondsAfterFinished and as the job ends.
     """
     if view.status.phase is None or view.status.observed_generation == view.job.generation:
         return None
@@ -91,7 +91,7 @@ def answer(view: View) -> Plan | None:
 
 
 def clean_up(view: View) -> Plan:
-    """After the end: pods that still run go, finished ones stay for their logs."""
+    """Delete pods that still run after the end; keep finished ones for their logs."""
     actions: list[Action] = []
     loss = view.status.last_loss
     dead = loss is not None and loss.attempt == view.status.attempt
@@ -119,7 +119,7 @@ def clean_up(view: View) -> Plan:
 
 
 def hidden(view: View, grace: int | None) -> tuple[Action, ...]:
-    """Pods that lost our label go like the others; another look shows that they do."""
+    """Delete pods that lost our label, and look again for proof."""
     left = [pod for pod in view.hidden or () if not pod.deleting]
     if not left:
         return ()
@@ -136,7 +136,7 @@ def _end(view: View, change: Change, phase: str) -> Change:
 
 
 def _final_progress(view: View, change: Change) -> Progress:
-    """The last words of replica 0 are newer than the last poll."""
+    """Take the last words of replica 0, which are newer than the last poll."""
     old, first = change.status.progress, view.members.get(0)
     last = first.trainer.report if first and classify.succeeded(first) else None
     if last is None or last.step is None:

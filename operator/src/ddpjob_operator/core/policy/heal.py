@@ -1,10 +1,10 @@
-"""When the budgets of restarts are whole again: with progress, or after time without failure.
+"""Resets the budgets of restarts after progress, or after a time without failure.
 
-Progress is a newer snapshot of ours or, for programs that keep their own files, a newer mtime
-at spec.restart.progressPath. Where neither is seen, time alone heals: spec.restart.healAfterSeconds
-of a gang that runs. Nothing is remembered between plans: what is newer than status.restarts knew
-when the budget was last charged is progress, and time is counted from the stored status.timings.
-What is heard first may be older than the job, so it is what later ones are to be newer than.
+plan() asks in each planning round. Progress is a newer snapshot of ours or, for programs with their
+own files, a newer mtime at spec.restart.progressPath. Without either, time alone heals:
+spec.restart.healAfterSeconds of a gang that runs. Both are measured against the stored status
+(restarts, timings). The first value heard may be older than the job, so later ones have to be newer
+than that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ddpjob_operator.core.view import Change, View
 
 
 def budgets(view: View, change: Change) -> Change:
-    """Give back what was charged, once there is a reason to; no change where nothing was."""
+    """Give back the charges once there is a reason to; else change nothing."""
     if not _spent(change.status.restarts):
         return change
     old = _marked(view, change.status.restarts)
@@ -32,15 +32,15 @@ def budgets(view: View, change: Change) -> Change:
 
 
 def due(view: View, status: Status) -> datetime | None:
-    """When time alone heals; None if there is nothing to heal or the gang does not run whole.
+    """Return when time alone heals; None with nothing to heal or an incomplete gang.
 
-    A failure starts the wait anew, one that only ended a round too. Times are the operator's.
+    Any failure, one of a round too, restarts the wait. Times are the operator's.
     """
     seconds, timings = view.spec.restart.heal_after, status.timings
     if not seconds or not _spent(status.restarts):
         return None
-    # How long a gang ran before it was found broken nobody knows: the operator may have been away.
-    # Only a gang in phase Running has a running_at.
+    # The operator may have been away before it found the gang broken, so a broken gang does not
+    # count. Only a gang in phase Running has a running_at.
     if timings.running_at is None or not startup.all_running(view):
         return None
     since = max(timings.running_at, timings.last_round_at or timings.running_at)
@@ -48,7 +48,7 @@ def due(view: View, status: Status) -> datetime | None:
 
 
 def _marked(view: View, restarts: Restarts) -> Restarts:
-    """With what is heard first. Whoever told of steps, or at all, had no snapshot, or no file."""
+    """Store the first values heard: a job that had reported without one began with none."""
     heard, marks = view.status.progress, restarts
     if not marks.snapshot_step and heard.step is None:
         marks = replace(marks, snapshot_step=view.snapshot_step)

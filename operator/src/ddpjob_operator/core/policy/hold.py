@@ -1,7 +1,8 @@
-"""Why no new pods are made for the time being, though the job is neither suspended nor at its end.
+"""Holds back new pods of a job that is neither suspended nor at its end.
 
-Pods that run are looked after as ever: losses are counted, successes honoured, deadlines kept. Only
-what a new pod would be made of is not to be trusted. A job may be refused, never frozen.
+plan() asks before it creates. Running pods are looked after as ever: losses are counted, successes
+honoured, deadlines kept. Only the template of a new pod is in doubt: a job may be refused, never
+frozen.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ SUSPENDING: Final = "Suspending"
 SPEC_INVALID: Final = "SpecInvalid"
 TEMPLATE_CHANGED: Final = "TemplateChanged"
 SNAPSHOT_CHANGED: Final = "SnapshotChanged"
-#: A pod without our label ends within its grace period, and no watch tells.
+#: A pod without our label ends within its grace period, unseen by any watch.
 _HIDDEN_AGAIN: Final = timedelta(seconds=15)
-#: Before what is told of a suspension while pods end.
+#: Prefix of a suspension's message while pods end.
 _ENDING: Final = "pods are still ending; "
-#: Told by startup.py, taken back here.
+#: Set by startup.py, cleared here.
 POD_REFUSED: Final = "PodRefused"
 
 
 def why(view: View) -> tuple[str, str] | None:
-    """Reason and message of the condition Invalid; None if pods may be made."""
+    """Return reason and message of the condition Invalid; None if pods may be created."""
     if view.spec.flaw:
         return SPEC_INVALID, view.spec.flaw
-    # CEL refuses what it sees of that; it overlooks one field without a type in place of another.
+    # CEL refuses most of it, but overlooks one untyped field in place of another.
     if view.status.snapshot_hash not in ("", view.spec.snapshot_hash):
         return SNAPSHOT_CHANGED, (
             "spec.snapshot.volume changed, which is immutable: pods that run go on, new ones, "
@@ -45,19 +46,19 @@ def why(view: View) -> tuple[str, str] | None:
 
 
 def suspends(view: View) -> bool:
-    """Whether pods are to go: the job is suspended, or was so quicker than could be stored.
+    """Tell whether pods are to go: the job is suspended, or was so too briefly to be stored.
 
-    Suspending and resuming are two generations. A template that has changed over two that nobody
-    has acted on was mended as the message above says, only quickly.
+    Suspending and resuming are two generations: a template that changed over two unseen ones was
+    changed in the way that the message above asks for, only quickly.
     """
     unseen = view.job.generation - view.status.observed_generation
     return view.spec.suspend or (unseen >= 2 and not view.spec.flaw and _changed(view))
 
 
 def suspended(view: View, change: Change, message: str | None = None) -> Change:
-    """Tell that the job is suspended once its last pod has ended, and until then that they end.
+    """Report the suspension: done once the last pod has ended, until then in progress.
 
-    Without a message the suspension was stored before. Whoever waits for it takes the room.
+    Without a message the suspension was stored before. Others may wait for its room.
     """
     old = change.status.condition("Suspended")
     if message is None:
@@ -73,13 +74,13 @@ def suspended(view: View, change: Change, message: str | None = None) -> Change:
 
 
 def ending(view: View) -> bool:
-    """Whether a pod of the job has not ended."""
+    """Tell whether a pod of the job has not ended."""
     on = any(not pod.ended for pod in view.pods) or bool(view.hidden)
     return view.status.attempt > 0 and on
 
 
 def unsure(view: View) -> bool:
-    """Whether only a cache says that the last pod of a job to be suspended has ended."""
+    """Tell whether only a cache says that the last pod of a job to be suspended has ended."""
     old = view.status.condition("Suspended")
     told = view.status.phase != "Suspended" or (old is not None and old.status == "True")
     if told or view.status.attempt == 0 or any(not pod.ended for pod in view.pods):
@@ -89,7 +90,7 @@ def unsure(view: View) -> bool:
 
 
 def looks_again(view: View) -> datetime | None:
-    """When to ask again for pods that are ending, and that no watch shows."""
+    """Return when to ask again for ending pods that no watch shows."""
     return view.confirmed.at + _HIDDEN_AGAIN if view.confirmed and view.hidden else None
 
 
@@ -104,7 +105,7 @@ def _changed(view: View) -> bool:
 
 
 def tell(view: View, change: Change) -> Change:
-    """Set the condition Invalid, once with an Event, or take it back."""
+    """Set the condition Invalid, once with an Event, or clear it."""
     found, old = why(view), view.status.condition("Invalid")
     said = old.reason if old and old.status == "True" else ""
     if found is None:

@@ -1,8 +1,8 @@
-"""A trainer that its kubelet has ended since a probe of the template failed.
+"""Finds out whether a kubelet ended a trainer for a failed probe of the template.
 
-The pod's status has no word of it: it shows SIGTERM, or whatever the program makes of that. The
-kubelet's Events of the pod have, and are sent before the container is told to end. cause.py waits
-for what they say; they are read where the template has such a probe, of few pods of an attempt.
+The pod's status only shows SIGTERM, or what the program makes of it. The kubelet's Events of the
+pod have the probe, and are sent before the container is signalled. They are read where the template
+has such a probe, for few pods of an attempt; cause.py waits for the answer.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ddpjob_operator.core.actions import Outcomes, ReadEvents
 from ddpjob_operator.core.lenient import parse_time
 from ddpjob_operator.core.view import View
 
-#: Pods of an attempt. All of a gang may end at a signal, and a list costs a look at all Events.
+#: Pods of an attempt. A signal may end the whole gang, and each list reads all Events.
 _READS: Final = 3
 _WORDS: Final = 300
 _KILLED: Final = re.compile(r"Container \S+ failed (liveness|startup) probe")
 _STOPPED: Final = "Stopping container "
 _UNHEALTHY: Final = re.compile("(Liveness|Startup) probe ")
-#: From a probe's failure to the end that it brings about, in whole seconds on a busy node.
+#: From a probe's failure to the end that it causes, in whole seconds on a busy node.
 _AT_ONCE: Final = timedelta(seconds=5)
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Heard:
-    """What an Event says."""
+    """The kept part of an Event."""
 
     at: str  # RFC 3339, UTC, of a kubelet's whole seconds
     reason: str
@@ -38,7 +38,7 @@ class Heard:
 
 
 def reads(view: View) -> tuple[ReadEvents, ...]:
-    """The next pod to be asked about: of those that may have met their probe, the first to end."""
+    """Read the Events of the next pod that a probe may have ended, the first to end."""
     container, pods = view.spec.template.probed, view.members.values()
     if not container:
         return ()
@@ -51,22 +51,22 @@ def reads(view: View) -> tuple[ReadEvents, ...]:
 
 
 def answered(outcomes: Outcomes, pod_uid: str, words: str) -> Outcomes:
-    """Remember it as long as its attempt may be asked about."""
+    """Remember the answer for as long as its attempt may be asked about."""
     newest = [*outcomes.probed.items(), (pod_uid, words)][-_READS:]
     return replace(outcomes, probed=dict(newest))
 
 
 def heard(event: Mapping[str, Any]) -> Heard:
-    """An Event object -> what is kept of it."""
+    """Parse an Event object."""
     at, reason = str(event.get("lastTimestamp") or ""), str(event.get("reason") or "")
     return Heard(at, reason, " ".join(observe.clean(event.get("message"), _WORDS).split()))
 
 
 def words(events: Iterable[Heard]) -> str:
-    """Which probe failed, and what it said last, of a container that was ended for it; else "".
+    """Return the failed probe and its last words, if it ended the container; else "".
 
-    A kubelet that ends all of a pod for it names no probe as it does: then one that has failed just
-    before is why, or has failed since. Nobody else has the pod ended (classify.perhaps_probed).
+    A kubelet that ends a whole pod for a probe does not name it: then a probe that failed just
+    before, or since, is why. Other ends of a pod are excluded (classify.perhaps_probed).
     """
     found = sorted(events)
     said = [one for one in found if one.reason == "Unhealthy" and _UNHEALTHY.match(one.message)]

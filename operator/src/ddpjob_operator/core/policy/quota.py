@@ -1,7 +1,7 @@
-"""What a ResourceQuota says of a gang that it refuses: no room now, or never as the quota is.
+"""Reads a ResourceQuota's refusal of a gang: no room now, or never as the quota is.
 
-startup.py asks. Only the API server's sentence tells; where it says nothing of figures, or in
-another form, the gang waits like any other.
+startup.py asks. Only the API server's sentence has the figures; without them, or in another form,
+the gang waits like any other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 from ddpjob_operator.core import quantity
 from ddpjob_operator.core.actions import Refusal
 
-#: Its gang has no turn (turn.py), for it would keep all others off for nothing.
+#: Such a gang gets no turn (turn.py): it would keep all others off for nothing.
 TOO_SMALL: Final = "QuotaTooSmall"
 #: "exceeded quota: q, requested: cpu=1,pods=1, used: cpu=3,pods=3, limited: cpu=4,pods=3"
 _FIGURES: Final = re.compile(r"requested: (\S+), used: \S+, limited: (\S+)")
@@ -24,7 +24,7 @@ def over(refusal: Refusal) -> bool:
 
 
 def too_small(refusal: Refusal, pods: int) -> str:
-    """What so many pods need and the quota never has; "" if they would fit an empty one."""
+    """Say what so many pods need beyond the whole quota; "" if an empty one has room."""
     found = _FIGURES.search(refusal.message)
     if found is None:
         return ""

@@ -1,7 +1,8 @@
-"""Giving back what cannot become a whole gang now, and when to try again. Charged to nobody.
+"""Deletes the pods of a gang that cannot become whole now, and times its next try.
 
-Creation is all or nothing: two half gangs must never hold what each other needs. Nor may they meet
-again at every try, so each waits a time of its own (View.chance).
+startup.py calls it; it charges nobody. Creation is all or nothing: two half gangs must never hold
+what each other needs. Each waits a different time (View.chance), or they would meet again at every
+try.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Final, Literal
 from ddpjob_operator.core.policy import quota, restart
 from ddpjob_operator.core.view import Change, View
 
-#: A gang waits no longer than this between two tries, ...
+#: The longest wait of a gang between two tries, ...
 _LONGEST: Final = 300.0
-#: ... and the less the longer it has waited in all, down to this: later gangs yield to it.
+#: ... which shrinks down to this with its total wait: later gangs yield to it.
 _LONGEST_OF_OLD: Final = 30.0
 _OLD: Final = timedelta(hours=1)
-#: What was held in vain for long is not asked for again at once: others may need less.
+#: Places held in vain for long are not asked for again at once: others may need less.
 _SHARE_OF_HELD: Final = 0.1
 #: A gang that finds no room at once, as behind a quota, holds places for seconds.
 _IN_VAIN: Final = timedelta(minutes=1)
@@ -31,7 +32,7 @@ def release(
     message: str,
     condition: Literal["Stalled", "Invalid"] = "Stalled",
 ) -> Change:
-    """Delete what was created and wait; a new attempt all the same, and no failure."""
+    """Delete the pods and wait; it is a new attempt all the same, and no failure."""
     released = view.status.restarts.released + 1
     wait = delay(view, released, yields=reason == quota.TOO_SMALL)
     change = restart.new_attempt(view, change, "Pending", wait)
@@ -42,17 +43,17 @@ def release(
 
 
 def delay(view: View, released: int, *, yields: bool) -> float:
-    """Seconds before the next try after so many in a row: doubling, then 0.5 to 1.5 of that.
+    """Return the seconds before the next try: doubling with each, then 0.5 to 1.5 of that.
 
-    A gang that had places for long and was not whole may never be: in the end it rests for as long
-    as it held them, so that half of the time is others', and its age does not hurry it.
+    A gang that had places for long without being whole may never be: in the end it rests for as
+    long as it held them, so that half of the time is others', and its age does not hurry it.
     """
     timings = view.status.timings
     held = view.now - (timings.attempt_started_at or view.now)
     waited = view.now - (timings.started_at or view.now)
     share = held.total_seconds() * _SHARE_OF_HELD
     first = max(view.spec.restart.initial_seconds, share)
-    # However short the backoff: gangs that are longer in the making would meet again for ever.
+    # However short the backoff: gangs that take longer to start would meet again for ever.
     longest = min(_LONGEST, max(view.spec.restart.max_seconds, share))
     if held > _IN_VAIN and any(pod.node for pod in view.members.values()):
         longest = max(longest, held.total_seconds())

@@ -1,7 +1,7 @@
-"""A program that fails again and again, told while it does, in whatever phase the gang is.
+"""Reports a program that fails again and again, in whatever phase the gang is.
 
-Worked out anew at each look from the newest failures of the status, those of rounds included.
-What follows from one of them is decided in restart.py.
+plan() asks in each planning round; the answer comes from the newest failures of the status, those
+of rounds included. restart.py decides what follows from each.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ddpjob_operator.core.status import Failure, Status
 from ddpjob_operator.core.view import View
 
 CRASH_LOOPING: Final = "CrashLooping"
-#: So many failures in so short a time are a loop, until none has followed for so long. Two bounds,
-#: each longer than the longest wait of restart.py between two attempts, or it would flap with them.
+#: A loop is so many failures within so short a time, and ends after so long without one. Both
+#: bounds are longer than the longest wait of restart.py between two attempts, or it would flap.
 _FAILURES: Final = 3
 _RATE: Final = timedelta(minutes=15)
 _QUIET: Final = timedelta(minutes=10)
 
 
 def reasons(view: View, status: Status) -> Iterator[tuple[str, str]]:
-    """Why the job is not well though its gang may run at this moment."""
+    """Explain why the job is not well though its gang may run at this moment."""
     until, counted = quiet_at(status), _of_program(status)
     if until is None or view.now >= until:
         return
@@ -40,7 +40,7 @@ def reasons(view: View, status: Status) -> Iterator[tuple[str, str]]:
 
 
 def quiet_at(status: Status) -> datetime | None:
-    """When a loop is over if nothing fails any more; None: there is none."""
+    """Return when the loop ends if nothing fails any more; None without a loop."""
     counted = _of_program(status)[-_FAILURES:]
     if len(counted) < _FAILURES or counted[-1].detected_at - counted[0].detected_at > _RATE:
         return None
@@ -48,7 +48,7 @@ def quiet_at(status: Status) -> datetime | None:
 
 
 def _of_program(status: Status) -> list[Failure]:
-    """Its failures since the start or resume: before it something was mended, it may be hoped."""
+    """List the program's failures since the start or resume, which may have cured older ones."""
     since = status.timings.started_at
     charged = [one for one in status.failures if one.cls not in FREE]
     return [one for one in charged if since is None or one.detected_at >= since]

@@ -1,6 +1,7 @@
-"""What the status tells besides decisions: counts, progress, and why a gang stalls.
+"""Fills the status besides decisions: counts, progress, and why a gang stalls.
 
-Any stall has a condition with a reason from a closed list; silence is a defect.
+plan() calls it last, in each planning round. Any stall has a condition with a reason from a closed
+list; silence is a defect.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from ddpjob_operator.core.view import Change, View, recovers_from
 
 #: Shorter than this, creating a container or ending a pod is no stall yet.
 PATIENCE = timedelta(seconds=20)
-#: A claim may be bound, or a node come up, moments after the first scheduling attempt.
+#: A claim may be bound, or a node join, moments after the first scheduling attempt.
 SCHEDULING_PATIENCE = timedelta(seconds=5)
-#: Ranks end together; who still works so long after another has something to tell.
+#: Ranks end together; a replica that still works so long after another one is reported.
 LINGERING = timedelta(minutes=10)
 #: Characters of a list of replicas.
 _LISTED: Final = 400
-#: Words of a refusal, who says them, and the cure.
+#: Words of a refusal, its author, and the cure.
 _REFUSERS: Final = (
     (
         "violates PodSecurity",
@@ -57,13 +58,13 @@ _REFUSERS: Final = (
     ("ValidatingAdmissionPolicy", "an admission policy of the cluster", "mend what it names"),
     ("admission webhook", "a webhook of the cluster", "ask those who run it"),
 )
-#: What the scheduler says before and after its reasons.
+#: The scheduler's words before and after its reasons.
 _SCHEDULER: Final = re.compile(
     r"^pod \S+: \d+/\d+ nodes are available: |[,.]? (no new claims to \w+, )?preemption: .*$"
 )
 #: Characters of the message that is a column of `kubectl get`.
 _BRIEF: Final = 80
-#: The only phase of which each of these conditions is true.
+#: The only phase in which each of these conditions is true.
 _PHASE_OF: Final = {
     "Running": "Running",
     "Suspended": "Suspended",
@@ -73,10 +74,10 @@ _PHASE_OF: Final = {
 
 
 def fill(view: View, change: Change) -> Change:
-    """Counts, progress, observedGeneration and the condition Ready."""
+    """Fill in counts, progress, observedGeneration and the condition Ready."""
     status = replace(change.status, conditions=_of_phase(change.status, view.now))
     fields: dict[str, Any] = {"observed_generation": hold.acted_on(view, status.phase)}
-    if not status.terminal:  # the end has its own last words
+    if not status.terminal:  # the end keeps its own last words
         fields |= {"progress": heard(status.progress, view.outcomes.progress)}
         change = began_from(view, change, fields["progress"])
     if status.terminal:
@@ -97,7 +98,7 @@ def fill(view: View, change: Change) -> Change:
 
 
 def _of_phase(status: Status, now: datetime) -> tuple[Condition, ...]:
-    """Without those that are true of another phase: etcd was restored, or somebody wrote them."""
+    """Clear conditions that belong to another phase: etcd was restored, or a person wrote them."""
     conditions = status.conditions
     for type_, phase in _PHASE_OF.items():
         told = status.condition(type_)
@@ -108,10 +109,10 @@ def _of_phase(status: Status, now: datetime) -> tuple[Condition, ...]:
 
 
 def _with_ready(status: Status, now: datetime) -> tuple[Condition, ...]:
-    """What kstatus asks of a kind that it does not know: Helm, Flux and others wait for it.
+    """Set Ready for kstatus, which Helm, Flux and others wait by.
 
-    It depends on the phase alone, so that it costs no write of its own, and is told while it is
-    false from the first write on: without it kstatus takes any job for done.
+    It follows the phase alone, so it costs no extra write; it is there from the first write on,
+    since kstatus takes a job without it for finished.
     """
     phase = status.phase or "Pending"
     ready = phase in ("Running", "Succeeded")
@@ -119,16 +120,16 @@ def _with_ready(status: Status, now: datetime) -> tuple[Condition, ...]:
 
 
 def _why(status: Status) -> tuple[str, str]:
-    """Why the job is not as it should be now, in a word and in few; "" where nothing is wrong.
+    """Say in one word and in a few why the job is not as it should be; "" if all is well.
 
-    What the user can mend comes first, then what the cluster owes, then what has just failed.
+    Causes for the user come first, then those of the cluster, then the newest failure.
     """
     if status.phase == "Succeeded":
         return "", ""
     for type_ in ("Failed", "Invalid", "Stalled"):
         found = status.condition(type_)
         if found and found.status == "True":
-            # A failure that it quotes stands behind words that the reason says, too.
+            # A quoted failure follows words that the reason already says.
             causes = (one for one in reversed(status.failures) if one.exception)
             quoted = (c.exception for c in causes if restart.describe(c) in found.message)
             cause = next(quoted, None)
@@ -141,7 +142,7 @@ def _why(status: Status) -> tuple[str, str]:
 
 
 def stall(view: View, change: Change, why: Iterator[tuple[str, str]]) -> Change:
-    """Set or clear Stalled while a gang is wanted but does not run, for the first reason."""
+    """Set or clear Stalled, by the first reason, while a wanted gang does not run."""
     old = view.status.condition("Stalled")
     found = next(why, None)
     if found is None:
@@ -154,13 +155,13 @@ def stall(view: View, change: Change, why: Iterator[tuple[str, str]]) -> Change:
     reason, message = found
     news = fence.advises(message) and not (old and fence.advises(old.message))
     if old and old.status == "True" and old.reason == reason and not news:
-        return change  # the same trouble in other words is no news
+        return change  # the same trouble in other words
     change = change.condition("Stalled", True, reason, message, view.now)
     return change.tell("Warning", reason, message)
 
 
 def reasons(view: View) -> Iterator[tuple[str, str]]:
-    """What holds up this attempt, as far as it shows."""
+    """List the reasons that hold up this attempt, the most telling first."""
     yield from _refusals(view)
     yield from turn.reasons(view)
     yield from fence.reasons(view)
@@ -177,7 +178,7 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
             hint = f"see kubectl describe pod -n {pod.namespace} {pod.name}{_held(view, pod)}"
             yield "ContainerCreating", f"pod {pod.name} on {pod.node} does not start: {hint}"
     for pod in view.members.values():
-        # Two clocks, so only a word, never a decision.
+        # Two clocks: good for a message, never for a decision.
         old = pod.created_at is not None and view.now - pod.created_at >= PATIENCE
         if old and not pod.node and not pod.unschedulable and pod.phase == "Pending":
             hint = "no scheduler has looked at it yet: does the one of spec.schedulerName run?"
@@ -187,7 +188,7 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
 
 
 def _unresolved(view: View) -> Iterator[tuple[str, str]]:
-    """Rounds whose processes do not find one another, until one of them gets on."""
+    """Report rounds whose processes do not find one another, until one of them progresses."""
     last, heard = view.status.last_failure, view.status.progress.updated_at
     if last is None or not last.in_place or last.attempt != view.status.attempt:
         return
@@ -197,7 +198,7 @@ def _unresolved(view: View) -> Iterator[tuple[str, str]]:
 
 
 def _held(view: View, pod: Pod) -> str:
-    """What to look for: that another node holds a volume only events tell, which are not read."""
+    """Hint at a volume held on another node; only events, which are not read, would prove it."""
     claim = mapping(view.spec.snapshot.volume.unpack() if view.spec.snapshot else {})
     name = mapping(claim.get("persistentVolumeClaim")).get("claimName")
     elsewhere = (p.node for p in view.members.values() if classify.running(p))
@@ -211,9 +212,9 @@ def _held(view: View, pod: Pod) -> str:
 
 
 def lingers(view: View) -> datetime | None:
-    """When it is to be told that some replicas are done and others do not end.
+    """Return when to report that some replicas are done and others do not end.
 
-    Where a pod that was done is gone, as after a drain, nobody knows since when it was.
+    The pod of a finished replica may be gone, as after a drain: then it counts from the start.
     """
     began = view.status.timings.running_at
     pods = (view.members.get(replica) for replica in view.succeeded)
@@ -225,7 +226,7 @@ def lingers(view: View) -> datetime | None:
 def _lingering(view: View) -> Iterator[tuple[str, str]]:
     due = lingers(view)
     if due is not None and view.now >= due:
-        # Of thousands neither may leave no room for the other.
+        # With thousands of replicas each list must leave room for the other.
         left = frozenset(range(view.spec.replicas)) - view.succeeded
         done, which = replicas(view.succeeded, _LISTED), clean(format_ranges(left), _LISTED)
         have, others_have = ("has" if len(some) == 1 else "have" for some in (view.succeeded, left))
@@ -241,7 +242,7 @@ def _refusals(view: View) -> Iterator[tuple[str, str]]:
 
 
 def _stuck_deletions(view: View) -> Iterator[tuple[str, str]]:
-    """Pods that outlive their grace period (a dead node), and old ones that hold us up."""
+    """Report pods that outlive their grace period, and old pods that hold up this attempt."""
     for pod in (*view.members.values(), *view.others):
         if pod.deletion_at and view.now >= pod.deletion_at + PATIENCE:
             if not pod.node or pod.stopped or pod.phase in ("Succeeded", "Failed"):
@@ -256,25 +257,25 @@ def _stuck_deletions(view: View) -> Iterator[tuple[str, str]]:
 
 
 def fresh(view: View, patience: timedelta = PATIENCE) -> bool:
-    """Whether the attempt is too young for a wait to be news."""
+    """Tell whether the attempt is too young for a wait to be news."""
     since = view.begun_at
     return since is None or view.now - since < patience
 
 
 def ours(view: View, refusal: Refusal) -> bool:
-    """What stands in the way is an object of this very job that is about to go."""
+    """Tell whether an object of this very job, about to go, has the name."""
     return refusal.existing is not None and refusal.existing.owner_uid == view.job.uid
 
 
 def passes(view: View, refusal: Refusal) -> bool:
-    """It goes by itself: ours, or left by a deleted job of the same name."""
+    """Tell whether it passes by itself: the name is ours, or of a deleted job's object."""
     namesake = f"{KIND} {view.job.name}"
     left = refusal.existing is not None and refusal.existing.owner == namesake
     return left or ours(view, refusal)
 
 
 def refused(view: View, refusal: Refusal) -> tuple[str, str]:
-    """Reason and message of the condition for it."""
+    """Return reason and message of the condition for a refusal."""
     found = refusal.existing
     if found and passes(view, refusal):
         what = f"{found.kind} {found.name} of an earlier attempt or job is still there"
@@ -291,7 +292,7 @@ def refused(view: View, refusal: Refusal) -> tuple[str, str]:
 
 
 def told(refusal: Refusal) -> str:
-    """The API server's words, with who refused and what helps where these words tell it."""
+    """Add to the API server's words who refused and what helps, where the words show it."""
     for words, who, cure in _REFUSERS:
         if words in refusal.message:
             return f"refused by {who}: {refusal.message}; {cure}"
@@ -311,9 +312,9 @@ def _replicas(view: View) -> Replicas:
 
 
 def heard(old: Progress, new: Progress | None) -> Progress:
-    """The newest that was heard; a poll that brings nothing new moves no timestamp.
+    """Return the newest progress; a poll without news moves no timestamp.
 
-    The first one has its own, whatever it brings: heal.py asks whether anything was heard before.
+    The first one has its own: heal.py asks whether anything was heard before.
     """
     if new is None:
         return old
@@ -334,7 +335,7 @@ def heard(old: Progress, new: Progress | None) -> Progress:
 
 
 def began_from(view: View, change: Change, progress: Progress) -> Change:
-    """Tell once of snapshots that are another job's, or were made by another program."""
+    """Report once that a snapshot is another job's, or was made by another program."""
     said = progress.resumed
     if said in ("", view.status.progress.resumed):
         return change
@@ -345,7 +346,7 @@ def began_from(view: View, change: Change, progress: Progress) -> Change:
 
 
 def _proven(view: View, change: Change) -> Change:
-    """Tell whether the newest restart was proven. Unheard of, what was told before stays true."""
+    """Report whether the newest restart was proven; without news the condition stays."""
     progress = view.outcomes.progress
     found = progress.proof if progress is not None else None
     if found is None:
@@ -363,7 +364,7 @@ def _proven(view: View, change: Change) -> Change:
 
 def _unsupported(view: View, change: Change) -> Change:
     if view.spec.fence_after is not None and view.nodes is None:
-        return change  # nobody knows yet
+        return change  # not known yet
     if view.spec.fence_after is None or (view.nodes and view.nodes.readable):
         return change.condition("Unsupported", False, "AllSupported", "", view.now)
     message = (

@@ -1,7 +1,8 @@
-"""What follows a lost member: a new attempt or the end of the job. Budgets live here.
+"""Turns the loss of a member into a new attempt or the end of the job, by budgets.
 
-A charged restart is the user's doing and counts against maxRestarts; a free one
-(disruption, infrastructure, hardware) counts against maxDisruptions. heal.py gives both back.
+plan() calls after() with the loss that cause.py found. A charged restart is the user's doing and
+counts against maxRestarts; a free one (disruption, infrastructure, hardware) counts against
+maxDisruptions. heal.py gives both back.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from ddpjob_operator.core.view import Change, View
 #: An image, a name or a volume that fails a gang before its first step may take minutes to come
 #: back. The three waits of the defaults (0, then twice this) are ten minutes.
 STARTUP_SECONDS: Final = 300.0
-#: The same exception at the same step, so often in a row, comes again.
+#: The same exception at the same step, so often in a row, would come again.
 SAME: Final = 3
-#: Characters of an exception that every record has: in a report those of rounds are cut.
+#: Characters of an exception that every record has: a report cuts those of rounds.
 _COMPARED: Final = 64
 
 
@@ -56,11 +57,11 @@ def after(view: View, change: Change, loss: Failure) -> Change:
 
 
 def record(view: View, change: Change, loss: Failure) -> Change:
-    """The failure as what has ended the attempt, with what is measured of it."""
+    """Record the failure that ended the attempt, with its measurements."""
     failures = (*change.status.failures, loss)[-MAX_FAILURES:]
     member = view.members.get(loss.replica)
     if member and member.trainer.finished_at:
-        # Two clocks, so only a figure, never a decision.
+        # Two clocks: good for a metric, never for a decision.
         seconds = (view.now - member.trainer.finished_at).total_seconds()
         change = change.measure(Measurement("detection_seconds", max(0.0, seconds)))
     report = member.trainer.report if member else None
@@ -69,13 +70,13 @@ def record(view: View, change: Change, loss: Failure) -> Change:
         change = change.measure(Measurement("lost_steps", lost))
         old = change.status.progress
         if report.step > 0 and not view.snapshot_step and old.step is None:
-            # No poll told of steps: heal.py asks whether there was a snapshot before.
+            # No poll has reported a step: heal.py asks whether there was a snapshot before.
             change = change.with_status(progress=replace(old, step=report.step))
     return change.with_status(failures=failures)
 
 
 def end(view: View, status: Status, loss: Failure) -> tuple[str, str] | None:
-    """Reason and message of the job's end if this loss is one too many; None: it restarts."""
+    """Return reason and message if this loss ends the job; None: it restarts."""
     old, limits = status.restarts, view.spec.restart
     action = _action(view, old, loss)
     if action == "Fail":
@@ -98,7 +99,7 @@ def end(view: View, status: Status, loss: Failure) -> tuple[str, str] | None:
 
 
 def new_attempt(view: View, change: Change, phase: str, delay: float) -> Change:
-    """The intent: from now on pods of older attempts are no members."""
+    """Record the intent of a new attempt: pods of older ones are no members from now on."""
     attempt, made_of = view.next_attempt, view.status if hold.why(view) else view.spec
     return change.with_status(
         phase=phase,
@@ -119,9 +120,9 @@ def new_attempt(view: View, change: Change, phase: str, delay: float) -> Change:
 
 
 def due(view: View) -> datetime | None:
-    """When the delay before the new attempt is over; None: there is none.
+    """Return when the delay before the new attempt is over; None without one.
 
-    Counted from when the attempt began: by another clock the time itself may be far ahead.
+    Counted from when the attempt began: another clock may have stored a time far ahead.
     """
     since, until = view.status.timings.attempt_started_at, view.status.timings.next_restart_at
     begun = view.begun_at
@@ -135,11 +136,11 @@ def backoff(spec: Spec, consecutive: int, least: float = 0.0) -> float:
 
 
 def describe(loss: Failure) -> str:
-    """One line: who, where, what was said of it. The log's end stays in status.lastFailure."""
+    """Describe a loss in one line; the log's end stays in status.lastFailure."""
     rank = f" (rank {loss.rank})" if loss.rank is not None else ""
     node = f" on {loss.node}" if loss.node else ""
     code = f", exit code {loss.exit_code}" if loss.exit_code is not None else ""
-    # An exit code is told anyway; other reasons say what no exception does.
+    # The exit code is there anyway; other reasons add to an exception.
     reason = "" if loss.exception and loss.reason.startswith("ExitCode") else loss.reason
     what = ": ".join(filter(None, (reason, loss.exception)))
     return f"replica {loss.replica}{rank}{node}: {what}{code} [{loss.cls}]"
@@ -153,12 +154,12 @@ def _action(view: View, old: Restarts, loss: Failure) -> str:
 
 
 def _ruled(view: View, loss: Failure) -> str | None:
-    """What the user's rules say to it, if one matches."""
+    """Return the action of the user's first rule that matches."""
     return view.spec.restart.ruled(*classify.names(loss, view.members.get(loss.replica)))
 
 
 def _in_same_way(view: View, status: Status, loss: Failure) -> int:
-    """How often in a row, this loss included, one exception has ended one step; 0: who knows.
+    """Count how often in a row one exception has ended one step, this loss included; 0: unknown.
 
     Without a step since the newest snapshot it may be the start that fails, which can pass.
     """
@@ -174,7 +175,7 @@ def _in_same_way(view: View, status: Status, loss: Failure) -> int:
 
 
 def _trained(view: View) -> bool:
-    """Whether this attempt has told of a step beyond the snapshot that it began from."""
+    """Tell whether this attempt has reported a step beyond the snapshot that it began from."""
     reports = (pod.trainer.report for pod in view.members.values())
     since, polled = view.begun_at, (view.outcomes.progress, view.status.progress)
     now = [one for one in polled if one and one.updated_at and since and one.updated_at >= since]
@@ -195,9 +196,9 @@ def _count(view: View, old: Restarts, free: bool) -> Restarts:
 
 
 def _in_a_row(view: View, old: Restarts) -> int:
-    """Restarts before this one without progress or a long run in between.
+    """Count restarts before this one without progress or a long run in between.
 
-    Longer than the longest backoff is no crash loop, so the next restart is immediate.
+    A run longer than the longest backoff is no crash loop, so the next restart is immediate.
     """
     since = view.status.timings.running_at
     longest = timedelta(seconds=view.spec.restart.max_seconds)

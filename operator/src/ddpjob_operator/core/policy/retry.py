@@ -1,8 +1,9 @@
-"""When a creation that the API server refused is tried again.
+"""Times the next try of a creation that the API server refused.
 
-A taken name is the matter of one object and passes soon. Any other refusal (rights, PodSecurity, a
-missing ServiceAccount, a webhook that is down) meets every pod of the job alike: the next try is
-one pod, after a wait that doubles as long as the words stay the same and that no two jobs share.
+shell/executor.py records refusals here, plan() asks what to try. A taken name is the matter of one
+object and passes soon. Any other refusal (rights, PodSecurity, a missing ServiceAccount, a webhook
+that is down) meets every pod of the job alike: one pod tests it alone, after a wait that doubles as
+long as the words stay the same and that differs between jobs.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from ddpjob_operator.core.observe import Job
 from ddpjob_operator.core.policy import quota, report
 from ddpjob_operator.core.view import View
 
-#: For a taken name: what stands there is ours and about to go, or another's.
+#: For a taken name: its object is ours and about to go, or another's.
 _OURS: Final = timedelta(seconds=2)
 _FOREIGN: Final = timedelta(seconds=10)
-#: What has stood there for long goes no sooner for being asked: a tenth of that time, at most this.
+#: A name taken for long frees no sooner for being asked: wait a tenth of that time, at most this.
 _TAKEN_LONG: Final = timedelta(seconds=30)
-#: So many taken names are tried together: a thousand that a dead node holds are two calls each.
+#: So many taken names are tried together: each costs two calls, and a dead node may hold thousands.
 _TAKEN: Final = 50
 #: For any other refusal, in seconds.
 _FIRST: Final = 2.0
 _MOST: Final = 300.0
-#: Names of pods, times and numbers of requests: the same trouble in other figures.
+#: Names of pods, times and numbers of requests, which differ in the same refusal.
 _FIGURES: Final = re.compile(r"\d+")
 
 
 def met(known: Outcomes, refusal: Refusal, generation: int) -> Outcomes:
-    """A try of a job was refused: what is known then. Other words begin a new row.
+    """Record a refused creation; other words begin a new row.
 
-    Of a quota only the planner's release knows what to do, and it has waits of its own.
+    A quota is left to policy/release.py, which has its own waits.
     """
     if refusal.existing is not None or quota.over(refusal):
         return known
@@ -48,19 +49,19 @@ def met(known: Outcomes, refusal: Refusal, generation: int) -> Outcomes:
 def of_all(job: Job, refusal: Refusal) -> bool:
     """Tell whether a refusal is about the whole gang, not about one pod's name.
 
-    Where a pod of ours has the name, as when a creation of an older attempt arrived late, no more
-    of this attempt may begin beside it.
+    A pod of ours under the name, as from a late creation of an older attempt, holds up the whole
+    attempt.
     """
     return refusal.code != 409 or _of(job, refusal)
 
 
 def same(before: Refusal | None, after: Refusal) -> bool:
-    """Whether it is the refusal that has been told before."""
+    """Tell whether the refusal was reported before."""
     return before is not None and (before.code, before.message) == (after.code, after.message)
 
 
 def over(known: Outcomes) -> Outcomes:
-    """Pods were created and none was refused: the others may follow at once."""
+    """Clear the row after pods were created and none refused: the others may follow at once."""
     if known.setback is None:
         return known
     kept = {r: refusal for r, refusal in known.refusals.items() if refusal.existing is not None}
@@ -68,9 +69,9 @@ def over(known: Outcomes) -> Outcomes:
 
 
 def refused(known: Outcomes, replica: int, refusal: Refusal) -> Outcomes:
-    """The creation of a replica's pod was refused."""
+    """Record that the creation of a replica's pod was refused."""
     kept = {r: old for r, old in known.refusals.items() if old.attempt == refusal.attempt}
-    # Of a creation whose fate is unknown only a quorum list can tell.
+    # Only a quorum list shows the outcome of an unanswered creation.
     unknown = refusal.code == 0 or refusal.code >= 500
     return replace(
         known,
@@ -80,7 +81,7 @@ def refused(known: Outcomes, replica: int, refusal: Refusal) -> Outcomes:
 
 
 def accepted(known: Outcomes, replica: int) -> Outcomes:
-    """The replica's pod is there, and ours."""
+    """Record that the replica's pod exists, and is ours."""
     if replica not in known.refusals:
         return known
     kept = {r: old for r, old in known.refusals.items() if r != replica}
@@ -88,9 +89,9 @@ def accepted(known: Outcomes, replica: int) -> Outcomes:
 
 
 def due(view: View) -> datetime | None:
-    """When one pod may be tried after a row of refusals; None: at once.
+    """Return when one pod may be tried after a row of refusals; None: at once.
 
-    A new generation of the job may have mended what the row was about.
+    A new generation of the job may have cured it.
     """
     found = view.outcomes.setback
     if found is None or found.generation != view.job.generation:
@@ -101,7 +102,7 @@ def due(view: View) -> datetime | None:
 
 
 def resting(view: View, refusal: Refusal | None) -> bool:
-    """Whether it is too early to try again what met this refusal, or none."""
+    """Tell whether it is too early to try again after this refusal, if any."""
     at = due(view)
     if at is not None and view.now < at:
         return True
@@ -111,9 +112,9 @@ def resting(view: View, refusal: Refusal | None) -> bool:
 
 
 def ready(view: View) -> list[int]:
-    """Missing replicas whose pods may be tried now. Taken names: those tried longest ago.
+    """List the missing replicas to try now; of taken names those tried longest ago.
 
-    While a pod of ours keeps a name nothing but that name is tried: the barrier was not passed.
+    While a pod of ours keeps a name only that name is tried: the barrier was not passed.
     """
     refusals, tried = view.refusals, _tried(view)
     kept = [r for r, refusal in refusals.items() if _of(view.job, refusal)]
@@ -124,16 +125,16 @@ def ready(view: View) -> list[int]:
 
 
 def waits(view: View) -> list[datetime]:
-    """When something that met a refusal may be tried again."""
+    """Return when each refused creation may be tried again."""
     found = [*view.refusals.values(), *([view.network_refusal] if view.network_refusal else [])]
     return [*(rests_until(view, refusal) for refusal in found), *_pauses(view)]
 
 
 def reasons(view: View) -> Iterator[tuple[str, str]]:
-    """Why a gang that restarts is not made yet: what refused the attempt before rests this one."""
+    """Explain why a restarting gang is not created yet: the last refusal is still resting."""
     at, found = due(view), view.outcomes.setback
     if at is None or found is None or view.now >= at or view.status.phase != "Restarting":
-        return  # of its own refusals report.py tells, and release.py of the wait in Pending
+        return  # report.py reports this attempt's refusals, release.py the wait in Pending
     if not report.fresh(view):
         what = f"the attempt before was refused ({found.words}): tried again at {at:%H:%M:%S} UTC"
         yield "CreationFailed", what
@@ -144,18 +145,18 @@ def _of(job: Job, refusal: Refusal) -> bool:
 
 
 def _tried(view: View) -> dict[int, datetime]:
-    """Replicas whose names were taken, and when each was tried last."""
+    """Return the replicas whose names were taken, with the time of the last try."""
     return {r: refusal.at for r, refusal in view.refusals.items() if refusal.existing}
 
 
 def _pauses(view: View) -> list[datetime]:
-    """Where more names are taken than are tried together: when the next ones may be."""
+    """Return when the next ones may be tried, if more names are taken than are tried together."""
     tried = _tried(view)
     return [max(tried.values()) + _OURS] if len(tried) > _TAKEN else []
 
 
 def rests_until(view: View, refusal: Refusal) -> datetime:
-    """When an object whose name was taken may be tried again."""
+    """Return when an object whose name was taken may be tried again."""
     foreign = refusal.existing is not None and not report.passes(view, refusal)
     stood = min(_TAKEN_LONG, (refusal.at - (view.begun_at or refusal.at)) / 10)
     return refusal.at + max(_FOREIGN if foreign else _OURS, stood)

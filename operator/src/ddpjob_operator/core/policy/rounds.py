@@ -1,4 +1,4 @@
-"""Rounds: restarts in place that the gang's launchers tell of, counted once each.
+"""Rounds: restarts in place that the gang's launchers report, counted once each.
 
 The operator has no part in them: it only keeps count, says who failed, and charges nothing. A drill
 is a round as well, but no failure: it is told, and counted nowhere else.
@@ -64,7 +64,7 @@ def count(view: View, change: Change) -> Change:
 
 
 def _told(view: View) -> list[Rounds]:
-    """By /state of replica 0, and by the last words of each launcher that has ended."""
+    """Collect the reports: replica 0's /state, and the last words of ended launchers."""
     polled = [view.outcomes.rounds] if view.outcomes.rounds else []
     pods = (*view.members.values(), *view.others)
     reported = [
@@ -76,7 +76,7 @@ def _told(view: View) -> list[Rounds]:
 
 
 def _failure(view: View, found: Round) -> Failure | None:
-    """Who ended the round; None if the record does not say so."""
+    """Describe the loss that ended the round; None if its record does not name one."""
     replica, nproc = found.replica, view.spec.nproc_per_node
     if replica is None and found.rank is not None:
         replica = found.rank // nproc
@@ -88,7 +88,7 @@ def _failure(view: View, found: Round) -> Failure | None:
 
 
 def _lost(found: Round) -> tuple[Measurement, ...]:
-    """Steps that are computed again."""
+    """Measure the steps that are computed again."""
     if found.step is None:
         return ()
     return (Measurement("lost_steps", max(0, found.step - (found.snapshot_step or 0))),)

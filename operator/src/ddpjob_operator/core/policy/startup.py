@@ -1,7 +1,8 @@
-"""From the barrier to the moment when all members run, and what happens if that fails.
+"""From the barrier to the moment when all members run, and the failures on the way.
 
-What the cluster refuses, and what it has no room for, is given back and waited for, and charged to
-nobody (release.py); what the API server calls wrong waits too, for it may be mended.
+plan() calls advance() while the phase is Starting. What the cluster refuses or has no room for is
+given back uncharged (release.py); so is what the API server calls invalid, since the user or an
+admission webhook may correct it.
 """
 
 from __future__ import annotations
@@ -18,22 +19,23 @@ from ddpjob_operator.core.ranges import every
 from ddpjob_operator.core.status import Failure
 from ddpjob_operator.core.view import Change, View, recovers_from
 
-#: Nothing but the user, or whoever changes pods on their way in, can mend it.
+#: Only the user, or a webhook that changes pods, can correct it.
 _CURE: Final = "suspend the job, mend it and resume; it is tried again from time to time as it is"
 
 
 def begin(view: View, change: Change) -> Change:
-    """The barrier is passed: the gang may be created now."""
+    """Move to Starting: the barrier is passed, so the gang may be created now."""
     timings = replace(view.status.timings, attempt_started_at=view.now, next_restart_at=None)
     return change.with_status(phase="Starting", timings=timings)
 
 
 def deadline(view: View) -> datetime:
-    """When all members must run: counted from the first create.
+    """Return when all members must run, counted from the first create.
 
-    Counted anew after a time in which the operator could not see or act: an API server that was
-    away, a take-over, a clock that was set. And from when the last pod got its node, for until then
-    the gang waited for the cluster; by the cluster's clock, but between once and twice the time.
+    It counts again after a time in which the operator could not see or act (an API server that was
+    away, a take-over, a clock that was set), and from when the last pod got its node, for until
+    then the gang waited for the cluster; by the cluster's clock, but between once and twice the
+    time.
     """
     since, seen = view.begun_at or view.now, view.outcomes.seen_since
     since = max(since, seen or since)
@@ -46,13 +48,13 @@ def deadline(view: View) -> datetime:
 
 
 def late(view: View) -> bool:
-    """Whether the deadline has passed for a gang that does not run whole."""
+    """Tell whether the deadline has passed before the whole gang runs."""
     starting = view.status.phase == "Starting" and view.now >= deadline(view)
     return starting and not all_running(view)
 
 
 def advance(view: View, change: Change) -> Change:
-    """While Starting: to Running, back to Pending, or a restart that is charged."""
+    """Move on from Starting: to Running, back to Pending, or to a charged restart."""
     if hold.why(view) and view.missing:
         return restart.new_attempt(view, change, "Pending", 0)  # it cannot become whole
     network = view.network_refusal
@@ -63,7 +65,7 @@ def advance(view: View, change: Change) -> Change:
         return release(view, change, hold.POD_REFUSED, what, "Invalid")
     full = next((r for r in refusals if quota.over(r)), None)
     if full:
-        # Asked only of what is valid.
+        # Quotas are asked only about valid objects.
         change = change.condition("Invalid", False, "Valid", "", view.now)
         never = "" if full is network else quota.too_small(full, _wanted(view))
         if never:
@@ -95,12 +97,12 @@ def advance(view: View, change: Change) -> Change:
 
 
 def _wanted(view: View) -> int:
-    """Pods that the gang needs at once."""
+    """Count the pods that the gang needs at once."""
     return view.spec.replicas - len(view.succeeded)
 
 
 def all_running(view: View) -> bool:
-    """Every replica runs or is done already."""
+    """Tell whether every replica runs or is done already."""
     on = {r for r, pod in view.members.items() if classify.running(pod)}
     return len(on | view.succeeded) == view.spec.replicas
 
@@ -124,7 +126,7 @@ def _run(view: View, change: Change) -> Change:
     who = f"{every(view.spec.replicas, 'replica')} of attempt {view.status.attempt}"
     message = f"{who} {'run' if view.spec.replicas > 1 else 'runs'}"
     stalled = view.status.condition("Stalled")
-    if stalled and stalled.reason != repeat.CRASH_LOOPING:  # which is not over by running again
+    if stalled and stalled.reason != repeat.CRASH_LOOPING:  # running again does not end it
         change = change.condition("Stalled", False, "Running", "", view.now)
     change = change.condition("Running", True, "AllReplicasRunning", message, view.now)
     measured = Measurement("recovery_seconds" if recovered else "time_to_running_seconds", seconds)
@@ -132,10 +134,9 @@ def _run(view: View, change: Change) -> Change:
 
 
 def _last_sign(view: View, loss: Failure) -> datetime:
-    """Tell since when nothing got on: of a hang or a lost machine that is long before its decision.
+    """Return the last sign of progress: a hang or a lost machine is decided long after it.
 
-    Of who ends with a code of its own nobody learns late. A step that was heard of before the loss
-    before says nothing of this one.
+    An exit code is seen at once. A step from before the previous loss does not count.
     """
     at_once = loss.exit_code is not None and loss.cls != "Hang"
     heard = view.status.progress
@@ -147,7 +148,7 @@ def _last_sign(view: View, loss: Failure) -> datetime:
 
 
 def _too_slow(view: View) -> Failure:
-    """The gang as a whole is late; the first replica that does not run stands for it."""
+    """Blame the first replica that does not run for the whole gang's delay."""
     on = {r for r, pod in view.members.items() if classify.running(pod)} | view.succeeded
     replica = next(r for r in range(view.spec.replicas) if r not in on)
     pod = view.members.get(replica)
