@@ -1,7 +1,7 @@
 """`python -m ddpjob_operator`, also installed as `ddpjob-operator`.
 
-Its first act is to let signals end it, also while it still imports: it is PID 1 in a pod, and the
-kernel drops signals to PID 1 that have no handler. The app puts its own in their place.
+It lets signals end it before it imports the rest: it is PID 1 in a pod, and the kernel drops
+signals to PID 1 that have no handler. The app replaces these handlers with its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def _end(signum: int, frame: object) -> None:
 
 
 def main() -> None:
-    """Run the operator; never returns."""
+    """Run the operator; never return."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
     # After the handlers, for this takes a while.
@@ -30,7 +30,7 @@ def main() -> None:
     logs.configure(options.log_level, options.log_format)
     try:
         credentials = Credentials.load(options.kubeconfig, options.context)
-        # Not asyncio.run, which waits for a name that is being looked up, however long it takes.
+        # asyncio.run would wait for a name that is being looked up, however long it takes.
         status = asyncio.new_event_loop().run_until_complete(App(options, credentials).run())
     except (NoCredentialsError, OSError) as error:
         logging.getLogger(__name__).error("cannot start: %s", error)

@@ -260,7 +260,6 @@ def _unseen(pod: Pod) -> Verdict | None:
 
 
 def _not_started(pod: Pod) -> Verdict | None:
-    """Classify a container that the runtime could not start, by its words."""
     ended = decisive(pod)
     if ended.reason != "StartError":
         return None
@@ -321,7 +320,6 @@ def _verdict(pod: Pod) -> Verdict:
 
 
 def _reason(pod: Pod) -> str:
-    """Return the kubelet's reason, else how the container ended."""
     ended = decisive(pod)
     plain = reason_of(ended.exit_code, _signal(pod))
     return pod.reason or (plain if ended.reason in _PLAIN else ended.reason)

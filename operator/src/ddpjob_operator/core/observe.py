@@ -306,7 +306,6 @@ def _blocked(status: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _tail(text: object) -> str:
-    """Keep the end of a log, which matters more than its beginning."""
     return clean(text[-MESSAGE_MAX:]) if isinstance(text, str) else ""
 
 

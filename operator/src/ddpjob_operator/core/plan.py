@@ -158,7 +158,6 @@ def _start(view: View, change: Change) -> Change:
 
 
 def _overdue(view: View, change: Change) -> Change:
-    """End the job at its activeDeadlineSeconds."""
     what = f"activeDeadlineSeconds {view.spec.active_deadline:.10g} has passed"
     change, what = _broken(view, change, what)
     return finish.fail(view, change, "DeadlineExceeded", what)
@@ -200,7 +199,6 @@ def _barrier_passed(view: View) -> bool:
 
 
 def _due(view: View) -> bool:
-    """Tell whether the delays of backoff, refusals and turns are over."""
     waits = (restart.due(view), retry.due(view), turn.until(view))
     return all(at is None or view.now >= at for at in waits)
 

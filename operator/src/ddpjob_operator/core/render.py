@@ -261,7 +261,6 @@ def _kept_off(nodes: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _default(body: dict[str, Any], field: str, value: object) -> None:
-    """Set a field that is absent or null."""
     if body.get(field) is None:
         body[field] = value
 

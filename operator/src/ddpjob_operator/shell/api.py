@@ -1,6 +1,7 @@
 """The API server as ~8 verbs: dicts in, dicts out, every failure an ApiError.
 
-Dicts, because typed models drop fields that they do not know and cost five times as much.
+The elector, informers, executor and recorder call it. Typed models would drop fields that they do
+not know and cost five times as much.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _THROTTLE_PATIENCE = 5.0  # a longer Retry-After goes to the caller
 _THROTTLE_RETRIES = 3
 _PAGE = 500
 _SMALLEST_PAGE = 10
-_QUICK = 1.0  # seconds for a page: larger ones will come whole too
+_QUICK = 1.0  # seconds for a page: after a quicker one try larger pages
 _CALLS = 128  # at once
 _ERROR_BYTES = 64 * 1024
 
@@ -42,7 +43,7 @@ class Resource:
     plural: str
 
     def path(self, namespace: str | None, name: str = "", sub: str = "") -> str:
-        """The URL path of an object, or of a collection. namespace None: all of them."""
+        """Return the URL path of an object or a collection; namespace None: all of them."""
         root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
         scope = f"/namespaces/{namespace}" if namespace else ""
         tail = "".join(f"/{part}" for part in (name, sub) if part)
@@ -60,7 +61,7 @@ NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies")
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A whole collection, or what was kept of it, and the resourceVersion of its reading."""
+    """A collection, as read or as ``keep`` made it, and the resourceVersion of its reading."""
 
     items: list[Any]
     resource_version: str
@@ -104,13 +105,13 @@ class Api:
             await self._session.close()
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Object:
-        """One object, read from a quorum."""
+        """Read one object from a quorum."""
         return await self._call("get", resource, resource.path(namespace, name))
 
     async def create(
         self, resource: Resource, namespace: str, body: Mapping[str, Any], *, strict: bool = False
     ) -> Object:
-        """POST. ``strict``: unknown fields are an error instead of being dropped."""
+        """POST the object; ``strict``: unknown fields are an error instead of being dropped."""
         params = {"fieldValidation": "Strict"} if strict else None
         return await self._call("create", resource, resource.path(namespace), body, params)
 
@@ -124,14 +125,14 @@ class Api:
         sub: str = "",
         within: float = _TIMEOUT,
     ) -> Object:
-        """PUT; Conflict if metadata.resourceVersion is not the newest."""
+        """PUT the object; raise Conflict if metadata.resourceVersion is not the newest."""
         path = resource.path(namespace, name, sub)
         return await self._call("update", resource, path, body, within=within)
 
     async def patch(
         self, resource: Resource, namespace: str, name: str, body: Mapping[str, Any]
     ) -> Object:
-        """PATCH with a JSON merge patch."""
+        """PATCH the object with a JSON merge patch."""
         return await self._call("patch", resource, resource.path(namespace, name), body)
 
     async def delete(
@@ -144,7 +145,7 @@ class Api:
         version: str = "",
         grace: int | None = None,
     ) -> Object:
-        """DELETE that exact object, as of that version if one is told; otherwise Conflict."""
+        """DELETE that exact object, at ``version`` if given; otherwise raise Conflict."""
         conditions = {"uid": uid, **({"resourceVersion": version} if version else {})}
         body: Object = {
             "apiVersion": "v1",
@@ -157,7 +158,7 @@ class Api:
         return await self._call("delete", resource, resource.path(namespace, name), body)
 
     async def discover(self, path: str) -> Object:
-        """What the API server serves below ``path`` (/apis, /apis/<group>/<version>)."""
+        """List what the API server serves below ``path`` (/apis, /apis/<group>/<version>)."""
         return await self._call("get", Resource("", "", "discovery"), path)
 
     async def list_all(
@@ -169,7 +170,7 @@ class Api:
         fields: str = "",
         keep: Callable[[Object], Any] = lambda obj: obj,
     ) -> Listing:
-        """All objects, in pages, as a quorum has them now; of each what ``keep`` returns.
+        """List all objects from a quorum, in pages; return what ``keep`` makes of each.
 
         ``keep`` is called with one object at a time, as it arrives: whole ones would fill the
         memory. Raises Gone if the pages took too long.
@@ -224,10 +225,10 @@ class Api:
         selector: str = "",
         silence: float = 75.0,
     ) -> AsyncIterator[tuple[str, Object]]:
-        """(type, object) after resourceVersion ``since``; ends when the server ends it.
+        """Yield (type, object) after resourceVersion ``since``; end when the server ends it.
 
-        Bookmarks come every minute; ``silence`` seconds without anything end the stream, for
-        a dead connection looks like a quiet one. Raises Gone when ``since`` is too old.
+        Bookmarks come every minute; ``silence`` seconds without anything end the stream, for a dead
+        connection looks like a quiet one. Raises Gone when ``since`` is too old.
         """
         params = {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": since}
         if selector:
@@ -261,7 +262,7 @@ class Api:
         within: float = _TIMEOUT,
         read: Callable[[aiohttp.ClientResponse], Awaitable[Object]] | None = None,
     ) -> Object:
-        """One call. A 429 surely did nothing, so it is repeated when the server says soon."""
+        """Make one call; repeat a 429, which changed nothing, if the server's delay is short."""
         for _ in range(_THROTTLE_RETRIES):
             try:
                 return await self._call_once(verb, resource, path, body, params, within, read)
@@ -286,7 +287,7 @@ class Api:
         code = 0
         try:
             limits = aiohttp.ClientTimeout(
-                # Of a list only the server's silence counts, not what we take to decode it.
+                # For a list only the server's silence counts; our decoding takes its time.
                 total=None if read else within,
                 connect=within,
                 sock_connect=min(within, 10),
@@ -359,7 +360,6 @@ async def _object(response: aiohttp.ClientResponse) -> Object:
 
 
 def _version(obj: Object) -> str:
-    """The resourceVersion of an object or a list; ValueError for what is neither."""
     match obj:
         case {"metadata": {"resourceVersion": str(version)}} if version:
             return version
@@ -367,7 +367,6 @@ def _version(obj: Object) -> str:
 
 
 def _event(line: bytes) -> tuple[str, Object]:
-    """A line of a watch; ValueError for what is none."""
     match decode.loads(line):
         case {"type": str(kind), "object": dict(obj)}:
             if kind != "ERROR":
@@ -377,9 +376,8 @@ def _event(line: bytes) -> tuple[str, Object]:
 
 
 async def _error(response: aiohttp.ClientResponse, what: str) -> errors.ApiError:
-    """The answer as an exception, whatever its body is."""
     body = b""
-    with contextlib.suppress(aiohttp.ClientError, OSError):  # the code says enough without the rest
+    with contextlib.suppress(aiohttp.ClientError, OSError):  # the code is enough without the rest
         async for chunk in response.content.iter_any():
             body += chunk
             if len(body) >= _ERROR_BYTES:

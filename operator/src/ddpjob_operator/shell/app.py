@@ -1,9 +1,9 @@
 """Puts the parts together, runs them, and takes them down in the right order.
 
-kopf's events, the pod informer and the resync fill the store and name keys; workers take the
-keys, but only while this process holds the lease. On SIGTERM: no new work, what is under way
-ends, the lease is released, exit 0. On a lost lease, or when etcd was restored from a backup: exit
-1 at once, and whoever started us does so again.
+__main__.py runs one App. kopf's events, the pod informer and the resync fill the store and name
+keys; workers take the keys, but only while this process holds the lease. On SIGTERM: no new work,
+running work ends, the lease is released, exit 0. On a lost lease, or when etcd was restored from a
+backup: exit 1 at once, and the kubelet starts the container again.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ log = logging.getLogger(__name__)
 # Seconds at the end. With _LAST_TASKS after the release they stay below the pod's grace of 10.
 _LAST_WORK = 4.0  # for work under way
 _LAST_TASKS = 1.0  # for cancelled tasks
-_RELEASED = 7.0  # after the signal the lease is given back, or left to expire
-_AWAY = 30.0  # seconds by which a list of jobs is late when the API server counts as away
-_RELIST_FACTOR = 20  # pods are listed anew once for so many resyncs of jobs
+_RELEASED = 7.0  # after the signal: the lease is released by then, or left to expire
+_AWAY = 30.0  # a list of jobs late by so many seconds means that the API server is away
+_RELIST_FACTOR = 20  # pods are listed again once for so many resyncs of jobs
 _NO_WHOLE_SEARCH = 10**6  # threshold of the oldest generation
 
 
@@ -69,7 +69,7 @@ class App:
         watches = 1 + max(1, len(settings.namespaces))  # of pods and nodes
         self._api = Api(credentials, self._metrics.count_call, watches)
         self._recorder = Recorder(self._api, settings.identity)
-        # Of its own connections: a slow list or a full pool must not cost the lease.
+        # Separate connections: a slow list or a full pool must not cost the lease.
         self._lease_api = Api(credentials, self._metrics.count_call)
         self._elector = Elector(
             self._lease_api,
@@ -95,7 +95,7 @@ class App:
         )
         self._watcher = JobWatcher(credentials, settings.namespaces, self._on_job_event)
         relist = settings.resync_seconds * _RELIST_FACTOR
-        # A list and a watch per namespace: one that may not be read holds up no other's jobs.
+        # A list and a watch per namespace: one without rights holds up no other's jobs.
         self._resyncs: dict[str | None, Resync] = {}
         self._informers: dict[str | None, PodInformer] = {}
         for namespace in settings.namespaces or (None,):
@@ -125,7 +125,7 @@ class App:
         self._expose()
 
     async def run(self) -> int:
-        """Run until a signal or a lost lease; the process's exit status."""
+        """Run until a signal or a lost lease; return the process's exit status."""
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -161,7 +161,7 @@ class App:
             )
             if asked in done:
                 log.info("asked to stop")
-                # The release has what the work leaves: beside a busy API server it needs it.
+                # The release gets the time that the work leaves: a busy API server takes it.
                 loop = asyncio.get_running_loop()
                 until = loop.time() + _RELEASED
                 await self._finish_work()
@@ -172,7 +172,7 @@ class App:
                 rewound = _rewound(task.exception())
                 if rewound:
                     log.error("%s; starting anew", rewound)
-                # A lost lease is no bug, and the elector has told of it.
+                # A lost lease is no bug, and the elector has logged it.
                 elif task is not lease or task.exception():
                     log.error("%s ended: a bug", task.get_name(), exc_info=task.exception())
             return 1
@@ -180,8 +180,8 @@ class App:
             await _cancel([asked, lease, *tasks])
 
     async def _work(self) -> None:
-        """Wait until the caches are full, then work; what is not led is left in peace."""
-        # Nearly all that is new before then stays: whole searches for cycles would find nothing,
+        """Wait until the caches are full, then work while this process leads."""
+        # Nearly all objects from before then stay: whole searches for cycles would find nothing,
         # and the last of them holds the loop up for 70 ms and more.
         usual = gc.get_threshold()
         gc.set_threshold(*usual[:2], _NO_WHOLE_SEARCH)
@@ -191,12 +191,12 @@ class App:
             len(self._store.keys_in(None)),
             self._store.pod_count(),
         )
-        gc.freeze()  # no later search need look at it either
+        gc.freeze()  # later searches skip these objects
         gc.set_threshold(*usual)
         await self._queue.run(self._settings.workers, self._reconciler.reconcile)
 
     async def _fill(self) -> None:
-        """Return once every namespace has been asked for, and one has been read."""
+        """Return once every namespace has answered, and one has been listed."""
         for where in self._resyncs:
             await self._resyncs[where].answered.wait()
             await self._informers[where].answered.wait()
@@ -212,12 +212,10 @@ class App:
         await self._informers[where].synced.wait()
 
     def _known(self, namespace: str | None) -> bool:
-        """Tell whether its jobs and pods have been listed."""
         where = namespace if namespace in self._resyncs else None
         return self._resyncs[where].synced.is_set() and self._informers[where].synced.is_set()
 
     async def _finish_work(self) -> None:
-        """Let what is under way end, and its events go out."""
         self._queue.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORK):
@@ -225,7 +223,6 @@ class App:
                 await self._recorder.flush()
 
     def _on_job_event(self, kind: str | None, job: observe.Job) -> None:
-        """From kopf: the store first, then the key."""
         if kind == "DELETED":
             if self._store.forget_job(job.key, job.uid):
                 self._queue.add(job.key)
@@ -258,7 +255,7 @@ class App:
         return {"pods": pods, crd.PLURAL: now - heard}
 
     def _unready(self) -> list[str]:
-        """What nobody has answered yet. One namespace that may not be read is the log's to tell."""
+        """List the parts without an answer yet; one namespace without rights is only logged."""
         jobs, pods = self._resyncs.values(), self._informers.values()
         lists: dict[str, list[Resync | PodInformer]] = {
             f"list of {crd.PLURAL}": [*jobs],
@@ -282,7 +279,7 @@ def _task(name: str, part: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
 
 
 def _rewound(error: BaseException | None) -> BaseException | None:
-    """What a part or, in a group, one of the workers found."""
+    """Find RewoundError in the error of a part or, in a group, of a worker."""
     found = error
     while isinstance(found, BaseExceptionGroup):
         found = found.exceptions[0]

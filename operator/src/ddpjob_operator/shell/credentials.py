@@ -1,7 +1,8 @@
-"""Where the API server is and how we prove who we are: what `kubernetes.config` finds.
+"""The API server's address and our credentials, as `kubernetes.config` finds them.
 
-In a pod the ServiceAccount's token file, which the kubelet rotates, is read again every
-minute; exec plugins of a kubeconfig run again when their token is about to expire.
+api.py and kopf's login ask for them. In a pod the ServiceAccount's token file, which the kubelet
+rotates, is read again every minute; exec plugins of a kubeconfig run again when their token is
+about to expire.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Endpoint:
 
 
 class Credentials:
-    """Loaded once; ``authorization()`` stays fresh. Safe to use from several threads."""
+    """Credentials, loaded once; ``authorization()`` stays fresh. Safe for several threads."""
 
     def __init__(self, configuration: Any, namespace: str) -> None:
         self._configuration = configuration
@@ -55,7 +56,7 @@ class Credentials:
 
     @classmethod
     def load(cls, kubeconfig: str = "", context: str = "") -> Credentials:
-        """From the kubeconfig if one is named, else in-cluster, else ~/.kube/config.
+        """Load from the named kubeconfig, else in-cluster, else from ~/.kube/config.
 
         Raises NoCredentialsError with what to do about it.
         """
@@ -79,7 +80,7 @@ class Credentials:
             ) from error
 
     def authorization(self) -> str | None:
-        """The value of the Authorization header, or None where a client certificate speaks."""
+        """Return the Authorization header, or None with a client certificate."""
         with self._lock:
             found: str | None = self._configuration.get_api_key_with_prefix(
                 "BearerToken", alias="authorization"
@@ -90,7 +91,7 @@ class Credentials:
         return f"{scheme.capitalize()} {token}"
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """For https; None for a plain http server (a local proxy)."""
+        """Make the context for https; None for a plain http server (a local proxy)."""
         endpoint = self.endpoint
         if not endpoint.server.startswith("https"):
             return None

@@ -1,9 +1,9 @@
-"""JSON from the API server -> objects, whatever a user has put into them.
+"""Decodes JSON from the API server, whatever users have put into it.
 
-A list is decoded item by item as it arrives, so that never more than one item is there as dicts,
-and between two items others get their turn. What is nested so deep that Python's decoder gives
-up on it (a DDPJob of 4 KB can be) is cut off there: NaN, which no JSON of Kubernetes holds,
-stands for it.
+api.py and kopf's session (handlers.py) call it. A list is decoded item by item as it arrives, so
+that never more than one item is there as dicts, and other tasks run between two items. What is
+nested so deep that Python's decoder gives up on it (a DDPJob of 4 KB can be) is replaced by NaN,
+which no JSON of Kubernetes holds.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Object = dict[str, Any]
 
 _DEEPEST = 60  # Kubernetes' own types need less than 20
 _SURELY_READ = 500  # brackets
-_TURN = 0.01  # seconds of decoding, then others get their turn
+_TURN = 0.01  # seconds of decoding before other tasks run
 _SPACE = re.compile(r"[\s,:]*")
-#: Strings as a whole, for brackets within them are text; a quote alone begins an unfinished one.
+#: Whole strings, for brackets within them are text; a quote alone begins an unfinished one.
 _TOKEN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[{\]}]')
 _decoder = json.JSONDecoder()
 
 
 def loads(text: str | bytes) -> Any:
-    """json.loads, but what is nested too deep is cut off."""
+    """Decode like json.loads, but cut off what is nested too deep."""
     with _no_collections:
         try:
             return json.loads(text)
@@ -40,7 +40,7 @@ def loads(text: str | bytes) -> Any:
 
 
 def shallow(text: bytes) -> bytes:
-    """The JSON as it is, if a decoder can read it, else with what is nested too deep cut off."""
+    """Return the JSON unchanged if a decoder can read it, else cut what is nested too deep."""
     if text.count(b"[") + text.count(b"{") < _SURELY_READ:
         return text
     with _no_collections:
@@ -52,16 +52,16 @@ def shallow(text: bytes) -> bytes:
 
 
 class NoListError(ValueError):
-    """An answer that is whole, and no list."""
+    """A whole answer that is no list."""
 
 
 async def read_list(
     content: AsyncIterable[bytes], keep: Callable[[Object], Any]
 ) -> tuple[list[Any], Object]:
-    """The body of a list: what ``keep`` made of each item, and all but the items.
+    """Decode the body of a list into what ``keep`` makes of each item, and the rest.
 
-    Raises NoListError for what is none: no items are not the same as none left. ValueError: it is
-    no JSON, or not whole.
+    Raises NoListError for anything else: no items are not the same as none left. ValueError: it is
+    no JSON, or incomplete.
     """
     text = _Text(content)
     items: list[Any] | None = None
@@ -92,11 +92,11 @@ class _Text:
         self._chunks = content.__aiter__()
         self._bytes = codecs.getincrementaldecoder("utf-8")()
         self._text, self._at = "", 0
-        self._whole = False  # no more will come
+        self._whole = False  # the end has not arrived
         self._turn = time.perf_counter()
 
     async def peek(self) -> str:
-        """The next character that is no space."""
+        """Return the next character that is no space."""
         while True:
             self._at = _end(_SPACE, self._text, self._at)
             if self._at < len(self._text):
@@ -110,7 +110,7 @@ class _Text:
         self._at += 1
 
     async def value(self, keep: Callable[[Any], Any] = lambda value: value) -> Any:
-        """What ``keep`` makes of the next value."""
+        """Return what ``keep`` makes of the next value."""
         await self.peek()
         while True:
             if time.perf_counter() - self._turn > _TURN:
@@ -123,7 +123,7 @@ class _Text:
                     del found
                 return kept
             except _IncompleteError:
-                # Twice as much before the next try: each byte is decoded twice at most.
+                # Wait for twice as much: each byte is decoded twice at most.
                 await self._more(len(self._text) - self._at)
 
     async def _more(self, characters: int) -> None:
@@ -144,7 +144,6 @@ class _IncompleteError(Exception):
 
 
 def _value(text: str, at: int) -> tuple[Any, int]:
-    """The value that begins there, and where it ends."""
     try:
         found, end = _decoder.raw_decode(text, at)
     except RecursionError:
@@ -158,7 +157,7 @@ def _value(text: str, at: int) -> tuple[Any, int]:
 
 
 def _cut(text: str, at: int) -> tuple[str, int]:
-    """The value there with NaN for all that is too deep in it, and where it ends."""
+    """Replace by NaN what is too deep in the value there; return it and its end."""
     pieces, depth, start = [], 0, at
     for token in _TOKEN.finditer(text, at):
         character = text[token.start()]
@@ -183,10 +182,10 @@ def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
 
 
 class _NoCollections:
-    """JSON has no cycles: looking for them takes longer than decoding it.
+    """Turns garbage collection off while JSON, which has no cycles, is decoded.
 
-    The switch is the whole process's, and kopf decodes in a thread of its own: who enters first
-    turns it off, who leaves last turns it on.
+    The switch is the whole process's, and kopf decodes in its own thread: the first to enter turns
+    it off, the last to leave turns it on.
     """
 
     def __init__(self) -> None:
@@ -212,7 +211,7 @@ _no_collections = _NoCollections()
 
 
 async def lines(content: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    """Lines of any length: aiohttp's own iteration fails on those above 128 KiB."""
+    """Yield lines of any length: aiohttp's own iteration fails on those above 128 KiB."""
     pieces: list[bytes] = []
     async for chunk in content:
         *ended, rest = chunk.split(b"\n")

@@ -1,8 +1,9 @@
-"""Which of several operators acts: a Lease, held by renewing it.
+"""Elects the one operator that acts: a Lease, held by renewing it.
 
-Leadership is for speed only; what guards the objects are the preconditions of each write.
-Times are compared on this process's monotonic clock: a lease counts as expired once it has
-not *changed* here for its whole duration, whatever time somebody wrote into it.
+app.py runs it; the executor asks leads() before each write. Leadership is for speed only: the
+preconditions of each write guard the objects. Times are on this process's monotonic clock: a lease
+counts as expired once it has not *changed* here for its whole duration, whatever time is written in
+it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class LeaseApi(Protocol):
         """Read the Lease."""
 
     async def create(self, resource: Resource, namespace: str, body: Object) -> Object:
-        """Make the Lease."""
+        """Create the Lease."""
 
     async def replace(self, resource: Resource, namespace: str, name: str, body: Object) -> Object:
         """Write the Lease, guarded by its resourceVersion."""
@@ -40,8 +41,8 @@ class Elector:
     """Holds, renews and releases one Lease. ``seconds`` is its duration.
 
     The holder renews every fifth of it and stops acting when two thirds have passed without a
-    renewal, well before anybody else may begin. ``on_change(True)`` is also called when a late
-    renewal ends such a pause, for what was left undone in it. ``clock`` and ``sleep`` are for
+    renewal, well before another operator may begin. ``on_change(True)`` is also called when a late
+    renewal ends such a pause, for the work left undone in it. ``clock`` and ``sleep`` are for
     tests.
     """
 
@@ -67,7 +68,7 @@ class Elector:
         self._clock, self._sleep = clock, sleep
         self._leading = False
         self._tried_at = self._renewed_at = 0.0
-        self._written_at: float | None = None  # from then on it may be ours, whatever we hear of it
+        self._written_at: float | None = None  # from then on it may be ours, even without an answer
         self._seen: Object | None = None  # the spec; only its holder's writes change that
         self._seen_at = 0.0
 
@@ -97,7 +98,7 @@ class Elector:
             self._on_change(False)
 
     async def release(self, seconds: float) -> None:
-        """Let the next one begin at once; tries for so long, in seconds.
+        """Release the lease, so that the next operator begins at once; try for ``seconds``.
 
         Failing to is not a failure: the lease expires.
         """
@@ -116,7 +117,7 @@ class Elector:
             log.warning("cannot give the lease %s back: %s", self._where, why)
 
     async def _give_back(self) -> str:
-        """One try: why it is to be tried again, or nothing."""
+        """Try to release once; return why to try again, or ""."""
         try:
             lease = await self._call(self._api.get(LEASES, self._namespace, self._name))
             spec = lease.get("spec") or {}
@@ -133,12 +134,12 @@ class Elector:
         return ""
 
     async def _call(self, call: Coroutine[Any, Any, Object]) -> Object:
-        """Each has half of the deadline by which we stop acting: one that hangs costs no lease."""
+        """Give the call half of the time until we stop acting: a hung one costs no lease."""
         async with asyncio.timeout(self._call_limit):
             return await call
 
     async def _pause(self) -> None:
-        """Until a period after the last try *began*: one that hung is followed by the next."""
+        """Wait a period from the *beginning* of the last try, so that a hung one delays nothing."""
         await self._sleep(max(0.0, self._tried_at + self._period - self._clock()))
 
     @property
@@ -146,12 +147,12 @@ class Elector:
         return f"{self._namespace}/{self._name}"
 
     async def _try_once(self) -> bool | None:
-        """Take or renew the lease: ours now, somebody else's, or None for unknown."""
+        """Take or renew the lease: True if ours now, False if another's, None if unknown."""
         self._tried_at = self._clock()
         try:
             ours = await self._acquire()
         except errors.Conflict:
-            return None  # somebody wrote it just now; the next look tells who
+            return None  # another operator just wrote it; the next look shows which
         except (errors.ApiError, TimeoutError) as error:
             log.warning("cannot reach the lease %s: %s", self._where, str(error) or "no answer")
             return None

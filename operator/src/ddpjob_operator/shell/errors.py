@@ -1,6 +1,6 @@
-"""What the API server may answer, as exceptions that callers can tell apart.
+"""The API server's errors, as exceptions that callers can tell apart.
 
-Every error of a call ends up as one ApiError; no aiohttp exception gets past shell/api.py.
+Every error of a call becomes one ApiError; no aiohttp exception gets past shell/api.py.
 """
 
 # ruff: noqa: N818 - they are named after the API's own reasons
@@ -14,9 +14,9 @@ from typing import Any
 class ApiError(Exception):
     """An unsuccessful call.
 
-    ``code`` is the HTTP status, 0 if there was no answer: then a write may or may not have
-    happened. ``reason`` and ``message`` are those of the Status object; where the answer was
-    none, the reason is empty and the message is its text.
+    ``code`` is the HTTP status, 0 without an answer: then a write may or may not have happened.
+    ``reason`` and ``message`` are those of the Status object; without one the reason is empty and
+    the message is the answer's text.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class ApiError(Exception):
 
 
 class Invalid(ApiError):
-    """400 or 422: the object itself is wrong, and sending it again cannot help."""
+    """400 or 422: the object itself is wrong, so sending it again cannot help."""
 
 
 class Forbidden(ApiError):
-    """401 or 403: no permission, or a quota or another admission rule says no."""
+    """401 or 403: no permission, or a quota or another admission rule refuses."""
 
 
 class NotFound(ApiError):
@@ -62,7 +62,7 @@ class Gone(ApiError):
 
 
 class Throttled(ApiError):
-    """429: surely not carried out; ``retry_after`` tells when to come back."""
+    """429: surely not carried out; ``retry_after`` says when to try again."""
 
 
 class Unavailable(ApiError):
@@ -84,7 +84,7 @@ _BY_CODE: dict[int, type[ApiError]] = {
 def from_status(
     code: int, status: Mapping[str, Any], *, retry_after: float | None = None, what: str = ""
 ) -> ApiError:
-    """A metav1.Status (or whatever came instead of one) -> ApiError."""
+    """Turn a metav1.Status (or another answer in its place) into an ApiError."""
     cls = _BY_CODE.get(code, Unavailable if code >= 500 or code == 0 else ApiError)
     details = status.get("details")
     if retry_after is None and isinstance(details, Mapping):

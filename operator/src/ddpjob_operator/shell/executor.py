@@ -1,7 +1,7 @@
-"""Carries out a plan's actions in their order, and writes down what the API answered.
+"""Carries out a plan's actions in their order, and records what the API answered.
 
-Every answer goes into the store at once, so that the next plan never acts on its own stale
-past. Consecutive deletions, and consecutive creations, go out side by side.
+The reconciler calls it. Every answer goes into the store at once, so that the next plan never acts
+on its own stale past. Consecutive deletions, and consecutive creations, go out side by side.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ _NETWORK = {"Service": SERVICES, "NetworkPolicy": NETWORK_POLICIES}
 
 
 class NotLeadingError(Exception):
-    """Another operator may act now, so this one must not."""
+    """Another operator may act now, so this one has to stop."""
 
 
 class JobGoneError(Exception):
-    """The API server knows the job no more."""
+    """The API server no longer has the job."""
 
 
 class Executor:
@@ -80,7 +80,7 @@ class Executor:
         self._leads, self._now = leads, now
 
     async def carry_out(self, job: observe.Job, actions: Iterable[Action]) -> None:
-        """Do it all, or as much as still makes sense; then the planner must look again.
+        """Do all actions, or as many as still make sense; then the planner has to look again.
 
         Raises ApiError for what only time can cure, JobGoneError, NotLeadingError, and RewoundError
         when etcd was restored from a backup.
@@ -94,7 +94,7 @@ class Executor:
                 return
 
     async def refresh(self, job: observe.Job) -> None:
-        """Read the job again; after a write of which we do not know whether it happened."""
+        """Read the job again after a write with an unknown outcome."""
         try:
             found = await self._api.get(JOBS, job.namespace, job.name)
         except errors.NotFound as error:
@@ -102,7 +102,7 @@ class Executor:
         self._store.put_read_job(found, {job.uid: job.resource_version})
 
     async def _do(self, job: observe.Job, action: Action) -> bool:
-        """One action; False if the rest of the plan was made for another world."""
+        """Do one action; return False if the rest of the plan is out of date."""
         self._check_leading()
         match action:
             case WriteStatus():
@@ -121,15 +121,15 @@ class Executor:
         return True
 
     async def _do_pods(self, job: observe.Job, actions: list[Any]) -> bool:
-        """Deletions side by side; creations one first, then with each that is taken one more.
+        """Delete side by side; create one first, then with each success one more at a time.
 
-        After most refusals no more are begun: what they are about meets every later pod alike.
+        After most refusals no more are begun: the same refusal would meet every later pod.
         """
         creating = isinstance(actions[0], CreatePod)
         gate = asyncio.Semaphore(1 if creating else _IN_PARALLEL)
         narrow = _IN_PARALLEL - 1 if creating else 0  # so much wider may the gate become
         refused: list[Refusal] = []
-        doubt = asyncio.Lock()  # about who has a name: until that is read no other one begins
+        doubt = asyncio.Lock()  # held while a taken name is looked up: no other creation begins
 
         async def one(action: CreatePod | DeletePod) -> None:
             nonlocal narrow
@@ -177,12 +177,12 @@ class Executor:
         except errors.NotFound as error:
             raise JobGoneError from error
         except errors.Invalid as error:
-            # Only a mend here or in the CRD helps; the caller backs off.
+            # Only a correction here or in the CRD helps; the caller backs off.
             log.error("%s/%s: its status is refused: %s (uid %s)", *job.key, error, job.uid)
             raise
         except errors.ApiError as error:
             if error.maybe_done:
-                # Should the read fail too, nothing is created on what was known before.
+                # If the read fails too, no creation relies on older knowledge.
                 self._learn(job.uid, lambda known: replace(known, confirmed=None))
             if error.code == 409 or error.maybe_done:
                 await self.refresh(job)
@@ -221,7 +221,7 @@ class Executor:
             return
         if left.get("kind") != crd.KIND or "deletionTimestamp" not in left["metadata"]:
             raise JobGoneError
-        self._store.put_own_write(left)  # somebody's finalizer keeps it: not ours to delete again
+        self._store.put_own_write(left)  # a finalizer keeps it: not ours to delete again
 
     # --- pods ---
 
@@ -236,7 +236,7 @@ class Executor:
         except errors.Conflict:
             found = await self._read_back(PODS, job, action.name)
             if found is not None and found["metadata"]["uid"] == action.uid:
-                raise  # not about the uid: somebody wrote to the pod at that moment
+                raise  # not about the uid: another client wrote to the pod at that moment
             self._store.remove_pod(action.uid)
             return
         meta = left.get("metadata") or {}
@@ -278,7 +278,6 @@ class Executor:
     async def _create_pod(
         self, job: observe.Job, action: CreatePod, doubt: asyncio.Lock
     ) -> Refusal | None:
-        """None if the pod is there now and ours."""
         try:
             pod = await self._api.create(PODS, job.namespace, action.body, strict=True)
         except errors.ApiError as error:
@@ -289,7 +288,7 @@ class Executor:
                 existing = standing.existing("Pod", found) if found else None
                 if existing and found and existing.owner_uid == job.uid:
                     self._store.put_pod(found, from_watch=False)
-                    # Without our label no watch shows it: it counts as gone and is in the way.
+                    # Without our label no watch shows it: it counts as gone and keeps the name.
                     seen = any(p.uid == existing.uid for p in self._store.pods_of(job.uid))
                     if seen and existing.attempt == action.attempt and not existing.deleting:
                         self._learn(job.uid, lambda known: retry.accepted(known, action.replica))
@@ -372,7 +371,7 @@ class Executor:
         return Refusal(attempt, error.code, error.reason, message, self._now(), existing)
 
     def _set_back(self, job: observe.Job, refusal: Refusal) -> None:
-        """One line for each row of refusals, however long it grows."""
+        """Log one line for each row of refusals, however long it grows."""
         self._learn(job.uid, lambda known: retry.met(known, refusal, job.generation))
         found = self._store.outcomes(job.uid).setback
         if found is None or found.count == 1:

@@ -1,8 +1,8 @@
 """kopf, embedded: its watch of DDPJobs, each event handed on, and nothing else.
 
-Only on.event and on.login are used: no annotation, no finalizer, no patch, no Event of kopf's.
-Its session is ours, so that of a list kopf gets only slim records: it would decode whole pages at
-once. This module is imported in kopf's thread (see watcher.py): importing kopf takes a second.
+watcher.py runs it in kopf's thread, where it is imported: importing kopf takes a second. Only
+on.event and on.login are used: no annotation, no finalizer, no patch, no Event of kopf's. Its
+session is ours, so that kopf gets only slim records of a list: it would decode whole pages at once.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _connection(credentials: Credentials) -> kopf.AiohttpSession:
 
 
 class _Response(aiohttp.ClientResponse):
-    """What kopf gets to see of an answer; it asks for ``json()``, or streams a watch."""
+    """An answer as kopf sees it: kopf asks for ``json()``, or streams a watch."""
 
     async def json(self, **_: Any) -> Any:
         if self.status < 300 and self.url.path.endswith(f"/{crd.PLURAL}"):
@@ -98,7 +98,7 @@ class _Response(aiohttp.ClientResponse):
 
 
 class _Watch:
-    """The lines of a watch; one that would be too deep for kopf is cut."""
+    """The lines of a watch; those nested too deep for kopf are cut."""
 
     def __init__(self, content: aiohttp.StreamReader) -> None:
         self._content = content
@@ -128,14 +128,14 @@ def _settings() -> kopf.OperatorSettings:
     settings.networking.enforce_retry_after = True
     settings.networking.error_backoffs = _Backoffs()
     settings.queueing.exit_timeout = 1
-    settings.queueing.idle_timeout = 0.2  # so long it keeps an object
+    settings.queueing.idle_timeout = 0.2  # it keeps an object for so long
     settings.persistence.diffbase_storage = _NoDiffBase()
     settings.persistence.progress_storage = _NoProgress()
     return settings
 
 
 class _Backoffs:
-    """1, 2, 4 ... 30, 30, 30 ... for ever: kopf iterates anew for each request."""
+    """Back-offs 1, 2, 4 ... 30, 30 ... without end: kopf starts over for each request."""
 
     def __iter__(self) -> Iterator[float]:
         delay = 1.0
@@ -145,7 +145,7 @@ class _Backoffs:
 
 
 class _NoDiffBase(kopf.DiffBaseStorage):
-    """Nothing is compared, so nothing is copied: by default each event is copied thrice."""
+    """Keeps no diff base: kopf would copy each event three times to compare it."""
 
     def build(self, **_: Any) -> Any:
         return {}
@@ -154,23 +154,23 @@ class _NoDiffBase(kopf.DiffBaseStorage):
         return None
 
     def store(self, **_: Any) -> None:
-        """Nothing is stored in the object."""
+        """Store nothing in the object."""
 
 
 class _NoProgress(kopf.ProgressStorage):
-    """on.event has no progress to keep."""
+    """Keeps no progress, as on.event has none."""
 
     def fetch(self, **_: Any) -> Any:
         return None
 
     def store(self, **_: Any) -> None:
-        """Nothing is stored in the object."""
+        """Store nothing in the object."""
 
     def purge(self, **_: Any) -> None:
-        """Nothing was stored."""
+        """Purge nothing."""
 
     def touch(self, **_: Any) -> None:
-        """Nothing is stored in the object."""
+        """Store nothing in the object."""
 
     def clear(self, *, essence: Any) -> Any:
         return essence

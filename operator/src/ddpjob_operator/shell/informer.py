@@ -1,7 +1,7 @@
-"""Keeps the store's pods and nodes true: one paged list, then a watch with bookmarks, for ever.
+"""Keeps the store's pods and nodes up to date: one paged list, then a watch with bookmarks.
 
-Of pods only those that carry our job-uid label are asked for. What a new list no longer shows
-has been deleted, whatever events were lost meanwhile; nothing else notices that.
+app.py runs one per namespace and kind. Only pods with our job-uid label are asked for. A pod that a
+new list does not show was deleted, though its events were lost.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ log = logging.getLogger(__name__)
 
 _MAX_BACKOFF = 30.0
 _WATCH_TRIES = 5  # in a row without an event after the first moment, then list again
-_BRIEF = 1.0  # seconds; a watch that ends sooner has failed, whatever it told
+_BRIEF = 1.0  # seconds; a watch that ends sooner has failed, whatever it sent
 
 
 class Informer(ABC):
-    """One kind of one namespace, or of all (None). ``changed(key)`` is told which job moved.
+    """Informer of one kind in one namespace, or in all (None); calls ``changed(key)``.
 
-    ``relist_seconds``: list anew now and then, as a guard against events that never came.
+    ``relist_seconds``: list again now and then, as a guard against lost events.
     """
 
     resource: Resource
@@ -51,34 +51,33 @@ class Informer(ABC):
         self._told = ""  # the trouble that was logged last
         self.synced = asyncio.Event()
         self.answered = asyncio.Event()  # it was read once, or refused
-        self.heard_at = time.monotonic()  # the server said something
-        self.alive_at = time.monotonic()  # we did something; if not for long, we are stuck
+        self.heard_at = time.monotonic()  # the server's last sign of life
+        self.alive_at = time.monotonic()  # our own last action; too long ago, we are stuck
 
     @abstractmethod
     def _keep(self, obj: Object) -> Any:
-        """Take an object of a list as it arrives; what ``_replace`` needs of it."""
+        """Take an object of a list as it arrives; return what ``_replace`` needs of it."""
 
     @abstractmethod
     def _replace(self, listing: Listing) -> Iterable[Key]:
-        """Take the end of a full list; the jobs that it concerns."""
+        """Take the end of a full list; return the jobs that it concerns."""
 
     @abstractmethod
     def _apply(self, kind: str, obj: Object) -> Iterable[Key]:
-        """Take an event; the jobs that it concerns."""
+        """Take an event; return the jobs that it concerns."""
 
     def _refused(self, error: errors.ApiError) -> None:
-        """The list was refused: trouble of the server's, none of ours."""
+        """Handle a refused list: the server's trouble, none of ours."""
         self._mark_alive()
         self.answered.set()
 
     def _tell(self, error: errors.ApiError) -> None:
-        """Log trouble, once in a row."""
         if str(error) != self._told:
             log.warning("%s: %s; trying again", self.resource.plural, error)
         self._told = str(error)
 
     async def run(self) -> None:
-        """List and watch until cancelled; trouble with the API server is waited out.
+        """List and watch until cancelled; wait out trouble with the API server.
 
         Raises RewoundError when etcd was restored from a backup.
         """
@@ -120,7 +119,7 @@ class Informer(ABC):
         return listing.resource_version
 
     def _take(self, obj: Object) -> Any:
-        self._mark_alive()  # all of a list may take longer than we may seem stuck
+        self._mark_alive()  # a whole list may take longer than we may seem stuck
         return self._keep(obj)
 
     async def _watch_from(self, version: str) -> None:
@@ -152,7 +151,7 @@ class Informer(ABC):
                 await asyncio.sleep(delay)
             else:
                 if time.monotonic() - began < _BRIEF:
-                    failures += 1  # the server lets nobody watch just now
+                    failures += 1  # the server refuses watches just now
                     await asyncio.sleep(_backoff(failures))
             self._mark_alive()
 
@@ -164,7 +163,7 @@ class Informer(ABC):
 
 
 class PodInformer(Informer):
-    """The pods of jobs."""
+    """Informer of the jobs' pods."""
 
     resource = PODS
     selector = crd.LABEL_JOB_UID
@@ -172,7 +171,7 @@ class PodInformer(Informer):
     async def _list(self) -> str:
         try:
             return await super()._list()
-        except errors.ApiError:  # to the next list what this one has put is no news
+        except errors.ApiError:  # the next list takes it as known
             for key in self._news:
                 self._changed(key)
             raise
@@ -187,7 +186,7 @@ class PodInformer(Informer):
     def _replace(self, listing: Listing) -> Iterable[Key]:
         uids = [uid for uid, _ in listing.items]
         gone = self._store.drop_vanished_pods(self._namespace, uids, listing.resource_version)
-        # Until the first list nobody worked on the namespace's jobs, those without pods included.
+        # Until the first list the namespace's jobs wait, those without pods included.
         waited = () if self.synced.is_set() else self._store.keys_in(self._namespace)
         return gone.union(waited, *(keys for _, keys in listing.items))
 
@@ -199,7 +198,7 @@ class PodInformer(Informer):
 
 
 class NodeInformer(Informer):
-    """All nodes of the cluster, if the operator may read them; jobs do without otherwise."""
+    """Informer of all nodes, if the operator may read them; jobs do without otherwise."""
 
     resource = NODES
 
@@ -219,13 +218,13 @@ class NodeInformer(Informer):
         super()._refused(error)
         if isinstance(error, errors.Forbidden):
             self._store.nodes.forget()
-        # Nobody waits for nodes: until they are known Fence acts as Wait, and only a refusal of the
-        # right to read them is told as that.
+        # Nothing waits for nodes: until they are known Fence acts as Wait. Only a refusal of the
+        # right to read them is reported as one.
         self.synced.set()
 
 
 def _delay(failures: int, error: errors.ApiError) -> float:
-    """What the server asks for, but within bounds: a proxy's hour would be an hour of blindness."""
+    """Bound the server's delay: a proxy's hour would be an hour of blindness."""
     return max(_backoff(failures), min(error.retry_after or 0.0, _MAX_BACKOFF))
 
 

@@ -23,10 +23,10 @@ def configure(level: str, form: str) -> None:
 
 
 def _quiet(record: logging.LogRecord) -> bool:
-    """Leave out what kopf says in vain.
+    """Leave out two useless messages of kopf.
 
-    It is in a thread on purpose, so it need not warn that it gets no signals; and that the API
-    server has ended a watch is one line of watcher.py, not two tracebacks.
+    It is in a thread on purpose, so it need not warn that it gets no signals; and the end of a
+    watch is one line of watcher.py, not two tracebacks.
     """
     if not record.name.startswith("kopf"):
         return True
@@ -41,7 +41,7 @@ def _time(record: logging.LogRecord) -> str:
 
 class _Text(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        # Messages quote what users and servers wrote: none may look like a line of its own.
+        # Messages quote what users and servers wrote: a line break in them must not forge a line.
         record.message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in record.message)
         return super().formatMessage(record)
 

@@ -1,8 +1,7 @@
 """All metrics of the operator, for /metrics. No label ever holds the name of a job.
 
-What happened to jobs is counted once, after the status write that stored it (see
-executor.py); what is true now is computed when somebody asks, by the leader alone: sums over
-all operators count nothing twice.
+Changes of jobs are counted once, after the status write that stored them (executor.py). The present
+state is computed at each scrape, by the leader alone: sums over all operators count nothing twice.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Metrics:
         self._counted: set[str] = (
             set()
         )  # namespaces of counters; their jobs may be gone by a scrape
-        # Half as many series; nobody asks for the others.
+        # Half as many series.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
@@ -113,11 +112,11 @@ class Metrics:
         return Histogram(name, text, buckets=buckets, registry=self.registry)
 
     def count_call(self, verb: str, resource: str, code: int) -> None:
-        """One finished call to the API server."""
+        """Count one finished call to the API server."""
         self.api_requests.labels(verb, resource, str(code)).inc()
 
     def record(self, namespace: str, measurements: Iterable[Measurement]) -> None:
-        """What a stored transition of a job in that namespace measured."""
+        """Record what a stored transition of a job in that namespace measured."""
         histograms = {
             "detection_seconds": self.detection,
             "recovery_seconds": self.recovery,
@@ -138,14 +137,14 @@ class Metrics:
                 histograms[measurement.name].observe(measurement.value)
 
     def count_refusal(self, namespace: str, code: int) -> None:
-        """A creation that the API server refused."""
+        """Count a creation that the API server refused."""
         self._counted.add(namespace)
         self.refused.labels(namespace, str(code)).inc()
 
     def expose_jobs(self, jobs: Callable[[], Iterable[observe.Job]]) -> None:
-        """ddpjob_jobs{namespace,phase} and ddpjob_stalled{namespace,reason}, at every scrape.
+        """Expose ddpjob_jobs{namespace,phase} and ddpjob_stalled{namespace,reason}.
 
-        ``jobs()``: all that this operator is to tell of, none while another one leads.
+        ``jobs()``: the jobs that this operator reports, none while another one leads.
         """
         counted = self._counted
         self.registry.register(_Jobs(jobs, self._begin, self._forget, counted, self._clock))
@@ -165,7 +164,7 @@ class Metrics:
             counter.remove_by_labels({"namespace": namespace})
 
     def expose_watch_ages(self, ages: Callable[[], Mapping[str, float]]) -> None:
-        """ddpjob_watch_age_seconds{resource}: since the API server last said anything."""
+        """Expose ddpjob_watch_age_seconds{resource}: since the API server's last sign of life."""
         self.registry.register(
             _Computed(
                 "ddpjob_watch_age_seconds",
@@ -177,7 +176,7 @@ class Metrics:
 
 
 class _Jobs(Collector):
-    """What the jobs are at now. ``begin``, ``forget``: told of namespaces that come and go."""
+    """The current states of the jobs; calls ``begin`` and ``forget`` as namespaces come and go."""
 
     def __init__(
         self,
@@ -223,7 +222,7 @@ class _Jobs(Collector):
 
     def _mind(self, namespaces: set[str]) -> None:
         now = self._clock()
-        # Some were counted in and have no job any more, when the first scrape comes.
+        # Counted namespaces may have lost their jobs before the first scrape.
         new = (namespaces | self._counted) - self._seen.keys()
         for namespace in sorted(new):
             self._begin(namespace)

@@ -1,8 +1,9 @@
 """The nodes of the cluster as slim records, and since when each has been silent.
 
-How long a node has not been ready is measured by this process's own clock, from the moment when
-it saw that: what was before it began, or while the node was ready in between, it does not count.
-Unknown altogether where nodes may not be read.
+The node informer fills the cache, the reconciler hands it to plan(). This process's own clock
+measures how long a node has not been ready, from the moment when it saw that; time before its
+start, or with the node ready in between, does not count. Without the right to read nodes nothing is
+known.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ Slim = tuple[Record, int | None]  # with its resourceVersion
 
 @dataclass(slots=True)
 class _Seen:
-    """``record`` None: there is no such node. Times are of the monotonic clock.
+    """One node's record and times on the monotonic clock; ``record`` None: no such node.
 
-    ``read_at``: when a quorum told of it as it is here; none has of what a watch has told since.
+    ``read_at``: when a quorum read showed it in this state; None after news from a watch.
     """
 
     record: Record | None
     version: int | None
     down_since: float | None
     read_at: float | None = None
-    guessed: bool = False  # nobody has said so yet
+    guessed: bool = False  # only a pod names it so far
 
 
 class NodeCache:
-    """``clock`` is monotonic."""
+    """The known nodes; ``clock`` is monotonic."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -49,7 +50,7 @@ class NodeCache:
         self._known = self._forbidden = False
 
     def of(self, names: Iterable[str]) -> Nodes | None:
-        """These nodes for the planner; None before they could be read."""
+        """Return these nodes for the planner; None before they could be read."""
         if not self._known:
             return FORBIDDEN if self._forbidden else None
         return Nodes(
@@ -60,7 +61,7 @@ class NodeCache:
         )
 
     def put(self, slim: Slim, *, quorum: bool = False) -> bool:
-        """Take a node; True if that is news to the planner. A quorum read is always the newest."""
+        """Take a node; return True if it is news. A quorum read is always the newest."""
         found, version = slim
         old = self._nodes.get(found.name)
         if not quorum and old and old.record and _older(version, old.version):
@@ -72,7 +73,7 @@ class NodeCache:
         return old is None or _shown(old.record) != _shown(found)
 
     def remove(self, name: str, *, quorum: bool = False) -> bool:
-        """The node is gone; True if that is news."""
+        """Note that the node is gone; return True if that is news."""
         old, now = self._nodes.get(name), self._clock()
         since, read = (old.down_since, old.read_at) if old and old.record is None else (now, None)
         read_at = now if quorum else read
@@ -83,7 +84,7 @@ class NodeCache:
         return old is None or old.record is not None or old.guessed
 
     def replace_all(self, items: Iterable[Slim]) -> list[str]:
-        """A full list, from a quorum. The names of the nodes with news."""
+        """Take a full list from a quorum; return the names of the nodes with news."""
         listed = {slim[0].name: slim for slim in items}
         told = {n for n, seen in self._nodes.items() if seen.record or seen.guessed}
         gone = [name for name in told if name not in listed]
@@ -94,7 +95,7 @@ class NodeCache:
         return changed
 
     def forget(self) -> None:
-        """Nodes may not be read any more: what was known grows old."""
+        """Stop trusting the nodes, which may not be read any more."""
         self._nodes.clear()
         self._workers.clear()
         self._unready = 0
@@ -102,7 +103,7 @@ class NodeCache:
         self._forbidden = True
 
     def _one(self, name: str) -> Node:
-        # A pod may be told of before its new node is: since when it is missing counts from now.
+        # A pod may be reported before its new node: the node counts as missing from now.
         seen = self._nodes.setdefault(name, _Seen(None, None, self._clock(), guessed=True))
         now, found = self._clock(), seen.record
         return Node(
@@ -125,21 +126,21 @@ class NodeCache:
         self._mind_calm()
 
     def _mind_calm(self) -> None:
-        """Of those that were silent together the first that are back have only been faster."""
+        """Start the calm again: the first of a group to return have only been faster."""
         before, now = self._disrupted, disrupted(len(self._workers), self._unready)
         self._disrupted = self._known and now
         if before or self._disrupted:
             self._calm_since = self._clock()
 
     def _silent_since(self, found: Record, old: _Seen | None) -> float:
-        """A count goes on only if the node was not ready, by its own word, all the time."""
+        """Go on counting only if the node itself was not ready all the time."""
         same = old is not None and old.record is not None and old.record.since == found.since
         goes_on = old.down_since if old and same else None
         return self._clock() if goes_on is None else goes_on
 
 
 async def read(api: Api, cache: NodeCache, names: Iterable[str]) -> None:
-    """GET each of them from a quorum into the cache. Raises ApiError."""
+    """GET each of them from a quorum into the cache; raise ApiError."""
     for name in names:
         try:
             cache.put(slim(await api.get(NODES, None, name)), quorum=True)
@@ -148,7 +149,7 @@ async def read(api: Api, cache: NodeCache, names: Iterable[str]) -> None:
 
 
 def slim(obj: Mapping[str, Any]) -> Slim:
-    """A Node object -> what is kept of it."""
+    """Keep the needed part of a Node object."""
     version = obj["metadata"].get("resourceVersion", "")
     return record(obj), int(version) if version.isdecimal() else None
 

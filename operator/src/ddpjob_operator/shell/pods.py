@@ -1,4 +1,7 @@
-"""What is kept of a pod that the API server shows: its slim record, if it can be read at all."""
+"""Slim records of pods, and two questions about pods that no watch answers.
+
+The informer and the executor call it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ Object = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SlimPod:
-    """What is kept of a pod; ``pod`` None: it cannot be read."""
+    """The kept part of a pod; ``pod`` None: it cannot be read."""
 
     uid: str
     version: int | None
@@ -30,7 +33,7 @@ class SlimPod:
 
 
 def slim_pod(obj: Object) -> SlimPod:
-    """A Pod object -> what is kept of it. One odd pod must not blind us to all the others."""
+    """Parse a Pod object; a malformed one must not hide all the others."""
     pod: observe.Pod | None = None
     try:
         pod = observe.pod(obj)
@@ -48,7 +51,7 @@ async def hidden_pods(api: Api, job: observe.Job) -> tuple[Existing, ...]:
 
 
 async def failed_probe(api: Api, job: observe.Job, action: ReadEvents) -> str:
-    """Ask a kubelet's Events for the probe that ended a container; "" if they tell of none."""
+    """Ask a kubelet's Events for the probe that ended a container; "" if they have none."""
     of = f"involvedObject.fieldPath=spec.containers{{{action.container}}}"
     fields = f"involvedObject.uid={action.pod_uid},{of},source=kubelet"
     try:
@@ -65,5 +68,5 @@ def _version(obj: Object) -> int | None:
 
 
 def number(version: object) -> int | None:
-    """A resourceVersion as a number, to be compared; None if it is none."""
+    """Return a resourceVersion as a number, to be compared; None if it is none."""
     return int(version) if isinstance(version, str) and version.isdecimal() else None

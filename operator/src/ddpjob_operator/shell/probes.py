@@ -1,11 +1,11 @@
 """/healthz, /readyz and /metrics on one port, for the kubelet and Prometheus.
 
-/healthz fails when a loop of ours is stuck, not when the API server is away: a restart
-cures the one and not the other. It is answered by the event loop that does the work, so a
-blocked loop fails it by silence.
+/healthz fails when a loop of ours is stuck, but stays well while the API server is away: a restart
+cures only the former. The event loop that does the work answers it, so a blocked loop fails it by
+silence.
 
-Whoever reaches the port may ask without end: the text of /metrics is made at most once a second,
-a connection has one answer, and there are only so many connections.
+Strangers may ask without end: the text of /metrics is made at most once a second, a connection has
+one answer, and there are only so many connections.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 STUCK_AFTER = 180.0  # seconds; twice the longest that a watch may stay silent, and some
 
-_KEPT = 1.0  # seconds; 2000 namespaces take 0.4 s to tell of
+_KEPT = 1.0  # seconds; 2000 namespaces take 0.4 s to format
 _MAX_CONNECTIONS = 64
-# So many are taken at once. One that asks without delay is answered before so many newer ones
-# came as make it the oldest.
+# So many connections are open at once. A client that asks without delay has its answer before so
+# many newer ones come that it is the oldest.
 _BACKLOG = 8
 
 
 class Probes:
-    """``idle`` tells for each loop how long it has done nothing; ``unready`` what is missing."""
+    """The server; ``idle`` gives each loop's idle time, ``unready`` the missing parts."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Probes:
         self.port = port
 
     async def start(self) -> None:
-        """Listen. Raises OSError if the port is taken."""
+        """Listen; raise OSError if the port is taken."""
         server = _Server(self._answer, access_log=None)
         self._runner = web.ServerRunner(server, shutdown_timeout=0.5)
         await self._runner.setup()
@@ -83,7 +83,7 @@ class Probes:
 
 class _Server(web.Server):
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        """When there are too many, the oldest goes: an honest one has its answer by now."""
+        """Close the oldest of too many connections: an honest client has its answer by now."""
         super().connection_made(handler, transport)
         for oldest in self.connections[:-_MAX_CONNECTIONS]:
             if oldest.transport is not None:

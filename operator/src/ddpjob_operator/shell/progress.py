@@ -1,10 +1,10 @@
 """Asks replica 0 of each running job how far training is: GET /state on its metrics port.
 
-Also learns of rounds (restarts in place) there. They are over when they show, and nothing is
-decided on them, so they are no reason to ask more often.
+app.py runs the reader; answers go into the store's Outcomes, and the planner decides whether they
+become a status write. It also learns of rounds (restarts in place) there; they are over when they
+show and decide nothing, so they are no reason to ask more often.
 
-The answer is a stranger's: bounded in time and size, no redirects, and failing to get one
-is not a failure. Whether it becomes a status write is the planner's business.
+The answer is a stranger's: bounded in time and size, no redirects, and no answer is no failure.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _IN_PARALLEL = 32  # of those that answered last time, and as many of the others
 
 
 class ProgressReader:
-    """Reads each job at most every ``seconds``; ``changed(key)`` is told of news."""
+    """Reads each job at most every ``seconds``; calls ``changed(key)`` with news."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class ProgressReader:
         return due
 
     async def _ask(self, session: aiohttp.ClientSession, job: observe.Job) -> None:
-        """Read one job's progress when it is its turn; never raises an Exception."""
+        """Read one job's progress when it is its turn; never raise an Exception."""
         self._asking.add(job.uid)
         try:
             async with self._gates[job.uid in self._silent]:
@@ -132,7 +132,7 @@ class ProgressReader:
 
 
 def _url(ip: str, port: int) -> str | None:
-    """None for an address that no pod has: whoever forges one gets no request sent there."""
+    """Build the URL; None for an address that no pod has, so that a forged one gets no request."""
     try:
         address = ipaddress.ip_address(ip)
     except ValueError:
@@ -144,12 +144,12 @@ def _url(ip: str, port: int) -> str | None:
 
 
 class _Bounded(ResponseHandler):
-    """Looks at so much in all: what comes before an answer (100 Continue) has no limit else."""
+    """Bounds the bytes of an answer in all: interim answers (100 Continue) have no other limit."""
 
     _left = _MAX_ANSWER
 
     def data_received(self, data: bytes) -> None:
-        """From the transport, at most 256 KiB."""
+        """Take data from the transport, at most 256 KiB."""
         self._left -= len(data)
         if self._left >= 0:
             super().data_received(data)

@@ -1,7 +1,7 @@
-"""One key in, one look at it: snapshot -> plan -> actions -> when to look again.
+"""Handles one key at a time: snapshot -> plan -> actions -> when to look again.
 
-Whatever goes wrong with one job stays with it: it is logged with its key and uid and tried
-again later.
+The work queue's workers call it. Trouble with one job stays with it: it is logged with its key and
+uid and tried again later.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ddpjob_operator.shell.workqueue import WorkQueue
 
 log = logging.getLogger(__name__)
 
-_BUSY_ROUNDS = 25  # rounds in a row that had something to do, then slower
+_BUSY_ROUNDS = 25  # busy planning rounds in a row, then slower
 _BUSY_PAUSE = 1.0
-#: A look at a large gang takes long, and its pods' events come in thousands. After one that found
-#: nothing to do the job rests so many times its length, so that looking takes at most a tenth.
+#: A look at a large gang takes long, and its pods' events come in thousands. After one without
+#: actions the job rests so many times its length: looking takes at most a tenth of the time.
 _REST = 9.0
 _LONGEST_REST = 0.5
 
@@ -55,7 +55,7 @@ class Reconciler:
         self._busy: dict[Key, int] = {}
 
     async def reconcile(self, key: Key) -> None:
-        """Bring one job a step nearer to what its spec says. Raises nothing but RewoundError."""
+        """Bring one job a step nearer to its spec; raise nothing but RewoundError."""
         started = time.perf_counter()
         uid = ""
         try:
@@ -73,7 +73,7 @@ class Reconciler:
             self._store.forget_job(key, uid)
             self._forget(key)
         except RewoundError:
-            raise  # nothing that this process knows is true any more
+            raise  # all that this process knows is out of date
         except errors.ApiError as error:
             delay = self._queue.add_failed(key, error.retry_after)
             log.warning("%s/%s: %s; again in %.1f s (uid %s)", *key, error, delay, uid)
@@ -113,11 +113,11 @@ class Reconciler:
             self._queue.add_after(key, max(todo.requeue_after, 0.01))
 
     def _look_again(self, key: Key, job: observe.Job, *, grew: bool) -> None:
-        """At once: most of what an action changes is already in the store.
+        """Look again at once: most of what an action changes is already in the store.
 
-        ``grew``: the attempt has a replica that it never had, or one more is done, which ends by
-        itself. A gang of large pods is made in hundreds of rounds, and its start has a deadline; a
-        thousand that end one by one are as many writes, and a loss among them must not wait.
+        ``grew``: the attempt has a replica that it never had, or one more is done. A gang of large
+        pods is created in hundreds of planning rounds, and its start has a deadline; a thousand
+        replicas that end one by one are as many writes, and a loss among them must not wait.
         """
         if grew:
             self._queue.add(key)
@@ -137,5 +137,4 @@ class Reconciler:
 
 
 def _done(job: observe.Job) -> int:
-    """How many replicas of its attempt have succeeded, as far as that is stored."""
     return integer(mapping(job.status.get("replicas")).get("succeeded"))

@@ -1,7 +1,7 @@
 """Kubernetes Events about jobs, as `kubectl describe ddpjob` shows them.
 
-The same event again within ten minutes raises the count of the one that is there; a job that
-has too much to say is cut short. Sending is a side line: it never delays or fails anything.
+The executor sends them. The same event again within ten minutes raises the count of the first; a
+job with too many events is cut short. Sending delays and fails nothing else.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class EventApi(Protocol):
     """The two calls that the recorder makes."""
 
     async def create(self, resource: Resource, namespace: str, body: Object) -> Object:
-        """Make an Event."""
+        """Create an Event."""
 
     async def patch(self, resource: Resource, namespace: str, name: str, body: Object) -> Object:
         """Raise its count."""
@@ -57,7 +57,7 @@ class _Bucket:
 
 
 class Recorder:
-    """``send`` only puts events in line; ``run`` sends them."""
+    """The sender of Events: ``send`` only puts them in line; ``run`` sends them."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Recorder:
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
 
     def send(self, job: observe.Job, events: Iterable[Event]) -> None:
-        """Send soon; what exceeds the job's rate or a full line is dropped."""
+        """Put the events in line; drop what exceeds the job's rate or a full line."""
         for event in events:
             if not self._allows(job.uid):
                 log.debug("%s/%s: too many events, dropped %s", *job.key, event.reason)
@@ -95,7 +95,7 @@ class Recorder:
                 self._line.task_done()
 
     async def flush(self) -> None:
-        """Wait until everything in line has been tried; for an orderly end."""
+        """Wait until every event in line has been tried, for an orderly end."""
         await self._line.join()
 
     async def _send(self, job: observe.Job, event: Event) -> None:

@@ -1,8 +1,8 @@
 """A full list of all DDPJobs now and then: it finds what the watch missed.
 
-A job deleted during a watch gap is announced by nobody; only a list that no longer shows it
-tells. The first list also tells whether the CRD is installed at all. Each namespace that is served
-has a list of its own, so that one which may not be read holds up no other's jobs.
+app.py runs one per served namespace, so that one without rights holds up no other's jobs. Only a
+list shows a job that was deleted during a watch gap. The first list also shows whether the CRD is
+installed at all.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _RETRY = 2.0
 class Resync:
     """Lists one namespace, or all (None), every ``seconds``.
 
-    ``changed(key)`` is told of every job, new, old and vanished; ``heard()`` is called as a list is
-    read, however long that takes. ``answered`` is set once it was read, or refused.
+    ``changed(key)`` is called for every job, new, old and vanished; ``heard()`` as a list is read,
+    however long that takes. ``answered`` is set once it was read, or refused.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Resync:
         self._told = ""
 
     async def run(self) -> None:
-        """List until cancelled; trouble with the API server is waited out.
+        """List until cancelled; wait out trouble with the API server.
 
         Raises RewoundError when etcd was restored from a backup.
         """
@@ -86,13 +86,13 @@ class Resync:
             self._watcher.missed(self._namespace, began)
 
     def _take(self, before: Mapping[str, str], obj: Object) -> tuple[str, bool]:
-        """At once, for whole jobs would fill the memory: uid, and whether that was news."""
+        """Take a job at once, as whole ones fill the memory; return its uid and if it is news."""
         self.alive_at = time.monotonic()
         self._heard()
         return obj["metadata"]["uid"], self._store.put_read_job(obj, before)
 
     def _tell(self, trouble: str) -> None:
-        """Once per kind of trouble, and once when it is over."""
+        """Log each kind of trouble once, and its end once."""
         if trouble and trouble != self._told:
             log.error("%s; trying again until it works", trouble)
         elif self._told and not trouble:

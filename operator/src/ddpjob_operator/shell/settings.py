@@ -1,7 +1,8 @@
 """Every flag and every environment variable that the operator reads, in this one file.
 
-Flags win over the environment. Only what a pod learns about itself (POD_NAME,
-POD_NAMESPACE) and KUBECONFIG come from the environment, as every Kubernetes tool has it.
+__main__.py parses them, app.py hands them out. Flags win over the environment. Only what a pod
+learns about itself (POD_NAME, POD_NAMESPACE) and KUBECONFIG come from the environment, as in every
+Kubernetes tool.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ddpjob_operator import __version__
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How this process runs. Durations are in seconds."""
+    """The settings of this process; durations are in seconds."""
 
     namespaces: tuple[str, ...] = ()  # empty: the whole cluster
     workers: int = 8
@@ -40,7 +41,7 @@ class Settings:
 
 
 def parse(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
-    """Flags and environment -> Settings. Exits with status 2 and a message on a bad flag."""
+    """Parse flags and environment; exit with status 2 and a message on a bad flag."""
     args = _parser(environ).parse_args(argv)
     return Settings(
         namespaces=tuple(part for part in (p.strip() for p in args.namespaces.split(",")) if part),
@@ -62,10 +63,10 @@ def parse(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.env
 
 
 def _identity(environ: Mapping[str, str]) -> str:
-    """The holder name in the Lease.
+    """Choose the holder name in the Lease.
 
-    A pod's name is enough, because the kubelet never runs two incarnations of one container
-    at once; so a restarted container takes its own lease back without waiting for it to expire.
+    A pod's name is enough, because the kubelet never runs two incarnations of one container at
+    once; so a restarted container takes its own lease back without waiting for it to expire.
     """
     return environ.get("POD_NAME") or f"{socket.gethostname()}-{secrets.token_hex(4)}"
 
@@ -182,7 +183,7 @@ def _peers(text: str) -> tuple[dict[str, Any], ...]:
 
 
 def _without_empty(value: Any) -> Any:
-    """Without members that the API server drops: they would be missed, and mended, at every look.
+    """Drop members that the API server drops: each look would find them missing, and write.
 
     An empty selector is kept, there and here: it selects everything.
     """

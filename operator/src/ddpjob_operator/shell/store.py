@@ -1,9 +1,9 @@
-"""What the operator knows of the cluster: jobs, their pods, and the API's refusals.
+"""The operator's knowledge of the cluster: jobs, their pods, and the API's refusals.
 
-Three sources write here: the watches, full lists, and the answers to our own calls. They
-overtake one another, so a record only ever gives way to a newer one (resourceVersion), and
-what a quorum list or a deletion has removed is not brought back by an older watch event.
-Everything runs on one event loop; no method awaits.
+Three sources write here: the watches, full lists, and the answers to our own calls; the reconciler
+reads snapshots. The sources overtake one another, so a record only gives way to a newer one
+(resourceVersion), and an older watch event does not bring back what a quorum list or a deletion has
+removed. Everything runs on one event loop; no method awaits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WAITERS = 3
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One job with all that is known about it, for one run of the planner."""
+    """One job with all that is known about it, for one planning round."""
 
     job: observe.Job
     pods: tuple[observe.Pod, ...]
@@ -59,7 +59,7 @@ class _Gang:
     seen: dict[int, set[int]] = field(default_factory=dict)
 
     def note(self, pod: observe.Pod) -> None:
-        """This pod has been there."""
+        """Note that this pod has existed."""
         if pod.attempt is not None and pod.replica is not None:
             self.seen.setdefault(pod.attempt, set()).add(pod.replica)
             if len(self.seen) > _ATTEMPTS:
@@ -67,10 +67,9 @@ class _Gang:
 
 
 class RewoundError(Exception):
-    """A quorum list is older than what the API server had told before: etcd was restored.
+    """A quorum list is older than a version that the API server reported: etcd was restored.
 
-    Every version, deletion and confirmation that is known is of a time that never was, so nothing
-    but a fresh start helps.
+    Every known version, deletion and confirmation is then void, so only a fresh start helps.
     """
 
 
@@ -91,12 +90,12 @@ class Store:
         self._on: dict[str, set[str]] = {}  # node -> uids of the pods there
         self.nodes = NodeCache()
         self._buried: OrderedDict[str, None] = OrderedDict()  # uids of pods that are gone
-        self._newest: dict[str, int] = {}  # version that was ever seen, by plural
+        self._newest: dict[str, int] = {}  # the newest version seen, by plural
 
     # --- the order of things ---
 
     def newest(self, plural: str) -> int:
-        """The newest version that the API server has told of; to be asked before a list."""
+        """Return the newest version that the API server reported; ask before a list."""
         return self._newest.get(plural, 0)
 
     def check_list(self, plural: str, version: str, newest_before: int) -> None:
@@ -113,7 +112,7 @@ class Store:
     # --- jobs ---
 
     def put_job(self, offered: Object | observe.Job) -> bool:
-        """Take a job from a watch or a list. False if it is no newer than what is known."""
+        """Take a job from a watch or a list; return False if it is no news."""
         job = offered if isinstance(offered, observe.Job) else self._read_job(offered)
         self._saw(crd.PLURAL, number(job.resource_version))
         known = self._jobs.get(job.key)
@@ -129,13 +128,13 @@ class Store:
         return True
 
     def job_versions(self) -> dict[str, str]:
-        """Of all jobs, by uid; to be asked before a list."""
+        """Return the versions of all jobs, by uid; ask before a list."""
         return {job.uid: job.resource_version for job in self._jobs.values()}
 
     def put_read_job(self, offered: Object, versions_before: Mapping[str, str]) -> bool:
-        """Take a job that a quorum has read. Raises RewoundError if it is older than it was before.
+        """Take a job that a quorum has read; raise RewoundError if it is older than before.
 
-        So it is after a restore that raises the revision of etcd, as the manual has it.
+        It is older after a restore that raises the revision of etcd, as the manual has it.
         """
         uid, version = offered["metadata"]["uid"], offered["metadata"]["resourceVersion"]
         read, before = number(version), number(versions_before.get(uid, ""))
@@ -150,7 +149,7 @@ class Store:
             self.put_job(obj)
 
     def forget_job(self, key: Key, uid: str) -> bool:
-        """The job with that uid is gone, with all that was learnt about it."""
+        """Forget the job with that uid, with all that the API's answers showed of it."""
         if self._keys.get(uid) != key:
             return False
         del self._keys[uid]
@@ -164,7 +163,7 @@ class Store:
     def drop_vanished_jobs(
         self, namespace: str | None, listed_uids: Iterable[str], version: str
     ) -> list[Key]:
-        """After a full list: forget what it does not show and what is not younger than it."""
+        """After a full list forget the jobs that it does not show, unless they are younger."""
         listed = set(listed_uids)
         gone = [
             job
@@ -178,15 +177,15 @@ class Store:
         return [job.key for job in gone]
 
     def keys_in(self, namespace: str | None) -> list[Key]:
-        """The keys of its jobs, or of all (None)."""
+        """Return the keys of a namespace's jobs, or of all (None)."""
         return [key for key in self._jobs if namespace in (None, key[0])]
 
     def jobs(self) -> Iterator[observe.Job]:
-        """All jobs; the store must not change meanwhile."""
+        """Iterate over all jobs; the store must not change meanwhile."""
         return iter(self._jobs.values())
 
     def snapshot(self, key: Key) -> Snapshot | None:
-        """All that is known about one job, or None if there is none."""
+        """Return all that is known about one job, or None if there is none."""
         job = self._jobs.get(key)
         if job is None:
             return None
@@ -195,7 +194,7 @@ class Store:
         return Snapshot(job, pods, self.outcomes(job.uid), nodes)
 
     def waiters(self, namespace: str) -> tuple[Waiter, ...]:
-        """Who has waited longest for quota there: more than these few have no say."""
+        """Return the few jobs that have waited longest for quota there."""
         return tuple(self._waiters.get(namespace, ())[:_WAITERS])
 
     def _note_waiter(self, before: observe.Job | None, after: observe.Job | None) -> None:
@@ -215,27 +214,27 @@ class Store:
     # --- outcomes ---
 
     def outcomes(self, uid: str) -> Outcomes:
-        """What the API's answers taught about that job."""
+        """Return what the API's answers showed about that job."""
         return self._outcomes.get(uid, Outcomes())
 
     def set_outcomes(self, uid: str, outcomes: Outcomes) -> None:
-        """Remember them, unless the job is gone."""
+        """Remember the outcomes, unless the job is gone."""
         if uid in self._keys:
             self._outcomes[uid] = outcomes
 
     def forget_outcomes(self) -> None:
-        """Their times are of a clock that was set since. That costs reads, never a decision."""
+        """Forget all outcomes after the clock was set: that costs reads, never a decision."""
         self._outcomes.clear()
 
     def doubt_all(self) -> None:
-        """Somebody else may have led meanwhile: what was confirmed must be read again."""
+        """Void all confirmations, since another operator may have led meanwhile."""
         for uid, known in self._outcomes.items():
             self._outcomes[uid] = replace(known, confirmed=None)
 
     # --- pods ---
 
     def put_pod(self, offered: Object | SlimPod, *, from_watch: bool = True) -> set[Key]:
-        """Take a pod. The keys of the jobs that it concerns; two if it changed its owner."""
+        """Take a pod; return the keys of its jobs, two if it changed its owner."""
         found = offered if isinstance(offered, SlimPod) else slim_pod(offered)
         pod, version = found.pod, found.version
         if pod is None:
@@ -262,7 +261,7 @@ class Store:
         return {self._keys[uid] for uid in concerned if uid in self._keys}
 
     def remove_pod(self, uid: str) -> Key | None:
-        """The pod with that uid is gone for good. The key of the job that it concerns."""
+        """Forget the pod with that uid for good; return the key of its job."""
         self._buried[uid] = None
         self._buried.move_to_end(uid)
         if len(self._buried) > _TOMBSTONES:
@@ -271,7 +270,7 @@ class Store:
         return None if owner is None else self._keys.get(owner)
 
     def replace_pods(self, job_uid: str, items: Iterable[SlimPod], version: str) -> None:
-        """A quorum list of one job's pods, read at ``version``, replaces what was cached."""
+        """Replace a job's cached pods by a quorum list, read at ``version``."""
         self._retain(job_uid, {item.uid for item in items}, version)
         for item in items:
             self._buried.pop(item.uid, None)
@@ -283,7 +282,7 @@ class Store:
     def drop_vanished_pods(
         self, namespace: str | None, listed_uids: Iterable[str], version: str
     ) -> set[Key]:
-        """After a full list: forget what it does not show. The keys of the jobs concerned."""
+        """After a full list forget the pods that it does not show; return their jobs' keys."""
         listed = set(listed_uids)
         changed: set[Key] = set()
         for job_uid in list(self._gangs):
@@ -293,23 +292,23 @@ class Store:
         return changed
 
     def pods_of(self, job_uid: str) -> tuple[observe.Pod, ...]:
-        """The pods whose controller is that job, by name."""
+        """Return the pods whose controller is that job, by name."""
         gang = self._gangs.get(job_uid)
         pods = [record.pod for record in gang.pods.values()] if gang else []
         return tuple(sorted(pods, key=lambda pod: (pod.name, pod.uid)))
 
     def keys_on(self, node: str) -> set[Key]:
-        """The jobs that have a pod on that node."""
+        """Return the jobs that have a pod on that node."""
         owners = {self._owners[uid] for uid in self._on.get(node, ())}
         return {self._keys[uid] for uid in owners if uid in self._keys}
 
     def seen(self, job_uid: str, attempt: object) -> frozenset[int]:
-        """Replicas of that attempt whose pods this process has seen, gone or not."""
+        """Return replicas of that attempt whose pods this process has seen, gone or not."""
         gang = self._gangs.get(job_uid)
         return frozenset(gang.seen.get(attempt, ()) if gang and isinstance(attempt, int) else ())
 
     def pod_count(self) -> int:
-        """How many pods are cached."""
+        """Count the cached pods."""
         return len(self._owners)
 
     def _read_job(self, obj: Object) -> observe.Job:
@@ -317,12 +316,12 @@ class Store:
         return observe.job(obj, self._jobs.get((meta["namespace"], meta["name"])))
 
     def _owner(self, pod: observe.Pod) -> str | None:
-        """The uid of its job: none of another namespace, whatever somebody wrote on the pod."""
+        """Return the uid of the pod's job; a job of another namespace does not count."""
         key = self._keys.get(pod.owner_uid or "")
         return pod.owner_uid if key is None or key[0] == pod.namespace else None
 
     def _part_with_strangers(self, job: observe.Job) -> None:
-        """Pods that came before their job: those that lie when they call it theirs."""
+        """Drop pods that came before their job and only claim to be its own."""
         gang = self._gangs.get(job.uid, _Gang())
         records = list(gang.pods.values())
         if all(record.pod.namespace == job.namespace for record in records):
@@ -335,7 +334,7 @@ class Store:
                 self._disown(record.pod.uid)
 
     def _outdated(self, owner: str, uid: str, version: int | None, from_watch: bool) -> bool:
-        """Tell whether something as new or newer is known of that pod among that job's pods."""
+        """Tell whether that job's pods include a version of the pod as new or newer."""
         gang = self._gangs.get(owner)
         if gang is None or version is None:
             return False
@@ -344,7 +343,6 @@ class Store:
         return version <= max(seen, gang.floor if from_watch else -1)
 
     def _disown(self, uid: str) -> str | None:
-        """Take the pod from its job; the job's uid."""
         owner = self._owners.pop(uid, None)
         if owner is None:
             return None
@@ -363,7 +361,7 @@ class Store:
     ) -> bool:
         """Remove the job's pods that a list read at ``version`` does not show.
 
-        ``namespace``: what the list is of, for a pod of another may still call the job its own.
+        ``namespace``: that of the list, for a pod of another may still name the job as its own.
         """
         at = number(version)
         gang = self._gangs.get(job_uid)
@@ -381,6 +379,6 @@ class Store:
 
 
 def _newer(known: str, offered: str) -> bool:
-    """Tell whether ``offered`` replaces ``known``; when they cannot be compared it does."""
+    """Tell whether ``offered`` replaces ``known``, as it does when they cannot be compared."""
     a, b = number(known), number(offered)
     return True if a is None or b is None else b > a

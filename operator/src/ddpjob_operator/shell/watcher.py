@@ -1,8 +1,8 @@
-"""Keeps kopf running in a thread with an event loop of its own, whatever ends it.
+"""Keeps kopf running in a thread with a separate event loop, whatever ends it.
 
-When kopf stops, or gives up on a watch, it cancels every task that was created in its loop
-after it began; ours must live on. It also takes over the process's signals in a main thread.
-What a gap between two runs swallows is found by the resync (resync.py).
+app.py runs it. When kopf stops, or gives up on a watch, it cancels every task that was created in
+its loop after it began, so it must not share ours; in a main thread it would also take over the
+process's signals. The resync (resync.py) finds what a gap between two runs hides.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _PAUSE = 2.0  # seconds between two runs
 
 
 class JobWatcher:
-    """``deliver(type, job)`` is called on the loop that ``run`` is on.
+    """Runs kopf; calls ``deliver(type, job)`` on the loop that ``run`` is on.
 
-    ``type`` is None for what was listed, else ADDED, MODIFIED or DELETED.
+    ``type`` is None for an object of a list, else ADDED, MODIFIED or DELETED.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class JobWatcher:
         self._missed: dict[str | None, float] = {}
 
     async def run(self, ready: Callable[[], Awaitable[None]]) -> None:
-        """Run kopf for ever; each time ``ready`` comes first, for kopf looks for the CRD once."""
+        """Run kopf for ever, each time after ``ready``: kopf looks for the CRD only once."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -57,9 +57,9 @@ class JobWatcher:
             self._stop.set()
 
     def missed(self, namespace: str | None, began: float) -> None:
-        """A list, of one namespace or of all, that began then has found news.
+        """Note that a list, begun then, of one namespace or of all, has found news.
 
-        A watch that has told nothing of it between two such lists is taken for dead.
+        A watch without a word of it between two such lists counts as dead.
         """
         before = self._missed.get(namespace)
         if before is None or self._heard.get(namespace, 0.0) > before:
@@ -70,7 +70,7 @@ class JobWatcher:
         self.restart()
 
     def restart(self) -> None:
-        """End kopf; ``run`` begins anew."""
+        """End kopf; ``run`` starts it again."""
         self._stop.set()
 
     def _thread(
@@ -90,7 +90,7 @@ class JobWatcher:
             run_kopf(self._credentials, self._namespaces, deliver, stop)
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
-        # The loop is closed when the operator ended first: then nobody waits for the answer.
+        # The loop is closed when the operator ended first: then nothing waits for the answer.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(_settle, ended, reason)
 

@@ -1,11 +1,11 @@
 """Keys that want work: each at most once in line, each worked on by one worker at a time.
 
-The rules are those of client-go's work queue: a key that comes back while it is being worked
-on is worked on once more afterwards; a key that fails comes back after a growing delay.
-Beyond them a key may be given a rest: whatever asks for it meanwhile is answered at its end.
-And there is a line per group of keys, which take turns: a hundred keys of one group that come
-back and back make no key of another wait for more than one of them. A worker goes to the group
-that has fewest, and the last free one only to a group that has none: though all work of one
+app.py runs its workers on the reconciler. The rules are those of client-go's work queue: a key that
+comes back while it is being worked on is worked on once more afterwards; a key that fails comes
+back after a growing delay. Beyond them a key may be given a rest: requests meanwhile are answered
+at its end. And each group of keys has a line, and lines take turns: a hundred keys of one group
+that come back and back make no key of another wait for more than one of them. A worker goes to the
+group that has fewest, and the last free one only to a group that has none: though all work of one
 group hangs, a key of another finds a worker at once.
 """
 
@@ -24,9 +24,9 @@ _MAX_DELAY = 30.0
 
 
 class WorkQueue(Generic[K]):
-    """``observe_latency(seconds)`` is told how long each key stood in line.
+    """The queue; calls ``observe_latency(seconds)`` with the time each key spent in line.
 
-    ``group(key)`` is what shares a line; without it each key is a group of its own.
+    ``group(key)``: keys of one group share a line; without it each key is a group.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class WorkQueue(Generic[K]):
         observe_latency: Callable[[float], None] = lambda _: None,
         group: Callable[[K], Hashable] = lambda key: key,
     ) -> None:
-        self._lines: OrderedDict[Hashable, deque[K]] = OrderedDict()  # whose turn it is comes first
+        self._lines: OrderedDict[Hashable, deque[K]] = OrderedDict()  # next group first
         self._group = group
         self._waiting: dict[K, float] = {}  # in line, since when
         self._working: set[K] = set()  # one for each worker that is not free
@@ -44,7 +44,7 @@ class WorkQueue(Generic[K]):
         self._failures: dict[K, int] = {}
         self._rests: dict[K, float] = {}  # until when
         self._wake = asyncio.Event()
-        self._idle = asyncio.Event()  # somebody finished
+        self._idle = asyncio.Event()  # set when a worker finished
         self._closed = False
         self._observe_latency = observe_latency
 
@@ -80,7 +80,7 @@ class WorkQueue(Generic[K]):
         self._timers[key] = asyncio.get_running_loop().call_at(due, self._ring, key)
 
     def add_failed(self, key: K, at_least: float | None = None) -> float:
-        """Put the key in line after its back-off, or ``at_least``; returns the delay."""
+        """Put the key in line after its back-off, or ``at_least``; return the delay."""
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
         delay = min(_MAX_DELAY, _FIRST_DELAY * 2.0 ** min(failures, 20))
@@ -90,15 +90,15 @@ class WorkQueue(Generic[K]):
         return delay
 
     def rest(self, key: K, seconds: float) -> None:
-        """Let nobody work on the key for so long after now."""
+        """Let nobody work on the key for so long from now."""
         self._rests[key] = _now() + seconds
 
     def forgive(self, key: K) -> None:
-        """The key was worked on well: its back-off starts from the beginning."""
+        """Reset the back-off of a key that was worked on well."""
         self._failures.pop(key, None)
 
     def forget(self, key: K) -> None:
-        """The object behind the key is gone: no timer, no back-off."""
+        """Drop the timer and the back-off of a key whose object is gone."""
         self._failures.pop(key, None)
         self._rests.pop(key, None)
         timer = self._timers.pop(key, None)
@@ -106,18 +106,18 @@ class WorkQueue(Generic[K]):
             timer.cancel()
 
     def close(self) -> None:
-        """Hand out no more keys; what is being worked on goes on."""
+        """Hand out no more keys; running work goes on."""
         self._closed = True
         self._wake.clear()
 
     async def drained(self) -> None:
-        """After close: wait until nobody works any more."""
+        """After close: wait until no worker is busy."""
         while self._working:
             self._idle.clear()
             await self._idle.wait()
 
     async def run(self, workers: int, work: Callable[[K], Awaitable[None]]) -> None:
-        """Work until cancelled. What ``work`` raises ends the run, as an ExceptionGroup."""
+        """Work until cancelled; an error of ``work`` ends the run, as an ExceptionGroup."""
         self._workers = workers
         async with asyncio.TaskGroup() as group:
             for number in range(workers):
@@ -134,10 +134,10 @@ class WorkQueue(Generic[K]):
                 if key in self._again:
                     self._again.discard(key)
                     self.add(key)
-            await asyncio.sleep(0)  # work that waited for nothing lets others have their turn
+            await asyncio.sleep(0)  # work that waited for nothing lets other tasks run
 
     async def _take(self) -> K:
-        # Whoever ends work looks here next, so one that waits need be woken for new keys only.
+        # A worker that ends its work looks here next, so only new keys wake a waiting one.
         while self._closed or (line := self._next_line()) is None:
             self._wake.clear()
             await self._wake.wait()
@@ -149,14 +149,13 @@ class WorkQueue(Generic[K]):
         self._observe_latency(_now() - self._waiting.pop(key))
         self._working.add(key)
         self._rests.pop(key, None)
-        # What the timer was set for is looked at now; the new plan sets it anew.
+        # The timer's reason is looked at now; the new plan sets the next one.
         timer = self._timers.pop(key, None)
         if timer is not None:
             timer.cancel()
         return key
 
     def _next_line(self) -> deque[K] | None:
-        """The line that a free worker is for, if any."""
         busy = Counter(map(self._group, self._working))
         for group, line in self._lines.items():  # finds one at once, or there are few
             if group not in busy:

@@ -155,7 +155,6 @@ def _seen(view: View) -> Failure | None:
 
 
 def _first(view: View) -> Failure | None:
-    """Pick the strongest loss seen, whether or not it is the cause."""
     nproc, now = view.spec.nproc_per_node, view.now
     members = _needed(view)
     found = [classify.failure(pod, nproc, now) for pod in members.values()]

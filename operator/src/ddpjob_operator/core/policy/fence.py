@@ -198,7 +198,6 @@ def _promised(node: Node) -> bool:
 
 
 def _left(view: View, node: Node) -> float:
-    """Return the seconds until the node's pods are given up."""
     patience = _patience(view, node)
     if _promised(node):
         return patience - node.down_seconds
@@ -209,7 +208,6 @@ def _left(view: View, node: Node) -> float:
 
 
 def _patience(view: View, node: Node) -> float:
-    """Return the seconds of silence after which the node's pods are given up."""
     after = view.spec.fence_after
     if node.exists and node.out_of_service:
         return 0.0

@@ -154,7 +154,6 @@ def _action(view: View, old: Restarts, loss: Failure) -> str:
 
 
 def _ruled(view: View, loss: Failure) -> str | None:
-    """Return the action of the user's first rule that matches."""
     return view.spec.restart.ruled(*classify.names(loss, view.members.get(loss.replica)))
 
 

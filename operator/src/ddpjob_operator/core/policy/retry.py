@@ -145,7 +145,6 @@ def _of(job: Job, refusal: Refusal) -> bool:
 
 
 def _tried(view: View) -> dict[int, datetime]:
-    """Return the replicas whose names were taken, with the time of the last try."""
     return {r: refusal.at for r, refusal in view.refusals.items() if refusal.existing}
 
 

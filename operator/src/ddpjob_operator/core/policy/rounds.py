@@ -76,7 +76,6 @@ def _told(view: View) -> list[Rounds]:
 
 
 def _failure(view: View, found: Round) -> Failure | None:
-    """Describe the loss that ended the round; None if its record does not name one."""
     replica, nproc = found.replica, view.spec.nproc_per_node
     if replica is None and found.rank is not None:
         replica = found.rank // nproc
@@ -88,7 +87,6 @@ def _failure(view: View, found: Round) -> Failure | None:
 
 
 def _lost(found: Round) -> tuple[Measurement, ...]:
-    """Measure the steps that are computed again."""
     if found.step is None:
         return ()
     return (Measurement("lost_steps", max(0, found.step - (found.snapshot_step or 0))),)

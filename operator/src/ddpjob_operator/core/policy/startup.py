@@ -97,7 +97,6 @@ def advance(view: View, change: Change) -> Change:
 
 
 def _wanted(view: View) -> int:
-    """Count the pods that the gang needs at once."""
     return view.spec.replicas - len(view.succeeded)
 
 
