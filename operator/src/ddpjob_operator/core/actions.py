@@ -1,4 +1,4 @@
-"""What the planner asks for, and what the API answered to it.
+"""The actions that the planner asks for, and the API's answers to them.
 
 plan() returns a Plan, shell/executor.py carries it out in order. Outcomes is the planner's only
 memory outside the API server and holds what no watch returns: losing it (an operator restart) costs
@@ -67,7 +67,7 @@ class DeletePod:
 
 @dataclass(frozen=True, slots=True)
 class ConfirmGone:
-    """One quorum LIST of the job's pods, then a GET of the job; both replace the cache.
+    """One quorum LIST of the job's pods, then a GET of the job, both cached.
 
     If the job is still at ``attempt``, Outcomes.confirmed holds the result. It comes before
     creations, and before any decision that is final.
@@ -142,7 +142,7 @@ Action = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do now. ``requeue_after``: seconds until time alone may change the answer."""
+    """The actions to take now. ``requeue_after``: seconds until time alone may change them."""
 
     actions: tuple[Action, ...] = ()
     requeue_after: float | None = None
@@ -180,7 +180,7 @@ class Existing:
 
 @dataclass(frozen=True, slots=True)
 class Confirmation:
-    """What one quorum read of the job's pods, and then of the job, has shown.
+    """The result of one quorum read of the job's pods, and then of the job.
 
     It guarantees: begun at ``at`` by a process that led, the read found the job at ``attempt``, of
     that attempt's pods exactly those of ``replicas`` and, if ``alone``, no object of an older one.
@@ -205,7 +205,7 @@ class Confirmation:
 
 @dataclass(frozen=True, slots=True)
 class Setback:
-    """Creations of a job that were refused ``count`` times in a row in the same ``words``."""
+    """Creations of a job, refused ``count`` times in a row in the same ``words``."""
 
     words: str
     count: int
@@ -224,7 +224,7 @@ class Waiter:
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """What the API's answers taught about one job since this operator process started."""
+    """The API's answers about one job since this operator process started."""
 
     confirmed: Confirmation | None = None
     network_attempt: int = 0

@@ -193,7 +193,7 @@ def settle(found: Failure) -> Failure:
 
 
 def names(found: Failure, pod: Pod | None) -> tuple[int | None, set[str]]:
-    """Return the exit code, if it is the trainer's, and reasons that a rule can match.
+    """Return the names that a rule can match: the trainer's exit code, and reasons.
 
     The record has to do for a pod that is gone.
     """
@@ -209,7 +209,7 @@ def names(found: Failure, pod: Pod | None) -> tuple[int | None, set[str]]:
 
 
 def perhaps_probed(pod: Pod) -> bool:
-    """Tell whether a failed probe may have ended it: a signal, or a meaningless exit code.
+    """Tell whether a failed probe may have ended it: a signal, or a meaningless code.
 
     A launcher reports by itself whether it got SIGTERM.
     """
@@ -231,7 +231,7 @@ def _taken(pod: Pod) -> Verdict | None:
 
 
 def _evicted(pod: Pod) -> Verdict | None:
-    """Tell an eviction for the pod's own limit from one for lack of room on the node.
+    """Tell an eviction for the pod's own limit from one for the node's lack of room.
 
     Kubernetes 1.26 and later marks only the latter as a disruption.
     """
@@ -249,7 +249,7 @@ def _probed(pod: Pod) -> Verdict | None:
 
 
 def _unseen(pod: Pod) -> Verdict | None:
-    """Blame the infrastructure for an end that is unseen, or not that of the first start."""
+    """Blame the infrastructure for an unseen end, or one of a later start."""
     ended = decisive(pod)
     if pod.trainer.restart_count:
         return "Infrastructure", "ContainerRestarted"

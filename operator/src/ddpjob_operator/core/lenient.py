@@ -1,4 +1,4 @@
-"""Reads values out of raw JSON that somebody else wrote: the wrong type counts as absent.
+"""Reads values out of a stranger's raw JSON: the wrong type counts as absent.
 
 observe.py, spec.py and status.py pass everything from the API server through here once; the rest of
 the core sees types.
@@ -38,7 +38,7 @@ def integer(value: object, default: int = 0) -> int:
 
 
 def counter(value: object, limit: int = 2**31 - 1) -> int:
-    """Return a count from 0 to below the limit, so that one more still fits an int32."""
+    """Return a count from 0 to below the limit: one more fits an int32."""
     return min(max(0, integer(value)), limit - 1)
 
 

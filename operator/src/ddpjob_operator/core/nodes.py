@@ -1,4 +1,4 @@
-"""The nodes that a job's pods are on: ready, not ready and since when, or gone.
+"""The nodes that a job's pods are on: ready, silent and since when, or gone.
 
 shell/nodes.py fills these records, since a Node object is 10 KiB and more; plan() reads them.
 """

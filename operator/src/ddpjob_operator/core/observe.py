@@ -168,7 +168,7 @@ def job(obj: Mapping[str, Any], known: Job | None = None) -> Job:
 
 
 def pod(obj: Mapping[str, Any]) -> Pod:
-    """Parse a Pod object; never raise on what a user or a kubelet may have written."""
+    """Parse a Pod object, whatever a user or a kubelet may have written into it."""
     meta, status, spec = obj["metadata"], mapping(obj.get("status")), mapping(obj.get("spec"))
     labels = mapping(meta.get("labels"))
     owners = [mapping(o) for o in meta.get("ownerReferences") or ()]

@@ -66,7 +66,7 @@ class Template:
 
 
 def pack(raw: Mapping[str, Any], field: str, limit: int) -> Packed:
-    """Pack an object of at most ``limit`` bytes of JSON; of a longer one keep only the flaw."""
+    """Pack an object of at most ``limit`` bytes of JSON; a longer one is a flaw."""
     try:
         # shell/decode.py puts NaN for what is nested too deep to read.
         text = json.dumps(

@@ -173,7 +173,7 @@ def _broken(view: View, change: Change, what: str) -> tuple[Change, str]:
 
 
 def _suspend(view: View, change: Change) -> Change:
-    """End the pods, with their grace period to save a snapshot unless the gang is broken."""
+    """End the pods, with their grace period for a snapshot unless the gang is broken."""
     if view.status.phase == "Suspended":
         return hold.suspended(view, change)
     message = "spec.suspend is true: set it to false to go on"
@@ -284,7 +284,7 @@ def _act(view: View) -> Plan:
 
 
 def _leave(view: View) -> Plan:
-    """End the rest of a deleted job's gang once it is broken or late; create nothing.
+    """End the rest of a deleted job's gang once it is broken or late.
 
     The garbage collector removes what the job owns when the job is gone, but a finalizer may keep
     it for days. No event is sent: a deleted job has not failed.

@@ -29,7 +29,7 @@ _METRICS: Final = range(25000, 30000)
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """The ports of torch's store and the launchers' hub on replica 0, and of a replica's pages."""
+    """The ports of torch's store and the hub on replica 0, and of pages."""
 
     master: int
     hub: int

@@ -1,4 +1,4 @@
-"""An object under a name that we want: its owner, and the difference to what is wanted.
+"""An object under a name that we want: its owner, and what differs.
 
 shell/executor.py calls it after a 409 AlreadyExists and for the Service and the NetworkPolicy.
 """
@@ -37,7 +37,7 @@ def existing(kind: str, obj: Mapping[str, Any]) -> Existing:
 
 
 def hidden(pod: Mapping[str, Any], job_uid: str) -> Existing | None:
-    """Describe a pod of that job which lost its label, so that no watch shows it.
+    """Describe a pod of that job which lost its label, hidden from watches.
 
     None for any other pod, and for one that has ended.
     """
@@ -48,7 +48,7 @@ def hidden(pod: Mapping[str, Any], job_uid: str) -> Existing | None:
 
 
 def mended(found: Mapping[str, Any], wanted: Body) -> Body | None:
-    """Return the object as it should be written; None if its labels and spec are as wanted.
+    """Return the object as it should be written; None if nothing differs.
 
     Additions of others stay: the API server's defaults, labels of other tools.
     """

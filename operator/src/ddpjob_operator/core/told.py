@@ -1,4 +1,4 @@
-"""Words about a member's end: one line, and a message with the end of its log.
+"""Words about a member's end: one line, and a message with its log's end.
 
 classify.py and the policies ask, and decide what the end means; here are the texts of kubelets,
 runtimes and programs.
@@ -33,7 +33,7 @@ _TORCHRUN: Final = "torch.distributed.elastic"
 
 
 def shorten(text: str, limit: int = _LINE) -> str:
-    """Shorten a text to one line by its middle: figures and causes are at its tail."""
+    """Shorten a text to one line by its middle: figures are at its tail."""
     line = " ".join(text.split())
     if len(line) <= limit:
         return line
@@ -42,7 +42,7 @@ def shorten(text: str, limit: int = _LINE) -> str:
 
 
 def said(pod: Pod, ended: Container) -> str:
-    """Quote in one line the kubelet, the runtime or the program; "" if all were silent.
+    """Quote in one line the kubelet, the runtime or the program; "" if silent.
 
     ``ended`` is the container that ended the pod: of an init container the last line counts.
     """
@@ -82,7 +82,7 @@ def after_step(done: frozenset[int], members: Mapping[int, Pod]) -> str:
 
 
 def message(pod: Pod) -> str:
-    """Say why the pod was ended, add the program's error, then the end of its log."""
+    """Say why the pod ended, add the program's error, then its log's end."""
     report = pod.trainer.report
     lines = [line for line in (pod.message, _exception(pod.trainer)) if line]
     room = MESSAGE_MAX - len("\n".join(lines))

@@ -97,7 +97,7 @@ class View:
         return self.confirmed.hidden if self.confirmed else None
 
     def chance(self, *what: int) -> float:
-        """Return a number from 0 to 1 for each job, attempt and ``what``, the same in each round.
+        """Return a number from 0 to 1, constant for each job, attempt and ``what``.
 
         It is drawn from a hash, since a random number would have to be remembered.
         """

@@ -40,7 +40,7 @@ def loads(text: str | bytes) -> Any:
 
 
 def shallow(text: bytes) -> bytes:
-    """Return the JSON unchanged if a decoder can read it, else cut what is nested too deep."""
+    """Return the JSON unchanged if decoders can read it, else cut the deepest parts."""
     if text.count(b"[") + text.count(b"{") < _SURELY_READ:
         return text
     with _no_collections:
@@ -58,7 +58,7 @@ class NoListError(ValueError):
 async def read_list(
     content: AsyncIterable[bytes], keep: Callable[[Object], Any]
 ) -> tuple[list[Any], Object]:
-    """Decode the body of a list into what ``keep`` makes of each item, and the rest.
+    """Decode the body of a list; return what ``keep`` makes of items, and the rest.
 
     Raises NoListError for anything else: no items are not the same as none left. ValueError: it is
     no JSON, or incomplete.
@@ -157,7 +157,7 @@ def _value(text: str, at: int) -> tuple[Any, int]:
 
 
 def _cut(text: str, at: int) -> tuple[str, int]:
-    """Replace by NaN what is too deep in the value there; return it and its end."""
+    """Cut what is nested too deep in the value there; return it and its end."""
     pieces, depth, start = [], 0, at
     for token in _TOKEN.finditer(text, at):
         character = text[token.start()]

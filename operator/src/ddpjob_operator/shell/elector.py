@@ -134,12 +134,12 @@ class Elector:
         return ""
 
     async def _call(self, call: Coroutine[Any, Any, Object]) -> Object:
-        """Give the call half of the time until we stop acting: a hung one costs no lease."""
+        """Give the call half of the time until we stop acting, in case it hangs."""
         async with asyncio.timeout(self._call_limit):
             return await call
 
     async def _pause(self) -> None:
-        """Wait a period from the *beginning* of the last try, so that a hung one delays nothing."""
+        """Wait a period from the *beginning* of the last try, which may have hung."""
         await self._sleep(max(0.0, self._tried_at + self._period - self._clock()))
 
     @property

@@ -80,7 +80,7 @@ class Executor:
         self._leads, self._now = leads, now
 
     async def carry_out(self, job: observe.Job, actions: Iterable[Action]) -> None:
-        """Do all actions, or as many as still make sense; then the planner has to look again.
+        """Do all actions, or as many as still make sense.
 
         Raises ApiError for what only time can cure, JobGoneError, NotLeadingError, and RewoundError
         when etcd was restored from a backup.
@@ -121,7 +121,7 @@ class Executor:
         return True
 
     async def _do_pods(self, job: observe.Job, actions: list[Any]) -> bool:
-        """Delete side by side; create one first, then with each success one more at a time.
+        """Delete side by side; create one first, then each time one more at once.
 
         After most refusals no more are begun: the same refusal would meet every later pod.
         """

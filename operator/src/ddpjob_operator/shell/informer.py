@@ -1,4 +1,4 @@
-"""Keeps the store's pods and nodes up to date: one paged list, then a watch with bookmarks.
+"""Keeps the store's pods and nodes up to date by paged lists and watches with bookmarks.
 
 app.py runs one per namespace and kind. Only pods with our job-uid label are asked for. A pod that a
 new list does not show was deleted, though its events were lost.
@@ -123,7 +123,7 @@ class Informer(ABC):
         return self._keep(obj)
 
     async def _watch_from(self, version: str) -> None:
-        """Watch, and watch again where it ended; return when it is time for a new list."""
+        """Watch, and watch again where it ended, until it is time for a new list."""
         until = time.monotonic() + self._relist_seconds * random.uniform(0.9, 1.1)
         failures = 0
         while failures < _WATCH_TRIES and time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""Log lines on stderr, as text for people or as one JSON object per line for machines."""
+"""Log lines on stderr: text for people, or one JSON object a line for machines."""
 
 from __future__ import annotations
 

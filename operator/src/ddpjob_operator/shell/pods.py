@@ -51,7 +51,7 @@ async def hidden_pods(api: Api, job: observe.Job) -> tuple[Existing, ...]:
 
 
 async def failed_probe(api: Api, job: observe.Job, action: ReadEvents) -> str:
-    """Ask a kubelet's Events for the probe that ended a container; "" if they have none."""
+    """Ask a kubelet's Events for the probe that ended a container; "" without one."""
     of = f"involvedObject.fieldPath=spec.containers{{{action.container}}}"
     fields = f"involvedObject.uid={action.pod_uid},{of},source=kubelet"
     try:

@@ -1,4 +1,4 @@
-"""Asks replica 0 of each running job how far training is: GET /state on its metrics port.
+"""Asks replica 0 of each running job for its progress: GET /state on its metrics port.
 
 app.py runs the reader; answers go into the store's Outcomes, and the planner decides whether they
 become a status write. It also learns of rounds (restarts in place) there; they are over when they
@@ -132,7 +132,7 @@ class ProgressReader:
 
 
 def _url(ip: str, port: int) -> str | None:
-    """Build the URL; None for an address that no pod has, so that a forged one gets no request."""
+    """Build the URL; None for a forged address, so that it gets no request."""
     try:
         address = ipaddress.ip_address(ip)
     except ValueError:
@@ -144,7 +144,7 @@ def _url(ip: str, port: int) -> str | None:
 
 
 class _Bounded(ResponseHandler):
-    """Bounds the bytes of an answer in all: interim answers (100 Continue) have no other limit."""
+    """Bounds the bytes of an answer in all: interim answers have no other limit."""
 
     _left = _MAX_ANSWER
 

@@ -86,7 +86,7 @@ class Resync:
             self._watcher.missed(self._namespace, began)
 
     def _take(self, before: Mapping[str, str], obj: Object) -> tuple[str, bool]:
-        """Take a job at once, as whole ones fill the memory; return its uid and if it is news."""
+        """Take one job of a list; return its uid and whether it is news."""
         self.alive_at = time.monotonic()
         self._heard()
         return obj["metadata"]["uid"], self._store.put_read_job(obj, before)

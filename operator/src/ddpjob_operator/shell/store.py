@@ -67,7 +67,7 @@ class _Gang:
 
 
 class RewoundError(Exception):
-    """A quorum list is older than a version that the API server reported: etcd was restored.
+    """A quorum list is older than versions that the API server reported: etcd was restored.
 
     Every known version, deletion and confirmation is then void, so only a fresh start helps.
     """
@@ -112,7 +112,7 @@ class Store:
     # --- jobs ---
 
     def put_job(self, offered: Object | observe.Job) -> bool:
-        """Take a job from a watch or a list; return False if it is no news."""
+        """Take a job from a watch or a list; return False without news."""
         job = offered if isinstance(offered, observe.Job) else self._read_job(offered)
         self._saw(crd.PLURAL, number(job.resource_version))
         known = self._jobs.get(job.key)
@@ -132,7 +132,7 @@ class Store:
         return {job.uid: job.resource_version for job in self._jobs.values()}
 
     def put_read_job(self, offered: Object, versions_before: Mapping[str, str]) -> bool:
-        """Take a job that a quorum has read; raise RewoundError if it is older than before.
+        """Take a job that a quorum has read; raise RewoundError if it became older.
 
         It is older after a restore that raises the revision of etcd, as the manual has it.
         """
@@ -163,7 +163,7 @@ class Store:
     def drop_vanished_jobs(
         self, namespace: str | None, listed_uids: Iterable[str], version: str
     ) -> list[Key]:
-        """After a full list forget the jobs that it does not show, unless they are younger."""
+        """Forget the jobs that a full list does not show, unless they are younger."""
         listed = set(listed_uids)
         gone = [
             job
@@ -282,7 +282,7 @@ class Store:
     def drop_vanished_pods(
         self, namespace: str | None, listed_uids: Iterable[str], version: str
     ) -> set[Key]:
-        """After a full list forget the pods that it does not show; return their jobs' keys."""
+        """Forget the pods that a full list does not show; return their jobs' keys."""
         listed = set(listed_uids)
         changed: set[Key] = set()
         for job_uid in list(self._gangs):

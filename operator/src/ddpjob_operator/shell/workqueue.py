@@ -1,4 +1,4 @@
-"""Keys that want work: each at most once in line, each worked on by one worker at a time.
+"""Keys that want work: each once in line, each with one worker at a time.
 
 app.py runs its workers on the reconciler. The rules are those of client-go's work queue: a key that
 comes back while it is being worked on is worked on once more afterwards; a key that fails comes
@@ -111,7 +111,7 @@ class WorkQueue(Generic[K]):
         self._wake.clear()
 
     async def drained(self) -> None:
-        """After close: wait until no worker is busy."""
+        """Wait, after close, until no worker is busy."""
         while self._working:
             self._idle.clear()
             await self._idle.wait()

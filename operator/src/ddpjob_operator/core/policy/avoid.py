@@ -23,7 +23,7 @@ def blames(loss: Failure) -> bool:
 
 
 def is_free(view: View, consecutive: int) -> bool:
-    """Tell whether one more of these failures, after so many restarts in a row, is free.
+    """Tell whether one more of these failures, after ``consecutive`` restarts, is free.
 
     A program that breaks one GPU after another is itself the cause.
     """

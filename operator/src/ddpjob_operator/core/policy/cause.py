@@ -73,7 +73,7 @@ def waits(view: View) -> list[float]:
 
 
 def reasons(view: View) -> Iterator[tuple[str, str]]:
-    """Explain why the job has not failed yet, once the wait for its peers is news."""
+    """Explain why the job has not failed yet, once the wait is news."""
     left = _left(view, NODE_WAIT)
     if not 0 < left <= (NODE_WAIT - CAUSE_WAIT).total_seconds():
         return
@@ -140,7 +140,7 @@ def refund(view: View, change: Change) -> Change:
 
 
 def _seen(view: View) -> Failure | None:
-    """Pick the loss seen; peers of a member cut off, removed or gone die of that."""
+    """Pick the loss seen; peers of a member that is going die of that."""
     first = _first(view)
     if first is None or first.cls not in _PERHAPS_PEERS:
         return first
@@ -169,7 +169,7 @@ def _first(view: View) -> Failure | None:
 
 
 def _named(view: View, found: Failure) -> Failure:
-    """Add the replicas that ended with 0 before it, if it waited for peers or lost them.
+    """Add the replicas that ended with 0 before it, if it needed them.
 
     Where one hub hears all launchers, it has named the ranks.
     """
@@ -181,7 +181,7 @@ def _named(view: View, found: Failure) -> Failure:
 
 
 def _unread(view: View) -> bool:
-    """Tell whether a quorum read, due then, has yet to show that a member is gone."""
+    """Tell whether a quorum read has yet to show that a member is gone."""
     return len(view.gone) < len(view.were_there)
 
 
@@ -207,7 +207,7 @@ def _doubted(view: View, status: Status, first: Failure) -> Pod | None:
 
 
 def _unheard(view: View) -> Pod | None:
-    """Find a member that has not ended, on a node whose kubelet has reported no loss."""
+    """Find a member that has not ended, on a node without a reported loss."""
     if view.nodes is not None and not view.nodes.readable:
         return None  # nothing would ever show
     members = list(view.members.values())

@@ -40,13 +40,13 @@ def losses(view: View) -> list[Failure]:
 
 
 def lost(view: View, pod: Pod) -> bool:
-    """Tell whether the pod's object may be deleted by force: its end will never be reported."""
+    """Tell whether to delete the pod's object by force: its end cannot be reported."""
     node = _node(view, pod)
     return node is not None and _given_up(view, node) and _just_read(node)
 
 
 def suspect(view: View) -> Pod | None:
-    """Find a member on a node that is not ready, which its peers may die of."""
+    """Find a member on a silent node, which its peers may die of."""
     return next((pod for pod in _needed(view) if _known(view, pod)), None)
 
 
@@ -101,7 +101,7 @@ def failure(view: View, pod: Pod) -> Failure:
 
 
 def reasons(view: View) -> Iterator[tuple[str, str]]:
-    """Explain why the gang waits for a machine, and what a person can do about it."""
+    """Explain why the gang waits for a machine, and how a person can help."""
     after = view.spec.fence_after
     for pod, node in _silent(view):
         if node.guessed:  # nothing wrong so far
@@ -147,7 +147,7 @@ def _silent(view: View) -> Iterator[tuple[Pod, Node]]:
 
 
 def _node(view: View, pod: Pod) -> Node | None:
-    """Return the silent node that a pod waits for, unless it was deleted by force before.
+    """Return the silent node that a pod waits for, unless it was force-deleted.
 
     It waits to end or, once deleted, to be gone: only its kubelet removes the object.
     """
@@ -160,13 +160,13 @@ def _node(view: View, pod: Pod) -> Node | None:
 
 
 def _known(view: View, pod: Pod) -> bool:
-    """Tell whether its node is reported silent: a new one may be reported after its pod."""
+    """Tell whether its node is reported silent: a new one may be reported later."""
     node = _node(view, pod)
     return node is not None and not node.guessed
 
 
 def _nowhere(view: View, pod: Pod) -> Node | None:
-    """Return the node without a Node object that a pod names, unless a scheduler put it there.
+    """Return the missing node that a pod names, unless a scheduler put it there.
 
     Its kubelet would have reported the pod, so nothing of it ever ran.
     """

@@ -46,7 +46,7 @@ def why(view: View) -> tuple[str, str] | None:
 
 
 def suspends(view: View) -> bool:
-    """Tell whether pods are to go: the job is suspended, or was so too briefly to be stored.
+    """Tell whether pods are to go: suspended, or suspended too briefly to be stored.
 
     Suspending and resuming are two generations: a template that changed over two unseen ones was
     changed in the way that the message above asks for, only quickly.
@@ -80,7 +80,7 @@ def ending(view: View) -> bool:
 
 
 def unsure(view: View) -> bool:
-    """Tell whether only a cache says that the last pod of a job to be suspended has ended."""
+    """Tell whether only a cache says that a suspended job's last pod has ended."""
     old = view.status.condition("Suspended")
     told = view.status.phase != "Suspended" or (old is not None and old.status == "True")
     if told or view.status.attempt == 0 or any(not pod.ended for pod in view.pods):

@@ -38,7 +38,7 @@ class Heard:
 
 
 def reads(view: View) -> tuple[ReadEvents, ...]:
-    """Read the Events of the next pod that a probe may have ended, the first to end."""
+    """Read the Events of the first pod to end that a probe may have ended."""
     container, pods = view.spec.template.probed, view.members.values()
     if not container:
         return ()

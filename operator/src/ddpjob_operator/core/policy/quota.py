@@ -1,4 +1,4 @@
-"""Reads a ResourceQuota's refusal of a gang: no room now, or never as the quota is.
+"""Reads a ResourceQuota's refusal of a gang: no room now, or never.
 
 startup.py asks. Only the API server's sentence has the figures; without them, or in another form,
 the gang waits like any other.
@@ -24,7 +24,7 @@ def over(refusal: Refusal) -> bool:
 
 
 def too_small(refusal: Refusal, pods: int) -> str:
-    """Say what so many pods need beyond the whole quota; "" if an empty one has room."""
+    """Say what so many pods need beyond the whole quota; "" if they fit."""
     found = _FIGURES.search(refusal.message)
     if found is None:
         return ""

@@ -1,4 +1,4 @@
-"""Deletes the pods of a gang that cannot become whole now, and times its next try.
+"""Deletes the pods of a gang that cannot become whole, and times its next try.
 
 startup.py calls it; it charges nobody. Creation is all or nothing: two half gangs must never hold
 what each other needs. Each waits a different time (View.chance), or they would meet again at every
@@ -32,7 +32,7 @@ def release(
     message: str,
     condition: Literal["Stalled", "Invalid"] = "Stalled",
 ) -> Change:
-    """Delete the pods and wait; it is a new attempt all the same, and no failure."""
+    """Delete the pods and wait: a new attempt, but no failure."""
     released = view.status.restarts.released + 1
     wait = delay(view, released, yields=reason == quota.TOO_SMALL)
     change = restart.new_attempt(view, change, "Pending", wait)
@@ -43,7 +43,7 @@ def release(
 
 
 def delay(view: View, released: int, *, yields: bool) -> float:
-    """Return the seconds before the next try: doubling with each, then 0.5 to 1.5 of that.
+    """Return the seconds before the next try: doubling, then 0.5 to 1.5 of that.
 
     A gang that had places for long without being whole may never be: in the end it rests for as
     long as it held them, so that half of the time is others', and its age does not hurry it.

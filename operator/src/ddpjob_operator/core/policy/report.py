@@ -120,7 +120,7 @@ def _with_ready(status: Status, now: datetime) -> tuple[Condition, ...]:
 
 
 def _why(status: Status) -> tuple[str, str]:
-    """Say in one word and in a few why the job is not as it should be; "" if all is well.
+    """Summarize why the job is not as it should be; "" if all is well.
 
     Causes for the user come first, then those of the cluster, then the newest failure.
     """
@@ -198,7 +198,7 @@ def _unresolved(view: View) -> Iterator[tuple[str, str]]:
 
 
 def _held(view: View, pod: Pod) -> str:
-    """Hint at a volume held on another node; only events, which are not read, would prove it."""
+    """Hint at a volume held on another node, which only unread events would prove."""
     claim = mapping(view.spec.snapshot.volume.unpack() if view.spec.snapshot else {})
     name = mapping(claim.get("persistentVolumeClaim")).get("claimName")
     elsewhere = (p.node for p in view.members.values() if classify.running(p))
@@ -268,7 +268,7 @@ def ours(view: View, refusal: Refusal) -> bool:
 
 
 def passes(view: View, refusal: Refusal) -> bool:
-    """Tell whether it passes by itself: the name is ours, or of a deleted job's object."""
+    """Tell whether the name frees by itself: ours, or of a deleted job's object."""
     namesake = f"{KIND} {view.job.name}"
     left = refusal.existing is not None and refusal.existing.owner == namesake
     return left or ours(view, refusal)
@@ -292,7 +292,7 @@ def refused(view: View, refusal: Refusal) -> tuple[str, str]:
 
 
 def told(refusal: Refusal) -> str:
-    """Add to the API server's words who refused and what helps, where the words show it."""
+    """Add to the API server's words, where known, who refused and what helps."""
     for words, who, cure in _REFUSERS:
         if words in refusal.message:
             return f"refused by {who}: {refusal.message}; {cure}"

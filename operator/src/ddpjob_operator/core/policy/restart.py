@@ -1,4 +1,4 @@
-"""Turns the loss of a member into a new attempt or the end of the job, by budgets.
+"""Turns the loss of a member into a new attempt or the job's end, by budgets.
 
 plan() calls after() with the loss that cause.py found. A charged restart is the user's doing and
 counts against maxRestarts; a free one (disruption, infrastructure, hardware) counts against
@@ -99,7 +99,7 @@ def end(view: View, status: Status, loss: Failure) -> tuple[str, str] | None:
 
 
 def new_attempt(view: View, change: Change, phase: str, delay: float) -> Change:
-    """Record the intent of a new attempt: pods of older ones are no members from now on."""
+    """Record the intent of a new attempt: pods of older ones are no members now."""
     attempt, made_of = view.next_attempt, view.status if hold.why(view) else view.spec
     return change.with_status(
         phase=phase,
@@ -158,7 +158,7 @@ def _ruled(view: View, loss: Failure) -> str | None:
 
 
 def _in_same_way(view: View, status: Status, loss: Failure) -> int:
-    """Count how often in a row one exception has ended one step, this loss included; 0: unknown.
+    """Count how often in a row one exception has ended one step; 0: unknown.
 
     Without a step since the newest snapshot it may be the start that fails, which can pass.
     """

@@ -61,7 +61,7 @@ def same(before: Refusal | None, after: Refusal) -> bool:
 
 
 def over(known: Outcomes) -> Outcomes:
-    """Clear the row after pods were created and none refused: the others may follow at once."""
+    """Clear the row after a success without refusals: the others may follow at once."""
     if known.setback is None:
         return known
     kept = {r: refusal for r, refusal in known.refusals.items() if refusal.existing is not None}
@@ -149,7 +149,7 @@ def _tried(view: View) -> dict[int, datetime]:
 
 
 def _pauses(view: View) -> list[datetime]:
-    """Return when the next ones may be tried, if more names are taken than are tried together."""
+    """Return when the next ones may be tried, if too many names are taken."""
     tried = _tried(view)
     return [max(tried.values()) + _OURS] if len(tried) > _TAKEN else []
 

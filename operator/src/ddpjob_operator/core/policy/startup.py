@@ -1,4 +1,4 @@
-"""From the barrier to the moment when all members run, and the failures on the way.
+"""The way from the barrier to the moment when all members run, and its failures.
 
 plan() calls advance() while the phase is Starting. What the cluster refuses or has no room for is
 given back uncharged (release.py); so is what the API server calls invalid, since the user or an
@@ -133,7 +133,7 @@ def _run(view: View, change: Change) -> Change:
 
 
 def _last_sign(view: View, loss: Failure) -> datetime:
-    """Return the last sign of progress: a hang or a lost machine is decided long after it.
+    """Return the last sign of progress, which may be long before the loss was decided.
 
     An exit code is seen at once. A step from before the previous loss does not count.
     """
