@@ -11,7 +11,7 @@ _TERMINATED = 143
 
 def main() -> int:
     """Run the command line; return the exit code."""
-    # The single file starts with whatever python3 is: nothing else has asked for its version.
+    # The single file starts with whatever python3 is: only this checks its version.
     if sys.version_info < (3, 11):  # noqa: UP036
         print("kubectl-ddp: Python 3.11 or newer is needed on PATH as python3", file=sys.stderr)
         return 1
@@ -25,7 +25,7 @@ def main() -> int:
 
 
 def _end(*_: object) -> None:
-    """As an exception, so that no kubectl is left behind."""
+    """Raise on SIGTERM, so that no kubectl is left behind."""
     raise SystemExit(_TERMINATED)
 
 

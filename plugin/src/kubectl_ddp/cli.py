@@ -1,4 +1,4 @@
-"""The command line."""
+"""The command line: __main__.py calls run(), which calls one function of commands/."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Command = Callable[[Kubectl, argparse.Namespace], int]
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command; the exit code. Failures are told in one line."""
+    """Run a command and return its exit code; print a failure as one line."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a locale may lack what a message has
@@ -40,13 +40,13 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        # Python would complain at its end, when it flushes what nobody reads.
+        # Python would complain at its end, when it flushes into the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _NOBODY_READS
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands. Flags of kubectl may stand before or after the command."""
+    """Build the parser of all commands; kubectl's flags may come before or after them."""
     flags = _flags()
     top = argparse.ArgumentParser(
         prog="kubectl ddp",
@@ -101,7 +101,7 @@ def _logs(one: argparse.ArgumentParser) -> None:
 
 
 def _flags() -> argparse.ArgumentParser:
-    """Without defaults: what stands before the command is not undone behind it."""
+    """Build kubectl's flags without defaults, so that those after the command keep earlier ones."""
     flags = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     group = flags.add_argument_group("passed on to kubectl")
     group.add_argument("-n", "--namespace", metavar="NAME", help="default: that of the context")

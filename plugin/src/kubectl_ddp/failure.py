@@ -1,10 +1,10 @@
-"""What ends a command: one line that says what is wrong and what helps."""
+"""The error that ends a command, as one line: what is wrong and what helps."""
 
 from __future__ import annotations
 
 
 class Failure(Exception):  # noqa: N818 - the user's word for it
-    """Told on stderr as `kubectl-ddp: LINE`; the exit code is 1."""
+    """Printed on stderr as `kubectl-ddp: LINE`; the exit code is 1."""
 
 
 class Missing(Failure):

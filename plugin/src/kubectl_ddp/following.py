@@ -1,4 +1,4 @@
-"""A job looked at again and again until it ends: for `status -w` and `logs -f`."""
+"""Reads a job again and again until it ends, for `status -w` and `logs -f`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kubectl_ddp.text import clean
 T = TypeVar("T")
 
 _PAUSE = 2.0  # seconds between two looks
-#: An API server that is replaced is back in seconds; a login that has expired is not.
+#: A replaced API server is back in seconds; an expired login is not.
 _GIVE_UP = 300.0
 
 
 def looks(kubectl: Kubectl, job: Job) -> Iterator[Job]:
-    """The job, and what each later look shows, without end; raises Failure."""
+    """Yield the job, and each later reading, without end; raise Failure."""
     while True:
         yield job
         time.sleep(_PAUSE)
@@ -30,7 +30,7 @@ def looks(kubectl: Kubectl, job: Job) -> Iterator[Job]:
 
 
 def patiently(ask: Callable[[], T]) -> T:
-    """Ask until the API server answers, and tell once why it does not; raises Failure."""
+    """Ask until the API server answers; print once why it does not; raise Failure."""
     give_up, told = time.monotonic() + _GIVE_UP, False
     while True:
         try:

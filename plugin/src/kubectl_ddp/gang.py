@@ -1,7 +1,7 @@
-"""A job, its pods and what its trainers say, as the commands need them.
+"""A job, its pods and its trainers' pages, as the commands read them.
 
 The status is the operator's and has the CRD's schema; the pages of trainers are text from
-containers, and count for nothing where they are not what they should be.
+containers: a malformed value counts as absent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kubectl_ddp.podproxy import Page
 
 METRIC_SNAPSHOT_AT = "ddpjob_trainer_snapshot_timestamp_seconds"
 _SAMPLE = re.compile(r"^(\w+)(?:\{[^}\n]*\})? ([-+.\deE]+)$", re.MULTILINE)
-#: Above it nothing that a trainer counts: infinity and numbers of 400 digits are no steps.
+#: No trainer counts higher: infinity and numbers of 400 digits are no steps.
 _MOST = 1e18
 
 
@@ -34,53 +34,53 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Of the job."""
+        """Return the name of the job."""
         return str(self.obj["metadata"]["name"])
 
     @property
     def namespace(self) -> str:
-        """Where the job and all of it is."""
+        """Return the namespace of the job and its pods."""
         return str(self.obj["metadata"]["namespace"])
 
     @property
     def uid(self) -> str:
-        """Of this job, and of no other of its name."""
+        """Return the uid, which no other job of its name has."""
         return str(self.obj["metadata"]["uid"])
 
     @property
     def version(self) -> str:
-        """Another one after each write of it."""
+        """Return the resourceVersion, which each write changes."""
         return str(self.obj["metadata"].get("resourceVersion", ""))
 
     @property
     def spec(self) -> Object:
-        """With the defaults of the CRD."""
+        """Return spec with the defaults of the CRD."""
         return dict(self.obj["spec"])
 
     @property
     def status(self) -> Object:
-        """Empty until the operator has seen the job."""
+        """Return the status, empty until the operator has seen the job."""
         return dict(self.obj.get("status") or {})
 
     @property
     def phase(self) -> str:
-        """Empty as long as the status is."""
+        """Return the phase, empty as long as the status is."""
         return str(self.status.get("phase", ""))
 
     @property
     def replicas(self) -> int:
-        """Pods of the whole gang."""
+        """Return the number of replicas."""
         return int(self.spec["replicas"])
 
     @property
     def failures(self) -> list[Object]:
-        """Oldest first; without a history the last one alone."""
+        """Return the failures, oldest first; without a history the last one alone."""
         last = self.status.get("lastFailure")
         return list(self.status.get("failures") or ([last] if last else []))
 
     @property
     def on_host(self) -> bool:
-        """Tell whether its pods are on the host's network, where each has a port of its own."""
+        """Tell whether its pods are on the host's network, where each draws its ports."""
         return bool((self.spec["template"].get("spec") or {}).get("hostNetwork"))
 
     def page(self, name: str, replica: int, member: Member | None) -> Page:
@@ -99,12 +99,12 @@ class Member:
 
     @property
     def name(self) -> str:
-        """Of the pod."""
+        """Return the name of the pod."""
         return str(self.pod["metadata"]["name"])
 
     @property
     def uid(self) -> str:
-        """Of this pod, and of no other of its name."""
+        """Return the uid, which no other pod of its name has."""
         return str(self.pod["metadata"].get("uid", ""))
 
     @property
@@ -119,7 +119,7 @@ class Member:
 
     @property
     def node(self) -> str:
-        """Empty while it has none."""
+        """Return the node, empty while it has none."""
         return str(self.pod["spec"].get("nodeName", ""))
 
     @property
@@ -130,7 +130,7 @@ class Member:
 
     @property
     def ready(self) -> bool:
-        """Tell whether the trainer container is."""
+        """Tell whether the trainer container is ready."""
         return bool(self._trainer.get("ready"))
 
     @property
@@ -161,13 +161,13 @@ class Member:
 
     @property
     def failed_init(self) -> str:
-        """Name of the init container that failed, so that none trains; empty if none did."""
+        """Return the name of the init container that failed; empty if none did."""
         found = (self.pod.get("status") or {}).get("initContainerStatuses") or []
         ends = ((one["name"], (one.get("state") or {}).get("terminated")) for one in found)
         return next((str(name) for name, end in ends if end and end.get("exitCode")), "")
 
     def environment(self, name: str) -> str:
-        """A variable of the trainer container, an empty string when it has no such one."""
+        """Return a variable of the trainer container, an empty string without it."""
         for container in self.pod["spec"]["containers"]:
             if container["name"] == self.container:
                 for variable in container.get("env") or []:
@@ -187,7 +187,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What the trainer of one pod says; fields are None when it does not say them.
+    """The pages of one pod's trainer; a field without a value is None.
 
     ``state``: the body of /state. ``snapshot_at``: Unix time. ``rate``: steps per second of the
     last minute.
@@ -198,30 +198,30 @@ class Told:
     rate: float | None = None
 
     def number(self, name: str) -> float | None:
-        """A number of the state."""
+        """Return a number of the state."""
         found = self.state.get(name)
         if not isinstance(found, int | float) or isinstance(found, bool):
             return None
         return found if abs(found) < _MOST else None
 
     def text(self, name: str) -> str:
-        """A text of the state, or an empty one."""
+        """Return a text of the state, or an empty one."""
         found = self.state.get(name)
         return found if isinstance(found, str) else ""
 
     @property
     def silent(self) -> bool:
-        """Tell whether nothing of our library has told of itself, as in a plain script nothing does."""
+        """Tell whether the trainer has reported nothing yet, as a plain script never does."""
         return self.text("phase") == "startup" and not self.text("updatedAt")
 
 
 def find_job(kubectl: Kubectl, name: str) -> Job:
-    """Read one; raises Failure."""
+    """Read a job; raise Failure."""
     return Job(kubectl.get(DDPJOBS, name))
 
 
 def look_again(kubectl: Kubectl, job: Job) -> Job:
-    """Read it once more; raises Missing where it is gone, or another has its name."""
+    """Read the job again; raise Missing if it is gone, or another has its name."""
     found = Job(kubectl.get(DDPJOBS, job.name, "-n", job.namespace))
     if found.uid != job.uid:
         raise Missing(f"{job.name} was deleted; the job that has its name now is another one")
@@ -229,7 +229,7 @@ def look_again(kubectl: Kubectl, job: Job) -> Job:
 
 
 def chosen(job: Job, replica: int | None) -> set[int]:
-    """Replicas that --replica asks for; raises Failure."""
+    """Return the replicas that --replica asks for; raise Failure."""
     if replica is None:
         return set(range(job.replicas))
     if not 0 <= replica < job.replicas:
@@ -245,7 +245,7 @@ def find_members(kubectl: Kubectl, job: Job) -> dict[int, Member]:
 
 
 def _is_ours(job: Job, pod: Object) -> bool:
-    """Anybody may put labels on a pod: it is the job's if the job owns it under its own name."""
+    """Tell whether the job owns the pod under its own name: anybody may set labels."""
     meta = pod["metadata"]
     owners = meta.get("ownerReferences") or []
     labels = (crd.LABEL_REPLICA, crd.LABEL_ATTEMPT)
@@ -259,7 +259,7 @@ def _is_ours(job: Job, pod: Object) -> bool:
 
 
 def find_first(kubectl: Kubectl, jobs: Iterable[Job], *where: str) -> dict[str, Member]:
-    """The pods of replica 0 on the host's network, by uid of the job; one call for all."""
+    """Return replica 0's pods on the host's network, by uid of the job."""
     on_host = {job.uid: job for job in jobs if job.on_host}
     if not on_host:
         return {}
@@ -271,7 +271,7 @@ def find_first(kubectl: Kubectl, jobs: Iterable[Job], *where: str) -> dict[str, 
 def ask(
     kubectl: Kubectl, pods: Iterable[tuple[Job, int, Member | None]], *names: str
 ) -> tuple[dict[tuple[str, str, int], Told], str]:
-    """What the trainers of these replicas say, by namespace, job and replica; why not.
+    """Ask these replicas' trainers; return answers by namespace, job and replica, or why none came.
 
     ``names``: the pages to read, of state and metrics.
     """
@@ -288,7 +288,7 @@ def ask(
 
 
 def understood(state: bytes, metrics: bytes) -> Told:
-    """Two pages of a trainer, or what is left of them."""
+    """Parse the two pages of a trainer, or the rest of them."""
     try:
         body = json.loads(state)
     except (ValueError, RecursionError):
@@ -306,5 +306,5 @@ def understood(state: bytes, metrics: bytes) -> Told:
 
 
 def moment(text: str | None) -> datetime | None:
-    """A time of the API server (RFC 3339), None for none."""
+    """Parse a time of the API server (RFC 3339); None for anything else."""
     return datetime.fromisoformat(text) if text else None

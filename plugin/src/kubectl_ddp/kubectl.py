@@ -1,4 +1,4 @@
-"""The user's own kubectl, and its refusals in words that say what helps."""
+"""Runs the user's own kubectl, and words its refusals so that they help."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Kubectl:
     flags: tuple[str, ...] = ()
 
     def start(self, *args: str, **streams: Any) -> subprocess.Popen[str]:
-        """Start it, with the ends of its streams as given; Failure without kubectl."""
+        """Start it, with the ends of its streams as given; raise Failure without kubectl."""
         # It writes UTF-8 whatever the locale is.
         streams |= {"encoding": "utf-8", "errors": "replace"}
         try:
@@ -52,7 +52,7 @@ class Kubectl:
 
     @contextlib.contextmanager
     def running(self, *args: str, **streams: Any) -> Iterator[subprocess.Popen[str]]:
-        """Start it and end it, also where SIGTERM tells us to end while it starts."""
+        """Start it and end it, even if SIGTERM comes while it starts."""
         process = None
         try:
             with _put_off(signal.SIGTERM):
@@ -64,7 +64,7 @@ class Kubectl:
                     _end(process)
 
     def read(self, *args: str) -> str:
-        """Run it to its end and return its stdout; raises Failure."""
+        """Run it to its end and return its stdout; raise Failure."""
         process = self.start(*args, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         out, said = process.communicate()
         if process.returncode:
@@ -72,7 +72,7 @@ class Kubectl:
         return out
 
     def get(self, *args: str) -> Object:
-        """`kubectl get ARGS -o json` of one object; raises Failure."""
+        """Run `kubectl get ARGS -o json` for one object; raise Failure."""
         text = self.read("get", *args, "-o", "json")
         found = _decoded(text)
         if not isinstance(found.get("metadata"), dict) or not isinstance(found.get("spec"), dict):
@@ -80,7 +80,7 @@ class Kubectl:
         return found
 
     def items(self, *args: str) -> list[Object]:
-        """`kubectl get ARGS -o json` of a list; raises Failure."""
+        """Run `kubectl get ARGS -o json` for a list; raise Failure."""
         text = self.read("get", *args, "-o", "json")
         found = _decoded(text).get("items")
         if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
@@ -88,22 +88,22 @@ class Kubectl:
         return found
 
     def show(self, *args: str) -> None:
-        """Run it with our own stdout; raises Failure."""
+        """Run it with our own stdout; raise Failure."""
         with self.running(*args, stderr=subprocess.PIPE) as process:
             _, said = process.communicate()
         judge(process, said)
 
 
 def judge(process: subprocess.Popen[str], said: str) -> None:
-    """Raise what a kubectl that has ended met; ``said`` is its stderr."""
+    """Raise the error of a kubectl that has ended; ``said`` is its stderr."""
     if process.returncode == -signal.SIGPIPE:
-        raise BrokenPipeError  # whoever read has had enough: `| head`
+        raise BrokenPipeError  # the reader has had enough: `| head`
     if process.returncode:
         raise Failure(explained(said))
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """By SIGTERM; what it does not end, a wrapper that ignores it, is killed."""
+    """End it with SIGTERM, then SIGKILL for a wrapper that ignores it."""
     process.terminate()
     try:
         process.wait(_END_SECONDS)
@@ -113,7 +113,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 @contextlib.contextmanager
 def _put_off(number: signal.Signals) -> Iterator[None]:
-    """Have its handler, which raises, called after this."""
+    """Defer the signal's handler, which raises, until after this."""
     came: list[int] = []
     handler = signal.signal(number, lambda *_: came.append(number))
     try:
@@ -125,7 +125,7 @@ def _put_off(number: signal.Signals) -> Iterator[None]:
 
 
 def _decoded(text: str) -> Object:
-    """One user's job of 1,500 levels must not take the list of all jobs from the others."""
+    """Parse JSON; one user's job of 1,500 levels must not hide all others."""
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, _DEEPEST))
     try:
@@ -148,7 +148,7 @@ def _unlike(what: str, text: str) -> Failure:
 
 
 def explained(said: str) -> str:
-    """One line for what kubectl wrote to stderr."""
+    """Reduce kubectl's stderr to one line."""
     if f'resource type "{DDPJOBS.partition(".")[0]}"' in said:
         return (
             "this cluster has no DDPJobs: install the operator's chart (helm install ddpjob"
@@ -159,13 +159,13 @@ def explained(said: str) -> str:
     if missing := _NO_JOB.search(said):
         return f'no DDPJob "{missing["name"]}" here: `kubectl ddp status -A` shows them all'
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    # First come those of its libraries, last what is true of every error.
+    # First come errors of its libraries, last the one that all share.
     telling = [line for line in lines if not _NOTHING_NEW.match(line)] or lines
     return f"kubectl: {telling[-1]}" if telling else "kubectl failed without a word"
 
 
 def forbidden(said: str) -> str:
-    """What right is missing, when that is what the API server says; else an empty string."""
+    """Name the right that the API server misses; else return an empty string."""
     found = _FORBIDDEN.search(said)
     if not found:
         return ""

@@ -1,8 +1,9 @@
-"""Pages of many pods at once, through the API server's pod proxy.
+"""Reads pages of many pods at once, through the API server's pod proxy.
 
-One `kubectl proxy` serves all requests of a command, since a process for each of a thousand pods
-would cost minutes. It listens on a socket in a directory of this user alone, not on a port that
-others of the machine could use with the user's rights, and passes on nothing but these pages.
+gang.py calls it. One `kubectl proxy` serves all requests of a command, since a process for each of
+a thousand pods would cost minutes. It listens on a socket in a directory of this user alone, since
+others of the machine could use a port with the user's rights, and passes on nothing but these
+pages.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _SHORT = 104 - len("/ddp-xxxxxxxx/s") - 1
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """``name``: state or metrics. ``uid``: of the job; a launcher tells strangers no stacks."""
+    """One page: ``name`` is state or metrics; ``uid``, the job's, is needed for stacks."""
 
     namespace: str
     pod: str
@@ -44,23 +45,23 @@ class Page:
 
     @property
     def path(self) -> str:
-        """On the API server."""
+        """Return the path on the API server."""
         pod = f"{self.pod}:{self.port}"
         return f"/api/v1/namespaces/{self.namespace}/pods/{pod}/proxy/{self.name}?uid={self.uid}"
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """``bodies`` has the pages that came. ``refusal``: why none could, in words."""
+    """The pages that came, in ``bodies``, and in ``refusal`` why none could."""
 
     bodies: dict[Page, bytes]
     refusal: str = ""
 
 
 def read(kubectl: Kubectl, pages: Iterable[Page]) -> Answers:
-    """Ask for all of them; a pod that does not answer is left out, and holds nobody up.
+    """Ask for all pages at once; leave out those of silent pods.
 
-    A proxy that does not start is a refusal, too: pages are an extra to what else is known.
+    A proxy that does not start is a refusal, too: pages only add to the status.
     """
     wanted = list(pages)
     if not wanted:
@@ -72,7 +73,7 @@ def read(kubectl: Kubectl, pages: Iterable[Page]) -> Answers:
     except (Failure, OSError) as error:
         return Answers({}, str(error))
     bodies = {page: body for page, (code, body) in zip(wanted, found, strict=True) if code == 200}
-    # A pod, too, may answer 403 and name a right: believed is what the API server would say.
+    # A pod, too, may answer 403 and name a right: only the API server's own text counts.
     said = [_message(body) for code, body in found if code == 403]
     ours = next((one for one in said if 'cannot get resource "pods/proxy"' in one), "")
     return Answers(bodies, "" if bodies else forbidden(ours))
@@ -80,7 +81,7 @@ def read(kubectl: Kubectl, pages: Iterable[Page]) -> Answers:
 
 @contextlib.contextmanager
 def _serving(kubectl: Kubectl) -> Iterator[str]:
-    """Run kubectl proxy; the path of its socket."""
+    """Run kubectl proxy; yield the path of its socket."""
     if not hasattr(socket, "AF_UNIX"):
         raise Failure("steps are read through a Unix socket: run this in Linux, macOS or WSL")
     usual = tempfile.gettempdir()
@@ -110,7 +111,7 @@ class _Connection(http.client.HTTPConnection):
 
 
 def _fetch(path: str, page: Page, give_up: float) -> tuple[int, bytes]:
-    """Status and body; 0 when there is no whole one in time."""
+    """Return status and body; 0 without a whole answer in time."""
     deadline = min(give_up, time.monotonic() + _SECONDS)
     if deadline <= time.monotonic():
         return 0, b""
@@ -131,7 +132,7 @@ def _fetch(path: str, page: Page, give_up: float) -> tuple[int, bytes]:
 
 
 def _message(body: bytes) -> str:
-    """Of a Status object of the API server."""
+    """Return the message of a Status object of the API server."""
     try:
         return str(json.loads(body)["message"])
     except (ValueError, KeyError, TypeError):

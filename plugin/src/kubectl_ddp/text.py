@@ -1,4 +1,4 @@
-"""How things look: tables, ages, text of strangers.
+"""Layout of the commands' output: tables, ages, text of strangers.
 
 Nothing is coloured and nothing depends on the terminal but the width at which lines are wrapped.
 """
@@ -14,21 +14,21 @@ from datetime import datetime
 NONE = "-"
 WHOLE = sys.maxsize  # lines of a message
 _GAP = "   "
-_WIDTH = 120  # of what is read by another program, or later
+_WIDTH = 120  # of output that another program reads, or a person later
 _LEAST_LAST = 36
 _MOST = 20_000
 _MOST_OF_CELL = 200
 
 
 def width() -> int:
-    """Columns that lines may take."""
+    """Return the columns that lines may take."""
     return max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else _WIDTH
 
 
 def clean(text: str) -> str:
-    """Text from a container may hold what moves a terminal's cursor: only lines are kept.
+    """Replace in a container's text what could move a terminal's cursor; keep its lines.
 
-    And it may have megabytes, of which nobody reads more than the beginning.
+    A text may have megabytes: all but the beginning is cut.
     """
     if len(text) > _MOST:
         text = text[:_MOST] + "..."
@@ -36,14 +36,14 @@ def clean(text: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines with aligned columns."""
+    """Align columns into lines."""
     return _aligned([head, *([clean(cell[:_MOST_OF_CELL]) for cell in row] for row in rows)])
 
 
 def wrapped_table(
     head: Sequence[str], rows: Iterable[Sequence[str]], columns: int, most: int = 3
 ) -> list[str]:
-    """The same, the last column wrapped at ``columns`` and cut after ``most`` lines."""
+    """Align columns, wrap the last at ``columns`` and cut it after ``most`` lines."""
     rows = [[clean(cell) for cell in row] for row in rows]
     sizes = [max(len(row[n]) for row in [head, *rows]) for n in range(len(head) - 1)]
     left = max(_LEAST_LAST, columns - sum(sizes) - len(_GAP) * len(sizes))
@@ -56,7 +56,7 @@ def wrapped_table(
 
 
 def wrapped(text: str, columns: int, most: int) -> list[str]:
-    """Its lines, none longer than ``columns``, and "..." when there are more than ``most``."""
+    """Wrap a text at ``columns``, and end with "..." after ``most`` lines."""
     lines = [
         part
         for line in clean(text).splitlines()
@@ -67,12 +67,12 @@ def wrapped(text: str, columns: int, most: int) -> list[str]:
 
 
 def since(then: datetime | None, now: datetime) -> str:
-    """Age of a moment, as kubectl writes ages."""
+    """Write the age of a moment, as kubectl does."""
     return NONE if then is None else duration((now - then).total_seconds())
 
 
 def duration(seconds: float) -> str:
-    """Two digits or so of it: 45s, 3m20s, 45m, 5h10m, 20h, 3d."""
+    """Write seconds in about two digits: 45s, 3m20s, 45m, 5h10m, 20h, 3d."""
     s = max(0, int(seconds))  # two clocks may disagree
     minutes, hours, days = s // 60, s // 3600, s // 86400
     if s < 120:
@@ -87,7 +87,7 @@ def duration(seconds: float) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """`0-2,5` for 0, 1, 2, 5."""
+    """Write 0, 1, 2, 5 as `0-2,5`."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:

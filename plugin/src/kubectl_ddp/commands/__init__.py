@@ -1,1 +1,1 @@
-"""One file per command: functions of kubectl and the options that print and return an exit code."""
+"""One file per command: functions of kubectl and the options, which return an exit code."""

@@ -1,4 +1,4 @@
-"""`kubectl ddp events`: the story of a job, from its Events, its pods' Events and its failures."""
+"""`kubectl ddp events`: the story of a job, from Events and its recorded failures."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from kubectl_ddp.gang import Job, moment
 from kubectl_ddp.kubectl import Kubectl, Object
 from kubectl_ddp.text import NONE, WHOLE, ranges, since, width, wrapped_table
 
-#: The same about other replicas within this time is one line.
+#: Equal words about other replicas within this time share a line.
 _TOGETHER = timedelta(seconds=60)
 _LINES = 3  # of a message
 _POD = "<pod>"
-#: What comes first within a second: a failure, what the operator says of it, what pods do then.
+#: The order within a second: a failure, the operator's Event about it, then pods' Events.
 _FAILED, _TOLD, _DONE = range(3)
 _ANY = datetime.min.replace(tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """``first`` and ``last``: when it was seen so. ``order``, ``version``: of equal times."""
+    """One line: ``first`` and ``last`` are times; ``order`` and ``version`` sort equal times."""
 
     first: datetime
     last: datetime
@@ -39,14 +39,14 @@ class Happening:
 
     @property
     def about(self) -> str:
-        """Whom it is about."""
+        """Name the replicas, or the job."""
         if not self.replicas:
             return "job"
         return f"replica{'s' * (len(self.replicas) > 1)} {ranges(self.replicas)}"
 
 
 def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
-    """Print it, oldest first; raises Failure."""
+    """Print the story, oldest first; raise Failure."""
     job = gang.find_job(kubectl, options.job)
     events = [
         *_events(kubectl, job, f"involvedObject.kind=DDPJob,involvedObject.name={job.name}"),
@@ -66,14 +66,14 @@ def _events(kubectl: Kubectl, job: Job, selector: str) -> list[Object]:
 
 
 def story(job: Job, events: Iterable[Object]) -> list[Happening]:
-    """What happened to a job and its pods in order of time, equal lines together."""
+    """Sort the Events and failures of a job by time; join equal ones."""
     found = [one for event in events if (one := _of_event(job, event)) is not None]
     found += [_of_failure(failure) for failure in job.failures]
     return sorted(_together(sorted(found, key=_when)), key=_when)
 
 
 def lines(found: Sequence[Happening], now: datetime, columns: int, most: int = _LINES) -> list[str]:
-    """The table."""
+    """Format the table."""
     head = ("AGE", "ABOUT", "ATTEMPT", "ROUND", "REASON", "MESSAGE")
     rows = [
         [_age(one, now), one.about, one.attempt, one.round, one.reason, one.message]
@@ -83,7 +83,7 @@ def lines(found: Sequence[Happening], now: datetime, columns: int, most: int = _
 
 
 def _of_event(job: Job, event: Object) -> Happening | None:
-    """None for those of other jobs, and of a job of this name before this one."""
+    """Read an Event; None for those of another job, or a former namesake."""
     about = event["involvedObject"]
     replicas: tuple[int, ...] = ()
     series = event.get("series") or {}
@@ -99,7 +99,7 @@ def _of_event(job: Job, event: Object) -> Happening | None:
         if about.get("uid") != job.uid:
             return None
     else:
-        # Pods of attempts that are over had the same names; nobody knows their uids any more.
+        # Pods of past attempts had the same names, and their uids are unknown by now.
         pod = re.fullmatch(rf"{re.escape(job.name)}-(\d{{1,5}})", str(about.get("name", "")))
         if not pod or int(pod[1]) >= job.replicas:
             return None
@@ -131,7 +131,7 @@ def _of_failure(failure: Object) -> Happening:
 
 
 def _together(found: Iterable[Happening]) -> list[Happening]:
-    """Equal words about several replicas at about the same time as one."""
+    """Join equal words about several replicas at about the same time."""
     result: list[Happening] = []
     places: dict[tuple[str, str], int] = {}
     for one in found:
@@ -150,7 +150,7 @@ def _together(found: Iterable[Happening]) -> list[Happening]:
 
 
 def _when(one: Happening) -> tuple[datetime, int, int]:
-    """Most Events have whole seconds."""
+    """Sort by time, then order: most Events have whole seconds."""
     return one.last.replace(microsecond=0), one.order, one.version
 
 

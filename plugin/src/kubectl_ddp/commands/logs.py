@@ -20,12 +20,12 @@ from kubectl_ddp.gang import Job, Member
 from kubectl_ddp.kubectl import Kubectl, judge
 from kubectl_ddp.text import clean, ranges
 
-#: Looks after which a stream that ended before its container has broken off: kubelets tell late.
+#: Looks until a stream that ended before its container counts as broken: kubelets report late.
 _BROKEN = 5
 
 
 def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
-    """Print them; raises Failure."""
+    """Print the logs; raise Failure."""
     job = gang.find_job(kubectl, options.job)
     members = gang.find_members(kubectl, job)
     if options.failed:
@@ -46,7 +46,7 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
         raise Failure(
             f"{job.name} has no pod with a log: `kubectl ddp events {job.name}` says what happened"
         )
-    # Of a job that has ended, what still ends is followed.
+    # For a job that has ended, the rest of its logs is followed.
     words = [*_how_much(options), *(["-f"] if options.follow else [])]
     some = f",{_of(started)}" if len(started) < len(members) else ""
     kubectl.show(*_words(job, started, some), *words)
@@ -54,7 +54,7 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
 
 
 def _words(job: Job, started: Mapping[int, Member], selected: str) -> list[str]:
-    """Arguments of kubectl for the logs of these pods."""
+    """Build kubectl's arguments for the logs of these pods."""
     container = next(iter(started.values())).container
     words = ["-n", job.namespace, "-l", f"{LABEL_JOB_UID}={job.uid}{selected}", "-c", container]
     # kubectl would follow five pods at most.
@@ -73,7 +73,7 @@ def _how_much(options: argparse.Namespace) -> list[str]:
 
 
 def _follow(kubectl: Kubectl, job: Job, wanted: set[int], how_much: list[str]) -> int:
-    """Show the logs of each attempt's pods as they come, until the job ends; raises Failure."""
+    """Show the logs of each attempt's pods, until the job ends; raise Failure."""
     attempt, version, told, broken = 0, "", "", 0
     with contextlib.ExitStack() as stack:
         streams = _Streams(kubectl, stack)
@@ -103,7 +103,7 @@ def _follow(kubectl: Kubectl, job: Job, wanted: set[int], how_much: list[str]) -
                 state = look.phase or "not seen yet"
                 print(f"{look.name} is {state}: logs follow when pods start", file=sys.stderr)
                 told = look.phase
-            # What a lost node still calls running is followed no more once it is to go.
+            # A lost node's pod keeps its phase Running: follow it no more once it is to go.
             on = {n for n, one in members.items() if one.running and one.state != "Terminating"}
             still = on & streams.followed.keys()
             broken = broken + 1 if still and not fresh and not alive else 0
@@ -130,7 +130,7 @@ class _Streams:
         self.followed |= {n: one.uid for n, one in fresh.items()}
 
     def alive(self) -> bool:
-        """Tell whether one still follows; raises what one met that has ended."""
+        """Tell whether one still follows; raise the error of one that has ended."""
         for process, said in self._open:
             if process.poll() is not None:
                 said.seek(0)
@@ -140,14 +140,14 @@ class _Streams:
 
 
 def _of_init(kubectl: Kubectl, job: Job, member: Member, how_much: list[str]) -> None:
-    """The log of the init container without which none trains."""
+    """Print the log of the init container that keeps the trainer from starting."""
     container = member.failed_init
     print(f"\n--- {member.name}, init container {container}", flush=True)
     kubectl.show("logs", "-n", job.namespace, member.name, "-c", container, *how_much)
 
 
 def _failed(kubectl: Kubectl, job: Job, members: Mapping[int, Member], how_much: list[str]) -> int:
-    """What the status tells of the last failure, and the log of that pod while it is there."""
+    """Print the status's last failure, and the log of its pod while it exists."""
     failure = job.status.get("lastFailure")
     if not failure:
         print(f"{job.name} has had no failure")

@@ -1,4 +1,4 @@
-"""`kubectl ddp stacks`: where the threads of a process stood when it was found to hang."""
+"""`kubectl ddp stacks`: the stacks of a process at the time it hung."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kubectl_ddp.text import clean
 
 
 def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
-    """Print them for each pod that has some; raises Failure."""
+    """Print the stacks of each pod that has some; raise Failure."""
     job = gang.find_job(kubectl, options.job)
     members = gang.find_members(kubectl, job)
     wanted = gang.chosen(job, options.replica)

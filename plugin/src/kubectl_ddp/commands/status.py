@@ -1,4 +1,4 @@
-"""`kubectl ddp status`: all jobs in a line each, or one with the table of its gang."""
+"""`kubectl ddp status`: all jobs in a line each, or one with its gang."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _LINES = 4  # of a message
 _FAILED = 3  # exit code of --watch
 _NUMBERS = ("round", "step", "totalSteps", "loss", "samplesPerSecond", "snapshotStep")
 _PLAIN = "a plain script, without ddp.start() or an adapter"
-_STALE = 60  # seconds after a word of a step: its rate is no longer the rate
+_STALE = 60  # seconds without a new step: its rate is out of date
 
 
 def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
-    """Print it; raises Failure."""
+    """Print the status; raise Failure."""
     if options.job and options.all_namespaces:
         raise Failure(f"-A lists all jobs: leave it out, and say -n NAMESPACE for {options.job}")
     if not options.job and (options.watch or options.output):
@@ -49,7 +49,7 @@ def _print(lines: Sequence[str], refusal: str) -> None:
 
 
 def _watch(kubectl: Kubectl, job: Job, options: argparse.Namespace) -> int:
-    """Print it after each change; return how it ended."""
+    """Print it after each change; return the exit code of the job's end."""
     version = None
     for look in following.looks(kubectl, job):
         if look.version != version:
@@ -100,7 +100,7 @@ def _one(kubectl: Kubectl, job: Job, options: argparse.Namespace) -> tuple[list[
 
 
 def facts(job: Job, members: Mapping[int, Member], told: Mapping[int, Told]) -> Object:
-    """What the tables are made of, for programs; docs/reference/plugin.md has each field."""
+    """Return the data of the tables for programs; docs/reference/plugin.md has each field."""
     replicas = []
     for n in range(job.replicas):
         one: Object = {"replica": n}
@@ -117,7 +117,7 @@ def facts(job: Job, members: Mapping[int, Member], told: Mapping[int, Told]) -> 
 
 
 def job_row(job: Job, told: Told, now: float) -> list[str]:
-    """One job in the list."""
+    """Make the list's row of one job."""
     status, progress = job.status, job.status.get("progress") or {}
     return [
         job.name,
@@ -134,12 +134,12 @@ def job_row(job: Job, told: Told, now: float) -> list[str]:
 def head_lines(
     job: Job, told: Mapping[int, Told], now: datetime, columns: int = 120, most: int = _LINES
 ) -> list[str]:
-    """What is true of the gang as a whole."""
+    """Make the lines about the gang as a whole."""
     status, first = job.status, told.get(0, Told())
     lines = [("Job", f"{job.namespace}/{job.name}"), ("Phase", job.phase or "not seen yet")]
     if not job.phase:
         lines.append(("Reason", "the operator has not looked at it: does it run?"))
-    # Of a job that has failed Stalled says the same once more, for tools that deploy.
+    # For a failed job Stalled repeats the same, for tools that deploy.
     worth = ("Failed",) if job.phase == "Failed" else ("Invalid", "Stalled")
     lines += [
         (one["type"], f"{one['reason']}: {one['message']}")
@@ -159,7 +159,7 @@ def head_lines(
     retry = moment(timings.get("nextRestartAt"))
     if retry and retry > now and not ended:
         lines.append(("Next try", f"in {duration((retry - now).total_seconds())}"))
-    # The trainer's own words are newer than those that the operator has taken over.
+    # The trainer's own page is newer than the operator's copy.
     progress = {**(status.get("progress") or {}), **first.state}
     lines.append(("Progress", _progress(progress, job.phase, first, now)))
     lines.append(("Snapshot", _snapshot(progress, told, now)))
@@ -178,7 +178,7 @@ def head_lines(
 def gang_table(
     job: Job, members: Mapping[int, Member], told: Mapping[int, Told], now: datetime
 ) -> list[str]:
-    """A line for each replica."""
+    """Make a row for each replica."""
     head = ("REPLICA", "NODE", "POD", "READY", "ROUND", "STEP", "STEPS/S", "SNAPSHOT")
     last = {int(one["replica"]): one for one in job.failures if "replica" in one}
     rows: list[Sequence[str]] = []
@@ -204,7 +204,7 @@ def gang_table(
 
 
 def failure_line(failure: Object, now: datetime) -> str:
-    """Who failed, when, how: one line, then the message that the trainer left."""
+    """Write a failure in one line, and below it the trainer's message."""
     who = f"replica {failure['replica']}" if "replica" in failure else "the gang"
     if "rank" in failure:
         who = f"rank {failure['rank']} in {who}"
@@ -218,7 +218,7 @@ def failure_line(failure: Object, now: datetime) -> str:
 
 
 def _gist(failure: Object, most: int) -> str:
-    """The exception, or else the end of the log rather than its beginning; all if it is wanted."""
+    """Return the exception, or else the end of the log; all if ``most`` allows."""
     message = str(failure.get("message", ""))
     if most == WHOLE:
         return message
@@ -226,7 +226,7 @@ def _gist(failure: Object, most: int) -> str:
 
 
 def _kind(failure: Object) -> str:
-    """Class and reason: User ExitCode1, OOMKilled, Hang."""
+    """Write class and reason: User ExitCode1, OOMKilled, Hang."""
     words = [str(failure[key]) for key in ("class", "reason") if failure.get(key)]
     class_is_said = len(words) == 2 and words[1].startswith(words[0])
     return " ".join(words[1:] if class_is_said else words)
@@ -258,7 +258,7 @@ def _step(progress: Mapping[str, Any]) -> str:
 
 
 def _place(say: Told, phase: str) -> str:
-    """The step that a replica is at, or the phase before its first one."""
+    """Return the step of a replica, or the phase before its first one."""
     if "step" in say.state:
         return _number(say.number("step"))
     silent = phase == "Running" and say.silent
@@ -266,7 +266,7 @@ def _place(say: Told, phase: str) -> str:
 
 
 def _age(state: Mapping[str, Any], now: datetime) -> float:
-    """Seconds since the last step that was told, 0 where none says when it was."""
+    """Return the seconds since the last reported step, 0 without a time."""
     try:
         return (now - (moment(Told(state).text("updatedAt")) or now)).total_seconds()
     except (TypeError, ValueError):

@@ -13,7 +13,7 @@ from kubectl_ddp.kubectl import DDPJOBS, Kubectl
 
 
 def suspend(kubectl: Kubectl, options: argparse.Namespace) -> int:
-    """Set it; raises Failure."""
+    """Set spec.suspend; raise Failure."""
     job = _set(kubectl, options.job, True)
     if job is None:
         print(f"{options.job} is suspended already")
@@ -30,7 +30,7 @@ def suspend(kubectl: Kubectl, options: argparse.Namespace) -> int:
 
 
 def resume(kubectl: Kubectl, options: argparse.Namespace) -> int:
-    """Unset it; raises Failure."""
+    """Unset spec.suspend; raise Failure."""
     job = _set(kubectl, options.job, False)
     if job is None:
         print(f"{options.job} is not suspended")
@@ -47,7 +47,7 @@ def resume(kubectl: Kubectl, options: argparse.Namespace) -> int:
 
 
 def _set(kubectl: Kubectl, name: str, value: bool) -> Job | None:
-    """The job as it was before; None when nothing was to be done."""
+    """Return the job as it was before; None if it had the value."""
     job = gang.find_job(kubectl, name)
     if job.phase in TERMINAL_PHASES:
         raise Failure(
