@@ -1,4 +1,4 @@
-"""Share names and numbers among operator, trainer and plugin: environment, exit codes, reports.
+"""Names and numbers that operator, trainer and plugin share: environment, exit codes, reports.
 
 Each of their wheels, the plugin's file and both images hold this package. Pure: it imports the
 standard library only, and does nothing.
@@ -11,7 +11,7 @@ from typing import Final, Literal, TypedDict
 
 # --- Environment of the trainer container -------------------------------------------------
 
-#: What torchrun reads (PET_*, the defaults of its options) and init_method="env://" needs.
+#: Read by torchrun (PET_*, the defaults of its options) and by init_method="env://".
 RENDEZVOUS_ENV: Final = (
     "MASTER_ADDR",
     "MASTER_PORT",
@@ -27,7 +27,7 @@ RENDEZVOUS_ENV: Final = (
 #: because RANK and WORLD_SIZE always count processes.
 PROCESS_ENV: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
-#: Every variable that starts so is ours.
+#: Prefix of all our variables.
 OWN_PREFIX: Final = "DDPJOB_"
 
 NAME: Final = "DDPJOB_NAME"
@@ -62,7 +62,7 @@ HANG_SNAPSHOT_SECONDS: Final = "DDPJOB_HANG_SNAPSHOT_SECONDS"
 #: A template may set none of these, nor anything that starts with OWN_PREFIX but for USER_ENV.
 RESERVED_ENV: Final = RENDEZVOUS_ENV + PROCESS_ENV
 
-#: Where the trainer takes a run's results: the user's to say, in a template or in a shell.
+#: Directory of a run's results: the user sets it, in a template or in a shell.
 USER_ENV: Final = (
     "DDPJOB_TRAINER_SNAPSHOT_UPLOAD",
     "DDPJOB_TRAINER_EVENTS",
@@ -73,7 +73,7 @@ USER_ENV: Final = (
 
 
 class ExitCode(IntEnum):
-    """What an exit status of the trainer container means. 128+n is death by signal n."""
+    """Meaning of an exit status of the trainer container; 128+n is death by signal n."""
 
     SUCCESS = 0
     USAGE = 2
@@ -90,7 +90,7 @@ class ExitCode(IntEnum):
     UNKNOWN = 255
 
 
-#: Trying again cannot help: usage, configuration, not found.
+#: A restart cannot help: usage, configuration, not found.
 PERMANENT_EXIT_CODES: Final = frozenset({2, 64, 78, 126, 127})
 
 # --- Reports ------------------------------------------------------------------------------
@@ -132,24 +132,24 @@ class Round(TypedDict, total=False):
 
 
 class Resumed(TypedDict, total=False):
-    """What training goes on from, where it is worth a word: another job's, or another program's.
+    """The snapshot that training resumes from, if it is another job's or another program's.
 
     The program is known by hashes, of the script's file and of its arguments.
     """
 
     step: int  # after which that snapshot was made
     uid: str  # of the other job that made it; absent: of this one
-    changed: list[Literal["script", "arguments"]]  # are not those that made it
+    changed: list[Literal["script", "arguments"]]  # differ from those that made it
 
 
-#: What of a step that was done again differed first.
+#: The first difference in a step that was done again.
 Differs = Literal["batch", "random numbers", "loss", "weights"]
 
 
 class Proof(TypedDict, total=False):
-    """Tell whether the steps after a snapshot, done again after a restart, were the same bit for bit.
+    """Proof that steps done again after a restart are bitwise the same, or not.
 
-    Of the newest restart that did any again, in the words of the launcher that does rank 0.
+    It is about the newest restart that did any again, from the launcher of rank 0.
     """
 
     equal: bool
@@ -191,12 +191,12 @@ UNRESOLVED: Final = "does not resolve"
 class State(TypedDict, total=False):
     """Body of GET /state?uid=UID on the metrics port of a launcher.
 
-    ``uid``, ``rounds``, ``resumed``, ``proof`` and ``stacks`` are for those only who name the job's
-    uid; one that is not this job's gets status 409.
+    ``uid``, ``rounds``, ``resumed``, ``proof`` and ``stacks`` are only for clients that name the
+    job's uid; another uid gets status 409.
     """
 
     version: int
-    uid: str  # of the job, if it is one's: the address or port may be another gang's by now
+    uid: str  # of the job, if it is one's: another gang may have the address or port by now
     attempt: int
     round: int  # rounds before this one, hence restarts in place
     phase: Literal["startup", "step", "snapshot", "done"]
