@@ -1,7 +1,7 @@
-"""The base image where no registry can be reached: a small Debian with Python, by debootstrap.
+"""The base image without a registry: a small Debian with Python, by debootstrap.
 
-It stands in for `python:3.11-slim`. With DDPJOB_BASE_IMAGE set to an image of a registry that can
-be reached, that one is used instead.
+It replaces `python:3.11-slim`. With DDPJOB_BASE_IMAGE set to an image of a registry that can be
+reached, that one is used instead.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def name() -> str:
 
 
 def ensure(store: Store, log: Log) -> str:
-    """Make the base image unless it is in the store, and return its name; needs the lock."""
+    """Make the base image unless the store has it, and return its name; needs the lock."""
     base = name()
     if "DDPJOB_BASE_IMAGE" in os.environ or store.has(base):
         return base

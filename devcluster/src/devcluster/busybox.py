@@ -1,6 +1,4 @@
-"""A small image of our own, made from Debian's static busybox: the pause image of every pod,
-and a shell to test with. No registry is needed for it.
-"""
+"""A small image from Debian's static busybox: every pod's pause image, and a test shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache of everything that is expensive to make: where it is and how it is filled.
+"""The cache of everything that is expensive to make: its place and its filling.
 
 An entry is named after a hash of what it was made from, is made beside its final place
 and renamed into it, so it is either absent or whole. A lock per entry lets two processes
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 Log = Callable[[str], None]
-#: Locks on what the machine has once, whoever asks and wherever that one keeps a cache.
+#: Locks on what the machine has once, whichever process asks and wherever its cache is.
 LOCKS = Path("/run/lock/devcluster")
 
 

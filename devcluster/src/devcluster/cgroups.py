@@ -1,7 +1,7 @@
 """The cgroups of a cluster's nodes, made and removed in every hierarchy, v1 and v2 alike.
 
-Each node lives below a cgroup of its own and sees it as the root, so that several clusters, and
-the host's own containers, do not meet there.
+Each node lives below its own cgroup and sees it as the root, so that several clusters, and the
+host's containers, do not meet there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from devcluster.failure import PATIENCE, Failure
 
-_UNUSED_SECONDS = 10.0  # until what may be another's, and is in use, is left to it
+_UNUSED_SECONDS = 10.0  # then a cgroup that is in use, and may be another's, is left alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,12 +35,12 @@ class Cluster:
 
     @property
     def register(self) -> Register:
-        """The records of its processes."""
+        """Return the records of its processes."""
         return Register(self.layout.state / "process")
 
     @property
     def members(self) -> list[Node]:
-        """Its nodes."""
+        """Return its nodes."""
         return [self.layout.node(number) for number in range(1, self.nodes + 1)]
 
     def log_of(self, component: str) -> Path:
@@ -218,7 +218,7 @@ def _is_recorded(state: Path) -> bool:
 def require_no_mounts(state: Path) -> None:
     """Refuse to remove a directory with something mounted at or below it.
 
-    The nodes' own mounts lie in namespaces of their own, so what this sees is somebody else's.
+    The nodes' own mounts lie in other namespaces, so what this sees is somebody else's.
     """
     found = mounts_below(state, Path("/proc/self/mountinfo").read_text())
     if found:
@@ -240,7 +240,7 @@ def mounts_below(state: Path, mountinfo: str) -> list[Path]:
 
 
 def remove_state(state: Path) -> None:
-    """Remove a cluster's files, its record last; and the home, when it is the usual and empty."""
+    """Remove a cluster's files, its record last; and the usual home once empty."""
     record = state / "cluster.json"
     left = [path for path in state.glob("*") if path != record] if state.is_dir() else []
     for path in left:

@@ -1,4 +1,4 @@
-"""The one exception that reaches the user: a line that says what is wrong and what to do."""
+"""The one exception that reaches the user: one line with problem and cure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What devcluster needs of the host: root, Debian packages, disk space; and commands run on it."""
+"""The host as devcluster needs it: root, Debian packages, disk space; and commands run on it."""
 
 from __future__ import annotations
 

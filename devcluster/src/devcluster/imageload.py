@@ -1,10 +1,9 @@
-"""An image into a node's containerd, without copying a byte of it.
+"""Loads an image into a node's containerd, without copying a byte of it.
 
-The layers lie unpacked in the build store, in the very form that containerd's overlayfs
-snapshotter keeps them in. So each becomes a snapshot by hard links (files of a lower layer are
-never written to), and only manifest and config are imported: seconds instead of minutes for
-gigabytes of torch, no disk space, and one page cache for all nodes. On another filesystem the
-files are copied.
+The layers lie unpacked in the build store, in the very form that containerd's overlayfs snapshotter
+keeps them in. So each becomes a snapshot by hard links (files of a lower layer are never written
+to), and only manifest and config are imported: seconds instead of minutes for gigabytes of torch,
+no disk space, and one page cache for all nodes. On another filesystem the files are copied.
 """
 
 from __future__ import annotations

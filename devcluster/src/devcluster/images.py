@@ -1,8 +1,8 @@
-"""The images of this checkout: built when anything they are made of changed, given to nodes.
+"""The images of this checkout: built after a change of any input, and loaded into nodes.
 
-`ddpjob/operator:0.1.0` and `ddpjob/trainer:0.1.0` come from the Dockerfile. What an image was
-built from is hashed; the same hash is not built twice, and a record in the cache says what the
-build gave. Stages that do not change (the base, torch) are taken from buildah's layer cache.
+`ddpjob/operator:0.1.0` and `ddpjob/trainer:0.1.0` come from the Dockerfile. The inputs of an image
+are hashed; the same hash is not built twice, and a record in the cache keeps the result of the
+build. Stages that do not change (the base, torch) are taken from buildah's layer cache.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def reference(target: str) -> str:
 
 
 def name_in_store(target: str, key: str) -> str:
-    """Return the name under which the store keeps the image of a target that a key stands for."""
+    """Return the name under which the store keeps a target's image with that key."""
     return f"localhost/ddpjob/{target}:{key}"
 
 
@@ -114,7 +114,7 @@ def load_into(socket_paths: Sequence[Path], image: str, log: Log) -> None:
 
 
 def export(target: str, archive: Path, log: Log) -> str:
-    """Write the image of a target as an OCI archive, and return the digest that it has there.
+    """Write the image of a target as an OCI archive; return its digest there.
 
     It is another than in the store, whose layers are not compressed.
     """

@@ -1,7 +1,7 @@
-"""Where built images are kept: a buildah store of our own in the cache, and what is in it.
+"""The store of built images: buildah's, in our cache, and what is in it.
 
-Nothing here touches the host's container storage. buildah runs in a mount namespace of its own,
-so that whatever it mounts is gone when it ends, however it ends.
+Nothing here touches the host's container storage. buildah runs in a separate mount namespace, so
+that whatever it mounts is gone when it ends, however it ends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BuiltImage:
 
     @property
     def digest(self) -> str:
-        """The manifest's digest, which names exactly this image."""
+        """Return the manifest's digest, which names exactly this image."""
         return f"sha256:{hashlib.sha256(self.manifest.encode()).hexdigest()}"
 
     @property

@@ -17,7 +17,7 @@ _NODES = "/api/v1/nodes"
 
 
 def arguments(layout: Layout) -> list[str]:
-    """Arguments of kwok. It renews the leases more often than the controller manager looks."""
+    """Return the arguments of kwok: it renews leases before the controller manager looks."""
     return [
         f"--kubeconfig={layout.kubeconfig}",
         f"--config={_STAGES}",

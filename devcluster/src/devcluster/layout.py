@@ -1,7 +1,7 @@
-"""Where everything of one cluster is: names, addresses and paths, all derived from its index.
+"""Names, addresses and paths of one cluster, all derived from its index. Pure.
 
-Pure. Two clusters never share a bridge, a subnet or a listening address, so that they can stand
-side by side; the service network exists only inside the nodes and is the same in each.
+Two clusters never share a bridge, a subnet or a listening address, so that they can run side by
+side; the service network exists only inside the nodes and is the same in each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ API_SERVICE_ADDRESS = "10.96.0.1"
 CLUSTER_DOMAIN = "cluster.local"
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,18}[a-z0-9])?")
 _SOCKET_PATH_LIMIT = 107
-#: What configuration files, `ip`, openssl or mount options would take for something else.
+#: Characters that configuration files, `ip`, openssl or mount options would misread.
 _UNFIT = re.compile(r"""[\s,:;'"`\\]""")
 #: A route wider than this (a VPN's) leads nowhere in particular, and gives way to narrower ones.
 _WIDEST_ROUTE = 12
@@ -41,12 +41,12 @@ class Node:
 
     @property
     def containerd_socket(self) -> Path:
-        """Containerd's socket; on a shared filesystem, so the host reaches it as well."""
+        """Return containerd's socket; on a shared filesystem, so the host reaches it as well."""
         return self.home / "containerd.sock"
 
     @property
     def containerd_root(self) -> Path:
-        """Containerd's images and snapshots."""
+        """Return the directory of containerd's images and snapshots."""
         return self.home / "containerd"
 
 
@@ -60,47 +60,47 @@ class Layout:
 
     @property
     def bridge(self) -> str:
-        """The bridge that joins the nodes and the host."""
+        """Return the bridge that joins the nodes and the host."""
         return f"dc{self.index}"
 
     @property
     def alias(self) -> str:
-        """What the alias of the bridge, and of each node's link, says of its owner."""
+        """Return the alias of the bridge, and of each node's link, which names their owner."""
         return f"devcluster {self.state}"
 
     @property
     def gateway(self) -> str:
-        """The host's address on the bridge: API server and DNS listen here."""
+        """Return the host's address on the bridge, for API server and DNS."""
         return f"10.89.{self.index}.1"
 
     @property
     def loopback(self) -> str:
-        """The cluster's own loopback address: what no pod may reach listens here."""
+        """Return the cluster's own loopback address, for servers that no pod may reach."""
         return f"127.89.{self.index}.1"
 
     @property
     def node_network(self) -> str:
-        """The bridge's subnet."""
+        """Return the bridge's subnet."""
         return f"10.89.{self.index}.0/24"
 
     @property
     def pod_network(self) -> str:
-        """The subnet that holds every node's pod subnet."""
+        """Return the subnet that holds every node's pod subnet."""
         return f"10.{128 + self.index}.0.0/16"
 
     @property
     def server(self) -> str:
-        """The API server's URL."""
+        """Return the API server's URL."""
         return f"https://{self.gateway}:6443"
 
     @property
     def etcd(self) -> str:
-        """The URL of etcd, which has no TLS and listens on loopback only."""
+        """Return the URL of etcd, which has no TLS and listens on loopback only."""
         return f"http://{self.loopback}:2379"
 
     @property
     def cgroup(self) -> str:
-        """The cgroup, in every hierarchy, that holds all of this cluster's containers.
+        """Return the cgroup, in every hierarchy, of all containers of this cluster.
 
         Named after the state directory, as two homes may have the same name and, after a reboot,
         the same index.
@@ -109,27 +109,27 @@ class Layout:
 
     @property
     def old_cgroup(self) -> str:
-        """What that cgroup was called before; another home's may be called the same."""
+        """Return the former name of that cgroup; another home's may have the same."""
         return f"devcluster-{self.name}-{self.index}"
 
     @property
     def logs(self) -> Path:
-        """Log files of the components."""
+        """Return the directory of the components' log files."""
         return self.state / "log"
 
     @property
     def pki(self) -> Path:
-        """Keys and certificates."""
+        """Return the directory of keys and certificates."""
         return self.state / "pki"
 
     @property
     def kubeconfig(self) -> Path:
-        """The administrator's kubeconfig."""
+        """Return the path of the administrator's kubeconfig."""
         return self.state / "admin.kubeconfig"
 
     @property
     def volumes(self) -> Path:
-        """Directories behind the PersistentVolumes of class `shared`."""
+        """Return the directory of the PersistentVolumes of class `shared`."""
         return self.state / "volumes"
 
     def node(self, number: int) -> Node:
@@ -148,7 +148,7 @@ class Layout:
 
 
 def check_name(name: str, home: Path) -> None:
-    """Refuse a cluster name that cannot be part of a path, a cgroup and a socket's name."""
+    """Refuse a name that cannot be part of a path, a cgroup and a socket's name."""
     if not _NAME.fullmatch(name):
         raise Failure(
             f"--name {name!r}: use 1 to 20 lower-case letters, digits and dashes,"

@@ -1,7 +1,8 @@
 """The commands: up, down, status, node. Each may be repeated at any moment, also after a crash.
 
-`up` looks at every piece and makes only what is missing, so a cluster that is whole costs it a
-few looks, and one that lost a process, a node or (after a reboot) everything is repaired.
+cli.py calls them. `up` looks at every piece and makes only what is missing, so a cluster that is
+whole costs it a few looks, and one that lost a process, a node or (after a reboot) everything is
+repaired.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def _exists(api: Api, path: str) -> bool:
 
 
 def node_is_ready(api: Api, node: Node, since: float = 0.0) -> bool:
-    """Tell whether a node said since then that it is Ready, and has no taint of a lost node."""
+    """Tell whether a node reported Ready since then, without the taint of a lost node."""
     try:
         found = api.get(f"/api/v1/nodes/{node.name}")
     except (OSError, HTTPException, ApiError):
@@ -150,9 +151,9 @@ def node_is_ready(api: Api, node: Node, since: float = 0.0) -> bool:
 
 
 def is_ready(node: dict[str, Any], since: float = 0.0) -> bool:
-    """Tell whether a Node object is Ready by a report not older than ``since``, and not tainted.
+    """Tell whether a Node object is Ready by a report since then, and not tainted.
 
-    A kubelet reports as soon as it runs; what stands there before was said by the one before it.
+    A kubelet reports as soon as it runs; an older report is that of the one before it.
     """
     conditions = node.get("status", {}).get("conditions", [])
     ready = any(

@@ -1,8 +1,9 @@
-"""The wires: one bridge per cluster on the host, one link per node, routes between pod networks.
+"""The wires: a bridge per cluster, a link per node, routes between pod networks.
 
-Nodes route to one another's pods directly over the bridge, so the host forwards nothing and none
-of its settings change. There is no way out: images come through `devcluster load`, and a pull
-from a registry fails at once instead of after a time-out.
+lifecycle.py and machine.py plug nodes in. Nodes route to one another's pods directly over the
+bridge, so the host forwards nothing and none of its settings change. There is no way out: images
+come through `devcluster load`, and a pull from a registry fails at once instead of after a
+time-out.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ def _link(name: str) -> dict[str, Any] | None:
 
 
 def claim_bridge(layout: Layout) -> bool:
-    """Make the bridge with its address; True when it is ours now, False when it is another's.
+    """Make the bridge with its address; return True if it is ours, False if another's.
 
-    Making it is atomic in the kernel, so of two clusters that want one index a single one gets
-    it, even when each keeps its state under a home of its own.
+    Making it is atomic in the kernel, so of two clusters that want one index a single one gets it,
+    even when each keeps its state under a different home.
     """
     if host.output(["ip", "link", "add", layout.bridge, "type", "bridge"]) is None:
         found = _link(layout.bridge)
@@ -51,9 +52,9 @@ def claim_bridge(layout: Layout) -> bool:
 
 
 def _is_abandoned(link: dict[str, Any]) -> bool:
-    """Tell whether a bridge is one whose maker died before it put its name on it.
+    """Tell whether a bridge's maker died before it put its name on it.
 
-    Whoever makes one holds the lock on indices until the name is there; the address comes later.
+    The maker holds the lock on indices until the name is there; the address comes later.
     """
     name = link["ifname"]
     if link.get("ifalias") or not host.output(["ip", "link", "show", "type", "bridge", name]):
@@ -70,7 +71,7 @@ def bridge_is_up(layout: Layout) -> bool:
 
 
 def index_of(state: Path) -> int | None:
-    """Return the index that a cluster's bridge tells, for one whose record is lost."""
+    """Return the index in the alias of a cluster's bridge, for a lost record."""
     listed = json.loads(host.run(["ip", "-j", "link", "show", "type", "bridge"]) or "[]")
     for link in listed:
         name = link.get("ifname", "")
@@ -152,7 +153,7 @@ def is_own(layout: Layout, link: dict[str, Any], bridge_is_ours: bool) -> bool:
 
 
 def partition(node: Node, cut: bool) -> None:
-    """Cut a node off, or join it again: its port on the bridge drops every frame, in silence."""
+    """Cut a node off, or join it again: its bridge port silently drops every frame."""
     state = _DISABLED if cut else _FORWARDING
     host.run(["bridge", "link", "set", "dev", node.link, "state", state])
 

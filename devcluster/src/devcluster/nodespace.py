@@ -1,10 +1,10 @@
 """A node's machine: namespaces held by a process that is PID 1 in them.
 
-Run by path, not imported (`python3 -I -S nodespace.py init|run JSON`), as it leaves the host's
-namespaces. Killing that PID 1 is pulling the plug: the kernel ends every process of the node and
-takes its mounts and network with it. The node has a /run, /var/lib and /var/log of its own, sees
-its own cgroup as the root of all, and has copies of the kernel settings that a kubelet writes, so
-nothing of it shows on the host.
+machine.py runs it by path, without an import (`python3 -I -S nodespace.py init|run JSON`), as it
+leaves the host's namespaces. Killing that PID 1 is pulling the plug: the kernel ends every process
+of the node and takes its mounts and network with it. The node has its own /run, /var/lib and
+/var/log, sees its own cgroup as the root of all, and has copies of the kernel settings that a
+kubelet writes, so nothing of it shows on the host.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def covers(path: str) -> bool:
 
 
 def imitate(setting: str, copy: str) -> None:
-    """Put a plain file with the same value over a kernel setting, if this kernel has it."""
+    """Put a file with the same value over a kernel setting, if there is one."""
     try:
         with open(setting) as source, open(copy, "w") as target:  # noqa: PTH123
             target.write(source.read())
@@ -109,7 +109,7 @@ def imitate(setting: str, copy: str) -> None:
 
 
 def init(config: dict[str, Any]) -> None:
-    """Make the namespaces; print PID 1's pid as the host sees it, and `ready`; reap for ever."""
+    """Make the namespaces; print PID 1's pid on the host, and `ready`; reap for ever."""
     # The namespace's root is the cgroup it is made in; processes live one below, since cgroup v2
     # shares out controllers only from cgroups without any.
     join(config["cgroup"], config["hierarchies"])
@@ -144,7 +144,7 @@ def reap() -> NoReturn:
 
 
 def run(config: dict[str, Any]) -> None:
-    """Start a program in the namespaces of process ``init``; print its pid as the host sees it."""
+    """Start a program in the namespaces of process ``init``; print its pid on the host."""
     log = os.open(config["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     join(f"{config['cgroup']}/machine", config["hierarchies"])
     handle = os.pidfd_open(config["init"])

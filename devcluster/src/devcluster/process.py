@@ -19,7 +19,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """One incarnation of a process; ``spec`` is a hash of what it was started from."""
+    """One incarnation of a process; ``spec`` is a hash of its command and configuration."""
 
     pid: int
     started: int
@@ -141,7 +141,7 @@ class Register:
 
 
 def start(argv: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> int:
-    """Start a process of its own session on the host, output appended to ``log``."""
+    """Start a process in a new session on the host, output appended to ``log``."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         process = subprocess.Popen(

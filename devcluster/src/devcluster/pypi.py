@@ -1,8 +1,8 @@
-"""How this host reaches its Python package index, told to uv and to image builds.
+"""The host's way to its Python package index, for uv and image builds.
 
-uv does not read pip's configuration. A host behind a mirror or with certificates of its own
-has set up pip, so whatever pip is told (files and PIP_* variables) is passed on here as
-environment variables; what the user set for uv itself wins.
+uv does not read pip's configuration. A host behind a mirror or with its own certificates has set up
+pip, so pip's settings (files and PIP_* variables) are passed on here as environment variables; the
+user's settings for uv itself win.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SETTINGS = {
     "timeout": "UV_HTTP_TIMEOUT",
     "proxy": "HTTPS_PROXY",
 }
-#: What a user may have told uv directly and that holds on other machines too.
+#: Settings of uv itself that hold on other machines too.
 UV_INDEX_VARIABLES = frozenset({"UV_DEFAULT_INDEX", "UV_INDEX", "UV_INSECURE_HOST"})
 _ENVIRONMENT_SECTION = ":env:"
 

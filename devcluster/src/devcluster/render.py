@@ -14,7 +14,7 @@ PAUSE_IMAGE = "docker.io/devcluster/busybox:1"
 
 
 def etcd(layout: Layout) -> list[str]:
-    """Arguments of etcd. Its data need not survive a loss of power, only of processes."""
+    """Return the arguments of etcd; its data may be lost with power."""
     peer = f"http://{layout.loopback}:2380"
     return [
         f"--data-dir={layout.state}/etcd",
@@ -29,7 +29,7 @@ def etcd(layout: Layout) -> list[str]:
 
 
 def apiserver(layout: Layout) -> list[str]:
-    """Arguments of kube-apiserver."""
+    """Return the arguments of kube-apiserver."""
     pki = layout.pki
     return [
         f"--etcd-servers={layout.etcd}",
@@ -56,9 +56,10 @@ def apiserver(layout: Layout) -> list[str]:
 
 
 def controller_manager(layout: Layout, nodes: int) -> list[str]:
-    """Arguments of kube-controller-manager. A silent node is NotReady after 20 s, not 50.
+    """Return the arguments of kube-controller-manager.
 
-    Where there are no ``nodes`` of ours others write Node objects by hand, which need not be quick.
+    A silent node is NotReady after 20 s, not 50.
+    Without ``nodes`` of ours Node objects are written by hand, which need not be quick.
     """
     grace = 20 if nodes else 900
     return [
@@ -79,7 +80,7 @@ def controller_manager(layout: Layout, nodes: int) -> list[str]:
 
 
 def scheduler(layout: Layout) -> list[str]:
-    """Arguments of kube-scheduler."""
+    """Return the arguments of kube-scheduler."""
     return [
         f"--kubeconfig={layout.state}/scheduler.kubeconfig",
         f"--bind-address={layout.loopback}",
@@ -92,7 +93,7 @@ def scheduler(layout: Layout) -> list[str]:
 
 
 def corefile(layout: Layout) -> str:
-    """CoreDNS: cluster names only, no cache, so that a pod's new address is seen at once."""
+    """Return CoreDNS' Corefile: cluster names only, uncached, so new addresses show at once."""
     return f""".:53 {{
     bind {layout.gateway}
     errors
@@ -107,7 +108,7 @@ def corefile(layout: Layout) -> str:
 
 
 def containerd(node: Node) -> str:
-    """containerd.toml. Its own state is in the node's /run, which dies with the node."""
+    """Return containerd.toml; its state is in the node's /run, which dies with the node."""
     return f"""version = 2
 root = "{node.containerd_root}"
 state = "/run/containerd"
@@ -139,7 +140,7 @@ disabled_plugins = [
 
 
 def cni(node: Node) -> str:
-    """The pod network: a bridge inside the node. Leases are in /run: they die with the pods."""
+    """Return the pod network, a bridge in the node; leases die with the pods."""
     plugin: dict[str, Any] = {
         "type": "bridge",
         "bridge": "cni0",
@@ -157,7 +158,7 @@ def cni(node: Node) -> str:
 
 
 def kubelet(layout: Layout, node: Node) -> str:
-    """KubeletConfiguration, for hosts with cgroup v1 or v2 and with or without systemd."""
+    """Return KubeletConfiguration, for hosts with cgroup v1 or v2, with or without systemd."""
     config: dict[str, Any] = {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
@@ -203,7 +204,7 @@ def kubelet(layout: Layout, node: Node) -> str:
 
 
 def proxy(layout: Layout, node: Node) -> str:
-    """KubeProxyConfiguration. Connection tracking limits belong to the host: leave them alone."""
+    """Return KubeProxyConfiguration; it leaves the host's connection tracking limits alone."""
     config: dict[str, Any] = {
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
         "kind": "KubeProxyConfiguration",

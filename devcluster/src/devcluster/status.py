@@ -1,4 +1,4 @@
-"""What is up, with versions: for people, or as JSON."""
+"""Prints the components that are up, with versions: for people, or as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SERVICES = ("coredns", "volumes")
 
 
 def gather(this: Cluster) -> dict[str, Any]:
-    """Return the state of a cluster as one object; key `ok` tells whether all of it is up."""
+    """Return the state of a cluster; key `ok` tells whether all of it is up."""
     expected = [*_CONTROL, *(_SERVICES if this.nodes else ()), *(["kwok"] if this.kwok else [])]
     processes = {name: this.register.running(name) for name in expected}
     try:

@@ -152,7 +152,7 @@ def uv_variables(uv: Path) -> dict[str, str]:
 
 
 def _make_plain_venv(home: Path, log: Log) -> None:
-    """Make a venv with pip; Debian keeps the modules for that in a package of its own."""
+    """Make a venv with pip; Debian keeps the modules for that in a separate package."""
     command = [sys.executable, "-m", "venv", "--clear", str(home)]
     if subprocess.run(command, capture_output=True, check=False).returncode == 0:
         return

@@ -99,7 +99,7 @@ def provision(api: Api, layout: Layout) -> str:
 
 
 def serve(layout: Layout) -> None:
-    """Provision for ever; a change of any claim, or a pause, is the reason to look again."""
+    """Provision for ever, after each change of a claim and after pauses."""
     api = connect(layout)
     while True:
         try:
