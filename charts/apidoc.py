@@ -144,7 +144,7 @@ def _bounds(field: Schema) -> str:
 
 
 def _least(field: Schema) -> int | None:
-    """The minimum. Where a rule asks for more, it does so for the sake of its message."""
+    """Return the minimum; a rule that asks for more does so for the sake of its message."""
     asked = [rule["rule"].strip() for rule in field.get("x-kubernetes-validations", ())]
     more = [int(rule.removeprefix("self >= ")) for rule in asked if _BOUND.fullmatch(rule)]
     return max([field["minimum"], *more]) if "minimum" in field else None

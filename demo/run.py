@@ -61,7 +61,7 @@ class Tools:
         return self._run("helm", *args)
 
     def job(self, name: str) -> dict[str, Any]:
-        """The DDPJob as the API server has it."""
+        """Return the DDPJob as the API server has it."""
         found: dict[str, Any] = json.loads(self.kubectl("get", "ddpjob", name, "-o", "json"))
         return found
 
@@ -94,7 +94,7 @@ def main() -> int:
 
 
 def cluster() -> Tools:
-    """A local two-node cluster with the images loaded, or the user's own."""
+    """Bring up a local two-node cluster with the images, or take the user's own."""
     if given := os.environ.get("KUBECONFIG_DEMO"):
         if not Path(given).is_file():
             raise DemoError(f"KUBECONFIG_DEMO: there is no file {given}")
@@ -119,7 +119,7 @@ def devcluster(*args: str) -> str:
 
 
 def install(tools: Tools) -> None:
-    """The chart, as README says; progress is read often because the demo is short."""
+    """Install the chart as README says; poll progress often, since the demo is short."""
     own_cluster = "KUBECONFIG_DEMO" in os.environ
     if own_cluster and tools.helm("list", "-n", SYSTEM, "-q", "--filter", "^ddpjob$").strip():
         tools.say("the operator is installed already and left as it is")
@@ -139,12 +139,12 @@ def install(tools: Tools) -> None:
 
 
 def manifest() -> str:
-    """The example as it stands, but for where its image comes from."""
+    """Return the example as it is, but for where its image comes from."""
     return MANIFEST.read_text().replace("image: ddpjob/", f"image: {REGISTRY}/")
 
 
 def run_disturbed(tools: Tools) -> None:
-    """The job as it stands in the manifest; it loses a process half-way, and later a pod."""
+    """Run the manifest's job; kill a process half-way, and later a pod."""
     tools.say(f"kubectl apply -f {MANIFEST.relative_to(ROOT)}")
     tools.kubectl("apply", "-f", "-", stdin=manifest())
     killed = back = deleted = False
@@ -185,7 +185,7 @@ def restarts(status: dict[str, Any]) -> dict[str, int]:
 
 
 def show_in_place(tools: Tools) -> None:
-    """The processes are new, the pods are not."""
+    """Show that the processes are new and the pods are the same."""
     tools.say(f"kubectl get ddpjob {JOB} -o wide; kubectl get pods")
     print(indent(tools.kubectl("get", "ddpjob", JOB, "-o", "wide")), end="")
     print(indent(tools.kubectl("get", "pods", "-l", f"ddpjob.dev/job-name={JOB}")), flush=True)
@@ -198,7 +198,7 @@ def delete_pod(tools: Tools, pod: str, step: int) -> None:
 
 
 def show_causes(tools: Tools) -> None:
-    """What a user sees afterwards."""
+    """Show what a user sees afterwards."""
     tools.say(f"kubectl get ddpjob {JOB}")
     print(indent(tools.kubectl("get", "ddpjob", JOB)))
     tools.say(f"kubectl describe ddpjob {JOB} (failures and events)")
@@ -209,7 +209,7 @@ def show_causes(tools: Tools) -> None:
 
 
 def compare(tools: Tools) -> bool:
-    """The same job once more, undisturbed, under another name."""
+    """Run the same job once more, undisturbed, under another name."""
     tools.say(f"now the same job undisturbed, as {TWIN}")
     claim, job = manifest().split("\n---\n", 1)
     del claim  # the twin shares the volume; its snapshots have a directory of their own
@@ -275,7 +275,7 @@ def describe(name: str, status: dict[str, Any]) -> str:
 
 
 def result(tools: Tools, name: str) -> dict[str, str]:
-    """The `key=value` lines that the example prints at its end."""
+    """Return the `key=value` lines that the example prints at its end."""
     found = dict(re.findall(r"(\w+)=(\S+)\s*$", tools.kubectl("logs", f"{name}-0"), re.MULTILINE))
     missing = {"test_accuracy", "weights_sha256"} - found.keys()
     if missing:
@@ -284,7 +284,7 @@ def result(tools: Tools, name: str) -> dict[str, str]:
 
 
 def next_commands(tools: Tools) -> None:
-    """The cluster stays up for the reader to try things."""
+    """Print commands to try: the cluster stays up."""
     print("The cluster is still up. Try:")
     path = f" PATH={tools.bin}:$PATH" if tools.bin else ""
     print(f"  export KUBECONFIG={tools.kubeconfig}{path}")

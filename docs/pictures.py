@@ -96,7 +96,7 @@ class Picture:
         )
 
     def svg(self) -> str:
-        """The whole file."""
+        """Return the whole file."""
         return "\n".join([*self._shapes, "</svg>"]) + "\n"
 
 
@@ -167,7 +167,7 @@ def buckets(found: Found) -> str:
 
 
 def of_buckets(gradients: list[Found], marks: list[Found]) -> list[list[Found]]:
-    """The gradients in each bucket: rebuilt buckets hold them in the order of their readiness."""
+    """List the gradients in each bucket: rebuilt buckets hold them in the order of readiness."""
     parts, rest = [], list(gradients)
     for mark in marks:
         own, size = [], 0
@@ -188,8 +188,7 @@ def nice(value: float) -> float:
 
 
 def ring(found: Found) -> str:
-    """A row per moment, a block per rank, a cell per chunk with the ranks whose numbers it"
-    " holds."""
+    """Draw a row per moment, a block per rank, a cell per chunk with the ranks in it."""
     world, cell, gap = found["ranks"], 44, 46
     steps = 2 * (world - 1)
     block = world * cell + gap
@@ -263,7 +262,7 @@ def states(found: Found) -> list[dict[tuple[int, int], set[int]]]:
 
 
 def shade(count: int, most: int) -> str:
-    """The more ranks, the darker; green when all are in."""
+    """Return a shade, darker with more ranks; green when all are in."""
     light = round(255 - 110 * (count - 1) / max(1, most - 1))
     return f"#{light:02x}{min(255, light + 30):02x}ff" if count < most else "#9fd6ae"
 
@@ -272,7 +271,7 @@ def shade(count: int, most: int) -> str:
 
 
 def scaling(found: Found) -> str:
-    """A panel per model and way to scale: samples per second, of one process's."""
+    """Draw a panel per model and way to scale: samples per second, of one process's."""
     modes = ("weak", "strong")
     names = list(found["steps"])
     side, gap, left, top = 240, 66, 64, 84
@@ -344,7 +343,7 @@ def panel(
 
 
 def speed(first: float, seconds: float, mode: str, world: int) -> float:
-    """Samples per second, of one process's; a weak step has ``world`` times as many samples."""
+    """Return samples per second, of one process's; a weak step has ``world`` times as many."""
     return (world if mode == "weak" else 1) * first / seconds
 
 
@@ -386,7 +385,7 @@ DRAWN = {"buckets": buckets, "ring": ring, "scaling": scaling, "dashboard": dash
 
 
 def recorded(name: str) -> Found:
-    """What a picture is drawn from."""
+    """Return the record that a picture is drawn from."""
     path = HERE / "internals/scaling.json" if name == "scaling" else PICTURES / f"{name}.json"
     found: Found = json.loads(path.read_text())
     return found

@@ -27,7 +27,7 @@ def difference(old: str, new: str) -> str:
 
 
 def written(page: str) -> str:
-    """The page with the differences of now."""
+    """Return the page with the differences of now."""
     return BLOCK.sub(lambda m: m[1] + difference(m[2], m[3]) + m[4], page)
 
 

@@ -49,7 +49,7 @@ def arrows() -> Arrows:
 
 
 def _room(module: str) -> str:
-    """The public API, ``import ddpjob_trainer``, is training's."""
+    """Return the module's room; ``import ddpjob_trainer``, the public API, is training's."""
     names = module.split(".")
     return names[1] if len(names) > 1 else "training"
 
@@ -71,7 +71,7 @@ def reduced(graph: Arrows) -> Arrows:
 
 
 def picture() -> str:
-    """The graph in Mermaid's language, which GitHub draws."""
+    """Return the graph in Mermaid's language, which GitHub draws."""
     left_out = {*GROUND, "__main__"}
     shown = {
         room: {t for t in targets if t not in left_out}
@@ -85,7 +85,7 @@ def picture() -> str:
 
 
 def drawn(page: str) -> str:
-    """The page with the picture of now."""
+    """Return the page with the picture of now."""
     before, _, rest = page.partition(BEGIN)
     return before + BEGIN + picture() + END + rest.partition(END)[2]
 
