@@ -238,7 +238,7 @@ def chosen(job: Job, replica: int | None) -> set[int]:
 
 
 def find_members(kubectl: Kubectl, job: Job) -> dict[int, Member]:
-    """The job's pods by replica. By uid: a job of the same name may have left some."""
+    """Return the job's pods by replica. By uid: a job of the same name may have left some."""
     found = kubectl.items("pods", "-n", job.namespace, "-l", f"{crd.LABEL_JOB_UID}={job.uid}")
     ours = [Member(pod) for pod in found if _is_ours(job, pod)]
     return {one.replica: one for one in sorted(ours, key=lambda one: one.attempt)}

@@ -188,7 +188,7 @@ def cause(failures: Iterable[Failure], finished: Mapping[int, datetime | None]) 
 
 
 def settle(found: Failure) -> Failure:
-    """The class of a collateral loss when nobody else turned out to be the cause."""
+    """Give a collateral loss a class of its own kind when no other loss explains it."""
     return replace(found, cls=settled(found.exit_code))
 
 

@@ -359,7 +359,7 @@ def _round_records(items: object) -> tuple[Round, ...]:
 
 
 def _replica(name: str, labels: Mapping[str, Any], owner: Mapping[str, Any]) -> int | None:
-    """A copy under another name, as people make to look into something, is no replica."""
+    """Return the replica that the pod is; None for a copy under another name."""
     number = _number(labels.get(crd.LABEL_REPLICA))
     return number if name == f"{owner.get('name', name.rpartition('-')[0])}-{number}" else None
 

@@ -181,7 +181,7 @@ def _network_policy(
 
 
 def _env(job: Job, spec: Spec, attempt: int, replica: int, grace: int) -> dict[str, str]:
-    """The variables that the contract promises to one replica."""
+    """Return the variables that the contract promises to one replica."""
     found = ports.of(spec.template, spec.port, spec.metrics_port, job.uid, attempt, replica)
     snapshots = None
     if given := spec.snapshot:

@@ -156,7 +156,7 @@ def parse(raw: Mapping[str, Any], name: str = "") -> Spec:
 
 
 def _number(raw: Mapping[str, Any], path: str) -> int:
-    """A whole number by its path in spec; ``raw``: the object that holds it."""
+    """Read a whole number by its path in spec; ``raw``: the object that holds it."""
     return integer(raw.get(path.rpartition(".")[2]), DEFAULTS[path])
 
 

@@ -95,7 +95,7 @@ def looks_again(view: View) -> datetime | None:
 
 
 def acted_on(view: View, phase: str | None) -> int:
-    """The generation to be stored: a suspension only with the phase that follows from it."""
+    """Return the generation to store: a suspension only with the phase that follows from it."""
     waits = suspends(view) and phase not in ("Suspended", *TERMINAL_PHASES)
     return view.status.observed_generation if waits else view.job.generation
 
