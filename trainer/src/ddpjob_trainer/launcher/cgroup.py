@@ -1,7 +1,7 @@
-"""What the kernel tells of this container's memory: whom it has killed for it, limit and peak.
+"""Read from cgroups 1 and 2 the container's OOM kills, memory limit and peak.
 
-gang.py reads it when a round begins, and again when a worker or a child of one was killed: SIGKILL
-itself does not tell who sent it. Versions 1 and 2 of cgroups; where neither tells, nothing is said.
+gang.py reads it when a round begins, and again after a worker or a child of one was killed: SIGKILL
+does not name its sender. Without these files the launcher reports no OOM.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _OWN: Final = Path("/proc/self/cgroup")
 _V1: Final = ("memory.oom_control", "memory.limit_in_bytes", "memory.max_usage_in_bytes")
 _V2: Final = ("memory.events", "memory.max", "memory.peak")
 _KILLS: Final = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
-#: Version 1 has no word for "none": it shows the largest number of whole pages.
+#: Version 1 writes "none" as the largest number of whole pages.
 _UNLIMITED: Final = 2**62
-#: With a peak below that share of its limit it was not the limit that killed.
+#: With a peak below that share of its limit it was the node that ran out of memory.
 _AT_LIMIT: Final = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """``kills``: processes that the kernel has killed here for lack of memory. Sizes in bytes.
+    """``kills``: processes that the kernel has OOM-killed here. Sizes in bytes.
 
     ``limit``: the lowest of this cgroup and those above it that can be seen, None: there is none.
     ``peak``: the most that was in use under that limit, None: unknown.
@@ -37,7 +37,7 @@ class Memory:
 
 
 def read(root: Path = _ROOT, own: Path = _OWN) -> Memory | None:
-    """Return what is known now, None where nothing is. ``own``: names this process's cgroup."""
+    """Return the counters, None where there are none. ``own``: names this process's cgroup."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -60,7 +60,7 @@ def read(root: Path = _ROOT, own: Path = _OWN) -> Memory | None:
 
 
 def killed(before: Memory | None, now: Memory | None) -> str:
-    """Words on what the kernel has killed for lack of memory in between, "" if nothing."""
+    """Explain an OOM kill between two readings, "" if there was none."""
     if before is None or now is None or now.kills <= before.kills:
         return ""
     limit = f"limit {_size(now.limit)}" if now.limit is not None else "no limit"
@@ -73,7 +73,7 @@ def killed(before: Memory | None, now: Memory | None) -> str:
 
 
 def _kills(path: Path) -> int | None:
-    """The line ``oom_kill N`` of the events; kernels before 4.13 have none."""
+    """Read the line ``oom_kill N`` of the events; kernels before 4.13 have none."""
     try:
         found = _KILLS.search(path.read_text())
     except OSError:
@@ -90,6 +90,6 @@ def _number(path: Path) -> int | None:
 
 
 def _size(size: int) -> str:
-    """As people write it into a template."""
+    """Format a size as in a pod template."""
     unit, name = (2**30, "GiB") if size >= 2**30 else (2**20, "MiB")
     return f"{size / unit:.4g} {name}"

@@ -1,8 +1,8 @@
-"""Ranks that ended with 0 long ago while others run on: no failure, yet nobody may ever end.
+"""Warn of ranks that ended with 0 long ago while others run on.
 
-Ranks that talk find out by themselves: a collective fails, or hangs until hangs.py acts. These
-words are for all others. The supervisor's loop asks; every launcher tells of its own ranks, that
-of replica 0 also of those that the hub knows of.
+That is no failure, yet the others may wait for ever. Ranks in a collective notice: it fails, or
+hangs until hangs.py acts; this warning is for all others. The supervisor's loop asks; every
+launcher names its own ranks, that of replica 0 also those that the hub knows of.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ddpjob_trainer.launcher.hub.root_cause import Exit, whom
 
 
 class EarlyEnds:
-    """``patience``: seconds in which others may end as well. ``say`` tells of it once a round."""
+    """``patience``: seconds in which others may end as well. ``say`` warns once a round."""
 
     def __init__(self, patience: float, say: Callable[[str], None]) -> None:
         self._patience = patience
@@ -22,11 +22,11 @@ class EarlyEnds:
         self._told = False
 
     def begin(self) -> None:
-        """A round begins."""
+        """Start over with a round."""
         self._told = False
 
     def look(self, gang: Gang, others: tuple[list[Exit], int], now: float) -> None:
-        """Tell if it is time. ``others``: ends with 0 elsewhere, and how many ranks run there."""
+        """Warn when it is due. ``others``: ends with 0 elsewhere, and how many ranks run there."""
         running = gang.running + others[1]
         if self._told or gang.stopping or not running:
             return

@@ -1,4 +1,7 @@
-"""/state, /healthz and /metrics of a launcher, on one port, from a thread."""
+"""Serve /state, /healthz and /metrics of a launcher, on one port, from a thread.
+
+The supervisor starts it; the operator, probes and Prometheus ask.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,11 @@ from ddpjob_trainer.launcher.termination import Known
 from ddpjob_trainer.liveness.heartbeat import RankState
 
 STATE_VERSION = 1
-#: Whoever connects and says nothing holds a thread and a descriptor, which rounds need as well.
+#: A silent connection holds a thread and a descriptor, which rounds need as well.
 _MAX_CONNECTIONS = 32
 #: Bytes of a request. Python itself takes 6 MiB, with which strangers could fill a pod's memory.
 _MAX_HEAD = 16 * 1024
-#: So long one may say nothing, or take nothing of the answer.
+#: A client may send nothing, or read nothing, for so long.
 _IDLE_SECONDS = 5.0
 
 
@@ -61,9 +64,9 @@ def state_body(
     body["phase"] = state.phase if state else "startup"
     if state is not None and state.phase != "startup":
         body["step"] = state.step
-        if state.total_steps:  # else nobody knows
+        if state.total_steps:  # else it is unknown
             body["totalSteps"] = state.total_steps
-    elif known.step >= 0:  # else before the resume nobody knows how far training is
+    elif known.step >= 0:  # else the step is unknown before the resume
         body["step"] = known.step
         if known.total_steps:
             body["totalSteps"] = known.total_steps
@@ -92,10 +95,10 @@ def _of_rounds(known: Known) -> State:
 
 
 def answer(state: State, query: str) -> State | None:
-    """What GET /state?``query`` is told, None: it asks for another job.
+    """Return the answer to GET /state?``query``, None: it asks for another job.
 
-    Who names the job's uid may read the job, and is told all. Others are strangers: the uid would
-    admit them to the hub, and stacks and exceptions tell of the program.
+    A client that names the job's uid may read the job, and gets all. Others are strangers: the uid
+    would admit them to the hub, and stacks and exceptions expose the program.
     """
     uid = state.get("uid", "")
     named = parse_qs(query).get("uid", [""])[0]
@@ -110,13 +113,13 @@ def answer(state: State, query: str) -> State | None:
 
 
 class Server(ThreadingHTTPServer):
-    """IPv4 and IPv6 on one socket where the machine has both; ends at once."""
+    """Listens on one socket for IPv4 and, where available, IPv6; ends at once."""
 
     daemon_threads = True
     address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
 
     def server_bind(self) -> None:
-        """Without asking a resolver for this machine's name, which may take seconds."""
+        """Bind without resolving this machine's name, which may take seconds."""
         if self.address_family == socket.AF_INET6:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         TCPServer.server_bind(self)
@@ -131,7 +134,7 @@ class Server(ThreadingHTTPServer):
         self.thread.start()
 
     def end(self) -> None:
-        """Serve no more."""
+        """Stop serving."""
         self._ended.set()
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -142,7 +145,7 @@ class Server(ThreadingHTTPServer):
         self.socket.close()
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Where no descriptor is left, a little later: the workers need this processor."""
+        """Accept a connection; without free descriptors pause first, to spare the processor."""
         try:
             return super().get_request()
         except OSError as error:
@@ -151,7 +154,7 @@ class Server(ThreadingHTTPServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """When there are too many, the oldest goes: an honest one has its answer by now."""
+        """Handle a request; when there are too many, drop the oldest connection."""
         with self._lock:
             self._connections[request] = None
             too_many = len(self._connections) > _MAX_CONNECTIONS
@@ -163,17 +166,17 @@ class Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def close_request(self, request: Any) -> None:
-        """Forget it first: its descriptor may be another's at once."""
+        """Forget the connection, then close it: its descriptor may be reused at once."""
         with self._lock:
             self._connections.pop(request, None)
         super().close_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Whoever asked has gone away, or will ask again."""
+        """Ignore the error: the client has gone away, or will ask again."""
 
 
 class _Head:
-    """The lines of a request, as long as there is room for them; then its end."""
+    """Reads the lines of a request up to a limit; then its end."""
 
     def __init__(self, source: BufferedIOBase) -> None:
         self._source = source
@@ -193,7 +196,7 @@ def serve(
     state: Callable[[], State],
     healthy: Callable[[], bool],
 ) -> Server:
-    """Serve until end(). Port 0 takes a free one. Raises OSError when it is taken."""
+    """Serve until end(). Port 0 takes a free one. Raises OSError when the port is in use."""
 
     class Handler(BaseHTTPRequestHandler):
         timeout = _IDLE_SECONDS
@@ -235,7 +238,7 @@ def serve(
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-            """Scrapes are no news."""
+            """Drop the access log."""
 
     every_address = "::" if Server.address_family == socket.AF_INET6 else ""
     server = Server((every_address, port), Handler)

@@ -1,4 +1,4 @@
-"""The launcher's lines of the event log, written by a thread: the file may be on a dead volume."""
+"""Write the launcher's event log from a thread, since its volume may be dead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _END_SECONDS = 1.0
 
 
 class Events:
-    """``log`` None: nothing is written."""
+    """Appends to ``log``; without one it drops the lines."""
 
     def __init__(self, log: EventLog | None) -> None:
         self._queue: queue.SimpleQueue[tuple[str, Mapping[str, Any]] | None] = queue.SimpleQueue()
@@ -22,7 +22,7 @@ class Events:
         self._thread.start()
 
     def write(self, event: str, **fields: Any) -> None:
-        """Have a line appended. Never blocks."""
+        """Queue a line. Never blocks."""
         self._queue.put((event, fields))
 
     def end(self) -> None:

@@ -1,4 +1,7 @@
-"""This launcher's workers of one round: started, watched, stopped with all they left behind."""
+"""Start, watch and stop this launcher's workers of one round, with their descendants.
+
+The supervisor's loop calls it; exits flow out to the hub and the termination report.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,17 @@ from ddpjob_trainer.launcher.signals import ENDING
 from ddpjob_trainer.liveness.heartbeat import RankState, read_state
 from ddpjob_trainer.tracebacks import shorten
 
-#: Start a worker: (local rank, stdout, stderr) -> pid, or None: it will come. Raises OSError.
+#: Start a worker: (local rank, stdout, stderr) -> pid, or None: a spare will follow. Raises
+#: OSError.
 Starter = Callable[[int, int, int], int | None]
-#: Words of torch and Python for a child that SIGKILL has ended, such as a DataLoader's.
+#: Words of torch and Python for a child killed by SIGKILL, such as a DataLoader's worker.
 _CHILD_KILLED = re.compile(
     r"killed by signal: Killed|SIGKILL|DataLoader worker .* exited unexpectedly|terminated abruptly"
 )
 
 
 class Gang:
-    """``state_dir`` is this round's own, so no record of an earlier one can be taken for new."""
+    """The workers of one round. ``state_dir`` is the round's: it holds no earlier record."""
 
     def __init__(
         self,
@@ -42,26 +46,26 @@ class Gang:
         self.round = round_
         self.state_dir = state_dir
         self.exits: list[Exit] = []
-        self.unkillable: dict[int, str] = {}  # pid -> what became of a worker counted as gone
+        self.unkillable: dict[int, str] = {}  # pid -> the fate of a worker counted as gone
         self._plan = plan
         self._pump = pump
         self._say = say
         self._pids: dict[int, int] = {}  # pid -> local rank, of running workers
         self._coming: set[int] = set()  # local ranks whose pid is not known yet
-        #: Takes back what was asked for and has not come; returns local ranks.
+        #: Cancels the spares that were called and have not started; returns their local ranks.
         self.recall: Callable[[], Collection[int]] = tuple
-        self._condemned: dict[int, tuple[int, str]] = {}  # local rank -> what counts: code, why
+        self._condemned: dict[int, tuple[int, str]] = {}  # local rank -> its exit: code, exception
         self._killed: dict[int, float] = {}  # pid -> when first
-        self.stopping = False  # its workers have been told to end
+        self.stopping = False  # the launcher has asked its workers to end
         self.kill_at: float | None = None  # when all that runs is killed
-        self._swept: set[int] = set()  # others' pids that were killed when the workers had ended
+        self._swept: set[int] = set()  # pids of other processes killed after the workers had ended
         self._memory = cgroup.read()  # as it was when the round began
         self._training = False
 
     # --- Start ---------------------------------------------------------------------------
 
     def start(self, start: Starter, now: float) -> None:
-        """Start all workers. One that cannot be started counts as one that failed."""
+        """Start all workers; count one that cannot start as failed."""
         for local_rank in range(self._plan.nproc):
             try:
                 out, err = self._pump.pipes(self._plan.rank(local_rank))
@@ -83,17 +87,17 @@ class Gang:
         trace.mark("worker", rank=self._plan.rank(local_rank), pid=pid)
 
     def came(self, local_rank: int, pid: int) -> None:
-        """A worker that was promised is there."""
+        """Register the pid of a promised worker."""
         self._coming.discard(local_rank)
         self._add(local_rank, pid)
 
     def never_came(self, local_rank: int, error: OSError, now: float) -> None:
-        """A worker that was promised cannot be started."""
+        """Count a promised worker that cannot start as failed."""
         self._coming.discard(local_rank)
         self._cannot_start(local_rank, error, now)
 
     def _cannot_start(self, local_rank: int, error: OSError, now: float) -> None:
-        code = 1  # no memory, too many processes: may be better next time
+        code = 1  # no memory, too many processes: the next attempt may succeed
         if isinstance(error, FileNotFoundError):
             code = contract.ExitCode.NOT_FOUND
         elif isinstance(error, PermissionError) or error.errno == errno.ENOEXEC:
@@ -102,7 +106,7 @@ class Gang:
         self.exits.append(Exit(self._plan.rank(local_rank), local_rank, code, now))
 
     def cannot_begin(self, error: OSError, now: float) -> None:
-        """Count as failed a round that has no place for its workers' records."""
+        """Count a round as failed that has no directory for its workers' records."""
         self._say(str(error.strerror))
         rank = self._plan.rank(0)
         self.exits.append(Exit(rank, 0, 1, now, exception=shorten(f"OSError: {error.strerror}")))
@@ -111,21 +115,21 @@ class Gang:
 
     @property
     def running(self) -> int:
-        """How many workers have not ended."""
+        """Return how many workers have not ended."""
         return len(self._pids) + len(self._coming)
 
     @property
     def failed(self) -> bool:
-        """Whether a worker ended badly that was not stopped from here."""
+        """Return whether a worker failed that this launcher did not stop."""
         return any(exit_.status != 0 and not exit_.ours for exit_ in self.exits)
 
     @property
     def succeeded(self) -> bool:
-        """Whether all workers have ended with 0."""
+        """Return whether all workers have ended with 0."""
         return not self.running and all(exit_.status == 0 for exit_ in self.exits)
 
     def ended(self, pid: int, status: int, now: float) -> None:
-        """A child of the launcher was reaped; it may be a worker."""
+        """Record the exit of a reaped child, if it is a worker."""
         local_rank = self._pids.pop(pid, None)
         if local_rank is None:
             return
@@ -138,7 +142,7 @@ class Gang:
             ours = False
             status, exception = self._condemned[local_rank]
         elif status < 0:
-            exception = ""  # what it met before is not what killed it
+            exception = ""  # an exception before the signal is not the cause
         if not exception and status > 0 and not ours:
             exception = self._pump.exception(rank)
         if not ours:
@@ -157,9 +161,10 @@ class Gang:
         )
 
     def _oom(self, status: int, exception: str) -> str:
-        """Words on an end that the kernel brought about, for lack of memory, "" if it did not.
+        """Explain an exit caused by the kernel's OOM kill, "" for any other.
 
-        It kills the largest process: a worker, or a child of one, by whose end the worker fails.
+        The kernel kills the largest process: a worker, or its child, whose end then fails the
+        worker.
         """
         by_kill = status in (-signal.SIGKILL, contract.ExitCode.SIGKILL)
         if not by_kill and not (status > 0 and _CHILD_KILLED.search(exception)):
@@ -168,20 +173,20 @@ class Gang:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Running workers: rank -> pid."""
+        """Return the running workers: rank -> pid."""
         return {self._plan.rank(local_rank): pid for pid, local_rank in self._pids.items()}
 
     def state(self, local_rank: int) -> RankState | None:
-        """What a worker last said of itself in this round."""
+        """Return a worker's last record in this round."""
         return read_state(self.state_dir, self._plan.rank(local_rank))
 
     def snapshot_step(self) -> int:
-        """Step of the newest snapshot; any rank's word is good, for none boasts. -1: none."""
+        """Return the step of the newest snapshot; any rank's record counts. -1: none."""
         states = map(self.state, range(self._plan.nproc))
         return max((state.snapshot_step for state in states if state), default=-1)
 
     def is_training(self) -> bool:
-        """Whether every worker has come as far as its first step in this round."""
+        """Return whether every worker has reached its first step in this round."""
         if not self._training:
             states = map(self.state, range(self._plan.nproc))
             self._training = all(state and state.phase != "startup" for state in states)
@@ -190,18 +195,19 @@ class Gang:
     # --- Stop ----------------------------------------------------------------------------
 
     def signal(self, signum: int, now: float) -> None:
-        """Forward a signal to all workers. Who has not come yet ends with it."""
+        """Forward a signal to all workers; cancel those that have not started."""
         for pid, local_rank in self._pids.items():
             children.send(self._listener(pid, local_rank, signum), signum)
         if signum in ENDING:
             self._recall(signum, now)
 
     def _listener(self, pid: int, local_rank: int, signum: int) -> int:
-        """Who is to have a worker's signal: itself, or who trains in its process group.
+        """Choose the process to signal: the worker, or the trainer in its process group.
 
-        The latter where the worker is a shell that would only die of it, and the one that trains be
-        killed without a snapshot. Who catches it has a trap, or passes it on; but SIGINT is caught
-        by bash and Python as they are, for at a terminal all have it.
+        The latter where the worker is a shell that would die of the signal and leave the trainer to
+        be killed without a snapshot. A worker that catches the signal has a trap, or passes it on;
+        SIGINT is an exception, since bash and Python catch it by default: at a terminal every
+        process gets it.
         """
         state = self.state(local_rank)
         if state is None or (signum != signal.SIGINT and children.catches(pid, signum)):
@@ -217,7 +223,7 @@ class Gang:
     def condemn(
         self, rank: int, code: int, why: str, last_lines: Sequence[str], now: float
     ) -> None:
-        """Kill a worker that is overdue; ``code`` counts as its exit code.
+        """Kill an overdue worker; ``code`` counts as its exit code.
 
         ``last_lines`` count as the last of its output.
         """
@@ -228,7 +234,7 @@ class Gang:
                 self._kill(pid, now)
 
     def stop(self, now: float, *, last_words: float) -> None:
-        """End the workers: at once, or SIGTERM first and ``last_words`` seconds."""
+        """End the workers: at once, or by SIGTERM and ``last_words`` seconds later."""
         self.stopping = True
         if last_words > 0:
             self.signal(signal.SIGTERM, now)
@@ -236,11 +242,11 @@ class Gang:
         self.kill_by(now + last_words)
 
     def kill_by(self, moment: float) -> None:
-        """Whoever still runs at this monotonic time is killed; the earliest time counts."""
+        """Kill all running workers at this monotonic time; the earliest time counts."""
         self.kill_at = min(self.kill_at or moment, moment)
 
     def kill_when_due(self, now: float) -> float | None:
-        """Kill when it is time, and give up on who does not die; return when to call again."""
+        """Kill when due, give up on workers that survive; return when to call next."""
         dues = []
         if self.kill_at is not None and self.running:
             dues.append(max(self.kill_at, now + 0.05))
@@ -258,7 +264,7 @@ class Gang:
 
     @property
     def dying(self) -> bool:
-        """Whether one that was condemned has not ended yet."""
+        """Return whether a condemned worker is still running."""
         return not self._condemned.keys().isdisjoint(self._pids.values())
 
     def _kill(self, pid: int, now: float) -> None:
@@ -266,7 +272,7 @@ class Gang:
         children.send(pid, signal.SIGKILL)
 
     def _give_up(self, pid: int, now: float) -> None:
-        """Count as gone whom not even SIGKILL has ended: nobody can say when it will."""
+        """Count a worker as gone that has survived SIGKILL for ``exit_seconds``."""
         rank = self._plan.rank(self._pids[pid])
         words = (
             f"rank {rank} (pid {pid}) was killed, but has not ended for"
@@ -278,14 +284,14 @@ class Gang:
         self.ended(pid, -signal.SIGKILL, now)
 
     def is_gone(self, spared: Collection[int]) -> bool:
-        """Whether no worker and no descendant is left; kills descendants once workers ended.
+        """Return whether all workers and descendants are gone; kill the descendants left.
 
-        A process that a worker left behind, such as the keeper of its snapshots, has become our
-        child. ``spared``: children that are to live.
+        A process that a worker left behind, such as the keeper of its snapshots, has become the
+        launcher's child. ``spared``: children that outlive the round.
         """
         if self.running:
             return False
-        # A spare that was killed before anybody knew that it is one is called by nobody.
+        # A spare killed before it was known as one will never be called.
         left = [pid for pid in children.children() if pid not in spared or pid in self._swept]
         for pid in left:
             children.send(pid, signal.SIGKILL)

@@ -1,12 +1,12 @@
-"""The launcher's eyes on its workers: their signs of life, and what becomes of one that hangs.
+"""Watch the workers' signs of life, and end one that hangs.
 
-Deadlines are measured on the launcher's own clock from when it saw a record change, so neither
-a worker that holds the GIL nor one that is stopped can escape. A program of which no worker keeps
-a record, because it does not use our library, is not watched.
+The supervisor's loop calls it; the workers' records flow in. Deadlines are measured on the
+launcher's clock from when it saw a record change, so a worker that holds the GIL or is stopped is
+found too. A program that does not use our library keeps no record and is not watched.
 
-Who hangs is ended with the exit code of a hang; its stacks go to the log, to GET /state and, as
-far as there is room, to the termination report. Who does not end within the grace period is asked
-for them as well, just before.
+A hanging worker ends with the exit code of a hang; its stacks go to the log, to GET /state and, as
+far as there is room, to the termination report. A worker that outlasts the grace period is asked
+for its stacks just before it is killed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LONGEST_LOOK_SECONDS: Final = 1.0
 #: The answer is written within milliseconds, unless the process is stopped or swapped out.
 _STACKS_SECONDS: Final = 1.0
 _STACKS_SETTLED_SECONDS: Final = 0.05
-#: So long before the end of the grace period stacks are asked for.
+#: So long before the end of the grace period the launcher asks for stacks.
 _BEFORE_KILL_SECONDS: Final = 0.3
 
 #: Running workers: rank -> pid.
@@ -55,18 +55,18 @@ class HangWatch:
         self._looked = 0.0
 
     def look(self, directory: Path, pids: Pids, now: float) -> Hang | None:
-        """Return the worker that hangs, if one does. Cheap when called more often."""
+        """Return the hanging worker, if one hangs. Cheap when called more often."""
         if now < self._looked + self.interval:
             return None
         pause = now - self._looked - 2 * self.interval
         if self._looked and pause > 0:
-            # We were stopped or starved ourselves, and so, likely, were they.
+            # The launcher was stopped or starved itself, and so, likely, were the workers.
             for seen in self._seen.values():
                 seen.at += pause
         self._looked = now
         states = {rank: read_state(directory, rank) for rank in pids}
         signs = [self._sign(state or RankState(rank), now) for rank, state in states.items()]
-        # One record shows that the program uses our library: who has none has not come to start().
+        # One record shows that the program uses our library; without one no worker reached start().
         used = any(states.values())
         return find(signs, self._deadlines) if used else None
 
@@ -76,14 +76,14 @@ class HangWatch:
         if seen is None or seen.identity != identity:
             seen = self._seen[state.rank] = _Seen(identity, now)
         if state.phase == "done" and not _is_stopped(state.pid):
-            seen.at = now  # after the loop nobody needs to speak, but who is stopped never ends
+            seen.at = now  # after the loop silence is fine, but a stopped process never ends
         silent = now - seen.at
         late = silent > self._deadlines.shortest
         return Sign(state, silent, stopped=late and _is_stopped(state.pid))
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether SIGSTOP holds a process."""
+    """Return whether SIGSTOP holds a process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -111,11 +111,11 @@ class StackRequest:
         return stacks.request(self._directory, rank, state.pid)
 
     def due(self, now: float) -> float:
-        """When to call is_done() again."""
+        """Return when to call is_done() next."""
         return min(self._until, now + _STACKS_SETTLED_SECONDS)
 
     def is_done(self, now: float) -> bool:
-        """Whether all answers are there, or no more can be hoped for."""
+        """Return whether all answers are there, or the time for them is over."""
         if now >= self._until or not self._asked:
             return True
         sizes = tuple(stacks.size(self._directory, rank) for rank in self._asked)
@@ -125,7 +125,7 @@ class StackRequest:
         return all(sizes) and now >= self._settled
 
     def brief(self, rank: int) -> list[str]:
-        """A rank's answer, a line per thread."""
+        """Return a rank's answer, a line per thread."""
         if rank not in self._asked:
             return []
         return stacks.brief(stacks.read(self._directory, rank, STATE_MAX_STACKS_BYTES))
@@ -142,10 +142,10 @@ class StackRequest:
 
 
 class HangResponse:
-    """One launcher's, over all rounds. ``stacks``: of the last hang, for GET /state.
+    """Finds and ends hanging workers over all rounds. ``stacks``: of the last hang.
 
-    Stacks are asked for, waited for a moment, and only then the worker is killed; the supervisor's
-    loop goes on meanwhile.
+    It asks for stacks, waits a moment, and only then kills the worker; the supervisor's loop runs
+    on meanwhile.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class HangResponse:
         self.begin()
 
     def begin(self) -> None:
-        """A round begins."""
+        """Start over with a round."""
         self._names.begin()
         self._watch = HangWatch(self._deadlines)
         self._request: StackRequest | None = None
@@ -167,7 +167,9 @@ class HangResponse:
         self._why_asked = ""
 
     def tick(self, gang: Gang, now: float, *, terminating: bool) -> float:
-        """Do what is due; return when to call again. ``terminating``: we were told to end."""
+        """Do the next due action; return when to call again. ``terminating``: the launcher is
+        ending.
+        """
         if self._request is not None:
             if not self._request.is_done(now):
                 return self._request.due(now)

@@ -1,7 +1,7 @@
-"""Standard output and error, written by threads: a reader that stands still stops nobody else.
+"""Write standard output and error from threads, so a stalled reader blocks only itself.
 
 Workers wait while there is no room, as they would at the pipe itself. The supervisor never does:
-what it says beyond a bound is dropped, and how much is said when there is room again.
+its lines beyond a bound are dropped, and their number is printed when there is room again.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import time
 from collections import deque
 from typing import Final
 
-#: Workers wait for a reader beyond this.
+#: Workers wait for the reader beyond this.
 _WORKERS_BYTES: Final = 64 * 1024
-#: What the launcher itself says, and the last words of workers that have ended, go up to this.
+#: The bound for the launcher's own lines and the last output of ended workers.
 _MAX_BYTES: Final = 4 * 1024 * 1024
-_PIECE: Final = 64 * 1024  # so that a slow reader is told from one that stands still
+_PIECE: Final = 64 * 1024  # so that a slow reader is distinguished from a stalled one
 #: At the end: so long without the reader taking anything, and in all; in a hurry half a second.
 _PATIENCE_SECONDS: Final = 5.0
 _FLUSH_SECONDS: Final = 30.0
 _HURRY_SECONDS: Final = 0.5
-#: So much longer while the reader has room: then it is our thread that stands still.
+#: So much longer while the reader has room: then it is our thread that is late.
 _BUSY_SECONDS: Final = 2.0
 
 
@@ -90,10 +90,10 @@ def _write(fd: int, data: memoryview) -> int:
     while True:
         try:
             return os.write(fd, data)
-        except BlockingIOError:  # somebody made our output non-blocking, and its reader is slow
+        except BlockingIOError:  # our output was made non-blocking, and its reader is slow
             select.select([], [fd], [])
         except OSError:
-            return len(data)  # nobody reads our output any more; training goes on
+            return len(data)  # the reader is gone; training goes on
 
 
 def _has_room(fd: int) -> bool:
@@ -111,7 +111,7 @@ class Log:
         self._sinks = {1: error if _same_file(1, 2) else _Sink("stdout", 1), 2: error}
 
     def say(self, text: str) -> None:
-        """One line of the launcher's own."""
+        """Print one line of the launcher."""
         self.put(2, f"launcher: {text}\n".encode(errors="replace"))
 
     def put(self, fd: int, data: bytes) -> None:
@@ -120,13 +120,13 @@ class Log:
             self._sinks[fd].put(fd, data)
 
     def wait_for_room(self, fd: int) -> None:
-        """Wait for the reader as long as it takes: for whoever passes on workers' output."""
+        """Wait for the reader as long as it takes, before passing on workers' output."""
         self._sinks[fd].wait_for_room()
 
     def flush(self, *, hurry: bool = False) -> None:
-        """At the end: wait until all is written, not for ever for a reader that stands still.
+        """Wait until all is written, but a bounded time for a reader that stalls.
 
-        ``hurry``: somebody waits for our end.
+        ``hurry``: the launcher was asked to end.
         """
         deadline = time.monotonic() + (_HURRY_SECONDS if hurry else _FLUSH_SECONDS)
         for sink in self._sinks.values():

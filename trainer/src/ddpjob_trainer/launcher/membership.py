@@ -1,4 +1,7 @@
-"""A launcher's part in the gang: its link to the hub, and the hub itself in launcher 0."""
+"""Connect a launcher to the hub, which launcher 0 also holds.
+
+The supervisor calls it: exits flow to the hub, Stop, Go and End come back.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from ddpjob_trainer.launcher.plan import Plan
 
 
 class Membership:
-    """``rounds``: whether a round may follow a failure."""
+    """A launcher's place in the gang. ``rounds``: a round may follow a failure."""
 
     def __init__(self, link: Link, hub: Hub | None, server: HubServer | None, rounds: bool) -> None:
         self.link = link
@@ -26,7 +29,7 @@ class Membership:
         self._server = server
 
     def tick(self, now: float) -> float | None:
-        """Have the hub do what is due; return when to call again at the latest."""
+        """Run the hub's due actions; return when to call next at the latest."""
         dues = [
             self._hub.tick(now) if self._hub is not None else None,
             self._server.tick(now) if self._server is not None else None,
@@ -35,16 +38,16 @@ class Membership:
 
     @property
     def needed(self) -> bool:
-        """Whether others depend on the hub here."""
+        """Return whether other launchers depend on the hub here."""
         return self._server is not None and self._hub is not None and self._hub.needed
 
     @property
     def others(self) -> tuple[list[Exit], int]:
-        """What the hub here knows of other launchers' ranks: ends with 0, and how many run."""
+        """Return the hub's count of other launchers' ranks: ends with 0, and how many run."""
         return self._hub.others if self._hub is not None else ([], 0)
 
     def close(self) -> None:
-        """Leave: whoever is connected sees it."""
+        """Close the link and the hub's server; connected launchers notice."""
         self.link.close()
         if self._server is not None:
             self._server.close()
@@ -70,7 +73,7 @@ def join(
             listener = sockets.bind(plan.hub_port)
         except OSError as error:
             tell(f"no restart in place: port {plan.hub_port} of the hub: {error.strerror}")
-    # Whom nobody can reach is alone: it waits for nobody.
+    # Without its port the hub is unreachable: this launcher waits for no other.
     budget = 0 if plan.hub_port is not None and listener is None else plan.rounds_without_progress
     replicas = plan.replicas if listener is not None else 1
     link = LocalLink()

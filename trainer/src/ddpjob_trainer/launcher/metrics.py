@@ -1,4 +1,4 @@
-"""GET /metrics of a launcher: what its ranks have published, and what it counts itself."""
+"""Serve GET /metrics of a launcher: its ranks' metrics, and its own counters."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class LauncherMetrics:
 
 
 def forget_dead(directory: Path) -> None:
-    """Remove the files of processes that are gone; ranks' own files go on with the next round.
+    """Remove the files of processes that are gone; keep the ranks' own.
 
-    Others come from forked children, and from a script that has metrics of its own: a spare that
+    Others come from forked children, and from a script with its own metrics: a spare that
     has imported them, a worker by now perhaps, is alive.
     """
     for path in directory.glob("*.db"):
@@ -51,7 +51,7 @@ def worker_metrics(directory: Path) -> bytes:
         try:
             return _render(_Files(directory))
         except (OSError, ValueError, RuntimeError, struct.error):
-            # A file went or was half made in between.
+            # A file vanished, or was half written.
             if attempt == _ATTEMPTS - 1:
                 raise
     raise AssertionError("unreachable")

@@ -1,7 +1,7 @@
-"""Whether rank 0's name resolves: a round whose workers cannot find one another hangs in silence.
+"""Check that rank 0's name resolves: without it a round's workers hang in silence.
 
-hangs.py begins it with each round, and asks it. It asks the resolver in a thread, for that one
-blocks for as long as it likes. Pods' names may take half a minute at a job's first start.
+hangs.py begins it with each round, and reads ``trouble``. A thread asks the resolver, which may
+block for long. Pods' names may take half a minute at a job's first start.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _NEWS_SECONDS: Final = 20.0
 
 
 class Names:
-    """One launcher's, over all rounds. ``trouble``: why the name helps nobody, "" if it does.
+    """The checks of all rounds. ``trouble``: why the name does not resolve, "" if it does.
 
-    ``address``: None where no other pod is to be found. ``say`` tells of it once a round.
+    ``address``: None where there is no other pod. ``say`` reports trouble once a round.
     """
 
     def __init__(self, address: str | None, say: Callable[[str], None]) -> None:
@@ -29,7 +29,7 @@ class Names:
         self._over = threading.Event()
 
     def begin(self) -> None:
-        """A round begins."""
+        """Start over with a round."""
         self.end()
         self.trouble, self._over = "", threading.Event()
         if self._address is not None:
@@ -37,7 +37,7 @@ class Names:
             threading.Thread(target=self._ask, args=task, name="names", daemon=True).start()
 
     def end(self) -> None:
-        """Ask no more."""
+        """Stop asking."""
         self._over.set()
 
     def _ask(self, address: str, over: threading.Event) -> None:

@@ -1,6 +1,6 @@
-"""Workers' output: passed through, line by line with a prefix where useful, the tail kept.
+"""Pass workers' output through, with a prefix per line where useful, and keep the tail.
 
-One thread reads all pipes, and waits while the log has no room.
+The gang asks for pipes, one thread reads them all, and waits while the log has no room.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TAIL_LINES = 20
 _LINE_END = re.compile(rb"(\r?\n|\r)")
 _MAX_LINE = 64 * 1024  # a longer line is passed on in pieces
 _READ = 64 * 1024
-_PIPE_BYTES = 1024 * 1024  # no pipe holds more, unless root made it so
+_PIPE_BYTES = 1024 * 1024  # the largest pipe, unless root allowed more
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class OutputPump:
         threading.Thread(target=self._run, name="output", daemon=True).start()
 
     def pipes(self, rank: int) -> tuple[int, int]:
-        """Return writing ends for a new worker's stdout and stderr; its tail begins anew.
+        """Return writing ends for a new worker's stdout and stderr; clear its tail.
 
         Raises OSError.
         """
@@ -81,13 +81,13 @@ class OutputPump:
         return ends[0], ends[1]
 
     def tail(self, rank: int) -> list[str]:
-        """Last lines of a worker, oldest first."""
+        """Return the last lines of a worker, oldest first."""
         with self._lock:
             worker = self._workers.get(rank)
             return list(worker.tail) if worker else []
 
     def exception(self, rank: int, *, crashed: bool = False) -> str:
-        """Last exception that a worker told of, "" if none; of one that ``crashed`` how it did."""
+        """Return a worker's last exception, or, if it ``crashed``, its fatal error; "" if none."""
         with self._lock:
             worker = self._workers.get(rank)
             found = [stream.tracebacks for stream in worker.streams[::-1]] if worker else []
@@ -95,15 +95,15 @@ class OutputPump:
             return next(filter(None, words), "")
 
     def add(self, rank: int, lines: Sequence[str]) -> None:
-        """Append to the tail what the launcher says of a worker."""
+        """Append lines about a worker to its tail."""
         with self._lock:
             if rank in self._workers:
                 self._workers[rank].tail.extend(lines)
 
     def collect(self, rank: int) -> None:
-        """Take in what a worker that has ended left in its pipes, without waiting for anybody.
+        """Read an ended worker's remaining output, without waiting for any writer.
 
-        Whoever still holds a pipe, a stray child, is read on as before.
+        A stray child that still holds a pipe is read on as before.
         """
         with self._lock:
             worker = self._workers.get(rank)
@@ -125,7 +125,7 @@ class OutputPump:
                     self._take(stream)
 
     def _take(self, stream: _Stream) -> bool:
-        """Read once; whether there may be more."""
+        """Read once; return whether there may be more."""
         if stream.fd < 0:
             return False
         try:
@@ -156,5 +156,5 @@ class OutputPump:
 
 
 def stdout_is_terminal() -> bool:
-    """Whether a person watches."""
+    """Return whether standard output is a terminal."""
     return os.isatty(1)  # sys.stdout is None where it was closed

@@ -1,7 +1,7 @@
-"""How fast steps follow one another now: /state tells it of the worker whose record it shows.
+"""Measure how many steps per second a worker makes, for GET /state.
 
-The supervisor's loop looks at that record once a second; a thread that serves HTTP asks. What is
-kept is bounded, and a worker that stands still is seen to be slow.
+The supervisor's loop looks at that worker's record once a second; a thread that serves HTTP asks.
+The marks kept are bounded, and the rate of a worker that hangs falls.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ _LOOK_SECONDS: Final = 1.0
 
 
 class Pace:
-    """Steps per second of the last minute, or of the last two changes where they take longer."""
+    """The steps per second of the last minute, or of the last two slower changes."""
 
     def __init__(self) -> None:
         self._marks: tuple[tuple[float, int], ...] = ()  # when a step was first seen, oldest first
         self._looked = 0.0
 
     def begin(self) -> None:
-        """A round begins."""
+        """Start over with a round."""
         self._marks = ()
 
     def is_due(self, now: float) -> bool:
-        """Whether to look again: more often is of no use."""
+        """Return whether the next look is due."""
         return now - self._looked >= _LOOK_SECONDS
 
     def look(self, state: RankState | None, now: float) -> None:
-        """Take in what a worker says of itself."""
+        """Take in a worker's record."""
         self._looked = now
         if state is None or state.phase == "startup":
             return
@@ -42,7 +42,7 @@ class Pace:
         self._marks = marks
 
     def per_second(self, now: float) -> float | None:
-        """None: nobody knows yet."""
+        """Return the rate, None before two changes."""
         marks = self._marks
         if len(marks) < 2:
             return None

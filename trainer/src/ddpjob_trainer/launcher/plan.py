@@ -1,4 +1,7 @@
-"""What to start: the command and each worker's environment, torchrun's names included."""
+"""Plan a launcher's work: the command, and each worker's environment, torchrun's names included.
+
+cli.py calls make_plan(); the supervisor and its parts read the plan.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,9 @@ from ddpjob_trainer.travels import check_notebook
 
 #: In a DDPJob a volume that the operator mounts.
 _MEMORY = "/dev/shm"
-#: A killed process that waits for a disk or a device that does not answer ends when that does.
+#: A killed process that waits for a disk or device without an answer may end later.
 _EXIT_SECONDS = 10.0
-#: One that has a GPU gives its memory back first: seconds, and more after an error of the GPU.
+#: With a GPU it frees GPU memory first: seconds, and more after an error of the GPU.
 _EXIT_SECONDS_WITH_GPUS = 60.0
 
 
@@ -63,7 +66,7 @@ class Plan:
     uid: str
     attempt: int
     grace_seconds: float
-    exit_seconds: float  # a killed process may take so long to end
+    exit_seconds: float  # how long a killed process may take to end
     metrics_port: int | None
     termination_log: Path | None
     standalone: bool
@@ -75,7 +78,7 @@ class Plan:
     drill: str  # Auto, Always or Never
     hub_port: int | None  # None: alone, or no rounds
     spares: int
-    preload: tuple[str, ...]  # modules that they are to have imported
+    preload: tuple[str, ...]  # modules that spares import for the script
     first_round_from_spares: bool  # else it starts fresh interpreters
     uses_our_library: bool  # then rank 0 takes the store's port from us
     trace: Path | None
@@ -84,11 +87,11 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """Training processes in the whole gang."""
+        """Return the number of training processes in the gang."""
         return self.replicas * self.nproc
 
     def rank(self, local_rank: int) -> int:
-        """Global rank of a local one."""
+        """Return the global rank of a local one."""
         return self.replica * self.nproc + local_rank
 
 
@@ -124,7 +127,10 @@ def command_line(program: Program) -> tuple[str, ...]:
 
 
 def _rounds(env: LauncherEnvironment, given: int | None, *, standalone: bool) -> int:
-    """The command line wins. Between pods rounds need the hub's port from the operator."""
+    """Choose the rounds' budget: the command line, else the operator's, else the default.
+
+    Between pods rounds need the hub's port from the operator.
+    """
     if given is not None:
         whole("--max-rounds-without-progress", given)
     if env.replicas > 1 and env.hub_port is None:
@@ -144,7 +150,10 @@ def _heal_after(env: LauncherEnvironment, given: int | None, *, standalone: bool
 
 
 def _spares(given: str, program: Program, nproc: int, rounds: int, *, ours: bool) -> int:
-    """One per worker for a script that uses our library; executables cannot have any."""
+    """Choose the number of spares: one per worker of a script that uses our library.
+
+    An executable cannot have any.
+    """
     if given != "auto" and not given.isdigit():
         raise ConfigError(f"--spares {given!r} must be a number or auto")
     python = program.module or program.name.endswith(".py")
@@ -176,7 +185,7 @@ def make_plan(
     preload: str = "",
     master_port: int | None = None,
 ) -> Plan:
-    """Join the environment and the command line; the operator's number of processes wins.
+    """Build the plan from environment and command line; the operator's number of processes wins.
 
     Raises ConfigError, CannotStartError.
     """
@@ -228,11 +237,11 @@ def make_plan(
 
 
 def common_environment(plan: Plan, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The part of a worker's environment that no rank and no round changes."""
+    """Return the part of a worker's environment that all ranks and rounds share."""
     env = dict(base)
     env.setdefault("OMP_NUM_THREADS", "1")
     env.setdefault("PYTHONUNBUFFERED", "1")
-    # Whether CUDA is there is asked of NVML, not of the driver, which no fork survives.
+    # Ask NVML whether there is CUDA: the driver survives no fork.
     env.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     env[TERMINAL] = str(terminal_columns())
     try:
@@ -250,7 +259,7 @@ def common_environment(plan: Plan, base: Mapping[str, str] = os.environ) -> dict
 
 
 def _give_home(env: dict[str, str]) -> None:
-    """Give a user of whom the image knows nothing a name and a home: caches want both.
+    """Give a user id unknown to the image a name and a home for caches.
 
     Clusters run containers under any user id; Python's getpass fails then, and torch with it.
     """
@@ -264,7 +273,7 @@ def _give_home(env: dict[str, str]) -> None:
 
 
 def rank_environment(plan: Plan, local_rank: int, round_: int, scratch: Scratch) -> dict[str, str]:
-    """Everything torchrun sets, and what our library reads besides."""
+    """Return the variables that torchrun sets, and those of our library."""
     address, port = plan.master
     return dict(
         RANK=str(plan.rank(local_rank)),

@@ -1,7 +1,8 @@
-"""Progress of a program that keeps files of its own: the newest mtime at a declared path.
+"""Find the progress of a program by the newest mtime at a declared path.
 
-Read by a thread, since a file server that does not answer must not stop the launcher. What is read
-is compared with what was read before only: whose clock it is nobody knows.
+The supervisor looks before rounds and at the end. A thread reads, since a file server that does not
+answer must not stop the launcher. Times are compared with earlier ones only, since the file
+server's clock is unknown.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from pathlib import Path
 from typing import Final
 
 _LEVELS: Final = 3
-#: So many entries are looked at, the newest directories first; a file server serves others too.
+#: The most entries of one look, the newest directories first; a file server has other clients.
 MOST_ENTRIES: Final = 10_000
 _EVERY_SECONDS: Final = 5.0
-#: A look takes at most this part of the time.
+#: The largest share of time spent on looks.
 _SHARE: Final = 0.02
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 NEVER: Final = -1
 
 
 class ProgressPath:
-    """``newest``: the latest that was read, in ns since the epoch; NEVER: nothing yet.
+    """``newest``: the latest mtime read, in ns since the epoch; NEVER: none yet.
 
-    It never goes back. ``path`` None: nothing is declared, and no thread runs.
+    It only grows. ``path`` None: nothing is declared, and no thread runs.
     """
 
     def __init__(self, path: Path | None, every: float = _EVERY_SECONDS) -> None:
@@ -44,11 +45,11 @@ class ProgressPath:
             threading.Thread(target=self._run, name="progress", daemon=True).start()
 
     def look(self, seconds: float) -> None:
-        """Have it read now and wait for that, at most so long."""
+        """Read the path now; wait for the result, at most so long."""
         if self._path is None:
             return
         with self._read:
-            wanted = self._begun + 1  # one that has begun already may have passed the newest file
+            wanted = self._begun + 1  # a look that has begun may have passed the newest file
             self._wanted.set()
             self._read.wait_for(lambda: self._done >= wanted, seconds)
 
@@ -67,10 +68,10 @@ class ProgressPath:
 
 
 def newest_mtime(path: Path) -> int:
-    """Newest mtime, in ns since the epoch, of a file, or of the files below a directory.
+    """Return the newest mtime, in ns, of a file or below a directory.
 
-    ``*`` in the last part stands for any characters. Below the path, links count themselves and
-    are not followed. What is not there or may not be read counts as NEVER.
+    ``*`` in the last part matches any characters. Below the path, links count themselves and are
+    not followed. A missing or unreadable entry counts as NEVER.
     """
     budget = iter(range(MOST_ENTRIES))
     newest, directories = NEVER, []
@@ -96,13 +97,13 @@ def newest_mtime(path: Path) -> int:
 
 
 def as_text(mtime: int) -> str:
-    """RFC 3339 in UTC, microseconds."""
+    """Format a time in RFC 3339, UTC, with microseconds."""
     moment = _EPOCH + timedelta(microseconds=mtime // 1000)
     return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def _sane(mtime: int) -> int:
-    """A time that the operator can write down too."""
+    """Drop a time that the operator cannot write down."""
     return mtime if mtime < 2**63 else NEVER
 
 
@@ -118,7 +119,7 @@ def _declared(path: Path, budget: Iterator[int]) -> list[str]:
 def _entries(
     directory: str, budget: Iterator[int]
 ) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
-    """Entries of a directory that can be read, with what lstat says of them."""
+    """Yield the readable entries of a directory, with their lstat."""
     try:
         with os.scandir(directory) as entries:
             for entry in entries:

@@ -1,7 +1,7 @@
-"""The launcher's private directory: what workers tell it, a directory per round, and their metrics.
+"""Keep the launcher's private directory: workers' records per round, and their metrics.
 
-In memory where there is room, else in any place that may be written. The launcher locks it, so
-one whose lock is free was left by a launcher that was killed, and the next one removes it.
+In memory where there is room, else in any place that may be written. The launcher locks it: a
+directory with a free lock was left by a killed launcher, and the next one removes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-#: Not only a prefix: what earlier versions made, without a lock, is called otherwise.
+#: Another name than that of earlier versions' directories, which have no lock.
 _PREFIX: Final = "ddpjob-launcher-"
 #: A rank's state, its stacks, metrics and record of steps, which are mapped: without room it gets
 #: SIGBUS.
@@ -24,7 +24,7 @@ _RANK_BYTES: Final = 768 * 1024
 
 
 class NoRoomError(OSError):
-    """No directory has room; ``strerror`` tells the cure."""
+    """No directory has room; ``strerror`` names the cure."""
 
 
 class Scratch:
@@ -39,20 +39,20 @@ class Scratch:
 
     @property
     def metrics(self) -> Path:
-        """The files of prometheus-client's multiprocess mode."""
+        """Return the directory of prometheus-client's multiprocess mode."""
         return self.path / "metrics"
 
     @property
     def replay(self) -> Path:
-        """What the ranks of a round keep for those of the next."""
+        """Return the directory that the ranks of a round leave to the next."""
         return self.path / "replay"
 
     def round_path(self, round_: int) -> Path:
-        """Where the workers of a round keep their records."""
+        """Return the directory of a round's records."""
         return self.path / f"round-{round_}"
 
     def begin(self, round_: int) -> Path:
-        """Make a round's directory, elsewhere when there is no room. Raises NoRoomError."""
+        """Make a round's directory, in another place if this one is full. Raises NoRoomError."""
         try:
             self._check_room(self.path)
             self.round_path(round_).mkdir()
@@ -61,12 +61,12 @@ class Scratch:
         return self.round_path(round_)
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Remove the directory."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
     def _move(self, round_: int) -> None:
-        """Go on in another place; counters go on too."""
+        """Move to another place, with the counters."""
         old, lock = self.path, self._lock
         self.path, self._lock = self._make()
         self.round_path(round_).mkdir()
@@ -92,7 +92,7 @@ class Scratch:
 
     def _check_room(self, path: Path) -> None:
         found = os.statvfs(path)
-        # Some file systems count neither.
+        # Some file systems count neither blocks nor inodes.
         if found.f_blocks and found.f_bavail * found.f_frsize < self._bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if found.f_files and not found.f_favail:
@@ -100,7 +100,7 @@ class Scratch:
 
 
 def _known(parents: tuple[str | None, ...]) -> Iterator[Path]:
-    """``None``: the temporary directory, which a read-only root file system may not have."""
+    """Yield the existing parents; ``None`` is the temporary directory, if there is one."""
     for parent in parents:
         with contextlib.suppress(FileNotFoundError):
             yield Path(tempfile.gettempdir() if parent is None else parent)
@@ -115,18 +115,18 @@ def _locked_directory(parent: Path) -> tuple[Path, int]:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 ours = path.exists()
             except OSError as error:
-                # Where there are no locks nobody can take it for one left behind.
+                # Without locks no launcher can take it for one left behind.
                 ours = not isinstance(error, BlockingIOError)
             if ours:
                 (path / "metrics").mkdir()
                 return path, fd
-            os.close(fd)  # another launcher, at its start, took it for one left behind
+            os.close(fd)  # another launcher took it for one left behind
 
 
 def _remove_left_behind(parent: Path) -> None:
-    """Remove directories of this user's launchers that are dead, for their locks are free."""
+    """Remove directories of this user's dead launchers, whose locks are free."""
     for path in _candidates(parent):
-        # Never in the way of a start, whatever somebody has put there.
+        # A start must not fail because of foreign files.
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:

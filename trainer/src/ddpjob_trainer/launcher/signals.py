@@ -1,4 +1,4 @@
-"""Signals that the launcher is sent: collected while it watches, and obeyed at once at its end."""
+"""Collect the launcher's signals while it watches; obey them at once at its end."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _FORWARDED: Final = ENDING | {signal.SIGUSR1, signal.SIGUSR2}
 
 
 class Signals:
-    """``pending``: those that nobody has dealt with yet, oldest first."""
+    """``pending``: signals not handled yet, oldest first."""
 
     def __init__(self) -> None:
         self.pending: list[int] = []
 
     @contextlib.contextmanager
     def collected(self, selector: selectors.BaseSelector) -> Iterator[None]:
-        """Each, and each child's end, wakes the selector.
+        """Collect signals and children's ends, and wake the selector for each.
 
-        Afterwards they are still collected, and do nothing else until `end_at_once`. What nohup,
-        or a shell at `&`, has us ignore ends neither us nor the workers.
+        Afterwards signals are still collected, without effect until `end_at_once`. A signal ignored
+        under nohup, or by a shell at `&`, ends neither the launcher nor the workers.
         """
         read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
@@ -52,7 +52,7 @@ class Signals:
             os.close(write)
 
     def end_at_once(self, code: int) -> bool:
-        """From now on what ends us does so with ``code``; whether such a signal is pending."""
+        """Make signals end the process with ``code``; return whether one is pending."""
         for signum in ENDING:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, lambda *_: os._exit(code))

@@ -1,4 +1,4 @@
-"""Listening sockets: IPv4 and IPv6 on one where the machine has both."""
+"""Bind listening sockets, for IPv4 and IPv6 at once where the machine has both."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import random
 import socket
 from typing import Final
 
-#: Why a connection cannot be taken in though it is there: select() would return at once, again and
-#: again.
+#: Errors by which accept() fails though a connection waits: select() would return at once, for
+#: ever.
 FULL: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 #: Until the next try.
 FULL_SECONDS: Final = 0.2
-#: Below net.ipv4.ip_local_port_range as Linux has it, and what the operator draws for gangs on the
-#: host's network.
+#: Below Linux's net.ipv4.ip_local_port_range, and outside the ports that the operator draws for
+#: gangs on the host's network.
 _QUIET: Final = range(10000, 20000)
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports for others to bind later. Each another one: all are held until all are known.
+    """Find distinct free ports for others to bind later; hold each until all are found.
 
-    Not of those that the kernel hands out for 0 or to connections: until it is bound, another
-    program would be given it. Raises OSError where there are not so many.
+    Outside the range that the kernel hands out for 0 or to connections: another program could get
+    such a port before it is bound. Raises OSError where too few are free.
     """
-    chance, found = random.SystemRandom(), list[int]()  # whatever seed is set
+    chance, found = random.SystemRandom(), list[int]()  # independent of any seed
     why = OSError(errno.EADDRINUSE, "no port is free")
     with contextlib.ExitStack() as held:
         for _ in range(count + len(_QUIET)):
             port = chance.choice(_QUIET)
             try:
-                # What another holds and does not listen on yet is taken.
+                # A port that another program holds without listening is taken.
                 held.enter_context(bind(port, reuse=False))
             except OSError as error:
                 why = error
@@ -42,9 +42,9 @@ def free_ports(count: int) -> list[int]:
 
 
 def bind(port: int, *, host: str = "", reuse: bool = True) -> socket.socket:
-    """Bind a TCP socket to a port of every address, or of one. 0: any. Raises OSError.
+    """Bind a TCP socket to a port of all addresses, or of one. 0: any port. Raises OSError.
 
-    ``reuse``: also where connections of one before it are left, or another holds it unused.
+    ``reuse``: also where connections of an earlier one are left, or another holds it unused.
     """
     dual = not host and socket.has_dualstack_ipv6()
     bound = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)

@@ -1,6 +1,7 @@
-"""How a round's workers come to life: a called spare, else a fresh interpreter.
+"""Start a round's workers: from a called spare, else in a fresh interpreter.
 
-Also what outlives a round: the spares, and the socket of the store that rank 0 serves.
+The supervisor calls it. It also holds what outlives a round: the spares, and the socket of the
+store that rank 0 serves.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from ddpjob_trainer.launcher.processes.spares import Call, Spares
 from ddpjob_trainer.launcher.scratch import NoRoomError, Scratch
 
 _REFILL_SECONDS = 0.1
-#: A program without our library does not say when it trains; it has started by then.
+#: A program without our library does not report when it trains; it has started by then.
 _STARTED_SECONDS = 10.0
 
 
 class Starter:
-    """``scratch``: where workers keep what they tell the launcher."""
+    """Starts the workers of all rounds. ``scratch``: the directory of their records."""
 
     def __init__(
         self,
@@ -65,13 +66,13 @@ class Starter:
         gang.start(lambda local_rank, out, err: self._start(local_rank, out, err, now), now)
 
     def _bind_store(self) -> socket.socket | None:
-        """Rank 0 gets this socket in every round, so no rank has to wait for a free port.
+        """Bind the store's socket that rank 0 gets in every round, ready without a wait.
 
         It is not listening: a script that does not use it can still bind the port itself.
         """
         plan = self._plan
         if plan.uses_our_library and plan.replica == 0 and plan.world_size > 1:
-            # Still held by an earlier attempt's process: then rank 0 itself waits for it.
+            # Held by an earlier attempt's process: then rank 0 itself waits for it.
             with contextlib.suppress(OSError):
                 return sockets.bind(plan.master[1])
         return None
@@ -94,7 +95,7 @@ class Starter:
         return children.spawn(self._plan.command, env, call.out, call.err, tuple(call.fds.values()))
 
     def _came(self, local_rank: int, pid: int, call: Call, now: float) -> None:
-        """A spare that was called while it was still being forked is a worker now, or never."""
+        """Register a spare that was called during its fork, else start a fresh process."""
         try:
             self._gang.came(local_rank, pid or self._spawn(call))
         except OSError as error:
@@ -106,7 +107,7 @@ class Starter:
     # --- Spares --------------------------------------------------------------------------
 
     def refill(self, now: float) -> float | None:
-        """Have spares made once training is under way; return when to call again."""
+        """Order spares once training is under way; return when to call next."""
         due = self._spares.tick(now)
         if self._spares.full or self._gang.stopping:
             return due
@@ -117,9 +118,9 @@ class Starter:
         return min(due or now + _REFILL_SECONDS, now + _REFILL_SECONDS)
 
     def spared(self) -> set[int]:
-        """Children that are no workers and outlive a round."""
+        """Return the pids of children that are no workers and outlive a round."""
         return self._spares.pids()
 
     def ended(self, pid: int, now: float) -> None:
-        """A child was reaped."""
+        """Pass on a reaped child to the spares."""
         self._spares.ended(pid, now)

@@ -1,7 +1,8 @@
-"""The launcher's one loop: signals, reaping, the hub's word; rounds begin and end here.
+"""Run the launcher's one loop: signals, reaping, the hub's messages, the rounds.
 
-Everything happens in the main thread, woken by signals and sockets; threads only pump output,
-resolve the hub's name and serve HTTP. When the loop ends no descendant of the launcher is alive.
+`ddpjob-trainer run` calls it with a plan. Everything happens in the main thread, woken by signals
+and sockets; threads only pump output, resolve the hub's name and serve HTTP. When the loop ends no
+descendant of the launcher is alive.
 """
 
 from __future__ import annotations
@@ -50,15 +51,15 @@ from ddpjob_trainer.telemetry.event_log import EventLog
 
 _TICK_SECONDS = 1.0
 _HEALTHY_SECONDS = 10.0
-#: When no round can follow: what a worker may still say or write after another one failed.
+#: When no round can follow: seconds for a worker's last output after another one failed.
 _LAST_WORDS_SECONDS = 1.0
 #: The hub answers a failure in milliseconds; a barrier takes as long as processes take to end.
 _ANSWER_SECONDS = 10.0
-#: Between two words to the hub that killed processes have not ended yet.
+#: Between two messages to the hub that killed processes have not ended yet.
 _EXITING_SECONDS = 1.0
-#: Workers that have succeeded can be needed again, by a round; not for ever.
+#: A round may need succeeded workers again; the launcher waits so long for it.
 _SUCCESS_SECONDS = 60.0
-#: For the progress path: a file server that does not answer must not hold us up.
+#: For the progress path: a file server that does not answer must not delay the launcher.
 _LOOK_SECONDS = 0.2
 
 
@@ -70,20 +71,20 @@ class _Phase(Enum):
 
 
 class Supervisor:
-    """One run of a plan: all its rounds."""
+    """All rounds of one run of a plan."""
 
     def __init__(self, plan: Plan, refill: Callable[[Path], None] | None = None) -> None:
-        """``refill``: makes the working directory that of a new pod, but for a path."""
+        """``refill``: restores the working directory to that of a new pod, except one path."""
         self._plan = plan
-        # The folder of one launcher is that of all ranks, which go on from what lies there.
+        # All ranks of a single launcher share its folder and continue from the files there.
         self._refill = refill if plan.replicas > 1 else None
         self._selector = selectors.DefaultSelector()
         self._signals = Signals()
         self._tick = time.monotonic()
         self._phase = _Phase.RUNNING
-        self._since = self._tick  # when the phase began, or the first failure was told
+        self._since = self._tick  # when the phase began, or the hub heard of the first failure
         self._told = 0  # exits that the hub knows of
-        self._exiting_told = 0.0  # when it was told last that killed processes have not ended
+        self._exiting_told = 0.0  # when the hub last heard that killed processes have not ended
         self._known = termination.Known()
         # Beside the hub, which asks for it.
         self._progress = ProgressPath(plan.progress_path if plan.replica == 0 else None)
@@ -100,15 +101,15 @@ class Supervisor:
         self._events = Events(EventLog(plan.events) if plan.events and plan.replica == 0 else None)
 
     def run(self) -> int:
-        """Return the exit code of the launcher."""
+        """Run all rounds; return the launcher's exit code."""
         try:
             code = self._run()
         except Exception as error:
-            # Of ours, or of this machine: whoever reads the report must hear of it.
+            # A fault of the launcher or of this machine: the report must name it.
             if not isinstance(error, NoRoomError):
                 self._log.put(2, traceback.format_exc().encode(errors="replace"))
             code = termination.broke(self._plan, error, self._log.say)
-        # The report is written: a signal hurries the end, and changes none.
+        # The report is written: a signal hurries the end, but does not change it.
         told_late = self._signals.end_at_once(code)
         self._log.flush(hurry=self._ended.signal != 0 or told_late)
         return code
@@ -197,10 +198,10 @@ class Supervisor:
     # --- Watch ---------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Until nothing more is to be done here."""
+        """Run the loop until this launcher has nothing left to do."""
         while True:
-            # What has come is read before the time is held against anybody. In this order: a
-            # failure elsewhere that we hear of here is older than an end that we see below.
+            # Input is read before deadlines are checked. In this order: a failure elsewhere that
+            # the hub reports here is older than an exit that is reaped below.
             self._sleep(0)
             now = self._tick = time.monotonic()
             for pid, status in children.reap():
@@ -254,14 +255,14 @@ class Supervisor:
                 self._gang.kill_by(now)  # a second Ctrl-C means it
 
     def _end_by_grace(self, now: float) -> None:
-        """Kill what has not ended by itself; the last tenth, at least 1 s, is for our own end."""
+        """Kill the workers still running near the end of the grace period."""
         grace = self._plan.grace_seconds
         self._gang.kill_by(now + max(0.5, grace - max(1.0, grace / 10)))
 
     # --- Rounds --------------------------------------------------------------------------
 
     def _tell(self, now: float) -> None:
-        """Tell the hub of exits."""
+        """Report new exits to the hub."""
         gang = self._gang
         if self._phase is not _Phase.RUNNING or self._told == len(gang.exits):
             return
@@ -275,12 +276,12 @@ class Supervisor:
             self._member.link.send(Done(gang.round, tuple(gang.exits)), now)
 
     def _heed(self, now: float) -> None:
-        """Do what the hub says."""
+        """Do as the hub's messages say."""
         link = self._member.link
         while link.inbox:
             self._obey(link.inbox.popleft(), now)
         asking = self._ended.waiting_since or self._phase is _Phase.SUCCEEDED
-        # Where ranks train, rank 0's launcher is there: without a hub by now it has none.
+        # While ranks train, rank 0's launcher runs: a hub not met by now is lost.
         if lost := link.lost or (link.unmet if asking and self._gang.is_training() else ""):
             self._lose(lost, now)
         waiting = {_Phase.RUNNING: self._ended.waiting_since, _Phase.SUCCEEDED: 0.0}
@@ -292,7 +293,7 @@ class Supervisor:
             self._lose("it does not answer", now)
 
     def _lose(self, why: str, now: float) -> None:
-        """Nothing follows without the hub. What failed here before counts as the cause."""
+        """End the attempt without a hub; a failure here before that counts as the cause."""
         if not self._ended.lost:
             self._ended.lost = why
             self._ended.before_loss = root_cause.first_failure(self._gang.exits)
@@ -310,25 +311,25 @@ class Supervisor:
         elif isinstance(message, End):
             self._ended.end = message
             if message.graceful:
-                self._end_by_grace(now)  # with the one that leaves; nobody trains on alone
+                self._end_by_grace(now)  # with the launcher that leaves
             else:
                 self._end_attempt(now)
         elif isinstance(message, Finished):
             self._finished = True
 
     def _end_attempt(self, now: float) -> None:
-        """No round follows. What still runs may say its last words."""
+        """Stop the workers after short last words: no round follows."""
         trace.mark("ended")
         if not self._gang.stopping and not self._ended.signal:
             self._gang.stop(now, last_words=_LAST_WORDS_SECONDS)
 
     def _stop_the_rest(self, now: float) -> None:
-        """After another launcher was told to end: who lost its peers here cannot go on alone."""
+        """Stop workers that lost their peers after another launcher's end."""
         if self._ended.end is not None and self._gang.failed and not self._gang.stopping:
             self._gang.stop(now, last_words=_LAST_WORDS_SECONDS)
 
     def _stopped_at_last(self, now: float) -> None:
-        """Say so when nothing of the round is left here; and until then, that it takes its time."""
+        """Report Stopped once the round's processes are gone; until then report Exiting."""
         gang = self._gang
         if self._phase is not _Phase.STOPPING:
             return
@@ -378,7 +379,7 @@ class Supervisor:
         return bool(ended.signal or ended.end is not None or ended.lost)
 
     def _leave_nobody(self) -> list[str]:
-        """Kill and reap every descendant; say who does not end, and return that."""
+        """Kill and reap every descendant; report and return those that do not end."""
         hopeless = self._gang.unkillable
         left = children.end_all(
             lambda pid, status: self._gang.ended(pid, status, time.monotonic()),

@@ -1,6 +1,6 @@
-"""How a launcher ends: which worker was the cause, the termination report, the exit code.
+"""End a launcher: find the first failed worker, write the report, choose the exit code.
 
-The report is one JSON object of at most 2 KiB for the operator.
+The supervisor calls finish() once; the operator reads the report, one JSON object of at most 2 KiB.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ddpjob_trainer.launcher.progress_path import NEVER, as_text
 from ddpjob_trainer.launcher.scratch import NoRoomError
 from ddpjob_trainer.liveness.heartbeat import RankState, read_proof, read_resumed
 
-#: Bytes in the report, in any script: so an exception, the last lines and a round fit into it.
+#: Bytes in the report, in any script: an exception, the last lines and a round fit into it.
 _MAX_LINE = 200
 _MAX_EXCEPTION = 300
 _LAST_LINES = 5  # of the log are kept before rounds are
@@ -42,7 +42,7 @@ _LAST_LINES = 5  # of the log are kept before rounds are
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What earlier rounds told, for /state and the report while a new one starts up."""
+    """Results of earlier rounds, for /state and the report while the next starts up."""
 
     step: int = -1
     snapshot_step: int = -1
@@ -53,7 +53,7 @@ class Known:
     proof: Proof | None = None
 
     def after(self, gang: Gang) -> Known:
-        """With what a round's workers said before they ended."""
+        """Add the records of a round's workers."""
         state = gang.state(0)
         known = state is not None and state.phase != "startup"
         return replace(
@@ -66,11 +66,11 @@ class Known:
         )
 
     def with_modified(self, mtime: int) -> Known:
-        """With what the progress path tells."""
+        """Add the newest mtime at the progress path."""
         return replace(self, modified=mtime)
 
     def with_records(self, records: tuple[Round, ...]) -> Known:
-        """With the hub's record of the rounds so far."""
+        """Add the hub's record of the rounds so far."""
         return replace(self, records=records)
 
 
@@ -81,11 +81,11 @@ def _newest(proof: Proof | None, before: Proof | None) -> Proof | None:
 
 @dataclass(slots=True)
 class Ended:
-    """Why no round follows. ``signal`` 0: the launcher itself was not told to end."""
+    """Why no round follows. ``signal`` 0: the launcher itself got no signal to end."""
 
     signal: int = 0
     at_work: bool = False  # workers still ran when the signal came
-    between_rounds: bool = False  # the signal came when the workers had been stopped anyway
+    between_rounds: bool = False  # the signal came after the round's workers had been stopped
     end: End | None = None
     lost: str = ""  # how the hub was lost
     before_loss: Exit | None = None  # a failure here that was seen before the hub was lost
@@ -101,7 +101,7 @@ def finish(
     left: Sequence[str],
     say: Callable[[str], None],
 ) -> int:
-    """Write the termination report, say how it ended, return the launcher's exit code.
+    """Write the termination report, print how the run ended, return the launcher's exit code.
 
     ``left``: about processes that could not be ended.
     """
@@ -122,9 +122,9 @@ def finish(
     early = ended.end.early if ended.end else root_cause.ended_early(gang.exits, failure)
     if failure and not elsewhere and early:
         content["exception"] = _cut_middle(root_cause.told_of(early, failure), _MAX_EXCEPTION)
-    cut_short = ended.between_rounds  # there was no worker to say so
+    cut_short = ended.between_rounds  # no worker was running to report it
     if ended.at_work and failure is None and not cut_short and not _is_done(plan, gang):
-        cut_short = True  # nor do those say so that save and end with 0 when they are told to
+        cut_short = True  # some programs save at a signal and end with 0, unfinished
         say("all ended with exit code 0, but at a signal, so this is no success")
     if cut_short:
         content["kind"] = "sigterm" if ended.signal == signal.SIGTERM else "signal"
@@ -153,17 +153,17 @@ def finish(
 
 
 def _is_done(plan: Plan, gang: Gang) -> bool:
-    """Whether all workers here have said that training is over, and have come to its end.
+    """Return whether all workers here have reached the end of training.
 
-    Who leaves the loop early, as by sys.exit() in a handler of its own, says the former as well.
-    Of an unknown number of steps no end is known.
+    A loop left early, as by sys.exit() in the script's own handler, also reports "done". A run with
+    an unknown number of steps has no known end.
     """
     states = [gang.state(local_rank) for local_rank in range(plan.nproc)]
     return all(one and one.phase == "done" and 0 < one.total_steps <= one.step for one in states)
 
 
 def broke(plan: Plan, error: Exception, say: Callable[[str], None]) -> int:
-    """Report what ended the launcher itself; return its exit code."""
+    """Report a failure of the launcher itself; return its exit code."""
     text = str(error.strerror if isinstance(error, NoRoomError) else f"{error!r}")
     say(f"ending: {text}")
     report: TerminationReport = {
@@ -182,12 +182,12 @@ def _save(plan: Plan, report: TerminationReport, say: Callable[[str], None]) -> 
 
 
 def _failure(gang: Gang, ended: Ended) -> tuple[Exit | None, str]:
-    """The worker here that ended the attempt; or why another launcher's did, "" if none did."""
+    """Find the worker here that ended the attempt, or why another launcher's did."""
     if ended.between_rounds:
         return None, ""
     mine = root_cause.first_failure(gang.exits)
     if ended.signal or gang.succeeded:
-        # Killed by ourselves at the end of the grace period: that was its end all the same.
+        # Also an exit by our SIGKILL at the end of the grace period.
         return mine or min(
             (exit_ for exit_ in gang.exits if exit_.status), key=lambda e: e.at, default=None
         ), ""
@@ -216,9 +216,9 @@ def make_report(
     known: Known,
     elsewhere: str = "",
 ) -> TerminationReport:
-    """Join what is known of the first failing rank, or of the first rank on success.
+    """Build the report on the first failing rank, or on the first rank after success.
 
-    ``terminated``: the launcher itself was told to end. ``elsewhere``: why the attempt ended,
+    ``terminated``: the launcher itself got a signal to end. ``elsewhere``: why the attempt ended,
     when no process of this launcher was the cause.
     """
     exception = failure.exception if failure else ""
@@ -260,13 +260,13 @@ def _brief(record: Round) -> Round:
 
 
 def _cut(text: str, limit: int) -> str:
-    """As many characters as take ``limit`` bytes in the report."""
+    """Cut a text to ``limit`` bytes of the report."""
     sizes = accumulate(len(_json(char).encode()) - len('""') for char in text[:limit])
     return text[: sum(size <= limit for size in sizes)]
 
 
 def _cut_middle(text: str, limit: int) -> str:
-    """The same of its head and its tail, with a gap where some is left out."""
+    """Keep head and tail of a text within ``limit`` bytes of the report."""
     if _cut(text, limit) == text:
         return text
     head, gap = limit * 2 // 3, " ... "
@@ -274,13 +274,13 @@ def _cut_middle(text: str, limit: int) -> str:
 
 
 def _json(value: object) -> str:
-    """JSON with other scripts as they are; escaped stays what no terminal or UTF-8 should meet."""
+    """Encode as JSON in UTF-8; escape what a terminal or UTF-8 cannot show."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return "".join(c if c.isprintable() else json.dumps(c).strip('"') for c in text)
 
 
 def encode(report: TerminationReport) -> bytes:
-    """Return JSON within the limit; the oldest log lines go first, then the oldest rounds."""
+    """Encode a report within the limit; drop the oldest log lines first, then rounds."""
     report = report.copy()
     while True:
         data = _json(report).encode()
@@ -296,10 +296,10 @@ def encode(report: TerminationReport) -> bytes:
 
 
 def write(report: TerminationReport, path: Path, *, create: bool) -> str:
-    """Write the report; return what went wrong, "" if nothing.
+    """Write the report; return the problem, "" if none.
 
-    Without ``create`` only an existing regular file is written: outside a pod the default
-    path does not exist, and /dev must not be littered.
+    Without ``create`` only an existing regular file is written: outside a pod the default path does
+    not exist, and /dev must not be littered.
     """
     try:
         if not create and not stat.S_ISREG(path.stat().st_mode):

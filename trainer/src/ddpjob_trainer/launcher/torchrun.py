@@ -1,6 +1,6 @@
-"""torchrun's options in its own spellings: what they mean here, or why not and what to do instead.
+"""Translate torchrun's options, or refuse one with a cure.
 
-Never imports torch.
+cli.py calls it for `ddpjob-trainer run`. Never imports torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ddpjob_trainer.environment import LauncherEnvironment
 from ddpjob_trainer.errors import ConfigError
 
 _HERE: Final = ("localhost", "127.0.0.1", "::1")
-#: Options without a value, and with one, that mean nothing here; and what to do instead.
+#: Options without a value, and with one, that have no counterpart here; and their cures.
 _REFUSED_FLAGS: Final = {
     "run-path": "leave it out: each process is an interpreter of its own",
     "virtual-local-rank": "leave it out, and use the GPU of LOCAL_RANK",
@@ -37,7 +37,7 @@ _REFUSED: Final = {
     "print-completion": "ddpjob-trainer run --help lists the options",
     "shutdown-timeout": "set DDPJOB_GRACE_SECONDS",
 }
-#: They change nothing here: failures are seen at once, and there is one kind of rendezvous.
+#: No effect here: failures are seen at once, and there is one kind of rendezvous.
 _WITHOUT_MEANING: Final = ("rdzv-id", "monitor-interval", "start-method", "event-log-handler")
 
 
@@ -45,13 +45,13 @@ _SHORT: Final = {"redirects": ("-r",), "tee": ("-t",)}
 
 
 def _names(name: str) -> tuple[str, ...]:
-    """Every spelling that torchrun knows."""
+    """Return every spelling that torchrun accepts."""
     both = (f"--{name}", f"--{name.replace('-', '_')}") if "-" in name else (f"--{name}",)
     return (*_SHORT.get(name, ()), *both)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Take torchrun's options; translate() says what they mean."""
+    """Add torchrun's options to a parser, for translate()."""
     group = parser.add_argument_group("torchrun's spellings")
 
     def option(name: str, text: str = argparse.SUPPRESS, **more: Any) -> None:
@@ -118,7 +118,7 @@ def _processes(text: str) -> int:
 
 
 def _check_place(said: Mapping[str, Any], env: LauncherEnvironment) -> None:
-    """Refuse what would be another place than the one that this launcher has."""
+    """Refuse options that contradict this launcher's replica and gang."""
     alone = env.replica is None
     if "standalone" in said and env.replicas > 1:
         raise ConfigError(
@@ -144,7 +144,7 @@ def _check_place(said: Mapping[str, Any], env: LauncherEnvironment) -> None:
 
 
 def _port(said: Mapping[str, Any], env: LauncherEnvironment) -> int | None:
-    """The port that was asked for, None: any. A DDPJob's cannot be changed."""
+    """Return the port asked for, None: any; refuse another one than the DDPJob's."""
     host, _, port = str(said.get("rdzv-endpoint", "")).rpartition(":")
     if not host:
         host, port = port, ""

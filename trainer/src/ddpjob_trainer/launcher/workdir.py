@@ -1,4 +1,4 @@
-"""What a script finds before it starts: its files, the folder for what it keeps, its snapshots'.
+"""Prepare a script's working directory: its files, its output folder, its snapshots'.
 
 `ddpjob-trainer run` calls it before it looks for the script. The launcher does this itself, since
 an init container would need the claim of the snapshots as a second volume, which kubelets older
@@ -20,21 +20,22 @@ from ddpjob_trainer.errors import ConfigError
 
 #: Below the job's snapshots: what the script wrote to the folder of --output.
 OUTPUT: Final = "output"
-#: A file server that does not answer must not hold up a script that needs none.
+#: A file server that does not answer must not delay a script that needs none.
 _ANSWER_SECONDS: Final = 10.0
 
 
 def fill(
     files: Path | None, output: Path | None, env: Mapping[str, str], say: Callable[[str], None]
 ) -> Callable[[Path], None] | None:
-    """Copy ``files`` here, make the folder of the snapshots, and link ``output`` to one in it.
+    """Copy ``files`` here, make the snapshots' folder, and link ``output`` to one in it.
 
-    Returns what fills a folder anew that was empty, but for a path. Raises ConfigError, OSError.
+    Returns a function that restores a folder that was empty, except a path. Raises ConfigError,
+    OSError.
     """
     ours = files is not None and not any(Path().iterdir())
     if files is not None:
         _copy(files, _copy_new)
-    made = _seen() if ours else {}  # somebody's folder may be all of a disk
+    made = _seen() if ours else {}  # a user's own folder may be a whole disk
     snapshots = env.get(contract.SNAPSHOT_DIR, "")
     if output is not None:
         _link(output, snapshots)
@@ -55,13 +56,13 @@ def fill(
 
 
 def _seen() -> dict[Path, tuple[int, int]]:
-    """Tell by inode and time of change what has been written since."""
+    """Record inode and change time of each file, to find later writes."""
     found = ((path, path.lstat()) for path in Path().rglob("*") if not path.is_dir())
     return {path: (one.st_ino, one.st_mtime_ns) for path, one in found}
 
 
 def _clear(made: Mapping[Path, tuple[int, int]], output: Path | None, keep: Path) -> None:
-    """Leave what was copied and not written to: its source may be of a later version by now."""
+    """Remove unchanged copies: their source may be of a later version by now."""
     here = Path.cwd()
     for folder, folders, names in os.walk(".", topdown=False):
         for path in (Path(folder, name) for name in (*names, *folders)):
@@ -76,7 +77,7 @@ def _clear(made: Mapping[Path, tuple[int, int]], output: Path | None, keep: Path
 
 
 def _copy(files: Path, copy: Callable[[str, str], None]) -> None:
-    """Copy what a ConfigMap shows, but for the folders that the kubelet keeps it in."""
+    """Copy a ConfigMap's files, without the folders that the kubelet adds."""
     if not files.is_dir():
         raise ConfigError(f"--files {files}: no such folder: mount one there, or leave it out")
     for one in sorted(files.iterdir()):
@@ -87,7 +88,7 @@ def _copy(files: Path, copy: Callable[[str, str], None]) -> None:
 
 
 def _copy_new(source: str, target: str) -> None:
-    """Leave alone what is there: `local --map` may have named a folder that somebody works in."""
+    """Copy a missing file, refuse a different one: `local --map` may name a user's folder."""
     if not os.path.lexists(target):
         shutil.copy(source, target)
     elif not filecmp.cmp(source, target, shallow=False):

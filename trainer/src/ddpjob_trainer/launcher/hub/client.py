@@ -1,4 +1,7 @@
-"""A launcher's link to the hub: in memory in launcher 0, over TCP in the others."""
+"""Link a launcher to the hub: in memory in launcher 0, over TCP elsewhere.
+
+membership.py makes the link, the supervisor's loop sends through it and empties its inbox.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ _PAUSE_SECONDS = 0.5
 
 
 class Link(Protocol):
-    """``inbox``: what the hub said. ``lost``: why nothing more will come, "" while it may.
+    """``inbox``: the hub's messages. ``lost``: why no more can come, "" while they may.
 
-    ``unmet``: what shows that there is no hub where it should be, "" while it may only be late.
+    ``unmet``: evidence that no hub is where it should be, "" while it may only be late.
     """
 
     inbox: deque[Message]
@@ -32,14 +35,14 @@ class Link(Protocol):
     unmet: str
 
     def send(self, message: Message, now: float) -> None:
-        """Tell the hub."""
+        """Send a message to the hub."""
 
     def close(self) -> None:
-        """Say nothing more."""
+        """Close the link."""
 
 
 class LocalLink:
-    """Launcher 0 talks to its own hub."""
+    """Links launcher 0 to its own hub."""
 
     def __init__(self) -> None:
         self.inbox: deque[Message] = deque()
@@ -56,7 +59,7 @@ class LocalLink:
 
 
 class HubClient:
-    """Connects until it is admitted; what is sent before is kept until then."""
+    """Connects until admitted; keeps messages until then."""
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class HubClient:
             self._wire.close()
 
     def _connect(self, pause: float) -> None:
-        """In a thread, for the resolver blocks for as long as it likes."""
+        """Connect in a thread, since the resolver may block for long."""
         threading.Thread(target=self._dial, args=(pause,), name="hub", daemon=True).start()
 
     def _dial(self, pause: float) -> None:
@@ -105,7 +108,7 @@ class HubClient:
             try:
                 self._connected.put(socket.create_connection(self._address, _CONNECT_SECONDS))
             except OSError as error:
-                # Silence, or no such name, proves nothing.
+                # A timeout, or an unknown name, proves nothing.
                 refused = isinstance(error, ConnectionRefusedError)
                 self.unmet = f"nobody listens at {self._where}" if refused else ""
                 self._closing.wait(_PAUSE_SECONDS)

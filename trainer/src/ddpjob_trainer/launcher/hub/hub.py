@@ -1,7 +1,7 @@
-"""The hub, in launcher 0: stops a round everywhere, and has the next begin when all have stopped.
+"""Stop a round at all launchers, and start the next when all have stopped.
 
-Knows nothing of sockets: it is told what each launcher says, and posts answers. What it decides
-is in rounds.py.
+The hub runs in launcher 0, without sockets: membership.py and server.py pass it the launchers'
+messages, and it posts answers. rounds.py decides what follows.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from ddpjob_trainer.launcher.hub.messages import (
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.hub.rounds import History, Limits
 
-#: From Stop, or from a launcher's last word that its workers still end, until all have ended.
+#: From Stop, or from a launcher's last Exiting, until all have ended.
 BARRIER_SECONDS = 5.0
-#: The supervisor's loop comes by at least this often. What passes beyond it, the launcher that
-#: holds the hub stood still itself, and took in nobody's word.
+#: The supervisor's loop calls at least this often. A longer pause means that the hub's launcher
+#: itself was stopped, and read no messages.
 _LOOK_SECONDS = 1.0
 
 _Post = Callable[[int, Message], None]
@@ -78,12 +78,12 @@ class Hub:
 
     @property
     def needed(self) -> bool:
-        """Whether another launcher is here and not done: it would have to end without a hub."""
+        """Return whether another launcher, connected and not done, needs the hub."""
         return self._phase is not _Phase.OVER and bool(self._here - self._done - {0})
 
     @property
     def others(self) -> tuple[list[Exit], int]:
-        """Ends with 0 at other launchers, and how many ranks run there as far as is known."""
+        """Return the ends with 0 at other launchers, and how many ranks run there."""
         if self._phase is not _Phase.RUNNING or self._gang.replicas == 1:
             return [], 0
         nproc, done = self._gang.nproc, self._done - {0}
@@ -93,7 +93,7 @@ class Hub:
     # --- What launchers say --------------------------------------------------------------
 
     def admit(self, hello: Hello) -> Refused | None:
-        """Take a launcher in, once; or say why not."""
+        """Admit a launcher, once; or return the refusal."""
         mine, theirs = self._gang, hello
         if theirs.uid != mine.uid:
             return Refused("this hub belongs to another job", final=False)
@@ -120,13 +120,13 @@ class Hub:
         return None
 
     def receive(self, replica: int, message: Message, now: float) -> None:
-        """Take in what an admitted launcher says. Raise ValueError for what it must not say."""
+        """Handle an admitted launcher's message. Raise ValueError for what it must not say."""
         self._look(now)
         if self._phase is _Phase.OVER:
             return
         done = replica != 0 and replica in self._done and self._phase is _Phase.RUNNING
         if isinstance(message, Leaving) and done:
-            self._here.discard(replica)  # nobody waits for it, but no round can follow without it
+            self._here.discard(replica)  # it may go, but no round can follow without it
             return
         if isinstance(message, Leaving):
             self._end(End(-1, f"the launcher of replica {replica} was told to end", graceful=True))
@@ -154,7 +154,7 @@ class Hub:
         self.tick(now)
 
     def lost(self, replica: int, now: float) -> None:
-        """A launcher's connection is gone, so its processes are, or soon will be."""
+        """End the attempt without a launcher whose connection is gone."""
         self._here.discard(replica)
         if self._phase is _Phase.OVER or replica in self._done:
             return
@@ -164,10 +164,10 @@ class Hub:
         self._end(self._because(cause, f"the launcher of replica {replica} was lost"))
 
     def _note(self, replica: int, exits: tuple[Exit, ...], now: float) -> None:
-        """Keep exits by the hub's clock: the launchers' clocks cannot be compared."""
+        """Record exits by the hub's clock: the launchers' clocks cannot be compared."""
         nproc = self._gang.nproc
         for exit_ in exits:
-            # Alone (rounds are off) it hears its own launcher only, whose ranks are the gang's.
+            # Without rounds the hub hears its own launcher only, whose ranks are the gang's.
             if self._gang.replicas > 1 and exit_.rank // nproc != replica:
                 raise ValueError(f"rank {exit_.rank} is not of replica {replica}")
             known = self._exits.get(exit_.rank)
@@ -178,7 +178,7 @@ class Hub:
     # --- What follows --------------------------------------------------------------------
 
     def tick(self, now: float) -> float | None:
-        """Do what is due; return when to call again at the latest."""
+        """Do the next due action; return when to call again at the latest."""
         self._look(now)
         if self._begun_at is None:
             self._begun_at = now
@@ -201,7 +201,7 @@ class Hub:
         return None
 
     def _look(self, now: float) -> None:
-        """Move the barrier by our own pause: whoever stopped meanwhile is still to be heard."""
+        """Move the barrier by the hub's own pause: messages sent meanwhile are unread."""
         pause = now - self._looked - _LOOK_SECONDS
         if self._barrier_at is not None and pause > 0:
             self._barrier_at += pause
@@ -253,6 +253,6 @@ class Hub:
         self._tell_all(message)
 
     def _tell_all(self, message: Message) -> None:
-        # The own launcher last: when it ends, what the others are told must be on its way.
+        # The hub's own launcher last: the others' messages must be on their way when it ends.
         for replica in sorted(self._here, reverse=True):
             self._post(replica, message)

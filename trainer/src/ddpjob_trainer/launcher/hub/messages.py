@@ -1,6 +1,7 @@
-"""What launchers and the hub tell one another: one JSON object per line, strictly read.
+"""Define the messages between launchers and the hub: one JSON object per line.
 
-A stranger may connect, so nothing but these shapes is taken in, and none of them is big.
+wire.py encodes and decodes them. A stranger may connect, so only these shapes are accepted, and
+none of them is big.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MAX_LINE = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First word of a launcher. All but the replica must be equal to the hub's own."""
+    """First message of a launcher. All but the replica must equal the hub's own."""
 
     uid: str
     attempt: int
@@ -29,7 +30,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Workers ended badly; ``running`` of the others still run. Said again when it gets worse."""
+    """Workers failed; ``running`` of the others still run. Sent again when more fail."""
 
     round: int
     exits: tuple[Exit, ...]
@@ -38,14 +39,14 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Exiting:
-    """Workers of this round were killed and have not all ended: their GPUs take their time."""
+    """Killed workers are still exiting (GPU drivers can delay this)."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """No process of this round is left here. ``exits``: of all workers."""
+    """All processes of this round have ended here. ``exits``: of all workers."""
 
     round: int
     exits: tuple[Exit, ...]
@@ -54,7 +55,7 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """All workers here ended with 0, as ``exits`` tell."""
+    """All workers here ended with 0, as in ``exits``."""
 
     round: int
     exits: tuple[Exit, ...] = ()
@@ -62,19 +63,19 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """The launcher was told to end; its workers may still save."""
+    """The launcher got a signal to end; its workers may still save."""
 
     signal: int
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The hub takes part in the gang's fate from now on."""
+    """The hub has admitted this launcher to the gang."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Not admitted. ``final``: trying again is of no use."""
+    """The hub refuses this launcher. ``final``: trying again cannot help."""
 
     reason: str
     final: bool
@@ -97,10 +98,10 @@ class Go:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """No more rounds. ``rank`` -1: no process is the cause.
+    """No round follows. ``rank`` -1: no process is the cause.
 
-    ``graceful``: a launcher was told to end, so workers may still save together. ``early``: words
-    on ranks, of any launcher, that ended with 0 before, so that this one lost its peers.
+    ``graceful``: a launcher got a signal to end, so workers may still save together. ``early``:
+    names ranks, of any launcher, that ended with 0 before, so that this one lost its peers.
     """
 
     rank: int
@@ -124,13 +125,13 @@ _ROUND_HINTS = {name: int if hint is int else str for name, hint in get_type_hin
 
 
 def encode(message: Message) -> bytes:
-    """Return one line."""
+    """Encode a message as one line."""
     body = {"type": type(message).__name__, **asdict(message)}
     return json.dumps(body, separators=(",", ":")).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:
-    """Raise ValueError for anything but a message."""
+    """Decode a line. Raises ValueError for anything but a message."""
     body = json.loads(line)
     if not isinstance(body, dict):
         raise ValueError("not an object")

@@ -1,7 +1,7 @@
-"""Who failed first, and what the launcher's exit code is. Pure.
+"""Find the failure that came first, and name it. Pure.
 
-Exit 75 says of itself that it is collateral. When only collateral has been seen, the cause may
-still be on its way on this machine: wait a moment for it.
+The hub calls decide(), the termination report the rest. Exit code 75 marks collateral. When only
+collateral has been seen, the cause may still be on its way on this machine: wait a moment for it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ddpjob_contract import ExitCode, ReportKind, Round
 from ddpjob_trainer.liveness.heartbeat import DRILL
 
 CAUSE_WAIT_SECONDS = 2.0
-_MAX_WORDS = 300  # of an exception in a line of the launcher's
-#: Words of gloo, NCCL and torch's store, of a program that does not end with 75.
+_MAX_WORDS = 300  # of an exception in the launcher's log line
+#: Messages of gloo, NCCL and torch's store, in a program that does not end with 75.
 _PEER_GONE = re.compile(
     "Connection (closed|reset) by peer|Broken pipe|remote process exited|ncclRemoteError"
     "|failed to recv, got 0 bytes|Timed out waiting .* recv"
@@ -31,15 +31,15 @@ class Exit:
     local_rank: int
     status: int
     at: float  # monotonic seconds; workers reaped together share it
-    ours: bool = False  # the launcher killed it, so it is no cause
+    ours: bool = False  # the launcher killed it, so it is not the cause
     exception: str = ""
     step: int = -1  # finished steps, -1: unknown
-    done: bool = False  # it had left its training loop, as far as it said
-    oom: bool = False  # the kernel has killed it, or a child of it, for lack of memory
+    done: bool = False  # it had left its training loop, by its last record
+    oom: bool = False  # the kernel has OOM-killed it, or a child of it
 
     @property
     def code(self) -> int:
-        """The exit code as a shell has it: 128+n for signal n."""
+        """Return the exit code as a shell has it: 128+n for signal n."""
         return 128 - self.status if self.status < 0 else self.status
 
     @property
@@ -49,9 +49,9 @@ class Exit:
 
 
 def _order(exit_: Exit) -> tuple[int, float, bool, int]:
-    """Causes before collateral, then by time; of those seen at once a signal comes first.
+    """Order causes before collateral, then by time, then signals first.
 
-    A GPU that failed explains the others, whenever it was told.
+    A failed GPU explains the other failures, whenever it was seen.
     """
     ranks: dict[int, int] = {ExitCode.HARDWARE: 0, ExitCode.PEER_LOST: 2}
     first = ranks.get(exit_.code, 1)
@@ -59,13 +59,13 @@ def _order(exit_: Exit) -> tuple[int, float, bool, int]:
 
 
 def first_failure(exits: Collection[Exit]) -> Exit | None:
-    """Return the worker that failed first as far as can be told, None if none failed."""
+    """Return the worker that failed first as far as is known, None if none failed."""
     failures = (exit_ for exit_ in exits if exit_.status != 0 and not exit_.ours)
     return min(failures, key=_order, default=None)
 
 
 def decide(exits: Sequence[Exit], running: int, now: float) -> Exit | float | None:
-    """Return the cause, a monotonic time until which to wait for it, or None: nothing failed."""
+    """Return the cause, a monotonic time until which to wait, or None."""
     failure = first_failure(exits)
     if failure is None:
         return None
@@ -76,9 +76,9 @@ def decide(exits: Sequence[Exit], running: int, now: float) -> Exit | float | No
 
 
 def ended_early(exits: Collection[Exit], cause: Exit | None) -> str:
-    """Words on ranks that ended with 0 while the rest still trained, "" if none did.
+    """Name ranks that ended with 0 while the rest still trained, "" if none did.
 
-    A success is no failure, but where nothing else failed the others lost their peer by it.
+    A success is no failure, but where no rank failed by itself the others lost their peer by it.
     """
     if cause is None or not _lost_a_peer(cause):
         return ""
@@ -90,7 +90,7 @@ def ended_early(exits: Collection[Exit], cause: Exit | None) -> str:
 
 
 def whom(exits: Collection[Exit]) -> str:
-    """Name ranks, and the step after which they ended, where it is known and the same."""
+    """Name ranks, and the step after which they ended, if all agree on it."""
     ranks = sorted(exit_.rank for exit_ in exits)
     steps = {exit_.step for exit_ in exits}
     after = f" after step {steps.pop()}" if len(steps) == 1 and min(steps) >= 0 else ""
@@ -98,12 +98,12 @@ def whom(exits: Collection[Exit]) -> str:
 
 
 def told_of(early: str, cause: Exit | None) -> str:
-    """Who ended early, before whom that ended: the latter is its victim."""
+    """Name the ranks that ended early, then the rank that lost them."""
     return f"{early}; then rank {cause.rank}: {cause.exception or cause.code}" if cause else early
 
 
 def _lost_a_peer(cause: Exit) -> bool:
-    """Whether another's end may be what a process failed by or waited for."""
+    """Return whether the end of a peer may have caused this exit."""
     ends = (ExitCode.PEER_LOST, ExitCode.HANG)
     return cause.code in ends or _PEER_GONE.search(cause.exception) is not None
 
@@ -129,7 +129,7 @@ def kind(failure: Exit | None, *, exception: str, terminated: bool) -> ReportKin
 
 
 def in_words(record: Round) -> str:
-    """Say how the process that ended a round ended: SIGKILL, or exit code 1: ValueError: no."""
+    """Describe the exit that ended a round: SIGKILL, or exit code 1: ValueError: no."""
     said: str = record.get("kind", "peerLost")
     if number := record.get("signal", 0):
         said = signal_name(number)
@@ -139,13 +139,13 @@ def in_words(record: Round) -> str:
 
 
 def because(exception: str) -> str:
-    """Put an exception behind what ended by it, in one line."""
+    """Format an exception as the suffix of a log line."""
     text = " ".join(exception.split())[:_MAX_WORDS]
     return f": {text}" if text else ""
 
 
 def signal_name(number: int) -> str:
-    """Name a signal; one in the middle of the realtime ones has none."""
+    """Name a signal, also a realtime signal without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,6 +1,7 @@
-"""Where a round is decided: after every worker of the gang has ended, another round or the end.
+"""Decide, after all workers of the gang have ended, whether another round follows.
 
-Pure. A round is one incarnation of the gang's processes within an attempt; the first is 0.
+The hub calls decide(); it is pure. A round is one incarnation of the gang's processes within an
+attempt; the first is 0.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``next`` None: the attempt ends. ``why`` is for people."""
+    """``next`` None: the attempt ends. ``why`` goes to the log."""
 
     next: History | None
     cause: Exit | None
@@ -74,7 +75,7 @@ def decide(
     modified: int = -1,
     lasted: float = 0.0,
 ) -> Verdict:
-    """Another round, or the end of the attempt.
+    """Decide on another round, or the end of the attempt.
 
     ``exits``: of all workers of the round. ``snapshot_step``: the newest any worker knows of.
     ``nproc``: workers per launcher. ``at``: now, RFC 3339. ``modified``: newest mtime at the
@@ -144,9 +145,9 @@ def _after_drill(history: History, step: int, snapshot_step: int, at: str) -> Hi
 
 
 def _same_again(records: tuple[Round, ...], record: Round, snapshot_step: int) -> bool:
-    """Whether one exception has ended one step often enough.
+    """Return whether one exception has ended one step ``SAME`` times in a row.
 
-    Without a step since the newest snapshot it may be the start that fails, which can pass.
+    Without a step since the newest snapshot the start itself may fail, which can pass.
     """
     if record.get("kind") != "exception" or record.get("step", 0) <= max(snapshot_step, 0):
         return False

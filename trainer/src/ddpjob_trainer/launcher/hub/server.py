@@ -1,4 +1,4 @@
-"""The hub's TCP port. A connection is a stranger until its Hello was admitted."""
+"""Serve the hub's TCP port; a connection is a stranger until its Hello is admitted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddpjob_trainer.launcher.hub.messages import Hello, Message, Refused
 from ddpjob_trainer.launcher.hub.wire import Wire
 
 _HELLO_SECONDS = 5.0
-#: A launcher speaks at once. Who does not has to make room for others.
+#: A launcher sends its Hello at once; a silent connection makes room for others.
 _SPEECHLESS_SECONDS = 0.5
 _MAX_STRANGERS = 64
 
@@ -23,9 +23,9 @@ class HubServer:
         self._listener = listener
         self._selector = selector
         self._hub = hub
-        self._strangers: dict[Wire, float] = {}  # until when they may stay silent
+        self._strangers: dict[Wire, float] = {}  # when they are dropped if still silent
         self._wires: dict[int, Wire] = {}
-        self._deaf_until = 0.0  # no descriptor was left; 0: it listens
+        self._deaf_until = 0.0  # when it listens again after a lack of descriptors; 0: it does
         listener.listen(1024)
         listener.setblocking(False)
         self._listen()
@@ -61,7 +61,7 @@ class HubServer:
 
     def _accept(self, now: float) -> None:
         try:
-            for _ in range(_MAX_STRANGERS):  # then the others are heard
+            for _ in range(_MAX_STRANGERS):  # then the other sockets get their turn
                 connection, _ = self._listener.accept()
                 if len(self._strangers) >= _MAX_STRANGERS and not self._drop_silent(now):
                     connection.close()
@@ -73,7 +73,7 @@ class HubServer:
                 self._deaf_until = now + sockets.FULL_SECONDS
 
     def _drop_silent(self, now: float) -> bool:
-        """Drop who has come first, unless a launcher might still be about to speak."""
+        """Drop the oldest stranger, unless a launcher might still send its Hello."""
         wire, until = min(self._strangers.items(), key=lambda item: item[1])
         if until - now > _HELLO_SECONDS - _SPEECHLESS_SECONDS:
             return False
@@ -90,7 +90,7 @@ class HubServer:
             if replica is not None:
                 self._hub.receive(replica, message, now)
                 return
-            if spoke or not isinstance(message, Hello):  # who was refused may not hold its place
+            if spoke or not isinstance(message, Hello):  # a refused stranger may not hold its place
                 raise ValueError("the first message must be Hello, and the only one of a stranger")
             spoke = True
             self._strangers.pop(wire, None)
@@ -113,6 +113,6 @@ class HubServer:
         self._strangers[wire] = now + _HELLO_SECONDS
 
     def _refuse(self, wire: Wire, refused: Refused, now: float) -> None:
-        """The stranger closes once it has read this, else its time runs out."""
+        """Send a refusal; the stranger closes once it has read this, else at its deadline."""
         self._strangers[wire] = now + _HELLO_SECONDS
         wire.send(refused)

@@ -1,4 +1,7 @@
-"""Lines over a TCP connection between launchers: never blocks, bounded in both directions."""
+"""Exchange lines over a TCP connection between launchers, without blocking, in bounded memory.
+
+client.py and server.py own the wires; the supervisor's selector drives them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from ddpjob_trainer.launcher.hub.messages import MAX_LINE, Message, decode, enco
 
 _MAX_PENDING = 1024 * 1024
 _READ = 64 * 1024
-#: A peer whose machine is gone says nothing at all: lost after about half a minute.
+#: A peer whose machine is gone falls silent: lost after about half a minute.
 _IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 10, 5, 4
 
 OnEvent = Callable[[float], None]
@@ -49,7 +52,7 @@ class Wire:
         self._flush()
 
     def close(self) -> None:
-        """Close without a word to ``closed``. What could not be sent yet is lost."""
+        """Close without a call of ``closed``; drop unsent messages."""
         if self._open:
             self._open = False
             self._selector.unregister(self._socket)
@@ -78,7 +81,7 @@ class Wire:
                 self._received(decode(line), now)
             except (ValueError, TypeError, RecursionError) as error:
                 self._fail(f"it sent what is no message: {error}", now)
-            if self._socket.fileno() < 0:  # closed by what it said
+            if self._socket.fileno() < 0:  # closed while handling the message
                 return
 
     def _flush(self) -> None:

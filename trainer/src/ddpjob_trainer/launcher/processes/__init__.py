@@ -1,1 +1,1 @@
-"""Worker processes: started afresh (children), or called from warm spares (spares, fork_server)."""
+"""Start worker processes: fresh (children), or from warm spares (spares, fork_server)."""

@@ -1,7 +1,7 @@
-"""Starting and ending worker processes. What a worker leaves behind is ours to end as well.
+"""Start and end worker processes, with the descendants they leave behind.
 
-The launcher is PID 1 in a pod; elsewhere it makes itself the reaper of its descendants, so
-that orphans come to it in both places.
+The launcher is PID 1 in a pod; elsewhere it makes itself the reaper of its descendants, so that
+orphans become its children in both places.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _libc = ctypes.CDLL(None, use_errno=True)  # loaded here: nothing may be loaded 
 
 
 def adopt_orphans() -> None:
-    """Have descendants whose parent died become our children."""
+    """Become the parent of descendants whose parent died."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def die_with(parent: int) -> Callable[[], None]:
-    """For the child, between fork and exec: SIGKILL when the process ``parent`` dies.
+    """Return a hook for the forked child: SIGKILL when the process ``parent`` dies.
 
     Precisely: when the thread that forked ends.
     """
@@ -47,7 +47,7 @@ def spawn(
     pass_fds: Sequence[int] = (),
     cwd: str | None = None,
 ) -> int:
-    """Start a worker in a process group of its own; return its pid. Raises OSError.
+    """Start a worker in a new process group; return its pid. Raises OSError.
 
     Must be called from the main thread: the death signal follows the thread that forked.
     """
@@ -63,7 +63,7 @@ def spawn(
         # Safe beside our threads: between fork and exec it only calls into a loaded libc.
         preexec_fn=die_with(os.getpid()),  # noqa: PLW1509
     )
-    # We reap with waitpid(-1) ourselves; a set returncode keeps Popen from trying.
+    # reap() waits for all children; a set returncode keeps Popen from waiting too.
     process.returncode = 0
     return process.pid
 
@@ -82,7 +82,7 @@ def reap() -> list[tuple[int, int]]:
 
 
 def children() -> list[int]:
-    """Every process whose parent we are, adopted orphans included."""
+    """Return all children of this process, adopted orphans included."""
     found: list[int] = []
     try:
         for task in Path("/proc/self/task").iterdir():
@@ -93,7 +93,7 @@ def children() -> list[int]:
 
 
 def _children_by_search() -> list[int]:
-    """For a kernel without /proc/*/task/*/children."""
+    """Search /proc, on a kernel without /proc/*/task/*/children."""
     me = os.getpid()
     found = []
     for name in os.listdir("/proc"):  # noqa: PTH208  it is in the way of every restart
@@ -118,13 +118,13 @@ def _children_by_search() -> list[int]:
 def end_all(
     reaped: Callable[[int, int], None], seconds: float, hopeless: Collection[int]
 ) -> list[int]:
-    """Kill and reap every descendant: each one's children come to us when it dies.
+    """Kill and reap every descendant; orphans of a dead one become children.
 
-    Return who has not ended after ``seconds``; ``hopeless`` are not waited for at all.
+    Returns the pids that have not ended after ``seconds``; it does not wait for ``hopeless`` ones.
     """
     until = time.monotonic() + seconds
     while True:
-        late = time.monotonic() > until  # before we look: we may be the one that stood still
+        late = time.monotonic() > until  # before the look: this process may have been stopped
         for pid, status in reap():
             reaped(pid, status)
         left = children()
@@ -136,7 +136,7 @@ def end_all(
 
 
 def where(pid: int) -> str:
-    """Say what a process does in the kernel, for people."""
+    """Describe what a process does in the kernel."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
         place = Path(f"/proc/{pid}/wchan").read_text()
@@ -147,7 +147,7 @@ def where(pid: int) -> str:
 
 
 def group_of(pid: int) -> int:
-    """A process's group, 0 if it is gone or none can have that number."""
+    """Return a process's group, 0 if it is gone or none can have that number."""
     try:
         return os.getpgid(pid)
     except (ProcessLookupError, OverflowError):
@@ -155,7 +155,7 @@ def group_of(pid: int) -> int:
 
 
 def catches(pid: int, signum: int) -> bool:
-    """Whether a process has a handler for a signal."""
+    """Return whether a process has a handler for a signal."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -165,6 +165,6 @@ def catches(pid: int, signum: int) -> bool:
 
 
 def send(pid: int, signum: int) -> None:
-    """Signal one process, which may be gone."""
+    """Send a signal to one process, which may be gone."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signum)

@@ -1,10 +1,10 @@
-"""Warm spares: processes that have imported torch and the script's modules, and wait to be called.
+"""Fork warm spares: processes that have imported torch and the script's modules.
 
-A fork server imports once per launcher what every worker needs, and the modules that --preload
-names; it forks a spare per worker when asked. A spare gets its rank's environment, imports what
-else the script imports at its top level, and waits; called, it becomes the worker, as
-`python script.py` would be. No CUDA context, no threads and no seeded generator before the call.
-Run by the launcher as a module.
+Run by the launcher as a module. A fork server imports once per launcher what every worker needs,
+and the modules that --preload names; it forks a spare per worker when asked. A spare gets its
+rank's environment, imports what else the script imports at its top level, and waits; called, it
+becomes the worker, as `python script.py` would be. No CUDA context, no threads and no seeded
+generator before the call.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from typing import Any
 
 from ddpjob_trainer import gpu_devices
 
-#: What training imports sooner or later, some of it as late as in the first step. Found by
-#: comparing sys.modules (tests/trainer/test_spares.py); one that is missing costs only time.
+#: Modules that training imports sooner or later, some as late as in the first step. Found by
+#: comparing sys.modules (tests/trainer/test_spares.py); a missing one costs only time.
 MODULES = (
     "torch",
     "torch.distributed",
@@ -52,7 +52,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a worker runs. ``module``: ``name`` is a module as in `python -m`, else a script."""
+    """A worker's program. ``module``: ``name`` is a module as in `python -m`, else a script."""
 
     name: str
     arguments: tuple[str, ...]
@@ -67,9 +67,9 @@ class Import:
     names: tuple[str, ...] = ()
 
     def run(self) -> None:
-        """Raises what the import raises, but of what is not in the module says nothing."""
+        """Import the module and its names. Raises the import's errors; ignores a missing name."""
         __import__(self.module, {}, {}, self.names)
-        for name in self.names:  # some modules load what they have when it is asked for
+        for name in self.names:  # some modules load an attribute on first access
             getattr(sys.modules[self.module], name, None)
 
 
@@ -85,10 +85,10 @@ class _Script:
 
 
 def send(to: socket.socket, body: dict[str, Any], fds: list[int]) -> None:
-    """One line of JSON, with descriptors. Raises OSError; BlockingIOError: nothing was sent."""
+    """Send a line of JSON, with descriptors. Raises OSError; BlockingIOError: nothing was sent."""
     data = json.dumps(body).encode() + b"\n"
     if rest := data[socket.send_fds(to, [data], fds) :]:
-        # Not with nothing left: even that fails when the other end has read and closed by now.
+        # An empty sendall() would fail too, if the other end has read and closed by now.
         try:
             to.sendall(rest)
         except BlockingIOError as error:
@@ -96,7 +96,7 @@ def send(to: socket.socket, body: dict[str, Any], fds: list[int]) -> None:
 
 
 def receive(source: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Return a line of JSON and its descriptors; None when the other end is closed or lost."""
+    """Return a line of JSON and its descriptors, None when the other end is gone."""
     try:
         data, fds, _, _ = socket.recv_fds(source, MAX_REQUEST, 8)
         while data and not data.endswith(b"\n"):
@@ -115,7 +115,7 @@ def receive(source: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 def _serve(control: socket.socket, launcher: int) -> tuple[socket.socket, bool]:
     """Fork a spare for every request.
 
-    Returns in the spare: the socket it is called by, and whether the call is on its way.
+    Returns in the spare: the socket of its call, and whether the call is on its way.
     """
     while True:
         request = receive(control)
@@ -124,7 +124,7 @@ def _serve(control: socket.socket, launcher: int) -> tuple[socket.socket, bool]:
         body, fds = request
         pid = os.fork()
         if pid == 0:
-            # The spare must be the launcher's child: orphans are, so its parent ends at once.
+            # The spare must be the launcher's child, as orphans are: so its parent ends at once.
             parent = os.getpid()
             if os.fork():
                 os._exit(0)
@@ -139,7 +139,7 @@ def _serve(control: socket.socket, launcher: int) -> tuple[socket.socket, bool]:
 
 
 def _settle(launcher: int, parent: int) -> None:
-    """Become a process like one that the launcher has started itself, when ``parent`` has ended."""
+    """Become a child of the launcher like a fresh worker, once ``parent`` has ended."""
     deadline = time.monotonic() + _ADOPTION_SECONDS
     while (now := os.getppid()) != launcher:
         if now != parent or time.monotonic() > deadline:
@@ -152,15 +152,16 @@ def _settle(launcher: int, parent: int) -> None:
 
 
 def _import(what: Import) -> None:
-    # What cannot be imported now will tell why in the script, or is not needed.
+    # The script itself reports a failing import, if it needs it.
     with contextlib.suppress(BaseException):
         what.run()
 
 
 def _preload(control: socket.socket, given: dict[str, Any]) -> str:
-    """Import the modules that --preload names; return what is to be told of them.
+    """Import the modules that --preload names; return the warnings.
 
-    One that leaves behind what no fork survives is left out, by an interpreter of its own.
+    A module that leaves threads or an open GPU behind, which no fork survives, is left out: the
+    server starts over without it.
     """
     environment = dict(os.environ)
     before = _threads()
@@ -179,7 +180,7 @@ def _preload(control: socket.socket, given: dict[str, Any]) -> str:
 
 
 def _threads_forked() -> int:
-    """How many threads there are that no owner ends before a fork, as BLAS libraries do theirs."""
+    """Count threads that survive a fork's preparation, unlike those of BLAS libraries."""
     if _threads() > 1:
         pid = os.fork()
         if pid == 0:
@@ -192,9 +193,9 @@ def _threads_forked() -> int:
 
 
 def _wait(line: socket.socket, program: Program, *, called: bool) -> _Script | None:
-    """Get ready, wait for the call, become the worker.
+    """Prepare, wait for the call, become the worker.
 
-    Who is called at once imports in the script: what that prints is seen.
+    A spare called at once leaves imports to the script, so that their output is seen.
     """
     send(line, {"pid": os.getpid()}, [])
     script = None
@@ -202,7 +203,7 @@ def _wait(line: socket.socket, program: Program, *, called: bool) -> _Script | N
         with contextlib.suppress(BaseException):
             script = _prepare(program)
     opened = "" if called else gpu_devices.driver_opened()
-    # A context would hold a GPU's memory in a process that may never be called.
+    # A context would hold GPU memory in a process that may never be called.
     send(line, {"unfit": f"an import has opened {opened}"} if opened else {"ready": True}, [])
     request = receive(line)
     if request is None:
@@ -214,15 +215,15 @@ def _wait(line: socket.socket, program: Program, *, called: bool) -> _Script | N
         os.close(fd)
     for name, fd in zip(body["fds"], fds[2:], strict=False):
         os.environ[name] = str(fd)
-    # Tells the launcher that the call was heard, also when an import has left a child behind
-    # that holds this line.
+    # Confirms the call to the launcher, also when an import has left a child behind that holds this
+    # line.
     line.shutdown(socket.SHUT_RDWR)
     line.close()
     return script
 
 
 def _become(program: Program) -> None:
-    """Look to modules as `python` does, while they are imported and later."""
+    """Set sys.path, argv and __main__ as `python` does."""
     if not sys.flags.safe_path:
         # The script's directory first, or the current one for a module.
         first = os.getcwd() if program.module else os.path.dirname(os.path.realpath(program.name))  # noqa: PTH109, PTH120
@@ -241,7 +242,7 @@ def _become(program: Program) -> None:
 
 
 def _prepare(program: Program) -> _Script | None:
-    """Import what the program imports at its top level; return a script compiled."""
+    """Run the program's top-level imports; return a script compiled."""
     source = b"" if program.module else Path(program.name).read_bytes()
     for one in imports_by(program):
         _import(one)
@@ -257,9 +258,9 @@ def _compiled(program: Program, source: bytes) -> _Script:
 
 
 def imports_by(program: Program) -> Iterator[Import]:
-    """Yield what a program imports at its top level; each is to be done before the next.
+    """Yield a program's top-level imports; run each before the next.
 
-    Raises what reading it raises.
+    Raises the errors of reading it.
     """
     if not program.module:
         yield from imports_of(Path(program.name).read_bytes(), "")
@@ -276,9 +277,9 @@ def imports_by(program: Program) -> Iterator[Import]:
 
 
 def imports_of(source: bytes, package: str) -> Iterator[Import]:
-    """Yield what a source imports at its top level, in its order.
+    """Yield a source's top-level imports, in order.
 
-    Up to the first statement by which an import that comes after it may be another.
+    It stops at the first statement that may change a later import.
     """
     for statement in ast.parse(source).body:
         if isinstance(statement, ast.Import):
@@ -294,7 +295,7 @@ def imports_of(source: bytes, package: str) -> Iterator[Import]:
 
 
 def _has_effect(statement: ast.stmt) -> bool:
-    """Whether it calls something but for a value, or changes what is no variable of its own.
+    """Return whether a statement may change other modules: a bare call, or an attribute set.
 
     `sys.path.insert(0, ...)`, `torch.set_default_dtype(...)`, `settings.SIZE = 3`.
     """
@@ -312,7 +313,7 @@ def _run(program: Program, script: _Script | None) -> None:
     """Run the program as __main__."""
     sys.argv[:] = [program.name, *program.arguments]
     if program.module:
-        # What `python -m` itself calls; run_module() would take __main__ away again at the end.
+        # As `python -m` does; run_module() would remove __main__ again at the end.
         getattr(runpy, "_run_module_as_main")(program.name)  # noqa: B009
         return
     source = Path(program.name).read_bytes()
@@ -322,19 +323,19 @@ def _run(program: Program, script: _Script | None) -> None:
 
 
 def main() -> None:
-    """Serve; in a spare that was called, run the program and end as it ends."""
+    """Serve; in a called spare, run the program and end as it ends."""
     control = socket.socket(fileno=int(sys.argv[1]))
     given = json.loads(sys.argv[2])
     launcher = os.getppid()
     program = Program(given["name"], tuple(given["arguments"]), given["module"])
     if not sys.flags.safe_path:
         del sys.path[0]  # where -m found this module
-    # Its BLAS may start threads, and brings them through a fork itself.
+    # Its BLAS may start threads, and carries them through a fork itself.
     _import(Import("numpy.random"))
     before = _threads()
     for name in MODULES:
         _import(Import(name))
-    if (threads := _threads() - before) > 0:  # a fork takes none of them along
+    if (threads := _threads() - before) > 0:  # a fork carries none of them
         send(control, {"unfit": f"imports have started {threads} threads"}, [])
         os._exit(1)
     if opened := gpu_devices.driver_opened():
@@ -355,11 +356,11 @@ def main() -> None:
         _report(error)
         sys.exit(1)
     finally:
-        gc.unfreeze()  # else what Python's end collects stays: triton would tell of each as a leak
+        gc.unfreeze()  # else Python's last collection skips them, and triton reports each as a leak
 
 
 def _freeze() -> None:
-    """The collector of a spare would only copy pages."""
+    """Freeze the collector's objects: a collection in a spare would only copy pages."""
     gc.collect()
     gc.freeze()
 
@@ -369,7 +370,7 @@ def _threads() -> int:
 
 
 def _reseed() -> None:
-    """A fresh interpreter's generators draw from the system; forks of one must not draw alike."""
+    """Seed generators from the system, as a fresh interpreter does, so that forks differ."""
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
     if torch := sys.modules.get("torch"):
@@ -377,7 +378,7 @@ def _reseed() -> None:
 
 
 def _report(error: BaseException) -> None:
-    """Have the hook print it as if the script had been started by python itself."""
+    """Print an error as if python itself had started the script."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -385,5 +386,5 @@ def _report(error: BaseException) -> None:
 
 
 if __name__ == "__main__":
-    # As a module of its own: the script takes the place of __main__.
+    # Under its own name: the script takes the place of __main__.
     importlib.import_module("ddpjob_trainer.launcher.processes.fork_server").main()

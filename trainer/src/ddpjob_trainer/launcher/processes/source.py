@@ -1,4 +1,4 @@
-"""What the source of a program tells about it, without running it."""
+"""Read from a program's source, without running it, how to start its workers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _CHANGES = ("setdefault", "update", "pop", "clear")
 
 
 def uses_our_library(program: Program) -> bool:
-    """Whether the program imports ddpjob_trainer, as far as its source tells.
+    """Return whether the program imports ddpjob_trainer, as far as its source shows.
 
-    Others may set environment before they import torch, which a spare has done already, and
-    serve the store themselves. One that uses our adapters only is one of them.
+    Other programs may set environment before they import torch, which a spare has done already, and
+    serve the store themselves. So may a program that uses our adapters only.
     """
     if program.module and program.name.split(".")[0] == _PACKAGE:
         return True
@@ -27,7 +27,7 @@ def uses_our_library(program: Program) -> bool:
 
 
 def sets_environment_first(program: Program) -> bool:
-    """Whether it changes os.environ between its imports, which may be meant for the later ones."""
+    """Return whether the program changes os.environ between its imports."""
     tree = _tree(program)
     changed = False
     for statement in tree.body if tree is not None else ():

@@ -1,7 +1,7 @@
-"""Warm spares, one per worker, that a round's processes start from in milliseconds.
+"""Keep warm spares, one per worker, that start a round's processes in milliseconds.
 
-They are forked by a fork server (fork_server.py), which imports torch once. Whatever goes wrong
-with one, a fresh interpreter takes its place: rounds never depend on spares.
+starter.py calls it. A fork server (fork_server.py) imports torch once and forks them. When a spare
+fails, a fresh interpreter takes its place: rounds never depend on spares.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ddpjob_trainer import trace
 from ddpjob_trainer.launcher.processes import children, fork_server
 from ddpjob_trainer.launcher.processes.fork_server import Program
 
-#: A spare that does not answer a call is not waited for longer.
+#: How long a called spare may take to answer.
 _ANSWER_SECONDS = 10.0
-#: Nor is the fork server, with the first round's workers, while it imports.
+#: How long the first round's workers wait for the fork server's imports.
 _IMPORT_SECONDS = 120.0
 #: So often in a row a spare, or the fork server, may die while it imports.
 _MAX_DEATHS = 3
@@ -30,7 +30,7 @@ _MAX_DEATHS = 3
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a worker needs: environment changes, stdout, stderr, and descriptors by variable."""
+    """A worker's start: environment changes, stdout, stderr, and descriptors by variable."""
 
     env: Mapping[str, str]
     out: int
@@ -43,14 +43,14 @@ class _Spare:
     line: socket.socket
     pid: int = 0  # 0: not known yet
     ready: bool = False
-    call: Call | None = None  # kept until the spare is there
+    call: Call | None = None  # kept until the spare is forked
     called_at: float | None = None
 
 
 class Spares:
-    """``came``: told (local rank, pid) of a worker that call() promised; pid 0: it never will.
+    """``came``: gets (local rank, pid) of a worker that call() promised; pid 0: it failed.
 
-    ``count`` 0: none are kept, and every call is refused. ``preload``: modules that the fork server
+    ``count`` 0: no spares, and every call is refused. ``preload``: modules that the fork server
     imports for all of them.
     """
 
@@ -81,7 +81,7 @@ class Spares:
             tell("warning: --preload is left to each process, as there are no warm spares")
 
     def pids(self) -> set[int]:
-        """Processes of ours that are no workers."""
+        """Return the pids of the fork server and of uncalled spares."""
         return {
             self._server_pid,
             *(one.pid for one in self._spares.values() if one.called_at is None),
@@ -96,7 +96,7 @@ class Spares:
                 self._off(f"cannot start the fork server: {error.strerror}")
 
     def refill(self, env: Callable[[int], Mapping[str, str]], now: float) -> None:
-        """Start the fork server, or ask it for the spares that are missing."""
+        """Start the fork server, or ask it for the missing spares."""
         if not self._count:
             return
         if self._server is None:
@@ -108,14 +108,14 @@ class Spares:
 
     @property
     def full(self) -> bool:
-        """Whether nothing is to be refilled."""
+        """Return whether all spares exist."""
         return len(self._spares) >= self._count
 
     def call(self, local_rank: int, call: Call, now: float) -> int | None:
-        """Turn a spare into a worker and return its pid; None: ``came`` will be told.
+        """Turn a spare into a worker and return its pid; None: ``came`` will follow.
 
-        A fork server that still imports hears of it when it has done so. Raises LookupError when
-        there is no spare and none can be forked.
+        A fork server that still imports handles the call afterwards. Raises LookupError when there
+        is no spare and none can be forked.
         """
         one = self._spares.get(local_rank)
         if one is None:
@@ -133,9 +133,9 @@ class Spares:
         return None
 
     def recall(self) -> list[int]:
-        """Take back every call that no spare has heard; return their local ranks.
+        """Cancel every call that no spare has received; return their local ranks.
 
-        ``came`` will not be told of them.
+        ``came`` is not called for them.
         """
         found = []
         for local_rank, one in self._spares.items():
@@ -146,17 +146,17 @@ class Spares:
         return found
 
     def ended(self, pid: int, now: float) -> None:
-        """A child of the launcher was reaped; it may be one of these."""
+        """Handle a reaped child of the launcher; it may be one of these."""
         for local_rank, one in list(self._spares.items()):
             if one.pid == pid:
                 self._lost(local_rank, now)
         if pid == self._server_pid:
             self._server_pid = 0
-            if self._warm:  # else its last word is still to be read
+            if self._warm:  # else its last message is still unread
                 self._forget_server()
 
     def tick(self, now: float) -> float | None:
-        """Give up on spares that do not answer; return when to call again at the latest."""
+        """Give up on spares that do not answer."""
         dues = []
         for local_rank, one in list(self._spares.items()):
             if one.called_at is None or (one.pid and not one.ready):
@@ -167,7 +167,7 @@ class Spares:
             if now < due:
                 dues.append(due)
             elif one.pid:
-                children.send(one.pid, signal.SIGKILL)  # stopped, it seems: a worker that died
+                children.send(one.pid, signal.SIGKILL)  # stopped, it seems: a worker that failed
             else:
                 self._kill_server()
                 self._lost(local_rank, now)
@@ -197,7 +197,7 @@ class Spares:
             theirs.close()
             if null >= 0:
                 os.close(null)
-        # It reads nothing while it imports, and the launcher has other things to do than wait.
+        # It reads nothing while it imports, and the launcher must not wait for it.
         mine.setblocking(False)
         self._server = mine
         self._server_started = now
@@ -216,16 +216,16 @@ class Spares:
             self._deaths = 0
             if told := body.get("told"):
                 self._tell(f"warning: --preload is left to each process: {told}")
-            for one in self._spares.values():  # they are forked from now on
+            for one in self._spares.values():  # their forks begin now
                 one.called_at = None if one.called_at is None else now
 
     def _off(self, why: str) -> None:
-        """Without spares a round starts fresh interpreters."""
+        """Turn spares off: rounds start fresh interpreters from now on."""
         self._tell(f"no warm spares: {why}")
         self._count = 0
 
     def _died(self, who: str) -> None:
-        """Not for ever: each try takes its time from training."""
+        """Count a death, and give up after several: each try takes time from training."""
         self._deaths += 1
         if self._deaths == _MAX_DEATHS and self._count:
             self._off(f"{who} died {self._deaths} times in a row")
@@ -256,7 +256,7 @@ class Spares:
         try:
             body = {"env": dict(env), "called": called}
             fork_server.send(self._server, body, [theirs.fileno()])
-        except BlockingIOError:  # so many have been asked for: this one is not waited for
+        except BlockingIOError:  # too many requests: this one is dropped
             mine.close()
             return False
         except OSError:
@@ -277,7 +277,7 @@ class Spares:
             return
         body = _heard(line)
         if body is None:
-            self._lost(local_rank, now)  # or it has heard the call: it closes this line then
+            self._lost(local_rank, now)  # or it has received the call, and closed this line
             return
         if "pid" in body:
             one.pid = int(str(body["pid"]))
@@ -285,7 +285,7 @@ class Spares:
                 self._deliver(local_rank, one, one.call, now)
         if "unfit" in body and one.called_at is None:  # else it is a worker by now
             self._drop(local_rank)
-            if self._count:  # the others will say the same
+            if self._count:  # the others will report the same
                 self._off(str(body["unfit"]))
                 self._kill_server()
             return
@@ -323,7 +323,7 @@ class Spares:
         if one.call is not None:
             self._came(local_rank, 0, one.call, now)
             _close(one.call)
-        # One whose pid is not known yet is killed with whatever a round leaves behind.
+        # One whose pid is not known yet is killed with the round's other leftovers.
         elif one.pid and not one.ready and one.called_at is None:
             self._died("a spare")
 
@@ -334,7 +334,7 @@ class Spares:
 
 
 def _heard(line: socket.socket) -> dict[str, object] | None:
-    """The last line said, None when the other end is closed. Lines here are a few bytes long."""
+    """Return the last line received, None when the other end is closed. Lines are a few bytes."""
     with contextlib.suppress(OSError, ValueError):
         data = line.recv(4096)
         found: dict[str, object] = {}
