@@ -1,4 +1,4 @@
-"""Signs of life: a rank writes them (heartbeat, watchdog), hang says what their absence means.
+"""Write the ranks' signs of life (heartbeat, watchdog), and judge their absence (hang).
 
-Shared by the training process and the launcher. Never imports torch.
+The training process and the launcher share it. Never imports torch.
 """

@@ -1,7 +1,8 @@
-"""Which worker hangs. Pure: signs of life in, at most one culprit out.
+"""Find the rank that hangs: signs of life in, at most one culprit out. Pure.
 
-A rank that stands still makes all others wait for it in a collective. So whoever is waiting is
-suspected later than whoever is at work: the cause is found first, on whichever machine it is.
+The launcher's hangs.py and the watchdog call find(). A rank that hangs makes all others wait in a
+collective, so a waiting rank is suspected later than a busy one: the cause is found first, on
+whichever machine it is.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Final
 import ddpjob_contract as contract
 from ddpjob_trainer.liveness.heartbeat import Activity, Phase, RankState
 
-#: In these a rank waits for others; standing still there proves nothing against it.
+#: Activities in which a rank waits for others: silence there proves nothing against it.
 WAITING: Final[frozenset[Activity]] = frozenset({"rendezvous", "load", "backward", "agreement"})
-#: What the waiting get on top: their peers' launchers must have had the time to act.
+#: Extra time of a waiting rank: its peers' launchers must have had the time to act.
 _WAITING_FACTOR: Final = 1.25
 _WAITING_SECONDS: Final = 1.0
 _LAST_RESORT_FACTOR: Final = 1.5
@@ -30,7 +31,7 @@ class Deadlines:
     snapshot: float
 
     def of(self, phase: Phase) -> float | None:
-        """Seconds for a phase, None where nothing is watched: after the loop."""
+        """Return the seconds of a phase, None after the loop, where there is no limit."""
         limits: dict[Phase, float] = {
             "startup": self.startup,
             "step": self.step,
@@ -40,36 +41,36 @@ class Deadlines:
 
     @property
     def last_resort(self) -> float:
-        """For a collective's timeout: the watchdog, which finds the culprit, comes first."""
+        """Return a collective's timeout, so long that the watchdog finds the culprit first."""
         return max(self.startup, self.step, self.snapshot) * _LAST_RESORT_FACTOR
 
     @property
     def shortest(self) -> float:
-        """The smallest of them."""
+        """Return the smallest of them."""
         return min(self.startup, self.step, self.snapshot)
 
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """What is known of one rank. ``silent``: seconds since its record last changed."""
+    """A rank's last record. ``silent``: seconds since the record last changed."""
 
     state: RankState
     silent: float
-    stopped: bool = False  # by SIGSTOP: at fault wherever it stands
+    stopped: bool = False  # by SIGSTOP: at fault in any activity
 
     @property
     def waiting(self) -> bool:
-        """Whether it may stand still because of another rank."""
+        """Return whether it may be waiting for another rank."""
         return self.state.activity in WAITING and not self.stopped
 
     def deadline(self, deadlines: Deadlines) -> float | None:
-        """Seconds of its phase, None where it is not watched."""
+        """Return the seconds of its phase, None without a limit."""
         if self.state.phase == "done" and self.stopped:  # the others wait for it in finish()
             return deadlines.step
         return deadlines.of(self.state.phase)
 
     def limit(self, deadlines: Deadlines) -> float | None:
-        """Seconds that it may be silent."""
+        """Return the seconds that it may be silent."""
         limit = self.deadline(deadlines)
         if limit is None or not self.waiting:
             return limit
@@ -104,7 +105,7 @@ class Hang:
 def find(signs: Sequence[Sign], deadlines: Deadlines) -> Hang | None:
     """Return the culprit among the ranks of one machine, if any is overdue."""
     overdue: list[Sign] = []
-    busy = False  # somebody whom the others may be waiting for still has time
+    busy = False  # a rank that the others may be waiting for still has time
     for sign in signs:
         limit = sign.limit(deadlines)
         if limit is None:
@@ -131,5 +132,5 @@ def find(signs: Sequence[Sign], deadlines: Deadlines) -> Hang | None:
 
 
 def _order(sign: Sign) -> tuple[bool, bool, float, int]:
-    """The stopped, then those at work, then those that wait; the longest silence first."""
+    """Order stopped ranks first, then busy, then waiting; the longest silence first."""
     return (not sign.stopped, sign.waiting, sign.state.marked_at, sign.state.rank)

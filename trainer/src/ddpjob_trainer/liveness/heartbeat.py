@@ -1,9 +1,8 @@
-"""What a worker tells its launcher: one small file per rank that outlives the worker.
+"""Record a worker's state for its launcher, in a small file that outlives the worker.
 
 The worker maps the file and overwrites fixed fields in it, well below a microsecond each, so a
 SIGKILL at any instant leaves the last record. The launcher reads it for /state, the termination
-report and the hang watchdog: a mark that does not change is a worker that does not move.
-Never imports torch.
+report and the hang watchdog: unchanged marks mean a hanging worker. Never imports torch.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ddpjob_trainer.tracebacks import words
 
 Phase = Literal["startup", "step", "snapshot", "done"]
 
-#: What a worker does at this moment, more finely than its phase.
+#: A worker's activity, finer than its phase.
 Activity = Literal[
     "start",  # start() has been called
     "rendezvous",  # meeting the other ranks
@@ -35,7 +34,7 @@ Activity = Literal[
     "backward",  # gradients, and waiting for those of the others
     "update",  # clipping, optimizer, scheduler
     "body",  # the script between commit() and the end of the loop's body
-    "agreement",  # waiting for what all ranks decide together
+    "agreement",  # waiting for the decision of all ranks
     "snapshot",
     "evaluation",
     "end",  # after the loop
@@ -81,12 +80,12 @@ class RankState:
 
 
 def path_of(directory: Path, rank: int) -> Path:
-    """Where a rank's record is."""
+    """Return the path of a rank's record."""
     return directory / f"rank-{rank}.state"
 
 
 class RankStateWriter:
-    """Held by a worker. Without a directory (no launcher) only this process sees the record."""
+    """Writes a worker's record. Without a directory (no launcher) only this process sees it."""
 
     def __init__(self, directory: Path | None, rank: int) -> None:
         self._rank = rank
@@ -107,24 +106,24 @@ class RankStateWriter:
 
     @property
     def state(self) -> RankState:
-        """The record as a reader would find it now."""
+        """Return the record as a reader would find it now."""
         found = decode(self._block[:], self._rank)
         assert found is not None
         return found
 
     @property
     def snapshot_step(self) -> int:
-        """Step of the newest committed snapshot, -1: none yet."""
+        """Return the step of the newest committed snapshot, -1: none yet."""
         return self._snapshot_step
 
     def mark(self, activity: Activity, now: float | None = None) -> None:
-        """Give a sign of life, several times per step, so it must cost next to nothing.
+        """Give a sign of life; several times per step, so it must cost next to nothing.
 
-        ``now``: monotonic seconds, if the caller has just asked for them.
+        ``now``: monotonic seconds, if the caller has just read the clock.
         """
         self._activity = activity
         self._marks += 1
-        # Assigned, not pack_into: that clears the place first, and a reader would see zeros.
+        # Assigned, not pack_into: that clears the field first, and a reader would see zeros.
         self._block[_MARK_AT:_BODY_AT] = _MARK.pack(
             self._marks,
             time.monotonic() if now is None else now,
@@ -142,7 +141,7 @@ class RankStateWriter:
         samples_per_second: float | None = None,
         snapshot_step: int | None = None,
     ) -> None:
-        """Change what is given and publish the record; it is a sign of life too."""
+        """Change the given fields and publish the record; this is a sign of life too."""
         self._phase = self._phase if phase is None else phase
         self._step = self._step if step is None else step
         self._total = self._total if total_steps is None else total_steps
@@ -169,11 +168,11 @@ class RankStateWriter:
         self.update()
 
     def resumed(self, snapshot: Resumed) -> None:
-        """Tell the launcher once what training goes on from. A disk that is full tells nobody."""
+        """Report to the launcher what training resumes from, unless the disk is full."""
         self._tell(_RESUMED, snapshot)
 
     def proven(self, proof: Proof) -> None:
-        """Tell the launcher whether the steps done again after a restart were the same."""
+        """Report to the launcher whether the steps repeated after a restart were equal."""
         self._tell(_PROOF, proof)
 
     def _tell(self, name: str, facts: Resumed | Proof) -> None:
@@ -183,11 +182,11 @@ class RankStateWriter:
 
 
 def _create(path: Path) -> mmap.mmap:
-    """Make a new file: a process of an earlier round may still have the old one mapped."""
+    """Make a new file, since an earlier round's process may still map the old one."""
     path.unlink(missing_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        # Written, not truncated to size: a full memory file system is an error here, and not a
+        # Written, not truncated to size: so a full memory file system is an error here, and not a
         # SIGBUS at the first step.
         os.pwrite(fd, bytes(BLOCK), 0)
         return mmap.mmap(fd, BLOCK)
@@ -196,7 +195,7 @@ def _create(path: Path) -> mmap.mmap:
 
 
 def decode(data: bytes, rank: int) -> RankState | None:
-    """Read a record's bytes, from a stranger for all we know; None when they are not one."""
+    """Decode a record's bytes, which may be a stranger's; None if they are no record."""
     try:
         magic, pid = _HEAD.unpack_from(data)
         marks, marked_at, phase, activity = _MARK.unpack_from(data, _MARK_AT)
@@ -226,12 +225,12 @@ def decode(data: bytes, rank: int) -> RankState | None:
 
 
 def read_resumed(directory: Path) -> Resumed | None:
-    """Return what the worker of rank 0 goes on from, None if it has not said so."""
+    """Return what rank 0 resumed from, None before its report."""
     return cast("Resumed | None", _told(directory / _RESUMED))
 
 
 def read_proof(directory: Path) -> Proof | None:
-    """Return what rank 0 says of the steps done again after a restart, None if nothing."""
+    """Return rank 0's comparison of the steps repeated after a restart, None before it."""
     return cast("Proof | None", _told(directory / _PROOF))
 
 
@@ -244,7 +243,7 @@ def _told(path: Path) -> dict[str, Any] | None:
 
 
 def read_state(directory: Path, rank: int) -> RankState | None:
-    """Return the last record of a rank, or None when it never wrote one."""
+    """Return the last record of a rank, None before the first."""
     try:
         return decode(path_of(directory, rank).read_bytes()[:BLOCK], rank)
     except OSError:

@@ -1,7 +1,7 @@
-"""Stacks of all threads of a worker, on request from outside, even while it holds the GIL.
+"""Dump the stacks of a worker's threads on request, even while it holds the GIL.
 
-The worker has faulthandler write them to a file when a signal comes; its C handler needs no
-interpreter. The launcher sends the signal and reads the file. Never imports torch.
+In the worker faulthandler writes them to a file at a signal; its C handler needs no interpreter.
+The launcher sends the signal and reads the file. Never imports torch.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import signal
 from pathlib import Path
 from typing import IO, Final
 
-#: The last real-time signal: the others are the user's (USR1, USR2), glibc's (32, 33) or taken
-#: from the low end by libraries that need one.
+#: The last real-time signal: the others are the user's (USR1, USR2), glibc's (32, 33) or taken from
+#: the low end by libraries that need one.
 REQUEST: Final = signal.SIGRTMAX
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>[0-9?]+) in (?P<name>.*)$')
 _MAX_THREADS = 8
 
-_file: IO[bytes] | None = None  # faulthandler keeps the number only: it must stay open
+_file: IO[bytes] | None = None  # must stay open: faulthandler keeps only its number
 
 
 def _path(directory: Path, rank: int) -> Path:
@@ -29,7 +29,7 @@ def _path(directory: Path, rank: int) -> Path:
 
 
 def enable(directory: Path | None, rank: int) -> None:
-    """In a worker: answer requests, and have a crash (SIGSEGV, ...) print its stacks as well."""
+    """Answer requests in a worker; also print the stacks at a crash (SIGSEGV, ...)."""
     global _file
     with contextlib.suppress(ValueError, OSError, RuntimeError):  # stderr may be no file
         if not faulthandler.is_enabled():
@@ -42,7 +42,7 @@ def enable(directory: Path | None, rank: int) -> None:
 
 
 def request(directory: Path, rank: int, pid: int) -> bool:
-    """Ask a worker that has called enable() for its stacks; False when it cannot answer."""
+    """Ask a worker that has called enable() for its stacks; False if it cannot answer."""
     try:
         os.truncate(_path(directory, rank), 0)
         os.kill(pid, REQUEST)
@@ -52,7 +52,7 @@ def request(directory: Path, rank: int, pid: int) -> bool:
 
 
 def size(directory: Path, rank: int) -> int:
-    """How many bytes of the answer are there."""
+    """Return how many bytes of the answer exist."""
     try:
         return _path(directory, rank).stat().st_size
     except OSError:
@@ -60,7 +60,7 @@ def size(directory: Path, rank: int) -> int:
 
 
 def read(directory: Path, rank: int, limit: int) -> str:
-    """Return at most ``limit`` bytes of the answer, "" when there is none."""
+    """Return at most ``limit`` bytes of the answer, "" without one."""
     try:
         with _path(directory, rank).open("rb") as file:
             return file.read(limit).decode(errors="replace")
@@ -69,7 +69,7 @@ def read(directory: Path, rank: int, limit: int) -> str:
 
 
 def brief(answer: str) -> list[str]:
-    """Return a line per thread, innermost call first, the main thread last; at most 8 threads.
+    """Return up to 8 lines, a thread each: innermost call first, main thread last.
 
     For the termination report, which has 2 KiB for everything.
     """

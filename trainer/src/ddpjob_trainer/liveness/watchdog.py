@@ -1,8 +1,8 @@
-"""Looks for a hang from within the process, where no launcher of ours does (torchrun).
+"""Find a hang from within the process, where no launcher of ours does (torchrun).
 
-A thread reads the same signs of life as the launcher would, prints all stacks and ends the
-process with exit code 76. A C call that holds the GIL keeps the thread from running; then
-faulthandler's own timer prints the stacks and ends the process, with exit code 1.
+A thread reads the signs of life that the launcher would, prints all stacks and ends the process
+with exit code 76. A C call that holds the GIL blocks the thread; then faulthandler's own timer
+prints the stacks and ends the process, with exit code 1.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ddpjob_trainer.liveness.hang import Deadlines, Sign, find
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter
 
 _LONGEST_LOOK_SECONDS: Final = 1.0
-#: The timer is wound up again by the thread; it must never be the first of the two.
+#: The thread keeps resetting the timer, which must always expire after the thread's deadline.
 _TIMER_FACTOR: Final = 1.5
 _TIMER_SECONDS: Final = 5.0
 _WRITE_SECONDS: Final = 1.0
 
 
 class Watchdog:
-    """Started once per process, never stopped: it ends with it."""
+    """Watches from start() to the end of the process."""
 
     def __init__(self, writer: RankStateWriter, deadlines: Deadlines) -> None:
         self._writer = writer
@@ -43,7 +43,7 @@ class Watchdog:
         while True:
             now = time.monotonic()
             state = self._writer.state
-            if state.phase == "done":  # what follows, a long evaluation say, is not watched
+            if state.phase == "done":  # a long evaluation, say, has no limit
                 if wound:  # once: from here on the timer is the script's
                     faulthandler.cancel_dump_traceback_later()
                 wound, looked = 0.0, now  # finish() may still have a snapshot to wait for
@@ -51,7 +51,7 @@ class Watchdog:
                 continue
             if state.marks != marks:
                 marks, since = state.marks, now
-            elif looked and now - looked > 2 * self._interval:  # this machine stood still
+            elif looked and now - looked > 2 * self._interval:  # this machine was suspended
                 since += now - looked - self._interval
             looked = now
             hang = find([Sign(state, now - since)], self._deadlines)
@@ -62,13 +62,14 @@ class Watchdog:
             time.sleep(self._interval)
 
     def _wind_up(self) -> float:
-        """Set the timer anew; return after how many seconds to do so again."""
+        """Reset the timer; return after how many seconds to do so again."""
         longest = max(self._deadlines.startup, self._deadlines.step, self._deadlines.snapshot)
         faulthandler.dump_traceback_later(longest * _TIMER_FACTOR + _TIMER_SECONDS, exit=True)
         return min(longest / 4, 60.0)
 
     def _end(self, message: str) -> None:
-        # Neither print, whose lock the hung thread may hold, nor a pipe that nobody reads.
+        # print() may block on a lock that the hung thread holds, and a pipe without a reader blocks
+        # too.
         if select.select([], [2], [], _WRITE_SECONDS)[1]:
             os.write(2, f"ddpjob: {message}, ending with exit code {ExitCode.HANG:d}\n".encode())
             faulthandler.dump_traceback(file=2, all_threads=True)
