@@ -1,1 +1,1 @@
-"""The ranks' ways to talk: rendezvous, the group and its small exchanges, leaving it."""
+"""Connect the ranks: rendezvous, the group and its small exchanges, leaving it."""

@@ -1,8 +1,8 @@
-"""What the ranks tell one another besides gradients: losses, whether to stop, facts of snapshots.
+"""Exchange a step's numbers besides gradients: losses, whether to stop, facts of snapshots.
 
-One exchange per step. It starts before the optimizer's update and is waited for after the loop's
-body, so the network's latency hides behind both. Where a GPU queues its work, what it measures
-travels apart from what hosts know, by the backend that gradients take, and waits for no host.
+One exchange per step. It starts before the optimizer's update and ends after the loop's body, so
+the network's latency hides behind both. Where a GPU queues its work, its numbers travel apart from
+the hosts', through the gradients' backend, and no host waits for them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Message:
 
 
 class Sent:
-    """One step's numbers. Each may be waited for by one rank alone, and asked for again."""
+    """One step's numbers. A rank may wait for either part alone, and repeatedly."""
 
     def __init__(self, told: _Message, measured: _Message) -> None:
         self._told = told
@@ -60,7 +60,7 @@ class Sent:
         return self._told.sums()
 
     def measured(self) -> Sums:
-        """Wait for the devices, too."""
+        """Wait for the devices too; return their sums over all ranks."""
         return self._measured.sums()
 
 
@@ -73,7 +73,7 @@ class Exchange:
     def start(self, numbers: Numbers, measured: Collection[str] = ()) -> Sent:
         """Send numbers under names; names and counts are the same on every rank.
 
-        ``measured``: names of those that a device may yet have to compute.
+        ``measured``: names of the numbers that a device may still be computing.
         """
         if not self._world.accelerator.queues:
             message = self._send(numbers)
@@ -87,7 +87,7 @@ class Exchange:
         group, work = self._world.control, None
         if self._world.size > 1 and group is not None:
             with peer_loss():
-                # Not dist.all_reduce(), whose checks take longer than the rest of this.
+                # Not dist.all_reduce(), whose checks take longer than the rest of this method.
                 work = group.allreduce([tensor])
         return _Message(_counts(numbers), work, Reading(tensor))
 

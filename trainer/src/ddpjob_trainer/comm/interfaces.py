@@ -1,7 +1,8 @@
-"""Which interface gloo is to take where this host's own name leads it to the loopback.
+"""Choose gloo's interface where this host's own name leads it to the loopback.
 
-gloo listens where the name points. In a pod that is the pod's address; on the host's network it is
-what the node's /etc/hosts says, on Debian and Ubuntu 127.0.1.1, which no other node reaches.
+rendezvous.py calls choose(). gloo listens at the address of the host's name: in a pod the pod's; on
+the host's network that in the node's /etc/hosts, on Debian and Ubuntu 127.0.1.1, which no other
+node reaches.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ _REQUEST = 256  # bytes of a struct ifreq, and more
 
 
 def choose(master: str) -> None:
-    """Have gloo listen where ``master``, rank 0's address, sees this process.
+    """Have gloo listen on the address by which this process reaches ``master``, rank 0.
 
-    Does nothing where gloo finds its own way, or all ranks are on this machine.
+    Does nothing where gloo finds a usable address, or all ranks are on this machine.
     """
     if NAME in os.environ or not _loopback(_first(socket.gethostname())):
         return
@@ -37,7 +38,7 @@ def choose(master: str) -> None:
 
 
 def _first(host: str) -> str | None:
-    """The first address of a name, which is what gloo takes; None where nobody knows it."""
+    """Return a name's first address, as gloo takes it; None if it does not resolve."""
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
@@ -45,12 +46,12 @@ def _first(host: str) -> str | None:
 
 
 def _loopback(address: str | None) -> bool:
-    """Where gloo would end up: it takes the loopback when it knows no address, too."""
+    """Return whether gloo would listen on the loopback, as it also does without an address."""
     return address is None or ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def _towards(host: str) -> str | None:
-    """Our own address on the way to a host."""
+    """Return this host's address on the way to another host."""
     address = _first(host)
     if address is None:
         return None
@@ -64,7 +65,7 @@ def _towards(host: str) -> str | None:
 
 
 def _addresses(interface: str) -> set[str]:
-    """Its IPv4 address, and all of IPv6."""
+    """Return an interface's IPv4 address, and all of IPv6."""
     return {*_ipv4(interface), *_ipv6(interface)}
 
 

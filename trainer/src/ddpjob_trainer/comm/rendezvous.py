@@ -1,8 +1,8 @@
-"""How the ranks of one incarnation meet: the store, then the process group.
+"""Bring the ranks of one incarnation together: the store, then the process group.
 
-A peer's pod may start half a minute later and its DNS name may not resolve yet, so connecting
-is retried until the startup deadline. Rank 0 publishes which incarnation (uid, attempt, round)
-it belongs to; a rank of another one is refused.
+start() calls join(), which returns a World. A peer's pod may start half a minute later and its DNS
+name may not resolve yet, so connecting is retried until the startup deadline. Rank 0 publishes its
+incarnation (uid, attempt, round); ranks of another incarnation are refused.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from ddpjob_trainer.telemetry.console import say
 
 _NEWS_SECONDS = 10.0
 _CONNECT_SECONDS = 60.0
-#: The first pause of a wait; in a restart in place the others are milliseconds away.
+#: The first pause of a wait; in a restart in place the other ranks are milliseconds away.
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.5
 _IDENTITY_KEY = "ddpjob/identity"
 _NOT_READY = "rank 0 is not ready yet"
 _FINE = "1"
-#: Torch 2.13 has it under the private name only, 2.15 warns of that one.
+#: Torch 2.13 has only the private name; 2.15 deprecates it.
 _set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 
 
 class _Waiting:
-    """Deadline and news of one wait."""
+    """The deadline of a wait, and its log lines."""
 
     def __init__(self, rank: int, deadline: float) -> None:
         self.rank = rank
@@ -54,7 +54,7 @@ class _Waiting:
         return self.deadline - time.monotonic()
 
     def pause(self, reason: str) -> None:
-        """Sleep a little, tell the reason now and then, raise PeerLostError at the deadline."""
+        """Sleep a little, log the reason now and then, raise PeerLostError at the deadline."""
         if self.left() <= 0:
             raise PeerLostError(f"gave up after the startup deadline: {reason}")
         if time.monotonic() >= self._news:
@@ -64,7 +64,7 @@ class _Waiting:
         self._pause = min(_LONGEST_PAUSE_SECONDS, self._pause * 1.3)
 
     def advanced(self) -> None:
-        """Something came about: what comes next may be as near."""
+        """Shorten the next pause: after progress, more may be near."""
         self._pause = _FIRST_PAUSE_SECONDS
 
 
@@ -80,7 +80,7 @@ def _reachable(address: str, port: int) -> str:
 
 
 def _store(address: str, port: int, **options: Any) -> TCPStore:
-    """By torch's own choice, or as a torch that was built without libuv can: Debian's is."""
+    """Create the store, without libuv where torch lacks it, as Debian's does."""
     try:
         return TCPStore(address, port, wait_for_workers=False, **options)
     except RuntimeError as error:
@@ -90,9 +90,9 @@ def _store(address: str, port: int, **options: Any) -> TCPStore:
 
 
 def _server(env: WorkerEnvironment, waiting: _Waiting) -> TCPStore:
-    """Serve the store. A process of an ended attempt may still hold the port for a moment."""
+    """Serve the store; wait for a port that an ended attempt's process still holds."""
     assert env.master is not None
-    # Handed over by our launcher, which keeps the port over all rounds.
+    # Inherited from our launcher, which keeps the port over all rounds.
     listener = os.dup(env.store_fd) if env.store_fd is not None else None
     while True:
         try:
@@ -139,14 +139,14 @@ def _card(env: WorkerEnvironment) -> dict[str, str | int]:
 
 
 def _until_answered(store: Store, name: str, mine: dict[str, str | int], waiting: _Waiting) -> str:
-    """Like _ask, but on the same connection as long as rank 0 only is not ready yet."""
+    """Call _ask on the same connection until rank 0 is ready."""
     while (reason := _ask(store, name, mine)) == _NOT_READY:
         waiting.pause(reason)
     return reason
 
 
 def _ask(store: Store, name: str, mine: dict[str, str | int]) -> str:
-    """Compare rank 0's card with ours; return why to try again, "" if they are equal."""
+    """Compare rank 0's card with ours; return why to retry, "" if they are equal."""
     try:
         if not store.check([name]):
             return _NOT_READY
@@ -172,13 +172,13 @@ def _ask(store: Store, name: str, mine: dict[str, str | int]) -> str:
 
 
 def _rendezvous(env: WorkerEnvironment, deadline: float, device: torch.device) -> Store:
-    """Return a store that all ranks of this incarnation, and no others, have joined."""
+    """Return a store that exactly the ranks of this incarnation have joined."""
     waiting = _Waiting(env.rank, deadline)
     card = _card(env)
     serves = env.rank == 0 and not env.agent_store
     while True:
         tcp = _server(env, waiting) if serves else _client(env, waiting)
-        # torchrun keeps one store over its restarts, hence the key per incarnation there.
+        # torchrun keeps one store over its restarts, hence the key per incarnation.
         name = f"{_IDENTITY_KEY}/{env.identity.key}" if env.agent_store else _IDENTITY_KEY
         if env.rank == 0:
             tcp.set(name, json.dumps(card))
@@ -198,7 +198,7 @@ def _rendezvous(env: WorkerEnvironment, deadline: float, device: torch.device) -
 def _gather_all(store: Store, env: WorkerEnvironment, waiting: _Waiting, device: str) -> None:
     """Wait until every rank is here, so that later timeouts mean a lost peer.
 
-    ``device``: its type, and a name that no two ranks may share. Raises ConfigError where they do.
+    ``device``: its type, and a name unique to it. Raises ConfigError where two ranks share one.
     """
     store.set(f"here/{env.rank}", json.dumps([device, env.interfaces]))
     if env.rank == 0:
@@ -223,7 +223,10 @@ def _gather_all(store: Store, env: WorkerEnvironment, waiting: _Waiting, device:
 
 
 def _misfit(devices: Sequence[str]) -> str:
-    """Why these cannot train together, "" if they can: NCCL would wait, or fail in other words."""
+    """Explain why these devices cannot train together, "" if they can.
+
+    NCCL itself would wait, or fail with another message.
+    """
     kinds = [device.partition(" ")[0] for device in devices]
     for rank, kind in enumerate(kinds):
         if kind != kinds[0]:
@@ -243,7 +246,10 @@ def _misfit(devices: Sequence[str]) -> str:
 
 
 def _unmatched(interfaces: Sequence[str]) -> str:
-    """Why gloo cannot connect these, "" if it can: an interface without a partner waits for one."""
+    """Explain why gloo cannot connect these interfaces, "" if it can.
+
+    An interface without a partner would wait for one.
+    """
     counts = [len(names.split(",")) for names in interfaces]
     for rank, count in enumerate(counts):
         if count != counts[0]:
@@ -256,7 +262,8 @@ def _unmatched(interfaces: Sequence[str]) -> str:
 
 
 def join(env: WorkerEnvironment, started: float, device: torch.device) -> World:
-    """Meet the other ranks. ``started``: monotonic time from which the deadline counts.
+    """Meet the other ranks; return this rank's World. ``started``: monotonic time from which the
+    deadline counts.
 
     ``device``: that of this process, see accelerator.choose(). Raises ConfigError, PeerLostError.
     """
@@ -267,14 +274,14 @@ def join(env: WorkerEnvironment, started: float, device: torch.device) -> World:
         )
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=env.deadlines.last_resort)
-    # All ranks are here now: one that does not connect soon has died in between.
+    # All ranks are here now: a rank that does not connect soon has died in between.
     connecting = min(timeout, timedelta(seconds=_CONNECT_SECONDS))
     if env.world_size == 1:
         store: Store = HashStore()
     else:
         store = _rendezvous(env, started + env.deadlines.startup, device)
         assert env.master is not None
-        interfaces.choose(env.master[0])  # rank 0 has a name by now
+        interfaces.choose(env.master[0])  # rank 0's name resolves by now
         store.set_timeout(connecting)
     with peer_loss():
         dist.init_process_group(

@@ -1,10 +1,10 @@
-"""Leaving the process group so that its threads end before the interpreter does.
+"""Leave the process group, so that its threads end before the interpreter does.
 
-gloo's threads may drop the last reference to a tensor of a collective after the caller has long
-gone on. One that the machine runs only when Python has begun to finalize cannot take the GIL any
-more and aborts the process: "terminate called without an active exception", exit code 134, with
-all the work done. The threads are joined when the group is freed; destroy_process_group() frees
-it only if nothing else holds it, and DDP, its hooks and we do. So whoever holds it says so here.
+gloo's threads may drop the last reference to a tensor of a collective long after the caller has
+gone on. One that runs only when Python has begun to finalize cannot take the GIL any more and
+aborts the process: "terminate called without an active exception", exit code 134, with all the work
+done. The threads are joined when the group is freed; destroy_process_group() frees it only if
+nothing else holds it, and DDP, its hooks and our objects do: they register here.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ def holds_group(holder: object, *attributes: str) -> None:
 
 
 def holds_ddp(model: DistributedDataParallel) -> None:
-    """The same for DDP, whose C++ parts hold the group as well."""
+    """Register DDP, whose C++ parts hold the group as well."""
     holds_group(model, "reducer", "logger", "process_group")
 
 
 def leave_group(*, together: bool) -> None:
-    """Leave, free the group, and so wait for its threads. Safe to repeat.
+    """Leave and free the group, and so wait for its threads. Safe to repeat.
 
-    ``together``: all ranks leave now. NCCL waits for what is queued, on this rank and on those of
-    its machine: for ever, where another one is elsewhere. So who leaves alone gives that up.
+    ``together``: all ranks leave now. NCCL waits for queued work, on this rank and on its machine's
+    others, and for ever if one of them does not take part; a rank that leaves alone aborts that
+    work.
     """
     if not together and dist.is_initialized() and dist.get_backend() == "nccl":
         world: Any = dist.group.WORLD

@@ -1,6 +1,7 @@
-"""A rank's place in the world: small exchanges between ranks, peer loss.
+"""Hold a rank's place in the world: small exchanges between ranks, peer loss.
 
-Whatever says that a peer is gone becomes PeerLostError, hence exit 75.
+rendezvous.join() makes the World; the rest of the package talks through it. Any error that means a
+lost peer becomes PeerLostError, hence exit code 75.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ddpjob_trainer.accelerator import Accelerator, in_order
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.errors import ConfigError, PeerLostError
 
-#: What gloo and NCCL say when the other end is gone; they have no exception type for it.
+#: gloo's and NCCL's messages for a lost peer; they have no exception type for it.
 _LOST = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -42,7 +43,7 @@ _LOST = (
 )
 _NO_INTERFACE = "GLOO_SOCKET_IFNAME must name an interface that this machine has"
 _OTHER_NCCL = "use the same image on every machine"
-#: A backend's words for what every new process would meet again, and the cure.
+#: Messages of a backend for an error that a restart would meet again, with the cure.
 _MISCONFIGURED = {
     "Duplicate GPU detected": "give each process a GPU of its own, that of LOCAL_RANK",
     "Mismatched NCCL version": _OTHER_NCCL,
@@ -51,7 +52,7 @@ _MISCONFIGURED = {
     "Unable to find address for": _NO_INTERFACE,
     "Unable to find interface for": _NO_INTERFACE,
 }
-#: And for what this process or its GPU lacks or did wrong; a new one may do better.
+#: Messages for a fault of this process or its GPU; a new process may do better.
 _OWN = (
     "ncclInvalidArgument",
     "ncclUnhandledCudaError",
@@ -65,15 +66,15 @@ _OWN = (
     "op.preamble.length",
 )
 _LOST_TYPES = (PeerLostError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
-#: torch's and this whole package's code: an error raised in there may be the transport's.
+#: torch's and this package's code: an error raised there may be the transport's.
 _TRANSPORT_CODE = tuple(
     f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
 )
 
 
-@dataclass(slots=True)  # not frozen: teardown.py takes control back
+@dataclass(slots=True)  # not frozen: teardown.py clears control
 class World:
-    """This rank's place, and the groups it talks through."""
+    """A rank's place in the job, and the groups it talks through."""
 
     rank: int
     size: int
@@ -81,14 +82,14 @@ class World:
     device: torch.device
     identity: Identity
     control: dist.ProcessGroup | None  # gloo, for CPU tensors, also where gradients go through NCCL
-    store: Store | None  # for what must not wait for all ranks
+    store: Store | None  # for exchanges that must not wait for all ranks
     accelerator: Accelerator = field(init=False)
 
     def __post_init__(self) -> None:
         self.accelerator = accelerator.of(self.device)
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Add up a few numbers over all ranks; the order of additions is always the same."""
+        """Add up a few numbers over all ranks, always in the same order."""
         tensor = torch.tensor(values, dtype=torch.float64)
         if self.size > 1:
             with peer_loss():
@@ -97,7 +98,7 @@ class World:
         return result
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """Give every rank the bytes of rank 0."""
+        """Broadcast the bytes of rank 0 to every rank."""
         if self.size == 1:
             return data or b""
         length = torch.tensor([len(data) if data is not None else 0])
@@ -117,11 +118,14 @@ class World:
             with peer_loss():
                 dist.broadcast(flat, source, group=self.control)
             shared = flat.device == tensor.device and flat.data_ptr() == tensor.data_ptr()
-            if self.rank != source and not shared:  # else it has come where it belongs
+            if self.rank != source and not shared:  # else it was received in place
                 tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
 
     def gather_bytes(self, what: str, data: bytes) -> list[bytes]:
-        """Give every rank the bytes of each rank. ``what`` for: ConfigError if not on all alike."""
+        """Gather each rank's bytes on every rank.
+
+        ``what``: the call; ConfigError if calls differ.
+        """
         if self.size == 1:
             return [data]
         mark = what.encode() + b"\0"
@@ -150,7 +154,7 @@ class World:
 
 
 def other_call(first: tuple[int, str], second: tuple[int, str]) -> ConfigError:
-    """Of two ranks that wait for each other, each in a call that the other has not made."""
+    """Build the error for two ranks that wait for each other in different calls."""
     return ConfigError(
         f"rank {first[0]} is in {first[1]} and rank {second[0]} in {second[1]}, so they would wait"
         " for each other: every rank makes these calls, in the same order; none of them may stand"
@@ -159,10 +163,10 @@ def other_call(first: tuple[int, str], second: tuple[int, str]) -> ConfigError:
 
 
 def agree(world: World, facts: Mapping[str, Any], told: Any = None) -> list[Any]:
-    """Raise ConfigError on every rank when a fact is not the same on all of them.
+    """Raise ConfigError on every rank unless each fact is equal on all of them.
 
-    Otherwise the ranks would train on other data, or wait in different collectives. ``told``: what
-    need not be the same; return each rank's.
+    Otherwise the ranks would train on other data, or wait in different collectives. ``told``:
+    values that may differ; the result has each rank's.
     """
     blob = json.dumps([facts, told]).encode()
     gathered = [json.loads(blob) for blob in world.gather_bytes("the start of run.steps()", blob)]
@@ -180,7 +184,7 @@ def agree(world: World, facts: Mapping[str, Any], told: Any = None) -> list[Any]
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Tell a transport's complaint about a peer from a mistake in this process."""
+    """Distinguish a transport's complaint about a peer from a mistake in this process."""
     if isinstance(error, PeerLostError):
         return True
     text = str(error)
@@ -190,18 +194,18 @@ def is_peer_loss(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError) or not any(words in text for words in _LOST):
         return False
-    # The user's own "Connection refused", of a database say, is no peer.
+    # A "Connection refused" of the user's own, from a database say, is no lost peer.
     return re.search("gloo|nccl", text, re.IGNORECASE) is not None or _raised_by_torch(error)
 
 
 def is_misconfiguration(error: BaseException) -> bool:
-    """Whether a backend complains about what no new process would find better."""
+    """Return whether a backend's complaint would recur in every new process."""
     text = str(error)
     return isinstance(error, RuntimeError) and any(words in text for words in _MISCONFIGURED)
 
 
 def _raised_by_torch(error: BaseException) -> bool:
-    """Whether it comes out of torch's Python, or out of C++ that this package called."""
+    """Return whether torch's Python raised it, or C++ that this package called."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and frames[-1].filename.startswith(_TRANSPORT_CODE)
 
@@ -221,18 +225,18 @@ def peer_loss() -> Iterator[None]:
 
 
 def brief(error: BaseException) -> str:
-    """First line of an error, without gloo's source path and advice."""
+    """Return the first line of an error, without gloo's source path and advice."""
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else type(error).__name__
     text = re.sub(r"^\[[^\]]*\.(cc|cpp|h):\d+\] ", "", text)
     text = re.sub(r"^ifa != nullptr\. ", "", text)
     if last := re.search(r"^Last error: *\n?(.+)", str(error), re.MULTILINE):
-        text = f"NCCL: {last[1].strip()}"  # its first line names a place in torch's source
+        text = f"NCCL: {last[1].strip()}"  # the first line names a place in torch's source
     return text.partition(". This is typically")[0][:300]
 
 
 def leave(code: int) -> NoReturn:
-    """End this process now: closing its sockets is what tells the peers.
+    """End this process at once: its closed sockets notify the peers.
 
     An orderly exit would run destructors of process groups that may wait for dead peers.
     """
