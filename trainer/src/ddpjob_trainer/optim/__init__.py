@@ -1,1 +1,1 @@
-"""The update at the end of a step: precision, the policy on NaN, clipping, optimizer, EMA."""
+"""Update the parameters: precision, the policy on NaN, clipping, optimizer, EMA."""

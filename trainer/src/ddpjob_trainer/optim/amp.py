@@ -1,6 +1,7 @@
-"""Mixed precision: the model's forward under autocast, its outputs and the loss in fp32.
+"""Compute the model's forward under autocast, its outputs and the loss in fp32.
 
-Parameters, gradients and the optimizer stay in fp32. fp16's small range needs a GradScaler.
+prepare() calls it. Parameters, gradients and the optimizer stay in fp32. fp16's small range needs a
+GradScaler.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast_forward(module: torch.nn.Module, precision: str, device: torch.device) -> None:
-    """Make the module compute its forward in that precision, wherever it is called from."""
+    """Make the module compute its forward in that precision, for every caller."""
     if precision == "fp32":
         return
     dtype = _DTYPES[precision]
@@ -37,7 +38,7 @@ def autocast_forward(module: torch.nn.Module, precision: str, device: torch.devi
 def make_scaler(
     precision: str, given: torch.amp.GradScaler | None, device: torch.device
 ) -> torch.amp.GradScaler | None:
-    """Return the scaler that this precision needs."""
+    """Return the scaler of a precision, None for others than fp16."""
     if precision != "fp16":
         return None
     return given or torch.amp.GradScaler(device.type)

@@ -1,4 +1,4 @@
-"""The exponential moving average of a model's parameters."""
+"""Average a model's parameters with exponentially decaying weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddpjob_trainer.errors import ConfigError
 
 
 class Average(AveragedModel):
-    """torch's, in the same bits, without its wait for the GPU: it would copy its counter there."""
+    """torch's average, bit by bit, without its wait for the GPU."""
 
     def __init__(self, module: torch.nn.Module, decay: float) -> None:
         self._average: Any = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
@@ -20,8 +20,8 @@ class Average(AveragedModel):
 
     @torch.no_grad()
     def update_parameters(self, model: torch.nn.Module) -> None:
-        """Take in the model as it is now. Its buffers are taken over."""
-        if not int(self.n_averaged):  # on the CPU, whatever the model's device
+        """Take in the model's current parameters; copy its buffers."""
+        if not int(self.n_averaged):  # the counter is on the CPU, whatever the model's device
             super().update_parameters(model)
             return
         mine, theirs = list(self.parameters()), list(model.parameters())
@@ -35,7 +35,7 @@ class Average(AveragedModel):
 
 
 def make_ema(module: torch.nn.Module, decay: float | None) -> Average | None:
-    """Return an exponential moving average of the parameters; buffers are the newest.
+    """Return an exponential moving average of the parameters; its buffers are the newest.
 
     Raises ConfigError for a model that cannot be copied.
     """
@@ -56,6 +56,6 @@ def make_ema(module: torch.nn.Module, decay: float | None) -> Average | None:
 
 
 def begin_ema(module: torch.nn.Module, ema: AveragedModel) -> None:
-    """Let an average of which nothing is known yet begin with the weights as they are now."""
+    """Start an average without updates from the current weights."""
     if not int(ema.n_averaged):
         ema.module.load_state_dict(module.state_dict())

@@ -1,12 +1,12 @@
-"""What happens when a loss or a gradient is NaN or infinite: stop, skip the update, or ignore it.
+"""Handle a NaN or infinite loss or gradient: stop, skip the update, or ignore it.
 
-All ranks must decide alike, before the update, and without asking one another. Averaged gradients
-are equal on all ranks, so each may look at its own; a loss that is not finite on one rank only is
-made to show in the gradients. Each says what it decided in the step's exchange, so ranks that
-disagree, and hence hold different gradients, end there.
+Loop calls it around each update. All ranks must decide alike, before the update, and without asking
+one another. Averaged gradients are equal on all ranks, so each may look at its own; a loss that is
+not finite on one rank only is propagated into the gradients. Each rank sends its decision in the
+step's exchange; ranks that disagree, and hence hold different gradients, end there.
 
-Where a GPU queues its work, to ask before each update would be to wait for it. Policy stop does
-not: the answer is read a step later, before any snapshot, and ends the run all the same.
+Where a GPU queues its work, asking before each update would wait for it. Policy stop avoids that:
+the answer is read a step later, before any snapshot, and ends the run all the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.errors import DivergedError
 from ddpjob_trainer.telemetry.console import say
 
-#: Of the updates skipped, so many are told one by one; then every hundredth.
+#: So many skipped updates are logged one by one; then every hundredth.
 _TOLD = 10
 
 
@@ -32,8 +32,8 @@ class NanPolicy:
         self._policy = policy
         self._world = world
         self.skipped = 0  # updates, in this process
-        self.refused = 0  # of the step last reported
-        self._refused_before = 0  # in the midst of this step
+        self.refused = 0  # of the last reported step
+        self._refused_before = 0  # earlier in this step
         self._queues = world is not None and world.accelerator.queues
         #: Updates are made before it is known whether they were allowed.
         self._late = policy == "stop" and self._queues
@@ -41,17 +41,17 @@ class NanPolicy:
         self._flags: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}  # see _all_finite
 
     def mark(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss; its gradient will be NaN if the loss is not finite."""
+        """Return the loss; make its gradient NaN if the loss is not finite."""
         if self._policy == "ignore":
             return loss
         if not self._queues:
             return loss if math.isfinite(loss.item()) else loss * math.nan
-        return loss * (loss.detach() * 0 + 1)  # decided on the device: nothing waits for it
+        return loss * (loss.detach() * 0 + 1)  # decided on the device: no host waits
 
     def report(self, losses: Sequence[Number], *, allowed: bool) -> list[Number]:
-        """Numbers to add up over all ranks: who found losses or gradients that are not finite.
+        """Return numbers to add up over all ranks: non-finite losses or gradients, and where.
 
-        ``allowed``: whether an update that follows is.
+        ``allowed``: whether a following update is.
         """
         number = self._world.rank + 1.0
         bad = _any_odd(losses)
@@ -70,9 +70,9 @@ class NanPolicy:
         *,
         now: bool = False,
     ) -> bool:
-        """Whether averaged gradients may be applied. ``grad_norm``: of all of them, if known.
+        """Return whether to apply averaged gradients. ``grad_norm``: of all of them, if known.
 
-        ``now``: the step's report is out already.
+        ``now``: the step's report has been sent.
         """
         if self._policy == "ignore":
             return True
@@ -82,16 +82,16 @@ class NanPolicy:
             self._found += [one.to(self._world.device) for one in found]
             return True
         if grad_norm is not None and math.isfinite(grad_norm.item()):
-            return True  # it need not be otherwise: squares may overflow where their roots do not
+            return True  # the reverse may not hold: squares may overflow where their roots do not
         return all(map(self._all_finite, _alike(gradients)))
 
     def _all_finite(self, gradients: list[torch.Tensor]) -> bool:
         return not self._look(gradients).item()
 
     def _look(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """One number, more than 0 if one of them is not finite.
+        """Return one number, more than 0 if one of the gradients is not finite.
 
-        In one call of torch's: a step may be so short that one call per tensor would show.
+        In one call of torch's: in a short step a call per tensor would show.
         """
         device = gradients[0].device
         if device not in self._flags:
@@ -100,9 +100,9 @@ class NanPolicy:
         found, one = self._flags[device]
         found.zero_()
         try:
-            # GradScaler's; multiplied by one, gradients keep their bits.
+            # GradScaler's function; multiplied by one, gradients keep their bits.
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, one)
-        except RuntimeError:  # complex, or a layout that it does not know
+        except RuntimeError:  # complex, or an unsupported layout
             for gradient in gradients:
                 found += ~_finite(gradient)
         return found
@@ -116,8 +116,8 @@ class NanPolicy:
     ) -> None:
         """Account for an update that allows() has forbidden.
 
-        ``reported``: the sums of report(); None in the midst of a step, when nobody has reported.
-        Raises DivergedError unless it may be skipped.
+        ``reported``: the sums of report(); None before the step's end, without a report. Raises
+        DivergedError unless it may be skipped.
         """
         parameters = dict(module.named_parameters())
         with_gradient = ((n, p.grad) for n, p in parameters.items() if p.grad is not None)
@@ -149,7 +149,7 @@ class NanPolicy:
         reported: Sequence[float],
         refused: int,
     ) -> None:
-        """Look at what all reported of a step, and at its mean loss. ``refused``: by this rank.
+        """Check the ranks' reports of a step, and its mean loss. ``refused``: by this rank.
 
         Raises DivergedError where ranks disagree, or where gradients did not show the loss.
         """
@@ -193,7 +193,7 @@ class NanPolicy:
 
 
 def _alike(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """By device and dtype."""
+    """Group tensors by device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -209,7 +209,7 @@ def _finite(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _any_odd(values: Sequence[Number]) -> Number:
-    """1.0 if one of them is not finite, else 0.0."""
+    """Return 1.0 if one of them is not finite, else 0.0."""
     measured = [value for value in values if isinstance(value, torch.Tensor)]
     known = [value for value in values if not isinstance(value, torch.Tensor)]
     if not all(map(math.isfinite, known)):

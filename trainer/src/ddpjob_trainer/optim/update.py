@@ -1,7 +1,7 @@
-"""The update of a step: unscale, clip, optimizers, scaler, schedulers, EMA.
+"""Update the parameters in a step: unscale, clip, optimizers, scaler, schedulers, EMA.
 
-A run may have several optimizers, and a step may update with some of them only; who does not take
-part in an update does not advance.
+Loop calls it with equal gradients on every rank. A run may have several optimizers, and a step may
+update with some of them only; the others do not advance.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Hook = Callable[[Mapping[str, torch.nn.Parameter]], object]
 
 @dataclass(slots=True, eq=False)
 class Clip:
-    """What one prepare() trains: the gradients that one update applies of it have one norm."""
+    """The parameters of one prepare(): an update clips their gradients by one norm."""
 
     bound: float | None
     parameters: Parameters  # in the order of the models
@@ -44,12 +44,12 @@ class Unit:
         self.parameters = list(held_by([self.optimizer]))
 
     def has_gradients(self) -> bool:
-        """Whether a backward has reached one of its parameters."""
+        """Return whether a backward has reached one of its parameters."""
         return any(parameter.grad is not None for parameter in self.parameters)
 
 
 class Updater:
-    """Owns what changes the parameters. The same calls on every rank, on equal gradients."""
+    """Changes the parameters. Every rank makes the same calls, on equal gradients."""
 
     def __init__(self) -> None:
         self.units: list[Unit] = []
@@ -58,7 +58,7 @@ class Updater:
         self.applying = (
             False  # optimizers, schedulers, averages, the scaler work now, as they should
         )
-        #: Of each prepare() that has one, and what that trains.
+        #: The hook of each prepare() that has one, and its parameters.
         self.hooks: list[tuple[Hook, set[torch.nn.Parameter]]] = []
         self.parameters: Parameters = []  # of all models
         self._norm: SupportsFloat | None = None
@@ -66,16 +66,16 @@ class Updater:
         self._unheld: dict[str, torch.nn.Parameter] = {}
 
     def trains(self, named: Mapping[str, torch.nn.Parameter]) -> None:
-        """Say which parameters the models have, under their full names."""
+        """Register the models' parameters, under their full names."""
         held = held_by(unit.optimizer for unit in self.units)
         self.parameters = list(named.values())
         self._named = named
         self._unheld = {name: p for name, p in named.items() if p not in held}
 
     def readings(self, accelerator: Accelerator) -> dict[str, float]:
-        """Gauges for the metrics, asked for now and then.
+        """Return gauges for the metrics, read now and then.
 
-        A GPU is not waited for: its norm is that of the time before.
+        A GPU's norm is that of the call before, so that the host need not wait.
         """
         found = {"learning_rate": float(self.units[0].optimizer.param_groups[0]["lr"])}
         norms = [unit.clip.norm for unit in self.units if unit.clip.norm is not None]
@@ -97,7 +97,7 @@ class Updater:
         return [known[id(optimizer)] for optimizer in dict.fromkeys(optimizers)]
 
     def check_gradients(self) -> None:
-        """Raise ConfigError where what has a gradient and what is trained are not the same."""
+        """Raise ConfigError where trained parameters and those with gradients differ."""
         for unit in self.units:
             if sum(len(g["params"]) for g in unit.optimizer.param_groups) != len(unit.parameters):
                 raise ConfigError(
@@ -114,7 +114,7 @@ class Updater:
                 )
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to go backward from."""
+        """Return the scaled loss to call backward() on."""
         if self.scaler is None:
             return loss
         self.applying = True
@@ -124,9 +124,9 @@ class Updater:
             self.applying = False
 
     def measure(self, units: Sequence[Unit]) -> list[tuple[Parameters, torch.Tensor | None]]:
-        """Take the norms of what is to be clipped.
+        """Compute the gradient norms for clipping.
 
-        Return the parameters to update, in groups with the norm of their gradients if it is known.
+        Returns the parameters to update, in groups with the norm of their gradients if it is known.
         """
         if self.scaler is not None:
             for unit in units:
@@ -144,7 +144,7 @@ class Updater:
         return found
 
     def multiply(self, units: Sequence[Unit], factor: float) -> None:
-        """Multiply the gradients of these, and the norms that were taken of them."""
+        """Multiply the gradients of these units, and the norms computed from them."""
         for clip, parameters in self._clips(units):
             for parameter in parameters:
                 if parameter.grad is not None:
@@ -153,16 +153,16 @@ class Updater:
                 clip.norm = clip.norm * factor
 
     def before_update(self, units: Sequence[Unit]) -> list[tuple[Parameters, torch.Tensor | None]]:
-        """Let the hooks of prepare() see, and change, the gradients that are to be applied.
+        """Call prepare()'s hooks, which may change the gradients to be applied.
 
-        Return what measure() would, of the gradients as they are then.
+        Returns the same as measure(), of the changed gradients.
         """
         if self.scaler is not None:
             for unit in units:
                 if unit.clip.bound is None:  # else measure() has done it
                     self.scaler.unscale_(unit.optimizer)
             if any(self._overflowed(unit) for unit in units):
-                return []  # it will be left out
+                return []  # the update will be skipped
         held = held_by(unit.optimizer for unit in units)
         for hook, parameters in self.hooks:
             chosen = {
@@ -176,9 +176,9 @@ class Updater:
         return self._norms(units)
 
     def update(self, units: Sequence[Unit]) -> bool:
-        """Apply the gradients and forget all there are. Return whether parameters were updated.
+        """Apply the gradients, then drop all; return whether parameters were updated.
 
-        An overflow of fp16 leaves an optimizer out; so its scheduler and the EMA stay, too.
+        An overflow of fp16 skips an optimizer, and with it its scheduler and the EMA.
         """
         for clip, parameters in self._clips(units):
             if clip.bound is not None and clip.norm is not None:
@@ -195,7 +195,7 @@ class Updater:
         return bool(applied)
 
     def _advance(self, applied: Sequence[Unit]) -> None:
-        """What follows an update of these."""
+        """Advance the schedulers and averages of these units."""
         for unit in applied:
             if unit.scheduler is not None:
                 unit.scheduler.step()
@@ -206,7 +206,7 @@ class Updater:
                     ema.update_parameters(module)
 
     def forget(self) -> None:
-        """Drop all gradients, also those that a loss left in models that it is not to change."""
+        """Drop all gradients, also in models that the loss has reached but must not change."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -218,7 +218,7 @@ class Updater:
         if getattr(unit.optimizer, "_step_supports_amp_scaling", False):  # fused
             self.scaler.step(unit.optimizer)
             return not self._overflowed(unit)
-        # What step() would do; asked before the update, so that a GPU has less to be waited for.
+        # As step() does; asked before the update, so that a host waits less for a GPU.
         if not self.is_unscaled(unit):
             self.scaler.unscale_(unit.optimizer)
         applied = not self._overflowed(unit)
@@ -226,19 +226,19 @@ class Updater:
         return applied
 
     def is_unscaled(self, unit: Unit) -> bool:
-        """Whether the script itself has called the scaler's unscale_()."""
+        """Return whether the script itself has called the scaler's unscale_()."""
         states = dict(getattr(self.scaler, "_per_optimizer_states", {}))  # a defaultdict
         found = states.get(id(unit.optimizer), {})
         return getattr(found.get("stage"), "name", "") == "UNSCALED"
 
     def _overflowed(self, unit: Unit) -> bool:
-        """The scale would tell as much, but later, and not of which optimizer."""
+        """Return whether a gradient of this unit overflowed; the scale would show it later."""
         assert self.scaler is not None
         found = self.scaler._found_inf_per_device(unit.optimizer)
         return any(float(value) for value in found.values())
 
     def _clips(self, units: Sequence[Unit]) -> list[tuple[Clip, Parameters]]:
-        """The parameters of these units by what is clipped together, in the models' order."""
+        """Return the parameters of these units by clipping group, in the models' order."""
         found = []
         for clip in dict.fromkeys(unit.clip for unit in units):
             if all(unit in units for unit in self.units if unit.clip is clip):
@@ -250,7 +250,7 @@ class Updater:
 
 
 def held_by(optimizers: Iterable[torch.optim.Optimizer]) -> dict[torch.nn.Parameter, None]:
-    """The parameters that optimizers hold, in their order."""
+    """Return the parameters that optimizers hold, in their order."""
     return {
         p: None for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]
     }
@@ -261,9 +261,10 @@ def check_parameters(
     optimizers: Sequence[torch.optim.Optimizer],
     earlier: Iterable[torch.optim.Optimizer] = (),
 ) -> None:
-    """Each optimizer must train the models, and each parameter have one. Raises ConfigError.
+    """Check that optimizers hold only the models' parameters, and all trained ones.
 
-    ``earlier``: those of former calls, which may hold what these models share with former ones.
+    ``earlier``: optimizers of former calls, which may hold parameters shared with former models.
+    Raises ConfigError.
     """
     known = set(named.values())
     for optimizer in optimizers:
@@ -289,15 +290,15 @@ def check_parameters(
 
 
 def _needs_arguments(obj: Any) -> bool:
-    """Whether step() cannot be called without arguments, as LBFGS's.
+    """Return whether step() needs arguments, as LBFGS's does.
 
-    The class is asked: a scheduler hides an optimizer's own step() behind another.
+    Asks the class, since a scheduler hides an optimizer's own step() behind another.
     """
     try:
         inspect.signature(type(obj).step).bind(obj)
     except TypeError:
         return True
-    except ValueError:  # it has no signature that Python knows
+    except ValueError:  # Python knows no signature of it
         pass
     return False
 
@@ -307,7 +308,7 @@ def match_schedulers(
 ) -> list[Any]:
     """Return each optimizer's scheduler or None. Raises ConfigError.
 
-    A scheduler says itself to whom it belongs; one that does not must stand in the same place.
+    A scheduler has a reference to its optimizer; one without must be at the same index.
     """
     found: list[Any] = [None] * len(optimizers)
     for place, scheduler in enumerate(schedulers):
@@ -330,7 +331,7 @@ def match_schedulers(
 
 
 def check_scheduler(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    """Raise ConfigError for a scheduler that commit() could not advance, or would in vain."""
+    """Raise ConfigError for a scheduler that commit() cannot advance usefully."""
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ConfigError(
             "prepare(scheduler=ReduceLROnPlateau): it needs a metric, which commit() does not"

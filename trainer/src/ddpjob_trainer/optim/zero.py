@@ -1,8 +1,8 @@
-"""ZeroRedundancyOptimizer in snapshots: each rank holds a part of the state, a snapshot all of it.
+"""Save ZeroRedundancyOptimizer, whose state the ranks share out, as one whole state.
 
-Each rank writes its own part, under the names that a plain optimizer's state would have. Where the
-whole is asked for every rank gets every part, as tensors; its own consolidate_state_dict() gathers
-on one rank, by pickle.
+The training state wraps it. Each rank writes its own part, under the names that a plain optimizer's
+state would have. A request for the whole gives every rank all parts, as tensors; the optimizer's
+own consolidate_state_dict() gathers on one rank, by pickle.
 """
 
 from __future__ import annotations
@@ -29,50 +29,50 @@ _MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
 def is_zero(optimizer: object) -> bool:
-    """Whether it is one. Who has not imported it has none: importing it takes a while."""
+    """Return whether it is one. Does not import the class, which takes a while."""
     module = sys.modules.get(_MODULE)
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
 def is_overlapped(optimizer: Any) -> bool:
-    """Whether it updates parameters during backward."""
+    """Return whether it updates parameters during backward."""
     return is_zero(optimizer) and bool(getattr(optimizer, "_overlap_with_ddp", False))
 
 
 def inner(optimizer: Any) -> torch.optim.Optimizer:
-    """What holds the state: the optimizer itself, but of this one."""
+    """Return the optimizer that holds the state: itself, or ZeRO's inner one."""
     found: torch.optim.Optimizer = optimizer.optim if is_zero(optimizer) else optimizer
     return found
 
 
 def has_views(optimizer: Any) -> bool:
-    """Whether it has made views of the parameters, which must not move then."""
+    """Return whether it has made views of the parameters, which then must not move."""
     return is_zero(optimizer) and bool(getattr(optimizer, "parameters_as_bucket_view", False))
 
 
 def spans(optimizer: Any, ranks: int) -> bool:
-    """Whether all ranks share its state out, not only some of them."""
+    """Return whether all ranks share its state out, not only some of them."""
     return not is_zero(optimizer) or optimizer.world_size == ranks
 
 
 class ZeroState(Divided):
-    """Stands for the optimizer in the training state."""
+    """Represents the optimizer in the training state."""
 
     def __init__(self, optimizer: Any, world: World) -> None:
         self._optimizer = optimizer
         self._world = world
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole optimizer state, in the form of a plain optimizer's. Collective."""
+        """Return the whole optimizer state, in a plain optimizer's form. Collective."""
         return self._joined(self._gather(self._mine()))
 
     def part(self) -> dict[str, Any]:
-        """Return the same with this rank's parameters only. No other rank is asked."""
+        """Return the same with this rank's parameters only, without communication."""
         parts = self._optimizer._partition_parameters()
         states = [{"state": {}, "param_groups": groups} for groups in parts]
         states[self._world.rank] = self._mine()
         found, held = self._joined(states), self.held()
-        # load_state_dict() of the optimizer itself leaves an entry for each parameter there is.
+        # The optimizer's own load_state_dict() leaves an entry for every parameter.
         return {**found, "state": {n: s for n, s in found["state"].items() if n in held}}
 
     def held(self) -> Collection[int]:
@@ -81,9 +81,9 @@ class ZeroState(Divided):
         return {self._optimizer._param_to_index[p] for group in groups for p in group["params"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back this rank's part."""
+        """Load this rank's part."""
         self._optimizer.load_state_dict(state)
-        self._optimizer.state.clear()  # a second copy of it, which nothing updates
+        self._optimizer.state.clear()  # a second copy, which no update changes
         lay_out_like_parameters(self._optimizer.optim)
 
     def _mine(self) -> dict[str, Any]:
@@ -93,8 +93,8 @@ class ZeroState(Divided):
         return found
 
     def _joined(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """Number the ranks' parameters as a plain optimizer would."""
-        # Where consolidate_state_dict() puts the parts, on one rank.
+        """Join the ranks' states; number their parameters as a plain optimizer would."""
+        # consolidate_state_dict() puts the parts there, on one rank.
         self._optimizer._all_state_dicts = states
         try:
             joined: dict[str, Any] = self._optimizer.state_dict()
