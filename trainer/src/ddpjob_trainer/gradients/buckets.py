@@ -1,10 +1,10 @@
-"""The mean of gradients over the ranks after backward, for what DDP's reducer cannot follow.
+"""Average gradients over the ranks after backward, where DDP's reducer cannot.
 
-Several models whose losses run through one another, parameters that are frozen for a while, a
-second backward through one graph: the reducer waits for gradients that do not come, or leaves
-some on their rank without a word. Here the layout depends on the order of the parameters only, so
-nothing has to be learned first; a parameter that no rank has a gradient for keeps none. The price:
-nothing is sent before the last backward has ended.
+ddp.py uses it for several models whose losses run through one another, parameters that are frozen
+for a while, a second backward through one graph: the reducer waits for gradients that do not come,
+or silently leaves some on their rank. Here the layout depends on the order of the parameters only,
+so there is no order to learn first; a parameter without a gradient on any rank keeps none. The
+price: communication begins only when the last backward has ended.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Buckets:
     def average(self) -> None:
         """Replace each gradient by its mean over the ranks; all must call it.
 
-        A gradient that is missing on some ranks counts as zeros there. Raises ConfigError.
+        A gradient missing on some ranks counts as zeros there. Raises ConfigError.
         """
         if self._ranks == 1:
             return
@@ -50,7 +50,7 @@ class Buckets:
 def _cut(
     parameters: Sequence[torch.nn.Parameter], cap: float
 ) -> Iterator[list[torch.nn.Parameter]]:
-    """Parameters of one dtype and device, in their order, as many as the cap allows, at least 1."""
+    """Yield pieces of one dtype and device, at most ``cap`` bytes or one parameter."""
     groups: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault((parameter.dtype, parameter.device), []).append(parameter)
@@ -67,7 +67,7 @@ def _cut(
 
 
 class _Piece:
-    """What travels together, and behind it one mark per parameter: whether a gradient was there."""
+    """Gradients sent together, with one mark per parameter: whether it had a gradient."""
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         self._parameters = parameters
@@ -92,7 +92,7 @@ class _Piece:
 
     def put_back(self) -> None:
         views = self._vector.views
-        if not self._all_here:  # else there is nothing to read back from the device
+        if not self._all_here:  # else no mark is read back from the device
             marks = self._vector.marks.tolist()
             for parameter, mark in zip(self._parameters, marks, strict=True):
                 if mark and parameter.grad is None:

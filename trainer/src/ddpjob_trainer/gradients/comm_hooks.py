@@ -1,7 +1,7 @@
-"""DDP communication hooks: gradients travel as bf16 or fp16, in half the bytes.
+"""Send gradients as bf16 or fp16, in half the bytes, by DDP's communication hooks.
 
-Both keep nothing from step to step and add in a fixed order, so they resume bit for bit. PowerSGD
-is left out: what it keeps differs on every rank, and runs of it were seen to end in other bits.
+Both keep no state from step to step and add in a fixed order, so they resume bit for bit. PowerSGD
+is left out: its state differs on every rank, and runs with it were seen to end in other bits.
 """
 
 # Not `from __future__ import annotations`: DDP compares a hook's annotations with types.
@@ -36,6 +36,6 @@ def _hook(state: _Cast, bucket: GradBucket) -> torch.futures.Future[torch.Tensor
 
 
 def compress(model: DistributedDataParallel, options: ModelOptions) -> None:
-    """Give the model the hook that was asked for, if any."""
+    """Register the chosen hook with the model, if there is one."""
     if options.comm_hook is not None:
         model.register_comm_hook(_Cast(options.comm_hook), _hook)

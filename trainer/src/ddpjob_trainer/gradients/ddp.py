@@ -1,7 +1,7 @@
-"""How the gradients become equal on all ranks.
+"""Make the gradients equal on all ranks.
 
-The loop knows only the protocol: which samples this rank computes and in which order, backwards
-for each, and finish(), after which every ``.grad`` holds the mean over the global batch.
+Loop knows only the protocol: which samples this rank computes and in which order, backwards for
+each, and finish(), after which every ``.grad`` holds the mean over the global batch.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Part:
     """One forward and backward of a step on this rank.
 
     ``positions``: of its samples in the run, see DataOrder. ``samples`` count in the step's mean,
-    out of ``of`` over all parts of all ranks; 0 when no sample is left for this one, which then
-    computes only to keep the others company. ``shard`` is what its random numbers depend on,
-    besides seed and step; ``reseed``: they begin anew at this part, not only at the step.
+    out of ``of`` over all parts of all ranks; 0 when no sample is left for this part, which then
+    only takes part in the collectives. ``shard``: seeds its random numbers, besides seed and step;
+    ``reseed``: they start over at this part, not only at the step.
     """
 
     positions: Indices
@@ -48,8 +48,8 @@ class Part:
 class Averaging(Protocol):
     """One process's side. Every rank makes the same calls in the same order.
 
-    ``outside``: what random numbers that user code draws outside of the parts depend on, besides
-    seed and step.
+    ``outside``: seeds the random numbers that user code draws outside of the parts, besides seed
+    and step.
     """
 
     outside: int
@@ -57,7 +57,7 @@ class Averaging(Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether the coming backward waits for the other ranks."""
+        """Return whether the coming backward waits for the other ranks."""
         ...
 
     def wrap(self, module: torch.nn.Module, options: ModelOptions) -> Wrapped:
@@ -65,15 +65,15 @@ class Averaging(Protocol):
         ...
 
     def plan(self, order: DataOrder, step: int) -> Sequence[Part]:
-        """What this rank computes in a step, at least one part. Also asked ahead of time."""
+        """Return this rank's parts of a step, at least one. Also called ahead of time."""
         ...
 
     def parts(self, order: DataOrder, step: int) -> Sequence[Part]:
-        """Begin a step: return its plan."""
+        """Begin a step; return its plan."""
         ...
 
     def before_forward(self, model: DistributedDataParallel, number: int, *, graph: bool) -> None:
-        """A forward of part ``number`` of this step begins, through one of the models.
+        """Begin a forward of part ``number`` of this step, through one of the models.
 
         ``graph``: a backward may follow.
         """
@@ -90,36 +90,36 @@ class Averaging(Protocol):
         ...
 
     def finish(self, groups: Sequence[Sequence[torch.nn.Parameter]]) -> None:
-        """After the last backward before an update: make the gradients of these the mean.
+        """Average the gradients of these groups, after the last backward before an update.
 
         ``groups``: one for each optimizer, the same objects each time.
         """
         ...
 
     def losses(self, values: Sequence[Number], weights: Sequence[float]) -> list[Number]:
-        """Numbers to add up over all ranks, from the parts' losses on this one.
+        """Return numbers to add up over all ranks, from the parts' losses on this one.
 
-        ``weights``: none at all where samples weigh equally.
+        ``weights``: empty where samples weigh equally.
         """
         ...
 
     def weights(self, weights: Sequence[float]) -> list[float]:
-        """Numbers to add up over all ranks, as many whether there are weights or none."""
+        """Return numbers to add up over all ranks, as many with weights as without."""
         ...
 
     def mean_loss(self, losses: Sequence[float], weights: Sequence[float] | None = None) -> float:
-        """The step's loss, from those sums; equal on all ranks."""
+        """Return the step's loss, from those sums; equal on all ranks."""
         ...
 
     def factor(self, weights: Sequence[float]) -> float:
-        """What gradients of weighted losses are to be multiplied by, from the sums of weights().
+        """Return the factor for gradients of weighted losses, from the sums of weights().
 
-        Not finite if these add up to nothing.
+        Not finite if the weights add up to 0.
         """
         ...
 
     def layout(self) -> str | None:
-        """Hash of what else decides the order of additions; None: nothing, or not yet known."""
+        """Return a hash of all else that orders additions; None: nothing, or not yet known."""
         ...
 
 
@@ -164,16 +164,16 @@ class Wrapped(DistributedDataParallel):
 
 
 def ddp_arguments(options: ModelOptions) -> dict[str, Any]:
-    """The options that are DistributedDataParallel's own."""
+    """Return the options that are DistributedDataParallel's."""
     names = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters")
     return {name: getattr(options, name) for name in names}
 
 
 @contextlib.contextmanager
 def without_effect(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    """Within, a backward gives gradients of zero: 0 times what is no number would be none either.
+    """Make a backward in the block give gradients of zero, even from NaN.
 
-    It still runs: DDP waits for every parameter that the graph holds.
+    It still runs: DDP waits for every parameter in the graph.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     hooks = [p.register_hook(_zeros) for p in trained]  # type: ignore[no-untyped-call]
@@ -185,23 +185,23 @@ def without_effect(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
 
 
 def _zeros(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    # None: of an output that the loss leaves out, with find_unused_parameters.
+    # None: for an output that the loss leaves out, with find_unused_parameters.
     return None if gradient is None else torch.zeros_like(gradient)
 
 
 class DdpAveraging:
-    """Levels off and resume: DistributedDataParallel as it is, as long as it can follow.
+    """Averages at levels off and resume, by DistributedDataParallel where it can.
 
-    Gradients of all parts but the last stay on this rank (no_sync) and travel with the last. What
-    is added after that, and all gradients of several models, travels in finish(), see buckets.py.
+    Gradients of all parts but the last stay on this rank (no_sync) and are sent with the last.
+    Later additions, and all gradients of several models, are sent in finish(), see buckets.py.
     """
 
     def __init__(self, options: Options, world: World) -> None:
         self._options = options
         self._world = world
         self._models: list[DistributedDataParallel] = []
-        self._parameters: list[torch.nn.Parameter] = []  # that the reducer knows
-        self._frozen: list[torch.nn.Parameter] = []  # that it does not
+        self._parameters: list[torch.nn.Parameter] = []  # known to the reducer
+        self._frozen: list[torch.nn.Parameter] = []  # unknown to it
         self._parts: Sequence[Part] = []
         self.outside = world.rank
         self._warm = False
@@ -209,11 +209,11 @@ class DdpAveraging:
         self.local = False
         self._cap_mb: float | None = None
         self._buckets: dict[int, Buckets] = {}
-        self._shared: set[int] = set()  # models whose buffers rank 0 has given to all in this step
+        self._shared: set[int] = set()  # models whose buffers rank 0 has broadcast in this step
 
     @property
     def waits(self) -> bool:
-        """Whether the reducer waits for a backward."""
+        """Return whether the reducer waits for a backward."""
         return self._awake
 
     @property
@@ -252,10 +252,9 @@ class DdpAveraging:
 
     def before_forward(self, model: DistributedDataParallel, number: int, *, graph: bool) -> None:
         """Synchronise in the last part's backward only; DDP decides that in the forward."""
-        # DDP then shares the buffers in this forward, after one without a graph, too, when it would
-        # not. In each step, or they would be others after a resume. Not in each forward: a graph
-        # that waits for its backward would find what it has saved changed, and rank 0 may look at
-        # its model alone.
+        # DDP then broadcasts the buffers in this forward, even after one without a graph. In each
+        # step, or they would differ after a resume. Not in each forward: a graph that waits for its
+        # backward would find its saved tensors changed, and rank 0 may evaluate its model alone.
         first = id(model) not in self._shared
         self._shared.add(id(model))
         if model.require_forward_param_sync != first:
@@ -270,7 +269,7 @@ class DdpAveraging:
     def backward(
         self, loss: torch.Tensor, number: int, *, weight: float | None, retain_graph: bool = False
     ) -> None:
-        """DDP divides by the number of processes: the rest of the weight is ours."""
+        """Compute gradients, weighted so that DDP's division by the ranks gives the mean."""
         part = self._parts[number]
         factor = part.samples * self._world.size / part.of if weight is None else weight
         if factor != 1.0:
@@ -291,10 +290,10 @@ class DdpAveraging:
         if awake and not determinism.is_reduced(self._models[0]):
             self._check_frozen()
             raise determinism.unreached(self._models[0])
-        self.local = not awake  # else what earlier ones have left has travelled, too
+        self.local = not awake  # else earlier local gradients have been sent, too
 
     def finish(self, groups: Sequence[Sequence[torch.nn.Parameter]]) -> None:
-        """Average what the reducer has not. Usually nothing is left to do."""
+        """Average the gradients that the reducer has not, which are rare."""
         if not self._several:
             self._check_frozen()
         if not self.local:
@@ -308,7 +307,10 @@ class DdpAveraging:
             self._buckets[id(group)].average()
 
     def _check_frozen(self) -> None:
-        """The reducer waits for what is frozen after it was made, and forgets what is thawed."""
+        """Raise ConfigError for a changed requires_grad.
+
+        The reducer waits for a parameter frozen after prepare(), and ignores one unfrozen since.
+        """
         frozen = not all(map(_REQUIRES_GRAD, self._parameters))
         if frozen or any(parameter.grad is not None for parameter in self._frozen):
             raise ConfigError(
@@ -319,22 +321,22 @@ class DdpAveraging:
             )
 
     def losses(self, values: Sequence[Number], weights: Sequence[float]) -> list[Number]:
-        """One number per rank: adding zeros to it is exact, wherever it stands in a message."""
+        """Return one number per rank: adding zeros to it is exact in any order."""
         slots: list[Number] = [0.0] * self._world.size
         each = self._counted(weights) if weights else [part.samples for part in self._parts]
-        # What counts for nothing may be anything, also what times 0 is no number.
+        # A part without samples may have any loss: NaN times 0 is NaN.
         total = sum(n * value for n, value in zip(each, values, strict=True) if n)
         slots[self._world.rank] = total if weights else total / self._parts[0].of
         return slots
 
     def weights(self, weights: Sequence[float]) -> list[float]:
-        """One number per rank."""
+        """Return one number per rank."""
         slots = [0.0] * self._world.size
         slots[self._world.rank] = float(sum(self._counted(weights))) if weights else 0.0
         return slots
 
     def _counted(self, weights: Sequence[float]) -> list[float]:
-        """Of a part without a sample no weight counts."""
+        """Return the parts' weights; a part without samples has none."""
         return [w if p.samples else 0.0 for p, w in zip(self._parts, weights, strict=True)]
 
     def mean_loss(self, losses: Sequence[float], weights: Sequence[float] | None = None) -> float:
@@ -342,11 +344,11 @@ class DdpAveraging:
         return sum(losses) / (sum(weights) or math.nan if weights is not None else 1.0)
 
     def factor(self, weights: Sequence[float]) -> float:
-        """DDP has divided by the number of processes."""
+        """Return the factor that undoes DDP's division by the number of processes."""
         return self._world.size / (sum(weights) or math.nan)
 
     def layout(self) -> str | None:
-        """Which gradients travel together: known once the first backward has shown their order."""
+        """Hash which gradients are sent together, known after the first backward."""
         if self._options.level == "off":
             return None
         if self._several:

@@ -1,11 +1,12 @@
-"""Bitwise levels, and the warm-up that makes a restart at three or more ranks bitwise.
+"""Pin the sources of different bits, and warm DDP up so that restarts are bitwise.
 
-DDP's reducer groups gradients into buckets in the order of model.parameters(), and after the
-first backward regroups them in the order in which gradients became ready. Where a gradient lies
-in a bucket decides the order of additions in a ring, so a restarted process, whose first step
-uses the first grouping, differs in the last bits from one that was never stopped (at two ranks
-a + b == b + a hides it). So the first synced backward of every process is run twice on one
-graph: once to learn the order, its gradients discarded, once for real. User code runs once.
+start() and DdpAveraging call it. DDP's reducer groups gradients into buckets in the order of
+model.parameters(), and after the first backward regroups them in the order in which gradients
+became ready. A gradient's place in a bucket decides the order of additions in a ring, so a
+restarted process, whose first step uses the first grouping, differs in the last bits from one that
+was never stopped (at two ranks a + b == b + a hides it). So the first synced backward of every
+process is run twice on one graph: once to learn the order, its gradients discarded, once for real.
+User code runs once.
 """
 
 from __future__ import annotations
@@ -29,33 +30,32 @@ from ddpjob_trainer.state import rng
 
 #: The default level by type of device.
 LEVELS = {"cpu": "resume", "cuda": "off"}
-#: What NCCL would choose by how many GPUs there are and how they are wired, and the order of its
-#: sums with it.
+#: NCCL would choose these by the number and wiring of the GPUs, and the order of its sums with
+#: them.
 _NCCL = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0"}
 
 
 def pin_arithmetic(level: str, threads: int, device: torch.device) -> None:
-    """Fix what changes results: the number of threads, and kernels that are not deterministic."""
+    """Fix the number of threads, and forbid kernels that are not deterministic."""
     torch.set_num_threads(threads)
     if level == "off":
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     # Not use_deterministic_algorithms(), which would import the whole compiler for its flag.
     torch.set_deterministic_debug_mode("error")
-    # Only speed: by default every torch.empty would be filled with NaN.
+    # Only for speed: by default every torch.empty would be filled with NaN.
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
     torch.backends.cudnn.benchmark = False
     if level == "resume" and device.type == "cuda":  # elastic adds up by itself
-        for name, value in _NCCL.items():  # read when the ranks meet; the user's own stay
+        for name, value in _NCCL.items():  # read when the ranks meet; the user's own values win
             os.environ.setdefault(name, value)
 
 
 def warm_up(model: DistributedDataParallel, loss: torch.Tensor) -> None:
     """Run backward for its bucket order only; the caller then runs it for real.
 
-    Nothing that user code can see is left behind: gradients (those of earlier micro-batches are
-    kept), random numbers that gradient hooks drew, and buffers that a checkpointed forward
-    changed again are put back.
+    It restores all that user code can see: gradients (those of earlier micro-batches are kept),
+    random numbers that gradient hooks drew, and buffers that a checkpointed forward changed again.
     """
     if _finds_unused(model):
         return  # such a reducer never regroups
@@ -64,16 +64,16 @@ def warm_up(model: DistributedDataParallel, loss: torch.Tensor) -> None:
     # With a static graph the reducer looks at the graph once before it looks at the order.
     for _ in range(2 if model.static_graph else 1):
         for parameter, _ in gradients:
-            parameter.grad = None  # what has been accumulated is not to be added to
+            parameter.grad = None  # accumulated gradients must not be added to
         with rng.preserved():
             loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
         if not is_reduced(model):
             raise unreached(model)
         for buffer, before in buffers:
-            buffer.data.copy_(before)  # .data: the graph checks the version of what it has saved
-        # What DistributedDataParallel does between two steps, without the forward in between.
+            buffer.data.copy_(before)  # .data: the graph checks the version of its saved tensors
+        # As DistributedDataParallel does between two steps, without the forward in between.
         for parameter, _ in gradients:
-            parameter.grad = None  # before memory is taken for other buckets
+            parameter.grad = None  # before memory is allocated for other buckets
         reducer: Any = model.reducer
         reducer.prepare_for_forward()
         reducer._rebuild_buckets()
@@ -85,10 +85,10 @@ def warm_up(model: DistributedDataParallel, loss: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def warmed_up(model: DistributedDataParallel, loss: torch.Tensor) -> Iterator[None]:
-    """Warm up; within, the caller runs the same backward for real.
+    """Warm up; in the block the caller runs the same backward for real.
 
-    Raises ConfigError when that gives this rank other gradients: a Function that in its backward
-    changes what it has saved would make the first step of each process wrong.
+    Raises ConfigError if that gives this rank other gradients: a Function whose backward changes
+    its saved tensors would make the first step of each process wrong.
     """
     with _extremes(model) as found:
         warm_up(model, loss)
@@ -108,15 +108,15 @@ def warmed_up(model: DistributedDataParallel, loss: torch.Tensor) -> Iterator[No
 
 @contextlib.contextmanager
 def _extremes(model: DistributedDataParallel) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the least and the greatest of each gradient of the newest backward, by name.
+    """Yield the minimum and maximum of each gradient of the newest backward, by name.
 
-    They are this rank's own, not yet averaged: whatever a communication hook or another order of
-    additions makes of them is left out.
+    They are this rank's own, before averaging: independent of communication hooks and of the order
+    of additions.
     """
     found: dict[str, torch.Tensor] = {}
 
     def look(name: str, gradient: torch.Tensor | None) -> None:
-        if gradient is None:  # DDP gives outputs that the loss leaves out none
+        if gradient is None:  # for an output that the loss leaves out
             return
         values = gradient.detach()
         values = values._values() if values.is_sparse else values
@@ -137,18 +137,19 @@ def _extremes(model: DistributedDataParallel) -> Iterator[dict[str, torch.Tensor
 
 
 def _differ(first: Sequence[float], second: Sequence[float], largest: float) -> bool:
-    """Whether by more than kernels do that are not deterministic; what is not finite does not.
+    """Return whether gradients differ more than nondeterministic kernels make them.
 
-    ``largest``: of all gradients. One that adds up to zero is nothing but such differences.
+    ``largest``: of all gradients; one that adds up to zero consists of such differences. Values
+    that are not finite do not count.
     """
     bound = 1e-2 * max(map(abs, second)) + 1e-5 * largest
     return any(abs(a - b) > bound for a, b in zip(first, second, strict=True))
 
 
 def is_reduced(model: DistributedDataParallel) -> bool:
-    """Whether all gradients of a backward have travelled.
+    """Return whether all gradients of a backward have been reduced.
 
-    DDP would say so in the next forward only, when an update has applied what did not.
+    DDP itself reports that only in the next forward, after an update has applied local ones.
     """
     reducer: Any = model.reducer
     try:
@@ -159,7 +160,7 @@ def is_reduced(model: DistributedDataParallel) -> bool:
 
 
 def unreached(model: DistributedDataParallel) -> ConfigError:
-    """What to say of a backward that the reducer still waits for gradients of."""
+    """Build the error for a backward that leaves the reducer waiting for gradients."""
     names = [n for n, p in model.module.named_parameters() if p.requires_grad and p.grad is None]
     which = f", not {', '.join(names[:3])}{', ...' if names[3:] else ''}" if names else ""
     return ConfigError(
@@ -178,8 +179,8 @@ def _finds_unused(model: DistributedDataParallel) -> bool:
 def check_marks(model: DistributedDataParallel) -> None:
     """Raise ConfigError for a backward that no forward announced to the reducer.
 
-    One that looks for unused parameters would take what this backward reaches for used in the next
-    step, and give it a gradient of zero there, or fail; after a resume it would not.
+    With find_unused_parameters, DDP would treat this backward's parameters as used in the next
+    step, and give them a gradient of zero there, or fail; after a resume it would not.
     """
     if _finds_unused(model):
         raise ConfigError(
@@ -190,7 +191,7 @@ def check_marks(model: DistributedDataParallel) -> None:
 
 @contextlib.contextmanager
 def reducer_errors() -> Iterator[None]:
-    """Raise ConfigError for what the reducer finds in the midst of a backward."""
+    """Raise ConfigError for errors that the reducer finds during a backward."""
     try:
         yield
     except RuntimeError as error:
@@ -201,7 +202,7 @@ def reducer_errors() -> Iterator[None]:
 
 
 _ADD_UP = "Several losses of a batch are added up: step.backward(first + second)"
-#: What torch says, and what to do.
+#: torch's message, and the cure.
 _REDUCER_ERRORS = {
     "Expected to mark a variable ready only once": (
         "DDP met a parameter twice in one backward. With find_unused_parameters=True each forward"
@@ -216,7 +217,7 @@ _REDUCER_ERRORS = {
 
 
 def buckets(model: DistributedDataParallel) -> list[list[str]]:
-    """Names of the parameters whose gradients travel together, in their order."""
+    """Return the names of parameters whose gradients are sent together, in order."""
     names = {parameter: name for name, parameter in model.module.named_parameters()}
     reducer: Any = model.reducer
     return [
@@ -231,10 +232,9 @@ def bucket_layout(model: DistributedDataParallel) -> str:
 
 
 def order_of_sums(model: DistributedDataParallel, rank: int) -> str:
-    """Hash what the backend makes of known numbers, in pieces as large as the buckets.
+    """Hash the backend's sums of known numbers, in pieces as large as the buckets.
 
-    NCCL adds up in an order that depends on how the GPUs are wired, and on which ranks they are.
-    Collective.
+    NCCL adds up in an order that depends on how the GPUs are wired, and on their ranks. Collective.
     """
     of = dict(model.module.named_parameters())
     found = []

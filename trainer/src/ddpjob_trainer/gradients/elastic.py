@@ -1,9 +1,9 @@
-"""Level elastic: the same bits at any number of ranks.
+"""Average at level elastic: the same bits at any number of ranks.
 
-The global batch is cut into logical shards, fixed in number for the whole run. A rank computes
-its contiguous share of them one by one, each from random numbers of its own and each with the
-same shapes, whoever computes it; DDP's reducer is never used. The shards' gradients and losses
-are added up in one tree (shard_tree.py, tree_reduce.py), which does not know of ranks.
+Loop uses it through ddp.Averaging. The global batch is cut into logical shards, fixed in number for
+the whole run. A rank computes its contiguous share of them one by one, each with its own random
+numbers and the same shapes, whichever rank computes it; DDP's reducer is never used. The shards'
+gradients and losses are added up in one tree (shard_tree.py, tree_reduce.py), independent of ranks.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class ElasticAveraging:
         self._count = options.shards
         #: Random numbers outside of the shards depend on this: equal on all ranks.
         self.outside = self._count
-        self.waits = False  # nobody does, before finish()
+        self.waits = False  # no rank waits before finish()
         self.local = True  # until then
         self._partial: Partial[Gradients] = Partial(self._count, add_gradients)
-        self._shard: int | None = None  # whose gradients the parameters hold at this moment
+        self._shard: int | None = None  # the shard whose gradients the parameters hold now
         self._parameters: list[torch.nn.Parameter] = []
         self._frozen: list[torch.nn.Parameter] = []
         self._reductions: list[tuple[list[int], Reduction]] = []
@@ -60,7 +60,7 @@ class ElasticAveraging:
         model = Wrapped(module)  # gives every rank rank 0's parameters and buffers
         _free_reducer(model)
         holds_ddp(model)
-        model.require_backward_grad_sync = False  # what no_sync() sets for a while
+        model.require_backward_grad_sync = False  # as no_sync() does for a while
         model.require_forward_param_sync = False
         module.zero_grad(set_to_none=True)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
@@ -80,7 +80,7 @@ class ElasticAveraging:
         return Reduction(parameters, count=self._count, ranks=ranks, rank=rank)
 
     def plan(self, order: DataOrder, step: int) -> Sequence[Part]:
-        """This rank's shards, each cut into micro-batches."""
+        """Return this rank's shards, each cut into micro-batches."""
         parts: list[Part] = []
         for shard in shard_tree.owned(self._count, self._world.size, self._world.rank):
             share = order.shard(step, shard, self._count)
@@ -104,14 +104,14 @@ class ElasticAveraging:
         return self._parts
 
     def before_forward(self, model: DistributedDataParallel, number: int, *, graph: bool) -> None:
-        """Remember the buffers, which this forward must leave as they are."""
+        """Record the buffers, which this forward must not change."""
         if graph:
             self._buffers.remember(number)
 
     def backward(
         self, loss: torch.Tensor, number: int, *, weight: float | None, retain_graph: bool = False
     ) -> None:
-        """Compute a part's gradients; with the next shard's first part, put a shard's in the tree.
+        """Compute a part's gradients; add the finished shard before it to the tree.
 
         A part may have several losses.
         """
@@ -132,7 +132,7 @@ class ElasticAveraging:
             self._shard = None
 
     def _take(self) -> Gradients:
-        """Return the gradients and leave none behind: the next shard begins from nothing."""
+        """Return the gradients and clear them: each shard starts from none."""
         gradients: Gradients = []
         for parameter in self._parameters:
             gradient = parameter.grad
@@ -161,23 +161,23 @@ class ElasticAveraging:
                 parameter.grad = gradient
                 if gradient is not None and gradient.stride() != parameter.stride():
                     parameter.grad = torch.empty_like(parameter).copy_(gradient)
-        # What is drawn from here on must not depend on which shard this rank computed last.
+        # Later random numbers must not depend on which shard this rank computed last.
         rng.reseed(self._options.seed, self._step, self._count + 1)
 
     def losses(self, values: Sequence[Number], weights: Sequence[float]) -> list[Number]:
-        """One number per shard: adding zeros to it is exact in any order."""
+        """Return one number per shard: adding zeros to it is exact in any order."""
         if weights:
             pairs = zip(values, weights, strict=True)
             return self._by_shard([w * value if w else 0.0 for value, w in pairs])
         return [total / self._options.micro_batches for total in self._by_shard(values)]
 
     def weights(self, weights: Sequence[float]) -> list[float]:
-        """One number per shard."""
+        """Return one number per shard."""
         return self._by_shard(weights)
 
     def _by_shard(self, values: Sequence[N]) -> list[N]:
         slots: list[Any] = [0.0] * self._count
-        for part, value in zip(self._parts, values, strict=False):  # there may be none
+        for part, value in zip(self._parts, values, strict=False):  # there may be no values
             slots[part.shard] += value
         return slots
 
@@ -188,23 +188,23 @@ class ElasticAveraging:
         return shard_tree.total(losses) / (shard_tree.total(weights) or math.nan)
 
     def factor(self, weights: Sequence[float]) -> float:
-        """The mean over the shards has been taken already."""
+        """Return the factor that undoes the mean over the shards."""
         return self._count / (shard_tree.total(weights) or math.nan)
 
     def layout(self) -> str | None:
-        """Nothing but the number of shards decides the order of additions."""
+        """Return None: the number of shards alone decides the order of additions."""
         return None
 
 
 class _NoReducer:
-    """What DDP's forward still asks."""
+    """The part of the reducer that DDP's forward still calls."""
 
     def _rebuild_buckets(self) -> bool:
         return False
 
 
 def _free_reducer(model: DistributedDataParallel) -> None:
-    """Its buckets, as large as the gradients, would lie idle."""
+    """Free DDP's reducer, whose idle buckets are as large as the gradients."""
     setattr(model, "logger", None)  # noqa: B010 - it holds the reducer
     setattr(model, "reducer", _NoReducer())  # noqa: B010
 
@@ -222,7 +222,7 @@ def _refuse(module: torch.nn.Module) -> None:
 
 
 class BufferWatch:
-    """Finds a forward that changes a buffer: ranks that compute other shards would hold others."""
+    """Finds a forward that changes a buffer, which would then differ between ranks."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._places = buffers.places(module)
@@ -234,7 +234,7 @@ class BufferWatch:
         return [(buffer, -1 if buffer is None else buffer._version) for buffer in found]
 
     def remember(self, number: int) -> None:
-        """The first forward of a part begins."""
+        """Record the buffers at the first forward of a part."""
         if self._places and number != self._number:
             self._number = number
             self._before = self._now()

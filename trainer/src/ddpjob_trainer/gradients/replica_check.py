@@ -1,8 +1,8 @@
-"""Do all ranks still hold the same? A cheap hash of what a snapshot holds once, now and then.
+"""Compare the ranks now and then by a cheap hash of their shared state.
 
-DDP never looks: a flipped bit, a rank that took another branch, or a script that changes
-gradients on its own makes ranks drift apart, and the run ends in whatever rank 0 happens to hold.
-The hash is computed where the parameters are, at nearly the speed of memory, and one small
+Loop calls it. DDP never looks: a flipped bit, a rank that took another branch, or a script that
+changes gradients on its own makes ranks drift apart, and the run ends in whatever rank 0 happens to
+hold. The hash is computed where the parameters are, at nearly the speed of memory, and one small
 all_reduce compares it (MIN = MAX).
 """
 
@@ -24,11 +24,11 @@ from ddpjob_trainer.state import buffers
 from ddpjob_trainer.state.stateful import Stateful
 
 _Hashes = npt.NDArray[np.int64]
-#: 8-byte words that are mixed at once: half a megabyte, which a CPU's cache holds; a GPU needs more
-#: in a kernel. Ranks that compare have devices of one type.
+#: 8-byte words mixed at once: half a megabyte, which a CPU's cache holds; a GPU needs more in a
+#: kernel. Ranks that compare have devices of one type.
 _ROW = 1 << 16
 _ROW_OF = {"cuda": 1 << 22}
-_MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # odd: multiplying loses nothing modulo 2**64
+_MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # odd: multiplication is reversible modulo 2**64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -39,7 +39,7 @@ def hash_tensors(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     2**-60, apart from one kind: an even number of flipped top bits, _ROW words from one another.
     """
     hashes = [_hash(tensor) for tensor in tensors]
-    if len({tensor.device for tensor in hashes}) > 1:  # a model that its user has split
+    if len({tensor.device for tensor in hashes}) > 1:  # a model split over devices
         hashes = [tensor.to(hashes[0].device) for tensor in hashes]
     return torch.stack(hashes) if hashes else torch.zeros(0, dtype=torch.int64)
 
@@ -55,20 +55,20 @@ def _hash(tensor: torch.Tensor) -> torch.Tensor:
         for row in rows[1:]:  # mixed = mixed * multiplier + row, one pass over memory
             mixed_part = mixed[: row.numel()]
             torch.add(row, mixed_part, alpha=_MULTIPLIER, out=mixed_part)
-        # Shifted, or two flipped signs would cancel: the top bit knows no multiplication.
+        # Shifted, or two flipped signs would cancel: multiplication keeps the top bit.
         mixed ^= mixed >> 32
         total = total * _MULTIPLIER + (mixed * _weights(mixed.numel(), mixed.device)).sum()
     return total
 
 
 def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """View a tensor's bytes as int64, and what is left at its end."""
+    """View a tensor's bytes as int64, and the rest at its end."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     flat = in_order(tensor)
     size = flat.element_size()
     if flat.storage_offset() * size % 8:
-        flat = flat.clone()  # words may not begin anywhere
+        flat = flat.clone()  # int64 needs an aligned start
     flat = flat.view(_INTEGERS[size])
     whole = flat.numel() - flat.numel() % (8 // size)
     return flat[:whole].view(torch.int64), flat[whole:].to(torch.int64)
@@ -78,7 +78,7 @@ _weights_of: dict[torch.device, torch.Tensor] = {}
 
 
 def _weights(count: int, device: torch.device) -> torch.Tensor:
-    """Odd numbers that look random, equal everywhere."""
+    """Return odd pseudorandom numbers, equal everywhere."""
     if device not in _weights_of:
         with np.errstate(over="ignore"):
             row = _ROW_OF.get(device.type, _ROW)
@@ -90,7 +90,7 @@ def _weights(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _first_difference(theirs: _Hashes, mine: _Hashes) -> int | None:
-    """Return the first place where they differ; a buffer may be missing in one of them."""
+    """Return the first index where they differ, or one of them ends, None if equal."""
     both = min(len(theirs), len(mine))
     different = np.flatnonzero(theirs[:both] != mine[:both])
     if len(different):
@@ -101,8 +101,8 @@ def _first_difference(theirs: _Hashes, mine: _Hashes) -> int | None:
 class DivergenceCheck:
     """Compares the ranks every ``every`` steps; 0: never.
 
-    ``buffers``: whether they are equal on all ranks, too. Where DDP broadcasts rank 0's before
-    each forward they are not, in between, and need not be.
+    ``buffers``: compare them too. Where DDP broadcasts rank 0's before each forward they differ in
+    between, and may.
     """
 
     def __init__(self, world: World, *, every: int, buffers: bool) -> None:
@@ -111,16 +111,16 @@ class DivergenceCheck:
         self._buffers = buffers
 
     def due(self, step: int, *, needed: bool) -> bool:
-        """Whether to compare after this step. ``needed``: it is the last, or a snapshot follows.
+        """Return whether to compare after this step. ``needed``: a snapshot or the end follows.
 
-        What has diverged is worth neither a snapshot nor an end without a word.
+        A diverged state must neither become a snapshot nor end silently.
         """
         return self._every > 0 and (needed or step % self._every == 0)
 
     def check(self, step: int, module: torch.nn.Module, registered: Mapping[str, Stateful]) -> None:
         """Raise DivergedError on every rank when they differ.
 
-        ``module`` holds the models, ``registered`` what is kept beside them for all ranks.
+        ``module`` holds the models, ``registered`` the state shared by all ranks beside them.
         """
         tensors: dict[str, torch.Tensor] = dict(module.named_parameters())
         if self._buffers:
@@ -157,11 +157,10 @@ class DivergenceCheck:
 
 
 def _tensors_of(name: str, obj: Stateful) -> dict[str, torch.Tensor]:
-    """What must be equal on all ranks of something registered.
+    """Return the tensors of a registered object that must be equal on all ranks.
 
-    An optimizer's state is left out: what is wrong with it is in the parameters a step later, and
-    asking ZeRO's for it would gather it. So are an average's buffers, which are those
-    of its model.
+    Not an optimizer's state: a fault in it reaches the parameters a step later, and reading ZeRO's
+    would gather it. Nor an average's buffers, which are those of its model.
     """
     if isinstance(obj, AveragedModel):
         return {f"{name}.{key}": p for key, p in obj.module.named_parameters()}

@@ -1,9 +1,9 @@
-"""Logical shards of a global batch, and the one tree in which their sums are taken.
+"""Sum the logical shards of a global batch in one tree.
 
-Floating-point addition is not associative, so a sum that must not depend on the number of ranks
-needs an order that does not mention ranks. The shards, fixed in number for the whole run, are the
-leaves of one binary tree; a rank owns a contiguous range of them, adds up the subtrees that lie
-within its range, and whoever needs the total adds up those of all ranks in the same tree.
+elastic.py and tree_reduce.py use it. Floating-point addition is not associative, so a sum that must
+not depend on the number of ranks needs an order independent of ranks. The shards, fixed in number
+for the whole run, are the leaves of one binary tree; a rank owns a contiguous range of them, adds
+up the subtrees within its range, and the total adds up those of all ranks in the same tree.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Node(NamedTuple):
 
 
 def owned(shards: int, ranks: int, rank: int) -> range:
-    """Return the contiguous shards of a rank; the first ranks own one more if need be."""
+    """Return the contiguous shards of a rank; the first ranks may own one more."""
     each, more = divmod(shards, ranks)
     start = rank * each + min(rank, more)
     return range(start, start + each + (rank < more))
@@ -64,9 +64,9 @@ def total(values: Iterable[float]) -> float:
 
 
 class Partial(Generic[T]):
-    """Adds up a rank's shards as they come, from left to right.
+    """Adds up a rank's shards one by one, from left to right.
 
-    Never holds more than one sum per level of the tree. ``add`` may change its left argument.
+    It holds at most one sum per level of the tree. ``add`` may change its left argument.
     """
 
     def __init__(self, shards: int, add: Add[T]) -> None:
@@ -76,7 +76,7 @@ class Partial(Generic[T]):
         _collect(Node(0, shards), self._siblings)
 
     def push(self, shard: int, value: T) -> None:
-        """Take the next shard's value."""
+        """Add the next shard's value."""
         node = Node(shard, shard + 1)
         while self._sums and (parent := self._siblings.get((self._sums[-1][0], node))) is not None:
             _, left = self._sums.pop()
@@ -84,7 +84,7 @@ class Partial(Generic[T]):
         self._sums.append((node, value))
 
     def take(self) -> list[tuple[Node, T]]:
-        """Return the sums of the subtrees, and forget them."""
+        """Return the sums of the subtrees, and clear them."""
         sums, self._sums = self._sums, []
         return sums
 

@@ -1,12 +1,12 @@
-"""The sum of all shards' gradients in one order, whatever the number of ranks.
+"""Sum all shards' gradients in one order, whatever the number of ranks.
 
-A reduce-scatter is taken apart: all_to_all moves slices and adds nothing, each rank adds up its
-slice in the order of the tree (see shard_tree.py), all_gather hands the sums round. With a power of
-two of ranks that moves the bytes of a ring all-reduce, 2 (W - 1) / W of the gradients; otherwise
-a rank may own two or three subtrees, and the first half grows by as much.
+A reduce-scatter in two steps: all_to_all moves slices without adding, each rank adds up its slice
+in the order of the tree (see shard_tree.py), all_gather distributes the sums. With a power of two
+of ranks that moves the bytes of a ring all-reduce, 2 (W - 1) / W of the gradients; otherwise a rank
+may own two or three subtrees, and the first half grows by as much.
 
-Per rank and dtype, buffers are kept: one of the gradients' size for each subtree the rank owns,
-and one slice (1/W of that) for each subtree that any rank owns.
+Per rank and dtype, buffers are kept: one of the gradients' size for each subtree the rank owns, and
+one slice (1/W of that) for each subtree that any rank owns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ddpjob_trainer.gradients import shard_tree
 from ddpjob_trainer.gradients.shard_tree import Node
 
-#: Bytes. Where a tensor lies must not decide which of a kernel's loops computes it.
+#: Bytes. A tensor's alignment must not decide which of a kernel's loops computes it.
 _ALIGNMENT = 64
 
 #: One tensor per parameter, in a fixed order; None where a shard did not use the parameter.
@@ -28,7 +28,7 @@ Gradients = list[torch.Tensor | None]
 
 
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:
-    """Return left + right, in the memory of left. A gradient that is missing counts as zeros."""
+    """Return left + right, in the memory of left. A missing gradient counts as zeros."""
     if None in left or None in right:
         left = [_zeros_for(a, b) for a, b in zip(left, right, strict=True)]
         right = [_zeros_for(b, a) for a, b in zip(left, right, strict=True)]
@@ -39,15 +39,15 @@ def add_gradients(left: Gradients, right: Gradients) -> Gradients:
 
 
 def _zeros_for(mine: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    # Zeros, not nothing: -0.0 + 0.0 is 0.0, as it is when the zeros come from another rank.
+    # Zeros, not nothing: -0.0 + 0.0 is 0.0, as with zeros from another rank.
     return torch.zeros_like(other) if mine is None and other is not None else mine
 
 
 class Reduction:
     """Averages the gradients of some parameters of one dtype on one device.
 
-    They lie one after another in a vector, followed by one mark per parameter that says whether
-    it had a gradient at all; the vector is cut into one slice per rank.
+    They follow one another in a vector, then one mark per parameter: whether it had a gradient at
+    all; the vector is cut into one slice per rank.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Reduction:
     def mean(self, sums: Sequence[tuple[Node, Gradients]]) -> Gradients:
         """Return the mean over all shards from the sums of this rank's subtrees.
 
-        Every rank must call it. The result's memory is used again by the next call.
+        Every rank must call it. The next call reuses the result's memory.
         """
         if self._ranks == 1:
             ((_, gradients),) = sums
@@ -89,7 +89,7 @@ class Reduction:
         dist.all_gather_into_tensor(result.whole, mine)
         columns = zip(*(gradients for _, gradients in sums), strict=True)
         absent = [all(gradient is None for gradient in column) for column in columns]
-        if not any(absent):  # the usual case: nothing to read back from the device
+        if not any(absent):  # the usual case: no mark is read back from the device
             return list(result.views)
         marks = result.marks.tolist()
         return [
@@ -147,7 +147,7 @@ class Vector:
         self.marks = whole[end : end + len(parameters)]
 
     def fill(self, gradients: Gradients) -> None:
-        """Copy the gradients in; zeros and a mark of zero for one that is missing."""
+        """Copy the gradients in; zeros and a mark of zero for a missing one."""
         pairs = [(v, g) for v, g in zip(self.views, gradients, strict=True) if g is not None]
         self.marks.fill_(1)
         if len(pairs) < len(gradients):
