@@ -1,1 +1,1 @@
-"""What a run tells: progress is told what happens and publishes it to all the others."""
+"""Report a run: progress takes its events and publishes them to all the others."""

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar on a terminal, else a line every few steps; single lines."""
+"""Show a run to people: a bar on a terminal, else lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CLEAR = "\x1b[K"  # to the end of the line
 
 
 class Display:
-    """Of rank 0. ``columns`` of the terminal; 0: there is none, hence no bar."""
+    """Rank 0's display. ``columns`` of the terminal; 0: no terminal, hence no bar."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Display:
         self._drawn = False
 
     def line(self, step: int, loss: float, rate: float, snapshot_step: int) -> None:
-        """Every few steps, and at the end. ``rate``: samples per second."""
+        """Show a step every few steps, and at the end. ``rate``: samples per second."""
         self._rate = rate
         if self._columns:
             self._due = 0.0
@@ -43,7 +43,7 @@ class Display:
         self._put(f"{self._text(step, loss, snapshot_step)}\n")
 
     def step(self, step: int, loss: float, snapshot_step: int) -> None:
-        """After any other step."""
+        """Show any other step."""
         if not self._columns:
             return
         now = self._clock()
@@ -53,13 +53,13 @@ class Display:
         done = _BAR_WIDTH * step // self.total_steps
         bar = "#" * done + "-" * (_BAR_WIDTH - done)
         text = f"[{bar}] {self._text(step, loss, snapshot_step)}"[: self._columns - 1]
-        # The carriage return comes last: whatever is printed next begins on this line, and the
-        # launcher passes whole lines on.
+        # The carriage return comes last: the next print begins on this line, and the launcher
+        # passes whole lines on.
         self._put(f"{text}{_CLEAR}\r")
         self._drawn = True
 
     def close(self) -> None:
-        """Leave the last bar standing."""
+        """Keep the last bar on the terminal."""
         if self._drawn:
             self._drawn = False
             self._put("\n")
@@ -73,6 +73,6 @@ class Display:
 
 
 def say(rank: int, text: str) -> None:
-    """One line to the log of this rank."""
+    """Print one line to the log of this rank."""
     who = f"rank {rank}: " if rank else ""
     print(f"ddpjob: {who}{text}", file=sys.stderr, flush=True)

@@ -1,9 +1,9 @@
-"""The event log: one JSON object per line, keyed by step, for programs to read.
+"""Write the event log: one JSON object per line, keyed by step, for programs.
 
-Rank 0 writes what happens in training, the launcher adds failures. Each line is one write to a
-file opened for appending, so a kill tears at most the line that was being written, and two
-writers never mix their lines. After a resume steps come again: of equal steps the last line
-holds, which read_losses() does. Never imports torch.
+Rank 0 writes training events, the launcher adds failures. Each line is one write to a file opened
+for appending, so a kill tears at most the line being written, and two writers never mix their
+lines. After a resume steps recur: of equal steps the last line counts, see read_losses(). Never
+imports torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ddpjob_trainer.errors import ConfigError
 
 
 def exact(value: float) -> float | str:
-    """For JSON: the number itself, which Python writes so that it reads back bit for bit.
+    """Return a value for JSON that reads back bit for bit.
 
     JSON has no NaN and no infinity; these become "nan", "inf" and "-inf", as float() reads them.
     """
@@ -28,7 +28,7 @@ def exact(value: float) -> float | str:
 
 
 class EventLog:
-    """Appends to a file. A failing disk ends the log and not the training."""
+    """Appends to a file. A failing disk ends the log, and training goes on."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -43,7 +43,7 @@ class EventLog:
             ) from error
 
     def write(self, event: str, **fields: Any) -> str:
-        """Append one line; return what went wrong, "" if nothing."""
+        """Append one line; return the problem, "" if none."""
         if self._fd < 0:
             return ""
         record = {"event": event, "time": round(time.time(), 3), **fields}
@@ -57,7 +57,7 @@ class EventLog:
         return ""
 
     def step(self, step: int, loss: float, seconds: float, samples_per_second: float) -> str:
-        """Append what is known of a finished step."""
+        """Append a finished step."""
         return self.write(
             "step",
             step=step,
@@ -68,7 +68,7 @@ class EventLog:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Remove a last line without its end: whoever wrote it was killed in the middle."""
+    """Remove a last line without its end, left by a killed writer."""
     try:
         with path.open("rb+") as file:
             end = file.seek(0, os.SEEK_END)
@@ -88,7 +88,7 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield every event in the order of the file; a torn last line is left out.
+    """Yield every event in the order of the file; skip a torn last line.
 
     Raises ValueError for any other line that is no JSON object.
     """
@@ -103,6 +103,6 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_losses(path: Path) -> dict[int, float]:
-    """Return the loss of every finished step, exactly; of equal steps the last line holds."""
+    """Return the loss of every finished step, exactly; of equal steps the last line counts."""
     steps = (event for event in read_events(path) if event.get("event") == "step")
     return {int(event["step"]): float(event["loss"]) for event in steps}

@@ -1,4 +1,4 @@
-"""Every metric of trainer and launcher: name, type, labels, meaning.
+"""List every metric of trainer and launcher: name, type, labels, meaning.
 
 docs/reference/metrics.md is held equal to these tables by tests/unit/trainer/test_metrics_doc.py.
 """
@@ -15,7 +15,7 @@ _SNAPSHOTS: Final = (0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One metric. ``name`` is what the code calls it; counters get _total from Prometheus."""
+    """One metric. ``name`` is its name in the code; Prometheus adds _total to counters."""
 
     name: str
     type: Literal["gauge", "counter", "histogram"]
@@ -25,12 +25,12 @@ class Spec:
 
     @property
     def full_name(self) -> str:
-        """With the prefix, without _total."""
+        """Return the name with the prefix, without _total."""
         return PREFIX + self.name
 
     @property
     def exposed(self) -> str:
-        """As a scrape shows it."""
+        """Return the name as a scrape shows it."""
         return self.full_name + ("_total" if self.type == "counter" else "")
 
 

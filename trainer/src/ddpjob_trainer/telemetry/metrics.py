@@ -1,8 +1,8 @@
-"""What a rank publishes for Prometheus, through prometheus-client's multiprocess mode.
+"""Publish a rank's metrics for Prometheus, by prometheus-client's multiprocess mode.
 
-The launcher sets PROMETHEUS_MULTIPROC_DIR and serves /metrics for all its ranks. Without a
-launcher nobody would read them, so nothing is kept. Files are named after the rank and not
-after the process, so counters go on over restarts in place and no file is left behind.
+Progress calls it. The launcher sets PROMETHEUS_MULTIPROC_DIR and serves /metrics for all its ranks;
+without a launcher metrics are off. Files are named after the rank and not after the process, so
+counters continue over restarts in place and no file is left behind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 Stage = Literal["rendezvous", "build", "load", "first_step"]
-#: Written to shared memory so often at most: a step may be shorter than all these writes.
+#: The most frequent writes to shared memory: a step may be shorter than all of them.
 FLUSH_SECONDS: Final = 0.25
 
 
@@ -37,25 +37,25 @@ class Metrics:
             self._made = _make(rank)
 
     def set(self, name: str, value: float) -> None:
-        """Set a gauge; seen by others at the next flush."""
+        """Set a gauge; others see it after the next flush."""
         self._gauges[name] = value
 
     def add(self, name: str, amount: float = 1.0, label: str = "") -> None:
-        """Add to a counter; seen by others at the next flush."""
+        """Add to a counter; others see it after the next flush."""
         key = (name, label)
         self._counts[key] = self._counts.get(key, 0.0) + amount
 
     def observe(self, name: str, value: float) -> None:
-        """Account for one duration in a histogram, at once."""
+        """Record one duration in a histogram, at once."""
         if self.on:
             self._child(name, "").observe(value)
 
     def due(self, *, force: bool = False) -> bool:
-        """Whether it is time to flush()."""
+        """Return whether it is time to flush()."""
         return self.on and (force or self._clock() >= self._next)
 
     def flush(self) -> None:
-        """Publish what has gathered."""
+        """Publish the gathered values."""
         if not self.on:
             return
         self._next = self._clock() + FLUSH_SECONDS
@@ -67,7 +67,7 @@ class Metrics:
         self._counts.clear()
 
     def stage(self, stage: Stage, seconds: float) -> None:
-        """Say how long one part of this process's start took."""
+        """Record the duration of one stage of this process's start."""
         if self.on:
             self._child("recovery_seconds", stage).set(seconds)
 
@@ -81,7 +81,7 @@ class Metrics:
 
 
 def _make(rank: int) -> Mapping[str, Any]:
-    # Imported late: without a launcher there is no need to.
+    # Imported late: only a launcher needs it.
     from prometheus_client import CollectorRegistry, values
 
     identity = f"rank{rank}"

@@ -1,7 +1,7 @@
-"""What people and machines see of a run, published from one place.
+"""Publish a run to people and machines, from one place.
 
-The run says what it does at this moment (at) and what has happened (stepped, saved, ...). From
-that come the rank's record with its signs of life, metrics, the event log and lines for people.
+The run reports its present activity (at) and its events (stepped, saved, ...). From these come the
+rank's record with its signs of life, metrics, the event log and lines for people.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Readings = Callable[[], Mapping[str, float]]
 
 
 class Progress:
-    """Told by the run what happens; publishes it."""
+    """Takes the run's events and publishes them."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Progress:
         self._total = total_steps
         self._global_batch = global_batch
         self._samples = samples_per_step
-        self._log_every = log_every  # 0: it follows from the number of steps
+        self._log_every = log_every  # 0: derived from the number of steps
         self._display = display or Display(total_steps)
         self._events = events
         self._sinks = sinks or Sinks()
@@ -57,8 +57,8 @@ class Progress:
         self._last = 0.0  # when the last step ended
         self._first = True  # no step of this process has ended yet
         self._seconds: dict[Activity, float] = dict.fromkeys(ACTIVITIES, 0.0)
-        self._of_device: Mapping[Activity, float] = {}  # grows beside
-        self._published: dict[Activity, float] = {}  # of that
+        self._of_device: Mapping[Activity, float] = {}  # grows in another thread
+        self._published: dict[Activity, float] = {}  # of these
         self._activity: Activity = "build"
         self._since = time.monotonic()
         self._metrics.stage("rendezvous", rendezvous_seconds)
@@ -69,7 +69,7 @@ class Progress:
     # --- Now -----------------------------------------------------------------------------
 
     def at(self, activity: Activity) -> None:
-        """Tell what this rank does from now on; it is a sign of life."""
+        """Report this rank's activity from now on; this is a sign of life."""
         now = time.monotonic()
         self._seconds[self._activity] += now - self._since
         self._activity = activity
@@ -77,11 +77,11 @@ class Progress:
         self._writer.mark(activity, now)
 
     def alive(self) -> None:
-        """Give a sign of life in the midst of something long."""
+        """Give a sign of life during a long activity."""
         self.at(self._activity)
 
     def phase(self, phase: Phase) -> None:
-        """Tell which of the watchdog's deadlines holds from now on."""
+        """Choose the watchdog's deadline from now on."""
         if phase == "step" and self._first:
             phase = "startup"  # the first step compiles and warms up: it has the time of a start
         self._writer.update(phase=phase)
@@ -89,7 +89,7 @@ class Progress:
             self.at("snapshot")
         elif phase == "done":
             self.at("end")
-            if not self._pending.behind:  # else what is known later is told later
+            if not self._pending.behind:  # else later steps flush it
                 self._tell_logged()
             self._pending.at_once = True
             self._publish(force=True)
@@ -98,7 +98,7 @@ class Progress:
 
     @contextlib.contextmanager
     def under(self, phase: Phase) -> Iterator[None]:
-        """Have the deadline of another phase hold within."""
+        """Have another phase's deadline hold in the block."""
         before = self._writer.state.phase
         self.phase(phase)
         try:
@@ -108,7 +108,7 @@ class Progress:
 
     @contextlib.contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
-        """Tell what this rank does within the loop's body."""
+        """Report this rank's activity in the block, within the loop's body."""
         before = self._activity
         self.at(activity)
         try:
@@ -117,16 +117,16 @@ class Progress:
             self.at(before)
 
     def built(self, readings: Readings) -> None:
-        """The script has built what it needs; resuming comes next.
+        """Record that the script has built its objects; resuming comes next.
 
-        ``readings`` is asked for gauges now and then: names of metricnames.WORKER, their values.
+        ``readings`` returns gauges, now and then: names of metric_names.WORKER, their values.
         """
         self._readings = readings
         self._metrics.stage("build", time.monotonic() - self._since)
         self.at("load")
 
     def plan(self, total_steps: int) -> None:
-        """Learn how many steps there are, or that there are fewer than was thought."""
+        """Set the number of steps, which may shrink later."""
         self._total = total_steps
         self._log_every = self._log_every or max(1, total_steps // _LOG_LINES)
         self._display.total_steps = total_steps
@@ -135,9 +135,9 @@ class Progress:
     # --- Events --------------------------------------------------------------------------
 
     def resumed(self, step: int, stored: Mapping[str, Any] | None = None) -> None:
-        """Training goes on after ``step`` finished steps.
+        """Record that training continues after ``step`` finished steps.
 
-        ``stored``: what curves() gave for the snapshot.
+        ``stored``: the result of curves() in the snapshot.
         """
         self._metrics.stage("load", time.monotonic() - self._since)
         self.at("data")
@@ -149,7 +149,7 @@ class Progress:
         self._pending.begin(step)
 
     def began_from(self, snapshot: Resumed) -> None:
-        """Rank 0 resumes: tell the launcher whose snapshot it is, if that is worth a word."""
+        """Report rank 0's snapshot to the launcher, if it is another job's or was changed."""
         if "uid" in snapshot or snapshot.get("changed"):
             self._writer.resumed(snapshot)
 
@@ -161,31 +161,31 @@ class Progress:
             self._writer.proven(proof)
 
     def curves(self) -> dict[str, Any]:
-        """What a snapshot keeps so that sinks go on without a gap: plain values, for JSON."""
+        """Return what a snapshot keeps so that sinks continue without a gap, for JSON."""
         return {"untold": packed(self._sinks.untaken())}
 
     def body_ended(self) -> None:
-        """The script has done its part of a step; stepped() will tell of it."""
+        """Record the end of the script's part of a step, before stepped()."""
         self._pending.step_ended()
 
     def stands(self, activity: Activity) -> None:
-        """From another thread: what this rank's device does while the loop stands still."""
+        """Report this device's activity, from another thread, while the loop waits."""
         self._writer.mark(activity)
 
     def measured_by(self, seconds: Mapping[Activity, float]) -> None:
-        """Take a device's own seconds, which only ever grow, in the place of the host's.
+        """Use a device's own seconds, which only grow, in place of the host's.
 
-        To queue a forward takes a host no time that would tell anything.
+        The host's time to queue a forward says nothing.
         """
         self._of_device = seconds
 
     @property
     def since(self) -> tuple[Activity, float]:
-        """What this rank does, and since when, in monotonic seconds."""
+        """Return this rank's activity, and its start in monotonic seconds."""
         return self._activity, self._since
 
     def stepped(self, step: int, loss: float) -> None:
-        """A step has ended. ``loss``: its mean over all ranks."""
+        """Record the end of a step. ``loss``: its mean over all ranks."""
         self.alive()
         now = self._since
         seconds = now - self._last
@@ -212,7 +212,7 @@ class Progress:
         self._publish(force=step == self._total)
 
     def _show(self, step: int, loss: float, rate: float | None) -> None:
-        """On the terminal; with a rate in the log and on the sinks, too."""
+        """Show a step on the terminal; with a rate, also log it."""
         if rate is None:
             self._display.step(step, loss, self._writer.snapshot_step)
             return
@@ -221,17 +221,17 @@ class Progress:
         self._sinks.log(step, self._pending.without_users(values))
 
     def log(self, step: int, values: Values) -> None:
-        """Rank 0: take numbers of the script's own; they are told when the step has ended."""
+        """Queue rank 0's numbers from the script until the step has ended."""
         self._pending.add(step, values)
         if self._pending.at_once:
             self._tell_logged()
 
     def skipped_update(self) -> None:
-        """An update was left out, since the gradients were not finite."""
+        """Count a skipped update, whose gradients were not finite."""
         self._metrics.add("skipped_updates")
 
     def saved(self, step: int) -> None:
-        """A snapshot is known to be durable."""
+        """Record a snapshot as durable."""
         self._writer.update(snapshot_step=step)
         self._metrics.set("snapshot_step", step)
         self._metrics.set("snapshot_timestamp_seconds", time.time())
@@ -239,28 +239,28 @@ class Progress:
             self._event("snapshot", step=step)
 
     def save_took(self, seconds: float) -> None:
-        """Rank 0: a snapshot is durable, so long after it was begun."""
+        """Record rank 0's seconds from a snapshot's begin to its durability."""
         self._metrics.observe("snapshot_seconds", seconds)
 
     def save_failed(self) -> None:
-        """A snapshot could not be written."""
+        """Count a snapshot that could not be written."""
         self._metrics.add("snapshot_failures")
 
     def uploaded(self, step: int | None) -> None:
-        """Rank 0: a snapshot is in the object store; None: it could not be copied there."""
+        """Record rank 0's upload of a snapshot; None: it failed."""
         if step is None:
             self._metrics.add("snapshot_upload_failures")
         else:
             self._metrics.set("snapshot_uploaded_step", step)
 
     def save_skipped(self) -> None:
-        """A snapshot was left out, since the one before was not done."""
+        """Count a snapshot skipped because the one before was still being written."""
         self._metrics.add("snapshots_skipped")
 
     def close(self, *, hurry: bool = False) -> None:
-        """Publish what is left. Safe to repeat.
+        """Publish all that is left. Safe to repeat.
 
-        ``hurry``: the process has been told to stop, or fails: sinks that do not answer are left.
+        ``hurry``: the process must stop, or fails: sinks without an answer are abandoned.
         """
         self._tell_logged()
         self._publish(force=True)
@@ -270,7 +270,7 @@ class Progress:
     # --- Inside --------------------------------------------------------------------------
 
     def _rate(self, step: int, now: float, *, line: bool) -> float:
-        """Samples per second since the last line, if that was not minutes ago."""
+        """Return samples per second since the last line, or since some minutes ago."""
         since, moment = self._marks[0]
         self._marks = (((step, now),) * 2) if line else (self._marks[1], (step, now))
         rate = (step - since) * self._global_batch / max(now - moment, 1e-9)

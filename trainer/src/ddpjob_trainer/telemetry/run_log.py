@@ -1,4 +1,4 @@
-"""Numbers that the script logs itself: run.log({"accuracy": 0.5})."""
+"""Keep the numbers that the script logs itself: run.log({"accuracy": 0.5})."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ddpjob_trainer.telemetry.event_log import exact
 from ddpjob_trainer.telemetry.sinks import Row
 
 Keep = Callable[[torch.Tensor], Number]
-Values = Mapping[str, SupportsFloat]  # read when they are told
+Values = Mapping[str, SupportsFloat]  # converted when they are published
 
 
 def checked(values: Mapping[str, object], keep: Keep = torch.Tensor.item) -> Values:
-    """Return what can be kept until it is told. ``keep``: makes that of a tensor.
+    """Return the values, ready to be kept. ``keep``: converts a tensor.
 
     Raises ConfigError for anything but numbers and tensors of one element.
     """
@@ -40,7 +40,7 @@ def _name(name: object) -> str:
 
 
 def number_of(what: str, value: object, keep: Keep = torch.Tensor.item) -> Number:
-    """A number that a script gives, or what is kept of a tensor of one element.
+    """Return a script's number, or a kept tensor of one element.
 
     Raises ConfigError.
     """
@@ -59,7 +59,7 @@ def number_of(what: str, value: object, keep: Keep = torch.Tensor.item) -> Numbe
 
 
 def packed(rows: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
-    """Rows by sink for JSON; their values read back bit for bit."""
+    """Pack rows by sink for JSON; their values read back bit for bit."""
     return {
         sink: [[step, {name: exact(value) for name, value in row.items()}] for step, row in one]
         for sink, one in rows.items()
@@ -67,7 +67,7 @@ def packed(rows: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
 
 
 def unpacked(stored: Any) -> dict[str, list[Row]]:
-    """What packed() was given; nothing, if it is of another form."""
+    """Return the rows of packed(); empty, if the form is another."""
     try:
         return {
             sink: [(int(step), {n: float(v) for n, v in row.items()}) for step, row in rows]
@@ -78,40 +78,40 @@ def unpacked(stored: Any) -> dict[str, list[Row]]:
 
 
 class Pending:
-    """What is logged and not told yet, on rank 0."""
+    """Rank 0's logged values that are not published yet."""
 
     def __init__(self) -> None:
-        self.at_once = False  # outside of steps there is nothing to wait for
+        self.at_once = False  # outside of steps values are published at once
         self._rows: list[tuple[int, Values]] = []
-        self._ended: deque[list[tuple[int, Values]]] = deque()  # of steps that are not told yet
+        self._ended: deque[list[tuple[int, Values]]] = deque()  # of ended steps, not published yet
         self._names: set[str] = set()
         self._begun = False
 
     def begin(self, step: int) -> None:
-        """Training goes on after ``step``; what came before the loop is known then already."""
+        """Start after ``step``; drop rows of steps up to it, which are published already."""
         self._begun = True
         if step:
             self._rows = [row for row in self._rows if row[0] > step]
 
     def add(self, step: int, values: Values) -> None:
-        """Of equal steps and names the last value holds."""
+        """Add values; of equal steps and names the last one counts."""
         self._names.update(values)
         self._rows.append((step, values))
 
     @property
     def behind(self) -> bool:
-        """Whether a step has ended that is not told yet."""
+        """Return whether an ended step is not published yet."""
         return bool(self._ended)
 
     def step_ended(self) -> None:
-        """What comes from now on belongs to the next step."""
+        """End a step: later values belong to the next one."""
         self._ended.append(self._rows)
         self._rows = []
 
     def take(self, *, step: bool = False) -> Iterator[tuple[int, dict[str, float]]]:
-        """Yield what is to be told now, as numbers: this may wait for the device.
+        """Yield the rows to publish now, as numbers: this may wait for the device.
 
-        ``step``: of the oldest step that has ended and is not told, only.
+        ``step``: only rows of the oldest ended step that is not published.
         """
         if not self._begun:
             return
@@ -125,7 +125,7 @@ class Pending:
             yield number, {name: _as_float(value) for name, value in values.items()}
 
     def without_users(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Of the run's own numbers, those whose names the script does not use itself."""
+        """Return the run's own numbers, without names that the script uses itself."""
         return {name: value for name, value in values.items() if name not in self._names}
 
 

@@ -1,7 +1,8 @@
-"""Where a run's curves go: any number of sinks, each with a queue and a thread of its own.
+"""Send a run's curves to sinks, each with its own queue and thread.
 
-Rank 0 only. What a sink does not take is tried again a few times; a sink that fails, or is so slow
-that its queue is full, loses values, which is said once. Neither ends training or makes it wait.
+Progress calls it, on rank 0 only. A row that a sink refuses is tried again a few times; a sink that
+fails, or is so slow that its queue is full, loses values, with one warning. Neither ends training
+nor delays it.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from typing import Final, Protocol
 
 from ddpjob_trainer.telemetry.console import say
 
-#: Rows that wait for a sink at most: an hour of a network that is gone, at a row per second.
+#: The most rows waiting for a sink: an hour without a network, at a row per second.
 MAX_WAITING: Final = 4096
-#: Of them a snapshot keeps the newest.
+#: The newest of them, which a snapshot keeps.
 MAX_KEPT: Final = 256
-#: So long the end of a run waits for sinks: a short one may end before a client is imported.
+#: So long the end of a run waits for sinks: a short run may end before a client is imported.
 CLOSE_SECONDS: Final = 60.0
-#: And so long if the process is to end soon: a snapshot keeps what they have not taken.
+#: And so long if the process must end soon: a snapshot keeps the rest.
 HURRY_SECONDS: Final = 1.0
-#: Before what failed is tried again: a row so often, then it is left out; opening, for ever.
+#: Pauses before another try: a row so often, then it is dropped; opening, for ever.
 _PAUSES: Final = (1.0, 4.0, 16.0)
 _LONG_PAUSE: Final = 60.0
 
@@ -35,8 +36,8 @@ Row = tuple[int, Mapping[str, float]]  # step, values by name
 class Sink(Protocol):
     """Takes numbers by step. One thread calls all methods, one at a time.
 
-    What a method raises is said once, and the call is made again later. Of a run that was killed
-    the steps after ``step`` come again, with the same values: together they are one curve.
+    An exception is logged once, and the call is made again later. After a killed run the steps
+    after ``step`` come again, with the same values: together they are one curve.
     """
 
     def open(self, step: int) -> None:
@@ -48,7 +49,7 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """Pass on what is left. Called once, last; not when the process is killed."""
+        """Pass on the rest. Called once, last; not when the process is killed."""
         ...
 
 
@@ -59,14 +60,14 @@ class Called:
         self._function = function
 
     def open(self, step: int) -> None:
-        """Do nothing: a function is there."""
+        """Do nothing: a function needs no opening."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand over a copy, which is the function's to change."""
+        """Call the function with a copy, which it may change."""
         self._function(step, dict(values))
 
     def close(self) -> None:
-        """Do nothing: what it has opened is its own to close."""
+        """Do nothing: the function owns its files."""
 
 
 class Sinks:
@@ -88,15 +89,15 @@ class Sinks:
             feed.put((step, values))
 
     def untaken(self) -> dict[str, list[Row]]:
-        """Return the newest rows that sinks have not taken yet, a few at most, by their names.
+        """Return the newest rows that sinks have not taken yet, a few at most, by name.
 
-        A snapshot keeps them: whoever resumes from it does not tell of these steps again.
+        A snapshot keeps them: a process that resumes from it does not publish these steps again.
         """
         waiting = {feed.name: feed.waiting()[-MAX_KEPT:] for feed in self._feeds}
         return {name: rows for name, rows in waiting.items() if rows}
 
     def close(self, seconds: float) -> None:
-        """Wait until all have taken what is left, ``seconds`` at most. Safe to repeat."""
+        """Wait until all sinks have taken the rest, ``seconds`` at most. Safe to repeat."""
         feeds, self._feeds = self._feeds, []
         deadline = time.monotonic() + seconds
         for feed in feeds:
@@ -119,7 +120,7 @@ class _Feed:
         self._slow = False
 
     def start(self, step: int) -> None:
-        # A daemon: what hangs in there must not keep the process alive.
+        # A daemon: a hanging client must not keep the process alive.
         self._thread = threading.Thread(
             target=self._work, args=(step,), name=f"sink {self.name}", daemon=True
         )
@@ -169,12 +170,12 @@ class _Feed:
             return self._rows[0] if self._rows else None
 
     def _done(self, call: Callable[[], None], pauses: Iterable[float]) -> bool:
-        """Whether it has been done, perhaps not at once; at the end nothing is tried again."""
+        """Call until success or the end; return whether it succeeded."""
         pauses = iter(pauses)
         while True:
             try:
                 call()
-            except Exception as error:  # whatever the client of a service may raise
+            except Exception as error:  # a service's client may raise anything
                 self._tell(error)
                 pause = next(pauses, None)
                 if isinstance(error, ImportError) or pause is None or self._ends_within(pause):

@@ -1,4 +1,4 @@
-"""TensorBoard as a sink."""
+"""Write TensorBoard files, as a sink."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TensorBoard:
         self._writer: SummaryWriter | None = None
 
     def open(self, step: int) -> None:
-        """Hide what an earlier process wrote of later steps. Raises ImportError, OSError."""
+        """Hide later steps of an earlier process. Raises ImportError, OSError."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -25,13 +25,13 @@ class TensorBoard:
         self._writer = SummaryWriter(self._directory, purge_step=step + 1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One value per name, in the file at once: a kill comes unannounced."""
+        """Write one value per name, flushed at once, since a kill comes without notice."""
         assert self._writer is not None, "open() comes first"
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
-        """End the file."""
+        """Close the file."""
         if self._writer is not None:
             self._writer.close()
