@@ -1,7 +1,7 @@
-"""For accelerate: `follow(accelerator)`, right after the Accelerator is made.
+"""Follow accelerate: `follow(accelerator)`, right after the Accelerator is made.
 
-No tracker: accelerate starts trackers in the main process only, and each rank has to show that
-it is alive.
+No tracker: accelerate starts trackers in the main process only, and each rank has to give its signs
+of life.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ddpjob_trainer.adapters import record
 
 
 def follow(accelerator: Any, *, step: int = 0, total_steps: int = 0) -> None:
-    """Tell the launcher step, loss and checkpoints, and that this rank is alive.
+    """Report step, loss, checkpoints and signs of life of this rank to the launcher.
 
     ``step``: optimizer steps done before, after a resume; ``accelerator.log(..., step=)`` corrects
     it. ``total_steps``: 0: unknown. The loss is that of ``accelerator.log``, or of ``backward``.
@@ -34,10 +34,10 @@ class _Following:
         self._step = step
         self._total = total_steps
         self._record: record.Record | None = None
-        self._logs = False  # the script tells losses itself
+        self._logs = False  # the script logs losses itself
 
     def prepare_model(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
-        """Every forward is a sign of life, in evaluations too."""
+        """Give a sign of life at every forward, in evaluations too."""
 
         def prepare_model(*args: Any, **more: Any) -> Any:
             model = theirs(*args, **more)
@@ -47,7 +47,7 @@ class _Following:
         return prepare_model
 
     def backward(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
-        """The backward pass of the last micro-batch stands for the step."""
+        """Count a step at the backward pass of its last micro-batch."""
 
         def backward(loss: Any, **more: Any) -> None:
             mine = self._record = self._record or record.begin(
@@ -64,7 +64,7 @@ class _Following:
         return backward
 
     def log(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
-        """What the script says of step and loss is right."""
+        """Take step and loss from the script."""
 
         def log(values: dict[str, Any], step: int | None = None, *args: Any, **more: Any) -> None:
             theirs(values, step, *args, **more)
@@ -79,7 +79,7 @@ class _Following:
         return log
 
     def save_state(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
-        """A checkpoint."""
+        """Record a checkpoint."""
 
         def save_state(*args: Any, **more: Any) -> Any:
             if self._record is None:
@@ -92,7 +92,7 @@ class _Following:
         return save_state
 
     def end_training(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
-        """Training is over."""
+        """Record the end of training."""
 
         def end_training() -> None:
             theirs()

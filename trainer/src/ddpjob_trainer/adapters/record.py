@@ -1,7 +1,7 @@
-"""What an adapter tells the launcher of its rank: the record that our own loop keeps.
+"""Keep an adapter's record of its rank, as our own loop does.
 
-Made when training begins, so that a script is watched from there on and not before. Without a
-launcher of ours nobody reads it; under torchrun the watchdog in the process does.
+Made when training begins, so that a script is watched from then on. The launcher reads it; under
+torchrun the watchdog in the process does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOSS_SECONDS: Final = 1.0
 
 
 class Record:
-    """This rank's. Raises ConfigError where the environment contradicts itself."""
+    """This rank's record. Raises ConfigError for contradictions in the environment."""
 
     def __init__(self, *, step: int = 0, total_steps: int = 0) -> None:
         env = read_worker(os.environ)
@@ -29,19 +29,19 @@ class Record:
         self._pid = os.getpid()
         self._loss_at = 0.0
         self._first = True
-        stacks.enable(env.state_dir, env.rank)  # before the record, which says that it is there
+        stacks.enable(env.state_dir, env.rank)  # before the record, whose existence announces it
         self._writer = RankStateWriter(env.state_dir, env.rank)
         self._writer.update(step=step, total_steps=total_steps)
         if env.watch:
             Watchdog(self._writer, env.deadlines).start()
 
     def at(self, activity: Activity) -> None:
-        """Tell what this rank does from now on; it is a sign of life."""
+        """Mark this rank's activity from now on; this is a sign of life."""
         if os.getpid() == self._pid:  # a data loader's worker is no rank
             self._writer.mark(activity)
 
     def stepped(self, step: int, loss: SupportsFloat | None = None) -> None:
-        """``step`` optimizer steps are done; a loss is read now and then."""
+        """Record ``step`` finished optimizer steps; read a loss now and then."""
         self._first = False
         now = time.monotonic()
         if loss is not None and now - self._loss_at >= _LOSS_SECONDS:
@@ -51,29 +51,29 @@ class Record:
         self.at("data")
 
     def told(self, loss: SupportsFloat) -> None:
-        """The script says what the loss is."""
-        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # it is what it wants
+        """Record the loss that the script logs."""
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # a script may log anything
             self._writer.update(loss=float(loss))
 
     def saving(self) -> None:
-        """A checkpoint is being written: another deadline holds."""
+        """Record that a checkpoint is being written, which has another deadline."""
         self._writer.update(phase="snapshot")
         self.at("snapshot")
 
     def saved(self, step: int) -> None:
-        """The checkpoint after ``step`` steps is written; it counts as progress."""
+        """Record the checkpoint after ``step`` steps as written; it counts as progress."""
         self._writer.update(
             phase="startup" if self._first else "step",
-            snapshot_step=step if self._main else None,  # the others may be done before it is
+            snapshot_step=step if self._main else None,  # other ranks may be done before it is
         )
         self.at("data")
 
     def failed(self, exception: BaseException) -> None:
-        """Training ends with an exception."""
+        """Record the exception that ends training."""
         self._writer.failed(exception)
 
     def ended(self) -> None:
-        """Training is over: nothing is watched any more."""
+        """Record the end of training; the watchdog stops."""
         self._writer.update(phase="done")
 
 
@@ -81,19 +81,19 @@ _record: Record | None = None
 
 
 def begin(*, step: int = 0, total_steps: int = 0) -> Record:
-    """Start this process's record: training goes on after ``step`` steps. 0: unknown in total."""
+    """Start this process's record after ``step`` steps. ``total_steps`` 0: unknown."""
     global _record
     _record = Record(step=step, total_steps=total_steps)
     return _record
 
 
 def forward_begins(*_: object) -> None:
-    """A hook for a model's forward. A function of a module, so that models can be pickled."""
+    """Mark a model's forward; a module's function, so that models can be pickled."""
     if _record is not None:
         _record.at("forward")
 
 
 def forward_ends(*_: object) -> None:
-    """What follows is the backward pass, in which ranks wait for one another."""
+    """Mark the backward pass that follows, in which ranks wait for one another."""
     if _record is not None:
         _record.at("backward")

@@ -1,4 +1,4 @@
-"""For transformers' Trainer: `Trainer(..., callbacks=[DDPJobCallback()])`."""
+"""Follow transformers' Trainer: `Trainer(..., callbacks=[DDPJobCallback()])`."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from ddpjob_trainer.adapters import record
 
 
 class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
-    """Tells the launcher step, loss and checkpoints, and that this rank is alive."""
+    """Reports step, loss, checkpoints and signs of life of this rank to the launcher."""
 
     def __init__(self) -> None:
         self._record: record.Record | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Training begins, or goes on from a checkpoint."""
+        """Start the record, perhaps from a checkpoint."""
         self._record = record.begin(step=state.global_step, total_steps=state.max_steps)
         model = more.get("model")
-        if model is not None and not args.torch_compile:  # a hook would cut its graph
+        if model is not None and not args.torch_compile:  # a hook would break its graph
             model.register_forward_pre_hook(record.forward_begins)
             model.register_forward_hook(record.forward_ends)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """The batches of a step are there."""
+        """Mark the forward pass."""
         if self._record is not None:
             self._record.at("forward")
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """The gradients are there."""
+        """Mark the update."""
         if self._record is not None:
             self._record.at("update")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """An optimizer step is done; a checkpoint may follow."""
+        """Record an optimizer step; a checkpoint may follow."""
         if self._record is None:
             return
         self._record.stepped(state.global_step)
@@ -42,22 +42,22 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
             self._record.saving()
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """A batch was evaluated."""
+        """Mark an evaluated batch."""
         if self._record is not None:
             self._record.at("evaluation")
 
     def on_log(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """The Trainer tells the mean loss since it told it last."""
+        """Record the mean loss since the last log."""
         loss = (more.get("logs") or {}).get("loss")
         if self._record is not None and loss is not None:
             self._record.told(loss)
 
     def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """A checkpoint is written."""
+        """Record a checkpoint as written."""
         if self._record is not None:
             self._record.saved(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Training is over."""
+        """Record the end of training."""
         if self._record is not None:
             self._record.ended()
