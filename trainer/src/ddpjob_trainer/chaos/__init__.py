@@ -1,5 +1,5 @@
-"""`ddpjob-trainer chaos`: run a script undisturbed, then under kills, and compare every bit.
+"""Run a script undisturbed, then under kills, and compare every bit.
 
-kills plans what is killed when, job holds the launcher, records reads what the ranks record,
-disturbance makes the kills, compare compares, experiment is all of it. Never imports torch.
+`ddpjob-trainer chaos`: kills plans the kills, job holds the launcher, records reads the ranks'
+records, disturbance makes the kills, compare compares, experiment joins them. Never imports torch.
 """

@@ -1,4 +1,4 @@
-"""The command line of `ddpjob-trainer chaos`."""
+"""Parse and run the command `ddpjob-trainer chaos`."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def add(commands: Any) -> None:
 
 
 def _ask_to_end(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signum)  # through every `finally` that ends processes
+    raise SystemExit(128 + signum)  # runs every `finally` that ends processes
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -129,7 +129,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Return the exit code."""
+    """Run the command; return its exit code."""
     old = signal.signal(signal.SIGTERM, _ask_to_end)
     try:
         return _main(options)

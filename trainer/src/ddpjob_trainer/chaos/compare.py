@@ -1,4 +1,4 @@
-"""Compares two runs bit for bit: each rank's losses, evaluations, and hashes of its state. Pure."""
+"""Compare two runs bit for bit: each rank's losses, evaluations and state hashes. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ddpjob_trainer.chaos.records import RankStory
 Key = TypeVar("Key", int, tuple[int, str])
 
 _SHOWN = 8
-#: All there is of a run whose loop is left before a commit().
+#: The only hashes of a run whose loop is left before a commit().
 _UNCOMMITTED = {"parameters", "weights"}
 
 
 def _parts(rank: int, hashes: dict[str, str], wanted: dict[str, str]) -> dict[str, str]:
-    """DDP overwrites every other rank's buffers with rank 0's before it uses them.
+    """Drop hashes that may differ: other ranks' buffers, which DDP overwrites before use.
 
-    "weights" are parameters and buffers in one hash: to be shown.
+    "weights" are parameters and buffers in one hash: for display.
     """
     left_out = {"weights"} if rank == 0 else {"weights", "buffers"}
     if wanted.keys() == _UNCOMMITTED:
@@ -28,12 +28,12 @@ def _parts(rank: int, hashes: dict[str, str], wanted: dict[str, str]) -> dict[st
 
 
 def differences(calm: Sequence[RankStory], wild: Sequence[RankStory]) -> list[str]:
-    """Say what is not equal, shortened; empty when everything is."""
+    """List the differences, shortened; empty when all is equal."""
     found: list[str] = []
     for rank, (one, other) in enumerate(zip(calm, wild, strict=True)):
         if odd := _odd(one.losses, other.losses):
             found.append(f"rank {rank}: {len(odd)} losses differ, the first after step {odd[0]}")
-        if told := _odd(one.told, other.told):  # to evaluations, say: it may show nowhere else
+        if told := _odd(one.told, other.told):  # such as evaluations
             step, what = told[0]
             text = f"{len(told)} values of {what} differ, the first after step {step}"
             found.append(f"rank {rank}: {text}")
@@ -48,7 +48,7 @@ def differences(calm: Sequence[RankStory], wild: Sequence[RankStory]) -> list[st
 
 
 def _differing(rank: int, wanted: dict[str, str], ends: Sequence[dict[str, str]]) -> list[str]:
-    """Parts that are not as wanted at one of the ends: a run may end twice, killed in between."""
+    """Return the parts that differ at an end: a killed run may end twice."""
     mine = _parts(rank, wanted, wanted)
     theirs = [_parts(rank, end, wanted) for end in ends]
     names = sorted(set(mine).union(*theirs))
@@ -60,7 +60,7 @@ def _odd(calm: Mapping[Key, object], wild: Mapping[Key, object]) -> list[Key]:
 
 
 def sha256(stories: Sequence[RankStory], calm: Sequence[RankStory]) -> str:
-    """Hash everything that is compared with the ``calm`` run's."""
+    """Hash all that is compared with the ``calm`` run's."""
     content = [
         [sorted((step, sorted(values)) for step, values in story.losses.items())]
         + [sorted((*key, *sorted(values)) for key, values in story.told.items())]
@@ -71,6 +71,6 @@ def sha256(stories: Sequence[RankStory], calm: Sequence[RankStory]) -> str:
 
 
 def weights(stories: Sequence[RankStory]) -> str:
-    """What run.weights_sha256() told rank 0 at the end; "none" when it never came there."""
+    """Return rank 0's last run.weights_sha256(), "none" without one."""
     ends = stories[0].hashes
     return ends[-1].get("weights", "none") if ends else "none"

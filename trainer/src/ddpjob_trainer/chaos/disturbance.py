@@ -1,7 +1,7 @@
-"""Makes the kills and sees to it that training comes back after each.
+"""Make the kills, and check that training comes back after each.
 
-One thread that looks at the records every few milliseconds. A launcher that ended is started
-again as the operator would: same job, next attempt.
+experiment.py calls run(). One thread looks at the records every few milliseconds. It starts an
+ended launcher again as the operator would: same job, next attempt.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _LOOK_SECONDS = 0.003
 _STUCK_SECONDS = 2.0
 _USELESS_LAUNCHES = 4
 _SHORTEST_PAUSE = 0.1
-_STOP_STEPS = 3  # that a gang may still make when it is told to stop, and one for the gate
+_STOP_STEPS = 3  # a gang may still make these after SIGTERM, and one for the gate
 
 Say = Callable[[str], None]
 
 
 class ChaosError(Exception):
-    """The run did not come to its end; the message says how far it came."""
+    """The run did not reach its end; the message says how far it got."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast the undisturbed run was, in seconds, and how many steps it made."""
+    """The undisturbed run's speed in seconds, and its steps."""
 
     total_steps: int
     epoch: int
@@ -49,7 +49,7 @@ class Pace:
 
 @dataclass(slots=True)
 class Made:
-    """A kill that was made, and what came of it."""
+    """A kill that was made, and its outcome."""
 
     kill: Kill
     at: float  # monotonic seconds
@@ -99,7 +99,7 @@ class Disturbance:
     # --- Seeing --------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Read the records; start a launcher that ended again."""
+        """Read the records; restart an ended launcher."""
         self.records.look()
         if self._finished or self.job.running():
             return
@@ -118,7 +118,7 @@ class Disturbance:
         self.job.launch()
 
     def _until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait. Raises ChaosError when nothing at all was recorded for too long."""
+        """Wait for a condition. Raises ChaosError when no rank recorded anything for too long."""
         seen, since = -1.0, time.monotonic()
         while not condition():
             self._look()
@@ -138,9 +138,9 @@ class Disturbance:
             time.sleep(min(left, _LOOK_SECONDS))
 
     def _limit(self, kill: Kill) -> None:
-        """No rank goes far beyond the step of a kill before it is made.
+        """Keep all ranks near the step of a kill until it is made.
 
-        But one that was told to stop may first end the step after the next.
+        After SIGTERM a rank may first end the step after the next.
         """
         if kill.point == "snapshot":
             limit = kill.step + 2 * self.pace.every
@@ -167,23 +167,23 @@ class Disturbance:
                 self._pause(kill.delay * self._usual_return())
             return
         if kill.saved:
-            # First before that snapshot, which a keeper that is behind would leave out.
+            # First wait before that snapshot, which a keeper that is behind would skip.
             self._await_snapshot(self._snapshot_before(kill.step) - 1)
             self._await_snapshot(kill.step)
-            # A restart after the last step has none to make: it would show nothing.
+            # A restart after the last step would have no step to compare.
             self._open(min(kill.step + 2, self.pace.total_steps - 1))
         self._await_step(kill.step)
         if not kill.point:
             self._pause(kill.delay * self.pace.step_seconds)
 
     def _await_step(self, step: int) -> None:
-        """Wait until it was made, or all ranks stand at their end: an early one is a difference."""
+        """Wait for a step, or for all ranks' end: an early one is a difference."""
         self._until(
             lambda: self.records.step >= step or self.records.ended(), f"step {step} was reached"
         )
 
     def _await_snapshot(self, step: int) -> None:
-        """Have all stand after this step until the snapshot before it is durable, if one will."""
+        """Hold all ranks after this step until the snapshot before it is durable."""
         self._open(step)
         self._await_step(step)
         until, wanted = time.monotonic() + _STUCK_SECONDS, self._snapshot_before(step)
@@ -197,7 +197,7 @@ class Disturbance:
         return int(found.stem.removeprefix("step-")) if found is not None else 0
 
     def _usual_return(self) -> float:
-        """Seconds from a kill to the first new step, as last seen."""
+        """Return the seconds from the latest kill to the first new step."""
         seen = [made.seconds for made in self.made if made.how in ("in place", "new launch")]
         return seen[-1] if seen else self.pace.start_seconds
 
@@ -226,7 +226,7 @@ class Disturbance:
         )
 
     def _aftermath(self, made: Made, following: Kill | None) -> None:
-        """Open the gate for what comes next; wake up whom we only paused."""
+        """Open the gate for the next kill; continue a process that was only paused."""
         self._room = _STOP_STEPS if made.kill.signal == signal.SIGTERM else 0
         if following is None:
             open_gate(self.directory / GATE, OPEN)
@@ -237,7 +237,7 @@ class Disturbance:
             children.send(made.pid, signal.SIGCONT)
 
     def _victim(self, kill: Kill) -> int:
-        """Pid of the launcher, the rank's process, or one that is still starting; 0: none."""
+        """Return the pid of the launcher, or of a running or starting rank; 0: none."""
         if kill.victim == LAUNCHER:
             return self.job.pid if process_state(self.job.pid)[1] not in ("", "Z") else 0
         pid = self.records.stories[kill.victim].pid
@@ -251,7 +251,7 @@ class Disturbance:
         return 0
 
     def _at_point(self, kill: Kill) -> Made | None:
-        """Arm the point and wait. None: the gang went by without reaching it."""
+        """Arm the point and wait. None: the gang passed without reaching it."""
         armed = self.directory / failpoints.ARMED
         order = {
             "number": kill.number,
@@ -281,7 +281,7 @@ class Disturbance:
         return made
 
     def _went_by(self, before: Made) -> bool:
-        """Whether the gang waits at the gate, or is back already: too late for the point."""
+        """Return whether the gang has passed the point: it waits, or is back."""
         if self._finished:
             return True
         stories = self.records.stories
@@ -299,7 +299,7 @@ class Disturbance:
         made.how = self._how(made)
         if made.how in ("in place", "new launch"):
             back = max(story.progress_at for story in self.records.stories)
-            # It may have come back from an earlier kill just before it saw this one.
+            # It may have come back from an earlier kill just before this one.
             since = made if back > made.at else self.made[self._told]
             made.seconds = back - since.at
 
@@ -324,12 +324,12 @@ class Disturbance:
         return "went on" if newest == first.incarnation else restarted
 
     def _stops_no_more(self, made: Made) -> bool:
-        """Whether it was told to stop too late: all ranks stand at their end."""
+        """Return whether SIGTERM came too late: all ranks have reached their end."""
         late = made.kill.signal == signal.SIGTERM and made.kill.point != "barrier"
         return late and self.records.ended()
 
     def _tell(self, count: int) -> None:
-        """One line for each kill since the last that came back."""
+        """Print one line for each kill since the last that came back."""
         for made in self.made[self._told :]:
             how = made.how or "killed again before it was back"
             seconds = f" after {made.seconds:.2f} s" if made.seconds else ""

@@ -1,4 +1,7 @@
-"""The two runs, undisturbed and disturbed, and the report on them."""
+"""Run a script twice, undisturbed and disturbed, and report on both.
+
+command.py calls run().
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ _SLOWEST_STEPS = 20  # a step that takes so many times the slowest one hangs
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to run and how to disturb it. ``program``: what follows `ddpjob-trainer run`."""
+    """The script and its disturbance. ``program``: arguments of `ddpjob-trainer run`."""
 
     program: tuple[str, ...]
     nproc: int
@@ -43,7 +46,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How it went. ``differences`` empty: the two runs are equal bit for bit.
+    """The outcome. ``differences`` empty: the two runs are equal bit for bit.
 
     ``restarts``: see Records.restarts().
     """
@@ -58,12 +61,12 @@ class Result:
 
     @property
     def went_on(self) -> list[int]:
-        """After which steps restarts went on from a snapshot."""
+        """Return the steps after which restarts continued from a snapshot."""
         return [step for step in self.restarts if step]
 
     @property
     def verdict(self) -> str:
-        """What is shown: a run that began anew each time is equal whatever snapshots hold."""
+        """Return the result; a run without a resume shows nothing about snapshots."""
         if self.differences:
             return "DIFFERENT"
         return "identical" if self.went_on else f"nothing shown: {self._why_nothing()}"
@@ -160,7 +163,7 @@ def _job(settings: Settings, directory: Path, hang_seconds: float | None = None)
 
 
 def _calm(settings: Settings) -> tuple[Records, Pace, list[str]]:
-    """Run undisturbed, once; return what the library has warned of, too.
+    """Run undisturbed, once; return the library's warnings, too.
 
     Raises ConfigError for a script that cannot be compared.
     """
@@ -207,7 +210,7 @@ def _pace(records: Records, began: float) -> Pace:
     story = records.stories[0]
     steps = max(1, len(story.losses))
     return Pace(
-        total_steps=story.step,  # it may have ended before those asked for
+        total_steps=story.step,  # the script may end before the steps asked for
         epoch=story.epoch,
         every=int(story.facts["every"]),
         step_seconds=max(0.001, (story.last_at - story.progress_at) / steps),

@@ -1,7 +1,7 @@
-"""The launcher under chaos, attempt after attempt, as the operator would start it.
+"""Run the launcher under chaos, attempt after attempt, as the operator would.
 
-Between two attempts everything that the old one left behind is killed, as a kubelet does when it
-removes a pod. The gang dies with the driver.
+disturbance.py calls it. Between two attempts it kills all that the old one left behind, as a
+kubelet does when it removes a pod. The gang dies with the driver.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Job:
         environment: Mapping[str, str],
         log: Path,
     ) -> None:
-        """``program``: what follows the options of `ddpjob-trainer run`."""
+        """``program``: follows the options of `ddpjob-trainer run`."""
         self._program = tuple(program)
         self._nproc = nproc
         self._environment = dict(environment)
@@ -57,7 +57,7 @@ class Job:
             os.close(fd)
 
     def running(self) -> bool:
-        """Whether the launcher runs. When it has ended, nothing of it is left."""
+        """Return whether the launcher runs; once it has ended, end its descendants."""
         if self.exit_code is not None:
             return False
         for pid, status in children.reap():
@@ -69,7 +69,7 @@ class Job:
         return False
 
     def end(self) -> None:
-        """Kill and reap the launcher and all that came from it."""
+        """Kill and reap the launcher and its descendants."""
         while left := children.children():
             for pid in left:
                 children.send(pid, signal.SIGKILL)
@@ -79,14 +79,14 @@ class Job:
             time.sleep(0.001)
 
     def warnings(self) -> list[str]:
-        """What the library has warned of, each once."""
+        """Return the library's warnings, each once."""
         found = (
             line[at:] for line in self._printed() if (at := line.find("ddpjob: warning:")) >= 0
         )
         return list(dict.fromkeys(found))
 
     def tail(self, lines: int = 25) -> str:
-        """Last lines of what the gang printed."""
+        """Return the last lines of the gang's output."""
         return "\n".join(self._printed()[-lines:])
 
     def _printed(self) -> list[str]:
@@ -99,7 +99,7 @@ class Job:
 def environment_of_job(
     base: Mapping[str, str], directory: Path, uid: str, every: int, hang_seconds: float | None
 ) -> dict[str, str]:
-    """What the operator would set, over a shell's environment without another job's variables."""
+    """Return the operator's variables over a shell's, without another job's."""
     kept = outside_of_jobs(base)
     kept |= {
         contract.UID: uid,

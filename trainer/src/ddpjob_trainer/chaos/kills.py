@@ -1,8 +1,8 @@
-"""What is killed, when and how: drawn from a seed before the run begins. Pure.
+"""Draw the kills from a seed before the run begins: target, time, signal. Pure.
 
-A kill comes at a random instant of a step, at a named fail point, or while the processes still
-come back from the kill before it. Signals and victims are dealt like cards, so that a dozen kills
-have every one of them, rank 0 and the launcher included.
+A kill comes at a random instant of a step, at a named fail point, or while the processes still come
+back from the kill before it. Signals and victims are dealt like cards, so that a dozen kills
+include every one of them, rank 0 and the launcher too.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Card = TypeVar("Card")
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One kill. ``step``: comes once so many steps are finished; ``delay``: a share of a step.
+    """One kill, ``delay`` of a step after ``step`` finished ones.
 
-    ``victim``: a rank, or LAUNCHER. ``point``: where the victim signals itself, at the
-    ``hits``-th time that it gets there; "" at a random instant instead. ``restarting``: while
-    the gang comes back from the kill before; ``delay`` is then a share of that time.
-    ``resumes``: a stopped process gets SIGCONT after a moment; otherwise somebody must notice.
-    ``saved``: comes once the snapshot before it is durable, so that the restart goes on from it.
+    ``victim``: a rank, or LAUNCHER. ``point``: where the victim signals itself, at the ``hits``-th
+    time that it gets there; "" at a random instant instead. ``restarting``: while the gang comes
+    back from the kill before; ``delay`` is then a share of that time. ``resumes``: a stopped
+    process gets SIGCONT after a moment; otherwise the hang detection must find it. ``saved``: comes
+    once the snapshot before it is durable, so that the restart continues from it.
     """
 
     number: int
@@ -52,12 +52,12 @@ class Kill:
 
     @property
     def ends(self) -> bool:
-        """Whether a restart follows for sure: a snapshot's writer may be beside the gang."""
+        """Return whether a restart must follow; a snapshot's writer may be outside the gang."""
         return not self.resumes and not self.anybody
 
     @property
     def anybody(self) -> bool:
-        """Whether the point decides who is hit: not every rank writes snapshots."""
+        """Return whether the point chooses the victim: not every rank writes snapshots."""
         return self.point == "snapshot"
 
     def __str__(self) -> str:
@@ -81,8 +81,8 @@ def plan_kills(
 ) -> list[Kill]:
     """Draw ``count`` kills in the order of their steps. Raises ConfigError.
 
-    One comes late: it shows what changes for good only in the midst of a run. ``epoch``: steps in
-    one, 0 if nobody knows; ``every``: steps from a snapshot to the next.
+    One comes late, to show what changes only during a run. ``epoch``: steps in one, 0 if unknown;
+    ``every``: steps from a snapshot to the next.
     """
     if count < 1:
         raise ConfigError(f"--kills {count} must be at least 1")
@@ -115,9 +115,9 @@ def plan_kills(
 
 
 def _late_steps(total_steps: int, epoch: int, every: int) -> range:
-    """The last quarter, if a snapshot is then of the second epoch or a later one.
+    """Return the last quarter, with a snapshot of the second epoch or a later one.
 
-    But for the last three steps: a gang that is told to stop may make as many.
+    Without the last three steps, which a gang may still make after SIGTERM.
     """
     first = 3 * total_steps // 4 + 1
     if epoch < total_steps:
@@ -127,7 +127,7 @@ def _late_steps(total_steps: int, epoch: int, every: int) -> range:
 
 
 def _deal(draw: random.Random, deck: Sequence[Card], count: int) -> list[Card]:
-    """Shuffled decks, one after the other."""
+    """Deal cards from shuffled decks, one after the other."""
     cards: list[Card] = []
     while len(cards) < count:
         cards += draw.sample(deck, len(deck))
@@ -136,7 +136,7 @@ def _deal(draw: random.Random, deck: Sequence[Card], count: int) -> list[Card]:
 
 def _kill(draw: random.Random, step: int, signum: Signals, victim: int, point: str) -> Kill:
     if victim == LAUNCHER:
-        point = ""  # they are in the training processes
+        point = ""  # the points are in the training processes
     return Kill(
         number=0,
         step=step,
@@ -145,13 +145,16 @@ def _kill(draw: random.Random, step: int, signum: Signals, victim: int, point: s
         signal=signum,
         point=point,
         hits=draw.randint(1, _MAX_HITS) if point == "snapshot" else 1,
-        # Nothing on this machine watches the launcher.
+        # No process on this machine watches the launcher.
         resumes=signum == signal.SIGSTOP and (victim == LAUNCHER or draw.random() < 0.5),
     )
 
 
 def _barrier_last(kills: list[Kill], total_steps: int) -> list[Kill]:
-    """The barrier is at the end of a run, and who only pauses there is killed no more."""
+    """Move kills at the barrier to the run's end, and let them kill, not pause.
+
+    A victim that only pauses there is not killed again.
+    """
     others = [kill for kill in kills if kill.point != "barrier"]
     last = [
         replace(kill, step=total_steps, resumes=False) for kill in kills if kill.point == "barrier"
@@ -160,12 +163,12 @@ def _barrier_last(kills: list[Kill], total_steps: int) -> list[Kill]:
 
 
 def _in_its_turn(draw: random.Random, kill: Kill, before: Kill | None) -> Kill:
-    """Points of the start are passed when the gang comes back, if the kill before ended it."""
+    """Make a kill at a starting point follow one that ends the gang."""
     wanted = kill.point in STARTING or (not kill.point and draw.random() < 0.25)
     if not wanted or kill.saved:
         return kill
     if before is None or not before.ends:
         return replace(kill, point="")
-    # Startup may take minutes, so nobody is left to notice there that a process was stopped.
+    # Startup may take minutes, so no deadline would find a stopped process.
     resumes = kill.signal == signal.SIGSTOP
     return replace(kill, restarting=True, step=before.step, resumes=resumes)

@@ -1,4 +1,4 @@
-"""Reads what the ranks record (training/recorder.py) while they run, and tells where they are."""
+"""Read the ranks' records (training/recorder.py) while they run, and locate the ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Incarnation = tuple[int, int]  # attempt, round
 
 @dataclass(slots=True)
 class RankStory:
-    """All that one rank recorded over all its incarnations."""
+    """All records of one rank over its incarnations."""
 
     incarnation: Incarnation = (0, 0)
     pid: int = 0
@@ -22,7 +22,7 @@ class RankStory:
     progress: int = 0  # the same since its newest incarnation began
     epoch: int = 0  # steps in one; 0: not known
     began: dict[Incarnation, int | None] = field(default_factory=dict)  # see Records.restarts()
-    progress_at: float = 0.0  # monotonic seconds: when the first of these was reached
+    progress_at: float = 0.0  # monotonic seconds of the first of these
     last_at: float = 0.0
     ended: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Records:
         self._rests = [b""] * ranks
 
     def look(self) -> None:
-        """Read what is new."""
+        """Read new records."""
         for rank, path in enumerate(self._paths):
             try:
                 if path.stat().st_size == self._offsets[rank]:
@@ -93,16 +93,16 @@ class Records:
 
     @property
     def step(self) -> int:
-        """Finished steps of the rank that is ahead."""
+        """Return the finished steps of the rank that is ahead."""
         return max(story.step for story in self.stories)
 
     @property
     def incarnation(self) -> Incarnation:
-        """The newest that any rank recorded."""
+        """Return the newest incarnation that any rank recorded."""
         return max(story.incarnation for story in self.stories)
 
     def restarts(self) -> list[int | None]:
-        """Say of each incarnation but the first after which step it went on.
+        """Return the step after which each incarnation but the first began.
 
         0: from the beginning. None: it made no step.
         """
@@ -113,17 +113,17 @@ class Records:
         return [found[incarnation] for incarnation in sorted(found)[1:]]
 
     def ended(self) -> bool:
-        """Whether all ranks have left their loop, as far as their newest incarnations tell."""
+        """Return whether all ranks have left their loop, in their newest incarnations."""
         return all(story.ended for story in self.stories)
 
     def together(self) -> bool:
-        """Whether all ranks are of the newest incarnation and have made a step in it."""
+        """Return whether all ranks have made a step in the newest incarnation."""
         newest = self.incarnation
         return all(s.incarnation == newest and s.progress > 0 for s in self.stories)
 
 
 def process_state(pid: int) -> tuple[int, str]:
-    """Parent and state letter of a process; (0, "") when there is none."""
+    """Return a process's parent and state letter; (0, "") if there is none."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -132,7 +132,7 @@ def process_state(pid: int) -> tuple[int, str]:
 
 
 def open_gate(path: Path, step: int) -> None:
-    """Let the ranks finish steps up to this number (Recorder.wait() stands there)."""
+    """Let the ranks finish steps up to this number; Recorder.wait() reads it."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.pwrite(fd, step.to_bytes(8, "little"), 0)
