@@ -1,9 +1,9 @@
-"""What a process computes on: all that is asked of CUDA's streams and memory, and of a CPU instead.
+"""Compute on CUDA's streams and memory, or on a CPU in their place.
 
-A CPU has done its work when a call returns. A GPU queues it, and whoever looks at a result waits
-for all that was queued before. So results travel to the host beside the work and are read when
-they are needed, a step later at best. Everything of that kind goes through here, which keeps a
-stand-in for tests small.
+Loop and the snapshots call it. A CPU has done its work when a call returns. A GPU queues it, and
+reading a result waits for all that was queued before. So results are copied to the host beside the
+work and read when they are needed, a step later at best. All such calls are in this file, which
+keeps the tests' substitute small.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ Number = float | torch.Tensor
 
 _FIRST_PAUSE_SECONDS = 20e-6
 _LONGEST_PAUSE_SECONDS = 1e-3
-#: Of NCCL's variables, those that decide about no bits.
+#: NCCL's variables that do not affect bits.
 _NCCL_OTHER = ("NCCL_DEBUG", "NCCL_SOCKET", "NCCL_IB", "NCCL_NET", "NCCL_CONF", "NCCL_COMM_ID")
-#: Of torch's words on why there is no CUDA, those that no other node would change.
+#: torch's reasons for missing CUDA that are the same on every node.
 _SETUP = ("sees none", "not compiled", "no NVIDIA driver", "driver on your system is too old")
 
 
 def in_order(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's elements one behind the other, shape (n,), in its own memory where it can be."""
+    """Return a tensor's elements in order, shape (n,), in its own memory if possible."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    # Of a single element torch keeps whatever stride, and then shows no bytes.
+    # For a single element torch keeps any stride, and then shows no bytes.
     return flat.as_strided(flat.shape, (1,))
 
 
 class Reading:
-    """Numbers on their way to the host."""
+    """Numbers being copied to the host."""
 
     def __init__(self, vector: torch.Tensor) -> None:
         self._host = vector
 
     def values(self) -> list[float]:
-        """Wait for them."""
+        """Wait for the numbers and return them."""
         found: list[float] = self._host.tolist()
         return found
 
@@ -64,32 +64,32 @@ class Read:
 
 
 class Accelerator:
-    """A CPU: whatever is asked for is done when the call returns."""
+    """A CPU: work is done when the call returns."""
 
-    queues = False  # work is done some time after the call
+    queues = False  # whether work is done after the call returns
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def enter(self) -> None:
-        """Of a new thread: what it asks CUDA for is asked of this device, not of the first."""
+        """Bind a new thread to this device, else CUDA would use the first."""
 
     def name(self) -> str:
-        """What no other process of a run may have; "": it may be shared."""
+        """Return a name that no other process of a run may have; "": it may be shared."""
         return ""
 
     def facts(self) -> dict[str, Any]:
-        """What of it decides about bits, besides its type; plain values, for JSON."""
+        """Return facts besides the type that affect bits, as plain values for JSON."""
         return {}
 
     # --- Results -------------------------------------------------------------------------
 
     def kept(self, tensor: torch.Tensor) -> Number:
-        """What a tensor of one element holds now, whatever becomes of it."""
+        """Return the present value of a tensor of one element."""
         return tensor.item()
 
     def number(self, tensor: torch.Tensor) -> Number:
-        """A tensor of one element as something to be added up in double precision."""
+        """Return a tensor of one element as a number in double precision."""
         return float(tensor)
 
     def numbers(self, values: Sequence[Number]) -> torch.Tensor:
@@ -97,13 +97,13 @@ class Accelerator:
         return torch.tensor(values, dtype=torch.float64)
 
     def read(self, vector: torch.Tensor, work: Any = None) -> Reading:
-        """Have a vector travel to the host. ``work``: the collective that makes it, if any."""
+        """Copy a vector to the host. ``work``: the collective that computes it, if any."""
         if work is not None:
             work.wait()
         return Reading(vector)
 
     def soon(self, values: Mapping[str, SupportsFloat]) -> Mapping[str, SupportsFloat]:
-        """Have the tensors among these travel to the host, too."""
+        """Copy the tensors among these to the host."""
         measured = [name for name, value in values.items() if isinstance(value, torch.Tensor)]
         if not self.queues or not measured:
             return values
@@ -112,49 +112,49 @@ class Accelerator:
         return {**values, **{name: Read(reading, i) for i, name in enumerate(measured)}}
 
     def mark(self) -> Any:
-        """A place behind all that is queued now; None: nothing ever is."""
+        """Return a mark behind all queued work; None without a queue."""
         return None
 
     def passed(self, mark: Any) -> bool:
-        """Whether all before the mark is done."""
+        """Return whether all work before the mark is done."""
         return True
 
     def seconds(self, first: Any, second: Any) -> float:
-        """Time between two marks that are passed."""
+        """Return the time between two passed marks."""
         return 0.0
 
     # --- Memory --------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Copies to the device within run beside earlier work, and before what comes later."""
+        """Run copies to the device in the block beside earlier work, before later work."""
         yield
 
     def loaded(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Within loading(): the tensor on the device."""
+        """Return the tensor on the device; within loading()."""
         return tensor
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in memory from which loaded() need not wait."""
+        """Return the tensor in memory from which loaded() need not wait."""
         return tensor
 
     @contextlib.contextmanager
     def saving(self, ready: Any) -> Iterator[None]:
-        """Copies to the host within begin at a mark and run beside later work; wait for them."""
+        """Begin the block's copies to the host at a mark; wait for them."""
         yield
 
     def pin(self, memory: torch.Tensor) -> bool:
-        """Let copies run beside the device's work. Whether unpin() is to be called.
+        """Let copies run beside the device's work; return whether unpin() must follow.
 
-        Raises RuntimeError where it cannot be.
+        Raises RuntimeError where it is impossible.
         """
         return False
 
     def unpin(self, memory: torch.Tensor) -> None:
-        """Undo it."""
+        """Undo pin()."""
 
     def release(self) -> None:
-        """Give back memory that is kept for reuse and lies in other pieces than will be needed."""
+        """Free memory that is cached in other sizes than will be needed."""
 
 
 class Cuda(Accelerator):
@@ -168,15 +168,15 @@ class Cuda(Accelerator):
         self._of_thread = threading.local()  # a loss must not wait behind gigabytes of a snapshot
 
     def enter(self) -> None:
-        """CUDA's device belongs to the thread; without it a context is made on GPU 0."""
+        """Set CUDA's device for this thread, else it makes a context on GPU 0."""
         torch.cuda.set_device(self.device)
 
     def name(self) -> str:
-        """The UUID; of a MIG instance its own."""
+        """Return the UUID; of a MIG instance its own."""
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def facts(self) -> dict[str, Any]:
-        """Kernels and the order of NCCL's sums are chosen by these."""
+        """Return facts that choose kernels and the order of NCCL's sums."""
         properties = torch.cuda.get_device_properties(self.device)
         nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         own = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
@@ -195,17 +195,17 @@ class Cuda(Accelerator):
     # --- Results -------------------------------------------------------------------------
 
     def kept(self, tensor: torch.Tensor) -> Number:
-        """A copy on the device."""
+        """Return a copy on the device."""
         return tensor.clone() if tensor.is_cuda else tensor.item()
 
     def number(self, tensor: torch.Tensor) -> Number:
-        """On the device, as it is."""
+        """Return the number on the device, without a wait."""
         if not tensor.is_cuda:
             return float(tensor)
         return tensor.detach().view(()).to(self.device, torch.float64, non_blocking=True)
 
     def numbers(self, values: Sequence[Number]) -> torch.Tensor:
-        """Without a wait: what the host knows comes from page-locked memory."""
+        """Put numbers into a vector without a wait: host numbers come from page-locked memory."""
         known = [0.0 if isinstance(value, torch.Tensor) else value for value in values]
         host = torch.tensor(known, dtype=torch.float64, pin_memory=True)
         vector = host.to(self.device, non_blocking=True)
@@ -216,44 +216,44 @@ class Cuda(Accelerator):
         return vector
 
     def read(self, vector: torch.Tensor, work: Any = None) -> Reading:
-        """Beside what is queued later."""
+        """Copy to the host beside work queued later."""
         host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
         self._out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._out):
             if work is not None:
-                work.wait()  # of NCCL: it is this stream that waits
+                work.wait()  # NCCL makes this stream wait, not the host
             host.copy_(vector, non_blocking=True)
             vector.record_stream(self._out)
             event = self._out.record_event()
         return _Queued(host, event)
 
     def mark(self) -> Any:
-        """An event."""
+        """Record an event."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def passed(self, mark: Any) -> bool:
-        """Raises RuntimeError for what the GPU has failed in since."""
+        """Return whether the event is done. Raises RuntimeError for an error of the GPU."""
         return bool(mark.query())
 
     def seconds(self, first: Any, second: Any) -> float:
-        """Of the device's clock."""
+        """Return seconds of the device's clock."""
         return float(first.elapsed_time(second)) / 1000
 
     # --- Memory --------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """On a stream that never waits for the model's."""
+        """Copy on a stream that never waits for the model's."""
         self._model = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self._in):
             yield
         self._model.wait_stream(self._in)
 
     def loaded(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Its memory belongs to the copying stream and is used by the model's."""
-        if tensor.layout is not torch.strided:  # whose memory torch cannot mark so
+        """Copy a tensor; its memory is the copying stream's, used by the model's."""
+        if tensor.layout is not torch.strided:  # torch cannot mark its memory so
             with torch.cuda.stream(self._model):
                 return tensor.to(self.device)
         moved = tensor.to(self.device, non_blocking=True)
@@ -261,12 +261,12 @@ class Cuda(Accelerator):
         return moved
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Page-locked; torch keeps such memory for reuse."""
+        """Return page-locked memory, which torch caches."""
         return tensor if tensor.is_cuda else tensor.pin_memory()
 
     @contextlib.contextmanager
     def saving(self, ready: Any) -> Iterator[None]:
-        """From any thread."""
+        """Copy on a stream of this thread."""
         stream = getattr(self._of_thread, "stream", None)
         if stream is None:
             stream = self._of_thread.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -275,7 +275,7 @@ class Cuda(Accelerator):
         try:
             with torch.cuda.stream(stream):
                 yield
-        finally:  # also of an error in between: the memory is used again, or given back
+        finally:  # also after an error: the memory is reused, or freed
             stream.synchronize()
 
     def pin(self, memory: torch.Tensor) -> bool:
@@ -284,18 +284,18 @@ class Cuda(Accelerator):
         found = int(cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
         if found:
             with contextlib.suppress(RuntimeError):
-                # CUDA tells of an error twice: else this thread's next kernel would be blamed.
+                # CUDA reports an error twice: else this thread's next kernel would get the blame.
                 torch.ones(1, device=self.device)
         torch.cuda.check_error(found)
         return True
 
     def unpin(self, memory: torch.Tensor) -> None:
-        """What it says does not matter any more."""
+        """Unregister memory; its errors do not matter any more."""
         cudart: Any = torch.cuda.cudart
         cudart().cudaHostUnregister(memory.data_ptr())
 
     def release(self) -> None:
-        """It waits for the device: not for every step."""
+        """Free cached memory; waits for the device, so not in every step."""
         torch.cuda.empty_cache()
 
 
@@ -305,7 +305,7 @@ class _Queued(Reading):
         self._event = event
 
     def values(self) -> list[float]:
-        # Not synchronize(), in which no signal is handled and a core spins.
+        # Not synchronize(), which blocks signal handlers and spins a core.
         pause = _FIRST_PAUSE_SECONDS
         while not self._event.query():
             time.sleep(pause)
@@ -314,9 +314,9 @@ class _Queued(Reading):
 
 
 def tf32() -> list[str]:
-    """Of matrix products, convolutions and RNNs: how their fp32 is computed.
+    """Return how matrix products, convolutions and RNNs compute fp32.
 
-    Not cuDNN's own word, which does not know what `allow_tf32` has said.
+    Not by cuDNN's own flag, which ignores `allow_tf32`.
     """
     backends = torch.backends
     parts = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)  # type: ignore[attr-defined]
@@ -325,7 +325,7 @@ def tf32() -> list[str]:
 
 @functools.cache
 def of(device: torch.device) -> Accelerator:
-    """The one of a device; one per process."""
+    """Return the accelerator of a device, one per process."""
     return Cuda(device) if device.type == "cuda" else Accelerator(device)
 
 
@@ -335,8 +335,8 @@ def of(device: torch.device) -> Accelerator:
 def choose(asked: str, local_rank: int, env: Mapping[str, str]) -> torch.device:
     """Return the device of this process, and make it CUDA's current one.
 
-    ``asked``: one of CHOICES; auto is a GPU where the container was given one. Raises ConfigError
-    or HardwareError rather than train on the CPU where a GPU was meant.
+    ``asked``: one of CHOICES; auto is a GPU where the container has one. Raises ConfigError or
+    HardwareError rather than train on the CPU where a GPU was meant.
     """
     if asked == "cpu":
         return torch.device("cpu")
@@ -346,7 +346,7 @@ def choose(asked: str, local_rank: int, env: Mapping[str, str]) -> torch.device:
             return torch.device("cpu")
         raise _unusable("start() asks for one" if asked == "cuda" else "there is one", env, has=has)
     count = torch.cuda.device_count()
-    # One visible device per process, as Slurm and some device plugins have it.
+    # One visible device per process, as with Slurm and some device plugins.
     index = local_rank if count > 1 else 0
     if index >= count:
         raise ConfigError(
@@ -362,9 +362,9 @@ def choose(asked: str, local_rank: int, env: Mapping[str, str]) -> torch.device:
 
 
 def _unusable(though: str, env: Mapping[str, str], *, has: bool) -> Exception:
-    """In torch's words. ``has``: the container seems to have one.
+    """Build the error for an unusable GPU, with torch's reason.
 
-    What no other node would do better is a ConfigError.
+    ``has``: the container seems to have one. A fault that every node would have is a ConfigError.
     """
     words = "torch sees none"
     try:

@@ -1,7 +1,8 @@
-"""What an argument of a user's may be: one check for each kind, by the type that declares it.
+"""Check the arguments of users, one check for each kind, by the declared type.
 
-Each refusal names the argument and what it must be. A dataclass of arguments is filled by among(),
-which checks every field, so a new one cannot be forgotten. Never imports torch.
+options.py declares arguments; the commands check theirs by the same functions. Each refusal names
+the argument and its valid values. A dataclass of arguments is filled by among(), which checks every
+field, new ones too. Never imports torch.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from typing import Any, Self
 
 from ddpjob_trainer.errors import ConfigError
 
-#: Whole numbers end where a float cannot hold them any more, as JSON readers and metrics do.
+#: Whole numbers up to here are exact in a float, as JSON readers and metrics need.
 GREATEST = 2**53
-#: More processes than any machine has a use for: a slip of the finger, not a wish.
+#: More processes than any machine can use: a typing error.
 MOST_PROCESSES = 1024
 _JOB_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
 def whole(name: str, value: Any, *, least: int = 0, most: int = GREATEST) -> int:
-    """Numbers from numpy are welcome, but a snapshot's JSON holds plain ones only."""
+    """Return an integer within bounds; plain, for a snapshot's JSON, even from numpy."""
     try:
         number = index(value)
     except TypeError:
@@ -41,7 +42,7 @@ def whole(name: str, value: Any, *, least: int = 0, most: int = GREATEST) -> int
 
 
 def real(name: str, value: Any, *, most: float = math.inf) -> float:
-    """A number more than 0."""
+    """Return a number above 0."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise _odd(name, value, "must be a number")
     try:
@@ -56,21 +57,21 @@ def real(name: str, value: Any, *, most: float = math.inf) -> float:
 
 
 def flag(name: str, value: Any) -> bool:
-    """A string would be true, whatever it says."""
+    """Return a bool; refuse a string, which would always be true."""
     if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):  # numpy's
         raise _odd(name, value, "must be True or False")
     return bool(value)
 
 
 def word(name: str, value: Any) -> str:
-    """A string."""
+    """Return a string."""
     if not isinstance(value, str):
         raise _odd(name, value, "must be a string")
     return value
 
 
 def place(name: str, value: Any) -> Path:
-    """A path that could be there: an empty one would be the working directory."""
+    """Return a path; refuse an empty one, which would mean the working directory."""
     try:
         text = os.fspath(value)
     except TypeError:
@@ -81,14 +82,14 @@ def place(name: str, value: Any) -> Path:
 
 
 def function(name: str, value: Any) -> Any:
-    """Something to call."""
+    """Return a function."""
     if not callable(value):
         raise _odd(name, value, "must be a function")
     return value
 
 
 def several(name: str, value: Any) -> Any:
-    """Names with commas between them, or a list of names."""
+    """Return names with commas between them, or a list of names."""
     if not isinstance(value, str | list | tuple | set | frozenset):
         raise _odd(name, value, "must be names with commas between them, or a list")
     return value
@@ -131,14 +132,14 @@ _KINDS: Mapping[str, Callable[..., Any]] = {
     "Log": function,
     "Mapping[str, Any]": _mapping,
     "torch.amp.GradScaler": _scaler,
-    "Any": _anything,  # looked at where it is used
+    "Any": _anything,  # checked where it is used
 }
-#: Of a field's metadata, what its check is told.
+#: A field's metadata that its check gets.
 _BOUNDS = ("least", "most")
 
 
 def checked(one: Field[Any], value: Any) -> Any:
-    """The value of a declared argument, as it is used. Raises ConfigError."""
+    """Return a declared argument's checked value. Raises ConfigError."""
     kind = str(one.type)
     if value is None and kind.endswith(" | None"):
         return None
@@ -157,17 +158,17 @@ class Arguments:
 
     @classmethod
     def among(cls, given: Mapping[str, Any]) -> Self:
-        """Pick them out of the arguments and check each. Raises ConfigError."""
+        """Select these from all arguments and check each. Raises ConfigError."""
         return cls(**{one.name: checked(one, given[one.name]) for one in fields(cls)})
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """Of all that have one."""
+        """Return all defaults."""
         return {one.name: one.default for one in fields(cls) if one.default is not MISSING}
 
 
 def job_name(what: str, given: object, *, most: int) -> str:
-    """A name that the API server takes for a DDPJob. Raises ConfigError, which names ``what``."""
+    """Return a valid name of a DDPJob. Raises ConfigError, which names ``what``."""
     if isinstance(given, str) and len(given) <= most and _JOB_NAME.fullmatch(given):
         return given
     raise ConfigError(

@@ -1,4 +1,4 @@
-"""The `ddpjob-trainer` command."""
+"""Parse and run the `ddpjob-trainer` command."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_launcher(parser: argparse.ArgumentParser) -> None:
-    """Describe what `run` asks of the launcher."""
+    """Add the launcher's options of `run`."""
     parser.add_argument(
         "--nproc",
         type=int,
@@ -207,7 +207,7 @@ def _snapshot(options: argparse.Namespace) -> int:
 
 
 def _hold_standard_files() -> None:
-    """Of 0 to 2 those that are closed would become other files of ours, and the log go there."""
+    """Open /dev/null for closed descriptors 0 to 2, else our other files get them."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
@@ -224,7 +224,7 @@ def _run(options: argparse.Namespace) -> int:
         given = vars(options)
         try:
             refill = workdir.fill(options.files, options.output, os.environ, _say)
-        except OSError as error:  # a full disk, a broken one: another node's may do
+        except OSError as error:  # a full or broken disk: another node's may work
             _say(f"the working directory was not made ready: {error}")
             return 1
         plan = make_plan(
@@ -254,7 +254,7 @@ def _say(text: str) -> None:
 
 
 def _cure(words: Sequence[str], unknown: Sequence[str], rest: Sequence[str]) -> str:
-    """Say where a script's own options go, to who gives them to `init`."""
+    """Tell a user of `init` to put the script's own options after --."""
     if words[0] != "init":
         return ""
     ours = [word for word in words if word not in unknown]
@@ -263,7 +263,7 @@ def _cure(words: Sequence[str], unknown: Sequence[str], rest: Sequence[str]) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit code."""
+    """Run the command; return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     rest: list[str] = []
     parser = _parser()

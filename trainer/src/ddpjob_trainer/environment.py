@@ -1,8 +1,7 @@
-"""The process environment, read here and nowhere else.
+"""Read the process environment, here and nowhere else.
 
-Two readers: a worker (what the operator, our launcher or torchrun set, or nothing at all) and
-the launcher (what the operator set, or nothing at all: then it stands alone on this machine).
-Never imports torch.
+Two readers: a worker (variables of the operator, our launcher or torchrun, or none) and the
+launcher (the operator's, or none: then it is alone on this machine). Never imports torch.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from ddpjob_trainer.liveness.hang import Deadlines
 
 #: Between launcher and worker only, hence not in the contract.
 STATE_DIR = "DDPJOB_TRAINER_STATE_DIR"
-#: For what outlives a round: the records of steps that a restart is compared with.
+#: For files that outlive a round: the records of steps that a restart is compared with.
 REPLAY_DIR = "DDPJOB_TRAINER_REPLAY_DIR"
-RUN_ID = "DDPJOB_TRAINER_RUN_ID"  # of a launcher that stands alone: unique, as a job's uid is
+RUN_ID = "DDPJOB_TRAINER_RUN_ID"  # of a launcher without a job: unique, as a job's uid
 STORE_FD = "DDPJOB_TRAINER_STORE_FD"  # a bound socket for the store that rank 0 serves
 #: Of a launcher, for a round: whether it allows a drill, its pid, when the round began (monotonic).
 DRILL = "DDPJOB_TRAINER_DRILL"
 #: For benchmarks: a file to which launcher and workers append {t, event, rank, round}.
 TRACE = "DDPJOB_TRAINER_TRACE"
-#: Where `ddpjob-trainer chaos` wants records and arms fail points. Nobody else sets it.
+#: Where `ddpjob-trainer chaos` wants records and arms fail points; only it sets this.
 CHAOS = "DDPJOB_TRAINER_CHAOS"
 #: Columns of the terminal that the launcher writes to; unset: it writes to no terminal.
 TERMINAL = "DDPJOB_TRAINER_TERMINAL"
@@ -43,10 +42,10 @@ MIN_KEEP = 2
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which incarnation of which job this process belongs to.
+    """The job and incarnation of this process.
 
-    ``unique`` is true when (uid, attempt, round) never comes twice: the operator and our
-    launcher promise that. Otherwise rank 0 draws a uid of its own for the snapshot lineage.
+    ``unique``: (uid, attempt, round) never comes twice, as the operator and our launcher guarantee.
+    Otherwise rank 0 draws a new uid for the snapshot lineage.
     """
 
     uid: str
@@ -56,13 +55,13 @@ class Identity:
 
     @property
     def key(self) -> str:
-        """A prefix for rendezvous keys."""
+        """Return a prefix for rendezvous keys."""
         return f"{self.uid}/{self.attempt}/{self.round}"
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSettings:
-    """Where and how often. ``directory`` None means no snapshots."""
+    """A worker's snapshot settings. ``directory`` None: no snapshots."""
 
     directory: Path | None
     every_steps: int
@@ -84,14 +83,14 @@ class DrillSettings:
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnvironment:
-    """One training process's place in the world. ``master`` None: alone, no rendezvous."""
+    """One training process's place in the job. ``master`` None: alone, no rendezvous."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
     master: tuple[str, int] | None
-    interfaces: str  # that gloo is to use, with commas between, "": the one it finds
+    interfaces: str  # for gloo, with commas between, "": its own choice
     agent_store: bool  # torchrun's agent already serves the store
     identity: Identity
     snapshot: SnapshotSettings
@@ -106,12 +105,12 @@ class WorkerEnvironment:
     events: Path | None
     tensorboard_dir: str | None
     columns: int  # of the terminal that this process's output ends on, 0: none
-    watch: bool  # look for hangs in this process, since no launcher of ours does
+    watch: bool  # look for hangs in this process, without a launcher of ours
 
 
 @dataclass(frozen=True, slots=True)
 class LauncherEnvironment:
-    """What the operator told this pod. ``replica`` None: standalone."""
+    """The operator's settings of this pod. ``replica`` None: standalone."""
 
     replica: int | None
     replicas: int
@@ -121,8 +120,8 @@ class LauncherEnvironment:
     grace_seconds: float
     metrics_port: int | None
     hub_port: int | None
-    rounds_without_progress: int | None  # None: the operator said nothing
-    heal_after: int | None  # seconds, 0: never; None: the operator said nothing
+    rounds_without_progress: int | None  # None: not set by the operator
+    heal_after: int | None  # seconds, 0: never; None: not set by the operator
     progress_path: Path | None
     final_exit_codes: frozenset[int]  # no round follows these
     drill: str  # Auto, Always or Never
@@ -186,7 +185,7 @@ def _identity(env: Mapping[str, str]) -> Identity:
             unique=True,
         )
     run = env.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's default is "none" as well
-    if run == env.get(RUN_ID):  # else a torchrun below our launcher, with restarts of its own
+    if run == env.get(RUN_ID):  # else a torchrun below our launcher, which restarts by itself
         return Identity(f"local-{run}", 1, _integer(env, contract.ROUND, 0), unique=True)
     return Identity(f"local-{run}", 1, _integer(env, "TORCHELASTIC_RESTART_COUNT", 0), unique=False)
 
@@ -217,7 +216,7 @@ def _drill(env: Mapping[str, str]) -> DrillSettings:
 
 
 def _place(env: Mapping[str, str]) -> tuple[int, int, int, int]:
-    """Rank, world size, local rank, local world size."""
+    """Return rank, world size, local rank, local world size."""
     given = [name for name in ("RANK", "WORLD_SIZE") if env.get(name)]
     if not given:
         processes = _integer(env, "PET_NNODES", 1) * _integer(env, "PET_NPROC_PER_NODE", 1)
@@ -247,7 +246,7 @@ def _master(env: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def outside_of_jobs(env: Mapping[str, str], keep: Collection[str] = ()) -> dict[str, str]:
-    """A shell's variables without those that a job sets, but for ``keep``."""
+    """Return a shell's variables without a job's, except ``keep``."""
     return {
         name: value
         for name, value in env.items()
@@ -257,7 +256,7 @@ def outside_of_jobs(env: Mapping[str, str], keep: Collection[str] = ()) -> dict[
 
 
 def terminal_columns() -> int:
-    """Width of the terminal that standard output is, 0: it is none."""
+    """Return the width of the terminal at standard output, 0 without one."""
     try:
         return os.get_terminal_size(1).columns if os.isatty(1) else 0
     except OSError:
@@ -265,13 +264,13 @@ def terminal_columns() -> int:
 
 
 def chaos_directory(env: Mapping[str, str]) -> Path | None:
-    """Where the chaos driver waits for records, None outside a chaos run."""
+    """Return the chaos driver's directory, None outside a chaos run."""
     directory = env.get(CHAOS, "")
     return Path(directory) if directory else None
 
 
 def state_directory(env: Mapping[str, str]) -> Path | None:
-    """Where this rank's launcher wants its record, None without one of ours."""
+    """Return the directory of this rank's record, None without a launcher of ours."""
     return _path(env, STATE_DIR)
 
 
@@ -283,7 +282,7 @@ def source_folders() -> str:
 
 
 def wants_traceback(env: Mapping[str, str]) -> bool:
-    """Whether a refusal is to show where in our code it was found."""
+    """Return whether a refusal shows its place in our code."""
     return env.get(TRACEBACK, "") not in ("", "0")
 
 
@@ -293,7 +292,7 @@ def _path(env: Mapping[str, str], name: str) -> Path | None:
 
 
 def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
-    """Raise ConfigError where the variables contradict each other."""
+    """Read a worker's variables. Raises ConfigError where they contradict each other."""
     rank, world, local_rank, local_world = _place(env)
     master = _master(env)
     if world > 1 and master is None:
@@ -320,13 +319,13 @@ def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
         events=_path(env, EVENTS),
         tensorboard_dir=env.get(TENSORBOARD) or None,
         columns=_integer(env, TERMINAL, 0) if env.get(STATE_DIR) else terminal_columns(),
-        # Alone and without a word about deadlines it may well be a person with a debugger.
+        # A single process without deadlines may well be a person with a debugger.
         watch=not env.get(STATE_DIR) and (world > 1 or any(env.get(name) for name in _HANG)),
     )
 
 
 def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
-    """Raise ConfigError where a gang's variables are incomplete."""
+    """Read a launcher's variables. Raises ConfigError where a gang's are incomplete."""
     replica = env.get(contract.REPLICA, "")
     master = _master(env)
     nproc = env.get("PET_NPROC_PER_NODE") or env.get(contract.NPROC_PER_NODE) or ""

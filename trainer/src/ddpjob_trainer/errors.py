@@ -1,8 +1,8 @@
-"""Errors that decide an exit code.
+"""Define the errors that decide an exit code.
 
-A ConfigError is the user's to cure and trying again cannot help: exit 64. PeerLostError is
-collateral of another rank's death: exit 75, never the root cause. DivergedError means that going
-on would train nothing: exit 70. HardwareError: a GPU does not work here, exit 74.
+A ConfigError is the user's to cure, and a restart cannot help: exit 64. PeerLostError is collateral
+of another rank's death: exit 75, never the root cause. DivergedError means that training on would
+be useless: exit 70. HardwareError: a GPU does not work here, exit 74.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class DivergedError(ArithmeticError):
 
 
 class HardwareError(RuntimeError):
-    """What a GPU should do it does not, and another machine's may. The message names the cure."""
+    """A GPU fails here, another machine's may work. The message names the cure."""
 
 
 class NotCommittedError(ConfigError):

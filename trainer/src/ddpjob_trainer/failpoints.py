@@ -1,8 +1,8 @@
-"""Named places at which `ddpjob-trainer chaos` can have this process signal itself.
+"""Let `ddpjob-trainer chaos` have this process signal itself at named places.
 
-The chaos driver arms one point by writing a file; the process that reaches it takes the file
-away, which only one can, and then sends itself the signal. Costs nothing outside a chaos run.
-Never imports torch.
+The chaos driver arms one point by writing a file; the process that reaches it renames the file,
+which only one can, and then sends itself the signal. Costs nothing outside a chaos run. Never
+imports torch.
 """
 
 from __future__ import annotations
@@ -11,36 +11,36 @@ import json
 import os
 from pathlib import Path
 
-#: In the order in which a process comes to them.
+#: In the order in which a process reaches them.
 POINTS = ("import", "rendezvous", "load", "warm-up", "step", "snapshot", "barrier")
 ARMED = "armed"
 #: Holds one number, the step after which training waits, so that no kill comes too late.
 GATE = "gate"
 GATE_BYTES = 8
-OPEN = 2**62  # a gate that nobody waits at
+OPEN = 2**62  # a gate without a wait
 NO_RANK = -1
 
 _directory: Path | None = None
 _rank = NO_RANK
-_armed = ""  # what the file said when hits were last counted
+_armed = ""  # the file's content when hits were last counted
 _hits = 0
 
 
 def configure(directory: Path | None, rank: int) -> None:
-    """Watch for armed points in a directory; None: for none."""
+    """Watch a directory for armed points; None: none."""
     global _directory, _rank
     _directory, _rank = directory, rank
 
 
 def fired(directory: Path, number: int) -> tuple[int, float] | None:
-    """Who reached armed point ``number``, and when: pid, seconds since the epoch."""
+    """Return the pid that reached armed point ``number``, and the seconds since the epoch."""
     for path in directory.glob(f"fired-{number}-*"):
         return int(path.name.rpartition("-")[2]), path.stat().st_ctime
     return None
 
 
 def reach(point: str) -> None:
-    """Send this process the signal if the point is armed for it and was reached often enough."""
+    """Send this process the signal if the point is armed and hit often enough."""
     global _armed, _hits
     if _directory is None:
         return

@@ -1,7 +1,7 @@
-"""What a program says when its GPU has failed, or when NCCL ends it: words, for lack of types.
+"""Recognize a failed GPU, or an end by NCCL, by messages instead of types.
 
-The words are those of cudaGetErrorString, of the driver and of torch's ProcessGroupNCCL. Never
-imports torch: the launcher reads them in the output of any program.
+The messages are those of cudaGetErrorString, of the driver and of torch's ProcessGroupNCCL. Never
+imports torch: the launcher's gang reads them in the output of any program.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from ddpjob_contract import ExitCode
 
-#: What the same program does not meet on another GPU. "an illegal memory access" and "device-side
-#: assert" are not among them: those are the program's.
+#: Errors that the same program does not meet on another GPU. "an illegal memory access" and
+#: "device-side assert" are not among them: those are the program's.
 _FAULTS = re.compile(
     "uncorrectable ECC error"
     "|uncorrectable NVLink error"
@@ -27,9 +27,9 @@ _FAULTS = re.compile(
     "|GPU is lost"
 )
 _XID = re.compile(r"\bXid \(PCI:[^)]*\): (\d+)")
-#: Those that NVIDIA's device plugin leaves to the program, too.
+#: Codes that NVIDIA's device plugin also attributes to the program.
 _XIDS_OF_PROGRAMS = frozenset({13, 31, 43, 45, 68, 109})
-#: How ProcessGroupNCCL's watchdog ends a process, by SIGABRT.
+#: ProcessGroupNCCL's watchdog ends a process by SIGABRT with this.
 _WATCHDOG = "thread terminated with exception"
 _PEER_GONE = re.compile(
     "ncclRemoteError"
@@ -42,17 +42,18 @@ _MAX_LINE = 400
 
 
 def is_fault(text: str) -> bool:
-    """Whether it tells of a GPU that failed."""
+    """Return whether a text reports a failed GPU."""
     if _FAULTS.search(text):
         return True
     return any(int(number) not in _XIDS_OF_PROGRAMS for number in _XID.findall(text))
 
 
 def judge(status: int, exception: str, tail: Sequence[str]) -> tuple[int, str]:
-    """What the end of a process counts as: its exit status (-n for signal n) and its last words.
+    """Classify a process's end: its exit status (-n for signal n) and exception.
 
-    ``exception``: its last one, "" if none is known. ``tail``: its last lines, oldest first. Only
-    an end that says nothing by itself is judged: exit code 1, and SIGABRT, by which NCCL ends it.
+    ``exception``: its last one, "" if none is known. ``tail``: its last lines, oldest first. Judges
+    only ends that do not explain themselves: exit code 1, and SIGABRT, by which NCCL ends a
+    process.
     """
     if status not in (1, -signal.SIGABRT):
         return status, exception

@@ -1,4 +1,4 @@
-"""What a Python source imports, without running it."""
+"""Find the imports of a Python source, without running it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def imported(tree: ast.Module | None) -> Iterator[str]:
-    """Names of the modules that it imports anywhere, but for those relative to its own."""
+    """Yield the names of imported modules, without relative ones."""
     for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -17,7 +17,7 @@ def imported(tree: ast.Module | None) -> Iterator[str]:
 
 
 def parsed(path: Path) -> ast.Module | None:
-    """None: it is no Python source that could be read."""
+    """Parse a file; None: no readable Python source."""
     if path.suffix != ".py":
         return None
     try:

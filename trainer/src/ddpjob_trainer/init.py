@@ -1,8 +1,7 @@
-"""`ddpjob-trainer init`: the DDPJob manifest for a script, ready for `kubectl apply`.
+"""Write the DDPJob manifest for a script: `ddpjob-trainer init`, ready for `kubectl apply`.
 
-Files that are on this machine travel in a ConfigMap, so that the stock image runs a script that
-nobody has built into an image. Writes text and calls nobody; its rules about names and sizes are
-those of the API server, told earlier.
+Files of this machine travel in a ConfigMap, so that the stock image runs a script that is in no
+image. Writes text without a connection; checks names and sizes by the API server's rules, earlier.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from ddpjob_trainer.arguments import job_name
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.stock import IMAGE
 
-#: Where the ConfigMap is in the pods; its files cannot be written there, nor others beside them.
+#: The ConfigMap's path in the pods; its files are read-only there.
 FILES = "/workspace/.files"
 #: The script's working directory, a folder of each pod, into which the launcher copies them.
 FOLDER = "/workspace/job"
-#: Where the claim of --snapshots is in the pods; scripts may lie on it, too.
+#: The path of --snapshots' claim in the pods; scripts may be on it, too.
 CLAIM = "/snapshots"
 #: A ConfigMap holds 1 MiB, its other fields included.
 MOST_BYTES = 1_000_000
 _KEY = re.compile(r"(?!\.\.)[-._a-zA-Z0-9]{1,253}")
 _NOT_IN_KEYS = re.compile(r"[^-._a-zA-Z0-9]")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
-#: Without a unit it would be bytes, which nobody means.
+#: Without a unit it would be bytes, which is never meant.
 _QUANTITY = re.compile(r"(?=[0-9.]*[1-9])[0-9]+(\.[0-9]+)?([KMGTPE]i|[kMGTPE])")
-#: As the CRD has them.
+#: As in the CRD.
 _BOUNDS = (
     ("replicas", 1, 10_000), ("nproc", 1, 64), ("gpus", 0, 64), ("every_steps", 1, 10**9),
 )  # fmt: skip
@@ -79,7 +78,7 @@ def add(commands: Any) -> None:
         "files",
         metavar="FILES",
         nargs="*",
-        default=[],  # else argparse calls them required
+        default=[],  # else argparse requires them
         type=Path,
         help="what else it reads or imports",
     )
@@ -108,9 +107,9 @@ def add(commands: Any) -> None:
 
 
 def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Print the manifest; ``arguments``: the script's own. The exit code."""
+    """Print the manifest; return the exit code. ``arguments``: the script's own."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8")  # as YAML is, whatever the locale is
+        sys.stdout.reconfigure(encoding="utf-8")  # as YAML is, in any locale
     try:
         name = _checked(options)
         files = _files(options)
@@ -130,7 +129,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _checked(args: argparse.Namespace) -> str:
-    """The job's name. Raises ConfigError that names what is wrong and the cure."""
+    """Return the job's name. Raises ConfigError for a wrong option, with its cure."""
     stem = args.script if args.module else Path(args.script).stem
     derived = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
     name = job_name("--name", args.name or derived, most=53)
@@ -153,7 +152,10 @@ def _checked(args: argparse.Namespace) -> str:
 
 
 def _files(args: argparse.Namespace) -> dict[str, Path]:
-    """What travels, by its path in the working directory, the script first. Raises ConfigError."""
+    """Return the travelling files by path in the working directory, the script first.
+
+    Raises ConfigError.
+    """
     if args.module and not _MODULE.fullmatch(args.script):
         raise ConfigError(f"{args.script}: not the name of a module, such as package.train")
     path = Path(args.script.partition(".")[0] if args.module else args.script)
@@ -172,12 +174,15 @@ def _files(args: argparse.Namespace) -> dict[str, Path]:
 
 
 def _on_claim(args: argparse.Namespace) -> bool:
-    """Whether the script lies on the claim of the snapshots."""
+    """Return whether the script is on the claim of the snapshots."""
     return args.script.startswith(f"{CLAIM}/") and not args.module
 
 
 def _check_output(args: argparse.Namespace, files: Mapping[str, Path]) -> None:
-    """Refuse a folder that cannot be a link in the working directory. Raises ConfigError."""
+    """Refuse an output folder that cannot be a link in the working directory.
+
+    Raises ConfigError.
+    """
     if args.output is None:
         return
     if len(args.output) > 1:
@@ -220,7 +225,7 @@ def _parts(
         at_claim=CLAIM,
         every=args.every_steps,
         image=_quoted(args.image),
-        # Kubernetes would put variables in: $$ is a $ that stays.
+        # Kubernetes would expand variables: $$ is a literal $.
         command=", ".join(_quoted(word.replace("$", "$$")) for word in words),
         directory=_DIRECTORY.format(directory=_quoted(directory)) if directory else "",
         limits=_LIMITS.format(gpus=args.gpus) if args.gpus else "",
@@ -233,20 +238,20 @@ def _program(args: argparse.Namespace, files: Mapping[str, Path]) -> Sequence[st
     if args.module:
         return ("-m", args.script)
     at = next(iter(files), args.script)
-    # What is no script is looked for as a shell does it, in the PATH.
+    # Any other program is found in the PATH, as by a shell.
     return (at if at.endswith(".py") or not files else f"./{at}",)
 
 
 def _directory(args: argparse.Namespace, files: Mapping[str, Path]) -> str:
-    """Name the script's working directory; "": the image's, which holds the script."""
+    """Return the script's working directory; "": the image's, which holds the script."""
     if files:
         return FOLDER
-    # The folder that was laid there, as it was seen where it was made.
+    # The folder copied to the claim, as the user saw it.
     return "/".join(args.script.split("/")[:-1][:3]) if _on_claim(args) else ""
 
 
 def _keys(files: Mapping[str, Path]) -> dict[str, str]:
-    """Key in the ConfigMap -> path in the pods: keys know no folders, spaces and the like."""
+    """Return key in the ConfigMap -> path in the pods: keys allow no folders or spaces."""
     found: dict[str, str] = {}
     for path in files:
         key = _NOT_IN_KEYS.sub("_", path.replace("/", "."))
@@ -292,7 +297,7 @@ def _config_map(name: str, files: Mapping[str, Path], keys: Mapping[str, str]) -
 
 
 def _size(path: Path) -> int:
-    """In bytes. Raises ConfigError where there is nothing to read."""
+    """Return a readable file's size in bytes. Raises ConfigError."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file here; the script's own arguments follow --")
     try:
@@ -303,7 +308,7 @@ def _size(path: Path) -> int:
 
 
 def _scalar(text: str) -> str:
-    """A string as YAML: a block that reads like the file, where YAML can say it so."""
+    """Format a string as YAML: a block like the file, where YAML allows it."""
     readable = all(c in "\t\n" or c.isprintable() for c in text)
     first, *_ = text.split("\n")
     if not readable or not first.strip() or first[0] in " \t" or text.endswith("\n\n"):

@@ -1,6 +1,6 @@
-"""What a run is asked for: the arguments of start() and of prepare(), each declared here, once.
+"""Declare the arguments of start() and of prepare(), each once.
 
-Name, type, default, bounds and choices: from here the checks have them. Never imports torch.
+Name, type, default, bounds and choices: arguments.py checks them. Never imports torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ddpjob_trainer.data import fetch
 
-#: What start(allow_changes=...) may name: a run that goes on with other data is another run.
+#: Names for start(allow_changes=...): other changes make another run.
 CHANGES = ("global_batch", "data", "ema")
 
 Several = str | Sequence[Any]  # names with commas between them, or one by one
@@ -27,13 +27,13 @@ Log = Callable[[int, Mapping[str, float]], None]  # step, values by name
 
 
 def _option(default: Any = MISSING, **bounds: Any) -> Any:
-    """An option with its ``bounds``: choices, least, most."""
+    """Declare an option with its ``bounds``: choices, least, most."""
     return field(default=default, metadata=bounds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(Arguments):
-    """Of start(): they hold for the whole run."""
+    """Arguments of start() for the whole run."""
 
     total_steps: int | None = _option(None, least=1)
     epochs: int | None = _option(None, least=1)  # in place of total_steps
@@ -53,7 +53,7 @@ class Options(Arguments):
     collate: fetch.Collate | None = None
 
     def check(self, world_size: int) -> None:
-        """Raise ConfigError for values that so many processes cannot have."""
+        """Raise ConfigError for values that do not fit ``world_size`` processes."""
         if (self.total_steps is None) == (self.epochs is None):
             raise ConfigError("start() needs total_steps or epochs, and not both")
         count, sharers = world_size, f"{world_size} processes"
@@ -79,7 +79,7 @@ class Options(Arguments):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotOptions(Arguments):
-    """Of start(). None: what the environment says."""
+    """Arguments of start(). None: the environment's value."""
 
     snapshot_dir: Path | None = None
     snapshot_every: int | None = _option(None, least=1)
@@ -89,7 +89,7 @@ class SnapshotOptions(Arguments):
     snapshot_upload: str | None = None
 
     def check(self) -> None:
-        """Raise ConfigError for a value that no run can have."""
+        """Raise ConfigError for an invalid value."""
         odd = self.changes.difference(CHANGES)
         if odd:
             names = ", ".join(CHANGES)
@@ -97,7 +97,7 @@ class SnapshotOptions(Arguments):
 
     @property
     def changes(self) -> frozenset[str]:
-        """Names in allow_changes."""
+        """Return the names in allow_changes."""
         given = self.allow_changes
         names = given.split(",") if isinstance(given, str) else given
         return frozenset(str(name).strip() for name in names if str(name).strip())
@@ -105,7 +105,7 @@ class SnapshotOptions(Arguments):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reporting(Arguments):
-    """Of start(). None: what the environment says, else the default."""
+    """Arguments of start(). None: the environment's value, else the default."""
 
     log_every: int | None = _option(None, least=1)
     tensorboard_dir: Path | None = None
@@ -115,7 +115,7 @@ class Reporting(Arguments):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions(Arguments):
-    """Of prepare(): they belong to the model. Names and meaning are PyTorch's."""
+    """Arguments of prepare(), for a model. Names and meaning are PyTorch's."""
 
     clip_grad_norm: float | None = None
     ema: float | None = None
@@ -127,10 +127,10 @@ class ModelOptions(Arguments):
     find_unused_parameters: bool = False
     comm_hook: str | None = _option(None, choices=("bf16", "fp16"))
     grad_scaler: torch.amp.GradScaler | None = None
-    comm_hook_options: Mapping[str, Any] | None = None  # none of ours has any
+    comm_hook_options: Mapping[str, Any] | None = None  # none of our hooks has any
 
     def check(self) -> None:
-        """Raise ConfigError for a value that no model can have."""
+        """Raise ConfigError for an invalid value."""
         if self.comm_hook_options:
             raise ConfigError(
                 "comm_hook_options are powersgd's, which is not offered, since runs of it did not"

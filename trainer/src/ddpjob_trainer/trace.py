@@ -17,7 +17,7 @@ _round = 0
 
 
 def configure(path: Path | None, rank: int, round_: int) -> None:
-    """Say who marks. ``rank`` -1: the launcher."""
+    """Set the file, and the author of marks. ``rank`` -1: the launcher."""
     global _fd, _rank, _round
     _rank, _round = rank, round_
     if path is not None and _fd < 0:

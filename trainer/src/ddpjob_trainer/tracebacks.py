@@ -1,28 +1,28 @@
-"""What exception ended a program, read from its output line by line.
+"""Find the exception that ended a program in its output, line by line.
 
-The launcher's output pump feeds each stream of a worker, the worker's own record the words of an
-exception that it met. Never imports torch: any program may run.
+The launcher's output pump feeds each stream of a worker, the worker's own record the text of an
+exception. Never imports torch: any program may run.
 """
 
 from __future__ import annotations
 
 import re
 
-#: Characters that are kept of an exception; a report takes fewer.
+#: Characters kept of an exception; a report takes fewer.
 MOST = 400
-#: An exception so many lines ago was survived: a program that ends by it says little after it.
+#: A program survived an exception so many lines ago: one that ends by it prints little after it.
 _SURVIVED_LINES = 200
-#: torch puts it before each line of a traceback once a process group is there; torchrun its own.
+#: torch's prefix of traceback lines once a process group exists; torchrun has its own.
 _PREFIX = re.compile(r"^(?:\[\w+\]: ?)+")
 _HEADER = re.compile(r"(?P<group>\+ Exception Group )?Traceback \(most recent call last\):$")
 _EXCEPTION = re.compile(r"^[^\W\d][\w.<>]*(?::(?: .*)?)?$")
 _SYNTAX = re.compile(r'^  File ".*", line \d+$')  # of code that never ran, without a header
 _SYNTAX_ERROR = re.compile(r"^(Syntax|Indentation|Tab)Error: ")
-_BAR = re.compile(r"^ *\| ?")  # beside what belongs to a group
+_BAR = re.compile(r"^ *\| ?")  # beside the lines of a group
 _RULE = re.compile(r"^ *\+[-+]*-+ (\d+|\.\.\.) -+$")  # before each part of one
 _FATAL = "Fatal Python error: "
 _WHERE = re.compile(r'^  File (".*", line \d+ in .*)$')
-#: What these tell of did not end the program.
+#: After these lines an exception did not end the program.
 _ASIDE = ("Exception ignored ", "Exception in thread ", "Error in ", "--- Logging error ---")
 _CHAINED = ("During handling of the above exception,", "The above exception was the direct cause")
 _LOGGED = re.compile(r"\[[IWEF]\d{4} ")  # by torch's C++
@@ -30,7 +30,7 @@ _CPP_FRAMES = ("Exception raised from ", "frame #", "C++ CapturedTraceback:")
 
 
 def shorten(text: str, most: int = MOST) -> str:
-    """Cut a text in its middle: names stand at its head, figures and causes at its tail."""
+    """Cut a text in its middle: its head has names, its tail figures and causes."""
     if len(text) <= most:
         return text
     head = (most - 5) * 2 // 3
@@ -46,27 +46,27 @@ def words(text: str) -> str:
 
 
 class Tracebacks:
-    """Of one stream: the last exception that may have ended its program."""
+    """The last exception of one stream that may have ended its program."""
 
     def __init__(self) -> None:
-        self.fatal = ""  # what faulthandler says as the process crashes
+        self.fatal = ""  # faulthandler's error as the process crashes
         self._found = ""
-        self._beside = ""  # told by a thread, or by who was asked to clean up
+        self._beside = ""  # of a thread, or of a clean-up
         self._since = 0  # lines after it
         self._aside = False
-        self._inside = False  # a traceback; its exception is to come
+        self._inside = False  # a traceback; its exception follows
         self._syntax = False
-        self._group = ""  # its own words, once they are known
+        self._group = ""  # its own exception, once known
         self._in_group = False
         self._first_part = True  # of the group
-        self._message: list[str] | None = None  # lines that may go on
+        self._message: list[str] | None = None  # lines that may continue
         self._prefixed = False
-        self._previous = ""  # line that is not empty
+        self._previous = ""  # the last line that is not empty
         self._where = False  # faulthandler names the place next
 
     @property
     def exception(self) -> str:
-        """One line that begins with the exception's name, "" if there was none."""
+        """Return one line that begins with the exception's name, "" without one."""
         return self._found or self._beside or self.fatal
 
     def feed(self, line: str) -> None:
@@ -105,11 +105,11 @@ class Tracebacks:
         self._in_group, self._group, self._first_part = group, "", True
 
     def _of_traceback(self, line: str, plain: str) -> None:
-        """A frame, or the exception at last."""
+        """Skip a frame, or take the exception at last."""
         if not plain or plain.startswith(" "):
             return
         if not (_SYNTAX_ERROR if self._syntax else _EXCEPTION).match(plain):
-            self._inside = not self._syntax  # else another process speaks in between
+            self._inside = not self._syntax  # else another process prints in between
             return
         self._inside = False
         self._prefixed = plain != line
@@ -117,7 +117,7 @@ class Tracebacks:
         self._keep(plain)
 
     def _goes_on(self, line: str, plain: str) -> bool:
-        """Whether it is one more line of the message; who has no prefix may be anybody else."""
+        """Return whether a line continues the message; without the prefix it may be another's."""
         assert self._message is not None
         open_ended = self._message[-1].endswith(":") or plain.startswith((" ", "\t"))
         if (
@@ -134,7 +134,7 @@ class Tracebacks:
         return True
 
     def _of_group(self, plain: str) -> None:
-        """The group's own words, then those of its first part, as it was raised."""
+        """Take the group's own exception, then that of its first part, as it was raised."""
         if rule := _RULE.match(plain):
             self._first_part = self._first_part and rule[1] == "1"
             return

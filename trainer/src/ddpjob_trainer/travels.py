@@ -1,7 +1,7 @@
-"""Which files travel with a script, and where they lie below its working directory.
+"""Choose the files that travel with a script, and their places in its working directory.
 
-Called by `ddpjob-trainer init`: the folder in which that is called is the one of the pods, too.
-Notebooks are refused by other commands as well.
+`ddpjob-trainer init` calls it: the folder of that call is the pods' working directory, too. Other
+commands also refuse notebooks by it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def placed(paths: Sequence[Path]) -> dict[str, Path]:
 
 
 def linked_folders(paths: Sequence[Path]) -> Iterator[Path]:
-    """Yield the links to folders within these folders: what is behind them does not travel."""
+    """Yield the linked folders within these folders, whose files do not travel."""
     for path in paths:
         yield from (one for one in sorted(path.rglob("*")) if one.is_symlink() and one.is_dir())
 
 
 def check_script(path: Path) -> None:
-    """Refuse what Python does not start. Raises ConfigError."""
+    """Refuse a script that Python does not start. Raises ConfigError."""
     if path.is_dir():
         raise ConfigError(
             f"{path}: a folder: give the script in it, and the folder as one of FILES; with -m give"
@@ -57,7 +57,7 @@ def _inner(path: Path) -> str:
 
 
 def forgotten(files: Mapping[str, Path], root: Path) -> Iterator[Path]:
-    """Yield what lies in ``root``, is imported by what travels, and does not travel itself."""
+    """Yield files in ``root`` that travelling files import, but that do not travel."""
     below = (Path(inner) for inner in files if Path(inner).is_relative_to(root))
     tops = {inner.relative_to(root).parts[0] for inner in below}
     trees = map(parsed, files.values())
@@ -69,7 +69,7 @@ def forgotten(files: Mapping[str, Path], root: Path) -> Iterator[Path]:
 
 
 def _expanded(paths: Sequence[Path]) -> Iterator[Path]:
-    """Folders as the files in them, but for what is hidden or made by Python."""
+    """Expand folders to their files, without hidden ones or those that Python makes."""
     for path in paths:
         if not path.is_dir():
             yield path
