@@ -94,7 +94,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_launcher(parser: argparse.ArgumentParser) -> None:
-    """Add the launcher's options of `run`."""
     parser.add_argument(
         "--nproc",
         type=int,

@@ -99,7 +99,6 @@ class Disturbance:
     # --- Seeing --------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Read the records; restart an ended launcher."""
         self.records.look()
         if self._finished or self.job.running():
             return
@@ -202,7 +201,6 @@ class Disturbance:
         return seen[-1] if seen else self.pace.start_seconds
 
     def _make(self, kill: Kill, following: Kill | None) -> Made:
-        """Send the signal, or have the victim send it to itself."""
         note = ""
         if kill.point:
             made = self._at_point(kill)

@@ -1,7 +1,4 @@
-"""Run a script twice, undisturbed and disturbed, and report on both.
-
-command.py calls run().
-"""
+"""Run a script twice, undisturbed and disturbed, and report on both. command.py calls run()."""
 
 from __future__ import annotations
 

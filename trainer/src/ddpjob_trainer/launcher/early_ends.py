@@ -38,6 +38,6 @@ class EarlyEnds:
         self._told = True
         self._say(
             f"{whom(early)} ended with exit code 0 more than {self._patience:g} s ago, and"
-            f" {running} of the others have not ended: whoever waits for it waits for ever"
+            f" {running} of the others have not ended and may wait for it for ever"
             " (sys.exit() on some ranks only?)"
         )

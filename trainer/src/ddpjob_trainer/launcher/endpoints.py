@@ -64,7 +64,7 @@ def state_body(
     body["phase"] = state.phase if state else "startup"
     if state is not None and state.phase != "startup":
         body["step"] = state.step
-        if state.total_steps:  # else it is unknown
+        if state.total_steps:
             body["totalSteps"] = state.total_steps
     elif known.step >= 0:  # else the step is unknown before the resume
         body["step"] = known.step

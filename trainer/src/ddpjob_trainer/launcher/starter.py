@@ -89,7 +89,6 @@ class Starter:
         return self._spawn(call)
 
     def _spawn(self, call: Call) -> int:
-        """Start a worker in a fresh interpreter."""
         fds = {name: str(fd) for name, fd in call.fds.items()}
         env = {**self._environment, **call.env, **fds}
         return children.spawn(self._plan.command, env, call.out, call.err, tuple(call.fds.values()))

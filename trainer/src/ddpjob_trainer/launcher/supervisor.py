@@ -180,7 +180,6 @@ class Supervisor:
         )
 
     def _begin(self, round_: int, now: float) -> None:
-        """Start a round's workers."""
         self._enter(_Phase.RUNNING, now)
         self._told = 0
         trace.configure(self._plan.trace, -1, round_)

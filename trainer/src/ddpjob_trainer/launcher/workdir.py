@@ -94,7 +94,7 @@ def _copy_new(source: str, target: str) -> None:
     elif not filecmp.cmp(source, target, shallow=False):
         raise ConfigError(
             f"--files: {target} is in the working directory already, with other content: make the"
-            " manifest anew, or start in an empty folder"
+            " manifest again, or start in an empty folder"
         )
 
 

@@ -195,7 +195,6 @@ class Updater:
         return bool(applied)
 
     def _advance(self, applied: Sequence[Unit]) -> None:
-        """Advance the schedulers and averages of these units."""
         for unit in applied:
             if unit.scheduler is not None:
                 unit.scheduler.step()

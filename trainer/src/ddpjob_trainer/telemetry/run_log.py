@@ -40,10 +40,7 @@ def _name(name: object) -> str:
 
 
 def number_of(what: str, value: object, keep: Keep = torch.Tensor.item) -> Number:
-    """Return a script's number, or a kept tensor of one element.
-
-    Raises ConfigError.
-    """
+    """Return a script's number, or a kept tensor of one element. Raises ConfigError."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex():
             raise ConfigError(

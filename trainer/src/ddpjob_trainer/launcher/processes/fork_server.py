@@ -310,7 +310,6 @@ def _has_effect(statement: ast.stmt) -> bool:
 
 
 def _run(program: Program, script: _Script | None) -> None:
-    """Run the program as __main__."""
     sys.argv[:] = [program.name, *program.arguments]
     if program.module:
         # As `python -m` does; run_module() would remove __main__ again at the end.
