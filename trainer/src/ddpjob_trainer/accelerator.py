@@ -75,7 +75,7 @@ class Accelerator:
         """Bind a new thread to this device, else CUDA would use the first."""
 
     def name(self) -> str:
-        """Return a name that no other process of a run may have; "": it may be shared."""
+        """Return a name unique to one process of a run; "": it may be shared."""
         return ""
 
     def facts(self) -> dict[str, Any]:

@@ -251,7 +251,7 @@ def _directory(args: argparse.Namespace, files: Mapping[str, Path]) -> str:
 
 
 def _keys(files: Mapping[str, Path]) -> dict[str, str]:
-    """Return key in the ConfigMap -> path in the pods: keys allow no folders or spaces."""
+    """Map keys in the ConfigMap, without folders or spaces, to paths in the pods."""
     found: dict[str, str] = {}
     for path in files:
         key = _NOT_IN_KEYS.sub("_", path.replace("/", "."))

@@ -293,7 +293,7 @@ class DdpAveraging:
         self.local = not awake  # else earlier local gradients have been sent, too
 
     def finish(self, groups: Sequence[Sequence[torch.nn.Parameter]]) -> None:
-        """Average the gradients that the reducer has not, which are rare."""
+        """Average the gradients that the reducer left local, which are rare."""
         if not self._several:
             self._check_frozen()
         if not self.local:

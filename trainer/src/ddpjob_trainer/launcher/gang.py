@@ -106,7 +106,7 @@ class Gang:
         self.exits.append(Exit(self._plan.rank(local_rank), local_rank, code, now))
 
     def cannot_begin(self, error: OSError, now: float) -> None:
-        """Count a round as failed that has no directory for its workers' records."""
+        """Count a round as failed that lacks a directory for its workers' records."""
         self._say(str(error.strerror))
         rank = self._plan.rank(0)
         self.exits.append(Exit(rank, 0, 1, now, exception=shorten(f"OSError: {error.strerror}")))
@@ -115,12 +115,12 @@ class Gang:
 
     @property
     def running(self) -> int:
-        """Return how many workers have not ended."""
+        """Return how many workers run or are being started."""
         return len(self._pids) + len(self._coming)
 
     @property
     def failed(self) -> bool:
-        """Return whether a worker failed that this launcher did not stop."""
+        """Return whether a worker failed other than by this launcher's stop."""
         return any(exit_.status != 0 and not exit_.ours for exit_ in self.exits)
 
     @property
@@ -195,7 +195,7 @@ class Gang:
     # --- Stop ----------------------------------------------------------------------------
 
     def signal(self, signum: int, now: float) -> None:
-        """Forward a signal to all workers; cancel those that have not started."""
+        """Forward a signal to all workers; an ending one also cancels those still starting."""
         for pid, local_rank in self._pids.items():
             children.send(self._listener(pid, local_rank, signum), signum)
         if signum in ENDING:

@@ -197,7 +197,7 @@ class Supervisor:
     # --- Watch ---------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Run the loop until this launcher has nothing left to do."""
+        """Run the loop until this launcher's part is done."""
         while True:
             # Input is read before deadlines are checked. In this order: a failure elsewhere that
             # the hub reports here is older than an exit that is reaped below.

@@ -31,7 +31,7 @@ class Deadlines:
     snapshot: float
 
     def of(self, phase: Phase) -> float | None:
-        """Return the seconds of a phase, None after the loop, where there is no limit."""
+        """Return the seconds of a phase, None after the loop."""
         limits: dict[Phase, float] = {
             "startup": self.startup,
             "step": self.step,

@@ -117,7 +117,7 @@ class RankStateWriter:
         return self._snapshot_step
 
     def mark(self, activity: Activity, now: float | None = None) -> None:
-        """Give a sign of life; several times per step, so it must cost next to nothing.
+        """Give a sign of life, several times per step and at almost no cost.
 
         ``now``: monotonic seconds, if the caller has just read the clock.
         """

@@ -1,4 +1,4 @@
-"""Find a hang from within the process, where no launcher of ours does (torchrun).
+"""Find a hang from within the process, where torchrun is the launcher.
 
 A thread reads the signs of life that the launcher would, prints all stacks and ends the process
 with exit code 76. A C call that holds the GIL blocks the thread; then faulthandler's own timer

@@ -205,7 +205,7 @@ class Updater:
                     ema.update_parameters(module)
 
     def forget(self) -> None:
-        """Drop all gradients, also in models that the loss has reached but must not change."""
+        """Drop all gradients, also in models that the loss has only passed through."""
         for parameter in self.parameters:
             parameter.grad = None
 

@@ -75,7 +75,7 @@ def unpacked(stored: Any) -> dict[str, list[Row]]:
 
 
 class Pending:
-    """Rank 0's logged values that are not published yet."""
+    """Rank 0's logged values, until they are published."""
 
     def __init__(self) -> None:
         self.at_once = False  # outside of steps values are published at once
@@ -97,7 +97,7 @@ class Pending:
 
     @property
     def behind(self) -> bool:
-        """Return whether an ended step is not published yet."""
+        """Return whether an ended step still waits to be published."""
         return bool(self._ended)
 
     def step_ended(self) -> None:

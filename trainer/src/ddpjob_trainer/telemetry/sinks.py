@@ -89,7 +89,7 @@ class Sinks:
             feed.put((step, values))
 
     def untaken(self) -> dict[str, list[Row]]:
-        """Return the newest rows that sinks have not taken yet, a few at most, by name.
+        """Return by sink the newest rows still waiting, a few at most.
 
         A snapshot keeps them: a process that resumes from it does not publish these steps again.
         """

@@ -78,7 +78,7 @@ class Hub:
 
     @property
     def needed(self) -> bool:
-        """Return whether another launcher, connected and not done, needs the hub."""
+        """Return whether another connected launcher, still running, needs the hub."""
         return self._phase is not _Phase.OVER and bool(self._here - self._done - {0})
 
     @property
