@@ -15,7 +15,7 @@ import random
 import re
 import sys
 import sysconfig
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
@@ -40,13 +40,11 @@ _CONTAINERS: dict[Any, Callable[[Any], Iterable[Any]]] = {
 _OURS = re.compile(r"ddpjob_trainer\.(?!data\.)")
 _ODD = 0x9E3779B97F4A7C15
 #: The process' own, which are seeded anyway.
-OF_ALL = {
+_OF_ALL = {
     id(torch.default_generator),
     id(getattr(np.random.seed, "__self__", None)),
     id(getattr(random.seed, "__self__", None)),
 }
-#: How often seed() has seeded one, by id.
-SEEDED: Counter[int] = Counter()
 #: Python's own modules, what is installed, and ours: they draw from what they are given.
 _LIBRARIES = (
     *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
@@ -89,7 +87,6 @@ def seed(generators: Sequence[Any], key: int) -> None:
     """Seed each with 64 bits, no two alike, nor like the process' own; reseed() gets 32."""
     for place, generator in enumerate(generators, 1):
         own = (key + place * _ODD) % 2**64
-        SEEDED[id(generator)] += 1
         if isinstance(generator, torch.Generator):
             generator.manual_seed(own)
         elif isinstance(generator, np.random.Generator):
@@ -141,7 +138,7 @@ class _Search:
         near = deque([root])
         while near and len(self._met) < _LOOKS:
             obj = near.popleft()
-            if id(obj) in self._met or id(obj) in OF_ALL or issubclass(type(obj), _ENDS):
+            if id(obj) in self._met or id(obj) in _OF_ALL or issubclass(type(obj), _ENDS):
                 continue
             self._met[id(obj)] = obj
             if can_be_seeded(obj):
