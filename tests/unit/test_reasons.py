@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CORE = ROOT / "operator/src/ddpjob_operator/core"
+SOURCES = (ROOT / "operator/src/ddpjob_operator/core", ROOT / "contract/src/ddpjob_contract")
 PAGE = ROOT / "docs/reference/reasons.md"
-#: Words of the same shape in core/ that are no reasons.
+#: Words of the same shape there that are no reasons.
 OTHERS = {
-    *("Auto", "Never", "Fence", "Fail", "Restart", "RestartFree"),  # values of the spec
+    *("Auto", "Never", "Fence", "Wait", "Fail", "Restart", "RestartFree"),  # values of the spec
     *("DDPJob", "Pod", "Service", "NetworkPolicy", "ValidatingAdmissionPolicy"),  # kinds
     *("Complete", "Invalid", "Stalled", "Unsupported", "Suspended", "ResumeProven"),  # conditions
     *("Pending", "Starting", "Running", "Restarting", "Succeeded", "Failed"),  # phases
@@ -34,7 +34,8 @@ _WORD = re.compile("[A-Z][A-Za-z0-9]+")
 def words_of_the_source() -> set[str]:
     return {
         node.value
-        for file in CORE.rglob("*.py")
+        for source in SOURCES
+        for file in source.rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
