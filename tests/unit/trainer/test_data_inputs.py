@@ -201,7 +201,7 @@ def test_an_epoch_that_has_begun_keeps_its_order_when_weights_have_changed_since
     assert orders[0] == orders[2] != orders[1]
     fresh, after = order()
     with pytest.raises(
-        ConfigError, match=r"sampler\.weights is not what.*run\.register\('weights'"
+        ConfigError, match=r"sampler\.weights is not what.*that run\.register\(\) is given"
     ):
         after.expect(kept)
     fresh.weights.copy_(sampler.weights)

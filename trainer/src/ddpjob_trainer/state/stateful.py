@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Collection
 from typing import Any, Protocol
 
@@ -125,13 +126,27 @@ class DictState:
         return {"values": self.of}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Put it back in the same dict; tensors come from a snapshot on the CPU."""
-        values, mine = dict(state["values"]), self.of
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor) and isinstance(mine.get(key), torch.Tensor):
-                values[key] = value.to(mine[key].device)
+        """Put it back in the same dict."""
+        values, mine = _on_devices(self.of, dict(state["values"])), self.of
         mine.clear()
         mine.update(values)
+
+
+def _on_devices(there: Any, value: Any) -> Any:
+    """Bring tensors to the devices of those in their places: snapshots are read on the CPU."""
+    if isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor):
+        return value.to(there.device)
+    if type(value) is not type(there):
+        return value
+    if isinstance(value, dict):
+        for key in value.keys() & there.keys():
+            value[key] = _on_devices(there[key], value[key])
+    elif isinstance(value, list | deque):
+        for place, (old, new) in enumerate(zip(there, list(value), strict=False)):
+            value[place] = _on_devices(old, new)
+    elif type(value) is tuple and len(value) == len(there):
+        return tuple(map(_on_devices, there, value))
+    return value
 
 
 def stateful(obj: Keepable) -> Stateful:
