@@ -32,7 +32,7 @@ FREE: Final = frozenset({"Hardware", "Infrastructure", "Disruption"})
 #: Trying again cannot help.
 FATAL: Final = frozenset({"Permanent", "Diverged"})
 #: When only collateral losses were seen, the cause gets this long to show itself. The time of
-#: a death is told in whole seconds, and one kubelet may tell of it seconds after another.
+#: a death is given in whole seconds, and one kubelet may tell of it seconds after another.
 CAUSE_SECONDS: Final = 5
 #: What the others get to end once a member is dead: nothing can be saved any more.
 DEAD_GANG_SECONDS: Final = 2
@@ -51,7 +51,7 @@ CLASSES: Final[Mapping[int, str]] = {
 def class_of(code: int | None, number: int | None, other: str = "User") -> str:
     """Class an end by its exit code and signal; ``other``: of a code that means nothing.
 
-    SIGKILL comes from outside the program, yet nobody says from whom: charged all the same. It
+    SIGKILL comes from outside the program, of unknown origin: charged all the same. It
     may be the kernel, short of memory, where it hit a child and Kubernetes saw no OOMKilled.
     """
     found = other if code is None else CLASSES.get(code, other)

@@ -84,7 +84,7 @@ class Job:
         return bool((self.spec["template"].get("spec") or {}).get("hostNetwork"))
 
     def page(self, name: str, replica: int, member: Member | None) -> Page:
-        """Of the pod that a replica has, if it has one."""
+        """Return the page to ask a replica for, from its pod if there is one."""
         drawn = member.environment(contract.METRICS_PORT) if member else ""
         # Else that of the spec, where the CRD's default is filled in.
         port = int(drawn if drawn.isdecimal() else self.spec["metrics"]["port"])
@@ -109,12 +109,12 @@ class Member:
 
     @property
     def replica(self) -> int:
-        """From 0."""
+        """Return the replica, from 0."""
         return int(self.pod["metadata"]["labels"][crd.LABEL_REPLICA])
 
     @property
     def attempt(self) -> int:
-        """Which it was made for."""
+        """Return the attempt that the pod was created for."""
         return int(self.pod["metadata"]["labels"][crd.LABEL_ATTEMPT])
 
     @property

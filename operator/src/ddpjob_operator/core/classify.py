@@ -188,7 +188,7 @@ def cause(failures: Iterable[Failure], finished: Mapping[int, datetime | None]) 
 
 
 def settle(found: Failure) -> Failure:
-    """Give a collateral loss a class of its own kind when no other loss explains it."""
+    """Give a collateral loss the class of its likely cause when no other explains it."""
     return replace(found, cls=settled(found.exit_code))
 
 

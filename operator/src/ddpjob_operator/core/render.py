@@ -55,8 +55,8 @@ def pod(
     if avoided and not body.get("nodeName"):  # a pod with a nodeName meets no scheduler
         body["affinity"] = _kept_off(avoided, mapping(body.get("affinity")))
     body["tolerations"] = _tolerations(body.get("tolerations"))
-    # With 0 its object would go before its containers, and with it what the barrier looks for. The
-    # CRD refuses that; a job that an older one took is mended here.
+    # With 0 the pod object would go before its containers, and the barrier would miss them. The CRD
+    # refuses 0; a job that an older CRD took gets 1 here.
     grace = max(1, integer(body.get("terminationGracePeriodSeconds"), crd.GRACE_SECONDS))
     body["terminationGracePeriodSeconds"] = grace
     trainer = packed.trainer_container(body)

@@ -150,7 +150,7 @@ class Metrics:
         self.registry.register(_Jobs(jobs, self._begin, self._forget, counted, self._clock))
 
     def _begin(self, namespace: str) -> None:
-        """Counters of a namespace begin at 0: what appears at 1 has no increase for Prometheus."""
+        """Begin a namespace's counters at 0: Prometheus sees no increase from nothing to 1."""
         for kind in (*SEVERITY, "Unknown"):
             self.restarts.labels(namespace, kind)
             self.rounds.labels(namespace, kind)

@@ -43,7 +43,7 @@ def slim_pod(obj: Object) -> SlimPod:
 
 
 async def hidden_pods(api: Api, job: observe.Job) -> tuple[Existing, ...]:
-    """Ask by the job's name for pods of it that lost the label of its uid. Raises ApiError."""
+    """Find pods of the job that lost the label of its uid. Raises ApiError."""
     named = f"{crd.LABEL_JOB_NAME}={job.name}"
     keep = partial(standing.hidden, job_uid=job.uid)
     listing = await api.list_all(PODS, job.namespace, named, keep=keep)

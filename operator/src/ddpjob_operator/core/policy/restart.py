@@ -130,7 +130,7 @@ def due(view: View) -> datetime | None:
 
 
 def backoff(spec: Spec, consecutive: int, least: float = 0.0) -> float:
-    """Seconds before the n-th restart in a row: 0, then initialSeconds, or least, doubling."""
+    """Return the seconds before the n-th restart in a row: 0, then doubling."""
     restart = spec.restart
     return exits.backoff(consecutive, max(restart.initial_seconds, least), restart.max_seconds)
 

@@ -1,9 +1,9 @@
 """Rounds: restarts in place that the gang's launchers report, counted once each.
 
-The operator has no part in them: it only keeps count, says who failed, and charges nothing. A drill
-is a round as well, but no failure: it is told, and counted nowhere else.
-What was counted of the current attempt is in status.restarts.round, so hearing of a round
-again, from a poll, a termination report or by another operator, changes nothing.
+plan() calls count() in each planning round. The operator only counts them, names the failure, and
+charges nothing; a drill is a round without a failure, reported in one Event. status.restarts.round
+holds the number counted in the current attempt, so a second report of a round, from a poll, a
+launcher's end or another operator, changes nothing.
 """
 
 from __future__ import annotations
