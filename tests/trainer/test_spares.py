@@ -90,7 +90,7 @@ facts = {
     "limits": sorted(open("/proc/self/limits")), "oom": open("/proc/self/oom_score_adj").read(),
     "environment": {k: v for k, v in os.environ.items()
                     if k not in ("DDPJOB_ROUND", "TORCHELASTIC_RESTART_COUNT",
-                                 "DDPJOB_TRAINER_STATE_DIR")},
+                                 "DDPJOB_TRAINER_STATE_DIR", "DDPJOB_TRAINER_DRILL")},
 }
 (here / f"facts-{round_}").write_text(json.dumps(facts))
 """
