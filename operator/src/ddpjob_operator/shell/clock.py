@@ -46,7 +46,7 @@ class Clock:
         self._seen_since: dict[str | None, datetime] = dict.fromkeys(served, self._shown)
 
     def now(self) -> datetime:
-        """UTC; never goes back but when the machine's clock was set anew by half a day."""
+        """Return UTC; it goes back only when the machine's clock was set by half a day."""
         at, wall = self._monotonic(), self._wall()
         passed = timedelta(seconds=at - self._at)
         off = wall - (self._shown + passed)
@@ -61,7 +61,7 @@ class Clock:
         return self._shown
 
     def heard(self, namespace: str | None = None) -> None:
-        """The API server has just told something about it."""
+        """Note what the API server has just said of its time."""
         self.seen_since(namespace)
         self._heard_at[self._served(namespace)] = self._monotonic()
 

@@ -74,7 +74,7 @@ class Check:
 
 
 def environment(directory: Path) -> dict[str, Any]:
-    """What a result depends on; ``error``: the driver's words where there is no GPU."""
+    """Name what a result depends on; ``error``: the driver's words where there is no GPU."""
     code, output = launches.alone("probe", "environment")
     try:
         found: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
@@ -84,7 +84,7 @@ def environment(directory: Path) -> dict[str, Any]:
 
 
 def _ended(launch: Launch, code: int = 0) -> tuple[Verdict, str, str] | None:
-    """A failure if it did not end as it must."""
+    """Return a failure if it did not end as it must."""
     return None if launch.code == code else ("FAIL", launch.why(), "see the launcher's words above")
 
 
@@ -155,7 +155,7 @@ def _collectives(setup: Setup) -> Iterator[tuple[Verdict, str, str]]:
 
 
 def _collective(setup: Setup, number: int) -> Launch:
-    """The first launch is that of check 3, too."""
+    """Share the first launch with check 3."""
     return setup.once(f"collectives {number}", lambda: launches.run(setup, "probe", "collectives"))
 
 
@@ -273,7 +273,7 @@ def stall(seconds: Sequence[float], every: int) -> tuple[float, float]:
 
 
 def _newest(snapshots: Path) -> list[Path]:
-    """The data files of the newest snapshot."""
+    """List the data files of the newest snapshot."""
     files = sorted(snapshots.rglob("*.safetensors"))
     return [file for file in files if file.name.split("-")[:2] == files[-1].name.split("-")[:2]]
 

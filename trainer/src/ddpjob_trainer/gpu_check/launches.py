@@ -39,7 +39,7 @@ class Setup:
         return self._launched[name]
 
     def place(self) -> Path:
-        """A new directory."""
+        """Make a new directory."""
         path = self.directory / str(next(self._numbers))
         path.mkdir()
         return path
@@ -56,7 +56,7 @@ class Launch:
     place: Path
 
     def why(self) -> str:
-        """A few words on an end that was not wanted."""
+        """Explain an unwanted end in a few words."""
         lines = [line for line in self.output.splitlines() if line.strip()]
         return f"exit code {self.code}: " + " | ".join(line[:200] for line in lines[-_LAST:])
 

@@ -27,7 +27,7 @@ _FULL = 0.9
 
 
 def environment() -> dict[str, Any]:
-    """What a result depends on. ``error``: the driver's own words where there is no GPU."""
+    """Name what a result depends on. ``error``: the driver's own words where there is no GPU."""
     error = ""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -80,7 +80,7 @@ def _smi(query: str) -> str:
 
 
 def _join() -> tuple[torch.device, float]:
-    """The process group; return this process's device, and the seconds that it took."""
+    """Join the process group; return this process's device, and the seconds that it took."""
     began = time.monotonic()
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         device = torch.device("cpu")

@@ -43,7 +43,7 @@ class Block(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(samples, tokens, width) -> the same shape."""
+        """Map (samples, tokens, width) to the same shape."""
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
         drop = 0.1 if self.training else 0.0
         found = functional.scaled_dot_product_attention(q, k, v, dropout_p=drop)

@@ -39,7 +39,7 @@ class Attempts:
         self._progress = ProgressPath(job.progress_path)
 
     def run(self) -> int:
-        """The exit code: 0, that of the first that failed, or 128 + the signal that ended us."""
+        """Run to the end; return 0, the code of the first failure, or 128 + our signal."""
         for signum in _SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, self._received)

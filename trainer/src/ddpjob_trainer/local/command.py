@@ -66,7 +66,7 @@ def add(commands: Any) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """The exit code."""
+    """Run it; return the exit code."""
     try:
         with tempfile.TemporaryDirectory(prefix="ddpjob-local-") as scratch:
             job = _job(options, Path(scratch))

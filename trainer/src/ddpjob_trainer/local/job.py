@@ -90,7 +90,7 @@ class Job:
         return found
 
     def command(self, variables: Mapping[str, str]) -> list[str]:
-        """What to start with these. Raises ConfigError where this machine does not have it."""
+        """Return what to start with these. Raises ConfigError where this machine lacks it."""
         first, *rest = (expand(word, variables) for word in self.words)
         script = next((word for word in (first, *rest) if _SCRIPT.fullmatch(word)), None)
         work = self.work and self.work.of(variables[contract.REPLICA])
@@ -152,7 +152,7 @@ class Job:
         ).environment()
 
     def _gpus(self, replica: int) -> dict[str, str]:
-        """A GPU of its own for each process, as in pods; with too few the CPU for all."""
+        """Give each process one GPU, as in pods; with too few the CPU for all."""
         has = gpu_devices.visible(self.shell)
         if not has:
             return {}
@@ -241,7 +241,7 @@ def make(
 def _words(
     trainer: Mapping[str, Any], replaced: Callable[[str], str], *, own_folder: bool
 ) -> list[str]:
-    """The command; a folder of --map is somebody's, of which no launcher removes anything."""
+    """Return the command; a folder of --map is the user's: no launcher removes anything there."""
     words = [replaced(word) for word in (*trainer["command"], *(trainer.get("args") or []))]
     if not own_folder and words[:3:2] == ["ddpjob-trainer", "--files"] and words[4:5] == ["--anew"]:
         del words[4]
@@ -330,7 +330,7 @@ def _given(manifest: Manifest, shell: Mapping[str, str]) -> Iterator[tuple[str, 
 
 
 def _variable(content: bytes) -> str:
-    """What a ConfigMap holds, of which $( is no reference."""
+    """Read what a ConfigMap holds, where $( is no reference."""
     return content.decode(errors="replace").replace("\0", "").replace("$", "$$")
 
 

@@ -60,7 +60,7 @@ class Manifest:
     config_maps: Mapping[str, Mapping[str, bytes]]
 
     def setting(self, path: str) -> Any:
-        """A field below .spec, or the CRD's default. Raises ConfigError."""
+        """Read a field below .spec, or the CRD's default. Raises ConfigError."""
         default = DEFAULTS[path]
         found: Any = self.spec
         for part in path.split("."):
@@ -102,21 +102,21 @@ class Manifest:
 
 
 def count(field: str, value: object) -> int:
-    """A whole number from 1 on. Raises ConfigError."""
+    """Read a whole number from 1 on. Raises ConfigError."""
     if type(value) is not int or value < 1:
         raise ConfigError(f"{field}: {value!r} must be a whole number, at least 1")
     return value
 
 
 def text(field: str, value: object) -> str:
-    """A string as written. A number or a Yes has lost how it was. Raises ConfigError."""
+    """Read a string as written. A number or a Yes has lost how it was. Raises ConfigError."""
     if not isinstance(value, str):
         raise ConfigError(f"{field}: {value!r} must be a string: put it in quotes")
     return value
 
 
 def read(content: str) -> Manifest:
-    """The DDPJob of a file of YAML or JSON. Raises ConfigError."""
+    """Find the DDPJob in a file of YAML or JSON. Raises ConfigError."""
     objects = _objects(content)
     jobs = [one for one in objects if one.get("kind") == KIND]
     if len(jobs) != 1:
@@ -165,7 +165,7 @@ def _check(spec: Mapping[str, Any], pod: Mapping[str, Any], trainer: Mapping[str
 
 
 def _of_kind(path: str, found: object, wanted: Any) -> None:
-    """Raises ConfigError. Nothing is of every kind, but not in a list."""
+    """Check a value's kind; none is of every kind, but not in a list. Raises ConfigError."""
     if found is None:
         return
     if wanted is str:

@@ -61,7 +61,7 @@ class Limits:
 
 
 def limits_of(manifest: Manifest) -> Limits:
-    """Raises ConfigError."""
+    """Read the limits of a manifest. Raises ConfigError."""
     value = manifest.setting
     rules = (manifest.spec.get("restart") or {}).get("rules") or []
     if not all(rule.get("action") in ("Restart", "RestartFree", "Fail") for rule in rules):

@@ -154,7 +154,7 @@ class Progress:
             self._writer.resumed(snapshot)
 
     def proven(self, proof: Proof) -> None:
-        """The steps after the snapshot were done again and are as before, or not; or unchecked."""
+        """Note whether the steps done again were as before; or why nobody knows."""
         if "equal" in proof:
             self._metrics.set("resume_proven", float(proof["equal"]))
         if self._rank == 0:

@@ -177,7 +177,7 @@ class Replay:
             pending.of_weights = self._world.accelerator.read(values)
 
     def known(self) -> None:
-        """The numbers of the oldest step have come: compare them, write them down."""
+        """Take in the numbers of the oldest step: compare them, write them down."""
         if self._records is None:
             return
         pending = self._pending.popleft()

@@ -37,7 +37,7 @@ def restored(status: Status, now: datetime) -> Timings:
 
 
 def mended(timings: Timings, now: datetime) -> Timings:
-    """The same if no time lies far ahead."""
+    """Return the same object if no time lies far ahead."""
 
     def here(at: datetime | None) -> datetime | None:
         return now if at is not None and at > now + FAR else at

@@ -27,13 +27,13 @@ _LONGEST: Final = timedelta(days=3)
 _SHORTEST: Final = _LONGEST / 128
 #: Of a cycle; then comes the turn.
 _EVERYBODYS: Final = 2 / 3
-#: Cycles of one length begin together, whoever waits, and two make one of the next length. If each
-#: began with its gang's own wait, three gangs a day apart would take every day.
+#: Cycles of one length begin together, whichever gangs wait, and two make one of the next length.
+#: If each began with its gang's own wait, three gangs a day apart would take every day.
 _FIRST: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def waiter(job: Job) -> Waiter | None:
-    """The job as others of its namespace see it while it waits for quota."""
+    """Describe the job as others of its namespace see it while it waits for quota."""
     raw = mapping(job.status)
     told = (mapping(c) for c in sequence(raw.get("conditions")))
     true = {c.get("type"): c.get("reason") for c in told if c.get("status") == "True"}
@@ -52,7 +52,7 @@ def until(view: View) -> datetime | None:
 
 
 def reasons(view: View) -> Iterator[tuple[str, str]]:
-    """For whom it waits."""
+    """Name the gang that goes first."""
     found = _before(view)
     if found:
         waiter, end = found
@@ -61,7 +61,7 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
 
 
 def _before(view: View) -> tuple[Waiter, datetime] | None:
-    """An earlier gang whose turn it is, and until when."""
+    """Find an earlier gang that starts first, and until when."""
     since, found = view.status.timings.started_at, _turn(view.outcomes.waiters, view.now)
     if found is None or since is None or view.status.phase != "Pending":
         return None

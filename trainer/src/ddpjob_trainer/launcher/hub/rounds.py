@@ -136,7 +136,7 @@ def _drilled(exits: Collection[Exit]) -> int:
 
 
 def _after_drill(history: History, step: int, snapshot_step: int, at: str) -> History:
-    """The next round, with failures and progress as they were before."""
+    """Begin the next round, with failures and progress as they were before."""
     record: Round = {"round": history.round, "at": at, "kind": "drill", "step": step}
     if snapshot_step >= 0:
         record["snapshotStep"] = snapshot_step
