@@ -354,7 +354,10 @@ def test_the_launcher_tells_what_came_of_it(tmp_path):  # type: ignore[no-untype
     try:
         training.hold("1-0-step-9", "1-1-end")
         training.launch("--spares", "0", "--metrics-port", str(port))
-        kill(training.at("1-0-step-9")[1])
+        ranks = training.at("1-0-step-9")
+        durable = "snapshots/*/step-*.json"  # else the restart begins anew, and proves nothing
+        training.until(lambda: any(training.directory.glob(durable)), "a snapshot is durable")
+        kill(ranks[1])
         training.at("1-1-end")
 
         def get(page: str) -> str:
