@@ -7,8 +7,11 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+from ddpjob_trainer import trace
+from ddpjob_trainer.environment import TRACE
 from support.launching import NO_ROUNDS, PATHS, RUN
 from support.patience import WHOLE
 
@@ -64,13 +67,20 @@ def kill_rank_1_after(snapshot: int, *command: str, **env: str) -> tuple[int, st
 
     Or of a later one, if that one was told of too late. Until then nobody trains on.
     """
-    with start(*command, TEST_HELD_FROM_SNAPSHOT=str(snapshot), **env) as process:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "trace")
+        held = {"TEST_HELD_FROM_SNAPSHOT": str(snapshot), TRACE: str(path)}
+        return _killed(start(*command, **held, **env), path, snapshot)
+
+
+def _killed(started: subprocess.Popen[str], path: Path, snapshot: int) -> tuple[int, str]:
+    with started as process:
         try:
             assert process.stdout is not None
             for line in process.stdout:
                 told = re.search(r"step \d+/\d+ .* snapshot (\d+)$", line)
                 if told and int(told[1]) >= snapshot:
-                    os.kill(workers(process.pid)[1], signal.SIGKILL)
+                    os.kill(trace.workers(path)[1], signal.SIGKILL)
                     break
             rest, _ = process.communicate(timeout=WHOLE)
         finally:
@@ -90,18 +100,3 @@ def numbers(pattern: str, output: str) -> list[float]:
     found = re.findall(rf"^{pattern}(.*)$", output, re.MULTILINE)
     assert len(found) == 1, output[-3000:]
     return [float(n) for n in re.findall(r"-?\d+(?:\.\d+)?(?:e[+-]\d+)?", found[0])]
-
-
-def workers(launcher: int) -> dict[int, int]:
-    """Rank -> pid of a launcher's children."""
-    found = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
-            environ = (entry / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        ranks = [e for e in environ if e.startswith(b"RANK=")]
-        if int(parent) == launcher and ranks:
-            found[int(ranks[0][5:])] = int(entry.name)
-    return found
