@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from pathlib import Path
 from types import ModuleType
 
 from support.cluster import ROOT
+from support.loaded import load
 
 #: What a release is made of.
 SOURCES = (
@@ -18,12 +18,7 @@ SOURCES = (
 
 def script(root: Path = ROOT) -> ModuleType:
     """Load the script of a checkout."""
-    spec = importlib.util.spec_from_file_location("release_script", root / "release/release.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(root / "release/release.py")
 
 
 def copy_of_the_sources(target: Path) -> Path:

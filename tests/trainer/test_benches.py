@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
 from support import benches
+from support.loaded import load
 
 pytestmark = pytest.mark.tier("all")
 
@@ -28,11 +28,7 @@ def test_scaling(tmp_path: Path) -> None:
 
 def test_pictures(tmp_path: Path) -> None:
     benches.quick("pictures", tmp_path, "--into", str(tmp_path))
-    spec = importlib.util.spec_from_file_location("pictures", benches.ROOT / "docs/pictures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    pictures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pictures)
+    pictures = load(benches.ROOT / "docs/pictures.py")
     ring = json.loads((tmp_path / "ring.json").read_text())
     assert ring["equal to torch's all_reduce"]
     assert all(len(of) == ring["ranks"] for of in pictures.states(ring)[-1].values())

@@ -6,7 +6,6 @@ lost a process writes the same text.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import struct
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from ddpjob_trainer.telemetry.event_log import read_losses
+from support.loaded import load
 from support.patience import PATIENCE
 from support.scripts import EXAMPLES, LAUNCHER, TORCHRUN, finish, kill_rank_1_after, value
 
@@ -32,12 +32,7 @@ EPOCHS = ("--epochs", "6")
 
 
 def gpt_module(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"ladder_{name}", LADDER / "5_gpt" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(LADDER / "5_gpt" / f"{name}.py")
 
 
 # --- Steps 1 to 4 -----------------------------------------------------------------------------

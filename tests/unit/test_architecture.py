@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from support.loaded import load
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "docs/internals/architecture.py"
@@ -15,12 +16,7 @@ SCRIPT = ROOT / "docs/internals/architecture.py"
 
 @pytest.fixture(scope="module")
 def architecture() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("architecture", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(SCRIPT)
 
 
 def test_the_picture_is_of_these_imports(architecture: ModuleType) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import math
 import re
@@ -14,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from support import benches, panels
+from support.loaded import load
 
 from harness import claims_page, claims_verdicts, paying, ring_model, scaling_page  # isort: skip
 from harness.ring_model import Measured, Ring  # isort: skip
@@ -24,12 +24,7 @@ PAGES = DOCS / "internals"
 
 @pytest.fixture(scope="module")
 def pictures() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("pictures", DOCS / "pictures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(DOCS / "pictures.py")
 
 
 @pytest.mark.parametrize("name", ["buckets", "ring", "scaling", "dashboard"])

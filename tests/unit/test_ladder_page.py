@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from support.loaded import load
 
 ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
@@ -18,12 +19,7 @@ NAMED = re.compile(r"\b((?:bench|docs|examples|manifests|tests)/[\w./-]+\.\w+)(?
 
 @pytest.fixture(scope="module")
 def ladder() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("ladder", ROOT / "docs/guides/ladder.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(ROOT / "docs/guides/ladder.py")
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from support.loaded import load
 
 ROOT = Path(__file__).resolve().parents[2]
 GO = '''
@@ -25,12 +26,7 @@ def go(a, /, *rest: int, b: str = "x") -> int:
 
 @pytest.fixture(scope="module")
 def reference() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("run_page", ROOT / "docs/reference/run.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(ROOT / "docs/reference/run.py")
 
 
 def test_the_page_is_made_from_the_docstrings_of_now(reference: ModuleType) -> None:
