@@ -7,6 +7,7 @@ SIGKILL for real. The launcher has tests of its own, which start it as a program
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -56,6 +57,7 @@ class Gang:
             return
         code = 1
         try:
+            gc.freeze()  # garbage of tests before may own threads, which are not here to be joined
             _libc.prctl(1, signal.SIGKILL, 0, 0, 0)
             # What pytest's own workers have set is no handler of a script's.
             signal.signal(signal.SIGINT, signal.default_int_handler)
