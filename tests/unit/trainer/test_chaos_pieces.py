@@ -491,6 +491,20 @@ def test_a_gang_told_to_stop_at_its_last_step_has_survived(tmp_path: Path) -> No
     assert driver._how(replace(made, kill=replace(kill, point="barrier"))) == ""
 
 
+def test_the_gate_is_narrow_again_once_a_gang_that_was_told_to_stop_is_back(tmp_path: Path) -> None:
+    """Else the late kill finds a gang that has ended."""
+    driver = at_the_end(tmp_path)
+    kill = replace(planned()[0], step=4, victim=0, signal=signal.SIGTERM, point="", resumes=False)
+    made = Made(kill, 0.0, 1, (1, 0), [10, 10], 100)
+    driver.made.append(made)
+    driver._aftermath(made, replace(kill, saved=True))
+    driver._return(made)
+    for story in driver.records.stories:
+        story.step = 7
+    driver._open(8)
+    assert int.from_bytes((tmp_path / GATE).read_bytes(), "little") == 8
+
+
 def test_the_gate_holds_the_last_step_until_the_barrier_is_armed(tmp_path: Path) -> None:
     driver = at_the_end(tmp_path)
     driver._limit(replace(planned()[0], step=10, point="barrier"))

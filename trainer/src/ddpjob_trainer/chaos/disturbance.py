@@ -295,6 +295,7 @@ class Disturbance:
         """Wait until every rank has finished a new step."""
         self._until(lambda: bool(self._how(made)), f"training goes on after {made.kill}")
         made.how = self._how(made)
+        self._room = 0  # nobody comes to an end any more
         if made.how in ("in place", "new launch"):
             back = max(story.progress_at for story in self.records.stories)
             # It may have come back from an earlier kill just before this one.
