@@ -1,25 +1,96 @@
-"""Links of all pages lead somewhere, and the threat model names tests that exist."""
+"""Pages of docs: generated ones are up to date, links lead somewhere, names in them exist."""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import yaml
 
-from support.cluster import ROOT
+from support import benches, durations, panels
+from support.loaded import load
 from support.manifest import documented, pages
 
+from harness import claims_page, scaling_page  # isort: skip
+
+ROOT = benches.ROOT  # it has put bench/ on the path
+DOCS = ROOT / "docs"
+INTERNALS = DOCS / "internals"
 LINK = re.compile(r"\]\(([^)#\s\[]*)(?:#([^)\s]*))?\)")
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 #: What `kubectl get` prints of jobs: the command, the line of heads.
 SAMPLE = re.compile(r"^\$ kubectl get (?:ddp|ddpjobs?)\b(.*)\n(NAME .*)$", re.MULTILINE)
-#: Of docs/internals/threat-model.md: a file of tests and one of it.
+#: Of the threat model: a file of tests and one of it.
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+#: Of the ladder's table: a file of the repository, a test of it perhaps.
+NAMED = re.compile(r"\b((?:bench|docs|examples|manifests|tests)/[\w./-]+\.\w+)(?:::(\w+))?")
+#: Examples beside a script of the same folder, which imports them.
+PARTS = {f"examples/ladder/5_gpt/{name}.py" for name in ("corpus", "gpt", "mfu")}
+
+
+# --- Generated pages ----------------------------------------------------------------------
+
+
+def generated() -> Iterator[tuple[Path, str]]:
+    """Yield (file, its text as its generator writes it now): `make manifests` writes them."""
+    architecture = load(INTERNALS / "architecture.py")
+    yield architecture.PAGE, architecture.drawn(architecture.PAGE.read_text())
+    reference = load(DOCS / "reference/run.py")
+    yield reference.PAGE, reference.page()
+    ladder = load(DOCS / "guides/ladder.py")
+    yield ladder.PAGE, ladder.written(ladder.PAGE.read_text())
+    pictures = load(DOCS / "pictures.py")
+    for name, draw in pictures.DRAWN.items():
+        yield DOCS / f"pictures/{name}.svg", draw(pictures.recorded(name))
+    scaling = json.loads((INTERNALS / "scaling.json").read_text())
+    yield INTERNALS / "scaling.md", scaling_page.page(scaling)
+    claims = json.loads((INTERNALS / "claims.json").read_text())
+    yield INTERNALS / "claims.md", claims_page.page(claims, scaling)
+    yield durations.PAGE, durations.page(json.loads(durations.RESULTS.read_text()))
+
+
+def test_generated_pages_are_what_their_scripts_write_now() -> None:
+    old = [str(file.relative_to(ROOT)) for file, text in generated() if file.read_text() != text]
+    assert old == [], "run `make manifests`; of bench's pages the command at their end"
+
+
+def test_the_picture_of_the_dashboard_has_its_panels() -> None:
+    recorded = json.loads(panels.RECORD.read_text())["panels"]
+    told = [(one["title"], one["unit"], one["queries"]) for one in recorded]
+    shown = [
+        (one["title"], one["fieldConfig"]["defaults"]["unit"], panels.queries(one))
+        for one in panels.shown()
+    ]
+    assert told == shown, "record anew: DDPJOB_WRITE_PAGES=1, test_prometheus.py"
+
+
+def test_the_picture_of_the_rooms_and_their_paragraphs_leave_none_out() -> None:
+    architecture = load(INTERNALS / "architecture.py")
+    told = re.findall(r"^\*\*(\w+)\*\* ", architecture.PAGE.read_text(), re.MULTILINE)
+    found = architecture.arrows()
+    assert sorted(told) == sorted(found.keys() - architecture.GROUND - {"__main__"})
+    for name in architecture.GROUND:
+        assert found[name] <= architecture.GROUND | {"data", "liveness"}, name
+
+
+def test_all_that_is_public_has_its_section_and_nothing_else() -> None:
+    reference = load(DOCS / "reference/run.py")
+    (named,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse(reference.PUBLIC.read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    assert set(named) == reference.public().keys()
+    for title in ("run.steps()", "run.prepare()", "run.finish()", "step.commit()"):
+        assert f"\n### {title}\n" in reference.page()
+    assert "step.check_update" not in reference.page(), "it is for the loop"
+
+
+# --- Links and names ----------------------------------------------------------------------
 
 
 def anchors(page: Path) -> set[str]:
@@ -38,18 +109,14 @@ def broken(page: Path) -> Iterator[str]:
         if not there.exists() or (
             anchor and there.suffix == ".md" and anchor not in anchors(there)
         ):
-            yield f"{file}#{anchor}" if anchor else file
+            yield f"{page.name}: {file}#{anchor}" if anchor else f"{page.name}: {file}"
 
 
-@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    assert list(broken(page)) == []
-
-
-def test_a_link_into_nothing_is_found(tmp_path: Path) -> None:
+def test_links_lead_somewhere(tmp_path: Path) -> None:
+    assert [link for page in pages() for link in broken(page)] == []
     page = tmp_path / "page.md"
     page.write_text("# One `two`: 3!\n[a](#one-two-3) [b](page.md#two) [c](no.md) `[d](no)`\n")
-    assert list(broken(page)) == ["page.md#two", "no.md"]
+    assert list(broken(page)) == ["page.md: page.md#two", "page.md: no.md"], "it sees broken ones"
 
 
 def test_every_page_can_be_reached_from_the_readme() -> None:
@@ -62,6 +129,75 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
     assert [page.name for page in pages() if page.resolve() not in reached] == []
 
 
+def test_every_page_has_its_place_on_the_site() -> None:
+    """`make site` refuses a page that has none, but is no part of any tier."""
+    found = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    entries = [[each] if isinstance(each, str) else next(iter(each.values())) for each in found]
+    placed = [page for group in entries for page in group]
+    assert len(placed) == len(set(placed))
+    assert {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} <= set(placed)
+
+
+def functions(file: str) -> set[str]:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return {
+        node.name for node in ast.walk(ast.parse((ROOT / file).read_text()))
+        if isinstance(node, kinds)
+    }  # fmt: skip
+
+
+def missing(named: list[tuple[str, str]]) -> list[str]:
+    """Files, and functions of them, that do not exist."""
+    return [
+        f"{file}::{name}"
+        for file, name in named
+        if not (ROOT / file).is_file() or (name and name not in functions(file))
+    ]
+
+
+def test_the_threat_model_names_tests_that_exist() -> None:
+    page = (INTERNALS / "threat-model.md").read_text()
+    rows = re.findall(r"^\| (T\d+) \| (.*) \|$", page, re.MULTILINE)
+    assert [name for name, _ in rows] == [f"T{number}" for number in range(1, 17)]
+    assert [name for name, row in rows if not TEST.findall(row)] == []
+    assert missing(TEST.findall(page)) == []
+
+
+def test_each_row_of_the_ladder_runs_somewhere_and_names_what_exists() -> None:
+    page = (DOCS / "guides/ladder.md").read_text()
+    found = re.findall(r"^\| (\d+) \| (.*) \|$", page, re.MULTILINE)
+    assert [int(number) for number, _ in found] == list(range(1, 34))
+    for number, row in found:
+        _, runs, checked = row.split(" | ")
+        assert NAMED.search(runs) or LINK.search(runs) or runs == "this page", number
+        assert NAMED.search(checked), number
+    assert missing([one for _, row in found for one in NAMED.findall(row)]) == []
+
+
+def test_the_ways_through_the_code_name_files_that_exist() -> None:
+    text = (INTERNALS / "reading.md").read_text().partition("## Four ways")[2]
+    sources = [ROOT / "operator/src", ROOT / "trainer/src", ROOT / "tests"]
+    known = [f"/{path.with_suffix('')}" for source in sources for path in source.rglob("*")]
+    named = re.findall(r"`(\w+(?:/\w+)+)`", text)
+    assert len(named) > 15
+    assert [name for name in named if not any(path.endswith(f"/{name}") for path in known)] == []
+
+
+def test_every_example_is_listed_says_how_to_run_it_and_is_short() -> None:
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*.py")}
+    index = (DOCS / "guides/examples.md").read_text()
+    assert set(re.findall(r"`(examples/[\w/]+\.py)`", index)) == files - PARTS
+    for file in sorted(files):
+        text = (ROOT / file).read_text()
+        # About a page or two: what needs more is two examples.
+        assert len(text.splitlines()) <= 150, file
+        told = re.search(rf"^    .*\b{Path(file).name}\b", text.split('"""')[1], re.MULTILINE)
+        assert told or file in PARTS, file
+
+
+# --- What pages show ----------------------------------------------------------------------
+
+
 def test_the_readme_fits_on_three_screens_and_names_the_commands() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 100
@@ -69,31 +205,17 @@ def test_the_readme_fits_on_three_screens_and_names_the_commands() -> None:
         assert f"make {target}" in text, target
 
 
-def test_every_page_has_its_place_on_the_site() -> None:
-    """`make site` refuses a page that has none, but is no part of any tier."""
-    found = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-    entries = [[each] if isinstance(each, str) else next(iter(each.values())) for each in found]
-    placed = [page for group in entries for page in group]
-    assert len(placed) == len(set(placed))
-    docs = ROOT / "docs"
-    assert {str(path.relative_to(docs)) for path in docs.rglob("*.md")} <= set(placed)
-
-
-def test_jobs_on_pages_are_found() -> None:
+def test_jobs_on_pages_are_found_and_who_migrates_is_shown_the_launcher() -> None:
+    """Under torchrun the status has its banner and not the script's exception."""
     shown = [place.partition(":")[0] for place, _ in documented()]
     assert shown.count("README.md") == 1
-    assert shown.count("migration.md") == 4
-
-
-def test_who_migrates_is_shown_the_launcher() -> None:
-    """Under torchrun the status has its banner and not the script's exception."""
     jobs = [job for place, job in documented() if place.startswith("migration.md")]
     containers = [job["spec"]["template"]["spec"]["containers"][0] for job in jobs]
     assert [one["command"][:2] for one in containers] == [["ddpjob-trainer", "run"]] * 4
 
 
 def test_what_a_dockerfile_copies_by_name_is_laid_there_before() -> None:
-    text = (ROOT / "docs/start/your-script.md").read_text()
+    text = (DOCS / "start/your-script.md").read_text()
     names = re.findall(r"^COPY (\S*\.whl) ", text, re.MULTILINE)
     assert names
     for name in names:
@@ -111,30 +233,3 @@ def test_samples_of_kubectl_get_have_the_columns_of_the_definition() -> None:
             assert (page.name, head.split()) == (page.name, names)
             found += 1
     assert found >= 2
-
-
-def test_the_ways_through_the_code_name_files_that_exist() -> None:
-    text = (ROOT / "docs/internals/reading.md").read_text().partition("## Four ways")[2]
-    sources = [ROOT / "operator/src", ROOT / "trainer/src", ROOT / "tests"]
-    known = [f"/{path.with_suffix('')}" for source in sources for path in source.rglob("*")]
-    named = re.findall(r"`(\w+(?:/\w+)+)`", text)
-    assert len(named) > 15
-    assert [name for name in named if not any(path.endswith(f"/{name}") for path in known)] == []
-
-
-def functions(file: str) -> set[str]:
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    tree = ast.parse((ROOT / file).read_text())
-    return {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
-
-
-def test_the_threat_model_names_tests_that_exist() -> None:
-    page = (ROOT / "docs/internals/threat-model.md").read_text()
-    rows = re.findall(r"^\| (T\d+) \| (.*) \|$", page, re.MULTILINE)
-    assert [name for name, _ in rows] == [f"T{number}" for number in range(1, 17)]
-    for name, row in rows:
-        named = TEST.findall(row)
-        assert named, name
-        for file, test in named:
-            assert (ROOT / file).is_file(), f"{name}: {file}"
-            assert test in functions(file), f"{name}: {file} has no {test}"

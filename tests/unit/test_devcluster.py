@@ -1,0 +1,392 @@
+"""The devcluster leaves a machine as it is: files, processes, links and services of others."""
+
+from __future__ import annotations
+
+import ipaddress
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from devcluster import binaries, cluster, host, lifecycle, network, process, volumes
+from devcluster.cli import main
+from devcluster.cluster import Cluster
+from devcluster.failure import Failure
+from devcluster.layout import (
+    MAX_INDEX,
+    MAX_NODES,
+    SERVICE_NETWORK,
+    Layout,
+    check_name,
+    free_index,
+)
+from devcluster.process import Register
+from support.cluster import wait_for
+from support.patience import PATIENCE
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("DDPJOB_CACHE", str(tmp_path / "cache"))
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own may be too long for sockets
+        monkeypatch.setenv("DEVCLUSTER_HOME", f"{folder}/home")
+        yield Path(folder, "home")
+
+
+# --- The command ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "user", "says"),
+    [
+        (["status"], 0, "`devcluster --name nobody up`"),
+        (["load", "an-image"], 0, "`devcluster --name nobody up`"),
+        (["kubectl", "get", "nodes"], 0, "`devcluster --name nobody up`"),
+        (["up"], 1000, "devcluster needs root"),
+        (["down"], 1000, "devcluster needs root"),
+        (["node", "stop", "1"], 1000, "devcluster needs root"),
+        (["build"], 0, "No space left"),
+    ],
+)
+def test_what_it_refuses_is_one_line_with_the_cure(
+    words: list[str],
+    user: int,
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "/x")
+
+    monkeypatch.setattr(binaries, "toolbox", full)
+    monkeypatch.setattr("os.geteuid", lambda: user)
+    assert main(["--name", "nobody", *words]) == 1
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
+    assert says in shown.err
+
+
+def test_a_cluster_is_read_back_as_saved_and_a_damaged_record_is_named(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = Cluster(Layout("one", 7, home / "one"), 3, 5)
+    made.save()
+    assert cluster.load("one") == made
+    assert main(["list"]) == 0
+    assert capsys.readouterr().out == "one\n"
+    (home / "one" / "cluster.json").write_text("{}")
+    with pytest.raises(Failure, match=r"one/cluster\.json is damaged"):
+        cluster.load("one")
+
+
+def test_a_cluster_grows_and_does_not_shrink(home: Path) -> None:
+    made = Cluster(Layout("one", 0, home / "one"), 2, 4)
+    assert made.grown(None, None) == made
+    assert (made.grown(3, 0).nodes, made.grown(3, 0).kwok) == (3, 0)
+    with pytest.raises(Failure, match=r"--nodes 1: .*down"):
+        made.grown(1, None)
+
+
+def test_a_node_that_was_ready_before_its_kubelet_started_is_not_yet() -> None:
+    reported = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    condition = {"type": "Ready", "status": "True", "lastHeartbeatTime": f"{reported:%FT%TZ}"}
+    node: dict[str, Any] = {"status": {"conditions": [condition]}, "spec": {}}
+    assert lifecycle.is_ready(node, reported.timestamp())
+    assert not lifecycle.is_ready(node, reported.timestamp() + 1)
+    node["spec"]["taints"] = [{"key": "node.kubernetes.io/not-ready"}]
+    assert not lifecycle.is_ready(node)
+
+
+# --- Files ----------------------------------------------------------------------------------
+
+
+def test_the_name_of_a_place_outside_the_home_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    kept = tmp_path / "kept" / "file"
+    kept.parent.mkdir()
+    kept.touch()
+    for name in (str(kept.parent), "../kept"):
+        assert main(["--name", name, "down"]) == 1
+        assert "--name" in capsys.readouterr().err
+    assert kept.exists()
+
+
+def test_names_and_homes_that_paths_sockets_or_configuration_would_misread_are_refused() -> None:
+    usual = Path("/var/lib/devcluster")
+    for name in ("dev", "t-residue", "a", "a" * 20):
+        check_name(name, usual)
+    for name in ("", "-a", "a-", "A", "a_b", "a/b", "..", "a" * 21, "x y", "a\n"):
+        with pytest.raises(Failure, match="--name"):
+            check_name(name, usual)
+    for place in ("/a b", "/a,b", "/a:b", "/a'b", '/a"b', "/a\\b", "/" + "d" * 80):
+        with pytest.raises(Failure, match="DEVCLUSTER_HOME"):
+            check_name("dev", Path(place))
+
+
+def test_only_a_directory_with_a_record_even_a_torn_one_is_ours(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "index_of", lambda _: None)  # no link of this machine counts
+    (home / "empty").mkdir(parents=True)
+    cluster.require_own(home / "empty")
+    torn = '{"name": "on'
+    for number, (file, text, ours) in enumerate(
+        [("notes", "", False), ("cluster.json", "{}", False),
+         ("cluster.json", torn, True), (".cluster.77", torn, True)]
+    ):  # fmt: skip
+        folder = home / str(number)
+        folder.mkdir()
+        (folder / file).write_text(text)
+        if ours:
+            cluster.require_own(folder)
+            continue
+        with pytest.raises(Failure, match=r"is no cluster's"):
+            cluster.require_own(folder)
+    Cluster(Layout("one", 7, tmp_path / "far"), 3).save()
+    (home / "one").symlink_to(tmp_path / "far")
+    with pytest.raises(Failure, match=r"is no cluster's"):
+        cluster.require_own(home / "one")
+
+
+def test_the_record_outlives_what_cannot_be_removed(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Cluster(Layout("one", 7, home / "one"), 3).save()
+    (home / "one" / "log").mkdir()
+    inside = sorted((home / "one").iterdir())  # the record first, in whatever order it is listed
+    monkeypatch.setattr(Path, "glob", lambda *_: inside)
+    with monkeypatch.context() as broken:
+        broken.setattr("shutil.rmtree", lambda *_, **__: None)
+        with pytest.raises(Failure, match="one/log could not be removed"):
+            cluster.remove_state(home / "one")
+    assert cluster.load("one") is not None
+    cluster.remove_state(home / "one")
+    assert list(home.iterdir()) == []  # the home itself stays, as it is not the usual one
+
+
+def test_the_usual_home_goes_with_its_last_cluster(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "_HOME", home)
+    for name in ("one", "two"):
+        Cluster(Layout(name, 7, home / name), 3).save()
+    cluster.remove_state(home / "one")
+    assert cluster.load("two") is not None
+    cluster.remove_state(home / "two")
+    assert not home.exists()
+
+
+def test_mounts_at_and_below_a_directory_are_found() -> None:
+    text = "\n".join(
+        f"{number} 27 0:21 / {where} rw shared:1 - ext4 /dev/vda rw"
+        for number, where in enumerate(["/", "/s/one", "/s/one/a\\040b", "/s/ones", "/s"])
+    )
+    found = cluster.mounts_below(Path("/s/one"), text)
+    assert found == [Path("/s/one"), Path("/s/one/a b")]
+
+
+def test_only_our_released_volumes_are_removed() -> None:
+    def volume(phase: str, by: str) -> dict[str, Any]:
+        annotations = {"pv.kubernetes.io/provisioned-by": by}
+        return {"metadata": {"annotations": annotations}, "status": {"phase": phase}}
+
+    assert volumes.is_released(volume("Released", volumes.PROVISIONER))
+    assert not volumes.is_released(volume("Bound", volumes.PROVISIONER))
+    assert not volumes.is_released(volume("Released", "another"))
+
+
+# --- Networks -------------------------------------------------------------------------------
+
+
+def test_no_two_clusters_share_an_address_and_each_name_fits_the_kernel() -> None:
+    every = [Layout(f"c{index}", index, Path("/state")) for index in range(MAX_INDEX + 1)]
+    used = [[ipaddress.IPv4Network(SERVICE_NETWORK)]]
+    used += [
+        [ipaddress.IPv4Network(n) for n in (one.node_network, one.pod_network)] for one in every
+    ]
+    for some, others in combinations(used, 2):
+        assert not any(a.overlaps(b) for a in some for b in others)
+    assert len({one.loopback for one in every}) == len(every)
+    nodes = [every[-1].node(number) for number in range(1, MAX_NODES + 1)]
+    node_net, pod_net = used[-1]
+    assert all(ipaddress.IPv4Address(node.address) in node_net for node in nodes)
+    assert all(ipaddress.IPv4Network(node.pod_network).subnet_of(pod_net) for node in nodes)
+    assert len({node.address for node in nodes} | {every[-1].gateway}) == MAX_NODES + 1
+    assert len({node.pod_network for node in nodes}) == MAX_NODES
+    assert len(f"{nodes[-1].link}p") <= 15
+    for number in (0, MAX_NODES + 1):
+        with pytest.raises(Failure, match=f"node {number}"):
+            every[0].node(number)
+
+
+def test_an_index_that_is_taken_or_routed_elsewhere_is_passed_over() -> None:
+    assert free_index(set(), []) == 0
+    assert free_index({0, 2}, []) == 1
+    for route in ("10.89.0.0/24", "10.89.0.5", "10.128.0.0/16", "10.128.3.0/24"):
+        assert free_index(set(), [route]) == 1
+    assert free_index(set(), ["10.0.0.0/8", "0.0.0.0/1"]) == 0, "a wide route, as of a VPN"
+    assert free_index(set(), ["10.128.0.0/12"]) == 16
+    with pytest.raises(Failure, match="taken"):
+        free_index(set(range(MAX_INDEX + 1)), [])
+
+
+@pytest.mark.parametrize(
+    ("rules", "dropped"),
+    [
+        ("-P INPUT DROP\n-P FORWARD ACCEPT\n", False),
+        ("-P FORWARD DROP\n-A FORWARD -i docker0 -o eth0 -j ACCEPT\n", True),
+        ("-P FORWARD DROP\n-A FORWARD -i dc+ -o dc+ -j ACCEPT\n", False),
+        ("-P FORWARD DROP\n-N DOCKER-USER\n-A DOCKER-USER -i dc+ -o dc+ -j ACCEPT\n", False),
+        ("-P FORWARD DROP\n-A FORWARD -i dc+ -o dc+ -j DROP\n", True),
+    ],
+)
+def test_a_firewall_drops_unless_a_rule_lets_nodes_talk(rules: str, dropped: bool) -> None:
+    assert network.drops(rules) is dropped
+
+
+@pytest.mark.parametrize(
+    ("link", "bridge_is_ours", "own"),
+    [
+        ({"ifalias": "devcluster /s/one"}, False, True),
+        ({"ifalias": "devcluster /t/one", "master": "dc3"}, True, False),
+        ({"ifalias": "devcluster /t/one"}, True, False),
+        ({"master": "dc3"}, True, True),
+        ({"master": "dc3"}, False, False),
+        ({"master": "br0"}, True, False),
+        ({}, False, True),
+    ],
+)
+def test_a_link_is_told_from_another_clusters(
+    link: dict[str, Any], bridge_is_ours: bool, own: bool
+) -> None:
+    layout = Layout("one", 3, Path("/s/one"))
+    assert network.is_own(layout, link, bridge_is_ours) is own
+
+
+# --- Processes ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "infinity"]) as started:
+        yield started
+        started.kill()
+
+
+def identity_of(child: subprocess.Popen[bytes]) -> process.Identity:
+    found = process.identify(child.pid)
+    assert found is not None
+    return found
+
+
+def test_a_zombie_is_not_alive(child: subprocess.Popen[bytes]) -> None:
+    identity = identity_of(child)
+    assert process.is_alive(identity)
+    child.kill()
+    wait_for(lambda: not process.is_alive(identity) or None, "it to be a zombie")
+    assert Path(f"/proc/{child.pid}").exists(), "nobody has waited for it"
+
+
+@pytest.mark.parametrize("other", [{"started": 1}, {"boot": "another"}])
+def test_the_same_pid_of_another_process_is_neither_alive_nor_ended(
+    child: subprocess.Popen[bytes], other: dict[str, int | str]
+) -> None:
+    foreign = replace(identity_of(child), **other)  # type: ignore[arg-type]
+    assert not process.is_alive(foreign)
+    assert process.end([foreign], polite=False) == []
+    assert child.poll() is None
+
+
+@pytest.mark.parametrize(("trap", "seconds"), [("touch cleaned; exit 0", PATIENCE), ("", 0.3)])
+def test_a_process_may_clean_up_and_a_deaf_one_is_killed(
+    tmp_path: Path, trap: str, seconds: float
+) -> None:
+    script = f"trap '{trap}' TERM; touch ready; while :; do sleep 0.05; done"
+    with subprocess.Popen(["sh", "-c", script], cwd=tmp_path) as child:
+        wait_for(lambda: (tmp_path / "ready").exists() or None, "its trap")
+        process.end([identity_of(child)], seconds=seconds)
+        assert child.wait(PATIENCE) == (0 if trap else -9)
+    assert (tmp_path / "cleaned").exists() is bool(trap)
+
+
+def test_a_record_is_read_back_and_a_damaged_one_is_none(
+    tmp_path: Path, child: subprocess.Popen[bytes]
+) -> None:
+    register = Register(tmp_path / "process")
+    identity = replace(identity_of(child), spec="abc")
+    register.write("etcd", identity)
+    assert register.read("etcd") == register.running("etcd") == identity
+    assert register.names() == ["etcd"]
+    for text in ("", "{", "[]", '{"pid": 1}', "null"):
+        (tmp_path / "process" / "etcd.json").write_text(text)
+        assert register.read("etcd") is None
+
+
+# --- The host -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that is all of PATH, but for what every script needs."""
+    found = tmp_path / "programs"
+    found.mkdir()
+    for name in ("sh", "touch", "chmod"):
+        (found / name).symlink_to(f"/bin/{name}")
+    monkeypatch.setenv("PATH", str(found))
+    monkeypatch.setattr(host, "LOCKS", tmp_path / "locks")
+    (tmp_path / "systemd").mkdir()
+    monkeypatch.setattr(host, "_SYSTEMD", tmp_path / "systemd")
+    return found
+
+
+def script(programs: Path, name: str, text: str = "") -> None:
+    (programs / name).write_text(f'#!/bin/sh\necho "{name} $*" >>{programs}.log\n{text}\n')
+    (programs / name).chmod(0o755)
+
+
+def installs(programs: Path, name: str) -> None:
+    """Make an apt-get that installs this program, and a systemctl."""
+    there = programs / name
+    script(programs, "apt-get", f"[ $1 = update ] || {{ touch {there}; chmod +x {there}; }}")
+    script(programs, "systemctl")
+
+
+def said(programs: Path) -> list[str]:
+    return Path(f"{programs}.log").read_text().splitlines()
+
+
+def test_the_service_of_a_containerd_that_was_installed_now_is_stopped(programs: Path) -> None:
+    installs(programs, "containerd")
+    for _ in range(2):  # the second time there is nothing to do
+        host.ensure_packages({"containerd": "containerd"}, print)
+    update, installed, silenced = said(programs)
+    assert update.startswith("apt-get update")
+    assert installed.endswith(" containerd")
+    assert all("DPkg::Lock::Timeout=600" in line for line in (update, installed))
+    assert silenced == "systemctl disable --now containerd"
+
+
+def test_the_service_of_a_containerd_that_was_there_is_left_alone(programs: Path) -> None:
+    script(programs, "containerd")
+    installs(programs, "ctr")
+    host.ensure_packages({"containerd": "containerd", "ctr": "containerd"}, print)
+    assert not any(line.startswith("systemctl") for line in said(programs))
+
+
+def test_what_the_host_lacks_is_told_with_the_cure(programs: Path, tmp_path: Path) -> None:
+    script(programs, "apt-get", 'echo "E: $1 has no network" >&2; exit 100')
+    with pytest.raises(Failure, match=r"update has no network.* install has no network"):
+        host.ensure_packages({"containerd": "containerd"}, print)
+    assert (host.LOCKS / "apt.lock").exists()
+    with pytest.raises(Failure, match=r"needs 99999999 GiB .* set X to a directory"):
+        host.require_space(tmp_path / "not" / "there", 99_999_999, "a cluster", "X")
+    with pytest.raises(Failure, match=r"^why: second$"):
+        host.run(["sh", "-c", "echo first >&2; echo second >&2; exit 1"], why="why")
