@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import yaml
 
-from api.quotas import set_quota
 from devcluster import binaries
 from support import cluster
 from support.cluster import ROOT, Cluster, wait_for
 from support.manifest import as_json, changed, ddpjob
-from support.rest import JOBS, Rest
 
 pytestmark = pytest.mark.tier("all")
 
@@ -321,20 +317,3 @@ def test_nor_does_its_status_or_its_way_to_a_node(plane: Cluster) -> None:
     plain = as_json({**binding, "metadata": {"name": "p"}})
     plane.kubectl("create", "--raw", f"{pods}/pods/p/binding", "-f", "-", input=plain, check=True)
     plane.kubectl("delete", "pod", "p", "-n", NAMESPACE, "--force", check=True)
-
-
-def test_the_quota_of_the_operations_page_bounds_jobs(control_plane: Cluster) -> None:
-    text = (ROOT / "docs" / "guides" / "operations.md").read_text()
-    (block,) = re.findall(r"```yaml\n(.*?kind: ResourceQuota.*?)```", text, re.DOTALL)
-    here = ("-n", "quota-of-jobs")
-    control_plane.kubectl("create", "namespace", here[1], check=True)
-    quota = yaml.safe_load(block)
-    (kind,) = quota["spec"]["hard"]
-    quota["spec"]["hard"][kind] = "1"
-    tried = (f"{JOBS}/namespaces/{here[1]}/ddpjobs", ddpjob("first"))
-    set_quota(Rest(control_plane.kubeconfig), here[1], quota, tried)
-    create = ("create", *here, "-f", "-")
-    control_plane.kubectl(*create, input=as_json(ddpjob("first")), check=True)
-    done = control_plane.kubectl(*create, input=as_json(ddpjob("second")))
-    assert "exceeded quota: ddpjobs" in done.stderr
-    control_plane.kubectl("delete", "namespace", here[1], "--wait=false")
