@@ -10,7 +10,7 @@ import pytest
 
 from api.plans import everything, plan_of, sample
 from support import cluster, tiers
-from support.arena import OPEN
+from support.arena import OPEN, Arena, arena
 from support.sharing import Shared
 
 
@@ -45,3 +45,21 @@ def invariants_hold() -> Iterator[None]:
     yield
     for stage in OPEN:
         stage.verify()
+
+
+@pytest.fixture(scope="module")
+def stage(
+    control_plane: cluster.Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Arena]:
+    """A namespace with an operator that leads, for all tests of a file."""
+    with arena(control_plane.kubeconfig, tmp_path_factory.mktemp("stage")) as found:
+        found.start_operator()
+        yield found
+
+
+@pytest.fixture
+def gang(stage: Arena) -> Iterator[str]:
+    """A name for the test's own DDPJob, which is removed afterwards."""
+    name = f"gang-{secrets.token_hex(2)}"
+    yield name
+    stage.remove(name)

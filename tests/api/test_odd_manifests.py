@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
 from api.odd_manifests import ODD, manifest
-from support.arena import Arena, arena
-from support.cluster import ROOT, Cluster
+from support.arena import Arena
+from support.cluster import ROOT
 from support.rest import JOBS, Object, RestError, eventually
 
 PAGE = ROOT / "docs" / "internals" / "odd-manifests.md"
 #: What a machine that is slow brings about, and what it is told of that; it passes by itself.
 _PASSING = re.compile(r"ContainerCreating: |Unschedulable: .*no scheduler has looked at it yet")
 _SAID = 260  # characters of a message that the page shows
-
-
-@pytest.fixture(scope="module")
-def stage(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
-    with arena(control_plane.kubeconfig, tmp_path_factory.mktemp("odd")) as found:
-        found.start_operator()
-        yield found
 
 
 def test_each_is_told_what_is_wrong_and_none_is_failed_before_a_pod_ran(stage: Arena) -> None:

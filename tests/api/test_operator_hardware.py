@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 
-from support.arena import Arena, arena
-from support.cluster import Cluster
+from support.arena import Arena
 from support.rest import eventually
-
-
-@pytest.fixture
-def stage(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
-    with arena(control_plane.kubeconfig, tmp_path_factory.mktemp("hardware")) as found:
-        found.start_operator()
-        yield found
 
 
 @pytest.mark.fault("N13")

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import http.server
 import json
-import secrets
-import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -15,25 +12,11 @@ import pytest
 
 import ddpjob_contract as contract
 from api.roles import deciding
-from support.arena import Arena, arena
+from support.arena import Arena
 from support.cluster import Cluster
+from support.pods import serving
 from support.proxy import Call
 from support.rest import Object, eventually
-
-
-@pytest.fixture(scope="module")
-def stage(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
-    with arena(control_plane.kubeconfig, tmp_path_factory.mktemp("lifecycle")) as found:
-        found.start_operator()
-        yield found
-
-
-@pytest.fixture
-def gang(stage: Arena) -> Iterator[str]:
-    """A name for the test's own DDPJob, which is removed afterwards."""
-    name = f"gang-{secrets.token_hex(2)}"
-    yield name
-    stage.remove(name)
 
 
 def env_of(pod: Object) -> dict[str, str]:
@@ -265,17 +248,9 @@ class StateServer(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def state_port(stage: Arena) -> Iterator[int]:
-    """A port where StateServer.body is served, at the address that every pod has meanwhile."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing; tells our own address
-        address = probe.getsockname()[0]
-    server = http.server.ThreadingHTTPServer((address, 0), StateServer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    stage.kubelet.pod_ip, before = address, stage.kubelet.pod_ip
-    yield server.server_port
-    stage.kubelet.pod_ip = before
-    server.shutdown()
-    server.server_close()
+    """A port of every pod where StateServer.body is served."""
+    with serving(stage.kubelet, StateServer) as port:
+        yield port
 
 
 def test_progress_is_read_from_replica_0_and_costs_a_write_only_when_it_moves(

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.arena import Arena, arena
-from support.cluster import Cluster
+from support.arena import Arena
 from support.objects import name
 from support.proxy import Call, Fault
 from support.rest import Object, RestError, eventually
@@ -42,13 +41,6 @@ class Machine:
     def delete(self) -> None:
         with contextlib.suppress(RestError):
             self.stage.rest.delete(self.path)
-
-
-@pytest.fixture(scope="module")
-def stage(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
-    with arena(control_plane.kubeconfig, tmp_path_factory.mktemp("nodes")) as found:
-        found.start_operator()
-        yield found
 
 
 @pytest.fixture

@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator
 
 import pytest
 import yaml
 
 from api.quotas import set_quota
-from support.arena import Arena, arena
-from support.cluster import ROOT, Cluster
+from support.arena import Arena
+from support.cluster import ROOT
 from support.rest import Object, RestError, eventually
 from support.tiers import some_in_gate
-
-
-@pytest.fixture(scope="module")
-def stage(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
-    with arena(control_plane.kubeconfig, tmp_path_factory.mktemp("refusals")) as found:
-        found.start_operator()
-        yield found
-
-
-@pytest.fixture
-def gang(stage: Arena) -> Iterator[str]:
-    name = f"gang-{secrets.token_hex(2)}"
-    yield name
-    stage.remove(name)
 
 
 @pytest.mark.fault("A3", "N9")
@@ -106,14 +91,6 @@ def test_a_misspelt_field_of_the_template_waits_as_invalid_with_the_apis_words(
     status = stage.wait_phase(gang, "Running")
     assert status["restarts"]["total"] == 0
     assert stage.condition(gang, "Invalid")["status"] == "False"
-
-
-@pytest.mark.fault("A5")
-def test_a_value_that_the_api_refuses_ends_in_invalid_too(stage: Arena, gang: str) -> None:
-    container = {"name": "trainer", "image": "example/train:1", "imagePullPolicy": "Sometimes"}
-    stage.apply(gang, template={"spec": {"schedulerName": "hand", "containers": [container]}})
-    stage.wait_status(gang, "Invalid", is_invalid)
-    assert "imagePullPolicy" in stage.condition(gang, "Invalid")["message"]
 
 
 @pytest.mark.fault("A4")

@@ -13,20 +13,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.arena import Arena, arena
-from support.cluster import Cluster
+from support.arena import Arena
 from support.proxy import Call, Fault, Harm
 from support.rest import Object, eventually
 
 REPLICAS = 2
 WRITES = 3 + 2 * REPLICAS
-
-
-@pytest.fixture(scope="module")
-def stage(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
-    with arena(control_plane.kubeconfig, tmp_path_factory.mktemp("weather")) as found:
-        found.start_operator()
-        yield found
 
 
 @pytest.fixture

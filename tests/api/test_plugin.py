@@ -6,7 +6,6 @@ import http.server
 import json
 import re
 import secrets
-import socket
 import subprocess
 import threading
 import time
@@ -16,9 +15,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from support.arena import Arena, arena
+from support.arena import Arena
 from support.cluster import ROOT, Cluster
 from support.plugin import Plugin, environment, user
+from support.pods import serving
 from support.rest import eventually
 
 PAGE = (ROOT / "docs" / "reference" / "plugin.md").read_text()
@@ -58,33 +58,11 @@ class Trainers(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def stage(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
-    with arena(control_plane.kubeconfig, tmp_path_factory.mktemp("plugin")) as found:
-        found.start_operator()
-        yield found
-
-
-@pytest.fixture(scope="module")
 def port(stage: Arena) -> Iterator[int]:
     """Where the trainers' pages are, at the address that every pod has."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing; tells our own address
-        address = probe.getsockname()[0]
-    server = http.server.ThreadingHTTPServer((address, 0), Trainers)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    stage.kubelet.pod_ip = address
-    yield server.server_port
-    Trainers.over.set()
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.fixture
-def gang(stage: Arena) -> Iterator[str]:
-    """A name for the test's own DDPJob, which is removed afterwards."""
-    name = f"gang-{secrets.token_hex(2)}"
-    yield name
-    stage.remove(name)
+    with serving(stage.kubelet, Trainers) as found:
+        yield found
+        Trainers.over.set()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_REPLICA
 from devcluster import binaries
 from support.cluster import ROOT, Cluster
 from support.patience import PATIENCE
@@ -77,3 +78,35 @@ def user(
     path = folder / f"{name}.kubeconfig"
     path.write_text(yaml.safe_dump(config))
     return Plugin(path, namespace)
+
+
+# --- Without a cluster --------------------------------------------------------------------
+
+
+def fake_kubectl(folder: Path, script: str) -> dict[str, str]:
+    """An environment in which a shell script is kubectl; it finds its files in $HERE."""
+    (folder / "kubectl").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "kubectl").chmod(0o755)
+    return {"PATH": f"{folder}:/bin:/usr/bin", "PYTHONPATH": PATHS, "HERE": str(folder)}
+
+
+def job(phase: str = "Running", version: int = 1, uid: str = "u") -> dict[str, Any]:
+    """A DDPJob j of two replicas."""
+    meta = {"name": "j", "namespace": "n", "uid": uid, "resourceVersion": str(version)}
+    restart = {"maxRestarts": 3, "maxDisruptions": 100}
+    spec = {"replicas": 2, "metrics": {"port": 9400}, "restart": restart, "template": {}}
+    return {"metadata": meta, "spec": spec, "status": {"phase": phase}}
+
+
+def pod(replica: int, attempt: int, state: str = "running") -> dict[str, Any]:
+    """A pod of that job; ``state`` is its container's."""
+    return {
+        "metadata": {
+            "name": f"j-{replica}",
+            "uid": f"{attempt}-{replica}",
+            "labels": {LABEL_REPLICA: str(replica), LABEL_ATTEMPT: str(attempt)},
+            "ownerReferences": [{"controller": True, "uid": "u"}],
+        },
+        "spec": {"containers": [{"name": "t"}]},
+        "status": {"containerStatuses": [{"name": "t", "state": {state: {}}}]},
+    }

@@ -9,6 +9,8 @@ does beyond that (sandboxes, volumes, images) is the business of tests/cluster.
 from __future__ import annotations
 
 import contextlib
+import http.server
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -224,3 +226,18 @@ def _containers(pod: Object, state: Object, *, ready: bool) -> list[Object]:
 
 def _now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@contextlib.contextmanager
+def serving(kubelet: HandKubelet, pages: type[http.server.BaseHTTPRequestHandler]) -> Iterator[int]:
+    """Serve these pages at an address that every pod has meanwhile; yield the port."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing; tells our own address
+        address = probe.getsockname()[0]
+    server = http.server.ThreadingHTTPServer((address, 0), pages)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    kubelet.pod_ip, before = address, kubelet.pod_ip
+    yield server.server_port
+    kubelet.pod_ip = before
+    server.shutdown()
+    server.server_close()

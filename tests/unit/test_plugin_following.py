@@ -9,39 +9,14 @@ from typing import Any
 
 import pytest
 
-from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_REPLICA
 from kubectl_ddp import cli, following, podproxy
 from kubectl_ddp.commands import logs
 from kubectl_ddp.failure import Failure, Missing
 from kubectl_ddp.kubectl import Kubectl
+from support.plugin import fake_kubectl, job, pod
 
 Look = tuple[Any, Any]
 Play = Callable[[str, list[Look]], int]
-
-
-def job(phase: str, version: int = 1, uid: str = "u") -> dict[str, Any]:
-    return {
-        "metadata": {"name": "j", "namespace": "n", "uid": uid, "resourceVersion": str(version)},
-        "spec": {
-            "replicas": 2,
-            "metrics": {"port": 9400},
-            "restart": {"maxRestarts": 3, "maxDisruptions": 100},
-        },
-        "status": {"phase": phase},
-    }
-
-
-def pod(replica: int, attempt: int, state: str = "running") -> dict[str, Any]:
-    return {
-        "metadata": {
-            "name": f"j-{replica}",
-            "uid": f"{attempt}-{replica}",
-            "labels": {LABEL_REPLICA: str(replica), LABEL_ATTEMPT: str(attempt)},
-            "ownerReferences": [{"controller": True, "uid": "u"}],
-        },
-        "spec": {"containers": [{"name": "t"}]},
-        "status": {"containerStatuses": [{"name": "t", "state": {state: {}}}]},
-    }
 
 
 @pytest.fixture
@@ -100,24 +75,16 @@ def test_what_is_about_one_job_wants_its_name(
     assert "are about one job: name it" in capsys.readouterr().err
 
 
-def test_an_api_server_that_is_away_ends_no_watch(
-    play: Play, capsys: pytest.CaptureFixture[str]
-) -> None:
-    away = (Failure("refused"), [])
-    assert play("status -w j", [(job("Running"), []), away, away, (job("Succeeded", 2), [])]) == 0
-    assert capsys.readouterr().err == "kubectl-ddp: refused: trying on\n"
-
-
 @pytest.mark.parametrize("command", ["status -w j", "logs -f j"])
-def test_nor_does_one_that_goes_away_between_job_and_pods(
-    play: Play, capsys: pytest.CaptureFixture[str], command: str
+@pytest.mark.parametrize(
+    "away",
+    [(Failure("refused"), []), (job("Running", 2), Failure("refused"))],
+    ids=["before the job is read", "between job and pods"],
+)
+def test_an_api_server_that_is_away_ends_no_watch(
+    play: Play, capsys: pytest.CaptureFixture[str], command: str, away: Look
 ) -> None:
-    looks = [
-        (job("Running"), []),
-        (job("Running", 2), Failure("refused")),
-        (job("Succeeded", 3), []),
-    ]
-    assert play(command, looks) == 0
+    assert play(command, [(job("Running"), []), away, (job("Succeeded", 3), [])]) == 0
     assert "kubectl-ddp: refused: trying on\n" in capsys.readouterr().err
 
 
@@ -144,9 +111,7 @@ def test_kubectl_tells_a_job_that_is_missing_from_an_api_server_that_is_away(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     says = 'Error from server (NotFound): ddpjobs.ddpjob.dev "j" not found'
-    (tmp_path / "kubectl").write_text(f"#!/bin/sh\necho '{says}' >&2; exit 1\n")
-    (tmp_path / "kubectl").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setenv("PATH", fake_kubectl(tmp_path, f"echo '{says}' >&2; exit 1")["PATH"])
     with pytest.raises(Missing):
         Kubectl().read("get")
 
@@ -236,10 +201,8 @@ def test_kubectl_is_asked_for_pods_of_one_attempt_and_its_failure_is_told(
     play: Play, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = 'echo "$@" > "$HERE/said"; echo "bad --since" >&2; exit 1'
-    (tmp_path / "kubectl").write_text(f"#!/bin/sh\n{script}\n")
-    (tmp_path / "kubectl").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.setenv("HERE", str(tmp_path))
+    for name, value in fake_kubectl(tmp_path, script).items():
+        monkeypatch.setenv(name, value)
 
     def until_it_ends(self: logs._Streams) -> bool:
         for process, _ in self._open:

@@ -16,13 +16,12 @@ from typing import Any
 
 import pytest
 
-from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_REPLICA
 from kubectl_ddp import __main__, cli, podproxy, text
 from kubectl_ddp.failure import Failure
 from kubectl_ddp.kubectl import Kubectl, explained
 from support.cluster import wait_for
 from support.patience import PATIENCE
-from support.plugin import PATHS
+from support.plugin import fake_kubectl, job, pod
 
 SOURCE = Path(cli.__file__).parent
 
@@ -56,36 +55,26 @@ def test_ages(seconds: float, shown: str) -> None:
     assert text.since(None, now) == "-"
 
 
-def test_columns_are_aligned_and_have_no_tail() -> None:
+def test_tables_are_aligned_wrapped_and_move_no_cursor() -> None:
     assert text.table(("A", "BB", "C"), [["1", "2", ""], ["long", "2", "x"]]) == [
         "A      BB   C",
         "1      2",
         "long   2    x",
     ]
-
-
-def test_a_long_message_is_wrapped_below_itself_and_cut() -> None:
     lines = text.wrapped_table(("A", "MESSAGE"), [["1", "word " * 60], ["2", "short"]], 80, 3)
     assert max(map(len, lines)) <= 80
     assert lines[1].startswith("1   word word")
     assert [line.strip() for line in lines[4:]] == ["...", "2   short"]
     assert all(line.startswith("    word") for line in lines[2:4])
-
-
-def test_an_empty_message_has_its_line() -> None:
     assert text.wrapped_table(("A", "MESSAGE"), [["1", ""]], 80) == ["A   MESSAGE", "1"]
-
-
-def test_what_moves_a_cursor_is_not_printed() -> None:
     assert text.clean("a\x1b[2J\tb\r\nc\x07") == "a?[2J   b?\nc?"
     assert "\x1b" not in "".join(text.table(("A",), [["\x1b[31m"]]))
-
-
-@pytest.mark.parametrize(
-    ("numbers", "shown"), [([], ""), ([3], "3"), ([0, 1, 2, 5], "0-2,5"), ([2, 0, 2], "0,2")]
-)
-def test_ranges(numbers: list[int], shown: str) -> None:
-    assert text.ranges(numbers) == shown
+    assert [text.ranges(one) for one in ([], [3], [0, 1, 2, 5], [2, 0, 2])] == [
+        "",
+        "3",
+        "0-2,5",
+        "0,2",
+    ]
 
 
 #: What kubectl 1.36 wrote to stderr.
@@ -148,33 +137,11 @@ def test_what_is_nested_as_deep_as_the_api_server_allows_is_read(
     assert Kubectl().items("ddpjobs")[1] == {"kind": "DDPJob"}
 
 
-def fake_kubectl(folder: Path, script: str) -> dict[str, str]:
-    """An environment in which a shell script is kubectl."""
-    (folder / "kubectl").write_text(f"#!/bin/sh\n{script}\n")
-    (folder / "kubectl").chmod(0o755)
-    return {
-        "PATH": f"{folder}:/bin:/usr/bin",
-        "PYTHONPATH": PATHS,
-        "HERE": str(folder),
-    }
-
-
 @pytest.mark.parametrize("deaf", ["", "trap '' TERM; "])
 @pytest.mark.tier("gate")
 def test_no_kubectl_is_left_behind(tmp_path: Path, deaf: str) -> None:
-    job = {"metadata": {"name": "j", "namespace": "n", "uid": "u"}, "spec": {"replicas": 1}}
-    running = {"name": "t", "state": {"running": {}}}
-    pod = {
-        "metadata": {
-            "name": "j-0",
-            "labels": {LABEL_REPLICA: "0", LABEL_ATTEMPT: "1"},
-            "ownerReferences": [{"controller": True, "uid": "u"}],
-        },
-        "spec": {"containers": [{"name": "t"}]},
-        "status": {"containerStatuses": [running]},
-    }
-    (tmp_path / "ddpjobs.ddpjob.dev").write_text(json.dumps(job))
-    (tmp_path / "pods").write_text(json.dumps({"items": [pod]}))
+    (tmp_path / "ddpjobs.ddpjob.dev").write_text(json.dumps(job()))
+    (tmp_path / "pods").write_text(json.dumps({"items": [pod(0, 1)]}))
     follows = (
         f'{deaf}[ $1 = get ] && exec cat "$HERE/$2"; '
         'echo $$ > "$HERE/new"; mv "$HERE/new" "$HERE/pid"'
@@ -231,44 +198,33 @@ def test_flags_are_passed_on_from_before_and_behind_the_command(
 
 
 def test_a_locale_that_lacks_a_letter_shows_the_rest(tmp_path: Path) -> None:
-    job = {"metadata": {"name": "j", "namespace": "n", "uid": "u"}, "spec": {"replicas": 1}}
     failed = {"status": {"phase": "Failed", "reason": "é模"}}
-    (tmp_path / "jobs").write_text(json.dumps({"items": [job | failed]}, ensure_ascii=False))
+    (tmp_path / "jobs").write_text(json.dumps({"items": [job() | failed]}, ensure_ascii=False))
     env = fake_kubectl(tmp_path, 'exec cat "$HERE/jobs"') | {"PYTHONIOENCODING": "latin-1"}
     command = [sys.executable, "-m", "kubectl_ddp", "status"]
     done = subprocess.run(command, env=env, capture_output=True, check=False)
     assert b"\xe9?" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("answer", ["", "<html>log in</html>", "\\377"])
-def test_an_answer_that_is_no_json_is_told_in_a_line(
+@pytest.mark.parametrize(
+    "answer",
+    ["", "<html>log in</html>", "\\377", "null", "[]", "3", '"x"', "{}", '{"items": null}',
+     '{"items": [3]}'],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["status", "status j", "events j", "suspend j"])
+def test_an_answer_that_is_no_job_is_told_in_a_line(
+    command: str,
     answer: str,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("PATH", fake_kubectl(tmp_path, f"printf '{answer}'")["PATH"])
-    assert cli.run(["status"]) == 1
-    assert "is the kubectl on PATH the real one?" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "answer", ["null", "[]", "3", '"x"', "{}", '{"items": null}', '{"items": [3]}']
-)
-@pytest.mark.parametrize(
-    "command", [["status"], ["status", "j"], ["events", "j"], ["suspend", "j"]]
-)
-def test_json_of_another_shape_is_told_in_a_line(
-    command: list[str],
-    answer: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(Kubectl, "read", lambda *_: answer)
-    assert cli.run(command) == 1
+    assert cli.run(command.split()) == 1
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert f"but {answer!r}: is the kubectl on PATH the real one?" in err
+    told = "" if answer == "\\377" else f"but {answer or 'nothing'!r}"  # no byte of a text
+    assert f"{told}: is the kubectl on PATH the real one?" in err
 
 
 def test_the_socket_of_the_proxy_has_a_short_path_wherever_tmpdir_is(
@@ -283,12 +239,7 @@ def test_the_socket_of_the_proxy_has_a_short_path_wherever_tmpdir_is(
 
 
 def test_without_a_proxy_the_table_has_no_steps(tmp_path: Path) -> None:
-    job = {
-        "metadata": {"name": "j", "namespace": "n", "uid": "u"},
-        "spec": {"replicas": 1, "template": {}, "metrics": {"port": 9400}},
-        "status": {"phase": "Running"},
-    }
-    (tmp_path / "jobs").write_text(json.dumps({"items": [job]}))
+    (tmp_path / "jobs").write_text(json.dumps({"items": [job()]}))
     env = fake_kubectl(
         tmp_path, '[ $1 = get ] && exec cat "$HERE/jobs"; echo no socket >&2; exit 1'
     )
