@@ -8,16 +8,14 @@ from collections.abc import Callable
 import pytest
 
 from support.cluster import wait_for
-from support.site import Site, digits, job
+from support.site import STEPS, Finished, Site, digits, job
 
 Record = Callable[[str, float], None]  # pytest's record_property
-Undisturbed = Callable[[int], dict[str, str]]
-STEPS = 150  # as other tests have, so that one undisturbed run serves all
 
 
 @pytest.mark.fault("N4")
 def test_an_evicted_pod_is_a_disruption_and_loses_no_step(
-    site: Site, undisturbed: Undisturbed, record_property: Record
+    site: Site, finished: Finished, record_property: Record
 ) -> None:
     name = "evicted"
     # No snapshot but that of SIGTERM, for which there is time enough.
@@ -32,9 +30,7 @@ def test_an_evicted_pod_is_a_disruption_and_loses_no_step(
     assert (failure["class"], failure["reason"]) == ("Disruption", "EvictionByEvictionAPI")
     assert (restarts["total"], restarts["charged"]) == (1, 0)
     assert site.resumed_from(name) >= reached
-    site.hurry(name)
-    site.wait_phase(name, "Succeeded")
-    assert site.result(name) == undisturbed(STEPS)
+    finished(name)
     site.delete(name)
 
 
@@ -58,7 +54,7 @@ def test_out_of_memory_is_told_as_such(site: Site) -> None:
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("N10")
-def test_pods_that_end_slowly_are_waited_for(site: Site, undisturbed: Undisturbed) -> None:
+def test_pods_that_end_slowly_are_waited_for(site: Site, finished: Finished) -> None:
     name = "slow"
     body = digits(name, steps=STEPS, slow=1, every=5)
     hook = {"preStop": {"exec": {"command": ["sleep", "12"]}}}
@@ -77,9 +73,7 @@ def test_pods_that_end_slowly_are_waited_for(site: Site, undisturbed: Undisturbe
         return now == {"2"} or None
 
     wait_for(came, "the second attempt")
-    site.hurry(name)
-    site.wait_phase(name, "Succeeded")
-    assert site.result(name) == undisturbed(STEPS)
+    finished(name)
     site.delete(name)
 
 

@@ -19,7 +19,7 @@ from support.launching import PATHS
 from support.manifest import example, examples
 from support.site import Site
 
-#: Files that others run (test_status.py; nearly all of them as digits(); test_gpu_check.py), or
+#: Files that others run (test_status.py; nearly all of them as digits()), or
 #: that ask for an object store.
 ELSEWHERE = {"digits.yaml", "plain-torchrun.yaml", "gpu-check.yaml", "no-shared-storage.yaml"}
 LADDER = {

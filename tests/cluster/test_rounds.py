@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from support.cluster import wait_for
-from support.site import Site, digits, unhurried
-
-Undisturbed = Callable[[int], dict[str, str]]
-STEPS = 150  # as another test has, so that one undisturbed run serves both
+from support.site import STEPS, Finished, Site, digits, unhurried
 
 
 def uids(site: Site, name: str) -> dict[str, str]:
@@ -32,7 +28,7 @@ def wait_rounds(site: Site, name: str, rounds: int) -> dict[str, Any]:
 
 
 @pytest.mark.fault("N1")
-def test_a_killed_process_comes_back_in_its_pod(site: Site, undisturbed: Undisturbed) -> None:
+def test_a_killed_process_comes_back_in_its_pod(site: Site, finished: Finished) -> None:
     """One after the other: the process of rank 0, of another rank, and two at once."""
     name = "round-kill"
     site.apply(unhurried(digits(name, steps=STEPS, slow=1, every=5)))
@@ -53,21 +49,19 @@ def test_a_killed_process_comes_back_in_its_pod(site: Site, undisturbed: Undistu
             lambda told=told: told in site.describe(name) or None,
             f"an event that tells of {told}",
         )  # fmt: skip
-    site.hurry(name)
-    after = site.wait_phase(name, "Succeeded")
+    after = finished(name)
     restarts = after["restarts"]
     assert (after["attempt"], restarts["total"], restarts["charged"]) == (1, 0, 0), after
     # The second of two kills may come when the round of the first is over already.
     assert restarts["inPlace"] in (3, 4), after
     assert "RestartedInPlace" in site.describe(name)
     assert uids(site, name) == before
-    assert site.result(name) == undisturbed(STEPS)
     site.delete(name)
 
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("T3")
-def test_a_process_that_hangs_is_ended_and_comes_back(site: Site, undisturbed: Undisturbed) -> None:
+def test_a_process_that_hangs_is_ended_and_comes_back(site: Site, finished: Finished) -> None:
     name = "round-hang"
     site.apply(unhurried(digits(name, steps=STEPS, slow=1, every=5, hang={"stepSeconds": 10})))
     site.wait_running(name, 1, snapshot_after=0)
@@ -76,15 +70,13 @@ def test_a_process_that_hangs_is_ended_and_comes_back(site: Site, undisturbed: U
     after = wait_rounds(site, name, 1)
     assert after["lastFailure"]["class"] == "Hang", after["lastFailure"]
     assert (after["attempt"], after["restarts"]["total"]) == (1, 0)
-    site.hurry(name)
-    site.wait_phase(name, "Succeeded")
+    finished(name)
     assert uids(site, name) == before
-    assert site.result(name) == undisturbed(STEPS)
     site.delete(name)
 
 
 @pytest.mark.tier("all")
-def test_failures_without_progress_end_the_attempt(site: Site, undisturbed: Undisturbed) -> None:
+def test_failures_without_progress_end_the_attempt(site: Site, finished: Finished) -> None:
     """No snapshot is made, so the second death ends the attempt; new pods begin again."""
     name = "round-budget"
     restart = {"maxRestarts": 1, "inPlace": {"maxWithoutProgress": 1}}
@@ -101,7 +93,5 @@ def test_failures_without_progress_end_the_attempt(site: Site, undisturbed: Undi
     told = [(f["replica"], f["round"], f.get("inPlace")) for f in status["failures"]]
     assert told == [(2, 0, True), (1, 1, None)]
     assert not before.items() & uids(site, name).items()
-    site.hurry(name)
-    site.wait_phase(name, "Succeeded")
-    assert site.result(name) == undisturbed(STEPS)
+    finished(name)
     site.delete(name)

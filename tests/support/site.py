@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,9 @@ CLAIM = "snapshots"
 DIGITS = "/workspace/examples/digits.py"
 SLOW = Path(__file__).with_name("slow.py")
 PATIENT = "unhurried"  # a directory of the claim
+STEPS = 150  # of most gangs that are disturbed, so that one undisturbed run serves all
+#: Let a disturbed job of STEPS end: its status, once its weights are those of an undisturbed one.
+Finished = Callable[[str], dict[str, Any]]
 #: The API server's words for what a role lacks, as they stand in a line of JSON; a list names no
 #: object.
 RIGHT = (

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from support.cluster import wait_for
 from support.patience import WITHIN
-from support.site import Site, digits
+from support.site import STEPS, Finished, Site, digits
 
 pytestmark = pytest.mark.tier("all")
 
-Undisturbed = Callable[[int], dict[str, str]]
-STEPS = 150  # as other tests have, so that one undisturbed run serves all
 URGENT = "urgent"
 
 
 @pytest.mark.fault("N4")
-def test_a_drained_node_is_left(site: Site, undisturbed: Undisturbed) -> None:
+def test_a_drained_node_is_left(site: Site, finished: Finished) -> None:
     name = "drained"
     site.apply(digits(name, steps=STEPS, slow=1, every=5))
     site.wait_running(name, 1, snapshot_after=0)
@@ -35,9 +33,7 @@ def test_a_drained_node_is_left(site: Site, undisturbed: Undisturbed) -> None:
         site.cluster.kubectl("uncordon", node, check=True)
     assert after["lastFailure"]["class"] == "Disruption", after["failures"]
     assert after["restarts"]["charged"] == 0
-    site.hurry(name)
-    site.wait_phase(name, "Succeeded")
-    assert site.result(name) == undisturbed(STEPS)
+    finished(name)
     site.delete(name)
 
 
@@ -57,7 +53,7 @@ def urgent(site: Site) -> Iterator[None]:
 
 @pytest.mark.fault("N4", "N9")
 def test_a_preempted_gang_gives_all_back_and_comes_again(
-    site: Site, undisturbed: Undisturbed, urgent: None
+    site: Site, finished: Finished, urgent: None
 ) -> None:
     """Each pod asks for 0.4 of a node; who is urgent for 0.7: then there is room for two pods.
 
@@ -77,10 +73,8 @@ def test_a_preempted_gang_gives_all_back_and_comes_again(
     change(site, name, startupDeadlineSeconds=600)
     site.kubectl("delete", "pod", "intruder", "--wait", check=True)
     site.wait_running(name, 3)
-    site.hurry(name)
-    after = site.wait_phase(name, "Succeeded")
+    after = finished(name)
     assert (after["restarts"]["total"], after["restarts"]["charged"]) == (1, 0), after
-    assert site.result(name) == undisturbed(STEPS)
     site.delete(name)
 
 

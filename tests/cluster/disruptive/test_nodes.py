@@ -11,11 +11,9 @@ import pytest
 from support.cluster import wait_for
 from support.patience import WITHIN
 from support.plane import processes_with
-from support.site import SYSTEM, Site, digits, job
+from support.site import STEPS, SYSTEM, Finished, Site, digits, job
 
 Record = Callable[[str, float], None]  # pytest's record_property
-Undisturbed = Callable[[int], dict[str, str]]
-STEPS = 150  # as other tests have, so that one undisturbed run serves all
 NODES = ("node1", "node2")
 FENCE = {"policy": "Fence", "afterSeconds": 5}
 
@@ -78,7 +76,7 @@ def newest_in(site: Site, name: str, directory: str) -> int:
 
 @pytest.mark.fault("N6", "N7")
 def test_a_gang_behind_a_partition_is_replaced_and_its_zombie_is_shut_out(
-    site: Site, undisturbed: Undisturbed, machines: None
+    site: Site, finished: Finished, machines: None
 ) -> None:
     name = "fenced"
     cut = next(node for node in NODES if node != site.leader()[1])
@@ -100,17 +98,15 @@ def test_a_gang_behind_a_partition_is_replaced_and_its_zombie_is_shut_out(
     site.cluster.node("heal", cut)
     here = {"DDPJOB_NAMESPACE": site.namespace, "DDPJOB_NAME": name, "DDPJOB_ATTEMPT": "1"}
     wait_for(lambda: not processes_with(**here) or None, "the zombie to be ended")
-    site.hurry(name)
-    after = site.wait_phase(name, "Succeeded")
+    after = finished(name)
     assert (after["attempt"], after["restarts"]["total"]) == (2, 1), after["failures"]
-    assert site.result(name) == undisturbed(STEPS)
     site.delete(name)
 
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("N6", "O5")
 def test_a_node_dies_with_the_leading_operator_and_ranks_of_a_gang(
-    site: Site, undisturbed: Undisturbed, machines: None
+    site: Site, finished: Finished, machines: None
 ) -> None:
     name = "node-dies"
     pod, dead = site.leader()
@@ -123,17 +119,15 @@ def test_a_node_dies_with_the_leading_operator_and_ranks_of_a_gang(
     assert status["restarts"]["charged"] == 0
     assert site.leader()[0] != pod
     assert dead not in nodes_of(site, name)
-    site.hurry(name)
-    after = site.wait_phase(name, "Succeeded")
+    after = finished(name)
     assert (after["attempt"], after["restarts"]["total"]) == (2, 1), after["failures"]
-    assert site.result(name) == undisturbed(STEPS)
     site.delete(name)
 
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("N6")
 def test_under_wait_the_job_says_what_ends_it_and_that_does(
-    site: Site, undisturbed: Undisturbed, machines: None
+    site: Site, finished: Finished, machines: None
 ) -> None:
     name = "waits"
     dead = next(node for node in NODES if node != site.leader()[1])
@@ -151,12 +145,10 @@ def test_under_wait_the_job_says_what_ends_it_and_that_does(
     site.cluster.kubectl("taint", "node", *taint.split(), check=True)
     try:
         site.wait_running(name, 2)
-        site.hurry(name)
-        site.wait_phase(name, "Succeeded")
+        finished(name)
     finally:
         key = "node.kubernetes.io/out-of-service:NoExecute-"
         site.cluster.kubectl("taint", "node", dead, key, check=True)
-    assert site.result(name) == undisturbed(STEPS)
     site.delete(name)
 
 
@@ -194,7 +186,7 @@ def test_peers_that_end_before_kubernetes_knows_of_the_node_do_not_fail_the_job(
 @pytest.mark.tier("all")
 @pytest.mark.fault("N12")
 def test_a_node_reboots_under_a_gang(
-    site: Site, undisturbed: Undisturbed, machines: None, record_property: Record
+    site: Site, finished: Finished, machines: None, record_property: Record
 ) -> None:
     """Its power goes and comes back long before anybody calls it lost: the kubelet tells."""
     name = "rebooted"
@@ -209,7 +201,5 @@ def test_a_node_reboots_under_a_gang(
     assert after["lastFailure"]["node"] == node
     assert (after["restarts"]["total"], after["restarts"]["charged"]) == (1, 0), after["failures"]
     assert site.resumed_from(name) >= before["progress"]["snapshotStep"]
-    site.hurry(name)
-    site.wait_phase(name, "Succeeded")
-    assert site.result(name) == undisturbed(STEPS)
+    finished(name)
     site.delete(name)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 
 import pytest
 
 from support.cluster import wait_for
-from support.site import Site, digits
-
-Undisturbed = Callable[[int], dict[str, str]]
-STEPS = 150  # as other tests have, so that one undisturbed run serves all
+from support.site import STEPS, Finished, Site, digits
 
 
 @pytest.mark.fault("O6")
@@ -38,9 +34,7 @@ def test_an_operator_killed_while_a_job_runs_changes_nothing(site: Site) -> None
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("O1")
-def test_operator_killed_at_random_moments_of_restarts(
-    site: Site, undisturbed: Undisturbed
-) -> None:
+def test_operator_killed_at_random_moments_of_restarts(site: Site, finished: Finished) -> None:
     name, kills, draw = "operator-killed-often", 4, random.Random(1)
     backoff = {"initialSeconds": 1, "maxSeconds": 1}
     restart = {"maxRestarts": kills, "backoff": backoff, "inPlace": {"enabled": False}}
@@ -58,12 +52,10 @@ def test_operator_killed_at_random_moments_of_restarts(
         time.sleep(draw.uniform(0, 3))  # the moment is random on purpose; nothing waits for it
         site.kill_operator(pods_too=True)
     site.wait_running(name, kills + 1)
-    site.hurry(name)
-    after = site.wait_phase(name, "Succeeded")
+    after = finished(name)
     assert (after["attempt"], after["restarts"]["total"]) == (kills + 1, kills)
     pods = site.pods(name)
     assert set(pods) == {f"{name}-{replica}" for replica in range(3)}
     attempts = {pod["metadata"]["labels"]["ddpjob.dev/attempt"] for pod in pods.values()}
     assert attempts == {str(kills + 1)}
-    assert site.result(name) == undisturbed(STEPS)
     site.delete(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,9 @@ import pytest
 from support.chronicle import Chronicle
 from support.cluster import wait_for
 from support.plane import Plane, is_first, processes_with
-from support.site import Site, digits, job
+from support.site import STEPS, Finished, Site, digits, job
 
 pytestmark = pytest.mark.tier("all")
-
-Undisturbed = Callable[[int], dict[str, str]]
-STEPS = 150  # as other tests have, so that one undisturbed run serves all
 
 
 def gangs_of(site: Site, name: str) -> set[str]:
@@ -33,7 +29,7 @@ def gangs_of(site: Site, name: str) -> set[str]:
 
 @pytest.mark.fault("A7")
 def test_a_restored_etcd_loses_no_gang_and_doubles_none(
-    site: Site, undisturbed: Undisturbed, chronicle: Chronicle, tmp_path: Path
+    site: Site, finished: Finished, chronicle: Chronicle, tmp_path: Path
 ) -> None:
     """One job was there before, one in an earlier attempt, one had ended, one did not exist."""
     plane, again, later, over = Plane(site.cluster), "restored", "forgotten", "long-over"
@@ -60,8 +56,6 @@ def test_a_restored_etcd_loses_no_gang_and_doubles_none(
     assert site.status(over) == ended
     site.apply(unknown)  # as its user would
     for name in (again, later):
-        site.hurry(name)
-        site.wait_phase(name, "Succeeded")
-        assert site.result(name) == undisturbed(STEPS)
+        finished(name)
     for name in (again, later, over):
         site.delete(name)
