@@ -47,7 +47,7 @@ test: setup lint programs images ## the gate, before each landing: of each kind 
 
 .PHONY: test-all
 test-all: setup lint programs images ## before an issue ends: all tests, a share of the soak (1 hour); writes docs/
-	@$(PYTEST) $(SIDE_BY_SIDE) --fault-matrix --test-durations $(ARGS)
+	@$(PYTEST) $(SIDE_BY_SIDE) --test-durations $(ARGS)
 	@$(MAKE) --no-print-directory foreign
 	@$(MAKE) --no-print-directory soak SOAK=$(SHARE)
 
@@ -122,11 +122,6 @@ cluster: setup programs images ## all of it on a real cluster with kubelets and 
 foreign-image: setup programs images ## images of users: Debian's own Python and torch, S3 (minutes, 3 GB)
 	@$(PYTEST) tests/cluster/test_foreign_image.py tests/cluster/test_object_store.py $(ARGS)
 
-.PHONY: fault-matrix
-fault-matrix: setup programs images ## run the tests of faults and write docs/internals/fault-matrix.md
-	@$(PYTEST) -m fault --fault-matrix $(SIDE_BY_SIDE) $(ARGS)
-
-# Of itself, as compiling takes longer than a test may, and pytest would not show its progress.
 .PHONY: programs
 programs: setup ## build Kubernetes and its tools (once, kept in the cache)
 	@$(DEVCLUSTER) build >/dev/null
@@ -180,6 +175,7 @@ manifests: setup ## what is made from other files: manifests/, docs/reference/ap
 	@$(BIN)/python docs/reference/run.py
 	@$(BIN)/python docs/guides/ladder.py
 	@$(BIN)/python docs/pictures.py
+	@PYTHONPATH=tests $(BIN)/python -m support.faults
 
 .PHONY: lock
 lock: ## pin requirements/*.in again (ARGS=--upgrade: at the newest allowed versions)

@@ -15,7 +15,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.workermanage import WorkerController
 
-from support import cluster, durations, faults, sharing, tiers
+from support import cluster, durations, sharing, tiers
 from support.busy import busy_machine
 
 _SHARED = pytest.StashKey[sharing.Shared]()
@@ -43,14 +43,9 @@ hypothesis.settings.load_profile("soak" if _SOAK else "test")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--busy", action="store_true", help="run two endless loops beside the tests")
     parser.addoption(
-        "--fault-matrix",
-        action="store_true",
-        help="write docs/internals/fault-matrix.md from what is run",
-    )
-    parser.addoption(
         "--test-durations",
         action="store_true",
-        help="write docs/internals/test-durations.md likewise",
+        help="write docs/internals/test-durations.md from what is run",
     )
     parser.addoption(
         "--tier",
@@ -70,8 +65,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_SHARED] = sharing.Shared(Path(tempfile.mkdtemp(prefix="ddpjob-tests-")))
     config.add_cleanup(lambda: _end(config.stash[_SHARED]))
     config.pluginmanager.register(_AtOnce(config))
-    if config.getoption("--fault-matrix"):
-        config.pluginmanager.register(faults.Recorder())
     if config.getoption("--test-durations"):
         config.pluginmanager.register(durations.Recorder(config))
     if config.getoption("--busy"):

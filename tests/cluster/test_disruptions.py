@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 import pytest
 
 from support.cluster import wait_for
 from support.site import STEPS, Finished, Site, digits, job
 
-Record = Callable[[str, float], None]  # pytest's record_property
-
 
 @pytest.mark.fault("N4")
-def test_an_evicted_pod_is_a_disruption_and_loses_no_step(
-    site: Site, finished: Finished, record_property: Record
-) -> None:
+def test_an_evicted_pod_is_a_disruption_and_loses_no_step(site: Site, finished: Finished) -> None:
     name = "evicted"
     # No snapshot but that of SIGTERM, for which there is time enough.
     body = digits(name, steps=STEPS, slow=1, every=1000)
@@ -25,7 +20,6 @@ def test_an_evicted_pod_is_a_disruption_and_loses_no_step(
     reached = site.wait_running(name, 1, step=5)["progress"]["step"]
     evict(site, f"{name}-1")
     after = site.wait_running(name, 2)
-    record_property("recovery_seconds", after["timings"]["lastRecoverySeconds"])
     failure, restarts = after["lastFailure"], after["restarts"]
     assert (failure["class"], failure["reason"]) == ("Disruption", "EvictionByEvictionAPI")
     assert (restarts["total"], restarts["charged"]) == (1, 0)

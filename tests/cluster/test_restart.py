@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from support.cluster import wait_for
 from support.site import STEPS, Finished, Site, digits
 from support.tiers import some_in_gate
 
-Record = Callable[[str, float], None]  # pytest's record_property
 WITHOUT_ROUNDS = {"inPlace": {"enabled": False}}
 
 
@@ -27,9 +25,7 @@ def lose(site: Site, pod: str, how: str) -> None:
 
 @pytest.mark.parametrize("how", some_in_gate(["process", "deleted", "forced"], "deleted"))
 @pytest.mark.fault("N1", "N3")
-def test_any_replica_lost_in_any_way(
-    site: Site, finished: Finished, how: str, record_property: Record
-) -> None:
+def test_any_replica_lost_in_any_way(site: Site, finished: Finished, how: str) -> None:
     """One after the other: each loss is one restart, from the newest snapshot."""
     name = f"lose-{how}"
     # Without restarts in place a killed process ends the attempt; a lost pod does so anyway.
@@ -49,7 +45,6 @@ def test_any_replica_lost_in_any_way(
         lose(site, f"{name}-{replica}", how)
         after = site.wait_running(name, attempt + 1)
         check_counts(after, attempt, how)
-        record_property("recovery_seconds", after["timings"]["lastRecoverySeconds"])
         failure = after["lastFailure"]
         assert failure["replica"] == replica, failure
         if how == "process":
@@ -93,9 +88,7 @@ def check_counts(status: dict[str, Any], losses: int, how: str) -> None:
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("N2")
-def test_two_replicas_killed_at_once_are_one_restart(
-    site: Site, finished: Finished, record_property: Record
-) -> None:
+def test_two_replicas_killed_at_once_are_one_restart(site: Site, finished: Finished) -> None:
     name = "lose-two"
     site.apply(digits(name, steps=STEPS, slow=1, every=5, restart=WITHOUT_ROUNDS))
     site.wait_running(name, 1, snapshot_after=0)
@@ -103,5 +96,4 @@ def test_two_replicas_killed_at_once_are_one_restart(
     site.wait_running(name, 2)
     after = finished(name)
     assert (after["attempt"], after["restarts"]["total"]) == (2, 1)
-    record_property("recovery_seconds", after["timings"]["lastRecoverySeconds"])
     site.delete(name)

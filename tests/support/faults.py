@@ -1,28 +1,20 @@
 """The fault matrix: what can go wrong, what must follow, and which tests show it.
 
-A test says `@pytest.mark.fault("O1")`. `make fault-matrix` runs all that do, keeps what came of
-them in docs/internals/fault-matrix.json and writes fault-matrix.md beside it from both; so does any
-other run of tests with --fault-matrix, `make test-all` among them.
+A test says `@pytest.mark.fault("O1")`; docs/internals/fault-matrix.md is written from these marks
+and FAULTS: `make manifests`.
 """
 
 from __future__ import annotations
 
 import ast
-import json
-import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from support import tiers
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/internals/fault-matrix.md"
-RESULTS = ROOT / "docs/internals/fault-matrix.json"
 
 #: Section -> row -> (fault, what must follow).
 FAULTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
@@ -197,85 +189,37 @@ BEYOND_THE_GATE: Mapping[str, str] = {
 }
 
 
-@dataclass
-class Found:
-    """What came of one test function over all its parameters."""
-
-    passed: int = 0
-    failed: int = 0
-    seconds: list[float] | None = None  # recovery, where the test measured it
-
-
 def names() -> set[str]:
     """Every row's."""
     return {name for rows in FAULTS.values() for name in rows}
 
 
-class Recorder:
-    """A pytest plugin: takes down what came of the tests of faults, whichever process ran them."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, Found] = {}
-        self.marks = {function: mark.rows for function, mark in marked()}
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        function = report.nodeid.partition("[")[0]
-        if function not in self.marks or not (report.when == "call" or report.failed):
-            return
-        found = self.found.setdefault(function, Found())
-        found.passed += report.passed
-        found.failed += report.failed
-        told = [value for name, value in report.user_properties if name == "recovery_seconds"]
-        found.seconds = [*(found.seconds or []), *map(float, told)]
-
-    def pytest_sessionfinish(self) -> None:
-        """Keep the results of functions that were not run now, as long as they exist."""
-        today = datetime.now(UTC).date().isoformat()
-        kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        for function, found in self.found.items():
-            seconds = found.seconds
-            kept[function] = {
-                "passed": found.passed, "failed": found.failed, "on": today,
-                **({"recovery": round(statistics.median(seconds), 1)} if seconds else {}),
-            }  # fmt: skip
-        there = {name: found for name, found in sorted(kept.items()) if name in self.marks}
-        RESULTS.write_text(json.dumps(there, indent=1) + "\n")
-        PAGE.write_text(page(there, dict(marked())))
-
-
-def page(results: Mapping[str, Mapping[str, Any]], marks: Mapping[str, Marked]) -> str:
-    """docs/internals/fault-matrix.md. ``marks``: the rows and the tier of each test function."""
+def page() -> str:
+    """Return docs/internals/fault-matrix.md as FAULTS and the marks of now make it."""
     lines = [
         "# Fault matrix",
         "",
-        "What can go wrong, what must follow, and the tests that show it. `make fault-matrix` runs",
-        "them and writes this page; a row without a test says so. The level is the folder of the",
-        "test: `api` has a real API server, `trainer` real processes, `cluster` all. Recovery",
-        "is `status.timings.lastRecoverySeconds` of that run, all nodes and pods on 2 cores.",
-        "`make check` runs the tests of the tier check, `make test` (the gate) those of gate too,",
-        "`make test-all` all of them.",
+        "What can go wrong, what must follow, and the tests that show it, from their marks by",
+        "`make manifests`. The level is the folder of the test: `api` has a real API server,",
+        "`trainer` real processes, `cluster` all. `make check` runs the tests of the tier check,",
+        "`make test` (the gate) those of gate too, `make test-all` all of them; when that was last",
+        "done, and with what end, is in [test-durations.md](test-durations.md).",
     ]
+    marks = dict(marked())
     for section, rows in FAULTS.items():
-        lines += ["", f"## {section}", "", "| | fault | what follows | shown by | recovery |"]
-        lines += ["|---|---|---|---|---|"]
+        lines += ["", f"## {section}", "", "| | fault | what follows | shown by |"]
+        lines += ["|---|---|---|---|"]
         for name, (fault, expected) in rows.items():
-            tests = {f: results.get(f, {}) for f, mark in marks.items() if name in mark.rows}
-            told = [_told(f, marks[f].tier, found) for f, found in tests.items()]
-            shown = "<br>".join(told) or "**no test yet**"
-            times = [f"{found['recovery']} s" for found in tests.values() if "recovery" in found]
-            lines.append(f"| {name} | {fault} | {expected} | {shown} | {', '.join(times)} |")
+            tests = [_shown(f, mark.tier) for f, mark in marks.items() if name in mark.rows]
+            lines.append(f"| {name} | {fault} | {expected} | {'<br>'.join(tests)} |")
     lines += ["", "## Rows that the gate leaves to `make test-all`", ""]
     lines += [f"- {name}: {reason}" for name, reason in BEYOND_THE_GATE.items()] or ["None."]
     return "\n".join(lines) + "\n"
 
 
-def _told(function: str, tier: str, found: Mapping[str, Any]) -> str:
+def _shown(function: str, tier: str) -> str:
     path, _, test = function.partition("::")
-    which = f"{Path(path).parts[1]} ({tier}): `{Path(path).name}::{test}`"
-    if not found:
-        return f"{which}, **not run yet**"
-    counts = f"{found['passed']} passed" + (f", {found['failed']} FAILED" * bool(found["failed"]))
-    return f"{which}, {counts}, {found['on']}"
+    return f"{Path(path).parts[1]} ({tier}): `{Path(path).name}::{test}`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,3 +245,7 @@ def _rows(function: ast.FunctionDef) -> list[str]:
     faults = [call for call in calls if getattr(call.func, "attr", "") == "fault"]
     return [argument.value for call in faults for argument in call.args
             if isinstance(argument, ast.Constant)]  # fmt: skip
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from support import benches, durations, panels
+from support import benches, durations, faults, panels
 from support.loaded import load
 from support.manifest import documented, pages
 
@@ -50,6 +50,7 @@ def generated() -> Iterator[tuple[Path, str]]:
     yield INTERNALS / "scaling.md", scaling_page.page(scaling)
     claims = json.loads((INTERNALS / "claims.json").read_text())
     yield INTERNALS / "claims.md", claims_page.page(claims, scaling)
+    yield faults.PAGE, faults.page()
     yield durations.PAGE, durations.page(json.loads(durations.RESULTS.read_text()))
 
 
