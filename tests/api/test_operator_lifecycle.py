@@ -349,16 +349,3 @@ def test_suspend_and_resume(stage: Arena, gang: str) -> None:
     stage.wait_phase(gang, "Suspended")
     eventually("no pods", lambda: not stage.kubelet.pods(gang))
     assert stage.status(gang)["restarts"]["total"] == 0
-
-
-def test_the_cause_is_in_the_events(stage: Arena, gang: str, control_plane: Cluster) -> None:
-    stage.apply(gang)
-    stage.wait_phase(gang, "Running")
-    stage.kubelet.finish(f"{gang}-1", 9, "boom")
-    stage.wait_phase(gang, "Running", attempt=2)
-
-    def told() -> bool:
-        said = control_plane.kubectl("-n", stage.namespace, "describe", "ddpjob", gang).stdout
-        return "Restarting" in said and "exit code 9" in said and "ddpjob-operator" in said
-
-    eventually("kubectl describe tells the cause", told)

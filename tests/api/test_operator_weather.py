@@ -126,48 +126,6 @@ def test_a_job_whose_deletion_no_watch_told_is_forgotten(stage: Arena, gang: str
     assert gang not in [call.target for call in stage.proxy.writes()]
 
 
-@pytest.mark.fault("O3")
-def test_a_pod_event_that_is_lost_with_its_watch_is_found_by_the_list(
-    stage: Arena, gang: str
-) -> None:
-    other = f"{gang}-b"
-    for name in (gang, other):
-        stage.apply(name)
-        ready(stage, name)
-    later: list[str] = []
-
-    def of_replica_1(event: Object) -> bool:
-        meta = event["object"].get("metadata", {})
-        if "later" in (meta.get("annotations") or {}):
-            later.append(meta["name"])
-        return meta.get("name") == f"{gang}-1"
-
-    stage.proxy.swallow = of_replica_1
-    stage.kubelet.finish(f"{gang}-1", 1, "boom")
-    # A later event moves the watch on, so that watching again does not bring the lost one back.
-    # Of a pod that stays, should the list that comes every 20 s come now.
-    touch: Object = {"metadata": {"annotations": {"later": ""}}}
-    stage.rest.merge(stage.path("pods", f"{other}-0"), touch)
-    eventually("the later event has passed", lambda: later)
-    stage.proxy.swallow = lambda _: False
-    stage.proxy.errors_next = [("/pods", 410)]
-    stage.proxy.cut_watches()
-    stage.wait_phase(gang, "Running", attempt=2)
-    told = "the watch is too old, listing again"
-    eventually("the watch has ended", lambda: told in stage.operators[0].log())
-    stage.remove(other)
-
-
-@pytest.mark.fault("O3")
-def test_broken_watches_are_taken_up_again(stage: Arena, gang: str) -> None:
-    stage.apply(gang, restart={"backoff": {"maxSeconds": 1}})
-    ready(stage, gang)
-    for attempt in (2, 3):
-        stage.proxy.cut_watches()
-        stage.kubelet.finish(f"{gang}-0", 1, "boom")
-        stage.wait_phase(gang, "Running", attempt=attempt)
-
-
 @pytest.mark.parametrize("code", [404, 500])
 @pytest.mark.fault("O3")
 def test_kopf_is_started_again_when_its_watch_ends_it(stage: Arena, gang: str, code: int) -> None:

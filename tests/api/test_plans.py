@@ -21,7 +21,6 @@ from api.story import Play, happenings
 from support import cluster
 from support.arena import arena
 from support.cluster import Cluster
-from support.rest import Object
 
 SIDE_BY_SIDE = int(os.environ.get("DDPJOB_PLANS_AT_ONCE", "6"))
 ALL = everything()
@@ -53,25 +52,6 @@ def played(
             yield lambda plan: plays[plan.id].result()
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def test_who_removes_a_pod_before_the_story_ends_it_was_first(
-    control_plane: Cluster, tmp_path: Path
-) -> None:
-    """As an operator does that is wrong, on a slow machine; nor is its successor ended for it."""
-    container = {"name": "trainer", "image": "example/train:1"}
-    pod: Object = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "job-1"}}
-    pod["spec"] = {"schedulerName": "hand", "containers": [container]}
-    with arena(control_plane.kubeconfig, tmp_path) as stage:
-        story, path = Play(stage), stage.path("pods", "job-1")
-        removed = stage.rest.post(stage.path("pods"), pod)
-        stage.rest.delete(path, grace=0)
-        story._end(removed, 1)
-        story.finished.clear()
-        stage.rest.post(stage.path("pods"), pod)
-        story._end(removed, 1)
-        assert stage.rest.get(path)["status"]["phase"] != "Failed"
-        stage.rest.delete(path, grace=0)
 
 
 def test_the_learned_trace_is_what_is_played(control_plane: Cluster, tmp_path: Path) -> None:

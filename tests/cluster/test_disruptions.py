@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from support.cluster import wait_for
 from support.site import STEPS, Finished, Site, digits, job
 
 
@@ -43,31 +42,6 @@ def test_out_of_memory_is_told_as_such(site: Site) -> None:
     assert ("OOM", "OOMKilled") in told, status["failures"]
     assert {class_ for class_, _ in told} <= {"OOM", "Killed"}, status["failures"]
     assert status["restarts"]["charged"] == 3, "exactly as often as maxRestarts allows"
-    site.delete(name)
-
-
-@pytest.mark.tier("all")
-@pytest.mark.fault("N10")
-def test_pods_that_end_slowly_are_waited_for(site: Site, finished: Finished) -> None:
-    name = "slow"
-    body = digits(name, steps=STEPS, slow=1, every=5)
-    hook = {"preStop": {"exec": {"command": ["sleep", "12"]}}}
-    body["spec"]["template"]["spec"]["containers"][0]["lifecycle"] = hook
-    site.apply(body)
-    site.wait_running(name, 1, snapshot_after=0)
-    site.kubectl("delete", "pod", f"{name}-1", "--wait=false", check=True)
-
-    def attempts() -> set[str]:
-        labels = [pod["metadata"]["labels"] for pod in site.pods(name).values()]
-        return {found["ddpjob.dev/attempt"] for found in labels}
-
-    def came() -> bool | None:
-        now = attempts()
-        assert len(now) <= 1, f"pods of two attempts at once: {now}"
-        return now == {"2"} or None
-
-    wait_for(came, "the second attempt")
-    finished(name)
     site.delete(name)
 
 

@@ -84,16 +84,3 @@ def check_counts(status: dict[str, Any], losses: int, how: str) -> None:
     # and an Event says what it gave back (charged_in_all).
     assert restarts["charged"] in ((0, 1) if how == "process" else (0,)), status["failures"]
     assert restarts["inPlace"] == 0, status
-
-
-@pytest.mark.tier("all")
-@pytest.mark.fault("N2")
-def test_two_replicas_killed_at_once_are_one_restart(site: Site, finished: Finished) -> None:
-    name = "lose-two"
-    site.apply(digits(name, steps=STEPS, slow=1, every=5, restart=WITHOUT_ROUNDS))
-    site.wait_running(name, 1, snapshot_after=0)
-    site.kill_training(f"{name}-0", f"{name}-2")
-    site.wait_running(name, 2)
-    after = finished(name)
-    assert (after["attempt"], after["restarts"]["total"]) == (2, 1)
-    site.delete(name)

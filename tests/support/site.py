@@ -211,20 +211,14 @@ class Site:
         pod = self.cluster.read(*get, holder, "lease", "ddpjob-operator")
         return pod, self.cluster.read(*get, "jsonpath={.spec.nodeName}", "pod", pod)
 
-    def kill_operator(self, *, pods_too: bool = False) -> None:
-        """SIGKILL the operator's processes, from outside their containers.
-
-        ``pods_too``: new pods come at once, where a kubelet waits longer before each restart.
-        """
+    def kill_operator(self) -> None:
+        """SIGKILL the operator's processes, from outside their containers."""
         get = ("-n", SYSTEM, "get", "pods", "-l", OPERATOR_LABEL, "-o", "json")
         found = json.loads(self.cluster.read(*get))["items"]
         names = {pod["metadata"]["name"] for pod in found}
         assert names, f"no pod of the operator with label {OPERATOR_LABEL}"
         for name in names:  # HOSTNAME in a pod is the pod's name
             send([pid for pid in processes_with(HOSTNAME=name) if is_first(pid)], SIGKILL)
-        if pods_too:
-            force = ("--grace-period=0", "--force", "--wait=false")
-            self.cluster.kubectl("-n", SYSTEM, "delete", "pod", *force, *names)
 
     # --- results --------------------------------------------------------------------------
 
