@@ -171,16 +171,15 @@ def test_a_policy_about_jobs_holds_where_this_release_serves(
     assert found == {"namespaceSelector": {"matchExpressions": [there]}}
 
 
-def test_image_follows_the_chart(template: Template) -> None:
+def test_image_follows_the_chart_and_a_digest_wins_over_a_tag(template: Template) -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert operator(template())["image"] == f"ddpjob/operator:{chart['appVersion']}"
-    assert operator(template("--set", "image.tag=t"))["image"] == "ddpjob/operator:t"
-
-
-def test_a_digest_wins_over_a_tag(template: Template) -> None:
     digest = "sha256:" + 64 * "a"
-    given = template("--set", f"image.digest={digest},image.tag=t,image.repository=r/o")
-    assert operator(given)["image"] == f"r/o@{digest}"
+    for values, image in (
+        ("image.pullPolicy=Always", f"ddpjob/operator:{chart['appVersion']}"),
+        ("image.tag=t", "ddpjob/operator:t"),
+        (f"image.digest={digest},image.tag=t,image.repository=r/o", f"r/o@{digest}"),
+    ):
+        assert operator(template("--set", values))["image"] == image
 
 
 def test_two_releases_share_no_object(helm: Helm, template: Template) -> None:
@@ -222,16 +221,16 @@ def test_common_labels_are_everywhere_and_select_nothing(template: Template) -> 
     assert "team" not in deployment["selector"]["matchLabels"], "an upgrade could not change it"
 
 
-def test_ids_can_be_left_to_openshift(template: Template) -> None:
-    none = "podSecurityContext.runAsUser=null,podSecurityContext.runAsGroup=null"
-    context = pod_spec(template("--set", none))["securityContext"]
+def test_ids_can_be_left_to_openshift_and_environment_comes_after_our_own(
+    template: Template,
+) -> None:
+    values = "podSecurityContext.runAsUser=null,podSecurityContext.runAsGroup=null"
+    values += ",env[0].name=HTTPS_PROXY,env[0].value=http://p"
+    objects = template("--set", values)
+    context = pod_spec(objects)["securityContext"]
     assert context == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
-
-
-def test_more_environment_comes_after_our_own(template: Template) -> None:
-    container = operator(template("--set", "env[0].name=HTTPS_PROXY,env[0].value=http://p"))
-    assert container["env"][-1] == {"name": "HTTPS_PROXY", "value": "http://p"}
-    assert container["env"][0]["name"] == "POD_NAME"
+    names = [one["name"] for one in operator(objects)["env"]]
+    assert names == ["POD_NAME", "POD_NAMESPACE", "HTTPS_PROXY"]
 
 
 def test_cluster_wide_rights(template: Template) -> None:
@@ -316,13 +315,12 @@ def test_definition_outlives_the_release(template: Template) -> None:
     ],
 )
 def test_parts_can_be_left_out(template: Template, values: str, absent: str) -> None:
-    assert set(template()) - set(template("--set", values)) >= {absent}
-
-
-def test_own_service_account(template: Template) -> None:
-    objects = template("--set", "serviceAccount.create=false,serviceAccount.name=mine")
-    assert pod_spec(objects)["serviceAccountName"] == "mine"
-    assert objects["ClusterRoleBinding/ops:ddpjob-operator"]["subjects"][0]["name"] == "mine"
+    objects = template("--set", values)
+    assert set(template()) - set(objects) >= {absent}
+    if absent.startswith("ServiceAccount/"):
+        assert pod_spec(objects)["serviceAccountName"] == "mine"
+        binding = objects["ClusterRoleBinding/ops:ddpjob-operator"]
+        assert binding["subjects"][0]["name"] == "mine"
 
 
 def test_disruption_budget_needs_two(template: Template) -> None:

@@ -236,19 +236,9 @@ def test_the_check_of_gpus_is_one_pod_per_node_with_a_command_that_exists() -> N
     assert cli._parser().parse_args(words).command == "gpu-check"
 
 
-def test_the_job_in_the_readme_is_a_job(validate: Callable[[Any], None]) -> None:
+def test_jobs_that_the_pages_show_fit_the_schema(validate: Callable[[Any], None]) -> None:
+    for _, body in [*documented(), ("the smallest", ddpjob())]:
+        validate(body)
     text = (ROOT / "README.md").read_text()
     (block,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert len(block.splitlines()) == 15  # as README is asked to show
-    validate(yaml.safe_load(block))
-
-
-@pytest.mark.parametrize(("place", "body"), documented(), ids=[place for place, _ in documented()])
-def test_jobs_that_the_pages_show_fit_the_schema(
-    place: str, body: dict[str, Any], validate: Callable[[Any], None]
-) -> None:
-    validate(body)
-
-
-def test_smallest_job_fits(validate: Callable[[Any], None]) -> None:
-    validate(ddpjob())
