@@ -92,7 +92,7 @@ class Run:
 
 @dataclass
 class Gang:
-    """One kind's runs. ``position`` and ``told``: what it has reached, and what the status says."""
+    """One kind's runs. ``position``: what it has reached."""
 
     kind: Kind
     site: Site
@@ -102,7 +102,6 @@ class Gang:
     runs: list[Run] = field(default_factory=list)
     reference: dict[str, str] = field(default_factory=dict)
     position: Position = (0, 0)
-    reached_at: float = 0.0
     ended: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -112,12 +111,6 @@ class Gang:
     @property
     def name(self) -> str:
         return f"soak-{self.kind.name}-{self.number}"
-
-    @property
-    def told(self) -> Position:
-        """What the job's status says."""
-        found = status(self.chronicle.latest(JOBS, self.name))
-        return self.number, int((found.get("progress") or {}).get("step", 0))
 
     def pod(self, replica: int) -> str:
         return f"{self.name}-{replica % self.kind.replicas}"
@@ -141,7 +134,7 @@ class Gang:
         if phase == "Succeeded" and not self._judge(run):
             return None
         run.phase = phase
-        self.position, self.reached_at = (self.number, self.kind.steps + 10), time.monotonic()
+        self.position = (self.number, self.kind.steps + 10)
         return run
 
     def remove(self) -> None:
@@ -198,9 +191,7 @@ class Gang:
             found = _state(ip) if ip else {}
             if found.get("attempt") != attempt(pod) if pod else True:
                 continue
-            reached = (self.number, int(found.get("step", 0)))
-            if reached > self.position:
-                self.position, self.reached_at = reached, time.monotonic()
+            self.position = max(self.position, (self.number, int(found.get("step", 0))))
 
 
 def _state(address: str) -> dict[str, Any]:

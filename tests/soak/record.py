@@ -1,9 +1,10 @@
-"""What the soak has seen, as JSON and as a page: faults, recoveries, runs, whatever was wrong."""
+"""What the soak has seen, as JSON and as a page: faults, runs, whatever was wrong."""
 
 from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,18 +20,7 @@ held against the invariants of `tests/support/invariants.py`. The script has wri
 docs/internals/soak.json.
 
 """
-FAULTS_HEAD = (
-    "| Fault | times | held for | all train on: median | max | status tells: median | max |",
-    "|---|---|---|---|---|---|---|",
-)
-TIMES = """Seconds from the beginning of the fault: where nothing can go on before it is over, the
-time that it was held for is part of them. *Train on*: each gang that it concerns has made a step
-more than ever before, those that it repeats included; the launchers are asked every 0.2 s. Faults
-on top of which a second one came are counted, but their times are not. A process that is stopped
-while it starts is found out after hang.startupSeconds, and a gang that has just begun starts first.
-
-## Runs
-"""
+FAULTS_HEAD = ("| Fault | times |", "|---|---|")
 RUNS_HEAD = (
     "| Kind | runs | equal weights | restarts with new pods | in place | seconds: median |",
     "|---|---|---|---|---|---|",
@@ -39,14 +29,12 @@ RUNS_HEAD = (
 
 @dataclass
 class Hit:
-    """One fault. Seconds from its beginning; None: nobody it concerned was training."""
+    """One fault."""
 
     kind: str
     at: float  # seconds since the soak began
     target: str
-    held: float = 0.0
-    trains: float | None = None  # until all whom it concerns had trained a step more
-    told: float | None = None  # until their status said so
+    held: float = 0.0  # seconds
     second: str = ""  # the kind of a fault that came on top of it
     missed: str = ""  # why it could not be done
 
@@ -84,26 +72,12 @@ def page(found: Mapping[str, Any], kinds: Mapping[str, str]) -> str:
         f" {restarts} restarts with new pods, {rounds} in place;"
         f" {found['writes']} writes checked, {len(found['wrong'])} things wrong.**"
     )
-    rows = [_row(what, hits, kind) for kind, what in kinds.items()]
-    lines = [HEAD + told, "", *FAULTS_HEAD, *rows, "", TIMES, *RUNS_HEAD, *_kinds(runs)]
+    hit = Counter(one["kind"] for one in hits)
+    rows = [f"| {what} | {hit[kind]} |" for kind, what in kinds.items()]
+    lines = [HEAD + told, "", *FAULTS_HEAD, *rows, "", *RUNS_HEAD, *_kinds(runs)]
     if found["wrong"]:
         lines += ["", "## What was wrong", "", *(f"- {one}" for one in found["wrong"])]
     return "\n".join(lines) + "\n"
-
-
-def _row(what: str, hits: Sequence[Mapping[str, Any]], kind: str) -> str:
-    mine = [one for one in hits if one["kind"] == kind]
-    held = _seconds([one["held"] for one in mine], ("median",))
-    clean = [one for one in mine if not one["second"]]
-    trains = _seconds([one["trains"] for one in clean], ("median", "max"))
-    told = _seconds([one["told"] for one in clean], ("median", "max"))
-    return f"| {what} | {len(mine)} | {held} | {trains} | {told} |"
-
-
-def _seconds(values: Sequence[float | None], which: Sequence[str]) -> str:
-    known = [one for one in values if one is not None]
-    found = {"median": statistics.median(known), "max": max(known)} if known else {}
-    return " | ".join(f"{found[one]:.1f}" if found else "" for one in which)
 
 
 def _kinds(runs: Sequence[Mapping[str, Any]]) -> list[str]:

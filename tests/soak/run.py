@@ -118,24 +118,27 @@ class Soak:
         try:
             with entry.fault(self.stage, draw):
                 began = time.monotonic()
-                waits = Waits(concerned, began)
+                # Steps that were on their way when it hit may still be finished.
+                reached = {g.kind.name: _further(g.position, 2) for g in self.stage.gangs}
                 self._on_top(draw, hit, began)
-                while time.monotonic() < began + draw.hold:
-                    waits.look()
-                    time.sleep(0.1)
+                time.sleep(max(0.0, began + draw.hold - time.monotonic()))
                 hit.held = round(time.monotonic() - began, 1)
         except _TROUBLE as error:
             hit.missed = str(error)[:300]
             self.say(f"missed: {hit.missed}")
             return hit
-        if draw.second:
-            waits = Waits(list(self.stage.gangs), began)
-        if left := waits.until(time.monotonic() + _FROZEN):
-            self.wrong(f"{draw.kind} at {hit.at:.0f} s: {', '.join(left)} stand still")
-            for gang in concerned:
+        whom = self.stage.gangs if draw.second else concerned
+
+        def on() -> bool | None:
+            return all(gang.position > reached[gang.kind.name] for gang in whom) or None
+
+        try:
+            wait_for(on, "all to train on", _FROZEN)
+            self.say("  all train on")
+        except AssertionError:
+            self.wrong(f"{draw.kind} at {hit.at:.0f} s: not all train on")
+            for gang in whom:
                 self.say(gang.site.explain(gang.name))
-        hit.trains, hit.told = waits.slowest()
-        self.say(f"  trains on after {hit.trains} s, told after {hit.told} s")
         return hit
 
     def _on_top(self, draw: Draw, hit: Hit, began: float) -> None:
@@ -155,40 +158,6 @@ class Soak:
         except AssertionError as error:
             self.say(f"not checked now: {error}")
         self.record.writes, self.record.gaps = self.chronicle.writes, self.chronicle.gaps
-
-
-class Waits:
-    """When each gang has trained on, and when its status has told so."""
-
-    def __init__(self, gangs: list[Gang], began: float) -> None:
-        self._began = began
-        # Steps that were on their way when it hit may still be finished.
-        self._from = {g.kind.name: _further(g.position, 2) for g in gangs}
-        self._gangs = gangs
-        self._trains: dict[str, float] = {}
-        self._told: dict[str, float] = {}
-
-    def look(self) -> list[str]:
-        """Who has not yet trained on, or not told so."""
-        now = time.monotonic()
-        for gang in self._gangs:
-            kind = gang.kind.name
-            if gang.position > self._from[kind]:
-                self._trains.setdefault(kind, max(gang.reached_at, self._began) - self._began)
-            if gang.told > self._from[kind] or gang.number > self._from[kind][0]:
-                self._told.setdefault(kind, now - self._began)
-        done = self._trains.keys() & self._told.keys()
-        return [g.name for g in self._gangs if g.kind.name not in done]
-
-    def until(self, deadline: float) -> list[str]:
-        while (left := self.look()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return left
-
-    def slowest(self) -> tuple[float | None, float | None]:
-        """Of the gangs, in seconds."""
-        slow = [round(max(s.values()), 1) if s else None for s in (self._trains, self._told)]
-        return slow[0], slow[1]
 
 
 def _further(position: Position, steps: int) -> Position:
