@@ -83,7 +83,7 @@ def others() -> tuple[set[str], set[str]]:
         if owner.name and owner.name != NAME:
             links.add(link["ifname"])
             layout = Layout(owner.name, int(link["ifname"].removeprefix("dc")), owner)
-            groups |= {layout.cgroup, layout.old_cgroup}  # it may be of an earlier version
+            groups.add(layout.cgroup)
     return links, groups
 
 

@@ -2,8 +2,7 @@
 
 The Prometheus operator turns a ServiceMonitor or a PodMonitor into a scrape configuration; here it
 is done by hand for the few fields that ours have, so that a wrong selector or port finds nothing.
-Debian's Prometheus is built without discovery in Kubernetes: a thread of ours lists pods and
-endpoints instead and gives it all of them, with the labels that its own discovery would give.
+Debian's Prometheus is built without discovery in Kubernetes: a thread of ours lists the targets.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,6 @@ from devcluster import host
 from support.cluster import wait_for
 from support.patience import PATIENCE
 from support.rest import Object, Rest, RestError
-
-_META = "__meta_kubernetes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +84,7 @@ def running(
     command = ["prometheus", "--config.file=prometheus.yaml", "--storage.tsdb.path=data"]
     command.append("--web.listen-address=127.0.0.1:0")
     with (
-        _discovery(Rest(kubeconfig), folder),
+        _discovery(Rest(kubeconfig), monitors, folder),
         tempfile.TemporaryFile("w+") as log,
         subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT) as process,
     ):
@@ -107,71 +105,41 @@ def running(
 
 
 def scrape_config(monitor: Object, every: str) -> Object:
-    """What the Prometheus operator would make of a monitor, but for the interval."""
-    spec, kind = monitor["spec"], monitor["kind"]
-    pods = kind == "PodMonitor"
-    (endpoint,) = spec["podMetricsEndpoints" if pods else "endpoints"]
-    subject = "pod" if pods else "service"
-    port = "pod_container_port_name" if pods else "endpoint_port_name"
-    keep = [
-        *_selected(spec["selector"], subject),
-        _keep(f"{_META}_{port}", re.escape(endpoint["port"])),
-        _keep(f"{_META}_pod_phase", "Pending|Running|Unknown"),
-    ]
-    usual = [
-        {"source_labels": [f"{_META}_{source}"], "target_label": target}
-        for source, target in (("namespace", "namespace"), ("pod_name", "pod"))
-    ]
-    given = [
-        {"source_labels": rule["sourceLabels"], "target_label": rule["targetLabel"]}
-        for rule in endpoint.get("relabelings", [])
-    ]
+    """What the Prometheus operator would make of a monitor, but for discovery and interval."""
+    spec, endpoint = monitor["spec"], _endpoint(monitor)
     kept = [
         {"source_labels": rule["sourceLabels"], "regex": rule["regex"], "action": rule["action"]}
         for rule in endpoint.get("metricRelabelings", [])
     ]
-    there = spec.get("namespaceSelector", {"matchNames": [monitor["metadata"]["namespace"]]})
-    if not there.get("any"):
-        keep.append(_keep(f"{_META}_namespace", "|".join(there["matchNames"])))
     return {
-        "job_name": f"{kind}/{monitor['metadata']['name']}",
+        "job_name": monitor["kind"],
         "scrape_interval": every,
         "metrics_path": endpoint["path"],
         "honor_labels": endpoint.get("honorLabels", False),
-        "file_sd_configs": [
-            {"files": ["pod.json" if pods else "endpoints.json"], "refresh_interval": every}
-        ],
-        "relabel_configs": [*keep, *usual, *given],
+        "file_sd_configs": [{"files": [f"{monitor['kind']}.json"], "refresh_interval": every}],
         "metric_relabel_configs": kept,
         "sample_limit": spec.get("sampleLimit", 0),
     }
 
 
-@contextmanager
-def _discovery(rest: Rest, folder: Path) -> Iterator[None]:
-    """Keep pod.json and endpoints.json up to date until the end."""
-    over = threading.Event()
+def _endpoint(monitor: Object) -> Object:
+    spec = monitor["spec"]
+    (found,) = spec.get("podMetricsEndpoints") or spec["endpoints"]
+    return dict(found)
 
-    def look() -> None:
-        pods = {(_key(pod)): pod for pod in rest.items("/api/v1/pods")}
-        services = {_key(service): service for service in rest.items("/api/v1/services")}
-        found = {
-            "pod": [target for pod in pods.values() for target in _of_pod(pod)],
-            "endpoints": [
-                target
-                for one in rest.items("/api/v1/endpoints")
-                for target in _of_endpoints(one, services.get(_key(one), {}), pods)
-            ],
-        }
-        for role, targets in found.items():
-            new = folder / f"{role}.new"
-            new.write_text(json.dumps(targets))
-            new.replace(folder / f"{role}.json")
+
+@contextmanager
+def _discovery(rest: Rest, monitors: list[Object], folder: Path) -> Iterator[None]:
+    """Keep a file of each monitor's targets up to date until the end."""
+    over = threading.Event()
 
     def write() -> None:
         while not over.wait(1):
             with contextlib.suppress(OSError, http.client.HTTPException, RestError):  # once more
-                look()
+                for monitor in monitors:
+                    new = folder / f"{monitor['kind']}.new"
+                    new.write_text(json.dumps(list(_targets(rest, monitor))))
+                    new.replace(new.with_suffix(".json"))
 
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
@@ -182,66 +150,59 @@ def _discovery(rest: Rest, folder: Path) -> Iterator[None]:
         thread.join(30)
 
 
+def _targets(rest: Rest, monitor: Object) -> Iterator[Object]:
+    """Yield the targets of a monitor, by those of its fields that ours have."""
+    endpoint = _endpoint(monitor)
+    pods = {_key(pod): pod for pod in rest.items("/api/v1/pods")}
+    if monitor["kind"] == "PodMonitor":
+        for pod in filter(partial(_is_chosen, monitor), pods.values()):
+            for container in pod["spec"]["containers"] if pod["status"].get("podIP") else ():
+                for port in container.get("ports", []):
+                    if port.get("name") == endpoint["port"]:
+                        address = f"{pod['status']['podIP']}:{port['containerPort']}"
+                        yield from _target(endpoint, address, pod)
+        return
+    services = filter(partial(_is_chosen, monitor), rest.items("/api/v1/services"))
+    names = {_key(service) for service in services}
+    for one in rest.items("/api/v1/endpoints"):
+        for subset in one.get("subsets", []) if _key(one) in names else ():
+            pairs = itertools.product(subset.get("addresses", []), subset.get("ports", []))
+            for address, port in pairs:
+                name = (one["metadata"]["namespace"], address.get("targetRef", {}).get("name", ""))
+                if port.get("name") == endpoint["port"] and name in pods:
+                    yield from _target(endpoint, f"{address['ip']}:{port['port']}", pods[name])
+
+
+def _is_chosen(monitor: Object, obj: Object) -> bool:
+    """Tell whether the monitor's selectors choose a pod or a Service."""
+    meta, spec = obj["metadata"], monitor["spec"]
+    there = spec.get("namespaceSelector", {"matchNames": [monitor["metadata"]["namespace"]]})
+    labels, wanted = meta.get("labels", {}), spec["selector"]
+    present = [(one["operator"], one["key"]) for one in wanted.get("matchExpressions", [])]
+    assert all(operator == "Exists" for operator, _ in present), present
+    return bool(
+        (there.get("any") or meta["namespace"] in there["matchNames"])
+        and wanted.get("matchLabels", {}).items() <= labels.items()
+        and all(key in labels for _, key in present)
+    )
+
+
+def _target(endpoint: Object, address: str, pod: Object) -> Iterator[Object]:
+    """Yield it with the labels that the monitor asks for, unless the pod has ended."""
+    if pod["status"]["phase"] in ("Succeeded", "Failed"):
+        return
+    meta = pod["metadata"]
+    own = {
+        f"__meta_kubernetes_pod_label_{re.sub('[^a-zA-Z0-9_]', '_', name)}": value
+        for name, value in meta.get("labels", {}).items()
+    }
+    given = {
+        rule["targetLabel"]: own.get(rule["sourceLabels"][0], "")
+        for rule in endpoint.get("relabelings", [])
+    }
+    labels = {"namespace": meta["namespace"], "pod": meta["name"], **given}
+    yield {"targets": [address], "labels": labels}
+
+
 def _key(obj: Object) -> tuple[str, str]:
     return obj["metadata"]["namespace"], obj["metadata"]["name"]
-
-
-def _of_pod(pod: Object) -> Iterator[Object]:
-    """A target for each declared port of a pod that has an address."""
-    address = pod["status"].get("podIP")
-    for container in pod["spec"]["containers"] if address else ():
-        for port in container.get("ports", []):
-            labels = {f"{_META}_pod_container_port_name": port.get("name", "")}
-            yield _target(f"{address}:{port['containerPort']}", {**labels, **_pod_labels(pod)})
-
-
-def _of_endpoints(
-    endpoints: Object, service: Object, pods: dict[tuple[str, str], Object]
-) -> Iterator[Object]:
-    for subset in endpoints.get("subsets", []):
-        pairs = itertools.product(subset.get("addresses", []), subset.get("ports", []))
-        for address, port in pairs:
-            labels = {
-                f"{_META}_namespace": endpoints["metadata"]["namespace"],
-                f"{_META}_endpoint_port_name": port.get("name", ""),
-                **_labels("service", service),
-            }
-            name = address.get("targetRef", {}).get("name", "")
-            pod = pods.get((endpoints["metadata"]["namespace"], name))
-            labels |= _pod_labels(pod) if pod else {}
-            yield _target(f"{address['ip']}:{port['port']}", labels)
-
-
-def _pod_labels(pod: Object) -> dict[str, str]:
-    return {
-        f"{_META}_namespace": pod["metadata"]["namespace"],
-        f"{_META}_pod_name": pod["metadata"]["name"],
-        f"{_META}_pod_phase": pod["status"]["phase"],
-        **_labels("pod", pod),
-    }
-
-
-def _labels(subject: str, obj: Object) -> dict[str, str]:
-    labels = obj.get("metadata", {}).get("labels", {})
-    found = {f"{_META}_{subject}_label_{_safe(name)}": value for name, value in labels.items()}
-    return found | {f"{_META}_{subject}_labelpresent_{_safe(name)}": "true" for name in labels}
-
-
-def _target(address: str, labels: dict[str, str]) -> Object:
-    return {"targets": [address], "labels": labels}
-
-
-def _selected(selector: Object, subject: str) -> Iterator[Object]:
-    for name, value in selector.get("matchLabels", {}).items():
-        yield _keep(f"{_META}_{subject}_label_{_safe(name)}", re.escape(value))
-    for one in selector.get("matchExpressions", []):
-        assert one["operator"] == "Exists", one
-        yield _keep(f"{_META}_{subject}_labelpresent_{_safe(one['key'])}", "true")
-
-
-def _keep(label: str, regex: str) -> Object:
-    return {"action": "keep", "source_labels": [label], "regex": regex}
-
-
-def _safe(name: str) -> str:
-    return re.sub(r"[^a-zA-Z0-9_]", "_", name)

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from devcluster.failure import PATIENCE, Failure
 
-_UNUSED_SECONDS = 10.0  # then a cgroup that is in use, and may be another's, is left alone
-
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
@@ -99,16 +97,6 @@ def remove(name: str) -> None:
             _kill_all(top)
         if time.monotonic() > deadline:
             raise Failure(f"cgroup {left[0]} still holds processes: see its cgroup.procs")
-        time.sleep(0.05)
-
-
-def remove_unused(name: str) -> None:
-    """Remove a cgroup that may be another's: only once nothing lives in it, else leave it."""
-    deadline = time.monotonic() + _UNUSED_SECONDS
-    tops = [hierarchy.where / name for hierarchy in hierarchies()]
-    while any(_pids(top) or not _remove_tree(top) for top in tops):
-        if time.monotonic() > deadline:
-            return
         time.sleep(0.05)
 
 

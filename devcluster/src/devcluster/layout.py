@@ -108,11 +108,6 @@ class Layout:
         return f"devcluster-{self.name}-{digest(str(self.state))[:8]}"
 
     @property
-    def old_cgroup(self) -> str:
-        """Return the former name of that cgroup; another home's may have the same."""
-        return f"devcluster-{self.name}-{self.index}"
-
-    @property
     def logs(self) -> Path:
         """Return the directory of the components' log files."""
         return self.state / "log"

@@ -194,7 +194,6 @@ def down(name: str, log: Log) -> None:
             for node in this.members:
                 machine.power_off(this, node)
             network.remove_bridge(this.layout)
-            cgroups.remove_unused(this.layout.old_cgroup)
         cgroups.remove(Layout(name, 0, state).cgroup)  # the same for every index
         cluster.remove_state(state)
         log(f"cluster {name} is gone: {time.monotonic() - started:.1f} s")

@@ -143,7 +143,7 @@ def disconnect(layout: Layout, node: Node) -> None:
 def is_own(layout: Layout, link: dict[str, Any], bridge_is_ours: bool) -> bool:
     """Tell whether a link that has the name of a node's is of this very cluster.
 
-    One without an alias (made by an earlier version, or by an `up` that was interrupted) goes by
+    One without an alias (of an `up` that was interrupted) goes by
     the bridge that it is plugged into; plugged into none, it serves nobody.
     """
     alias, master = link.get("ifalias"), link.get("master")
