@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import ddpjob_contract as contract
+from ddpjob_contract.crd import DEFAULTS
 from support.cluster import ROOT, Cluster
 from support.manifest import DELETE, EXAMPLES, changed, ddpjob, documented
 from support.rest import JOBS, Object, Rest, RestError
@@ -270,53 +271,37 @@ def test_keeps_the_template_as_written(rest: Rest) -> None:
     assert create(rest, body)["spec"]["template"] == body["spec"]["template"]
 
 
-def test_defaults(rest: Rest) -> None:
-    spec = create(rest, ddpjob("defaults", snapshot=SNAPSHOT))["spec"]
-    del spec["template"]
-    assert spec == {
-        "replicas": 3,
-        "nprocPerNode": "auto",
-        "port": 29500,
-        "suspend": False,
-        "restart": {
-            "maxRestarts": 3,
-            "maxDisruptions": 100,
-            "backoff": {"initialSeconds": 1, "maxSeconds": 300},
-            "inPlace": {"enabled": True, "maxWithoutProgress": 3, "drill": "Auto"},
-            "healAfterSeconds": 3600,
-        },
-        "snapshot": {**SNAPSHOT, "everySteps": 50, "keep": 3, "resume": "Auto"},
-        "hang": {"startupSeconds": 600, "stepSeconds": 300, "snapshotSeconds": 600},
-        "nodeLost": {"policy": "Wait", "afterSeconds": 30},
-        "startupDeadlineSeconds": 600,
-        "cleanPodPolicy": "Running",
-        "metrics": {"port": 9400},
-        "networkPolicy": {"enabled": True},
+def leaves(fields: Object, path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
+
+
+def test_defaults_come_also_beside_what_a_user_has_opened(rest: Rest) -> None:
+    given = {
+        "snapshot": SNAPSHOT,
+        "hang": {"stepSeconds": 60},
+        "restart": {"inPlace": {"maxWithoutProgress": 9}},
+    }
+    body = ddpjob("defaults", **given)
+    stored = create(rest, body)["spec"]
+    assert dict(leaves(stored)) == {**DEFAULTS, **dict(leaves(body["spec"]))}
+    assert dict(leaves(create(rest, ddpjob("least"))["spec"])).keys() >= {
+        path for path in DEFAULTS if not path.startswith("snapshot.")
     }
 
 
-def test_defaults_of_what_a_user_opens(rest: Rest) -> None:
-    """A field of hang or restart.inPlace that is left out has its default all the same."""
-    restart = {"inPlace": {"maxWithoutProgress": 9}}
-    spec = create(rest, ddpjob("opened", hang={"stepSeconds": 60}, restart=restart))["spec"]
-    assert spec["hang"] == {"startupSeconds": 600, "stepSeconds": 60, "snapshotSeconds": 600}
-    in_place = {"enabled": True, "maxWithoutProgress": 9, "drill": "Auto"}
-    assert spec["restart"]["inPlace"] == in_place
-
-
-@pytest.mark.parametrize(
-    ("field", "words"),
-    [
+def test_explains(control_plane: Cluster) -> None:
+    for field, words in (
         ("ddpjob", "DistributedDataParallel"),
-        ("ddpjob.spec.restart", "When and how often the gang comes back"),
         ("ddpjob.spec.restart.maxRestarts", "Exactly so many restarts"),
         ("ddpjob.spec.template.spec.containers.env", "Environment variables"),
         ("ddpjob.status.lastFailure.class", "What kind of failure"),
-    ],
-)
-def test_explains(control_plane: Cluster, field: str, words: str) -> None:
-    done = control_plane.kubectl("explain", field, check=True)
-    assert words in " ".join(done.stdout.split())
+    ):
+        done = control_plane.kubectl("explain", field, check=True)
+        assert words in " ".join(done.stdout.split())
 
 
 def test_install_manifest_is_accepted(control_plane: Cluster) -> None:
