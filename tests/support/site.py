@@ -37,14 +37,6 @@ PATIENT = "unhurried"  # a directory of the claim
 STEPS = 150  # of most gangs that are disturbed, so that one undisturbed run serves all
 #: Let a disturbed job of STEPS end: its status, once its weights are those of an undisturbed one.
 Finished = Callable[[str], dict[str, Any]]
-#: The API server's words for what a role lacks, as they stand in a line of JSON; a list names no
-#: object.
-RIGHT = (
-    r'(?:\\*"(?P<name>[^"\\]+)\\*" )?is forbidden: '
-    r'User \\*"(?P<user>[^"\\]+)\\*" cannot (?P<verb>\w+) resource \\*"(?P<resource>[^"\\]+)\\*" '
-    r'in API group \\*"(?P<group>[^"\\]*)\\*" '
-    r'(?:at the cluster scope|in the namespace \\*"(?P<namespace>[^"\\]+)\\*")'
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,26 +141,6 @@ class Site:
         return self.cluster.kubectl(
             "-n", SYSTEM, "logs", "-l", OPERATOR_LABEL, "--prefix", *args
         ).stdout
-
-    def refused(self) -> list[str]:
-        """Lines of the operators' logs that tell of a right that they really lack.
-
-        An API server that has just started refuses everybody until it has read the roles, so each
-        refusal is asked about once more.
-        """
-        log = self.operator_log("--tail=-1")
-        return [line for line in log.splitlines() if "forbidden" in line.lower()
-                if not self._allowed(line)]  # fmt: skip
-
-    def _allowed(self, line: str) -> bool:
-        right = re.search(RIGHT, line)
-        if right is None:
-            return False
-        resource = f"{right['resource']}.{right['group']}".rstrip(".")
-        what = f"{resource}/{right['name']}" if right["name"] else resource
-        where = ("--namespace", right["namespace"]) if right["namespace"] else ("-A",)
-        asked = self.kubectl("auth", "can-i", right["verb"], what, "--as", right["user"], *where)
-        return asked.stdout.strip() == "yes"
 
     # --- disturbing -----------------------------------------------------------------------
 
