@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from support.cluster import wait_for
-from support.site import Site, job
+from support.site import Site, job, trainer
 
 pytestmark = pytest.mark.tier("all")  # tests/unit/operator_core/test_classify.py has the tables
 #: A child takes more memory than the container may have and is killed; its parent goes on.
@@ -19,11 +18,6 @@ hoard = "x = []\\nwhile True: x.append(bytearray(10_000_000))"
 print("child", subprocess.run([sys.executable, "-c", hoard]).returncode, flush=True)
 while True: time.sleep(0.1)
 """
-
-
-def trainer(body: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = body["spec"]["template"]["spec"]["containers"][0]
-    return found
 
 
 def failed(site: Site, name: str) -> dict[str, Any]:
@@ -47,13 +41,7 @@ def test_an_out_of_memory_that_was_survived_is_not_the_cause_of_a_later_eviction
     site.wait_running(name, 1)
     said = lambda: "child -9" in site.kubectl("logs", f"{name}-1", check=True).stdout or None  # noqa: E731
     wait_for(said, "the child to be killed")
-    eviction = {
-        "apiVersion": "policy/v1",
-        "kind": "Eviction",
-        "metadata": {"name": f"{name}-1", "namespace": site.namespace},
-    }
-    path = f"/api/v1/namespaces/{site.namespace}/pods/{name}-1/eviction"
-    site.kubectl("create", "--raw", path, "-f", "-", input=json.dumps(eviction), check=True)
+    site.evict(f"{name}-1")
     loss = failed(site, name)
     assert (loss["class"], loss["reason"]) == ("Disruption", "EvictionByEvictionAPI")
     assert site.wait_running(name, 2)["restarts"]["charged"] == 0

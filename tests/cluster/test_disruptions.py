@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from support.site import STEPS, Finished, Site, digits, job
+from support.site import STEPS, Finished, Site, digits, job, trainer
 
 
 @pytest.mark.fault("N4")
@@ -17,7 +15,7 @@ def test_an_evicted_pod_is_a_disruption_and_loses_no_step(site: Site, finished: 
     body["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = 600
     site.apply(body)
     reached = site.wait_running(name, 1, step=5)["progress"]["step"]
-    evict(site, f"{name}-1")
+    site.evict(f"{name}-1")
     after = site.wait_running(name, 2)
     failure, restarts = after["lastFailure"], after["restarts"]
     assert (failure["class"], failure["reason"]) == ("Disruption", "EvictionByEvictionAPI")
@@ -33,8 +31,7 @@ def test_out_of_memory_is_told_as_such(site: Site) -> None:
     hoard = "x = []\nwhile True: x.append(bytearray(10_000_000))"
     at_once = {"initialSeconds": 1, "maxSeconds": 1}
     body = job(name, ["python3", "-c", hoard], restart={"maxRestarts": 3, "backoff": at_once})
-    container = body["spec"]["template"]["spec"]["containers"][0]
-    container["resources"] = {"limits": {"memory": "100Mi"}}
+    trainer(body)["resources"] = {"limits": {"memory": "100Mi"}}
     site.apply(body)
     status = site.wait_phase(name, "Failed")
     # containerd may hear of a container's end before it hears why (1 in 72): not so each time.
@@ -43,16 +40,3 @@ def test_out_of_memory_is_told_as_such(site: Site) -> None:
     assert {class_ for class_, _ in told} <= {"OOM", "Killed"}, status["failures"]
     assert status["restarts"]["charged"] == 3, "exactly as often as maxRestarts allows"
     site.delete(name)
-
-
-# --- Inside ---------------------------------------------------------------------------------
-
-
-def evict(site: Site, pod: str) -> None:
-    body = {
-        "apiVersion": "policy/v1",
-        "kind": "Eviction",
-        "metadata": {"name": pod, "namespace": site.namespace},
-    }
-    path = f"/api/v1/namespaces/{site.namespace}/pods/{pod}/eviction"
-    site.kubectl("create", "--raw", path, "-f", "-", input=json.dumps(body), check=True)

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from support.cluster import ROOT, wait_for
 from support.patience import WITHIN
-from support.site import Site, digits, job
-
-
-def trainer(obj: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = obj["spec"]["template"]["spec"]["containers"][0]
-    return found
+from support.site import Site, digits, job, trainer
 
 
 def wait_condition(site: Site, name: str, type_: str, reason: str) -> str:

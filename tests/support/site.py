@@ -176,6 +176,13 @@ class Site:
         inside = processes_with(DDPJOB_NAMESPACE=self.namespace, HOSTNAME=pod)
         return [pid for pid in inside if is_rank(pid)]
 
+    def evict(self, pod: str) -> None:
+        """Evict it through the API, as `kubectl drain` does."""
+        meta = {"name": pod, "namespace": self.namespace}
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": meta}
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{pod}/eviction"
+        self.kubectl("create", "--raw", path, "-f", "-", input=json.dumps(body), check=True)
+
     def leader(self) -> tuple[str, str]:
         """The operator that holds the lease, and its node."""
         get = ("-n", SYSTEM, "get", "-o")
@@ -273,6 +280,12 @@ def job(name: str, command: list[str], **spec: Any) -> dict[str, Any]:
         "metadata": {"name": name},
         "spec": {"replicas": 3, "nprocPerNode": 1, "template": template, **spec},
     }
+
+
+def trainer(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the trainer container of a DDPJob."""
+    found: dict[str, Any] = body["spec"]["template"]["spec"]["containers"][0]
+    return found
 
 
 @contextmanager
