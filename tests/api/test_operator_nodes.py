@@ -82,11 +82,6 @@ def waits_for_node(status: Object) -> bool:
     return any((c["reason"], c["status"]) == ("NodeNotReady", "True") for c in found)
 
 
-def node_not_ready(stage: Arena, gang: str) -> str:
-    stage.wait_status(gang, "Stalled by NodeNotReady", waits_for_node)
-    return str(stage.condition(gang, "Stalled")["message"])
-
-
 def shown(event: Object, machine: Machine, ready: str) -> bool:
     """Does the watch tell that the machine's Ready is so?"""
     obj = event["object"]
@@ -182,7 +177,7 @@ def test_wait_says_what_ends_it_and_an_administrators_word_does(
 ) -> None:
     silent(stage, machine, gang)
     machine.ready("Unknown")
-    message = node_not_ready(stage, gang)
+    message = stage.wait_condition(gang, "Stalled", "NodeNotReady")["message"]
     assert f"kubectl delete node {machine.name}" in message
     for pod in stage.kubelet.pods(gang):
         stage.rest.delete(stage.path("pods", pod["metadata"]["name"]))

@@ -29,15 +29,8 @@ def test_quota_releases_all_and_the_gang_comes_up_when_it_is_lifted(
     tried = {**pod, "spec": {"containers": [{"name": "c", "image": "x"}]}}
     quota = set_quota(stage.rest, stage.namespace, body, (stage.path("pods"), tried))
     stage.apply(gang, restart={"backoff": {"maxSeconds": 5}})
-    stage.wait_status(
-        gang,
-        "Stalled by QuotaTooSmall",
-        lambda s: any(
-            (c["type"], c["status"], c["reason"]) == ("Stalled", "True", "QuotaTooSmall")
-            for c in s.get("conditions", [])
-        ),
-    )
-    assert "exceeded quota" in stage.condition(gang, "Stalled")["message"]
+    stalled = stage.wait_condition(gang, "Stalled", "QuotaTooSmall")
+    assert "exceeded quota" in stalled["message"]
     eventually("all pods are released", lambda: not stage.kubelet.pods(gang))
     stage.rest.delete(quota)
     status = stage.wait_phase(gang, "Running")
@@ -57,13 +50,8 @@ def test_a_foreign_object_of_that_name_is_not_touched(stage: Arena, gang: str, k
     body = {"apiVersion": "v1", "kind": kind, "metadata": {"name": name}, "spec": spec}
     foreign = stage.rest.post(stage.path(plural), body)
     stage.apply(gang)
-    stage.wait_status(
-        gang,
-        "Stalled by NameConflict",
-        lambda s: any(c["reason"] == "NameConflict" for c in s.get("conditions", [])),
-    )
-    message = stage.condition(gang, "Stalled")["message"]
-    assert f"{kind} {name}" in message
+    stalled = stage.wait_condition(gang, "Stalled", "NameConflict")
+    assert f"{kind} {name}" in stalled["message"]
     kept = stage.rest.get(stage.path(plural, name))
     assert kept["metadata"]["uid"] == foreign["metadata"]["uid"]
     assert "deletionTimestamp" not in kept["metadata"]
@@ -77,8 +65,7 @@ def test_a_misspelt_field_of_the_template_waits_as_invalid_with_the_apis_words(
 ) -> None:
     container = {"name": "trainer", "image": "example/train:1", "imagePullPolcy": "Always"}
     stage.apply(gang, template={"spec": {"schedulerName": "hand", "containers": [container]}})
-    stage.wait_status(gang, "Invalid", is_invalid)
-    invalid = stage.condition(gang, "Invalid")
+    invalid = stage.wait_condition(gang, "Invalid")
     assert 'unknown field "spec.containers[0].imagePullPolcy"' in invalid["message"]
     assert stage.kubelet.pods(gang) == []
     # Suspend, mend, resume: it is no end.
@@ -131,11 +118,6 @@ def test_what_is_refused_for_long_is_tried_by_one_pod_and_told_once(
     stage.remove(other)
 
 
-def is_invalid(status: Object) -> bool:
-    found = status.get("conditions", [])
-    return any((c["type"], c["status"]) == ("Invalid", "True") for c in found)
-
-
 def test_a_template_that_changed_behind_the_rules_back_freezes_nothing(
     stage: Arena, gang: str
 ) -> None:
@@ -147,8 +129,7 @@ def test_a_template_that_changed_behind_the_rules_back_freezes_nothing(
     path = stage.job_path(gang)
     change = {"dnsPolicy": None, "enableServiceLinks": False}
     stage.rest.merge(path, {"spec": {"template": {"spec": change}}})
-    stage.wait_status(gang, "Invalid", is_invalid)
-    assert stage.condition(gang, "Invalid")["reason"] == "TemplateChanged"
+    stage.wait_condition(gang, "Invalid", "TemplateChanged")
     stage.kubelet.finish(f"{gang}-1", 1)
     status = stage.wait_phase(gang, "Restarting")
     assert (status["restarts"]["total"], status["lastFailure"]["replica"]) == (1, 1)

@@ -141,6 +141,17 @@ class Arena:
             seconds,
         )
 
+    def wait_condition(self, name: str, kind: str, reason: str = "") -> Object:
+        """Wait until a condition is true, for that reason if one is given; return it."""
+
+        def told(status: Object) -> bool:
+            found = status.get("conditions") or ()
+            true = [c["reason"] for c in found if (c["type"], c["status"]) == (kind, "True")]
+            return reason in true if reason else bool(true)
+
+        self.wait_status(name, f"{kind} {reason}", told)
+        return self.condition(name, kind)
+
     def remove(self, name: str) -> None:
         """Delete the job if it is there, and its pods, for the garbage collector is slow."""
         with contextlib.suppress(RestError):
