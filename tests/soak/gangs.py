@@ -24,9 +24,9 @@ from support.chronicle import Chronicle
 from support.invariants import JOBS, PODS
 from support.objects import attempt, status
 from support.rest import Rest, RestError
-from support.site import Site, job
+from support.site import SLOW, Site, job
 
-CLAIM, PACED = "small", "paced"
+CLAIM, SLOWED = "small", "slowed"
 _PORT = 9400
 _UNREAD_SECONDS = 180.0
 #: An order on what a gang has done so far: run, then step.
@@ -47,7 +47,7 @@ class Kind:
 
     def manifest(self, name: str) -> dict[str, Any]:
         """The DDPJob."""
-        command = ["ddpjob-trainer", "run", "/soak/paced.py", str(self.pause)]
+        command = ["ddpjob-trainer", "run", f"/soak/{SLOW.name}", "/never", str(self.pause)]
         command += [f"/workspace/examples/{self.name}.py", "--total-steps", str(self.steps)]
         command += ["--global-batch", str(self.batch)]
         claim = {"persistentVolumeClaim": {"claimName": CLAIM}}
@@ -63,8 +63,8 @@ class Kind:
             nodeLost={"policy": "Fence", "afterSeconds": 5},
         )  # fmt: skip
         pod = body["spec"]["template"]["spec"]
-        pod["volumes"] = [{"name": PACED, "configMap": {"name": PACED}}]
-        pod["containers"][0]["volumeMounts"] = [{"name": PACED, "mountPath": "/soak"}]
+        pod["volumes"] = [{"name": SLOWED, "configMap": {"name": SLOWED}}]
+        pod["containers"][0]["volumeMounts"] = [{"name": SLOWED, "mountPath": "/soak"}]
         if self.slow:
             pod["containers"][0]["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", "8"]}}}
         return body

@@ -26,9 +26,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from devcluster.failure import Failure
-from soak import paced_text
 from soak.disturbances import FAULTS, Draw, Draws, Stage
-from soak.gangs import CLAIM, KINDS, PACED, Gang, Position
+from soak.gangs import CLAIM, KINDS, SLOWED, Gang, Position
 from soak.record import Hit, Record, page
 from support import site as sites
 from support.chronicle import Chronicle
@@ -196,8 +195,8 @@ def furnish(site: Site, volume: Path) -> None:
          "spec": spec},
         {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": CLAIM},
          "spec": claim},
-        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": PACED},
-         "data": {"paced.py": paced_text()}},
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": SLOWED},
+         "data": {sites.SLOW.name: sites.SLOW.read_text()}},
     )  # fmt: skip
 
 
