@@ -11,10 +11,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -42,7 +40,7 @@ class Plan:
 
     @property
     def id(self) -> str:
-        return self.place if self.kind == "pair" else f"{self.place}/{self.kind}"
+        return f"{self.place}/{self.kind}"
 
 
 def plan_of(item: pytest.Item) -> Plan | None:
@@ -54,9 +52,8 @@ def plan_of(item: pytest.Item) -> Plan | None:
 def everything() -> list[Plan]:
     """All plans, in the order of the story."""
     trace = json.loads(TRACE.read_text())
-    single = [*_writes(trace["writes"]), *_views(trace), *_others(trace["writes"]), *_rights(),
-              *_restores()]  # fmt: skip
-    found = [*single, *_pairs(single)]
+    writes = trace["writes"]
+    found = [*_writes(writes), *_views(trace), *_others(writes), *_rights()]
     ids = " ".join(plan.id for plan in found)
     assert all(ids.count(plan.id) == 1 for plan in found), "an id must name one plan and no other"
     return found
@@ -116,51 +113,6 @@ def _rights() -> Iterator[Plan]:
         if place not in UNUSED:
             arm = arms.lose_right(rules, rule, resource, verb)
             yield Plan(place, "right-lost", "rights", arm)
-
-
-#: So many of all pairs of a fault at a write with another one.
-PAIRS = 200
-
-
-def _pairs(plans: Sequence[Plan]) -> Iterator[Plan]:
-    """Two faults in one story, chosen by chance that is always the same."""
-    writes = [plan for plan in plans if plan.group == "writes"]
-    others = [plan for plan in plans if plan.group in ("writes", "views", "pods")]
-    chance = random.Random(1)
-    chosen: dict[str, Plan] = {}
-    while len(chosen) < PAIRS:
-        one, two = chance.choice(writes), chance.choice(others)
-        place, kind = f"{_colon(one)}+{_colon(two)}", "pair"
-        if one != two:
-            chosen[place] = Plan(place, kind, "pairs", partial(_arm_both, one, two))
-    yield from chosen.values()
-
-
-def _colon(plan: Plan) -> str:
-    return f"{plan.place}:{plan.kind}"
-
-
-def _arm_both(one: Plan, two: Plan, play: Play, place: str) -> None:
-    for plan in (one, two):
-        plan.arm(play, plan.place)
-    play.certain = False  # where the first changes the course the second may find nothing
-
-
-#: From a later moment back to an earlier one.
-SET_BACK = (
-    "status-running-1-to-status-starting-1",
-    "status-restarting-2-to-status-running-1",
-    "status-starting-2-to-status-restarting-2",
-    "status-running-2-to-create-pod-0-of-1",
-    "status-succeeded-2-to-status-starting-2",
-    "delete-job-to-status-running-2",
-)
-
-
-def _restores() -> Iterator[Plan]:
-    """Played on a control plane of their own (restore.py)."""
-    for place in SET_BACK:
-        yield Plan(place, "etcd-restored", "restores", lambda play, place: None)
 
 
 def play(

@@ -53,7 +53,6 @@ class Play:
     moments: dict[str, Callable[[], None]] = field(default_factory=dict)
     timers: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
     armed: list[Callable[[], object]] = field(default_factory=list)  # true once it has struck
-    certain: bool = True  # the fault must strike
     flags: tuple[str, ...] = ()  # of the operator
     eager: bool = False  # the job is there before the operator watches
     trainer: Object = field(default_factory=dict)  # more of that container
@@ -73,7 +72,7 @@ class Play:
         self.timers.append((time.monotonic() + seconds, do))
 
     def role(self, call: Call) -> str:
-        return role(call, [*self.stage.proxy.past, *self.stage.proxy.made])
+        return role(call, self.stage.proxy.made)
 
     def run(self) -> Play:
         """Play it to its end and judge it; raises AssertionError."""
@@ -189,7 +188,7 @@ class Play:
         return gone and done and not self._pods() and not self.timers and self._struck()
 
     def _struck(self) -> bool:
-        return not self.certain or all(struck() for struck in self.armed)
+        return all(struck() for struck in self.armed)
 
     # --- what is seen of it ---
 
@@ -209,8 +208,7 @@ class Play:
     # --- what must be true ---
 
     def _judge(self) -> None:
-        if self.certain:
-            assert not self.moments, f"the story never came to {[*self.moments]}"
+        assert not self.moments, f"the story never came to {[*self.moments]}"
         logs = "".join(o.log_path.read_text() for o in self.stage.operators)
         assert "Traceback" not in logs, "the operator has a bug"
         assert self.deaths <= self.outcome.deaths, f"the operator died {self.deaths} times"

@@ -85,6 +85,7 @@ def test_a_taken_port_is_a_clear_error(stage: Arena) -> None:
     assert "Traceback" not in operator.log()
 
 
+@pytest.mark.fault("A7")
 @pytest.mark.parametrize("plural", some_in_gate(["ddpjobs", "pods"], "ddpjobs"))
 def test_a_restored_etcd_ends_the_process_and_the_next_one_takes_the_gang_as_it_is(
     stage: Arena, plural: str

@@ -15,11 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from api import restore
 from api.plans import TRACE, Plan, everything, plan_of, play
 from api.story import Play, happenings
-from support import cluster
-from support.arena import arena
 from support.cluster import Cluster
 
 SIDE_BY_SIDE = int(os.environ.get("DDPJOB_PLANS_AT_ONCE", "6"))
@@ -39,10 +36,7 @@ def played(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[[Plan], Play]]:
     """Begins with all plans that were chosen; a test waits for its own."""
-    wanted = [
-        plan for item in request.session.items
-        if (plan := plan_of(item)) and plan.group != "restores"
-    ]  # fmt: skip
+    wanted = [plan for item in request.session.items if (plan := plan_of(item))]
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         plays: dict[str, Future[Play]] = {
             plan.id: pool.submit(play, control_plane, tmp_path_factory.mktemp("plan"), plan)
@@ -77,12 +71,6 @@ def test_a_view_that_is_not_true(played: Callable[[Plan], Play], plan: Plan) -> 
     played(plan)
 
 
-@of("pairs")
-@pytest.mark.fault("O1", "O3", "A4")
-def test_two_faults_in_one_story(played: Callable[[Plan], Play], plan: Plan) -> None:
-    played(plan)
-
-
 @of("pods")
 @pytest.mark.fault("N10")
 def test_a_pod_that_ends_slowly(played: Callable[[Plan], Play], plan: Plan) -> None:
@@ -105,19 +93,3 @@ def test_the_api_server_is_away(played: Callable[[Plan], Play], plan: Plan) -> N
 @pytest.mark.fault("A9")
 def test_rights_are_lost_and_given_back(played: Callable[[Plan], Play], plan: Plan) -> None:
     played(plan)
-
-
-@pytest.fixture(scope="module")
-def spare_plane() -> Iterator[Cluster]:
-    """A control plane that may be killed."""
-    with cluster.control_plane("past") as plane:
-        yield plane
-
-
-@of("restores")
-@pytest.mark.fault("A7")
-def test_the_store_is_set_back(spare_plane: Cluster, tmp_path: Path, plan: Plan) -> None:
-    with arena(spare_plane.kubeconfig, tmp_path, of_many=True) as stage:
-        made = Play(stage)
-        restore.arm(made, plan.place, spare_plane.name)
-        made.run()

@@ -119,7 +119,6 @@ class Proxy:
         self._rest = rest
         self.calls: list[Call] = []
         self.made: list[Call] = []  # writes that the API server took; clear() leaves them
-        self.past: list[Call] = []  # those before the store was set back
         self.faults: list[Fault] = []
         self.kill: Callable[[], None] = lambda: None
         self.notice: Callable[[Call], None] = lambda _: None  # each call, before it is met
