@@ -112,21 +112,6 @@ class History:
         late = [u for u, v in known.items() if u not in listed and v <= _version(listing)]
         return not late and all(u in seen or known.get(u, 0) >= v for u, v in listed.items())
 
-    def pause(self) -> None:
-        """Before the store is set back: what happened until now has been judged."""
-        asyncio.run_coroutine_threadsafe(self._unfollow(), self._loop).result(PATIENCE)
-
-    def begin_anew(self) -> None:
-        """After the store was set back: it begins with what is there."""
-        kept = {"late": self.state.late, "tampered": self.state.tampered}
-        with self._lock:
-            self._events.clear()
-            self._gone.clear()
-            for objects in self.objects.values():
-                objects.clear()
-        self.state, self._checked = State(deposed=True, **kept), 0
-        asyncio.run_coroutine_threadsafe(self._follow_all(), self._loop).result(PATIENCE)
-
     async def _watch(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         connector = aiohttp.TCPConnector(ssl=self._rest.context or True)
