@@ -64,6 +64,11 @@ def test_what_it_refuses_is_one_line_with_the_cure(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device", "/x")
 
+    def went_on(*_: object) -> None:
+        raise AssertionError("it went on")
+
+    for step in ("host.require_space", "cluster.hold", "cluster.require") if user else ():
+        monkeypatch.setattr(f"devcluster.{step}", went_on)
     monkeypatch.setattr(binaries, "toolbox", full)
     monkeypatch.setattr("os.geteuid", lambda: user)
     assert main(["--name", "nobody", *words]) == 1
