@@ -282,13 +282,11 @@ properties:
       # Both ways round, as for the template.
       - rule: self == oldSelf && oldSelf == self
         message: "spec.snapshot is immutable: create a new DDPJob"
-      # It is immutable, so one of before this rule is let alone.
       - rule: >-
-          oldSelf.hasValue() || self.path.startsWith('/') && self.path != '/' && !self.path.endsWith('/')
+          self.path.startsWith('/') && self.path != '/' && !self.path.endsWith('/')
           && !self.path.contains(':') && !self.path.contains('//') && !self.path.contains('$')
           && !self.path.split('/').exists(p, p == '.' || p == '..')
           && !self.path.matches('[\\x00-\\x1f\\x7f]')
-        optionalOldSelf: true
         fieldPath: .path
         message: >-
           spec.snapshot.path must be an absolute directory other than "/", without ":", "//",

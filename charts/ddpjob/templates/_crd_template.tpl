@@ -64,13 +64,7 @@ properties:
         fieldPath: .subdomain
         message: >-
           spec.template.spec.subdomain is set by the operator (<job>): remove it
-      # Jobs of before this rule stay as they are, in every write of the operator, too. By itself the
-      # API server passes over what is unchanged only where each field below has a type here.
-      - rule: >-
-          size(self.containers) == 1 || self.containers.exists(c, c.name == 'trainer')
-          || (oldSelf.hasValue() && size(oldSelf.value().containers) > 1
-          && !oldSelf.value().containers.exists(c, c.name == 'trainer'))
-        optionalOldSelf: true
+      - rule: size(self.containers) == 1 || self.containers.exists(c, c.name == 'trainer')
         fieldPath: .containers
         message: >-
           spec.template.spec.containers: of several containers the one that trains must be named
