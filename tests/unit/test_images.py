@@ -80,10 +80,12 @@ def test_uv_and_a_build_are_told_what_pip_knows(
     told = pypi.uv_environment(settings, {"SSL_CERT_FILE": "/mine.pem"})
     assert "SSL_CERT_FILE" not in told, "the user's own stands"
     assert told["UV_DEFAULT_INDEX"] == "https://mirror.example/a b"
+    assert told["UV_FIND_LINKS"] == "/opt/wheels"
     links = "/opt/wheels https://w.example/"
     assert pypi.reachable_from_elsewhere({"find-links": links}) == {
         "find-links": "https://w.example/"
     }
+    assert pypi.reachable_from_elsewhere({"find-links": "/opt/wheels"}) == {}
     ca = tmp_path / "ca.pem"
     ca.write_text("pem")
     monkeypatch.setattr(pypi, "pip_settings", lambda: {**settings, "cert": str(ca)})
