@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ddpjob_trainer.accelerator import Accelerator, Number, Reading
+from ddpjob_trainer.gpu.accelerator import Accelerator, Number, Reading
 
 
 class Queued(Accelerator):

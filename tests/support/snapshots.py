@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ddpjob_trainer import accelerator
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.environment import Identity
+from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.snapshot.keeper.writer import Writer, data_name
 from ddpjob_trainer.snapshot.layout import Captured, Draft, Shares, lay_out
 from ddpjob_trainer.snapshot.load import Source, Span

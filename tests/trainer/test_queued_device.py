@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
-from ddpjob_trainer import accelerator
 from ddpjob_trainer.environment import DRILL, REPLAY_DIR
+from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.snapshot.ondisk import manifest
 from support.queued import Queued
 from support.snapshots import await_snapshot

@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from ddpjob_trainer import accelerator
+from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.snapshot import load
 from ddpjob_trainer.snapshot import writer as writer_module
 from ddpjob_trainer.snapshot.keeper import client

@@ -239,7 +239,7 @@ def test_a_process_in_wait_that_holds_a_gpu_is_let_go(tmp_path, wait_until, who)
     )  # fmt: skip
     names = (str(driver),)
     (tmp_path / "sitecustomize.py").write_text(
-        f"from ddpjob_trainer import gpu_devices\ngpu_devices._DRIVER = {names!r}\n"
+        f"from ddpjob_trainer.gpu import devices\ndevices._DRIVER = {names!r}\n"
     )
     env = {"PYTHONPATH": f"{tmp_path}:{PATHS}"}
     with launched("--nproc", "2", str(script), env=env) as launcher:

@@ -11,10 +11,10 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from ddpjob_contract import ExitCode
-from ddpjob_trainer import accelerator, gpu_devices
 from ddpjob_trainer.comm.rendezvous import _misfit, _unmatched
 from ddpjob_trainer.data import fetch
 from ddpjob_trainer.errors import ConfigError, HardwareError
+from ddpjob_trainer.gpu import accelerator, devices
 from ddpjob_trainer.state.stateful import stateful
 from ddpjob_trainer.training.shutdown import exit_code_of
 
@@ -55,7 +55,7 @@ def test_by_the_local_rank_or_the_one_that_is_visible(gpus):  # type: ignore[no-
 
 def test_no_gpu_is_fine_where_none_was_given(gpus, monkeypatch):  # type: ignore[no-untyped-def]
     gpus(0, AssertionError("Torch not compiled with CUDA enabled"))
-    monkeypatch.setattr(gpu_devices, "given", lambda env: False)
+    monkeypatch.setattr(devices, "given", lambda env: False)
     assert accelerator.choose("auto", 0, {}) == CPU
     with pytest.raises(ConfigError, match=r"start\(\) asks for one: Torch not compiled"):
         accelerator.choose("cuda", 0, {})
@@ -76,7 +76,7 @@ def test_a_gpu_that_cannot_be_used_is_no_reason_to_train_on_the_cpu(  # type: ig
     gpus, monkeypatch, complaint, kind
 ):
     gpus(0, complaint)
-    monkeypatch.setattr(gpu_devices, "given", lambda env: True)
+    monkeypatch.setattr(devices, "given", lambda env: True)
     with pytest.raises(kind) as error:
         accelerator.choose("auto", 0, {})
     assert type(error.value) is kind
@@ -90,7 +90,7 @@ def test_a_gpu_that_cannot_be_used_is_no_reason_to_train_on_the_cpu(  # type: ig
 def test_what_no_other_node_would_do_better_is_the_users_to_mend(gpus, monkeypatch, tmp_path):  # type: ignore[no-untyped-def]
     """CUDA has the same words for it as for a GPU that is lost."""
     gpus(0, RuntimeError("No CUDA GPUs are available"))
-    monkeypatch.setattr(gpu_devices, "_DEV", tmp_path)
+    monkeypatch.setattr(devices, "_DEV", tmp_path)
     with pytest.raises(ConfigError, match=r"No CUDA GPUs are available\. Ask for nvidia\.com/gpu"):
         accelerator.choose("cuda", 0, {})
     for name in ("nvidia0", "nvidia1"):

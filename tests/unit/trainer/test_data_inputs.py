@@ -27,7 +27,6 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from ddpjob_trainer import accelerator
 from ddpjob_trainer.data.fetch import Batches, Work
 from ddpjob_trainer.data.inputs import Indexed, InputOptions, Place, open_input
 from ddpjob_trainer.data.order import Sequential, Shuffled, Weighted
@@ -35,6 +34,7 @@ from ddpjob_trainer.data.stream import Stream
 from ddpjob_trainer.data.user_samplers import Sampled
 from ddpjob_trainer.data.workers import dying_with_parent
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.gpu import accelerator
 from devcluster import process
 from support.patience import PATIENCE
 

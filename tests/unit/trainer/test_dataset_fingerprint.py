@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from ddpjob_trainer import accelerator
 from ddpjob_trainer.data import dataset_fingerprint
 from ddpjob_trainer.data.inputs import Indexed, InputOptions, Place, open_input
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.training.run_config import take_data
 
 X = torch.randn(40, 3, generator=torch.Generator().manual_seed(1))

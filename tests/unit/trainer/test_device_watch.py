@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpjob_trainer import accelerator
+from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.liveness.hang import WAITING
 from ddpjob_trainer.training.device_watch import DeviceWatch
 from support.patience import PATIENCE

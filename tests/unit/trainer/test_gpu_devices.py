@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob_trainer import gpu_devices
+from ddpjob_trainer.gpu import devices
 
 
 @pytest.fixture
 def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(gpu_devices, "_DEV", tmp_path / "dev")
+    monkeypatch.setattr(devices, "_DEV", tmp_path / "dev")
     (tmp_path / "dev").mkdir()
     for name in ("nvidiactl", "nvidia-uvm", "nvidia-caps", "null"):
         (tmp_path / "dev" / name).touch()
@@ -19,16 +19,16 @@ def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_driver_alone_is_no_gpu(dev: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (gpu_devices.count(), gpu_devices.any_here(), gpu_devices.given({})) == (0, False, False)
+    assert (devices.count(), devices.any_here(), devices.given({})) == (0, False, False)
     (dev / "nvidia10").touch()
-    assert (gpu_devices.count(), gpu_devices.any_here(), gpu_devices.given({})) == (1, True, True)
-    monkeypatch.setattr(gpu_devices, "_DEV", dev / "no such folder")
-    assert not gpu_devices.any_here()
+    assert (devices.count(), devices.any_here(), devices.given({})) == (1, True, True)
+    monkeypatch.setattr(devices, "_DEV", dev / "no such folder")
+    assert not devices.any_here()
 
 
 def test_amds_file_does_not_say_what_to_train_on(dev: Path) -> None:
     (dev / "kfd").touch()
-    assert (gpu_devices.count(), gpu_devices.any_here(), gpu_devices.given({})) == (0, True, False)
+    assert (devices.count(), devices.any_here(), devices.given({})) == (0, True, False)
 
 
 @pytest.mark.parametrize(
@@ -41,14 +41,14 @@ def test_they_are_counted_as_cuda_would(
     for number in range(nodes):
         (dev / f"nvidia{number}").touch()
     env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert gpu_devices.visible(env) == gpus
-    assert gpu_devices.given(env) == (gpus > 0)
+    assert devices.visible(env) == gpus
+    assert devices.given(env) == (gpus > 0)
 
 
 def test_what_a_container_was_given(dev: Path) -> None:
-    assert not gpu_devices.given({"NVIDIA_VISIBLE_DEVICES": "all"}), "its images say so always"
-    assert not gpu_devices.given({"CUDA_VISIBLE_DEVICES": "0"}), "a shell may say so always"
-    assert gpu_devices.given({"NVIDIA_VISIBLE_DEVICES": "GPU-8f7a"})
+    assert not devices.given({"NVIDIA_VISIBLE_DEVICES": "all"}), "its images say so always"
+    assert not devices.given({"CUDA_VISIBLE_DEVICES": "0"}), "a shell may say so always"
+    assert devices.given({"NVIDIA_VISIBLE_DEVICES": "GPU-8f7a"})
 
 
 @pytest.mark.parametrize(
@@ -56,10 +56,10 @@ def test_what_a_container_was_given(dev: Path) -> None:
 )
 def test_a_number_that_no_gpu_has(dev: Path, visible: str, first: str) -> None:
     env = {"CUDA_VISIBLE_DEVICES": visible}
-    assert gpu_devices.misnamed(env) == "", "of none there is nothing to be said"
+    assert devices.misnamed(env) == "", "of none there is nothing to be said"
     for number in range(2):
         (dev / f"nvidia{number}").touch()
-    assert gpu_devices.misnamed(env) == first
+    assert devices.misnamed(env) == first
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_number_that_no_gpu_has(dev: Path, visible: str, first: str) -> None:
 def test_the_drivers_version_is_that_of_its_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str | None, version: str
 ) -> None:
-    monkeypatch.setattr(gpu_devices, "_MODULE", tmp_path / "version")
+    monkeypatch.setattr(devices, "_MODULE", tmp_path / "version")
     if told is not None:
         (tmp_path / "version").write_text(told)
-    assert gpu_devices.driver_version() == version
+    assert devices.driver_version() == version

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from ddpjob_contract import ExitCode
-from ddpjob_trainer import gpu_devices
 from ddpjob_trainer.environment import read_launcher
+from ddpjob_trainer.gpu import devices
 from ddpjob_trainer.launcher import termination
 from ddpjob_trainer.launcher.gang import Gang
 from ddpjob_trainer.launcher.hub.messages import End
@@ -60,7 +60,7 @@ def run_until_nobody(gang: Gang, now: float) -> float:
 
 
 def test_a_worker_that_cannot_be_killed_counts_as_gone_after_10_s(tmp_path, sent, monkeypatch):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(gpu_devices, "_DEV", tmp_path)  # no GPU
+    monkeypatch.setattr(devices, "_DEV", tmp_path)  # no GPU
     gang, said = make_gang(tmp_path)
     gang.ended(NEVER + 1, 3, 1.0)
     gang.stop(1.0, last_words=0)
@@ -75,7 +75,7 @@ def test_a_worker_that_cannot_be_killed_counts_as_gone_after_10_s(tmp_path, sent
 
 def test_where_there_are_gpus_an_end_is_waited_for_longer(tmp_path, sent, monkeypatch):  # type: ignore[no-untyped-def]
     (tmp_path / "nvidia0").touch()
-    monkeypatch.setattr(gpu_devices, "_DEV", tmp_path)
+    monkeypatch.setattr(devices, "_DEV", tmp_path)
     gang, said = make_gang(tmp_path)
     gang.stop(1.0, last_words=0)
     assert run_until_nobody(gang, 1.0) == pytest.approx(61.0, abs=0.1)

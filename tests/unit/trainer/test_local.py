@@ -14,8 +14,9 @@ import pytest
 import ddpjob_contract as contract
 from ddpjob_contract import exits
 from ddpjob_operator.core import observe, render, spec
-from ddpjob_trainer import cli, gpu_devices, stock
+from ddpjob_trainer import cli, stock
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.gpu import devices
 from ddpjob_trainer.local import job as local_job
 from ddpjob_trainer.local import restarts
 from ddpjob_trainer.local.command import alone
@@ -485,7 +486,7 @@ def test_refusals_of_the_command(words, complaint, tmp_path, capsys) -> None:  #
     ],
 )
 def test_a_gpu_for_each_process(has, chosen, expected, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(gpu_devices, "count", lambda: has)
+    monkeypatch.setattr(devices, "count", lambda: has)
     if chosen is not None:
         monkeypatch.setitem(SHELL, "CUDA_VISIBLE_DEVICES", chosen)
     job = plan(body(tmp_path, spec__nprocPerNode=2), tmp_path)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ddpjob_trainer import accelerator
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.training.step_exchange import MOST, LoggedMeans
 
 

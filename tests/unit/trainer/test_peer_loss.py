@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ddpjob_contract import ExitCode
-from ddpjob_trainer.comm.world import brief, peer_loss
+from ddpjob_trainer.comm.peer_loss import brief, peer_loss
 from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.training.shutdown import exit_code_of
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpjob_trainer.accelerator import Accelerator
+from ddpjob_trainer.gpu.accelerator import Accelerator
 from ddpjob_trainer.snapshot import staging, writer
 from ddpjob_trainer.snapshot.part_reports import Report
 from ddpjob_trainer.snapshot.staging import Buffer, Pool

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ddpjob_trainer.comm import teardown
+from ddpjob_trainer.comm import world as world_module
 from ddpjob_trainer.training import teardown as of_run
 from ddpjob_trainer.training.teardown import Teardown
 
@@ -27,12 +27,12 @@ def test_who_leaves_alone_does_not_wait_for_what_is_queued(
 ) -> None:
     done: list[str] = []
     world = SimpleNamespace(abort=lambda: done.append("abort"))
-    monkeypatch.setattr(teardown, "_holders", [])
+    monkeypatch.setattr(world_module, "_holders", [])
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroy"))
-    teardown.leave_group(together=together)
+    world_module.leave_group(together=together)
     assert done == calls
 
 

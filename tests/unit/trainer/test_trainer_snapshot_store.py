@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ddpjob_trainer import accelerator
 from ddpjob_trainer.errors import ConfigError, PeerLostError
+from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.snapshot import load
 from ddpjob_trainer.snapshot.load import Source
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import ddpjob_contract as contract
-from ddpjob_trainer import travels
+from ddpjob_trainer import scripts
 from ddpjob_trainer.arguments import job_name
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.stock import IMAGE
@@ -116,10 +116,10 @@ def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         _check_output(options, files)
         print("---\n".join(_parts(options, name, files, arguments)), end="")
         root = Path() if options.module else Path(next(iter(files), "")).parent
-        for one in travels.forgotten(files, root):
+        for one in scripts.forgotten(files, root):
             note = f"{one}: imported, but does not travel: name it too, if the image lacks it"
             print(f"ddpjob-trainer: {note}", file=sys.stderr)
-        for one in travels.linked_folders(options.files):
+        for one in scripts.linked_folders(options.files):
             note = f"{one}: a linked folder, does not travel: name it too, if the script reads it"
             print(f"ddpjob-trainer: {note}", file=sys.stderr)
     except ConfigError as error:
@@ -162,7 +162,7 @@ def _files(args: argparse.Namespace) -> dict[str, Path]:
     if args.module and not path.is_dir():
         path = path.with_suffix(".py")
     if not args.module:
-        travels.check_script(path)
+        scripts.check_script(path)
     here = path.exists() if args.module else path.is_file()
     in_pods = args.module or args.script.startswith("/")
     if not here and not _on_claim(args) and (args.image == IMAGE or not in_pods):
@@ -170,7 +170,7 @@ def _files(args: argparse.Namespace) -> dict[str, Path]:
         raise ConfigError(f"{path}: no such file here: {cure} name the --image that it is in")
     if not here and args.files:
         raise ConfigError(f"{args.files[0]}: files travel with a script of this machine only")
-    return travels.placed([path, *args.files]) if here else {}
+    return scripts.placed([path, *args.files]) if here else {}
 
 
 def _on_claim(args: argparse.Namespace) -> bool:

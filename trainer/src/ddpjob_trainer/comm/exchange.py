@@ -13,8 +13,9 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from ddpjob_trainer.accelerator import Number, Reading
-from ddpjob_trainer.comm.world import World, peer_loss
+from ddpjob_trainer.comm.peer_loss import peer_loss
+from ddpjob_trainer.comm.world import World
+from ddpjob_trainer.gpu.accelerator import Number, Reading
 
 Sums = dict[str, list[float]]
 Numbers = Mapping[str, Sequence[Number]]

@@ -21,12 +21,13 @@ import torch.distributed.distributed_c10d as distributed_c10d
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from ddpjob_contract import UNRESOLVED
-from ddpjob_trainer import accelerator, failpoints
+from ddpjob_trainer import failpoints
 from ddpjob_trainer.comm import interfaces
-from ddpjob_trainer.comm.teardown import holds_group
-from ddpjob_trainer.comm.world import World, brief, peer_loss
+from ddpjob_trainer.comm.peer_loss import brief, peer_loss
+from ddpjob_trainer.comm.world import World, holds_group
 from ddpjob_trainer.environment import WorkerEnvironment
 from ddpjob_trainer.errors import ConfigError, PeerLostError
+from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.telemetry.console import say
 
 _NEWS_SECONDS = 10.0

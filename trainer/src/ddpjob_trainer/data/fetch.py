@@ -15,10 +15,10 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
-from ddpjob_trainer.accelerator import Accelerator
 from ddpjob_trainer.data import dataset_fingerprint, generators
 from ddpjob_trainer.data.order import Indices, key64, words
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.gpu.accelerator import Accelerator
 
 Collate = Callable[[Sequence[Any]], Any]
 

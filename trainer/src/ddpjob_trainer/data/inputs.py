@@ -14,7 +14,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from ddpjob_trainer.accelerator import Accelerator
 from ddpjob_trainer.arguments import Arguments
 from ddpjob_trainer.data import dataset_fingerprint, fetch
 from ddpjob_trainer.data.dataset_fingerprint import Fingerprint
@@ -33,6 +32,7 @@ from ddpjob_trainer.data.stream import Say, Stream, yields_batches
 from ddpjob_trainer.data.user_samplers import Sampled, is_indexed_loader, options_of
 from ddpjob_trainer.data.workers import WorkerOptions, Workers
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.gpu.accelerator import Accelerator
 
 _COMPARED = 3  # samples of the first step, which every rank makes
 

@@ -22,8 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
-from ddpjob_trainer import gpu_devices, trace
+from ddpjob_trainer import trace
 from ddpjob_trainer.environment import TRACE
+from ddpjob_trainer.gpu import devices
 
 _SAMPLES, _PER_RANK, _CLASSES, _LENGTH = 512, 8, 10, 16
 _HANG_CYCLES = 1 << 40  # of the GPU's clock: minutes
@@ -140,7 +141,7 @@ def _spares() -> dict[str, object]:
     pids = {int(pid) for task in tasks for pid in task.read_text().split()}
     pids -= set(trace.workers(marks).values())  # they may have come from there, too
     waiting = [pid for pid in pids if b"fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    held = [pid for pid in waiting if gpu_devices.driver_opened(str(pid))]
+    held = [pid for pid in waiting if devices.driver_opened(str(pid))]
     return {"waiting": len(waiting), "held": len(held)}
 
 

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpjob_trainer.comm.teardown import holds_group
+from ddpjob_trainer.comm.world import holds_group
 from ddpjob_trainer.options import ModelOptions
 
 

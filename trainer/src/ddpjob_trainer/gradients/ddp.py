@@ -16,11 +16,10 @@ from typing import Any, Protocol
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpjob_trainer.accelerator import Number
-from ddpjob_trainer.comm.teardown import holds_ddp
-from ddpjob_trainer.comm.world import World
+from ddpjob_trainer.comm.world import World, holds_ddp
 from ddpjob_trainer.data.order import DataOrder, Indices, share
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.gpu.accelerator import Number
 from ddpjob_trainer.gradients import determinism
 from ddpjob_trainer.gradients.buckets import CAP_MB, Buckets
 from ddpjob_trainer.gradients.comm_hooks import compress

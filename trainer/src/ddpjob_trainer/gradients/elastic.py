@@ -17,11 +17,10 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpjob_trainer.accelerator import Number
-from ddpjob_trainer.comm.teardown import holds_ddp
-from ddpjob_trainer.comm.world import World
+from ddpjob_trainer.comm.world import World, holds_ddp
 from ddpjob_trainer.data.order import DataOrder
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.gpu.accelerator import Number
 from ddpjob_trainer.gradients import shard_tree
 from ddpjob_trainer.gradients.ddp import Part, Wrapped, without_effect
 from ddpjob_trainer.gradients.shard_tree import Partial

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.optim.swa_utils import AveragedModel
 
-from ddpjob_trainer.accelerator import in_order
-from ddpjob_trainer.comm.world import World, peer_loss
+from ddpjob_trainer.comm.peer_loss import peer_loss
+from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.errors import DivergedError
+from ddpjob_trainer.gpu.accelerator import in_order
 from ddpjob_trainer.state import buffers
 from ddpjob_trainer.state.stateful import Stateful
 

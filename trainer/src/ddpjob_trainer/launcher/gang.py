@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import ddpjob_contract as contract
-from ddpjob_trainer import gpu_faults, trace
+from ddpjob_trainer import trace
+from ddpjob_trainer.gpu import faults
 from ddpjob_trainer.launcher import cgroup
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.output import OutputPump
@@ -146,7 +147,7 @@ class Gang:
         if not exception and status > 0 and not ours:
             exception = self._pump.exception(rank)
         if not ours:
-            status, exception = gpu_faults.judge(status, exception, self._pump.tail(rank))
+            status, exception = faults.judge(status, exception, self._pump.tail(rank))
         if not exception and status < 0 and not ours:
             exception = self._pump.exception(rank, crashed=True)
         oom = "" if ours or local_rank in self._condemned else self._oom(status, exception)

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import ddpjob_contract as contract
 from ddpjob_contract.crd import DEFAULTS
-from ddpjob_trainer import gpu_devices
 from ddpjob_trainer.arguments import MOST_PROCESSES, whole
 from ddpjob_trainer.environment import (
     EVENTS,
@@ -29,12 +28,13 @@ from ddpjob_trainer.environment import (
     terminal_columns,
 )
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.gpu import devices
 from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.processes.source import sets_environment_first, uses_our_library
 from ddpjob_trainer.launcher.scratch import Scratch
 from ddpjob_trainer.liveness.hang import Deadlines
-from ddpjob_trainer.travels import check_notebook
+from ddpjob_trainer.scripts import check_notebook
 
 #: In a DDPJob a volume that the operator mounts.
 _MEMORY = "/dev/shm"
@@ -216,7 +216,7 @@ def make_plan(
         uid=run_id if standalone else env.identity.uid,
         attempt=env.identity.attempt,
         grace_seconds=env.grace_seconds,
-        exit_seconds=_EXIT_SECONDS_WITH_GPUS if gpu_devices.any_here() else _EXIT_SECONDS,
+        exit_seconds=_EXIT_SECONDS_WITH_GPUS if devices.any_here() else _EXIT_SECONDS,
         metrics_port=metrics_port or env.metrics_port,
         termination_log=termination_log,
         standalone=standalone,

@@ -10,9 +10,9 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ddpjob_trainer import gpu_devices
 from ddpjob_trainer.environment import LauncherEnvironment
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.gpu import devices
 
 _HERE: Final = ("localhost", "127.0.0.1", "::1")
 #: Options without a value, and with one, that have no counterpart here; and their cures.
@@ -111,7 +111,7 @@ def _processes(text: str) -> int:
         return int(text)
     if text not in ("gpu", "cpu", "auto"):
         raise ConfigError(f"--nproc-per-node {text} must be a number, gpu, cpu or auto")
-    gpus = gpu_devices.visible(os.environ) if text != "cpu" else 0
+    gpus = devices.visible(os.environ) if text != "cpu" else 0
     if text == "gpu" and not gpus:
         raise ConfigError("--nproc-per-node gpu: this machine shows none; give a number, or cpu")
     return gpus or len(os.sched_getaffinity(0))

@@ -17,7 +17,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.local import job as local_job
 from ddpjob_trainer.local import manifest as manifests
 from ddpjob_trainer.local.attempts import Attempts
-from ddpjob_trainer.travels import check_notebook
+from ddpjob_trainer.scripts import check_notebook
 
 _DESCRIPTION = """\
 Run the DDPJob of a manifest on this machine, without a cluster: a launcher for each replica, with

@@ -21,9 +21,10 @@ import ddpjob_contract as contract
 from ddpjob_contract import exits
 from ddpjob_contract.crd import GRACE_SECONDS
 from ddpjob_contract.environment import Member, Snapshots
-from ddpjob_trainer import gpu_devices, stock
+from ddpjob_trainer import stock
 from ddpjob_trainer.environment import TRACEBACK, outside_of_jobs
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.gpu import devices
 from ddpjob_trainer.local.manifest import Manifest, count, text
 from ddpjob_trainer.local.restarts import Limits, limits_of
 from ddpjob_trainer.local.work import OWN, Work, mounted_at
@@ -153,7 +154,7 @@ class Job:
 
     def _gpus(self, replica: int) -> dict[str, str]:
         """Give each process one GPU, as in pods; with too few the CPU for all."""
-        has = gpu_devices.visible(self.shell)
+        has = devices.visible(self.shell)
         if not has:
             return {}
         chosen = self.shell.get("CUDA_VISIBLE_DEVICES")

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ddpjob_trainer.accelerator import Number
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.errors import DivergedError
+from ddpjob_trainer.gpu.accelerator import Number
 from ddpjob_trainer.telemetry.console import say
 
 #: So many skipped updates are logged one by one; then every hundredth.

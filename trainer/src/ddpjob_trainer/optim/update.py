@@ -14,8 +14,8 @@ from typing import Any, SupportsFloat
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-from ddpjob_trainer.accelerator import Accelerator
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.gpu.accelerator import Accelerator
 
 Parameters = list[torch.nn.Parameter]
 #: Gets the parameters that an update is about to change, by their full names.

@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from ddpjob_trainer.accelerator import in_order
+from ddpjob_trainer.gpu.accelerator import in_order
 from ddpjob_trainer.snapshot.keeper.writer import data_name
 from ddpjob_trainer.snapshot.ondisk import checked_json, data_file
 from ddpjob_trainer.snapshot.ondisk.data_file import Piece

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from ddpjob_trainer.comm.world import peer_loss
+from ddpjob_trainer.comm.peer_loss import peer_loss
 
 #: torch's store closes the connection of who sends it more than 8 MiB at once.
 _MAX_BYTES = 7 << 20

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ddpjob_trainer.accelerator import Accelerator
+from ddpjob_trainer.gpu.accelerator import Accelerator
 from ddpjob_trainer.telemetry.console import say
 
 _PAGE = mmap.PAGESIZE

@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddpjob_trainer.accelerator import Accelerator
 from ddpjob_trainer.errors import PeerLostError
+from ddpjob_trainer.gpu.accelerator import Accelerator
 from ddpjob_trainer.snapshot.keeper.client import END_SECONDS, KeeperProcess
 from ddpjob_trainer.snapshot.keeper.process import GONE
 from ddpjob_trainer.snapshot.layout import Draft

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddpjob_trainer.accelerator import in_order
+from ddpjob_trainer.gpu.accelerator import in_order
 
 #: safetensors' names of element types.
 DTYPES: dict[torch.dtype, str] = {

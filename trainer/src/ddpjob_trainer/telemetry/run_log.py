@@ -11,8 +11,8 @@ from typing import Any, SupportsFloat
 
 import torch
 
-from ddpjob_trainer.accelerator import Number
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.gpu.accelerator import Number
 from ddpjob_trainer.telemetry.event_log import exact
 from ddpjob_trainer.telemetry.sinks import Row
 

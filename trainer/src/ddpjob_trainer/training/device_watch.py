@@ -13,7 +13,7 @@ import time
 from collections import deque
 from typing import Any
 
-from ddpjob_trainer.accelerator import Accelerator
+from ddpjob_trainer.gpu.accelerator import Accelerator
 from ddpjob_trainer.liveness.heartbeat import Activity
 from ddpjob_trainer.telemetry.progress import Progress
 

@@ -12,8 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from ddpjob_trainer.comm.teardown import holds_group
-from ddpjob_trainer.comm.world import World
+from ddpjob_trainer.comm.world import World, holds_group
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gradients.ddp import Averaging, Wrapped
 from ddpjob_trainer.optim import zero

@@ -20,8 +20,8 @@ from typing import Any, Final
 import torch
 
 from ddpjob_contract import Differs, Proof
-from ddpjob_trainer.accelerator import Reading
 from ddpjob_trainer.comm.world import World
+from ddpjob_trainer.gpu.accelerator import Reading
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.progress import Progress
 from ddpjob_trainer.training.replay_records import KEY_BYTES, Comparison, Entry, Records

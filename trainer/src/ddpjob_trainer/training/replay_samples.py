@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddpjob_trainer.accelerator import in_order
+from ddpjob_trainer.gpu.accelerator import in_order
 
 #: Elements that are looked at: of a tensor in a batch, and how many samples of it; of a parameter.
 _ELEMENTS = 512

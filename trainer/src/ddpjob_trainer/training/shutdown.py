@@ -19,9 +19,9 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
 from ddpjob_contract import ExitCode
-from ddpjob_trainer import gpu_faults
-from ddpjob_trainer.comm.world import brief, is_misconfiguration, is_peer_loss, leave
+from ddpjob_trainer.comm.peer_loss import brief, is_misconfiguration, is_peer_loss, leave
 from ddpjob_trainer.errors import ConfigError, DivergedError, HardwareError, PeerLostError
+from ddpjob_trainer.gpu import faults
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training import refusal
@@ -232,7 +232,7 @@ def exit_code_of(error: BaseException) -> int:
     if is_peer_loss(error):
         return ExitCode.PEER_LOST
     if isinstance(error, HardwareError) or (
-        isinstance(error, RuntimeError) and gpu_faults.is_fault(str(error))
+        isinstance(error, RuntimeError) and faults.is_fault(str(error))
     ):
         return ExitCode.HARDWARE
     if isinstance(error, ConfigError) or is_misconfiguration(error):

@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ddpjob_trainer import accelerator, failpoints, trace
+from ddpjob_trainer import failpoints, trace
 from ddpjob_trainer.comm.rendezvous import join
 from ddpjob_trainer.data import fetch
 from ddpjob_trainer.environment import SnapshotSettings, WorkerEnvironment, read_worker
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.gradients import determinism, shard_tree
 from ddpjob_trainer.gradients.ddp import Averaging, DdpAveraging
 from ddpjob_trainer.gradients.elastic import ElasticAveraging

@@ -18,10 +18,10 @@ from typing import SupportsFloat
 
 import torch
 
-from ddpjob_trainer.accelerator import Number
 from ddpjob_trainer.comm.exchange import Exchange, Sent
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.errors import ConfigError, NotCommittedError
+from ddpjob_trainer.gpu.accelerator import Number
 from ddpjob_trainer.optim.nan_policy import NanPolicy
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.run_log import Values

@@ -10,7 +10,7 @@ import atexit
 import sys
 
 from ddpjob_trainer import failpoints
-from ddpjob_trainer.comm.teardown import leave_group
+from ddpjob_trainer.comm.world import leave_group
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training.loop import Loop

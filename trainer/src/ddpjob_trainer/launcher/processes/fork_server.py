@@ -29,7 +29,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-from ddpjob_trainer import gpu_devices
+from ddpjob_trainer.gpu import devices
 
 #: Modules that training imports sooner or later, some as late as in the first step. Found by
 #: comparing sys.modules (tests/trainer/test_spares.py); a missing one costs only time.
@@ -170,7 +170,7 @@ def _preload(control: socket.socket, given: dict[str, Any]) -> str:
             importlib.import_module(name)
         except BaseException as error:
             given["told"].append(f"{name}: {type(error).__name__}: {error}"[:_MOST_TOLD])
-        left = gpu_devices.driver_opened() or ("threads" if _threads_forked() > before else "")
+        left = devices.driver_opened() or ("threads" if _threads_forked() > before else "")
         if left:
             given["told"].append(f"{name}: its import leaves {left} behind"[:_MOST_TOLD])
             given["preload"].remove(name)
@@ -202,7 +202,7 @@ def _wait(line: socket.socket, program: Program, *, called: bool) -> _Script | N
     if not called:
         with contextlib.suppress(BaseException):
             script = _prepare(program)
-    opened = "" if called else gpu_devices.driver_opened()
+    opened = "" if called else devices.driver_opened()
     # A context would hold GPU memory in a process that may never be called.
     send(line, {"unfit": f"an import has opened {opened}"} if opened else {"ready": True}, [])
     request = receive(line)
@@ -337,7 +337,7 @@ def main() -> None:
     if (threads := _threads() - before) > 0:  # a fork carries none of them
         send(control, {"unfit": f"imports have started {threads} threads"}, [])
         os._exit(1)
-    if opened := gpu_devices.driver_opened():
+    if opened := devices.driver_opened():
         send(control, {"unfit": f"an import has opened {opened}"}, [])
         os._exit(1)
     _become(program)

@@ -18,8 +18,8 @@ from typing import Any, SupportsFloat
 
 import torch
 
-from ddpjob_trainer import gpu_devices
 from ddpjob_trainer.errors import ConfigError, HardwareError
+from ddpjob_trainer.gpu import devices
 
 CHOICES = ("auto", "cuda", "cpu")
 #: A number that the host knows, or a tensor of one element on the device.
@@ -183,7 +183,7 @@ class Cuda(Accelerator):
         return {
             "gpu": properties.name,
             "gpu_memory": properties.total_memory >> 30,
-            "driver": gpu_devices.driver_version(),
+            "driver": devices.driver_version(),
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
             "nccl": ".".join(map(str, nccl)),
@@ -341,7 +341,7 @@ def choose(asked: str, local_rank: int, env: Mapping[str, str]) -> torch.device:
     if asked == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        has = gpu_devices.given(env)
+        has = devices.given(env)
         if asked == "auto" and not has:
             return torch.device("cpu")
         raise _unusable("start() asks for one" if asked == "cuda" else "there is one", env, has=has)
@@ -371,9 +371,9 @@ def _unusable(though: str, env: Mapping[str, str], *, has: bool) -> Exception:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
         words = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-    wrong = gpu_devices.misnamed(env)
+    wrong = devices.misnamed(env)
     if wrong:
-        last = gpu_devices.count() - 1
+        last = devices.count() - 1
         cure = f"CUDA_VISIBLE_DEVICES begins with {wrong}, GPUs here are 0 to {last}: leave it out"
     elif has:
         cure = "Look at the node's driver, the pod's runtimeClassName and the image's torch"

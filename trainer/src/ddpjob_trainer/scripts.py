@@ -1,17 +1,17 @@
-"""Choose the files that travel with a script, and their places in its working directory.
+"""Read a user's script files: their imports, and the places of those that travel with a script.
 
-`ddpjob-trainer init` calls it: the folder of that call is the pods' working directory, too. Other
-commands also refuse notebooks by it.
+`ddpjob-trainer init` calls it: the folder of that call is the pods' working directory, too. The
+launcher looks here for a script's imports, and other commands refuse notebooks by it.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.imports import imported, parsed
 
 
 def placed(paths: Sequence[Path]) -> dict[str, Path]:
@@ -82,3 +82,22 @@ def _expanded(paths: Sequence[Path]) -> Iterator[Path]:
                 and not any(part.startswith(".") for part in inner)
             ):
                 yield one
+
+
+def imported(tree: ast.Module | None) -> Iterator[str]:
+    """Yield the names of imported modules, without relative ones."""
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+
+
+def parsed(path: Path) -> ast.Module | None:
+    """Parse a file; None: no readable Python source."""
+    if path.suffix != ".py":
+        return None
+    try:
+        return ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None

@@ -1,0 +1,1 @@
+"""Compute on a GPU: streams and memory, which devices there are, which errors are a GPU's."""
