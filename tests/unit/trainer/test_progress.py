@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from ddpjob_trainer.telemetry import sinks as sinks_module
 from ddpjob_trainer.telemetry.event_log import EventLog, read_events
 from ddpjob_trainer.telemetry.progress import Progress
 from ddpjob_trainer.telemetry.run_log import Pending, checked
-from ddpjob_trainer.telemetry.sinks import Sinks
+from ddpjob_trainer.telemetry.sinks import Log, Sinks
 
 
 class Clock:
@@ -122,15 +121,11 @@ class Recorded:
 
     def __init__(self) -> None:
         self.calls: list[object] = []
+        self.sinks = Sinks({"recorded": self.open})
 
-    def open(self, step: int) -> None:
+    def open(self, step: int) -> Log:
         self.calls.append(("open", step))
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.calls.append((step, dict(values)))
-
-    def close(self) -> None:
-        self.calls.append("closed")
+        return lambda step, values: self.calls.append((step, values))
 
 
 def test_where_lines_are_far_apart_the_rate_is_of_the_last_minutes(tmp_path, clock, capsys):  # type: ignore[no-untyped-def]
@@ -151,7 +146,7 @@ def test_where_lines_are_far_apart_the_rate_is_of_the_last_minutes(tmp_path, clo
 
 def test_sinks_get_the_runs_numbers_every_few_steps(tmp_path, clock, capsys):  # type: ignore[no-untyped-def]
     sink = Recorded()
-    progress = make(tmp_path, sinks=Sinks({"recorded": sink}))
+    progress = make(tmp_path, sinks=sink.sinks)
     rates = {"learning_rate": 0.5}
     progress.built(lambda: dict(rates))
     progress.resumed(2)
@@ -161,13 +156,13 @@ def test_sinks_get_the_runs_numbers_every_few_steps(tmp_path, clock, capsys):  #
     progress.close()
     progress.close()
     values = {"loss": 0.75, "samples_per_second": 8.0, "learning_rate": 0.5}
-    assert sink.calls == [("open", 2), (4, values), "closed"]
+    assert sink.calls == [("open", 2), (4, values)]
 
 
 def test_what_the_script_logs_is_told_when_its_step_has_ended(tmp_path, clock, capsys):  # type: ignore[no-untyped-def]
     sink = Recorded()
     events = tmp_path / "events"
-    progress = make(tmp_path, sinks=Sinks({"recorded": sink}), events=EventLog(events))
+    progress = make(tmp_path, sinks=sink.sinks, events=EventLog(events))
     progress.log(0, {"parameters": 12.0})
     progress.built(dict)
     progress.resumed(0)
@@ -183,20 +178,20 @@ def test_what_the_script_logs_is_told_when_its_step_has_ended(tmp_path, clock, c
     progress.log(2, {"final": math.nan})  # after the loop nothing is waited for
     assert list(read_events(events))[-1]["values"] == {"final": "nan"}
     progress.close()
-    assert [call[0] for call in sink.calls[1:-1]] == [0, 1, 2, 2]  # type: ignore[index]
+    assert [call[0] for call in sink.calls[1:]] == [0, 1, 2, 2]  # type: ignore[index]
     assert "loss" not in sink.calls[3][1], "the script's own comes first"  # type: ignore[index]
 
 
 def test_a_resumed_run_does_not_repeat_what_it_logged_before_the_loop(tmp_path, clock, capsys):  # type: ignore[no-untyped-def]
     sink = Recorded()
-    progress = make(tmp_path, sinks=Sinks({"recorded": sink}))
+    progress = make(tmp_path, sinks=sink.sinks)
     progress.log(0, {"parameters": 12.0})
     progress.log(9, {"ahead": 1.0})
     progress.resumed(6)
     progress.log(7, {"accuracy": 0.5})
     progress.close()
     assert sink.calls == [
-        ("open", 6), (9, {"ahead": 1.0}), (7, {"accuracy": 0.5}), "closed",
+        ("open", 6), (9, {"ahead": 1.0}), (7, {"accuracy": 0.5}),
     ]  # fmt: skip
 
 

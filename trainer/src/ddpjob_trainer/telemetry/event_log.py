@@ -8,15 +8,18 @@ imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ddpjob_trainer.errors import ConfigError
+
+_LONGEST_LINE: Final = 1 << 20
 
 
 def exact(value: float) -> float | str:
@@ -69,22 +72,12 @@ class EventLog:
 
 def _cut_torn_line(path: Path) -> None:
     """Remove a last line without its end, left by a killed writer."""
-    try:
-        with path.open("rb+") as file:
-            end = file.seek(0, os.SEEK_END)
-            at = end
-            while at > 0:
-                start = max(0, at - 4096)
-                file.seek(start)
-                found = file.read(at - start).rfind(b"\n")
-                if found >= 0:
-                    at = start + found + 1
-                    break
-                at = start
-            if at < end:
-                file.truncate(at)
-    except FileNotFoundError:
-        return
+    with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        start = file.seek(max(0, end - _LONGEST_LINE))
+        whole = start + file.read(end - start).rfind(b"\n") + 1
+        if whole < end:
+            file.truncate(whole)
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from ddpjob_contract import Proof, Resumed
 from ddpjob_trainer.liveness.heartbeat import ACTIVITIES, Activity, Phase, RankStateWriter
 from ddpjob_trainer.telemetry.console import Display, say
 from ddpjob_trainer.telemetry.event_log import EventLog, exact
 from ddpjob_trainer.telemetry.metrics import Metrics
-from ddpjob_trainer.telemetry.run_log import Pending, Values, packed, unpacked
+from ddpjob_trainer.telemetry.run_log import Pending, Values
 from ddpjob_trainer.telemetry.sinks import CLOSE_SECONDS, HURRY_SECONDS, Sinks
 
 _LOG_LINES = 40  # in a whole run, when log_every is not given
@@ -134,18 +133,15 @@ class Progress:
 
     # --- Events --------------------------------------------------------------------------
 
-    def resumed(self, step: int, stored: Mapping[str, Any] | None = None) -> None:
-        """Record that training continues after ``step`` finished steps.
-
-        ``stored``: the result of curves() in the snapshot.
-        """
+    def resumed(self, step: int) -> None:
+        """Record that training continues after ``step`` finished steps."""
         self._metrics.stage("load", time.monotonic() - self._since)
         self.at("data")
         self._marks = ((step, self._since),) * 2
         self._last = self._since
         self._writer.update(step=step)
         self._event("resume", step=step)
-        self._sinks.open(step, unpacked((stored or {}).get("untold")))
+        self._sinks.open(step)
         self._pending.begin(step)
 
     def began_from(self, snapshot: Resumed) -> None:
@@ -159,10 +155,6 @@ class Progress:
             self._metrics.set("resume_proven", float(proof["equal"]))
         if self._rank == 0:
             self._writer.proven(proof)
-
-    def curves(self) -> dict[str, Any]:
-        """Return what a snapshot keeps so that sinks continue without a gap, for JSON."""
-        return {"untold": packed(self._sinks.untaken())}
 
     def body_ended(self) -> None:
         """Record the end of the script's part of a step, before stepped()."""

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from numbers import Real
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
 
 import torch
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu.accelerator import Number
-from ddpjob_trainer.telemetry.event_log import exact
-from ddpjob_trainer.telemetry.sinks import Row
 
 Keep = Callable[[torch.Tensor], Number]
 Values = Mapping[str, SupportsFloat]  # converted when they are published
@@ -27,16 +25,10 @@ def checked(values: Mapping[str, object], keep: Keep = torch.Tensor.item) -> Val
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"run.log() needs a dict of numbers by name, not {values!r:.80}")
-    return {
-        _name(name): number_of(f"run.log(): {name!r}", value, keep)
-        for name, value in values.items()
-    }
-
-
-def _name(name: object) -> str:
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"run.log(): names must be strings, not {name!r}")
-    return name
+    for name in values:
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"run.log(): names must be strings, not {name!r}")
+    return {name: number_of(f"run.log(): {name!r}", value, keep) for name, value in values.items()}
 
 
 def number_of(what: str, value: object, keep: Keep = torch.Tensor.item) -> Number:
@@ -53,25 +45,6 @@ def number_of(what: str, value: object, keep: Keep = torch.Tensor.item) -> Numbe
     raise ConfigError(
         f"{what} is a {type(value).__name__}; give a number or a tensor of one element"
     )
-
-
-def packed(rows: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
-    """Pack rows by sink for JSON; their values read back bit for bit."""
-    return {
-        sink: [[step, {name: exact(value) for name, value in row.items()}] for step, row in one]
-        for sink, one in rows.items()
-    }
-
-
-def unpacked(stored: Any) -> dict[str, list[Row]]:
-    """Return the rows of packed(); empty, if the form is another."""
-    try:
-        return {
-            sink: [(int(step), {n: float(v) for n, v in row.items()}) for step, row in rows]
-            for sink, rows in stored.items()
-        }
-    except (TypeError, ValueError, AttributeError):
-        return {}
 
 
 class Pending:

@@ -165,7 +165,6 @@ class Keeping:
 
     def _save(self, done: int, *, last: bool, finished: bool) -> None:
         self._config |= {
-            **self._progress.curves(),
             "best": packed(self.best),
             "modes": self._trained.modes.changed(),
             "orders": orders_since(self._order, done),

@@ -124,7 +124,7 @@ class Loop:
         process = self._process
         self._trained.begin()
         with process.shutdown.peers("the start of run.steps()"):
-            stored = self.kept.restore()
+            self.kept.restore()
         done = self.finished_steps = self.kept.resumed_after
         if self.kept.finished:
             process.progress.plan(done)
@@ -134,7 +134,7 @@ class Loop:
             with process.shutdown.peers("the start of run.steps()"):
                 self.kept.compare_samples()
         self.guard.scheduled()
-        process.progress.resumed(done, stored)
+        process.progress.resumed(done)
         process.recorder.resumed(done, self._epoch_steps())
         process.drill.begin(done, epoch=self._epoch_steps(), total=self._total)
         trace.mark("loaded")

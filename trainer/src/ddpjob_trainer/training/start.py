@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +32,7 @@ from ddpjob_trainer.snapshot.remote.client import check_upload
 from ddpjob_trainer.telemetry.console import Display
 from ddpjob_trainer.telemetry.event_log import EventLog
 from ddpjob_trainer.telemetry.progress import Progress
-from ddpjob_trainer.telemetry.sinks import Called, Sink, Sinks
-from ddpjob_trainer.telemetry.tensorboard import TensorBoard
+from ddpjob_trainer.telemetry.sinks import Opener, Sinks, tensorboard
 from ddpjob_trainer.training import refusal
 from ddpjob_trainer.training.call_mismatch import CallMismatch
 from ddpjob_trainer.training.drill import Drill
@@ -243,14 +243,14 @@ def _begin_in(settings: SnapshotSettings, total_steps: int) -> None:
     _BEGUN[directory] = total_steps
 
 
-def _sinks(asked: Reporting, env: WorkerEnvironment) -> dict[str, Sink]:
+def _sinks(asked: Reporting, env: WorkerEnvironment) -> dict[str, Opener]:
     """Return where rank 0 sends the run's curves, by name."""
-    found: dict[str, Sink] = {}
+    found: dict[str, Opener] = {}
     board = asked.tensorboard_dir or env.tensorboard_dir
     if board is not None:
-        found["tensorboard"] = TensorBoard(os.fspath(board))
-    if asked.log is not None:
-        found["log"] = Called(asked.log)
+        found["tensorboard"] = partial(tensorboard, os.fspath(board))
+    if (log := asked.log) is not None:
+        found["log"] = lambda _: log
     return found
 
 
