@@ -72,11 +72,7 @@ def test_a_launcher_in_a_gang_needs_the_gangs_variables():  # type: ignore[no-un
     assert env.final_exit_codes == frozenset()
     codes = "DDPJOB_IN_PLACE_FINAL_EXIT_CODES"
     assert read_launcher({**gang, codes: "3,42"}).final_exit_codes == {3, 42}
-    with pytest.raises(ConfigError, match=codes):
-        read_launcher({**gang, codes: "3;42"})
     assert (env.replica, env.replicas, env.nproc, env.master) == (1, 3, 2, ("a", 29500))
-    with pytest.raises(ConfigError, match="must be below PET_NNODES=3"):
-        read_launcher({**gang, "DDPJOB_REPLICA": "3"})
     with pytest.raises(ConfigError, match="PET_NPROC_PER_NODE='auto'"):
         read_launcher({**gang, "PET_NPROC_PER_NODE": "auto"})
 

@@ -63,13 +63,6 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def word(name: str, value: Any) -> str:
-    """Return a string."""
-    if not isinstance(value, str):
-        raise _odd(name, value, "must be a string")
-    return value
-
-
 def place(name: str, value: Any) -> Path:
     """Return a path; refuse an empty one, which would mean the working directory."""
     try:
@@ -81,32 +74,6 @@ def place(name: str, value: Any) -> Path:
     return Path(text)
 
 
-def function(name: str, value: Any) -> Any:
-    """Return a function."""
-    if not callable(value):
-        raise _odd(name, value, "must be a function")
-    return value
-
-
-def several(name: str, value: Any) -> Any:
-    """Return names with commas between them, or a list of names."""
-    if not isinstance(value, str | list | tuple | set | frozenset):
-        raise _odd(name, value, "must be names with commas between them, or a list")
-    return value
-
-
-def _mapping(name: str, value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        raise _odd(name, value, "must be a dict")
-    return value
-
-
-def _scaler(name: str, value: Any) -> Any:
-    if not all(callable(getattr(value, part, None)) for part in ("scale", "unscale_", "update")):
-        raise _odd(name, value, "must be a torch.amp.GradScaler")
-    return value
-
-
 def _backend(name: str, value: Any) -> Any:
     if isinstance(value, str) and value:
         return value
@@ -115,24 +82,39 @@ def _backend(name: str, value: Any) -> Any:
     return flag(name, value)
 
 
-def _anything(name: str, value: Any) -> Any:
-    return value
+def _is_scaler(value: Any) -> bool:
+    return all(callable(getattr(value, part, None)) for part in ("scale", "unscale_", "update"))
 
 
+def _of(what: str, fits: Callable[[Any], bool]) -> Callable[[str, Any], Any]:
+    """Make the check of a kind that is taken as it is."""
+
+    def check(name: str, value: Any) -> Any:
+        if not fits(value):
+            raise _odd(name, value, f"must be {what}")
+        return value
+
+    return check
+
+
+function = _of("a function", callable)
+_LISTS = (str, list, tuple, set, frozenset)
 _KINDS: Mapping[str, Callable[..., Any]] = {
     "int": whole,
     "float": real,
     "bool": flag,
-    "str": word,
     "bool | str": _backend,
     "Path": place,
-    "Several": several,
+    "str": _of("a string", lambda value: isinstance(value, str)),
+    "Several": _of(
+        "names with commas between them, or a list", lambda value: isinstance(value, _LISTS)
+    ),
     "fetch.Collate": function,
     "Collate": function,
     "Log": function,
-    "Mapping[str, Any]": _mapping,
-    "torch.amp.GradScaler": _scaler,
-    "Any": _anything,  # checked where it is used
+    "Mapping[str, Any]": _of("a dict", lambda value: isinstance(value, Mapping)),
+    "torch.amp.GradScaler": _of("a torch.amp.GradScaler", _is_scaler),
+    "Any": _of("anything", lambda value: True),  # checked where it is used
 }
 #: A field's metadata that its check gets.
 _BOUNDS = ("least", "most")

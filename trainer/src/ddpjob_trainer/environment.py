@@ -88,7 +88,6 @@ class WorkerEnvironment:
     rank: int
     world_size: int
     local_rank: int
-    local_world_size: int
     master: tuple[str, int] | None
     interfaces: str  # for gloo, with commas between, "": its own choice
     agent_store: bool  # torchrun's agent already serves the store
@@ -141,16 +140,6 @@ def _integer(env: Mapping[str, str], name: str, default: int, *, least: int = 0)
     if value < least:
         raise ConfigError(f"{name}={value} is too small: at least {least}")
     return value
-
-
-def _exit_codes(env: Mapping[str, str], name: str) -> frozenset[int]:
-    text = env.get(name, "")
-    if not text:
-        return frozenset()
-    try:
-        return frozenset(map(int, text.split(",")))
-    except ValueError:
-        raise ConfigError(f"{name}={text!r} must be exit codes, such as 3,42") from None
 
 
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
@@ -215,8 +204,8 @@ def _drill(env: Mapping[str, str]) -> DrillSettings:
     return DrillSettings(mode, int(launcher), float(begun))
 
 
-def _place(env: Mapping[str, str]) -> tuple[int, int, int, int]:
-    """Return rank, world size, local rank, local world size."""
+def _place(env: Mapping[str, str]) -> tuple[int, int, int]:
+    """Return rank, world size, local rank."""
     given = [name for name in ("RANK", "WORLD_SIZE") if env.get(name)]
     if not given:
         processes = _integer(env, "PET_NNODES", 1) * _integer(env, "PET_NPROC_PER_NODE", 1)
@@ -225,19 +214,14 @@ def _place(env: Mapping[str, str]) -> tuple[int, int, int, int]:
                 "RANK and WORLD_SIZE are not set, but this pod is one of a gang: start the script"
                 " with `ddpjob-trainer run script.py` or with torchrun"
             )
-        return 0, 1, 0, 1
+        return 0, 1, 0
     if len(given) == 1:
         raise ConfigError(f"{given[0]} is set, so RANK and WORLD_SIZE must both be set")
     rank = _integer(env, "RANK", 0)
     world = _integer(env, "WORLD_SIZE", 1, least=1)
     if rank >= world:
         raise ConfigError(f"RANK={rank} must be below WORLD_SIZE={world}")
-    return (
-        rank,
-        world,
-        _integer(env, "LOCAL_RANK", 0),
-        _integer(env, "LOCAL_WORLD_SIZE", 1, least=1),
-    )
+    return rank, world, _integer(env, "LOCAL_RANK", 0)
 
 
 def _master(env: Mapping[str, str]) -> tuple[str, int] | None:
@@ -293,7 +277,7 @@ def _path(env: Mapping[str, str], name: str) -> Path | None:
 
 def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
     """Read a worker's variables. Raises ConfigError where they contradict each other."""
-    rank, world, local_rank, local_world = _place(env)
+    rank, world, local_rank = _place(env)
     master = _master(env)
     if world > 1 and master is None:
         raise ConfigError(f"WORLD_SIZE={world} needs MASTER_ADDR and MASTER_PORT")
@@ -302,7 +286,6 @@ def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
         rank=rank,
         world_size=world,
         local_rank=local_rank,
-        local_world_size=local_world,
         master=master if world > 1 else None,
         interfaces=env.get("GLOO_SOCKET_IFNAME", ""),
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
@@ -328,23 +311,19 @@ def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
     """Read a launcher's variables. Raises ConfigError where a gang's are incomplete."""
     replica = env.get(contract.REPLICA, "")
     master = _master(env)
-    nproc = env.get("PET_NPROC_PER_NODE") or env.get(contract.NPROC_PER_NODE) or ""
     if replica and master is None:
         raise ConfigError(f"{contract.REPLICA} is set, so MASTER_ADDR and MASTER_PORT must be too")
     name, heal = contract.IN_PLACE_MAX_WITHOUT_PROGRESS, contract.HEAL_AFTER_SECONDS
     replicas = _integer(env, "PET_NNODES", _integer(env, contract.REPLICAS, 1), least=1)
-    index = _integer(env, contract.REPLICA, 0)
-    if replica and index >= replicas:
-        raise ConfigError(f"{contract.REPLICA}={index} must be below PET_NNODES={replicas}")
-    if nproc and not nproc.isdigit():
-        raise ConfigError(f"PET_NPROC_PER_NODE={nproc!r} must be a number; the operator sets it")
+    nproc = _integer(env, "PET_NPROC_PER_NODE", _integer(env, contract.NPROC_PER_NODE, 0))
+    final = env.get(contract.IN_PLACE_FINAL_EXIT_CODES)
     drill = env.get(contract.DRILL) or "Auto"
     if drill not in _DRILL:
         raise ConfigError(f"{contract.DRILL}={drill!r} must be one of {', '.join(_DRILL)}")
     return LauncherEnvironment(
-        replica=index if replica else None,
+        replica=_integer(env, contract.REPLICA, 0) if replica else None,
         replicas=replicas if replica else 1,
-        nproc=int(nproc) if nproc else None,
+        nproc=nproc or None,
         master=master if replica else None,
         identity=_identity(env),
         grace_seconds=_seconds(env, contract.GRACE_SECONDS, GRACE_SECONDS),
@@ -353,7 +332,7 @@ def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
         rounds_without_progress=_integer(env, name, 0) if env.get(name) else None,
         heal_after=_integer(env, heal, 0) if env.get(heal) else None,
         progress_path=_path(env, contract.PROGRESS_PATH),
-        final_exit_codes=_exit_codes(env, contract.IN_PLACE_FINAL_EXIT_CODES),
+        final_exit_codes=frozenset(map(int, final.split(","))) if final else frozenset(),
         drill=drill,
         trace=_path(env, TRACE),
         deadlines=_deadlines(env),

@@ -21,7 +21,6 @@ import torch
 from ddpjob_trainer.errors import ConfigError, HardwareError
 from ddpjob_trainer.gpu import devices
 
-CHOICES = ("auto", "cuda", "cpu")
 #: A number that the host knows, or a tensor of one element on the device.
 Number = float | torch.Tensor
 
@@ -335,7 +334,7 @@ def of(device: torch.device) -> Accelerator:
 def choose(asked: str, local_rank: int, env: Mapping[str, str]) -> torch.device:
     """Return the device of this process, and make it CUDA's current one.
 
-    ``asked``: one of CHOICES; auto is a GPU where the container has one. Raises ConfigError or
+    ``asked``: auto, cuda or cpu; auto is a GPU where the container has one. Raises ConfigError or
     HardwareError rather than train on the CPU where a GPU was meant.
     """
     if asked == "cpu":
