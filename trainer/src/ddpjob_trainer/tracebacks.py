@@ -14,12 +14,11 @@ MOST = 400
 _SURVIVED_LINES = 200
 #: torch's prefix of traceback lines once a process group exists; torchrun has its own.
 _PREFIX = re.compile(r"^(?:\[\w+\]: ?)+")
-_HEADER = re.compile(r"(?P<group>\+ Exception Group )?Traceback \(most recent call last\):$")
+_HEADER = re.compile(r"Traceback \(most recent call last\):$")
 _EXCEPTION = re.compile(r"^[^\W\d][\w.<>]*(?::(?: .*)?)?$")
 _SYNTAX = re.compile(r'^  File ".*", line \d+$')  # of code that never ran, without a header
 _SYNTAX_ERROR = re.compile(r"^(Syntax|Indentation|Tab)Error: ")
-_BAR = re.compile(r"^ *\| ?")  # beside the lines of a group
-_RULE = re.compile(r"^ *\+[-+]*-+ (\d+|\.\.\.) -+$")  # before each part of one
+_GROUP = re.compile(r"^ *[|+][-+| ]*")  # before the lines of an exception group
 _FATAL = "Fatal Python error: "
 _WHERE = re.compile(r'^  File (".*", line \d+ in .*)$')
 #: After these lines an exception did not end the program.
@@ -56,9 +55,6 @@ class Tracebacks:
         self._aside = False
         self._inside = False  # a traceback; its exception follows
         self._syntax = False
-        self._group = ""  # its own exception, once known
-        self._in_group = False
-        self._first_part = True  # of the group
         self._message: list[str] | None = None  # lines that may continue
         self._prefixed = False
         self._previous = ""  # the last line that is not empty
@@ -71,9 +67,10 @@ class Tracebacks:
 
     def feed(self, line: str) -> None:
         """Take in the next line, without its end."""
-        plain = _PREFIX.sub("", line)
-        if header := _HEADER.search(plain):
-            self._begin(bool(header["group"]), plain)
+        of_rank = _PREFIX.match(line) is not None
+        plain = _GROUP.sub("", _PREFIX.sub("", line))
+        if _HEADER.search(plain):
+            self._begin()
         elif plain.startswith(_FATAL):
             self.fatal = shorten(plain)
         elif self.fatal and plain.startswith("Current thread "):
@@ -82,13 +79,11 @@ class Tracebacks:
             place = _WHERE.match(plain)
             self.fatal = shorten(self.fatal + (f": {place[1]}" if place else ""))
             self._where = False
-        elif self._in_group:
-            self._of_group(plain)
         elif self._inside:
-            self._of_traceback(line, plain)
+            self._of_traceback(plain, of_rank=of_rank)
         elif _SYNTAX.match(plain):
             self._inside = self._syntax = True
-        elif self._message is None or not self._goes_on(line, plain):
+        elif self._message is None or not self._goes_on(plain, of_rank=of_rank):
             self._message = None
             self._since += 1
             if self._since > _SURVIVED_LINES:
@@ -96,15 +91,12 @@ class Tracebacks:
         if plain.strip():
             self._previous = plain
 
-    def _begin(self, group: bool, line: str) -> None:
-        if self._in_group and _BAR.match(line):
-            return  # of a part
+    def _begin(self) -> None:
         chained = self._previous.startswith(_CHAINED)
         self._aside = self._previous.startswith(_ASIDE) or (chained and self._aside)
         self._inside, self._syntax, self._message = True, False, None
-        self._in_group, self._group, self._first_part = group, "", True
 
-    def _of_traceback(self, line: str, plain: str) -> None:
+    def _of_traceback(self, plain: str, *, of_rank: bool) -> None:
         """Skip a frame, or take the exception at last."""
         if not plain or plain.startswith(" "):
             return
@@ -112,18 +104,18 @@ class Tracebacks:
             self._inside = not self._syntax  # else another process prints in between
             return
         self._inside = False
-        self._prefixed = plain != line
+        self._prefixed = of_rank
         self._message = [plain]
         self._keep(plain)
 
-    def _goes_on(self, line: str, plain: str) -> bool:
+    def _goes_on(self, plain: str, *, of_rank: bool) -> bool:
         """Return whether a line continues the message; without the prefix it may be another's."""
         assert self._message is not None
         open_ended = self._message[-1].endswith(":") or plain.startswith((" ", "\t"))
         if (
             not plain.strip()
             or _LOGGED.match(plain)
-            or not (plain != line if self._prefixed else open_ended)
+            or not (of_rank if self._prefixed else open_ended)
         ):
             return False
         if plain.startswith(_CPP_FRAMES):
@@ -132,20 +124,6 @@ class Tracebacks:
             self._message.append(plain.strip())
             self._keep(" ".join(self._message))
         return True
-
-    def _of_group(self, plain: str) -> None:
-        """Take the group's own exception, then that of its first part, as it was raised."""
-        if rule := _RULE.match(plain):
-            self._first_part = self._first_part and rule[1] == "1"
-            return
-        text = _BAR.sub("", plain)
-        if text == plain or not _EXCEPTION.match(text):
-            return
-        if not self._group:
-            self._group = text
-            self._keep(text)
-        elif self._first_part:
-            self._keep(f"{self._group}: {text}")
 
     def _keep(self, text: str) -> None:
         self._since = 0
