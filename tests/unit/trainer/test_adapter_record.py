@@ -19,8 +19,13 @@ def rank(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     told = {STATE_DIR: str(tmp_path), "RANK": str(found), "WORLD_SIZE": "3"}
     for name, value in {**told, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(record, "_record", None)
+    monkeypatch.setattr(record, "RECORD", record.Record())
     return found
+
+
+def begin(**options: int) -> record.Record:
+    record.RECORD.begin(**options)
+    return record.RECORD
 
 
 def seen(directory: Path, rank: int = 0) -> RankState:
@@ -30,7 +35,7 @@ def seen(directory: Path, rank: int = 0) -> RankState:
 
 
 def test_a_run_from_its_resume_to_its_end(tmp_path: Path, rank: int):
-    mine = record.begin(step=10, total_steps=30)
+    mine = begin(step=10, total_steps=30)
     first = seen(tmp_path)
     assert (first.phase, first.step, first.total_steps, first.pid) == (
         "startup", 10, 30, os.getpid())  # fmt: skip
@@ -55,7 +60,7 @@ def test_a_run_from_its_resume_to_its_end(tmp_path: Path, rank: int):
 
 
 def test_a_checkpoint_before_the_first_step_leaves_the_time_of_a_start(tmp_path: Path, rank: int):
-    mine = record.begin()
+    mine = begin()
     mine.saving()
     mine.saved(0)
     assert seen(tmp_path).phase == "startup"
@@ -63,7 +68,7 @@ def test_a_checkpoint_before_the_first_step_leaves_the_time_of_a_start(tmp_path:
 
 @pytest.mark.parametrize("rank", [1], indirect=True)
 def test_only_rank_0_says_that_a_checkpoint_is_written(tmp_path: Path, rank: int):
-    mine = record.begin()
+    mine = begin()
     mine.saving()
     mine.saved(5)
     assert seen(tmp_path, 1).snapshot_step == -1
@@ -78,7 +83,7 @@ def test_a_loss_is_read_now_and_then_and_whatever_it_is_it_stops_nothing(tmp_pat
             reads += 1
             raise RuntimeError("of several elements")
 
-    mine = record.begin()
+    mine = begin()
     for step in range(100):
         mine.stepped(step + 1, Loss())
     assert 1 <= reads < 100
@@ -88,7 +93,7 @@ def test_a_loss_is_read_now_and_then_and_whatever_it_is_it_stops_nothing(tmp_pat
 
 
 def test_a_data_loaders_worker_is_no_rank(tmp_path: Path, rank: int):
-    mine = record.begin()
+    mine = begin()
     before = seen(tmp_path)
     pid = os.fork()
     if not pid:
@@ -100,11 +105,18 @@ def test_a_data_loaders_worker_is_no_rank(tmp_path: Path, rank: int):
 
 
 def test_a_total_that_nobody_knows_is_not_told(tmp_path: Path, rank: int):
-    record.begin().stepped(7)
+    begin().stepped(7)
     body = state_body(seen(tmp_path), attempt=1, round_=0)
     assert (body["step"], "totalSteps" in body) == (7, False)
 
 
-def test_hooks_before_the_record_do_nothing(rank: int):
+def test_calls_before_training_begins_do_nothing(tmp_path: Path, rank: int):
+    """Such as those of Lightning's sanity check."""
     record.forward_begins()
     record.forward_ends()
+    record.RECORD.stepped(1, 0.5)
+    record.RECORD.saving()
+    record.RECORD.saved(1)
+    record.RECORD.failed(ValueError())
+    record.RECORD.ended()
+    assert list(tmp_path.iterdir()) == []

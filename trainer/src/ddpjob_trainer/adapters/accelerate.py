@@ -7,10 +7,12 @@ of life.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial
 from typing import Any
 
-from ddpjob_trainer.adapters import record
+from ddpjob_trainer.adapters.record import RECORD, forward_begins
+
+Theirs = Callable[..., Any]
 
 
 def follow(accelerator: Any, *, step: int = 0, total_steps: int = 0) -> None:
@@ -23,80 +25,61 @@ def follow(accelerator: Any, *, step: int = 0, total_steps: int = 0) -> None:
     following = _Following(accelerator, step, total_steps)
     for name in ("prepare_model", "backward", "log", "save_state", "end_training"):
         theirs = getattr(accelerator, name)
-        setattr(accelerator, name, wraps(theirs)(getattr(following, name)(theirs)))
+        setattr(accelerator, name, partial(getattr(following, name), theirs))
 
 
 class _Following:
-    """Wrappers for the methods of one Accelerator."""
+    """Methods for one Accelerator in the place of its own, ``theirs``."""
 
     def __init__(self, accelerator: Any, step: int, total_steps: int) -> None:
         self._accelerator = accelerator
         self._step = step
         self._total = total_steps
-        self._record: record.Record | None = None
         self._logs = False  # the script logs losses itself
 
-    def prepare_model(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def prepare_model(self, theirs: Theirs, *args: Any, **more: Any) -> Any:
         """Give a sign of life at every forward, in evaluations too."""
+        model = theirs(*args, **more)
+        model.register_forward_pre_hook(forward_begins)
+        return model
 
-        def prepare_model(*args: Any, **more: Any) -> Any:
-            model = theirs(*args, **more)
-            model.register_forward_pre_hook(record.forward_begins)
-            return model
-
-        return prepare_model
-
-    def backward(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(self, theirs: Theirs, loss: Any, **more: Any) -> None:
         """Count a step at the backward pass of its last micro-batch."""
+        if not RECORD.begun:
+            RECORD.begin(step=self._step, total_steps=self._total)
+        RECORD.at("backward")
+        theirs(loss, **more)
+        if self._accelerator.sync_gradients:
+            self._step += 1
+            RECORD.stepped(self._step, None if self._logs else loss.detach())
+        else:
+            RECORD.at("data")
 
-        def backward(loss: Any, **more: Any) -> None:
-            mine = self._record = self._record or record.begin(
-                step=self._step, total_steps=self._total
-            )
-            mine.at("backward")
-            theirs(loss, **more)
-            if self._accelerator.sync_gradients:
-                self._step += 1
-                mine.stepped(self._step, None if self._logs else loss.detach())
-            else:
-                mine.at("data")
-
-        return backward
-
-    def log(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def log(
+        self,
+        theirs: Theirs,
+        values: dict[str, Any],
+        step: int | None = None,
+        *args: Any,
+        **more: Any,
+    ) -> None:
         """Take step and loss from the script."""
+        theirs(values, step, *args, **more)
+        loss = values.get("loss", values.get("train_loss"))
+        self._logs = self._logs or loss is not None
+        self._step = self._step if step is None else step
+        RECORD.stepped(self._step)
+        if loss is not None:
+            RECORD.told(loss)
 
-        def log(values: dict[str, Any], step: int | None = None, *args: Any, **more: Any) -> None:
-            theirs(values, step, *args, **more)
-            loss = values.get("loss", values.get("train_loss"))
-            self._logs = self._logs or loss is not None
-            self._step = self._step if step is None else step
-            if self._record is not None:
-                self._record.stepped(self._step)
-                if loss is not None:
-                    self._record.told(loss)
-
-        return log
-
-    def save_state(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def save_state(self, theirs: Theirs, *args: Any, **more: Any) -> Any:
         """Record a checkpoint."""
+        RECORD.saving()
+        path = theirs(*args, **more)
+        RECORD.saved(self._step)
+        return path
 
-        def save_state(*args: Any, **more: Any) -> Any:
-            if self._record is None:
-                return theirs(*args, **more)
-            self._record.saving()
-            path = theirs(*args, **more)
-            self._record.saved(self._step)
-            return path
-
-        return save_state
-
-    def end_training(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def end_training(self, theirs: Theirs) -> None:
         """Record the end of training."""
-
-        def end_training() -> None:
-            theirs()
-            if self._record is not None:
-                self._record.ended()
-
-        return end_training
+        theirs()
+        RECORD.ended()

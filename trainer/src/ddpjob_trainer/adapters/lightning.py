@@ -6,7 +6,7 @@ import math
 import sys
 from typing import Any
 
-from ddpjob_trainer.adapters.record import Record, begin
+from ddpjob_trainer.adapters.record import RECORD
 
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
     from pytorch_lightning import Callback  # Lightning's older name
@@ -18,63 +18,54 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
     """Reports step, loss, checkpoints and signs of life of this rank to the launcher."""
 
     def __init__(self) -> None:
-        self._record: Record | None = None
         self._saving = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the record, perhaps from a checkpoint."""
         total = trainer.estimated_stepping_batches
-        self._record = begin(
+        RECORD.begin(
             step=trainer.global_step, total_steps=int(total) if math.isfinite(total) else 0
         )
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         """Mark the forward pass."""
         self._settle(trainer)
-        self._at("forward")
+        RECORD.at("forward")
 
     def on_before_backward(self, *_: Any) -> None:
         """Mark the backward pass, in which ranks wait for one another."""
-        self._at("backward")
+        RECORD.at("backward")
 
     def on_after_backward(self, *_: Any) -> None:
         """Mark the update."""
-        self._at("update")
+        RECORD.at("update")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
         """Record a batch, and with it perhaps an optimizer step."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        if self._record is not None:
-            self._record.stepped(trainer.global_step, loss)
+        RECORD.stepped(trainer.global_step, loss)
         self._settle(trainer)
 
     def on_validation_batch_start(self, *_: Any) -> None:
         """Mark an evaluated batch."""
-        self._at("evaluation")
+        RECORD.at("evaluation")
 
     def on_save_checkpoint(self, *_: Any) -> None:
         """Record that a checkpoint is being written."""
-        if self._record is not None:
-            self._saving = True
-            self._record.saving()
+        self._saving = RECORD.begun
+        RECORD.saving()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Record the end of training."""
         self._settle(trainer)
-        if self._record is not None:
-            self._record.ended()
+        RECORD.ended()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Record the exception that ends training."""
-        if self._record is not None:
-            self._record.failed(exception)
+        RECORD.failed(exception)
 
     def _settle(self, trainer: Any) -> None:
         """Record a checkpoint as written: Lightning reports only that training continues."""
-        if self._saving and self._record is not None:
+        if self._saving:
             self._saving = False
-            self._record.saved(trainer.global_step)
-
-    def _at(self, activity: Any) -> None:
-        if self._record is not None:
-            self._record.at(activity)
+            RECORD.saved(trainer.global_step)

@@ -1,7 +1,7 @@
 """Keep an adapter's record of its rank, as our own loop does.
 
-Made when training begins, so that a script is watched from then on. The launcher reads it; under
-torchrun the watchdog in the process does.
+Begun with training, so that a script is watched from then on; calls before that do nothing. The
+launcher reads it; under torchrun the watchdog in the process does.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from typing import Final, SupportsFloat
+from typing import Any, Final, SupportsFloat
 
 from ddpjob_trainer.environment import read_worker
 from ddpjob_trainer.liveness import stacks
@@ -21,9 +21,16 @@ _LOSS_SECONDS: Final = 1.0
 
 
 class Record:
-    """This rank's record. Raises ConfigError for contradictions in the environment."""
+    """This rank's record."""
 
-    def __init__(self, *, step: int = 0, total_steps: int = 0) -> None:
+    def __init__(self) -> None:
+        self._writer: RankStateWriter | None = None
+
+    def begin(self, *, step: int = 0, total_steps: int = 0) -> None:
+        """Start after ``step`` steps. ``total_steps`` 0: unknown.
+
+        Raises ConfigError for contradictions in the environment.
+        """
         env = read_worker(os.environ)
         self._main = env.rank == 0
         self._pid = os.getpid()
@@ -35,65 +42,71 @@ class Record:
         if env.watch:
             Watchdog(self._writer, env.deadlines).start()
 
+    @property
+    def begun(self) -> bool:
+        """Return whether training has begun."""
+        return self._writer is not None
+
     def at(self, activity: Activity) -> None:
         """Mark this rank's activity from now on; this is a sign of life."""
-        if os.getpid() == self._pid:  # a data loader's worker is no rank
+        # A data loader's worker is no rank.
+        if self._writer is not None and os.getpid() == self._pid:
             self._writer.mark(activity)
 
     def stepped(self, step: int, loss: SupportsFloat | None = None) -> None:
         """Record ``step`` finished optimizer steps; read a loss now and then."""
+        if not self.begun:
+            return
         self._first = False
         now = time.monotonic()
         if loss is not None and now - self._loss_at >= _LOSS_SECONDS:
             self._loss_at = now
             self.told(loss)
-        self._writer.update(phase="step", step=step)
-        self.at("data")
+        self._update("data", phase="step", step=step)
 
     def told(self, loss: SupportsFloat) -> None:
         """Record the loss that the script logs."""
-        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # a script may log anything
-            self._writer.update(loss=float(loss))
+        if self._writer is not None:
+            with contextlib.suppress(TypeError, ValueError, RuntimeError):  # it may be anything
+                self._writer.update(loss=float(loss))
 
     def saving(self) -> None:
         """Record that a checkpoint is being written, which has another deadline."""
-        self._writer.update(phase="snapshot")
-        self.at("snapshot")
+        self._update("snapshot", phase="snapshot")
 
     def saved(self, step: int) -> None:
         """Record the checkpoint after ``step`` steps as written; it counts as progress."""
-        self._writer.update(
-            phase="startup" if self._first else "step",
-            snapshot_step=step if self._main else None,  # other ranks may be done before it is
-        )
-        self.at("data")
+        if self.begun:
+            self._update(
+                "data",
+                phase="startup" if self._first else "step",
+                snapshot_step=step if self._main else None,  # others may be done before it is
+            )
 
     def failed(self, exception: BaseException) -> None:
         """Record the exception that ends training."""
-        self._writer.failed(exception)
+        if self._writer is not None:
+            self._writer.failed(exception)
 
     def ended(self) -> None:
         """Record the end of training; the watchdog stops."""
-        self._writer.update(phase="done")
+        self._update("end", phase="done")
+
+    def _update(self, activity: Activity, **fields: Any) -> None:
+        if self._writer is not None:
+            self._writer.update(**fields)
+            self.at(activity)
 
 
-_record: Record | None = None
-
-
-def begin(*, step: int = 0, total_steps: int = 0) -> Record:
-    """Start this process's record after ``step`` steps. ``total_steps`` 0: unknown."""
-    global _record
-    _record = Record(step=step, total_steps=total_steps)
-    return _record
+#: This process's.
+RECORD: Final = Record()
 
 
 def forward_begins(*_: object) -> None:
     """Mark a model's forward; a module's function, so that models can be pickled."""
-    if _record is not None:
-        _record.at("forward")
+    RECORD.at("forward")
 
 
 def forward_ends(*_: object) -> None:
     """Mark the backward pass that follows, in which ranks wait for one another."""
-    if _record is not None:
-        _record.at("backward")
+    RECORD.at("backward")
