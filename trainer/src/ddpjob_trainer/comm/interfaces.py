@@ -7,18 +7,14 @@ node reaches.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Iterator
-from pathlib import Path
 
 NAME = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
-_IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 _REQUEST = 256  # bytes of a struct ifreq, and more
 
 
@@ -33,7 +29,7 @@ def choose(master: str) -> None:
     if own is None or _loopback(own):
         return
     for _, name in socket.if_nameindex():
-        if own in _addresses(name):
+        if own == _address(name):
             os.environ[NAME] = name
 
 
@@ -51,12 +47,11 @@ def _loopback(address: str | None) -> bool:
 
 
 def _towards(host: str) -> str | None:
-    """Return this host's address on the way to another host."""
+    """Return this host's IPv4 address on the way to another host."""
     address = _first(host)
-    if address is None:
+    if address is None or ":" in address:
         return None
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))  # sends nothing
         except OSError:
@@ -64,24 +59,12 @@ def _towards(host: str) -> str | None:
         return str(probe.getsockname()[0])
 
 
-def _addresses(interface: str) -> set[str]:
-    """Return an interface's IPv4 address, and all of IPv6."""
-    return {*_ipv4(interface), *_ipv6(interface)}
-
-
-def _ipv4(interface: str) -> Iterator[str]:
+def _address(interface: str) -> str | None:
+    """Return an interface's IPv4 address."""
     request = struct.pack(f"{_REQUEST}s", interface.encode()[:15])
-    with (
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
-        contextlib.suppress(OSError),  # it has none
-    ):
-        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-        yield socket.inet_ntoa(answer[20:24])
-
-
-def _ipv6(interface: str) -> Iterator[str]:
-    with contextlib.suppress(OSError):  # the kernel has no IPv6
-        for line in _IPV6_ADDRESSES.read_text().splitlines():
-            digits, *_, name = line.split()
-            if name == interface:
-                yield str(ipaddress.IPv6Address(bytes.fromhex(digits)))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError:  # it has none
+            return None
+    return socket.inet_ntoa(answer[20:24])
