@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -146,12 +147,9 @@ def test_a_stranger_on_the_port_is_no_rank_0(gang, monkeypatch):  # type: ignore
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
-            with pytest.MonkeyPatch.context():
+            with contextlib.suppress(OSError):
                 while True:
-                    try:
-                        server.accept()[0].close()
-                    except OSError:
-                        return
+                    server.accept()[0].close()
 
         threading.Thread(target=serve, daemon=True).start()
         # It gives up on the stranger itself, before it counts as one that hangs.
@@ -208,23 +206,13 @@ def test_alone_without_any_environment(gang):  # type: ignore[no-untyped-def]
     assert gang.run(alone, world=1) == {0: 0}
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"global_batch": 7}, "global_batch=7 cannot be divided by 2 processes"),
-        ({"total_steps": 0}, "total_steps=0 must be at least 1"),
-        ({"level": "elastic"}, "global_batch=6 cannot be divided by shards=8"),
-        ({"level": "exact"}, "level='exact' must be one of 'off', 'resume', 'elastic'"),
-        ({"snapshot_keep": 1}, "snapshot_keep=1 must be at least 2"),
-    ],
-)
-def test_wrong_options_name_the_option_and_end_with_64(gang, port, options, words):  # type: ignore[no-untyped-def]
+def test_a_wrong_option_ends_with_64(gang, port):  # type: ignore[no-untyped-def]
     def wrong(rank: int) -> None:
-        ddp.start(**{"total_steps": 3, "global_batch": 6, **options})
+        ddp.start(total_steps=3, global_batch=7)
 
     gang.spawn(wrong, 0, environment(port, 0, 2))
     assert gang.wait() == {0: 64}
-    assert f"ConfigError: {words}" in gang.log(0)
+    assert "ConfigError: global_batch=7 cannot be divided by 2 processes" in gang.log(0)
 
 
 def test_misuse_of_the_loop_is_an_error_not_silence(gang):  # type: ignore[no-untyped-def]
@@ -236,14 +224,10 @@ def test_misuse_of_the_loop_is_an_error_not_silence(gang):  # type: ignore[no-un
         with pytest.raises(ddp.ConfigError, match="parameters that are not the model's"):
             run.prepare(model, torch.optim.SGD(other.parameters(), lr=0.1))
         wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        with pytest.raises(ddp.ConfigError, match="has no state_dict"):
-            run.register("x", object())  # type: ignore[arg-type]
         with pytest.raises(ddp.ConfigError, match="cannot tell what list_iterator yields"):
             next(iter(run.steps(iter([1]))))
         steps = iter(run.steps(DATA))
         step = next(steps)
-        with pytest.raises(ddp.ConfigError, match=r"before step\.backward"):
-            step.commit()
         with pytest.raises(ddp.ConfigError, match="needs a scalar loss"):
             step.backward(wrapped(torch.ones(1, 4)))
         with pytest.raises(ddp.ConfigError, match=r"left without step\.commit"):

@@ -13,7 +13,6 @@ import torch
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.liveness.heartbeat import RankState, RankStateWriter, read_state
 from ddpjob_trainer.telemetry import progress as progress_module
-from ddpjob_trainer.telemetry import sinks as sinks_module
 from ddpjob_trainer.telemetry.event_log import EventLog, read_events
 from ddpjob_trainer.telemetry.progress import Progress
 from ddpjob_trainer.telemetry.run_log import Pending, checked
@@ -58,24 +57,6 @@ def test_the_first_step_still_belongs_to_the_start(tmp_path, clock, capsys):  # 
     assert (state(tmp_path).phase, state(tmp_path).step, state(tmp_path).loss) == ("step", 5, 0.5)
     progress.phase("done")
     assert state(tmp_path).activity == "end"
-
-
-def test_every_call_is_a_sign_of_life(tmp_path, clock):  # type: ignore[no-untyped-def]
-    progress = make(tmp_path)
-    marks = [state(tmp_path).marks]
-    for call in (
-        lambda: progress.at("data"),
-        progress.alive,
-        lambda: progress.phase("step"),
-        lambda: progress.saved(3),
-        lambda: progress.stepped(1, 0.5),
-    ):
-        call()
-        marks.append(state(tmp_path).marks)
-    assert sorted(set(marks)) == marks
-    progress.at("evaluation")
-    progress.alive()
-    assert state(tmp_path).activity == "evaluation"
 
 
 def test_times_and_readings(tmp_path, clock):  # type: ignore[no-untyped-def]
@@ -219,13 +200,3 @@ def test_numbers_of_all_kinds_can_be_logged():  # type: ignore[no-untyped-def]
     wanted = {"a": 1.0, "b": 0.5, "c": 1.0, "d": 1.0, "e": math.inf}
     assert list(pending.take()) == [(1, wanted)]
     assert not list(pending.take())
-
-
-def test_who_must_end_soon_waits_for_no_sink(tmp_path, clock, monkeypatch, capsys):  # type: ignore[no-untyped-def]
-    waited: list[float] = []
-    sinks = Sinks()
-    monkeypatch.setattr(sinks, "close", waited.append)
-    progress = make(tmp_path, sinks=sinks)
-    progress.close(hurry=True)
-    progress.close()
-    assert waited == [sinks_module.HURRY_SECONDS, sinks_module.CLOSE_SECONDS]

@@ -6,6 +6,7 @@ shares this package, never imports torch.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,29 +21,17 @@ __version__ = "0.1.0"
 __all__ = ["ConfigError", "Run", "Step", "read_snapshot", "start", "steps_per_epoch"]
 
 
+_MODULES = {
+    "ConfigError": "errors",
+    "Run": "training.run",
+    "Step": "training.step",
+    "read_snapshot": "snapshot.reader",
+    "start": "training.start",
+    "steps_per_epoch": "data.order",
+}
+
+
 def __getattr__(name: str) -> object:
-    if name == "Run":
-        from ddpjob_trainer.training.run import Run
-
-        return Run
-    if name == "Step":
-        from ddpjob_trainer.training.step import Step
-
-        return Step
-    if name == "start":
-        from ddpjob_trainer.training.start import start
-
-        return start
-    if name == "steps_per_epoch":
-        from ddpjob_trainer.data.order import steps_per_epoch
-
-        return steps_per_epoch
-    if name == "read_snapshot":
-        from ddpjob_trainer.snapshot.reader import read_snapshot
-
-        return read_snapshot
-    if name == "ConfigError":
-        from ddpjob_trainer.errors import ConfigError
-
-        return ConfigError
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
