@@ -8,7 +8,8 @@ the hosts', through the gradients' backend, and no host waits for them.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import chain
+from functools import cached_property
+from itertools import chain, islice
 
 import torch
 import torch.distributed as dist
@@ -28,25 +29,15 @@ class _Message:
         self._counts = counts
         self._work = work
         self._reading = reading
-        self._sums: Sums | None = None
 
+    @cached_property
     def sums(self) -> Sums:
-        if self._sums is None:
-            self._sums = self._hear()
-        return self._sums
-
-    def _hear(self) -> Sums:
         if self._work is not None:
             with peer_loss():
                 self._work.wait()
             self._work = None
-        values = self._reading.values()
-        sums: Sums = {}
-        start = 0
-        for name, count in self._counts.items():
-            sums[name] = values[start : start + count]
-            start += count
-        return sums
+        values = iter(self._reading.values())
+        return {name: list(islice(values, count)) for name, count in self._counts.items()}
 
 
 class Sent:
@@ -58,11 +49,11 @@ class Sent:
 
     def told(self) -> Sums:
         """Wait for the hosts; return the sums over all ranks. Raises PeerLostError."""
-        return self._told.sums()
+        return self._told.sums
 
     def measured(self) -> Sums:
         """Wait for the devices too; return their sums over all ranks."""
-        return self._measured.sums()
+        return self._measured.sums
 
 
 class Exchange:

@@ -129,68 +129,53 @@ def _client(env: WorkerEnvironment, waiting: _Waiting) -> TCPStore:
         waiting.pause(reason)
 
 
-def _card(env: WorkerEnvironment) -> dict[str, str | int]:
-    who = env.identity
-    return {
-        "uid": who.uid,
-        "attempt": who.attempt,
-        "round": who.round,
-        "worldSize": env.world_size,
-    }
-
-
-def _until_answered(store: Store, name: str, mine: dict[str, str | int], waiting: _Waiting) -> str:
+def _until_answered(store: Store, name: str, env: WorkerEnvironment, waiting: _Waiting) -> str:
     """Call _ask on the same connection until rank 0 is ready."""
-    while (reason := _ask(store, name, mine)) == _NOT_READY:
+    while (reason := _ask(store, name, env)) == _NOT_READY:
         waiting.pause(reason)
     return reason
 
 
-def _ask(store: Store, name: str, mine: dict[str, str | int]) -> str:
-    """Compare rank 0's card with ours; return why to retry, "" if they are equal."""
+def _ask(store: Store, name: str, env: WorkerEnvironment) -> str:
+    """Compare rank 0's incarnation with ours; return why to retry, "" if they are equal."""
     try:
         if not store.check([name]):
             return _NOT_READY
-        theirs = json.loads(store.get(name))
+        uid, attempt, round_, world_size = json.loads(store.get(name))
     except (RuntimeError, ValueError) as error:
         return f"rank 0's store broke off: {brief(error)}"
-    if mine == theirs:
-        return ""
-    same = all(mine[key] == theirs.get(key) for key in ("uid", "attempt", "round"))
-    if same:
-        raise ConfigError(
-            f"WORLD_SIZE is {mine['worldSize']} here and {theirs.get('worldSize')} at rank 0"
+    own = env.identity
+    if (uid, attempt, round_) == (own.uid, own.attempt, own.round):
+        if world_size == env.world_size:
+            return ""
+        raise ConfigError(f"WORLD_SIZE is {env.world_size} here and {world_size} at rank 0")
+    if uid == own.uid and (attempt, round_) > (own.attempt, own.round):
+        raise PeerLostError(
+            f"rank 0 belongs to attempt {attempt} round {round_}, this process to attempt"
+            f" {own.attempt} round {own.round}: it is out of date and ends"
         )
-    if mine["uid"] == theirs.get("uid"):
-        ours = (int(mine["attempt"]), int(mine["round"]))
-        other = (int(theirs["attempt"]), int(theirs["round"]))
-        if other > ours:
-            raise PeerLostError(
-                f"rank 0 belongs to attempt {other[0]} round {other[1]}, this process to attempt"
-                f" {ours[0]} round {ours[1]}: it is out of date and ends"
-            )
-    return f"another job or an earlier attempt answers: {theirs}"
+    return f"another job or an earlier attempt answers: {uid}, attempt {attempt} round {round_}"
 
 
 def _rendezvous(env: WorkerEnvironment, deadline: float, device: torch.device) -> Store:
     """Return a store that exactly the ranks of this incarnation have joined."""
     waiting = _Waiting(env.rank, deadline)
-    card = _card(env)
+    own = env.identity
     serves = env.rank == 0 and not env.agent_store
     while True:
         tcp = _server(env, waiting) if serves else _client(env, waiting)
         # torchrun keeps one store over its restarts, hence the key per incarnation.
-        name = f"{_IDENTITY_KEY}/{env.identity.key}" if env.agent_store else _IDENTITY_KEY
+        name = f"{_IDENTITY_KEY}/{own.key}" if env.agent_store else _IDENTITY_KEY
         if env.rank == 0:
-            tcp.set(name, json.dumps(card))
+            tcp.set(name, json.dumps([own.uid, own.attempt, own.round, env.world_size]))
             break
         waiting.advanced()
-        reason = _until_answered(tcp, name, card, waiting)
+        reason = _until_answered(tcp, name, env, waiting)
         if not reason:
             break
         waiting.pause(reason)
     waiting.advanced()
-    store = PrefixStore(env.identity.key, tcp)
+    store = PrefixStore(own.key, tcp)
     failpoints.reach("rendezvous")
     _gather_all(store, env, waiting, f"{device.type} {accelerator.of(device).name()}")
     return store
