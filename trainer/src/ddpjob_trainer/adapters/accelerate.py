@@ -29,7 +29,7 @@ def follow(accelerator: Any, *, step: int = 0, total_steps: int = 0) -> None:
 
 
 class _Following:
-    """Methods for one Accelerator in the place of its own, ``theirs``."""
+    """Methods for one Accelerator that call those it had, ``theirs``."""
 
     def __init__(self, accelerator: Any, step: int, total_steps: int) -> None:
         self._accelerator = accelerator

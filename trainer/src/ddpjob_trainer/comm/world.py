@@ -118,13 +118,13 @@ def other_call(first: tuple[int, str], second: tuple[int, str]) -> ConfigError:
     )
 
 
-def agree(world: World, facts: Mapping[str, Any], told: Any = None) -> list[Any]:
+def agree(world: World, facts: Mapping[str, Any], own: Any = None) -> list[Any]:
     """Raise ConfigError on every rank unless each fact is equal on all of them.
 
-    Otherwise the ranks would train on other data, or wait in different collectives. ``told``:
+    Otherwise the ranks would train on other data, or wait in different collectives. ``own``:
     values that may differ; the result has each rank's.
     """
-    blob = json.dumps([facts, told]).encode()
+    blob = json.dumps([facts, own]).encode()
     gathered = [json.loads(blob) for blob in world.gather_bytes("the start of run.steps()", blob)]
     for rank, (theirs, _) in enumerate(gathered):
         for name, value in gathered[0][0].items():
