@@ -96,8 +96,8 @@ if rank != 1:
     patience = patched(
         tmp_path,
         {
-            "launcher.hangs._STACKS_SECONDS": 30,
-            "launcher.hangs._STACKS_SETTLED_SECONDS": 5,
+            "launcher.watch.hangs._STACKS_SECONDS": 30,
+            "launcher.watch.hangs._STACKS_SETTLED_SECONDS": 5,
         },
     )
     code, _, err = run(
@@ -151,9 +151,9 @@ does_not_care()
     early = patched(
         tmp_path,
         {
-            "launcher.hangs._BEFORE_KILL_SECONDS": 10.5,
-            "launcher.hangs._STACKS_SECONDS": 10,
-            "launcher.hangs._STACKS_SETTLED_SECONDS": 3,
+            "launcher.watch.hangs._BEFORE_KILL_SECONDS": 10.5,
+            "launcher.watch.hangs._STACKS_SECONDS": 10,
+            "launcher.watch.hangs._STACKS_SETTLED_SECONDS": 3,
         },
     )
     with launched(

@@ -408,7 +408,8 @@ def test_the_launcher_never_imports_torch(script):  # type: ignore[no-untyped-de
     """Import time of every module the launcher has: torch must not be among them."""
     code = (
         "import sys, ddpjob_trainer.cli, ddpjob_trainer.launcher.supervisor,"
-        " ddpjob_trainer.launcher.plan; print('torch' in sys.modules, 'numpy' in sys.modules)"
+        " ddpjob_trainer.launcher.launch_config;"
+        " print('torch' in sys.modules, 'numpy' in sys.modules)"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": PATHS},

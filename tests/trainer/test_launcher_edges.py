@@ -44,7 +44,7 @@ def test_closed_standard_files_do_not_become_other_files(tmp_path):  # type: ign
     events = tmp_path / "events"
     command = [*RUN, "--events", str(events), "sh", "-c", "echo secret; echo secret >&2"]
     closed = f"exec {shlex.join(command)} <&- >&- 2>&-"
-    env = {**os.environ, **patched(tmp_path, {"launcher.events._END_SECONDS": PATIENCE})}
+    env = {**os.environ, **patched(tmp_path, {"launcher.reports.events._END_SECONDS": PATIENCE})}
     done = subprocess.run(["sh", "-c", closed], env=env, timeout=PATIENCE, check=False)
     assert done.returncode == 0
     assert [json.loads(line)["event"] for line in events.read_text().splitlines()] == ["end"]
@@ -243,7 +243,7 @@ def test_a_worker_that_takes_longer_to_end_than_the_barrier_is_waited_for(  # ty
     second_round = 'if os.environ["DDPJOB_ROUND"] == "1":\n    sys.exit(0)\n'
     program = script(second_round + until_traced(tmp_path))
     pid = tmp_path / "pid"
-    env = patched(tmp_path, {"launcher.plan._EXIT_SECONDS": PATIENCE})
+    env = patched(tmp_path, {"launcher.launch_config._EXIT_SECONDS": PATIENCE})
     with launched("--nproc", "2", program, env=env) as process:
         wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"), "rank 0")
         with traced(int(pid.read_text())):
@@ -297,7 +297,8 @@ def test_no_signal_after_the_report_changes_the_end_and_sigterm_hurries_it(  # t
         file.write(
             f"""
 import os
-from ddpjob_trainer.launcher import {step.split(".")[0]}
+from ddpjob_trainer.launcher import supervisor
+from ddpjob_trainer.launcher.reports import termination
 def interrupted(*args, step={step}):
     found = step(*args)
     os.kill(os.getpid(), {signum:d})

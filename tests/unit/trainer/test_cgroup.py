@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from ddpjob_trainer.environment import read_launcher
-from ddpjob_trainer.launcher import cgroup
-from ddpjob_trainer.launcher.cgroup import Memory, killed, read
-from ddpjob_trainer.launcher.gang import Gang
 from ddpjob_trainer.launcher.hub.root_cause import kind
+from ddpjob_trainer.launcher.launch_config import make_plan
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.output import OutputPump
-from ddpjob_trainer.launcher.plan import make_plan
+from ddpjob_trainer.launcher.processes import cgroup
+from ddpjob_trainer.launcher.processes.cgroup import Memory, killed, read
 from ddpjob_trainer.launcher.processes.fork_server import Program
+from ddpjob_trainer.launcher.worker_group import Gang
 
 GIB = 2**30
 V1 = ("memory.oom_control", "memory.limit_in_bytes", "memory.max_usage_in_bytes")

@@ -7,11 +7,11 @@ from typing import cast
 
 import pytest
 
-from ddpjob_trainer.launcher.early_ends import EarlyEnds
-from ddpjob_trainer.launcher.gang import Gang
 from ddpjob_trainer.launcher.hub import rounds
 from ddpjob_trainer.launcher.hub.root_cause import Exit, ended_early
 from ddpjob_trainer.launcher.hub.rounds import History, Limits
+from ddpjob_trainer.launcher.watch.early_ends import EarlyEnds
+from ddpjob_trainer.launcher.worker_group import Gang
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4"
 

@@ -16,15 +16,15 @@ import pytest
 from ddpjob_contract import ExitCode
 from ddpjob_trainer import gpu_devices
 from ddpjob_trainer.environment import read_launcher
-from ddpjob_trainer.launcher import termination
-from ddpjob_trainer.launcher.gang import Gang
 from ddpjob_trainer.launcher.hub.messages import End
+from ddpjob_trainer.launcher.launch_config import make_plan
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.output import OutputPump
-from ddpjob_trainer.launcher.plan import make_plan
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.processes.fork_server import Program
+from ddpjob_trainer.launcher.reports import termination
 from ddpjob_trainer.launcher.supervisor import Supervisor
+from ddpjob_trainer.launcher.worker_group import Gang
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter, path_of
 
 NEVER = 4194304  # above every pid: nothing is ever reaped

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from ddpjob_contract import State
-from ddpjob_trainer.launcher import endpoints, sockets
-from ddpjob_trainer.launcher.metrics import LauncherMetrics
+from ddpjob_trainer.launcher import sockets
+from ddpjob_trainer.launcher.reports import endpoints
+from ddpjob_trainer.launcher.reports.metrics import LauncherMetrics
 from support.descriptors import none_left
 from support.patience import PATIENCE
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ddpjob_trainer.launcher import hangs, names
-from ddpjob_trainer.launcher.hangs import HangResponse
-from ddpjob_trainer.launcher.names import Names
+from ddpjob_trainer.launcher.watch import hangs, names
+from ddpjob_trainer.launcher.watch.hangs import HangResponse
+from ddpjob_trainer.launcher.watch.names import Names
 from ddpjob_trainer.liveness.hang import Hang
 from support.patience import PATIENCE
 

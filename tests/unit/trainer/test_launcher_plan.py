@@ -16,7 +16,7 @@ import ddpjob_contract as contract
 from ddpjob_contract.crd import DEFAULTS
 from ddpjob_trainer.environment import read_launcher
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.launcher.plan import (
+from ddpjob_trainer.launcher.launch_config import (
     Plan,
     common_environment,
     make_plan,

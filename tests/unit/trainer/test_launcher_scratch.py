@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob_trainer.launcher.scratch import NoRoomError, Scratch
+from ddpjob_trainer.launcher.runtime_dir import NoRoomError, Scratch
 from support.launching import PATHS
 
 _HOLD = """
 import sys, time
-from ddpjob_trainer.launcher.scratch import Scratch
+from ddpjob_trainer.launcher.runtime_dir import Scratch
 print(Scratch(2, (sys.argv[1],)).path, flush=True)
 time.sleep(600)
 """

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob_trainer.launcher import progress_path
-from ddpjob_trainer.launcher.progress_path import NEVER, ProgressPath, newest_mtime
+from ddpjob_trainer.launcher.reports import progress_path
+from ddpjob_trainer.launcher.reports.progress_path import NEVER, ProgressPath, newest_mtime
 from support.patience import PATIENCE
 
 SECOND = 10**9

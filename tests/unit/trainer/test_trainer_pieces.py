@@ -11,9 +11,9 @@ import pytest
 import ddpjob_contract as contract
 from ddpjob_trainer.environment import read_launcher, read_worker
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.launcher import endpoints, termination
 from ddpjob_trainer.launcher.hub import root_cause
 from ddpjob_trainer.launcher.hub.root_cause import Exit
+from ddpjob_trainer.launcher.reports import endpoints, termination
 from ddpjob_trainer.liveness.heartbeat import RankState, RankStateWriter, read_state
 
 # --- Environment ----------------------------------------------------------------------------

@@ -213,7 +213,7 @@ def _hold_standard_files() -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from ddpjob_trainer.launcher.plan import CannotStartError, make_plan
+    from ddpjob_trainer.launcher.launch_config import CannotStartError, make_plan
     from ddpjob_trainer.launcher.processes.fork_server import Program
     from ddpjob_trainer.launcher.supervisor import Supervisor
 

@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 from ddpjob_trainer.environment import DRILL, STORE_FD
 from ddpjob_trainer.launcher import sockets
-from ddpjob_trainer.launcher.gang import Gang
-from ddpjob_trainer.launcher.plan import Plan, common_environment, rank_environment
+from ddpjob_trainer.launcher.launch_config import Plan, common_environment, rank_environment
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.processes.spares import Call, Spares
-from ddpjob_trainer.launcher.scratch import NoRoomError, Scratch
+from ddpjob_trainer.launcher.runtime_dir import NoRoomError, Scratch
+from ddpjob_trainer.launcher.worker_group import Gang
 
 _REFILL_SECONDS = 0.1
 #: A program without our library does not report when it trains; it has started by then.

@@ -18,12 +18,7 @@ from pathlib import Path
 
 from ddpjob_contract import State
 from ddpjob_trainer import trace
-from ddpjob_trainer.launcher import endpoints, membership, termination
-from ddpjob_trainer.launcher.early_ends import EarlyEnds
-from ddpjob_trainer.launcher.events import Events
-from ddpjob_trainer.launcher.gang import Gang
-from ddpjob_trainer.launcher.hangs import HangResponse
-from ddpjob_trainer.launcher.hub import root_cause, rounds
+from ddpjob_trainer.launcher.hub import membership, root_cause, rounds
 from ddpjob_trainer.launcher.hub.messages import (
     Done,
     End,
@@ -36,17 +31,22 @@ from ddpjob_trainer.launcher.hub.messages import (
     Stop,
     Stopped,
 )
+from ddpjob_trainer.launcher.launch_config import Plan
 from ddpjob_trainer.launcher.log import Log
-from ddpjob_trainer.launcher.metrics import LauncherMetrics, forget_dead
-from ddpjob_trainer.launcher.names import Names
 from ddpjob_trainer.launcher.output import OutputPump, stdout_is_terminal
-from ddpjob_trainer.launcher.pace import Pace
-from ddpjob_trainer.launcher.plan import Plan
 from ddpjob_trainer.launcher.processes import children
-from ddpjob_trainer.launcher.progress_path import ProgressPath
-from ddpjob_trainer.launcher.scratch import NoRoomError, Scratch
+from ddpjob_trainer.launcher.reports import endpoints, termination
+from ddpjob_trainer.launcher.reports.events import Events
+from ddpjob_trainer.launcher.reports.metrics import LauncherMetrics, forget_dead
+from ddpjob_trainer.launcher.reports.pace import Pace
+from ddpjob_trainer.launcher.reports.progress_path import ProgressPath
+from ddpjob_trainer.launcher.runtime_dir import NoRoomError, Scratch
 from ddpjob_trainer.launcher.signals import ENDING, Signals
 from ddpjob_trainer.launcher.starter import Starter
+from ddpjob_trainer.launcher.watch.early_ends import EarlyEnds
+from ddpjob_trainer.launcher.watch.hangs import HangResponse
+from ddpjob_trainer.launcher.watch.names import Names
+from ddpjob_trainer.launcher.worker_group import Gang
 from ddpjob_trainer.telemetry.event_log import EventLog
 
 _TICK_SECONDS = 1.0

@@ -17,7 +17,7 @@ from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.processes import children
-from ddpjob_trainer.launcher.progress_path import ProgressPath
+from ddpjob_trainer.launcher.reports.progress_path import ProgressPath
 from ddpjob_trainer.local import restarts
 from ddpjob_trainer.local.job import Job
 from ddpjob_trainer.snapshot.ondisk import manifest as snapshot

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Final
 
 from ddpjob_contract import STATE_MAX_STACKS_BYTES, ExitCode
-from ddpjob_trainer.launcher.gang import Gang
 from ddpjob_trainer.launcher.log import Log
-from ddpjob_trainer.launcher.metrics import LauncherMetrics
-from ddpjob_trainer.launcher.names import Names
 from ddpjob_trainer.launcher.processes import children
+from ddpjob_trainer.launcher.reports.metrics import LauncherMetrics
+from ddpjob_trainer.launcher.watch.names import Names
+from ddpjob_trainer.launcher.worker_group import Gang
 from ddpjob_trainer.liveness import stacks
 from ddpjob_trainer.liveness.hang import Deadlines, Hang, Sign, find
 from ddpjob_trainer.liveness.heartbeat import RankState, read_state

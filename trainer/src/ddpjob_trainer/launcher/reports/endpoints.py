@@ -22,9 +22,13 @@ from urllib.parse import parse_qs
 
 from ddpjob_contract import State
 from ddpjob_trainer.launcher import sockets
-from ddpjob_trainer.launcher.metrics import LauncherMetrics, launcher_metrics, worker_metrics
-from ddpjob_trainer.launcher.progress_path import NEVER, as_text
-from ddpjob_trainer.launcher.termination import Known
+from ddpjob_trainer.launcher.reports.metrics import (
+    LauncherMetrics,
+    launcher_metrics,
+    worker_metrics,
+)
+from ddpjob_trainer.launcher.reports.progress_path import NEVER, as_text
+from ddpjob_trainer.launcher.reports.termination import Known
 from ddpjob_trainer.liveness.heartbeat import RankState
 
 STATE_VERSION = 1

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import ddpjob_contract as contract
 from ddpjob_trainer import gpu_faults, trace
-from ddpjob_trainer.launcher import cgroup
 from ddpjob_trainer.launcher.hub.root_cause import Exit
+from ddpjob_trainer.launcher.launch_config import Plan
 from ddpjob_trainer.launcher.output import OutputPump
-from ddpjob_trainer.launcher.plan import Plan
-from ddpjob_trainer.launcher.processes import children
+from ddpjob_trainer.launcher.processes import cgroup, children
 from ddpjob_trainer.launcher.signals import ENDING
 from ddpjob_trainer.liveness.heartbeat import RankState, read_state
 from ddpjob_trainer.tracebacks import shorten

@@ -24,14 +24,14 @@ from ddpjob_contract import (
     Round,
     TerminationReport,
 )
-from ddpjob_trainer.launcher.gang import Gang
 from ddpjob_trainer.launcher.hub import root_cause
 from ddpjob_trainer.launcher.hub.messages import End
 from ddpjob_trainer.launcher.hub.root_cause import Exit, kind
+from ddpjob_trainer.launcher.launch_config import Plan
 from ddpjob_trainer.launcher.output import OutputPump
-from ddpjob_trainer.launcher.plan import Plan
-from ddpjob_trainer.launcher.progress_path import NEVER, as_text
-from ddpjob_trainer.launcher.scratch import NoRoomError
+from ddpjob_trainer.launcher.reports.progress_path import NEVER, as_text
+from ddpjob_trainer.launcher.runtime_dir import NoRoomError
+from ddpjob_trainer.launcher.worker_group import Gang
 from ddpjob_trainer.liveness.heartbeat import RankState, read_proof, read_resumed
 
 #: Bytes in the report, in any script: an exception, the last lines and a round fit into it.

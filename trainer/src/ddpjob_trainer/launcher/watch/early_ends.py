@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ddpjob_trainer.launcher.gang import Gang
 from ddpjob_trainer.launcher.hub.root_cause import Exit, whom
+from ddpjob_trainer.launcher.worker_group import Gang
 
 
 class EarlyEnds:

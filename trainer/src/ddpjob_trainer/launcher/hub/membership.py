@@ -16,7 +16,7 @@ from ddpjob_trainer.launcher.hub.messages import Hello, Message
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.hub.rounds import Limits
 from ddpjob_trainer.launcher.hub.server import HubServer
-from ddpjob_trainer.launcher.plan import Plan
+from ddpjob_trainer.launcher.launch_config import Plan
 
 
 class Membership:

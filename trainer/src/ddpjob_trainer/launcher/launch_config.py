@@ -32,7 +32,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.processes.source import sets_environment_first, uses_our_library
-from ddpjob_trainer.launcher.scratch import Scratch
+from ddpjob_trainer.launcher.runtime_dir import Scratch
 from ddpjob_trainer.liveness.hang import Deadlines
 from ddpjob_trainer.travels import check_notebook
 
