@@ -14,7 +14,7 @@ from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.processes import cgroup
 from ddpjob_trainer.launcher.processes.cgroup import Memory, killed, read
 from ddpjob_trainer.launcher.processes.fork_server import Program
-from ddpjob_trainer.launcher.worker_group import Gang
+from ddpjob_trainer.launcher.worker_group import WorkerGroup
 
 GIB = 2**30
 V1 = ("memory.oom_control", "memory.limit_in_bytes", "memory.max_usage_in_bytes")
@@ -162,10 +162,10 @@ def test_an_end_is_for_lack_of_memory_if_the_kernel_has_killed(
     plan = make_plan(read_launcher({}), Program("sh", (), module=False), nproc=3)
     pump, told = OutputPump(Log(), prefixed=True), list[str]()
     monkeypatch.setattr(pump, "exception", lambda rank, crashed=False: said)
-    gang = Gang(plan, 0, tmp_path, pump, told.append)
-    gang.start(lambda local_rank, out, err: 4194304 + local_rank, 0.0)
-    gang.ended(4194305, status, 1.0)
-    (end,) = gang.exits
+    workers = WorkerGroup(plan, 0, tmp_path, pump, told.append)
+    workers.start(lambda local_rank, out, err: 4194304 + local_rank, 0.0)
+    workers.ended(4194305, status, 1.0)
+    (end,) = workers.exits
     assert (end.status, kind(end, exception=end.exception, terminated=False)) == (status, named)
     oom = "out of memory (limit 2 GiB, peak 2 GiB): the kernel killed it"
     assert end.exception.startswith(oom) is (named == "oom")
@@ -177,8 +177,8 @@ def test_who_was_killed_from_here_was_not_killed_by_the_kernel(tmp_path, monkeyp
     found = [Memory(0, None, None), LIMITED]
     monkeypatch.setattr(cgroup, "read", lambda: found.pop(0))
     plan = make_plan(read_launcher({}), Program("sh", (), module=False), nproc=3)
-    gang = Gang(plan, 0, tmp_path, OutputPump(Log(), prefixed=True), lambda text: None)
-    gang.start(lambda local_rank, out, err: 4194304 + local_rank, 0.0)
-    gang.stop(0.0, last_words=0)
-    gang.ended(4194304, -9, 1.0)
-    assert not gang.exits[0].oom
+    workers = WorkerGroup(plan, 0, tmp_path, OutputPump(Log(), prefixed=True), lambda text: None)
+    workers.start(lambda local_rank, out, err: 4194304 + local_rank, 0.0)
+    workers.stop(0.0, last_words=0)
+    workers.ended(4194304, -9, 1.0)
+    assert not workers.exits[0].oom

@@ -11,7 +11,7 @@ from ddpjob_trainer.launcher.hub import rounds
 from ddpjob_trainer.launcher.hub.root_cause import Exit, ended_early
 from ddpjob_trainer.launcher.hub.rounds import History, Limits
 from ddpjob_trainer.launcher.watch.early_ends import EarlyEnds
-from ddpjob_trainer.launcher.worker_group import Gang
+from ddpjob_trainer.launcher.worker_group import WorkerGroup
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4"
 
@@ -38,11 +38,11 @@ def test_an_error_of_its_own_is_its_own():
 
 def looked(exits: list[Exit], running: int, others: tuple[list[Exit], int], now: float) -> int:
     """How often it is said, of 20 looks from that moment on."""
-    gang = SimpleNamespace(exits=exits, running=running, stopping=False)
+    workers = SimpleNamespace(exits=exits, running=running, stopping=False)
     said: list[str] = []
     early = EarlyEnds(300, said.append)
     for second in range(20):
-        early.look(cast("Gang", gang), others, now + second)
+        early.look(cast("WorkerGroup", workers), others, now + second)
     assert all(
         words.startswith("rank 1 after step 7 ended with exit code 0 more") for words in said
     )

@@ -84,7 +84,7 @@ def test_a_hang_at_the_start_names_it_as_its_cause(
     )
     monkeypatch.setattr(hangs, "StackRequest", lambda *_: asked)
     told: list[str] = []
-    gang: Any = SimpleNamespace(
+    workers: Any = SimpleNamespace(
         stopping=False, dying=False, state_dir=None, pids={},
         condemn=lambda rank, code, why, lines, now: told.append(why),
     )  # fmt: skip
@@ -93,5 +93,5 @@ def test_a_hang_at_the_start_names_it_as_its_cause(
     found: Any = SimpleNamespace(trouble="no such name", begin=lambda: None)
     response = HangResponse(SimpleNamespace(), counted, log, found)  # type: ignore[arg-type]
     for _ in range(2):
-        response.tick(gang, 1.0, terminating=False)
+        response.tick(workers, 1.0, terminating=False)
     assert [why.startswith("Hang: no such name; rank 1 hangs") for why in told] == [named]

@@ -18,7 +18,7 @@ from ddpjob_trainer.launcher.launch_config import Plan, common_environment, rank
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.processes.spares import Call, Spares
 from ddpjob_trainer.launcher.runtime_dir import NoRoomError, Scratch
-from ddpjob_trainer.launcher.worker_group import Gang
+from ddpjob_trainer.launcher.worker_group import WorkerGroup
 
 _REFILL_SECONDS = 0.1
 #: A program without our library does not report when it trains; it has started by then.
@@ -49,21 +49,21 @@ class Starter:
             tell,
         )
 
-    def begin(self, gang: Gang, now: float, drill: str = "Never") -> None:
+    def begin(self, workers: WorkerGroup, now: float, drill: str = "Never") -> None:
         """Start all workers of a round. ``drill``: whether they may make one."""
-        self._gang = gang
+        self._workers = workers
         self._drill = f"{drill} {os.getpid()} {now}"
         self._begun = now
         try:
-            gang.state_dir = self._scratch.begin(gang.round)
+            workers.state_dir = self._scratch.begin(workers.round)
         except NoRoomError as error:
-            gang.cannot_begin(error, now)
+            workers.cannot_begin(error, now)
             return
         self._store = self._store or self._bind_store()
-        gang.recall = self._spares.recall
-        if gang.round == 0 and self._plan.first_round_from_spares:
+        workers.recall = self._spares.recall
+        if workers.round == 0 and self._plan.first_round_from_spares:
             self._spares.start(now)
-        gang.start(lambda local_rank, out, err: self._start(local_rank, out, err, now), now)
+        workers.start(lambda local_rank, out, err: self._start(local_rank, out, err, now), now)
 
     def _bind_store(self) -> socket.socket | None:
         """Bind the store's socket that rank 0 gets in every round, ready without a wait.
@@ -81,9 +81,9 @@ class Starter:
         fds = {}
         if self._store is not None and local_rank == 0:
             fds[STORE_FD] = self._store.fileno()
-        env = self._environment_of(local_rank, self._gang.round) | {DRILL: self._drill}
+        env = self._environment_of(local_rank, self._workers.round) | {DRILL: self._drill}
         call = Call(env, out, err, fds)
-        if self._gang.round > 0 or self._plan.first_round_from_spares:
+        if self._workers.round > 0 or self._plan.first_round_from_spares:
             with contextlib.suppress(LookupError):
                 return self._spares.call(local_rank, call, now)
         return self._spawn(call)
@@ -96,9 +96,9 @@ class Starter:
     def _came(self, local_rank: int, pid: int, call: Call, now: float) -> None:
         """Register a spare that was called during its fork, else start a fresh process."""
         try:
-            self._gang.came(local_rank, pid or self._spawn(call))
+            self._workers.came(local_rank, pid or self._spawn(call))
         except OSError as error:
-            self._gang.never_came(local_rank, error, now)
+            self._workers.never_came(local_rank, error, now)
 
     def _environment_of(self, local_rank: int, round_: int) -> dict[str, str]:
         return rank_environment(self._plan, local_rank, round_, self._scratch)
@@ -108,11 +108,11 @@ class Starter:
     def refill(self, now: float) -> float | None:
         """Order spares once training is under way; return when to call next."""
         due = self._spares.tick(now)
-        if self._spares.full or self._gang.stopping:
+        if self._spares.full or self._workers.stopping:
             return due
         silent = not self._plan.uses_our_library
-        if self._gang.is_training() or (silent and now > self._begun + _STARTED_SECONDS):
-            following = self._gang.round + 1
+        if self._workers.is_training() or (silent and now > self._begun + _STARTED_SECONDS):
+            following = self._workers.round + 1
             self._spares.refill(lambda local_rank: self._environment_of(local_rank, following), now)
         return min(due or now + _REFILL_SECONDS, now + _REFILL_SECONDS)
 

@@ -46,7 +46,7 @@ from ddpjob_trainer.launcher.starter import Starter
 from ddpjob_trainer.launcher.watch.early_ends import EarlyEnds
 from ddpjob_trainer.launcher.watch.hangs import HangResponse
 from ddpjob_trainer.launcher.watch.names import Names
-from ddpjob_trainer.launcher.worker_group import Gang
+from ddpjob_trainer.launcher.worker_group import WorkerGroup
 from ddpjob_trainer.telemetry.event_log import EventLog
 
 _TICK_SECONDS = 1.0
@@ -141,10 +141,10 @@ class Supervisor:
                 self._progress.look(_LOOK_SECONDS)
                 known = self._known.with_modified(self._progress.newest)
                 code = termination.finish(
-                    plan, self._gang, self._pump, known, self._ended, left, self._log.say
+                    plan, self._workers, self._pump, known, self._ended, left, self._log.say
                 )
                 self._member.close()
-                self._events.write("end", code=int(code), round=self._gang.round)
+                self._events.write("end", code=int(code), round=self._workers.round)
                 self._events.end()
                 return code
         finally:
@@ -170,11 +170,11 @@ class Supervisor:
 
     def _state(self) -> State:
         return endpoints.state_body(
-            (gang := self._gang).state(0),
+            (workers := self._workers).state(0),
             uid="" if self._plan.standalone else self._plan.uid,
             attempt=self._plan.attempt,
-            round_=gang.round,
-            known=self._known.after(gang).with_modified(self._progress.newest),
+            round_=workers.round,
+            known=self._known.after(workers).with_modified(self._progress.newest),
             stacks=self._hangs.stacks,
             pace=self._pace.per_second(time.monotonic()),
         )
@@ -187,11 +187,11 @@ class Supervisor:
         self._early.begin()
         self._pace.begin()
         path = self._scratch.round_path(round_)
-        self._gang = Gang(self._plan, round_, path, self._pump, self._log.say)
+        self._workers = WorkerGroup(self._plan, round_, path, self._pump, self._log.say)
         if self._refill and round_ > 0:
             self._refill(self._scratch.path)
         drill = self._member.rounds and rounds.drills_left(self._known.records)
-        self._starter.begin(self._gang, now, self._plan.drill if drill else "Never")
+        self._starter.begin(self._workers, now, self._plan.drill if drill else "Never")
         trace.mark("started")
 
     # --- Watch ---------------------------------------------------------------------------
@@ -204,20 +204,20 @@ class Supervisor:
             self._sleep(0)
             now = self._tick = time.monotonic()
             for pid, status in children.reap():
-                self._gang.ended(pid, status, now)
+                self._workers.ended(pid, status, now)
                 self._starter.ended(pid, now)
-            self._counted.workers = self._gang.running
+            self._counted.workers = self._workers.running
             self._forward(now)
             terminating = self._ended.signal != 0
-            hangs_due = self._hangs.tick(self._gang, now, terminating=terminating)
+            hangs_due = self._hangs.tick(self._workers, now, terminating=terminating)
             self._tell(now)
-            self._early.look(self._gang, self._member.others, now)
+            self._early.look(self._workers, self._member.others, now)
             if self._pace.is_due(now):
-                self._pace.look(self._gang.state(0), now)
+                self._pace.look(self._workers.state(0), now)
             member_due = self._member.tick(now)
             self._heed(now)
             self._stop_the_rest(now)
-            kill_due = self._gang.kill_when_due(now)
+            kill_due = self._workers.kill_when_due(now)
             self._stopped_at_last(now)
             if self._is_over(now):
                 return
@@ -241,38 +241,40 @@ class Supervisor:
     def _forward(self, now: float) -> None:
         while self._signals.pending:
             signum = self._signals.pending.pop(0)
-            self._gang.signal(signum, now)
+            self._workers.signal(signum, now)
             if signum not in ENDING:
                 continue
             if not self._ended.signal:
                 self._ended.signal = signum
-                self._ended.at_work = self._gang.running > 0
+                self._ended.at_work = self._workers.running > 0
                 self._ended.between_rounds = self._phase in (_Phase.STOPPING, _Phase.STOPPED)
                 self._member.link.send(Leaving(signum), now)
                 self._end_by_grace(now)
             elif signum == signal.SIGINT:
-                self._gang.kill_by(now)  # a second Ctrl-C means it
+                self._workers.kill_by(now)  # a second Ctrl-C means it
 
     def _end_by_grace(self, now: float) -> None:
         """Kill the workers still running near the end of the grace period."""
         grace = self._plan.grace_seconds
-        self._gang.kill_by(now + max(0.5, grace - max(1.0, grace / 10)))
+        self._workers.kill_by(now + max(0.5, grace - max(1.0, grace / 10)))
 
     # --- Rounds --------------------------------------------------------------------------
 
     def _tell(self, now: float) -> None:
         """Report new exits to the hub."""
-        gang = self._gang
-        if self._phase is not _Phase.RUNNING or self._told == len(gang.exits):
+        workers = self._workers
+        if self._phase is not _Phase.RUNNING or self._told == len(workers.exits):
             return
-        self._told = len(gang.exits)
-        if gang.failed:
+        self._told = len(workers.exits)
+        if workers.failed:
             trace.mark("failed")
-            self._member.link.send(Failed(gang.round, tuple(gang.exits), gang.running), now)
+            self._member.link.send(
+                Failed(workers.round, tuple(workers.exits), workers.running), now
+            )
             self._ended.waiting_since = self._ended.waiting_since or now
-        elif gang.succeeded:
+        elif workers.succeeded:
             self._enter(_Phase.SUCCEEDED, now)
-            self._member.link.send(Done(gang.round, tuple(gang.exits)), now)
+            self._member.link.send(Done(workers.round, tuple(workers.exits)), now)
 
     def _heed(self, now: float) -> None:
         """Do as the hub's messages say."""
@@ -281,7 +283,7 @@ class Supervisor:
             self._obey(link.inbox.popleft(), now)
         asking = self._ended.waiting_since or self._phase is _Phase.SUCCEEDED
         # While ranks train, rank 0's launcher runs: a hub not met by now is lost.
-        if lost := link.lost or (link.unmet if asking and self._gang.is_training() else ""):
+        if lost := link.lost or (link.unmet if asking and self._workers.is_training() else ""):
             self._lose(lost, now)
         waiting = {_Phase.RUNNING: self._ended.waiting_since, _Phase.SUCCEEDED: 0.0}
         since = waiting.get(self._phase, self._since)
@@ -295,15 +297,15 @@ class Supervisor:
         """End the attempt without a hub; a failure here before that counts as the cause."""
         if not self._ended.lost:
             self._ended.lost = why
-            self._ended.before_loss = root_cause.first_failure(self._gang.exits)
+            self._ended.before_loss = root_cause.first_failure(self._workers.exits)
             self._end_attempt(now)
 
     def _obey(self, message: Message, now: float) -> None:
-        gang = self._gang
+        workers = self._workers
         if isinstance(message, Stop):
-            if message.round == gang.round and not self._ended.signal:
+            if message.round == workers.round and not self._ended.signal:
                 self._enter(_Phase.STOPPING, now)
-                gang.stop(now, last_words=0 if self._member.rounds else _LAST_WORDS_SECONDS)
+                workers.stop(now, last_words=0 if self._member.rounds else _LAST_WORDS_SECONDS)
         elif isinstance(message, Go):
             if self._phase is _Phase.STOPPED and not self._ended.signal:
                 self._next_round(message, now)
@@ -319,32 +321,32 @@ class Supervisor:
     def _end_attempt(self, now: float) -> None:
         """Stop the workers after short last words: no round follows."""
         trace.mark("ended")
-        if not self._gang.stopping and not self._ended.signal:
-            self._gang.stop(now, last_words=_LAST_WORDS_SECONDS)
+        if not self._workers.stopping and not self._ended.signal:
+            self._workers.stop(now, last_words=_LAST_WORDS_SECONDS)
 
     def _stop_the_rest(self, now: float) -> None:
         """Stop workers that lost their peers after another launcher's end."""
-        if self._ended.end is not None and self._gang.failed and not self._gang.stopping:
-            self._gang.stop(now, last_words=_LAST_WORDS_SECONDS)
+        if self._ended.end is not None and self._workers.failed and not self._workers.stopping:
+            self._workers.stop(now, last_words=_LAST_WORDS_SECONDS)
 
     def _stopped_at_last(self, now: float) -> None:
         """Report Stopped once the round's processes are gone; until then report Exiting."""
-        gang = self._gang
+        workers = self._workers
         if self._phase is not _Phase.STOPPING:
             return
-        if not gang.is_gone(self._starter.spared()):
+        if not workers.is_gone(self._starter.spared()):
             patient = now - self._since < self._plan.exit_seconds
             if patient and now - max(self._since, self._exiting_told) >= _EXITING_SECONDS:
                 self._exiting_told = now
-                self._member.link.send(Exiting(gang.round), now)
+                self._member.link.send(Exiting(workers.round), now)
             return
         self._counted.teardown_seconds = now - self._since
         self._enter(_Phase.STOPPED, now)
         trace.mark("stopped")
-        self._known = self._known.after(gang)
+        self._known = self._known.after(workers)
         self._progress.look(_LOOK_SECONDS)  # the hub decides on it
         self._member.link.send(
-            Stopped(gang.round, tuple(gang.exits), self._known.snapshot_step), now
+            Stopped(workers.round, tuple(workers.exits), self._known.snapshot_step), now
         )
 
     def _next_round(self, go: Go, now: float) -> None:
@@ -357,7 +359,7 @@ class Supervisor:
         trace.mark("go")
         self._known = self._known.with_records(go.records)
         self._ended.waiting_since = 0.0
-        old = self._gang.state_dir
+        old = self._workers.state_dir
         self._counted.round = go.round
         kind = last.get("kind", "peerLost")
         self._events.write("drill" if kind == "drill" else "failure", **last)
@@ -370,7 +372,7 @@ class Supervisor:
 
     def _is_over(self, now: float) -> bool:
         ended = self._ended
-        if self._gang.running:
+        if self._workers.running:
             return False
         if self._phase is _Phase.SUCCEEDED:
             waited = now - self._since > _SUCCESS_SECONDS and not self._member.needed
@@ -379,9 +381,9 @@ class Supervisor:
 
     def _leave_nobody(self) -> list[str]:
         """Kill and reap every descendant; report and return those that do not end."""
-        hopeless = self._gang.unkillable
+        hopeless = self._workers.unkillable
         left = children.end_all(
-            lambda pid, status: self._gang.ended(pid, status, time.monotonic()),
+            lambda pid, status: self._workers.ended(pid, status, time.monotonic()),
             self._plan.exit_seconds,
             hopeless,
         )

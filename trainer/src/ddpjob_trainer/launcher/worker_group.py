@@ -31,7 +31,7 @@ _CHILD_KILLED = re.compile(
 )
 
 
-class Gang:
+class WorkerGroup:
     """The workers of one round. ``state_dir`` is the round's: it holds no earlier record."""
 
     def __init__(

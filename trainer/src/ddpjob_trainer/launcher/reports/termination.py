@@ -31,7 +31,7 @@ from ddpjob_trainer.launcher.launch_config import Plan
 from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.reports.progress_path import NEVER, as_text
 from ddpjob_trainer.launcher.runtime_dir import NoRoomError
-from ddpjob_trainer.launcher.worker_group import Gang
+from ddpjob_trainer.launcher.worker_group import WorkerGroup
 from ddpjob_trainer.liveness.heartbeat import RankState, read_proof, read_resumed
 
 #: Bytes in the report, in any script: an exception, the last lines and a round fit into it.
@@ -52,17 +52,17 @@ class Known:
     resumed: Resumed | None = None
     proof: Proof | None = None
 
-    def after(self, gang: Gang) -> Known:
+    def after(self, workers: WorkerGroup) -> Known:
         """Add the records of a round's workers."""
-        state = gang.state(0)
+        state = workers.state(0)
         known = state is not None and state.phase != "startup"
         return replace(
             self,
             step=state.step if state and known else self.step,
             total_steps=state.total_steps if state and known else self.total_steps,
-            snapshot_step=max(self.snapshot_step, gang.snapshot_step()),
-            resumed=read_resumed(gang.state_dir) or self.resumed,
-            proof=_newest(read_proof(gang.state_dir), self.proof),
+            snapshot_step=max(self.snapshot_step, workers.snapshot_step()),
+            resumed=read_resumed(workers.state_dir) or self.resumed,
+            proof=_newest(read_proof(workers.state_dir), self.proof),
         )
 
     def with_modified(self, mtime: int) -> Known:
@@ -94,7 +94,7 @@ class Ended:
 
 def finish(
     plan: Plan,
-    gang: Gang,
+    workers: WorkerGroup,
     pump: OutputPump,
     known: Known,
     ended: Ended,
@@ -105,25 +105,25 @@ def finish(
 
     ``left``: about processes that could not be ended.
     """
-    known = known.after(gang)
-    failure, elsewhere = _failure(gang, ended)
+    known = known.after(workers)
+    failure, elsewhere = _failure(workers, ended)
     if elsewhere and left:
         elsewhere = "; ".join((elsewhere, *left))
     local_rank = failure.local_rank if failure else 0
     content = make_report(
         failure,
-        gang.state(local_rank),
+        workers.state(local_rank),
         [*pump.tail(plan.rank(local_rank)), *left] if failure else [],
-        round_=gang.round,
+        round_=workers.round,
         terminated=ended.signal != 0,
         known=known,
         elsewhere=elsewhere,
     )
-    early = ended.end.early if ended.end else root_cause.ended_early(gang.exits, failure)
+    early = ended.end.early if ended.end else root_cause.ended_early(workers.exits, failure)
     if failure and not elsewhere and early:
         content["exception"] = _cut_middle(root_cause.told_of(early, failure), _MAX_EXCEPTION)
     cut_short = ended.between_rounds  # no worker was running to report it
-    if ended.at_work and failure is None and not cut_short and not _is_done(plan, gang):
+    if ended.at_work and failure is None and not cut_short and not _is_done(plan, workers):
         cut_short = True  # some programs save at a signal and end with 0, unfinished
         say("all ended with exit code 0, but at a signal, so this is no success")
     if cut_short:
@@ -152,13 +152,13 @@ def finish(
     return failure.code
 
 
-def _is_done(plan: Plan, gang: Gang) -> bool:
+def _is_done(plan: Plan, workers: WorkerGroup) -> bool:
     """Return whether all workers here have reached the end of training.
 
     A loop left early, as by sys.exit() in the script's own handler, also reports "done". A run with
     an unknown number of steps has no known end.
     """
-    states = [gang.state(local_rank) for local_rank in range(plan.nproc)]
+    states = [workers.state(local_rank) for local_rank in range(plan.nproc)]
     return all(one and one.phase == "done" and 0 < one.total_steps <= one.step for one in states)
 
 
@@ -181,18 +181,18 @@ def _save(plan: Plan, report: TerminationReport, say: Callable[[str], None]) -> 
         say(f"no termination report: {problem}")
 
 
-def _failure(gang: Gang, ended: Ended) -> tuple[Exit | None, str]:
+def _failure(workers: WorkerGroup, ended: Ended) -> tuple[Exit | None, str]:
     """Find the worker here that ended the attempt, or why another launcher's did."""
     if ended.between_rounds:
         return None, ""
-    mine = root_cause.first_failure(gang.exits)
-    if ended.signal or gang.succeeded:
+    mine = root_cause.first_failure(workers.exits)
+    if ended.signal or workers.succeeded:
         # Also an exit by our SIGKILL at the end of the grace period.
         return mine or min(
-            (exit_ for exit_ in gang.exits if exit_.status), key=lambda e: e.at, default=None
+            (exit_ for exit_ in workers.exits if exit_.status), key=lambda e: e.at, default=None
         ), ""
     if ended.end is not None:
-        here = [exit_ for exit_ in gang.exits if exit_.rank == ended.end.rank]
+        here = [exit_ for exit_ in workers.exits if exit_.rank == ended.end.rank]
         if here:
             return here[0], ""
         first = f"rank {ended.end.rank} ended first" if ended.end.rank >= 0 else ended.end.why

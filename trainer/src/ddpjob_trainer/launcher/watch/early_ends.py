@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ddpjob_trainer.launcher.hub.root_cause import Exit, whom
-from ddpjob_trainer.launcher.worker_group import Gang
+from ddpjob_trainer.launcher.worker_group import WorkerGroup
 
 
 class EarlyEnds:
@@ -25,12 +25,12 @@ class EarlyEnds:
         """Start over with a round."""
         self._told = False
 
-    def look(self, gang: Gang, others: tuple[list[Exit], int], now: float) -> None:
+    def look(self, workers: WorkerGroup, others: tuple[list[Exit], int], now: float) -> None:
         """Warn when it is due. ``others``: ends with 0 elsewhere, and how many ranks run there."""
-        running = gang.running + others[1]
-        if self._told or gang.stopping or not running:
+        running = workers.running + others[1]
+        if self._told or workers.stopping or not running:
             return
-        ends = [one for one in (*gang.exits, *others[0]) if one.status == 0]
+        ends = [one for one in (*workers.exits, *others[0]) if one.status == 0]
         # After the loop nobody waits for a rank: one may write for long what all have trained.
         early = [one for one in ends if now - one.at >= self._patience and not one.done]
         if not early:

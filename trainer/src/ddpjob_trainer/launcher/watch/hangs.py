@@ -21,7 +21,7 @@ from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.reports.metrics import LauncherMetrics
 from ddpjob_trainer.launcher.watch.names import Names
-from ddpjob_trainer.launcher.worker_group import Gang
+from ddpjob_trainer.launcher.worker_group import WorkerGroup
 from ddpjob_trainer.liveness import stacks
 from ddpjob_trainer.liveness.hang import Deadlines, Hang, Sign, find
 from ddpjob_trainer.liveness.heartbeat import RankState, read_state
@@ -166,48 +166,48 @@ class HangResponse:
         self._hang: Hang | None = None
         self._why_asked = ""
 
-    def tick(self, gang: Gang, now: float, *, terminating: bool) -> float:
+    def tick(self, workers: WorkerGroup, now: float, *, terminating: bool) -> float:
         """Do the next due action; return when to call again. ``terminating``: the launcher is
         ending.
         """
         if self._request is not None:
             if not self._request.is_done(now):
                 return self._request.due(now)
-            self._answered(gang, self._request, now)
+            self._answered(workers, self._request, now)
             self._request = None
         elif terminating:
-            return self._before_kill(gang, now)
-        elif not gang.stopping and not gang.dying:
-            self._hang = self._watch.look(gang.state_dir, gang.pids, now)
+            return self._before_kill(workers, now)
+        elif not workers.stopping and not workers.dying:
+            self._hang = self._watch.look(workers.state_dir, workers.pids, now)
             if self._hang is not None:
                 self._counted.hangs[self._hang.phase] += 1
-                self._ask(gang, str(self._hang), now)
+                self._ask(workers, str(self._hang), now)
                 return now
         return now + self._watch.interval
 
-    def _ask(self, gang: Gang, why: str, now: float) -> None:
+    def _ask(self, workers: WorkerGroup, why: str, now: float) -> None:
         self._why_asked = why
         self._log.say(f"{why}; stacks of all threads follow")
-        self._request = StackRequest(gang.state_dir, gang.pids, now)
+        self._request = StackRequest(workers.state_dir, workers.pids, now)
 
-    def _answered(self, gang: Gang, request: StackRequest, now: float) -> None:
+    def _answered(self, workers: WorkerGroup, request: StackRequest, now: float) -> None:
         hang = self._hang
         self.stacks = request.text(first=hang.rank if hang else None)
         self._log.put(2, self.stacks.encode())
-        if hang is not None and not gang.stopping:
+        if hang is not None and not workers.stopping:
             last_lines = request.brief(hang.rank)
             lost = self._names.trouble if hang.phase == "startup" else ""
             why = f"Hang: {lost}; {hang}" if lost else f"Hang: {hang}"
-            gang.condemn(hang.rank, ExitCode.HANG, why, last_lines, now)
+            workers.condemn(hang.rank, ExitCode.HANG, why, last_lines, now)
 
-    def _before_kill(self, gang: Gang, now: float) -> float:
-        if gang.kill_at is None or self._why_asked or not gang.pids:
+    def _before_kill(self, workers: WorkerGroup, now: float) -> float:
+        if workers.kill_at is None or self._why_asked or not workers.pids:
             return now + self._watch.interval
-        moment = gang.kill_at - _BEFORE_KILL_SECONDS
+        moment = workers.kill_at - _BEFORE_KILL_SECONDS
         if now < moment:
             return moment
-        ranks = ", ".join(map(str, sorted(gang.pids)))
-        if now < gang.kill_at:  # else there is no time for an answer
+        ranks = ", ".join(map(str, sorted(workers.pids)))
+        if now < workers.kill_at:  # else there is no time for an answer
             self._hang = None
-            self._ask(gang, f"the grace period is over and not ended: rank {ranks}", now)
+            self._ask(workers, f"the grace period is over and not ended: rank {ranks}", now)
         return now
