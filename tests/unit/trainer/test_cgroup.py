@@ -8,7 +8,7 @@ import pytest
 
 from ddpjob_trainer.environment import read_launcher
 from ddpjob_trainer.launcher.hub.root_cause import kind
-from ddpjob_trainer.launcher.launch_config import make_plan
+from ddpjob_trainer.launcher.launch_config import make_launch_config
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.processes import cgroup
@@ -159,10 +159,10 @@ def test_an_end_is_for_lack_of_memory_if_the_kernel_has_killed(
 ):  # fmt: skip
     found = [LIMITED, Memory(LIMITED.kills + grows, 2 * GIB, 2 * GIB)]
     monkeypatch.setattr(cgroup, "read", lambda: found.pop(0) if len(found) > 1 else found[0])
-    plan = make_plan(read_launcher({}), Program("sh", (), module=False), nproc=3)
+    config = make_launch_config(read_launcher({}), Program("sh", (), module=False), nproc=3)
     pump, told = OutputPump(Log(), prefixed=True), list[str]()
     monkeypatch.setattr(pump, "exception", lambda rank, crashed=False: said)
-    workers = WorkerGroup(plan, 0, tmp_path, pump, told.append)
+    workers = WorkerGroup(config, 0, tmp_path, pump, told.append)
     workers.start(lambda local_rank, out, err: 4194304 + local_rank, 0.0)
     workers.ended(4194305, status, 1.0)
     (end,) = workers.exits
@@ -176,8 +176,8 @@ def test_an_end_is_for_lack_of_memory_if_the_kernel_has_killed(
 def test_who_was_killed_from_here_was_not_killed_by_the_kernel(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
     found = [Memory(0, None, None), LIMITED]
     monkeypatch.setattr(cgroup, "read", lambda: found.pop(0))
-    plan = make_plan(read_launcher({}), Program("sh", (), module=False), nproc=3)
-    workers = WorkerGroup(plan, 0, tmp_path, OutputPump(Log(), prefixed=True), lambda text: None)
+    config = make_launch_config(read_launcher({}), Program("sh", (), module=False), nproc=3)
+    workers = WorkerGroup(config, 0, tmp_path, OutputPump(Log(), prefixed=True), lambda text: None)
     workers.start(lambda local_rank, out, err: 4194304 + local_rank, 0.0)
     workers.stop(0.0, last_words=0)
     workers.ended(4194304, -9, 1.0)

@@ -17,7 +17,7 @@ from ddpjob_contract import ExitCode
 from ddpjob_trainer import gpu_devices
 from ddpjob_trainer.environment import read_launcher
 from ddpjob_trainer.launcher.hub.messages import End
-from ddpjob_trainer.launcher.launch_config import make_plan
+from ddpjob_trainer.launcher.launch_config import make_launch_config
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.processes import children
@@ -43,9 +43,9 @@ def make_group(
     tmp_path: Path, start: Callable[[int], int | None] = lambda local_rank: NEVER + local_rank
 ) -> tuple[WorkerGroup, list[str]]:
     """Three workers that nothing can end, and what is said of them."""
-    plan = make_plan(read_launcher({}), Program("sh", (), module=False), nproc=3)
+    config = make_launch_config(read_launcher({}), Program("sh", (), module=False), nproc=3)
     said: list[str] = []
-    workers = WorkerGroup(plan, 0, tmp_path, OutputPump(Log(), prefixed=True), said.append)
+    workers = WorkerGroup(config, 0, tmp_path, OutputPump(Log(), prefixed=True), said.append)
     workers.start(lambda local_rank, out, err: start(local_rank), 0.0)
     return workers, said
 
@@ -114,11 +114,11 @@ def finish(  # type: ignore[no-untyped-def]
     report: Path, workers, ended: termination.Ended, left, said: list[str]
 ) -> tuple[int, dict[str, Any]]:
     """The exit code of a launcher of three ranks, and the report that it leaves."""
-    plan = make_plan(
+    config = make_launch_config(
         read_launcher({}), Program("sh", (), module=False), nproc=3, termination_log=report
     )
     pump = OutputPump(Log(), prefixed=True)
-    code = termination.finish(plan, workers, pump, termination.Known(), ended, left, said.append)
+    code = termination.finish(config, workers, pump, termination.Known(), ended, left, said.append)
     return code, json.loads(report.read_bytes())
 
 
@@ -184,13 +184,14 @@ def test_who_ends_with_0_after_a_signal_has_succeeded_only_if_it_was_done(  # ty
             )
         workers.ended(NEVER + rank, 0, 1.0)
     report = tmp_path / "report"
-    plan = make_plan(
+    config = make_launch_config(
         read_launcher({}), Program("sh", (), module=False), nproc=3, termination_log=report
     )
     ended = termination.Ended(signal=15, at_work=at_work)
     pump = OutputPump(Log(), prefixed=True)
     assert (
-        termination.finish(plan, workers, pump, termination.Known(), ended, [], said.append) == code
+        termination.finish(config, workers, pump, termination.Known(), ended, [], said.append)
+        == code
     )
     assert json.loads(report.read_bytes())["kind"] == ("sigterm" if code else "success")
 
@@ -224,9 +225,9 @@ def test_who_ended_while_the_launcher_stood_still_is_not_left_behind(monkeypatch
 
 def test_without_descriptors_a_worker_cannot_start_and_none_leaks(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
     """A failure like any other: the next round may have some."""
-    plan = make_plan(read_launcher({}), Program("sh", (), module=False), nproc=1)
+    config = make_launch_config(read_launcher({}), Program("sh", (), module=False), nproc=1)
     said: list[str] = []
-    workers = WorkerGroup(plan, 0, tmp_path, OutputPump(Log(), prefixed=True), said.append)
+    workers = WorkerGroup(config, 0, tmp_path, OutputPump(Log(), prefixed=True), said.append)
     real, made = os.pipe2, list[tuple[int, int]]()
 
     def second_fails(flags: int) -> tuple[int, int]:
@@ -238,7 +239,7 @@ def test_without_descriptors_a_worker_cannot_start_and_none_leaks(tmp_path, monk
     monkeypatch.setattr(os, "pipe2", second_fails)
     workers.start(lambda *_: pytest.fail("it cannot"), 0.0)
     assert workers.failed
-    assert said == ["cannot start " + plan.command[0] + ": Too many open files"]
+    assert said == ["cannot start " + config.command[0] + ": Too many open files"]
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(made[0][1])
 

@@ -213,7 +213,7 @@ def _hold_standard_files() -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from ddpjob_trainer.launcher.launch_config import CannotStartError, make_plan
+    from ddpjob_trainer.launcher.launch_config import CannotStartError, make_launch_config
     from ddpjob_trainer.launcher.processes.fork_server import Program
     from ddpjob_trainer.launcher.supervisor import Supervisor
 
@@ -226,7 +226,7 @@ def _run(options: argparse.Namespace) -> int:
         except OSError as error:  # a full or broken disk: another node's may work
             _say(f"the working directory was not made ready: {error}")
             return 1
-        plan = make_plan(
+        config = make_launch_config(
             env,
             Program(options.program, tuple(options.arguments), options.module),
             **torchrun.translate(given, env, options.program, module=options.module),
@@ -238,7 +238,7 @@ def _run(options: argparse.Namespace) -> int:
             spares=options.spares,
             preload=options.preload,
         )
-        supervisor = Supervisor(plan, refill if options.anew else None)
+        supervisor = Supervisor(config, refill if options.anew else None)
     except CannotStartError as error:
         _say(str(error))
         return error.code

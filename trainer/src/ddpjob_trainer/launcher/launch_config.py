@@ -1,6 +1,6 @@
-"""Plan a launcher's work: the command, and each worker's environment, torchrun's names included.
+"""Choose what a launcher starts: the command, and each worker's environment, as torchrun names it.
 
-cli.py calls make_plan(); the supervisor and its parts read the plan.
+cli.py calls make_launch_config(); the supervisor and its parts read the config.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CannotStartError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchConfig:
     """One launcher's share of a gang."""
 
     program: Program
@@ -170,7 +170,7 @@ def _preload(given: str) -> tuple[str, ...]:
     return names
 
 
-def make_plan(
+def make_launch_config(
     env: LauncherEnvironment,
     program: Program,
     *,
@@ -184,8 +184,8 @@ def make_plan(
     spares: str = "auto",
     preload: str = "",
     master_port: int | None = None,
-) -> Plan:
-    """Build the plan from environment and command line; the operator's number of processes wins.
+) -> LaunchConfig:
+    """Build the config from environment and command line; the operator's number of processes wins.
 
     Raises ConfigError, CannotStartError.
     """
@@ -205,7 +205,7 @@ def make_plan(
     nproc = nproc or env.nproc or 1
     ours = uses_our_library(program)
     warm = _spares(spares, program, nproc, rounds, ours=ours)
-    return Plan(
+    return LaunchConfig(
         program=program,
         command=command,
         nproc=nproc,
@@ -236,7 +236,9 @@ def make_plan(
     )
 
 
-def common_environment(plan: Plan, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+def common_environment(
+    config: LaunchConfig, base: Mapping[str, str] = os.environ
+) -> dict[str, str]:
     """Return the part of a worker's environment that all ranks and rounds share."""
     env = dict(base)
     env.setdefault("OMP_NUM_THREADS", "1")
@@ -249,12 +251,12 @@ def common_environment(plan: Plan, base: Mapping[str, str] = os.environ) -> dict
     except FileNotFoundError:  # a read-only root file system; torch cannot be imported without one
         env["TMPDIR"] = _MEMORY
     _give_home(env)
-    if plan.events is not None:
-        env[EVENTS] = str(plan.events)
-    if plan.standalone:
+    if config.events is not None:
+        env[EVENTS] = str(config.events)
+    if config.standalone:
         # Every rank is on this machine; its host name may resolve to an address it lacks.
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        env[RUN_ID] = plan.run_id
+        env[RUN_ID] = config.run_id
     return env
 
 
@@ -272,24 +274,26 @@ def _give_home(env: dict[str, str]) -> None:
         env["HOME"] = env.get("TMPDIR") or tempfile.gettempdir()
 
 
-def rank_environment(plan: Plan, local_rank: int, round_: int, scratch: Scratch) -> dict[str, str]:
+def rank_environment(
+    config: LaunchConfig, local_rank: int, round_: int, scratch: Scratch
+) -> dict[str, str]:
     """Return the variables that torchrun sets, and those of our library."""
-    address, port = plan.master
+    address, port = config.master
     return dict(
-        RANK=str(plan.rank(local_rank)),
-        WORLD_SIZE=str(plan.world_size),
+        RANK=str(config.rank(local_rank)),
+        WORLD_SIZE=str(config.world_size),
         LOCAL_RANK=str(local_rank),
-        LOCAL_WORLD_SIZE=str(plan.nproc),
-        GROUP_RANK=str(plan.replica),
-        GROUP_WORLD_SIZE=str(plan.replicas),
-        ROLE_RANK=str(plan.rank(local_rank)),
-        ROLE_WORLD_SIZE=str(plan.world_size),
+        LOCAL_WORLD_SIZE=str(config.nproc),
+        GROUP_RANK=str(config.replica),
+        GROUP_WORLD_SIZE=str(config.replicas),
+        ROLE_RANK=str(config.rank(local_rank)),
+        ROLE_WORLD_SIZE=str(config.world_size),
         ROLE_NAME="default",
         MASTER_ADDR=address,
         MASTER_PORT=str(port),
         TORCHELASTIC_RESTART_COUNT=str(round_),
-        TORCHELASTIC_MAX_RESTARTS=str(plan.rounds_without_progress),
-        TORCHELASTIC_RUN_ID=plan.run_id if plan.standalone else f"{plan.run_id}-{round_}",
+        TORCHELASTIC_MAX_RESTARTS=str(config.rounds_without_progress),
+        TORCHELASTIC_RUN_ID=config.run_id if config.standalone else f"{config.run_id}-{round_}",
         TORCHELASTIC_USE_AGENT_STORE="False",
         PROMETHEUS_MULTIPROC_DIR=str(scratch.metrics),
         **{

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from ddpjob_trainer.environment import DRILL, STORE_FD
 from ddpjob_trainer.launcher import sockets
-from ddpjob_trainer.launcher.launch_config import Plan, common_environment, rank_environment
+from ddpjob_trainer.launcher.launch_config import LaunchConfig, common_environment, rank_environment
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.processes.spares import Call, Spares
 from ddpjob_trainer.launcher.runtime_dir import NoRoomError, Scratch
@@ -30,20 +30,20 @@ class Starter:
 
     def __init__(
         self,
-        plan: Plan,
+        config: LaunchConfig,
         scratch: Scratch,
         selector: selectors.BaseSelector,
         tell: Callable[[str], None],
     ) -> None:
-        self._plan = plan
+        self._config = config
         self._scratch = scratch
-        self._environment = common_environment(plan)
+        self._environment = common_environment(config)
         self._store: socket.socket | None = None
         self._spares = Spares(
-            plan.program,
-            plan.spares,
+            config.program,
+            config.spares,
             {**self._environment, "PROMETHEUS_MULTIPROC_DIR": str(scratch.metrics)},
-            plan.preload,
+            config.preload,
             selector,
             self._came,
             tell,
@@ -61,7 +61,7 @@ class Starter:
             return
         self._store = self._store or self._bind_store()
         workers.recall = self._spares.recall
-        if workers.round == 0 and self._plan.first_round_from_spares:
+        if workers.round == 0 and self._config.first_round_from_spares:
             self._spares.start(now)
         workers.start(lambda local_rank, out, err: self._start(local_rank, out, err, now), now)
 
@@ -70,11 +70,11 @@ class Starter:
 
         It is not listening: a script that does not use it can still bind the port itself.
         """
-        plan = self._plan
-        if plan.uses_our_library and plan.replica == 0 and plan.world_size > 1:
+        config = self._config
+        if config.uses_our_library and config.replica == 0 and config.world_size > 1:
             # Held by an earlier attempt's process: then rank 0 itself waits for it.
             with contextlib.suppress(OSError):
-                return sockets.bind(plan.master[1])
+                return sockets.bind(config.master[1])
         return None
 
     def _start(self, local_rank: int, out: int, err: int, now: float) -> int | None:
@@ -83,7 +83,7 @@ class Starter:
             fds[STORE_FD] = self._store.fileno()
         env = self._environment_of(local_rank, self._workers.round) | {DRILL: self._drill}
         call = Call(env, out, err, fds)
-        if self._workers.round > 0 or self._plan.first_round_from_spares:
+        if self._workers.round > 0 or self._config.first_round_from_spares:
             with contextlib.suppress(LookupError):
                 return self._spares.call(local_rank, call, now)
         return self._spawn(call)
@@ -91,7 +91,9 @@ class Starter:
     def _spawn(self, call: Call) -> int:
         fds = {name: str(fd) for name, fd in call.fds.items()}
         env = {**self._environment, **call.env, **fds}
-        return children.spawn(self._plan.command, env, call.out, call.err, tuple(call.fds.values()))
+        return children.spawn(
+            self._config.command, env, call.out, call.err, tuple(call.fds.values())
+        )
 
     def _came(self, local_rank: int, pid: int, call: Call, now: float) -> None:
         """Register a spare that was called during its fork, else start a fresh process."""
@@ -101,7 +103,7 @@ class Starter:
             self._workers.never_came(local_rank, error, now)
 
     def _environment_of(self, local_rank: int, round_: int) -> dict[str, str]:
-        return rank_environment(self._plan, local_rank, round_, self._scratch)
+        return rank_environment(self._config, local_rank, round_, self._scratch)
 
     # --- Spares --------------------------------------------------------------------------
 
@@ -110,7 +112,7 @@ class Starter:
         due = self._spares.tick(now)
         if self._spares.full or self._workers.stopping:
             return due
-        silent = not self._plan.uses_our_library
+        silent = not self._config.uses_our_library
         if self._workers.is_training() or (silent and now > self._begun + _STARTED_SECONDS):
             following = self._workers.round + 1
             self._spares.refill(lambda local_rank: self._environment_of(local_rank, following), now)

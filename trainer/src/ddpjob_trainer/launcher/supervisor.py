@@ -1,6 +1,6 @@
 """Run the launcher's one loop: signals, reaping, the hub's messages, the rounds.
 
-`ddpjob-trainer run` calls it with a plan. Everything happens in the main thread, woken by signals
+`ddpjob-trainer run` calls it with a config. Everything happens in the main thread, woken by signals
 and sockets; threads only pump output, resolve the hub's name and serve HTTP. When the loop ends no
 descendant of the launcher is alive.
 """
@@ -31,7 +31,7 @@ from ddpjob_trainer.launcher.hub.messages import (
     Stop,
     Stopped,
 )
-from ddpjob_trainer.launcher.launch_config import Plan
+from ddpjob_trainer.launcher.launch_config import LaunchConfig
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.output import OutputPump, stdout_is_terminal
 from ddpjob_trainer.launcher.processes import children
@@ -71,13 +71,13 @@ class _Phase(Enum):
 
 
 class Supervisor:
-    """All rounds of one run of a plan."""
+    """Runs all rounds of one launcher."""
 
-    def __init__(self, plan: Plan, refill: Callable[[Path], None] | None = None) -> None:
+    def __init__(self, config: LaunchConfig, refill: Callable[[Path], None] | None = None) -> None:
         """``refill``: restores the working directory to that of a new pod, except one path."""
-        self._plan = plan
+        self._config = config
         # All ranks of a single launcher share its folder and continue from the files there.
-        self._refill = refill if plan.replicas > 1 else None
+        self._refill = refill if config.replicas > 1 else None
         self._selector = selectors.DefaultSelector()
         self._signals = Signals()
         self._tick = time.monotonic()
@@ -87,18 +87,20 @@ class Supervisor:
         self._exiting_told = 0.0  # when the hub last heard that killed processes have not ended
         self._known = termination.Known()
         # Beside the hub, which asks for it.
-        self._progress = ProgressPath(plan.progress_path if plan.replica == 0 else None)
+        self._progress = ProgressPath(config.progress_path if config.replica == 0 else None)
         self._ended = termination.Ended()
         self._finished = False
         self._counted = LauncherMetrics()
         self._log = Log()
-        alone = plan.standalone or plan.world_size == plan.nproc
-        names = Names(None if alone else plan.master[0], self._log.say)
+        alone = config.standalone or config.world_size == config.nproc
+        names = Names(None if alone else config.master[0], self._log.say)
         self._pace = Pace()
-        self._early = EarlyEnds(plan.deadlines.step, self._log.say)
-        self._hangs = HangResponse(plan.deadlines, self._counted, self._log, names)
+        self._early = EarlyEnds(config.deadlines.step, self._log.say)
+        self._hangs = HangResponse(config.deadlines, self._counted, self._log, names)
         # Beside rank 0, which is a worker of this launcher.
-        self._events = Events(EventLog(plan.events) if plan.events and plan.replica == 0 else None)
+        self._events = Events(
+            EventLog(config.events) if config.events and config.replica == 0 else None
+        )
 
     def run(self) -> int:
         """Run all rounds; return the launcher's exit code."""
@@ -108,26 +110,26 @@ class Supervisor:
             # A fault of the launcher or of this machine: the report must name it.
             if not isinstance(error, NoRoomError):
                 self._log.put(2, traceback.format_exc().encode(errors="replace"))
-            code = termination.broke(self._plan, error, self._log.say)
+            code = termination.broke(self._config, error, self._log.say)
         # The report is written: a signal hurries the end, but does not change it.
         told_late = self._signals.end_at_once(code)
         self._log.flush(hurry=self._ended.signal != 0 or told_late)
         return code
 
     def _run(self) -> int:
-        plan = self._plan
-        self._scratch = Scratch(plan.nproc)
+        config = self._config
+        self._scratch = Scratch(config.nproc)
         children.adopt_orphans()
         try:
             with self._signals.collected(self._selector):
                 self._pump = OutputPump(
                     self._log,
-                    prefixed=plan.world_size > 1 and (plan.nproc > 1 or stdout_is_terminal()),
+                    prefixed=config.world_size > 1 and (config.nproc > 1 or stdout_is_terminal()),
                 )
                 self._member = membership.join(
-                    plan, self._selector, self._log.say, lambda: self._progress.newest
+                    config, self._selector, self._log.say, lambda: self._progress.newest
                 )
-                self._starter = Starter(plan, self._scratch, self._selector, self._log.say)
+                self._starter = Starter(config, self._scratch, self._selector, self._log.say)
                 self._begin(0, self._tick)
                 http = self._serve()
                 try:
@@ -136,12 +138,12 @@ class Supervisor:
                     left = self._leave_nobody()
                     if http is not None:
                         http.end()
-                for local_rank in range(plan.nproc):
-                    self._pump.collect(plan.rank(local_rank))
+                for local_rank in range(config.nproc):
+                    self._pump.collect(config.rank(local_rank))
                 self._progress.look(_LOOK_SECONDS)
                 known = self._known.with_modified(self._progress.newest)
                 code = termination.finish(
-                    plan, self._workers, self._pump, known, self._ended, left, self._log.say
+                    config, self._workers, self._pump, known, self._ended, left, self._log.say
                 )
                 self._member.close()
                 self._events.write("end", code=int(code), round=self._workers.round)
@@ -153,26 +155,26 @@ class Supervisor:
     # --- Start ---------------------------------------------------------------------------
 
     def _serve(self) -> endpoints.Server | None:
-        plan = self._plan
-        if plan.metrics_port is None:
+        config = self._config
+        if config.metrics_port is None:
             return None
         try:
             return endpoints.serve(
-                plan.metrics_port,
+                config.metrics_port,
                 lambda: self._scratch.metrics,
                 self._counted,
                 self._state,
                 lambda: time.monotonic() - self._tick < _HEALTHY_SECONDS,
             )
         except OSError as error:
-            self._log.say(f"no /state and /metrics: port {plan.metrics_port}: {error.strerror}")
+            self._log.say(f"no /state and /metrics: port {config.metrics_port}: {error.strerror}")
             return None
 
     def _state(self) -> State:
         return endpoints.state_body(
             (workers := self._workers).state(0),
-            uid="" if self._plan.standalone else self._plan.uid,
-            attempt=self._plan.attempt,
+            uid="" if self._config.standalone else self._config.uid,
+            attempt=self._config.attempt,
             round_=workers.round,
             known=self._known.after(workers).with_modified(self._progress.newest),
             stacks=self._hangs.stacks,
@@ -182,16 +184,16 @@ class Supervisor:
     def _begin(self, round_: int, now: float) -> None:
         self._enter(_Phase.RUNNING, now)
         self._told = 0
-        trace.configure(self._plan.trace, -1, round_)
+        trace.configure(self._config.trace, -1, round_)
         self._hangs.begin()
         self._early.begin()
         self._pace.begin()
         path = self._scratch.round_path(round_)
-        self._workers = WorkerGroup(self._plan, round_, path, self._pump, self._log.say)
+        self._workers = WorkerGroup(self._config, round_, path, self._pump, self._log.say)
         if self._refill and round_ > 0:
             self._refill(self._scratch.path)
         drill = self._member.rounds and rounds.drills_left(self._known.records)
-        self._starter.begin(self._workers, now, self._plan.drill if drill else "Never")
+        self._starter.begin(self._workers, now, self._config.drill if drill else "Never")
         trace.mark("started")
 
     # --- Watch ---------------------------------------------------------------------------
@@ -255,7 +257,7 @@ class Supervisor:
 
     def _end_by_grace(self, now: float) -> None:
         """Kill the workers still running near the end of the grace period."""
-        grace = self._plan.grace_seconds
+        grace = self._config.grace_seconds
         self._workers.kill_by(now + max(0.5, grace - max(1.0, grace / 10)))
 
     # --- Rounds --------------------------------------------------------------------------
@@ -289,7 +291,7 @@ class Supervisor:
         since = waiting.get(self._phase, self._since)
         patience = _ANSWER_SECONDS
         if self._phase in (_Phase.STOPPING, _Phase.STOPPED):  # here or elsewhere they take so long
-            patience += self._plan.exit_seconds
+            patience += self._config.exit_seconds
         if since and now - since > patience and self._ended.end is None:
             self._lose("it does not answer", now)
 
@@ -335,7 +337,7 @@ class Supervisor:
         if self._phase is not _Phase.STOPPING:
             return
         if not workers.is_gone(self._starter.spared()):
-            patient = now - self._since < self._plan.exit_seconds
+            patient = now - self._since < self._config.exit_seconds
             if patient and now - max(self._since, self._exiting_told) >= _EXITING_SECONDS:
                 self._exiting_told = now
                 self._member.link.send(Exiting(workers.round), now)
@@ -384,7 +386,7 @@ class Supervisor:
         hopeless = self._workers.unkillable
         left = children.end_all(
             lambda pid, status: self._workers.ended(pid, status, time.monotonic()),
-            self._plan.exit_seconds,
+            self._config.exit_seconds,
             hopeless,
         )
         others = [str(pid) for pid in left if pid not in hopeless]

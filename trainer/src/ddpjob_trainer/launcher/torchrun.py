@@ -76,7 +76,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def translate(
     given: Mapping[str, Any], env: LauncherEnvironment, program: str, *, module: bool
 ) -> dict[str, Any]:
-    """Return arguments of make_plan. ``given``: what was parsed. Raises ConfigError."""
+    """Return arguments of make_launch_config. ``given``: what was parsed. Raises ConfigError."""
     said = {
         name.removeprefix("torchrun_"): value
         for name, value in given.items()

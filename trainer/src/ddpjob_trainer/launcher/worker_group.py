@@ -15,7 +15,7 @@ from pathlib import Path
 import ddpjob_contract as contract
 from ddpjob_trainer import gpu_faults, trace
 from ddpjob_trainer.launcher.hub.root_cause import Exit
-from ddpjob_trainer.launcher.launch_config import Plan
+from ddpjob_trainer.launcher.launch_config import LaunchConfig
 from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.processes import cgroup, children
 from ddpjob_trainer.launcher.signals import ENDING
@@ -36,7 +36,7 @@ class WorkerGroup:
 
     def __init__(
         self,
-        plan: Plan,
+        config: LaunchConfig,
         round_: int,
         state_dir: Path,
         pump: OutputPump,
@@ -46,7 +46,7 @@ class WorkerGroup:
         self.state_dir = state_dir
         self.exits: list[Exit] = []
         self.unkillable: dict[int, str] = {}  # pid -> the fate of a worker counted as gone
-        self._plan = plan
+        self._config = config
         self._pump = pump
         self._say = say
         self._pids: dict[int, int] = {}  # pid -> local rank, of running workers
@@ -65,9 +65,9 @@ class WorkerGroup:
 
     def start(self, start: Starter, now: float) -> None:
         """Start all workers; count one that cannot start as failed."""
-        for local_rank in range(self._plan.nproc):
+        for local_rank in range(self._config.nproc):
             try:
-                out, err = self._pump.pipes(self._plan.rank(local_rank))
+                out, err = self._pump.pipes(self._config.rank(local_rank))
                 try:
                     pid = start(local_rank, out, err)
                 finally:
@@ -83,7 +83,7 @@ class WorkerGroup:
 
     def _add(self, local_rank: int, pid: int) -> None:
         self._pids[pid] = local_rank
-        trace.mark("worker", rank=self._plan.rank(local_rank), pid=pid)
+        trace.mark("worker", rank=self._config.rank(local_rank), pid=pid)
 
     def came(self, local_rank: int, pid: int) -> None:
         """Register the pid of a promised worker."""
@@ -101,13 +101,13 @@ class WorkerGroup:
             code = contract.ExitCode.NOT_FOUND
         elif isinstance(error, PermissionError) or error.errno == errno.ENOEXEC:
             code = contract.ExitCode.NOT_EXECUTABLE
-        self._say(f"cannot start {self._plan.command[0]}: {error.strerror}")
-        self.exits.append(Exit(self._plan.rank(local_rank), local_rank, code, now))
+        self._say(f"cannot start {self._config.command[0]}: {error.strerror}")
+        self.exits.append(Exit(self._config.rank(local_rank), local_rank, code, now))
 
     def cannot_begin(self, error: OSError, now: float) -> None:
         """Count a round as failed that lacks a directory for its workers' records."""
         self._say(str(error.strerror))
-        rank = self._plan.rank(0)
+        rank = self._config.rank(0)
         self.exits.append(Exit(rank, 0, 1, now, exception=shorten(f"OSError: {error.strerror}")))
 
     # --- Watch ---------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class WorkerGroup:
         if local_rank is None:
             return
         ours = self.stopping and status in (-signal.SIGKILL, -signal.SIGTERM, 143)
-        rank = self._plan.rank(local_rank)
+        rank = self._config.rank(local_rank)
         self._pump.collect(rank)
         state = self.state(local_rank)
         exception = state.exception if state else ""
@@ -173,21 +173,21 @@ class WorkerGroup:
     @property
     def pids(self) -> dict[int, int]:
         """Return the running workers: rank -> pid."""
-        return {self._plan.rank(local_rank): pid for pid, local_rank in self._pids.items()}
+        return {self._config.rank(local_rank): pid for pid, local_rank in self._pids.items()}
 
     def state(self, local_rank: int) -> RankState | None:
         """Return a worker's last record in this round."""
-        return read_state(self.state_dir, self._plan.rank(local_rank))
+        return read_state(self.state_dir, self._config.rank(local_rank))
 
     def snapshot_step(self) -> int:
         """Return the step of the newest snapshot; any rank's record counts. -1: none."""
-        states = map(self.state, range(self._plan.nproc))
+        states = map(self.state, range(self._config.nproc))
         return max((state.snapshot_step for state in states if state), default=-1)
 
     def is_training(self) -> bool:
         """Return whether every worker has reached its first step in this round."""
         if not self._training:
-            states = map(self.state, range(self._plan.nproc))
+            states = map(self.state, range(self._config.nproc))
             self._training = all(state and state.phase != "startup" for state in states)
         return self._training
 
@@ -216,7 +216,7 @@ class WorkerGroup:
     def _recall(self, signum: int, now: float) -> None:
         for local_rank in self.recall():
             self._coming.discard(local_rank)
-            rank = self._plan.rank(local_rank)
+            rank = self._config.rank(local_rank)
             self.exits.append(Exit(rank, local_rank, -signum, now, ours=self.stopping))
 
     def condemn(
@@ -228,7 +228,7 @@ class WorkerGroup:
         """
         self._pump.add(rank, last_lines)
         for pid, local_rank in self._pids.items():
-            if self._plan.rank(local_rank) == rank:
+            if self._config.rank(local_rank) == rank:
                 self._condemned[local_rank] = (code, why)
                 self._kill(pid, now)
 
@@ -254,7 +254,7 @@ class WorkerGroup:
                     self._kill(pid, now)
                 self._recall(signal.SIGKILL, now)
         for pid in [pid for pid in self._pids if pid in self._killed]:
-            due = self._killed[pid] + self._plan.exit_seconds
+            due = self._killed[pid] + self._config.exit_seconds
             if now < due:
                 dues.append(due)
             else:
@@ -272,10 +272,10 @@ class WorkerGroup:
 
     def _give_up(self, pid: int, now: float) -> None:
         """Count a worker as gone that has survived SIGKILL for ``exit_seconds``."""
-        rank = self._plan.rank(self._pids[pid])
+        rank = self._config.rank(self._pids[pid])
         words = (
             f"rank {rank} (pid {pid}) was killed, but has not ended for"
-            f" {self._plan.exit_seconds:g} s: it waits for a disk or device that does not answer"
+            f" {self._config.exit_seconds:g} s: it waits for a disk or device that does not answer"
             f" ({children.where(pid)})"
         )
         self.unkillable[pid] = words

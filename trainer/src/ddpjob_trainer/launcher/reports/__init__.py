@@ -1,1 +1,1 @@
-"""Report a launcher's work: /state and /metrics while it runs, events, and the termination report."""
+"""Report a launcher's work: /state, /metrics and events, then the termination report."""

@@ -27,7 +27,7 @@ from ddpjob_contract import (
 from ddpjob_trainer.launcher.hub import root_cause
 from ddpjob_trainer.launcher.hub.messages import End
 from ddpjob_trainer.launcher.hub.root_cause import Exit, kind
-from ddpjob_trainer.launcher.launch_config import Plan
+from ddpjob_trainer.launcher.launch_config import LaunchConfig
 from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.reports.progress_path import NEVER, as_text
 from ddpjob_trainer.launcher.runtime_dir import NoRoomError
@@ -93,7 +93,7 @@ class Ended:
 
 
 def finish(
-    plan: Plan,
+    config: LaunchConfig,
     workers: WorkerGroup,
     pump: OutputPump,
     known: Known,
@@ -113,7 +113,7 @@ def finish(
     content = make_report(
         failure,
         workers.state(local_rank),
-        [*pump.tail(plan.rank(local_rank)), *left] if failure else [],
+        [*pump.tail(config.rank(local_rank)), *left] if failure else [],
         round_=workers.round,
         terminated=ended.signal != 0,
         known=known,
@@ -123,15 +123,15 @@ def finish(
     if failure and not elsewhere and early:
         content["exception"] = _cut_middle(root_cause.told_of(early, failure), _MAX_EXCEPTION)
     cut_short = ended.between_rounds  # no worker was running to report it
-    if ended.at_work and failure is None and not cut_short and not _is_done(plan, workers):
+    if ended.at_work and failure is None and not cut_short and not _is_done(config, workers):
         cut_short = True  # some programs save at a signal and end with 0, unfinished
         say("all ended with exit code 0, but at a signal, so this is no success")
     if cut_short:
         content["kind"] = "sigterm" if ended.signal == signal.SIGTERM else "signal"
         content["code"] = 128 + ended.signal
         content["signal"] = ended.signal
-    _save(plan, content, say)
-    if ended.end is not None and plan.rounds_without_progress and not ended.signal:
+    _save(config, content, say)
+    if ended.end is not None and config.rounds_without_progress and not ended.signal:
         say(f"no further round: {ended.end.why}")
     elif ended.lost and failure is not None and not elsewhere:
         say(f"no further round: the hub was lost: {ended.lost}")
@@ -152,17 +152,17 @@ def finish(
     return failure.code
 
 
-def _is_done(plan: Plan, workers: WorkerGroup) -> bool:
+def _is_done(config: LaunchConfig, workers: WorkerGroup) -> bool:
     """Return whether all workers here have reached the end of training.
 
     A loop left early, as by sys.exit() in the script's own handler, also reports "done". A run with
     an unknown number of steps has no known end.
     """
-    states = [workers.state(local_rank) for local_rank in range(plan.nproc)]
+    states = [workers.state(local_rank) for local_rank in range(config.nproc)]
     return all(one and one.phase == "done" and 0 < one.total_steps <= one.step for one in states)
 
 
-def broke(plan: Plan, error: Exception, say: Callable[[str], None]) -> int:
+def broke(config: LaunchConfig, error: Exception, say: Callable[[str], None]) -> int:
     """Report a failure of the launcher itself; return its exit code."""
     text = str(error.strerror if isinstance(error, NoRoomError) else f"{error!r}")
     say(f"ending: {text}")
@@ -170,12 +170,12 @@ def broke(plan: Plan, error: Exception, say: Callable[[str], None]) -> int:
         "version": REPORT_VERSION, "kind": "exception", "round": 0, "code": 1,
         "exception": _cut_middle(f"launcher: {text}", _MAX_EXCEPTION),
     }  # fmt: skip
-    _save(plan, report, say)
+    _save(config, report, say)
     return 1
 
 
-def _save(plan: Plan, report: TerminationReport, say: Callable[[str], None]) -> None:
-    path = plan.termination_log
+def _save(config: LaunchConfig, report: TerminationReport, say: Callable[[str], None]) -> None:
+    path = config.termination_log
     problem = write(report, path or Path(contract.TERMINATION_LOG), create=path is not None)
     if problem:
         say(f"no termination report: {problem}")
