@@ -286,7 +286,7 @@ def test_sigterm_while_a_log_is_waited_for_does_not_change_how_it_ended(  # type
     assert json.loads(report.read_text())["kind"] == "success"
 
 
-@pytest.mark.parametrize("step", ["termination.finish", "supervisor.Scratch.close"])
+@pytest.mark.parametrize("step", ["termination.finish", "supervisor.RuntimeDir.close"])
 @pytest.mark.parametrize(("signum", "lines"), [(signal.SIGTERM, 100), (signal.SIGUSR1, 1)])
 def test_no_signal_after_the_report_changes_the_end_and_sigterm_hurries_it(  # type: ignore[no-untyped-def]
     script, tmp_path, step, signum, lines

@@ -32,7 +32,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.processes.source import sets_environment_first, uses_our_library
-from ddpjob_trainer.launcher.runtime_dir import Scratch
+from ddpjob_trainer.launcher.runtime_dir import RuntimeDir
 from ddpjob_trainer.liveness.hang import Deadlines
 from ddpjob_trainer.travels import check_notebook
 
@@ -275,7 +275,7 @@ def _give_home(env: dict[str, str]) -> None:
 
 
 def rank_environment(
-    config: LaunchConfig, local_rank: int, round_: int, scratch: Scratch
+    config: LaunchConfig, local_rank: int, round_: int, runtime_dir: RuntimeDir
 ) -> dict[str, str]:
     """Return the variables that torchrun sets, and those of our library."""
     address, port = config.master
@@ -295,10 +295,10 @@ def rank_environment(
         TORCHELASTIC_MAX_RESTARTS=str(config.rounds_without_progress),
         TORCHELASTIC_RUN_ID=config.run_id if config.standalone else f"{config.run_id}-{round_}",
         TORCHELASTIC_USE_AGENT_STORE="False",
-        PROMETHEUS_MULTIPROC_DIR=str(scratch.metrics),
+        PROMETHEUS_MULTIPROC_DIR=str(runtime_dir.metrics),
         **{
-            STATE_DIR: str(scratch.round_path(round_)),
-            REPLAY_DIR: str(scratch.replay),
+            STATE_DIR: str(runtime_dir.round_path(round_)),
+            REPLAY_DIR: str(runtime_dir.replay),
             contract.ROUND: str(round_),
         },
     )

@@ -27,7 +27,7 @@ class NoRoomError(OSError):
     """No directory has room; ``strerror`` names the cure."""
 
 
-class Scratch:
+class RuntimeDir:
     """``nproc``: how many ranks write here. Raises NoRoomError."""
 
     def __init__(

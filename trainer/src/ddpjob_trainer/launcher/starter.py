@@ -17,7 +17,7 @@ from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.launch_config import LaunchConfig, common_environment, rank_environment
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.processes.spares import Call, Spares
-from ddpjob_trainer.launcher.runtime_dir import NoRoomError, Scratch
+from ddpjob_trainer.launcher.runtime_dir import NoRoomError, RuntimeDir
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
 
 _REFILL_SECONDS = 0.1
@@ -26,23 +26,23 @@ _STARTED_SECONDS = 10.0
 
 
 class Starter:
-    """Starts the workers of all rounds. ``scratch``: the directory of their records."""
+    """Starts the workers of all rounds. ``runtime_dir``: the directory of their records."""
 
     def __init__(
         self,
         config: LaunchConfig,
-        scratch: Scratch,
+        runtime_dir: RuntimeDir,
         selector: selectors.BaseSelector,
         tell: Callable[[str], None],
     ) -> None:
         self._config = config
-        self._scratch = scratch
+        self._runtime_dir = runtime_dir
         self._environment = common_environment(config)
         self._store: socket.socket | None = None
         self._spares = Spares(
             config.program,
             config.spares,
-            {**self._environment, "PROMETHEUS_MULTIPROC_DIR": str(scratch.metrics)},
+            {**self._environment, "PROMETHEUS_MULTIPROC_DIR": str(runtime_dir.metrics)},
             config.preload,
             selector,
             self._came,
@@ -55,7 +55,7 @@ class Starter:
         self._drill = f"{drill} {os.getpid()} {now}"
         self._begun = now
         try:
-            workers.state_dir = self._scratch.begin(workers.round)
+            workers.state_dir = self._runtime_dir.begin(workers.round)
         except NoRoomError as error:
             workers.cannot_begin(error, now)
             return
@@ -103,7 +103,7 @@ class Starter:
             self._workers.never_came(local_rank, error, now)
 
     def _environment_of(self, local_rank: int, round_: int) -> dict[str, str]:
-        return rank_environment(self._config, local_rank, round_, self._scratch)
+        return rank_environment(self._config, local_rank, round_, self._runtime_dir)
 
     # --- Spares --------------------------------------------------------------------------
 

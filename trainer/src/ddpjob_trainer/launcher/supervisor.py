@@ -40,7 +40,7 @@ from ddpjob_trainer.launcher.reports.events import Events
 from ddpjob_trainer.launcher.reports.metrics import LauncherMetrics, forget_dead
 from ddpjob_trainer.launcher.reports.pace import Pace
 from ddpjob_trainer.launcher.reports.progress_path import ProgressPath
-from ddpjob_trainer.launcher.runtime_dir import NoRoomError, Scratch
+from ddpjob_trainer.launcher.runtime_dir import NoRoomError, RuntimeDir
 from ddpjob_trainer.launcher.signals import ENDING, Signals
 from ddpjob_trainer.launcher.starter import Starter
 from ddpjob_trainer.launcher.watch.early_ends import EarlyEnds
@@ -118,7 +118,7 @@ class Supervisor:
 
     def _run(self) -> int:
         config = self._config
-        self._scratch = Scratch(config.nproc)
+        self._runtime_dir = RuntimeDir(config.nproc)
         children.adopt_orphans()
         try:
             with self._signals.collected(self._selector):
@@ -129,7 +129,7 @@ class Supervisor:
                 self._member = membership.join(
                     config, self._selector, self._log.say, lambda: self._progress.newest
                 )
-                self._starter = Starter(config, self._scratch, self._selector, self._log.say)
+                self._starter = Starter(config, self._runtime_dir, self._selector, self._log.say)
                 self._begin(0, self._tick)
                 http = self._serve()
                 try:
@@ -150,7 +150,7 @@ class Supervisor:
                 self._events.end()
                 return code
         finally:
-            self._scratch.close()
+            self._runtime_dir.close()
 
     # --- Start ---------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class Supervisor:
         try:
             return endpoints.serve(
                 config.metrics_port,
-                lambda: self._scratch.metrics,
+                lambda: self._runtime_dir.metrics,
                 self._counted,
                 self._state,
                 lambda: time.monotonic() - self._tick < _HEALTHY_SECONDS,
@@ -188,10 +188,10 @@ class Supervisor:
         self._hangs.begin()
         self._early.begin()
         self._pace.begin()
-        path = self._scratch.round_path(round_)
+        path = self._runtime_dir.round_path(round_)
         self._workers = WorkerGroup(self._config, round_, path, self._pump, self._log.say)
         if self._refill and round_ > 0:
-            self._refill(self._scratch.path)
+            self._refill(self._runtime_dir.path)
         drill = self._member.rounds and rounds.drills_left(self._known.records)
         self._starter.begin(self._workers, now, self._config.drill if drill else "Never")
         trace.mark("started")
@@ -367,7 +367,7 @@ class Supervisor:
         self._events.write("drill" if kind == "drill" else "failure", **last)
         self._counted.rounds[kind] += 1
         self._begin(go.round, now)
-        forget_dead(self._scratch.metrics)
+        forget_dead(self._runtime_dir.metrics)
         shutil.rmtree(old, ignore_errors=True)
 
     # --- End -----------------------------------------------------------------------------
