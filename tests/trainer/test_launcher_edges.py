@@ -149,7 +149,7 @@ sys.exit(1)
         except OSError:
             return False
 
-    env = patched(tmp_path, {"launcher.supervisor._LOOK_SECONDS": PATIENCE})
+    env = patched(tmp_path, {"launcher.supervisor._POLL_SECONDS": PATIENCE})
     with launched(*words, *more, program, env=env) as launcher:
         wait_until(told, "the time of the third checkpoint in /state")
         go.touch()

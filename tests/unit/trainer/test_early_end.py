@@ -42,7 +42,7 @@ def looked(exits: list[Exit], running: int, others: tuple[list[Exit], int], now:
     said: list[str] = []
     early = EarlyEnds(300, said.append)
     for second in range(20):
-        early.look(cast("WorkerGroup", workers), others, now + second)
+        early.poll(cast("WorkerGroup", workers), others, now + second)
     assert all(
         words.startswith("rank 1 after step 7 ended with exit code 0 more") for words in said
     )

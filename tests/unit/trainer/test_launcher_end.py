@@ -98,7 +98,7 @@ def test_a_spare_that_was_killed_before_it_was_known_is_waited_for(tmp_path, sen
 
 def test_a_worker_that_hangs_where_it_cannot_be_killed_is_the_cause(tmp_path, sent):  # type: ignore[no-untyped-def]
     workers, _ = make_group(tmp_path)
-    workers.condemn(1, ExitCode.HANG, "Hang: rank 1 stands still", [], 5.0)
+    workers.mark_hung(1, ExitCode.HANG, "Hang: rank 1 stands still", [], 5.0)
     assert workers.dying
     due = workers.kill_when_due(5.0)
     assert due == 15.0
@@ -118,7 +118,9 @@ def finish(  # type: ignore[no-untyped-def]
         read_launcher({}), Program("sh", (), module=False), nproc=3, termination_log=report
     )
     pump = OutputPump(Log(), prefixed=True)
-    code = termination.finish(config, workers, pump, termination.Known(), ended, left, said.append)
+    code = termination.finish(
+        config, workers, pump, termination.Results(), ended, left, said.append
+    )
     return code, json.loads(report.read_bytes())
 
 
@@ -190,7 +192,7 @@ def test_who_ends_with_0_after_a_signal_has_succeeded_only_if_it_was_done(  # ty
     ended = termination.Ended(signal=15, at_work=at_work)
     pump = OutputPump(Log(), prefixed=True)
     assert (
-        termination.finish(config, workers, pump, termination.Known(), ended, [], said.append)
+        termination.finish(config, workers, pump, termination.Results(), ended, [], said.append)
         == code
     )
     assert json.loads(report.read_bytes())["kind"] == ("sigterm" if code else "success")

@@ -86,7 +86,7 @@ def test_a_hang_at_the_start_names_it_as_its_cause(
     told: list[str] = []
     workers: Any = SimpleNamespace(
         stopping=False, dying=False, state_dir=None, pids={},
-        condemn=lambda rank, code, why, lines, now: told.append(why),
+        mark_hung=lambda rank, code, why, lines, now: told.append(why),
     )  # fmt: skip
     log: Any = SimpleNamespace(say=lambda line: None, put=lambda stream, data: None)
     counted: Any = SimpleNamespace(hangs={phase: 0})

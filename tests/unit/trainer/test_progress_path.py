@@ -117,14 +117,14 @@ def test_a_newer_file_is_seen_and_an_older_one_takes_nothing_back(
 ):
     path = touch("last", 5)
     watched = ProgressPath(path, every=60)
-    watched.look(PATIENCE)
+    watched.poll(PATIENCE)
     assert watched.newest == 5 * SECOND
     touch("last", 8)
-    watched.look(PATIENCE)
+    watched.poll(PATIENCE)
     assert watched.newest == 8 * SECOND
     path.unlink()
     touch("last", 3)
-    watched.look(PATIENCE)
+    watched.poll(PATIENCE)
     assert watched.newest == 8 * SECOND
 
 
@@ -157,9 +157,9 @@ def test_a_file_server_that_does_not_answer_stops_nobody(monkeypatch: pytest.Mon
     monkeypatch.setattr(progress_path, "newest_mtime", look)
     watched = ProgressPath(Path("x"))
     assert begun.acquire(timeout=PATIENCE)
-    watched.look(0.01)
+    watched.poll(0.01)
     assert watched.newest == NEVER
-    waits = threading.Thread(target=watched.look, args=[PATIENCE])
+    waits = threading.Thread(target=watched.poll, args=[PATIENCE])
     waits.start()
     answers.release()
     assert begun.acquire(timeout=PATIENCE)
@@ -173,5 +173,5 @@ def test_a_file_server_that_does_not_answer_stops_nobody(monkeypatch: pytest.Mon
 def test_without_a_path_nothing_runs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(threading, "Thread", None)
     nothing = ProgressPath(None)
-    nothing.look(30)
+    nothing.poll(30)
     assert nothing.newest == NEVER

@@ -34,7 +34,7 @@ class RuntimeDir:
         self, nproc: int, parents: tuple[str | None, ...] = ("/dev/shm", None, ".")
     ) -> None:
         self._bytes = nproc * _RANK_BYTES
-        self._parents = list(dict.fromkeys(_known(parents)))
+        self._parents = list(dict.fromkeys(_existing(parents)))
         self.path, self._lock = self._make()
 
     @property
@@ -99,7 +99,7 @@ class RuntimeDir:
             raise OSError(errno.ENOSPC, "no inodes left")
 
 
-def _known(parents: tuple[str | None, ...]) -> Iterator[Path]:
+def _existing(parents: tuple[str | None, ...]) -> Iterator[Path]:
     """Yield the existing parents; ``None`` is the temporary directory, if there is one."""
     for parent in parents:
         with contextlib.suppress(FileNotFoundError):

@@ -45,7 +45,7 @@ class Starter:
             {**self._environment, "PROMETHEUS_MULTIPROC_DIR": str(runtime_dir.metrics)},
             config.preload,
             selector,
-            self._came,
+            self._arrived,
             tell,
         )
 
@@ -95,12 +95,12 @@ class Starter:
             self._config.command, env, call.out, call.err, tuple(call.fds.values())
         )
 
-    def _came(self, local_rank: int, pid: int, call: Call, now: float) -> None:
+    def _arrived(self, local_rank: int, pid: int, call: Call, now: float) -> None:
         """Register a spare that was called during its fork, else start a fresh process."""
         try:
-            self._workers.came(local_rank, pid or self._spawn(call))
+            self._workers.arrived(local_rank, pid or self._spawn(call))
         except OSError as error:
-            self._workers.never_came(local_rank, error, now)
+            self._workers.never_arrived(local_rank, error, now)
 
     def _environment_of(self, local_rank: int, round_: int) -> dict[str, str]:
         return rank_environment(self._config, local_rank, round_, self._runtime_dir)

@@ -60,7 +60,7 @@ _EXITING_SECONDS = 1.0
 #: A round may need succeeded workers again; the launcher waits so long for it.
 _SUCCESS_SECONDS = 60.0
 #: For the progress path: a file server that does not answer must not delay the launcher.
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 
 
 class _Phase(Enum):
@@ -83,9 +83,9 @@ class Supervisor:
         self._tick = time.monotonic()
         self._phase = _Phase.RUNNING
         self._since = self._tick  # when the phase began, or the hub heard of the first failure
-        self._told = 0  # exits that the hub knows of
-        self._exiting_told = 0.0  # when the hub last heard that killed processes have not ended
-        self._known = termination.Known()
+        self._reported = 0  # exits that the hub knows of
+        self._exiting_reported = 0.0  # when the hub last heard that killed processes have not ended
+        self._results = termination.Results()
         # Beside the hub, which asks for it.
         self._progress = ProgressPath(config.progress_path if config.replica == 0 else None)
         self._ended = termination.Ended()
@@ -140,10 +140,10 @@ class Supervisor:
                         http.end()
                 for local_rank in range(config.nproc):
                     self._pump.collect(config.rank(local_rank))
-                self._progress.look(_LOOK_SECONDS)
-                known = self._known.with_modified(self._progress.newest)
+                self._progress.poll(_POLL_SECONDS)
+                results = self._results.with_modified(self._progress.newest)
                 code = termination.finish(
-                    config, self._workers, self._pump, known, self._ended, left, self._log.say
+                    config, self._workers, self._pump, results, self._ended, left, self._log.say
                 )
                 self._member.close()
                 self._events.write("end", code=int(code), round=self._workers.round)
@@ -176,14 +176,14 @@ class Supervisor:
             uid="" if self._config.standalone else self._config.uid,
             attempt=self._config.attempt,
             round_=workers.round,
-            known=self._known.after(workers).with_modified(self._progress.newest),
+            results=self._results.after(workers).with_modified(self._progress.newest),
             stacks=self._hangs.stacks,
             pace=self._pace.per_second(time.monotonic()),
         )
 
     def _begin(self, round_: int, now: float) -> None:
         self._enter(_Phase.RUNNING, now)
-        self._told = 0
+        self._reported = 0
         trace.configure(self._config.trace, -1, round_)
         self._hangs.begin()
         self._early.begin()
@@ -192,7 +192,7 @@ class Supervisor:
         self._workers = WorkerGroup(self._config, round_, path, self._pump, self._log.say)
         if self._refill and round_ > 0:
             self._refill(self._runtime_dir.path)
-        drill = self._member.rounds and rounds.drills_left(self._known.records)
+        drill = self._member.rounds and rounds.drills_left(self._results.records)
         self._starter.begin(self._workers, now, self._config.drill if drill else "Never")
         trace.mark("started")
 
@@ -212,16 +212,16 @@ class Supervisor:
             self._forward(now)
             terminating = self._ended.signal != 0
             hangs_due = self._hangs.tick(self._workers, now, terminating=terminating)
-            self._tell(now)
-            self._early.look(self._workers, self._member.others, now)
+            self._report(now)
+            self._early.poll(self._workers, self._member.others, now)
             if self._pace.is_due(now):
-                self._pace.look(self._workers.state(0), now)
+                self._pace.poll(self._workers.state(0), now)
             member_due = self._member.tick(now)
-            self._heed(now)
+            self._take_messages(now)
             self._stop_the_rest(now)
             kill_due = self._workers.kill_when_due(now)
-            self._stopped_at_last(now)
-            if self._is_over(now):
+            self._report_stopped(now)
+            if self._is_finished(now):
                 return
             if not self._signals.pending and not self._member.link.inbox:
                 dues = (
@@ -262,12 +262,12 @@ class Supervisor:
 
     # --- Rounds --------------------------------------------------------------------------
 
-    def _tell(self, now: float) -> None:
+    def _report(self, now: float) -> None:
         """Report new exits to the hub."""
         workers = self._workers
-        if self._phase is not _Phase.RUNNING or self._told == len(workers.exits):
+        if self._phase is not _Phase.RUNNING or self._reported == len(workers.exits):
             return
-        self._told = len(workers.exits)
+        self._reported = len(workers.exits)
         if workers.failed:
             trace.mark("failed")
             self._member.link.send(
@@ -278,31 +278,31 @@ class Supervisor:
             self._enter(_Phase.SUCCEEDED, now)
             self._member.link.send(Done(workers.round, tuple(workers.exits)), now)
 
-    def _heed(self, now: float) -> None:
+    def _take_messages(self, now: float) -> None:
         """Do as the hub's messages say."""
         link = self._member.link
         while link.inbox:
-            self._obey(link.inbox.popleft(), now)
+            self._handle(link.inbox.popleft(), now)
         asking = self._ended.waiting_since or self._phase is _Phase.SUCCEEDED
         # While ranks train, rank 0's launcher runs: a hub not met by now is lost.
         if lost := link.lost or (link.unmet if asking and self._workers.is_training() else ""):
-            self._lose(lost, now)
+            self._lose_hub(lost, now)
         waiting = {_Phase.RUNNING: self._ended.waiting_since, _Phase.SUCCEEDED: 0.0}
         since = waiting.get(self._phase, self._since)
         patience = _ANSWER_SECONDS
         if self._phase in (_Phase.STOPPING, _Phase.STOPPED):  # here or elsewhere they take so long
             patience += self._config.exit_seconds
         if since and now - since > patience and self._ended.end is None:
-            self._lose("it does not answer", now)
+            self._lose_hub("it does not answer", now)
 
-    def _lose(self, why: str, now: float) -> None:
+    def _lose_hub(self, why: str, now: float) -> None:
         """End the attempt without a hub; a failure here before that counts as the cause."""
         if not self._ended.lost:
             self._ended.lost = why
             self._ended.before_loss = root_cause.first_failure(self._workers.exits)
             self._end_attempt(now)
 
-    def _obey(self, message: Message, now: float) -> None:
+    def _handle(self, message: Message, now: float) -> None:
         workers = self._workers
         if isinstance(message, Stop):
             if message.round == workers.round and not self._ended.signal:
@@ -331,24 +331,24 @@ class Supervisor:
         if self._ended.end is not None and self._workers.failed and not self._workers.stopping:
             self._workers.stop(now, last_words=_LAST_WORDS_SECONDS)
 
-    def _stopped_at_last(self, now: float) -> None:
+    def _report_stopped(self, now: float) -> None:
         """Report Stopped once the round's processes are gone; until then report Exiting."""
         workers = self._workers
         if self._phase is not _Phase.STOPPING:
             return
         if not workers.is_gone(self._starter.spared()):
             patient = now - self._since < self._config.exit_seconds
-            if patient and now - max(self._since, self._exiting_told) >= _EXITING_SECONDS:
-                self._exiting_told = now
+            if patient and now - max(self._since, self._exiting_reported) >= _EXITING_SECONDS:
+                self._exiting_reported = now
                 self._member.link.send(Exiting(workers.round), now)
             return
         self._counted.teardown_seconds = now - self._since
         self._enter(_Phase.STOPPED, now)
         trace.mark("stopped")
-        self._known = self._known.after(workers)
-        self._progress.look(_LOOK_SECONDS)  # the hub decides on it
+        self._results = self._results.after(workers)
+        self._progress.poll(_POLL_SECONDS)  # the hub decides on it
         self._member.link.send(
-            Stopped(workers.round, tuple(workers.exits), self._known.snapshot_step), now
+            Stopped(workers.round, tuple(workers.exits), self._results.snapshot_step), now
         )
 
     def _next_round(self, go: Go, now: float) -> None:
@@ -359,7 +359,7 @@ class Supervisor:
             ended = f"a drill after step {last['step']}, as planned"
         self._log.say(f"round {go.round}: {ended}; restarting in place")
         trace.mark("go")
-        self._known = self._known.with_records(go.records)
+        self._results = self._results.with_records(go.records)
         self._ended.waiting_since = 0.0
         old = self._workers.state_dir
         self._counted.round = go.round
@@ -372,7 +372,7 @@ class Supervisor:
 
     # --- End -----------------------------------------------------------------------------
 
-    def _is_over(self, now: float) -> bool:
+    def _is_finished(self, now: float) -> bool:
         ended = self._ended
         if self._workers.running:
             return False

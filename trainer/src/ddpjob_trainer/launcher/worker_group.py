@@ -50,10 +50,10 @@ class WorkerGroup:
         self._pump = pump
         self._say = say
         self._pids: dict[int, int] = {}  # pid -> local rank, of running workers
-        self._coming: set[int] = set()  # local ranks whose pid is not known yet
+        self._awaited: set[int] = set()  # local ranks whose pid is not known yet
         #: Cancels the spares that were called and have not started; returns their local ranks.
         self.recall: Callable[[], Collection[int]] = tuple
-        self._condemned: dict[int, tuple[int, str]] = {}  # local rank -> its exit: code, exception
+        self._hung: dict[int, tuple[int, str]] = {}  # local rank -> its exit: code, exception
         self._killed: dict[int, float] = {}  # pid -> when first
         self.stopping = False  # the launcher has asked its workers to end
         self.kill_at: float | None = None  # when all that runs is killed
@@ -77,7 +77,7 @@ class WorkerGroup:
                 self._cannot_start(local_rank, error, now)
                 return
             if pid is None:
-                self._coming.add(local_rank)
+                self._awaited.add(local_rank)
             else:
                 self._add(local_rank, pid)
 
@@ -85,14 +85,14 @@ class WorkerGroup:
         self._pids[pid] = local_rank
         trace.mark("worker", rank=self._config.rank(local_rank), pid=pid)
 
-    def came(self, local_rank: int, pid: int) -> None:
+    def arrived(self, local_rank: int, pid: int) -> None:
         """Register the pid of a promised worker."""
-        self._coming.discard(local_rank)
+        self._awaited.discard(local_rank)
         self._add(local_rank, pid)
 
-    def never_came(self, local_rank: int, error: OSError, now: float) -> None:
+    def never_arrived(self, local_rank: int, error: OSError, now: float) -> None:
         """Count a promised worker that cannot start as failed."""
-        self._coming.discard(local_rank)
+        self._awaited.discard(local_rank)
         self._cannot_start(local_rank, error, now)
 
     def _cannot_start(self, local_rank: int, error: OSError, now: float) -> None:
@@ -115,7 +115,7 @@ class WorkerGroup:
     @property
     def running(self) -> int:
         """Return how many workers run or are being started."""
-        return len(self._pids) + len(self._coming)
+        return len(self._pids) + len(self._awaited)
 
     @property
     def failed(self) -> bool:
@@ -137,9 +137,9 @@ class WorkerGroup:
         self._pump.collect(rank)
         state = self.state(local_rank)
         exception = state.exception if state else ""
-        if local_rank in self._condemned:
+        if local_rank in self._hung:
             ours = False
-            status, exception = self._condemned[local_rank]
+            status, exception = self._hung[local_rank]
         elif status < 0:
             exception = ""  # an exception before the signal is not the cause
         if not exception and status > 0 and not ours:
@@ -148,7 +148,7 @@ class WorkerGroup:
             status, exception = gpu_faults.judge(status, exception, self._pump.tail(rank))
         if not exception and status < 0 and not ours:
             exception = self._pump.exception(rank, crashed=True)
-        oom = "" if ours or local_rank in self._condemned else self._oom(status, exception)
+        oom = "" if ours or local_rank in self._hung else self._oom(status, exception)
         if oom:
             exception = f"{oom}; {exception}" if exception else oom
             self._say(f"rank {rank}: {oom}")
@@ -215,11 +215,11 @@ class WorkerGroup:
 
     def _recall(self, signum: int, now: float) -> None:
         for local_rank in self.recall():
-            self._coming.discard(local_rank)
+            self._awaited.discard(local_rank)
             rank = self._config.rank(local_rank)
             self.exits.append(Exit(rank, local_rank, -signum, now, ours=self.stopping))
 
-    def condemn(
+    def mark_hung(
         self, rank: int, code: int, why: str, last_lines: Sequence[str], now: float
     ) -> None:
         """Kill an overdue worker; ``code`` counts as its exit code.
@@ -229,7 +229,7 @@ class WorkerGroup:
         self._pump.add(rank, last_lines)
         for pid, local_rank in self._pids.items():
             if self._config.rank(local_rank) == rank:
-                self._condemned[local_rank] = (code, why)
+                self._hung[local_rank] = (code, why)
                 self._kill(pid, now)
 
     def stop(self, now: float, *, last_words: float) -> None:
@@ -263,8 +263,8 @@ class WorkerGroup:
 
     @property
     def dying(self) -> bool:
-        """Return whether a condemned worker is still running."""
-        return not self._condemned.keys().isdisjoint(self._pids.values())
+        """Return whether a hung worker is still running."""
+        return not self._hung.keys().isdisjoint(self._pids.values())
 
     def _kill(self, pid: int, now: float) -> None:
         self._killed.setdefault(pid, now)

@@ -68,7 +68,7 @@ class Attempts:
             failed = {replica: code for replica, code in codes.items() if code}
             replica = min(failed, key=lambda one: restarts.severity(failed[one]))
             code = failed[replica]
-            self._progress.look(1.0)
+            self._progress.poll(1.0)
             progress = (self._snapshot_step(), self._progress.newest)
             delay, then = budget.after(code, time.monotonic() - began, progress)
             name = f"{self._job.manifest.name}-{replica}"

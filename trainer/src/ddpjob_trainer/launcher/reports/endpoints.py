@@ -28,7 +28,7 @@ from ddpjob_trainer.launcher.reports.metrics import (
     worker_metrics,
 )
 from ddpjob_trainer.launcher.reports.progress_path import NEVER, as_text
-from ddpjob_trainer.launcher.reports.termination import Known
+from ddpjob_trainer.launcher.reports.termination import Results
 from ddpjob_trainer.liveness.heartbeat import RankState
 
 STATE_VERSION = 1
@@ -46,34 +46,34 @@ def state_body(
     uid: str = "",
     attempt: int,
     round_: int,
-    known: Known | None = None,
+    results: Results | None = None,
     stacks: str = "",
     pace: float | None = None,
 ) -> State:
     """Return the JSON object of GET /state for one rank's record.
 
-    ``uid``: of the job, if it is one's. ``known``: of earlier rounds, shown while this one starts
+    ``uid``: of the job, if it is one's. ``results``: of earlier rounds, shown while this one starts
     up. ``stacks``: of the last hang. ``pace``: steps per second.
     """
-    known = known or Known()
+    results = results or Results()
     body: State = {"version": STATE_VERSION, "uid": uid, "attempt": attempt, "round": round_}
     if stacks:
         body["stacks"] = stacks
-    body.update(_of_rounds(known))
-    snapshot_step = max(known.snapshot_step, state.snapshot_step if state else -1)
+    body.update(_of_rounds(results))
+    snapshot_step = max(results.snapshot_step, state.snapshot_step if state else -1)
     if snapshot_step >= 0:
         body["snapshotStep"] = snapshot_step
-    if known.modified != NEVER:
-        body["fileModifiedAt"] = as_text(known.modified)
+    if results.modified != NEVER:
+        body["fileModifiedAt"] = as_text(results.modified)
     body["phase"] = state.phase if state else "startup"
     if state is not None and state.phase != "startup":
         body["step"] = state.step
         if state.total_steps:
             body["totalSteps"] = state.total_steps
-    elif known.step >= 0:  # else the step is unknown before the resume
-        body["step"] = known.step
-        if known.total_steps:
-            body["totalSteps"] = known.total_steps
+    elif results.step >= 0:  # else the step is unknown before the resume
+        body["step"] = results.step
+        if results.total_steps:
+            body["totalSteps"] = results.total_steps
     if state is None:
         return body
     if pace is not None:
@@ -87,14 +87,14 @@ def state_body(
     return body
 
 
-def _of_rounds(known: Known) -> State:
+def _of_rounds(results: Results) -> State:
     body: State = {}
-    if known.resumed:
-        body["resumed"] = known.resumed
-    if known.proof:
-        body["proof"] = known.proof
-    if known.records:
-        body["rounds"] = list(known.records)
+    if results.resumed:
+        body["resumed"] = results.resumed
+    if results.proof:
+        body["proof"] = results.proof
+    if results.records:
+        body["rounds"] = list(results.records)
     return body
 
 

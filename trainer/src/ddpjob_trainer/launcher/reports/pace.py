@@ -11,7 +11,7 @@ from typing import Final
 from ddpjob_trainer.liveness.heartbeat import RankState
 
 _WINDOW_SECONDS: Final = 60.0
-_LOOK_SECONDS: Final = 1.0
+_POLL_SECONDS: Final = 1.0
 
 
 class Pace:
@@ -19,7 +19,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._marks: tuple[tuple[float, int], ...] = ()  # when a step was first seen, oldest first
-        self._looked = 0.0
+        self._polled = 0.0
 
     def begin(self) -> None:
         """Start over with a round."""
@@ -27,11 +27,11 @@ class Pace:
 
     def is_due(self, now: float) -> bool:
         """Return whether the next look is due."""
-        return now - self._looked >= _LOOK_SECONDS
+        return now - self._polled >= _POLL_SECONDS
 
-    def look(self, state: RankState | None, now: float) -> None:
+    def poll(self, state: RankState | None, now: float) -> None:
         """Take in a worker's record."""
-        self._looked = now
+        self._polled = now
         if state is None or state.phase == "startup":
             return
         marks = self._marks

@@ -41,7 +41,7 @@ _LAST_LINES = 5  # of the log are kept before rounds are
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class Results:
     """Results of earlier rounds, for /state and the report while the next starts up."""
 
     step: int = -1
@@ -52,7 +52,7 @@ class Known:
     resumed: Resumed | None = None
     proof: Proof | None = None
 
-    def after(self, workers: WorkerGroup) -> Known:
+    def after(self, workers: WorkerGroup) -> Results:
         """Add the records of a round's workers."""
         state = workers.state(0)
         known = state is not None and state.phase != "startup"
@@ -65,11 +65,11 @@ class Known:
             proof=_newest(read_proof(workers.state_dir), self.proof),
         )
 
-    def with_modified(self, mtime: int) -> Known:
+    def with_modified(self, mtime: int) -> Results:
         """Add the newest mtime at the progress path."""
         return replace(self, modified=mtime)
 
-    def with_records(self, records: tuple[Round, ...]) -> Known:
+    def with_records(self, records: tuple[Round, ...]) -> Results:
         """Add the hub's record of the rounds so far."""
         return replace(self, records=records)
 
@@ -96,7 +96,7 @@ def finish(
     config: LaunchConfig,
     workers: WorkerGroup,
     pump: OutputPump,
-    known: Known,
+    results: Results,
     ended: Ended,
     left: Sequence[str],
     say: Callable[[str], None],
@@ -105,7 +105,7 @@ def finish(
 
     ``left``: about processes that could not be ended.
     """
-    known = known.after(workers)
+    results = results.after(workers)
     failure, elsewhere = _failure(workers, ended)
     if elsewhere and left:
         elsewhere = "; ".join((elsewhere, *left))
@@ -116,7 +116,7 @@ def finish(
         [*pump.tail(config.rank(local_rank)), *left] if failure else [],
         round_=workers.round,
         terminated=ended.signal != 0,
-        known=known,
+        results=results,
         elsewhere=elsewhere,
     )
     early = ended.end.early if ended.end else root_cause.ended_early(workers.exits, failure)
@@ -213,7 +213,7 @@ def make_report(
     *,
     round_: int,
     terminated: bool,
-    known: Known,
+    results: Results,
     elsewhere: str = "",
 ) -> TerminationReport:
     """Build the report on the first failing rank, or on the first rank after success.
@@ -241,14 +241,14 @@ def make_report(
         report["step"] = state.step
         if state.loss is not None and math.isfinite(state.loss):
             report["loss"] = state.loss
-    if known.snapshot_step >= 0:
-        report["snapshotStep"] = known.snapshot_step
-    if known.modified != NEVER:
-        report["fileModifiedAt"] = as_text(known.modified)
-    if known.resumed:
-        report["resumed"] = known.resumed
-    if known.records:
-        report["rounds"] = [_brief(record) for record in known.records]
+    if results.snapshot_step >= 0:
+        report["snapshotStep"] = results.snapshot_step
+    if results.modified != NEVER:
+        report["fileModifiedAt"] = as_text(results.modified)
+    if results.resumed:
+        report["resumed"] = results.resumed
+    if results.records:
+        report["rounds"] = [_brief(record) for record in results.records]
     return report
 
 

@@ -25,7 +25,7 @@ class EarlyEnds:
         """Start over with a round."""
         self._told = False
 
-    def look(self, workers: WorkerGroup, others: tuple[list[Exit], int], now: float) -> None:
+    def poll(self, workers: WorkerGroup, others: tuple[list[Exit], int], now: float) -> None:
         """Warn when it is due. ``others``: ends with 0 elsewhere, and how many ranks run there."""
         running = workers.running + others[1]
         if self._told or workers.stopping or not running:

@@ -26,7 +26,7 @@ from ddpjob_trainer.liveness import stacks
 from ddpjob_trainer.liveness.hang import Deadlines, Hang, Sign, find
 from ddpjob_trainer.liveness.heartbeat import RankState, read_state
 
-_LONGEST_LOOK_SECONDS: Final = 1.0
+_LONGEST_POLL_SECONDS: Final = 1.0
 #: The answer is written within milliseconds, unless the process is stopped or swapped out.
 _STACKS_SECONDS: Final = 1.0
 _STACKS_SETTLED_SECONDS: Final = 0.05
@@ -50,20 +50,20 @@ class HangWatch:
 
     def __init__(self, deadlines: Deadlines) -> None:
         self._deadlines = deadlines
-        self.interval = min(_LONGEST_LOOK_SECONDS, deadlines.shortest / 10)
+        self.interval = min(_LONGEST_POLL_SECONDS, deadlines.shortest / 10)
         self._seen: dict[int, _Seen] = {}
-        self._looked = 0.0
+        self._polled = 0.0
 
-    def look(self, directory: Path, pids: Pids, now: float) -> Hang | None:
+    def poll(self, directory: Path, pids: Pids, now: float) -> Hang | None:
         """Return the hanging worker, if one hangs. Cheap when called more often."""
-        if now < self._looked + self.interval:
+        if now < self._polled + self.interval:
             return None
-        pause = now - self._looked - 2 * self.interval
-        if self._looked and pause > 0:
+        pause = now - self._polled - 2 * self.interval
+        if self._polled and pause > 0:
             # The launcher was stopped or starved itself, and so, likely, were the workers.
             for seen in self._seen.values():
                 seen.at += pause
-        self._looked = now
+        self._polled = now
         states = {rank: read_state(directory, rank) for rank in pids}
         signs = [self._sign(state or RankState(rank), now) for rank, state in states.items()]
         # One record shows that the program uses our library; without one no worker reached start().
@@ -178,7 +178,7 @@ class HangResponse:
         elif terminating:
             return self._before_kill(workers, now)
         elif not workers.stopping and not workers.dying:
-            self._hang = self._watch.look(workers.state_dir, workers.pids, now)
+            self._hang = self._watch.poll(workers.state_dir, workers.pids, now)
             if self._hang is not None:
                 self._counted.hangs[self._hang.phase] += 1
                 self._ask(workers, str(self._hang), now)
@@ -198,7 +198,7 @@ class HangResponse:
             last_lines = request.brief(hang.rank)
             lost = self._names.trouble if hang.phase == "startup" else ""
             why = f"Hang: {lost}; {hang}" if lost else f"Hang: {hang}"
-            workers.condemn(hang.rank, ExitCode.HANG, why, last_lines, now)
+            workers.mark_hung(hang.rank, ExitCode.HANG, why, last_lines, now)
 
     def _before_kill(self, workers: WorkerGroup, now: float) -> float:
         if workers.kill_at is None or self._why_asked or not workers.pids:
