@@ -139,7 +139,6 @@ sys.exit(1)
 """)
     (port,) = free_ports(1)
     words = ("--max-rounds-without-progress", "1", "--termination-log", str(report))
-    more = ("--progress-path", str(path.parent), "--metrics-port", str(port))
     third = "1970-01-01T00:00:03.000000Z"
 
     def told() -> bool:
@@ -150,7 +149,8 @@ sys.exit(1)
             return False
 
     env = patched(tmp_path, {"launcher.supervisor._POLL_SECONDS": PATIENCE})
-    with launched(*words, *more, program, env=env) as launcher:
+    env["DDPJOB_PROGRESS_PATH"] = str(path.parent)
+    with launched(*words, "--metrics-port", str(port), program, env=env) as launcher:
         wait_until(told, "the time of the third checkpoint in /state")
         go.touch()
         _, err = launcher.communicate(timeout=PATIENCE)

@@ -205,7 +205,7 @@ def test_the_text_is_bounded(tmp_path):  # type: ignore[no-untyped-def]
     try:
         request = StackRequest(tmp_path, {1: running.pid}, time.monotonic())
         _answer(request)
-        assert len(request.text(limit=100)) <= 100
+        assert len(request.text(1, limit=100)) <= 100
     finally:
         running.kill()
         running.communicate(timeout=PATIENCE)

@@ -23,6 +23,7 @@ from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.reports import termination
+from ddpjob_trainer.launcher.reports.state import Results
 from ddpjob_trainer.launcher.supervisor import Supervisor
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter, path_of
@@ -118,9 +119,7 @@ def finish(  # type: ignore[no-untyped-def]
         read_launcher({}), Program("sh", (), module=False), nproc=3, termination_log=report
     )
     pump = OutputPump(Log(), prefixed=True)
-    code = termination.finish(
-        config, workers, pump, termination.Results(), ended, left, said.append
-    )
+    code = termination.finish(config, workers, pump, Results(), ended, left, said.append)
     return code, json.loads(report.read_bytes())
 
 
@@ -191,10 +190,7 @@ def test_who_ends_with_0_after_a_signal_has_succeeded_only_if_it_was_done(  # ty
     )
     ended = termination.Ended(signal=15, at_work=at_work)
     pump = OutputPump(Log(), prefixed=True)
-    assert (
-        termination.finish(config, workers, pump, termination.Results(), ended, [], said.append)
-        == code
-    )
+    assert termination.finish(config, workers, pump, Results(), ended, [], said.append) == code
     assert json.loads(report.read_bytes())["kind"] == ("sigterm" if code else "success")
 
 

@@ -93,28 +93,9 @@ def test_a_reader_that_stands_still_is_not_waited_for_at_the_end(monkeypatch):  
     assert ended
 
 
-def test_a_thread_that_stands_still_is_waited_for_at_the_end(monkeypatch):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(log_module, "_HURRY_SECONDS", 0.05)
-    monkeypatch.setattr(log_module, "_BUSY_SECONDS", PATIENCE)
-    goes_on = threading.Event()
-    write = log_module._write
-    monkeypatch.setattr(log_module, "_write", lambda *a: goes_on.wait(PATIENCE) and write(*a))
-    with unread(1, 2) as pipe:
-        log = Log()
-        log.say("last words")
-        end = threading.Thread(target=lambda: log.flush(hurry=True))
-        end.start()
-        end.join(0.5)
-        assert end.is_alive()
-        goes_on.set()
-        end.join(PATIENCE)
-        assert os.read(pipe, 100) == b"launcher: last words\n"
-
-
 def test_who_is_in_a_hurry_waits_for_no_reader_that_stands_still(monkeypatch):  # type: ignore[no-untyped-def]
     monkeypatch.setattr(log_module, "_FLUSH_SECONDS", NEVER)
     monkeypatch.setattr(log_module, "_PATIENCE_SECONDS", NEVER)
-    monkeypatch.setattr(log_module, "_BUSY_SECONDS", NEVER)
     with unread(1, 2):
         log = Log()
         log.put(1, b"x" * 1_000_000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_a_hang_at_the_start_names_it_as_its_cause(
         is_done=lambda now: True, text=lambda first: "", brief=lambda rank: [], due=lambda now: now
     )
     monkeypatch.setattr(
-        hangs, "HangWatch", lambda _: SimpleNamespace(look=lambda *_: hang, interval=1.0)
+        hangs, "HangWatch", lambda _: SimpleNamespace(poll=lambda *_: hang, interval=1.0)
     )
     monkeypatch.setattr(hangs, "StackRequest", lambda *_: asked)
     told: list[str] = []
@@ -89,9 +90,8 @@ def test_a_hang_at_the_start_names_it_as_its_cause(
         mark_hung=lambda rank, code, why, lines, now: told.append(why),
     )  # fmt: skip
     log: Any = SimpleNamespace(say=lambda line: None, put=lambda stream, data: None)
-    counted: Any = SimpleNamespace(hangs={phase: 0})
     found: Any = SimpleNamespace(trouble="no such name", begin=lambda: None)
-    response = HangResponse(SimpleNamespace(), counted, log, found)  # type: ignore[arg-type]
+    response = HangResponse(SimpleNamespace(), Counter(), log, found)  # type: ignore[arg-type]
     for _ in range(2):
         response.tick(workers, 1.0, terminating=False)
     assert [why.startswith("Hang: no such name; rank 1 hangs") for why in told] == [named]

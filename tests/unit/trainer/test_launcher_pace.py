@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddpjob_trainer.launcher.reports.pace import Pace
+from ddpjob_trainer.launcher.reports.state import Pace
 from ddpjob_trainer.liveness.heartbeat import RankState
 
 

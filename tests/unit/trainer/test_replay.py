@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddpjob_trainer.launcher.reports.termination import Results
+from ddpjob_trainer.launcher.reports.state import Results
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter, read_proof
 from ddpjob_trainer.training import replay
 from ddpjob_trainer.training.replay import Replay

@@ -13,7 +13,8 @@ from ddpjob_trainer.environment import read_launcher, read_worker
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.launcher.hub import root_cause
 from ddpjob_trainer.launcher.hub.root_cause import Exit
-from ddpjob_trainer.launcher.reports import endpoints, termination
+from ddpjob_trainer.launcher.reports import termination
+from ddpjob_trainer.launcher.reports.state import Results, state_body
 from ddpjob_trainer.liveness.heartbeat import RankState, RankStateWriter, read_state
 
 # --- Environment ----------------------------------------------------------------------------
@@ -112,17 +113,17 @@ def test_collateral_is_waited_on_for_a_moment():  # type: ignore[no-untyped-def]
     assert root_cause.decide([failed(0, 0)], running=2, now=10.5) is None
 
 
-KNOWN = termination.Results(snapshot_step=2)
+KNOWN = Results(snapshot_step=2)
 
 
 def test_the_last_time_of_the_progress_path_is_in_report_and_state():
     known = KNOWN.with_modified(1_500_000_000_123_456_789)
     made = termination.make_report(None, None, [], round_=0, terminated=False, results=known)
     assert made["fileModifiedAt"] == "2017-07-14T02:40:00.123456Z"
-    body = endpoints.state_body(None, uid="u", attempt=1, round_=0, results=known)
+    body = state_body(None, uid="u", attempt=1, round_=0, results=known)
     assert body["uid"] == "u"
     assert body["fileModifiedAt"] == "2017-07-14T02:40:00.123456Z"
-    body = endpoints.state_body(None, attempt=1, round_=0, results=KNOWN)
+    body = state_body(None, attempt=1, round_=0, results=KNOWN)
     assert (body["uid"], "fileModifiedAt" in body) == ("", False)
 
 
@@ -144,7 +145,7 @@ def test_whatever_they_are_written_in_a_report_keeps_exception_last_lines_and_a_
         "signal": 15, "kind": "exception", "exception": char * 400, "step": 2**40,
         "snapshotStep": 2**40,
     }  # fmt: skip
-    known = termination.Results(2**40, 2**40, 2**40, 1_500_000_000_123_456_789, (round_,) * 10)
+    known = Results(2**40, 2**40, 2**40, 1_500_000_000_123_456_789, (round_,) * 10)
     state = RankState(0, step=2**40, loss=-1 / 3e100)
     failure = replace(failed(12345, 1), exception=char * 5000)
     made = termination.make_report(

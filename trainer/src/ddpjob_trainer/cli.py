@@ -126,23 +126,8 @@ def _add_launcher(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="after a failure restart all processes in place, at most N times in a row without"
-        " progress: a newer snapshot, a newer file at --progress-path, or --heal-after seconds; 0:"
-        " never (default: restart.inPlace of the DDPJob, without one"
+        " progress: a newer snapshot, a newer file at a declared path, or an hour; 0: never (default: restart.inPlace of the DDPJob, without one"
         f" {DEFAULTS['restart.inPlace.maxWithoutProgress']})",
-    )
-    parser.add_argument(
-        "--heal-after",
-        type=int,
-        metavar="SECONDS",
-        help="so long without a failure is progress; 0: never (default: restart.healAfterSeconds of"
-        f" the DDPJob, without one {DEFAULTS['restart.healAfterSeconds']})",
-    )
-    parser.add_argument(
-        "--progress-path",
-        type=Path,
-        metavar="PATH",
-        help="a file or directory that the program writes as it gets on, such as its checkpoints"
-        f" (default: ${contract.PROGRESS_PATH}, else none)",
     )
     parser.add_argument(
         "--spares",
@@ -232,8 +217,6 @@ def _run(options: argparse.Namespace) -> int:
             **torchrun.translate(given, env, options.program, module=options.module),
             metrics_port=options.metrics_port,
             termination_log=options.termination_log,
-            heal_after=options.heal_after,
-            progress_path=options.progress_path,
             events=options.events,
             spares=options.spares,
             preload=options.preload,

@@ -142,13 +142,6 @@ def _rounds(env: LauncherEnvironment, given: int | None, *, standalone: bool) ->
     return int(DEFAULTS["restart.inPlace.maxWithoutProgress"]) if standalone else 0
 
 
-def _heal_after(env: LauncherEnvironment, given: int | None, *, standalone: bool) -> int:
-    if given is not None:
-        whole("--heal-after", given)
-    default = int(DEFAULTS["restart.healAfterSeconds"]) if standalone else 0
-    return next(found for found in (given, env.heal_after, default) if found is not None)
-
-
 def _spares(given: str, program: Program, nproc: int, rounds: int, *, ours: bool) -> int:
     """Choose the number of spares: one per worker of a script that uses our library.
 
@@ -178,8 +171,6 @@ def make_launch_config(
     metrics_port: int | None = None,
     termination_log: Path | None = None,
     rounds_without_progress: int | None = None,
-    heal_after: int | None = None,
-    progress_path: Path | None = None,
     events: Path | None = None,
     spares: str = "auto",
     preload: str = "",
@@ -204,6 +195,7 @@ def make_launch_config(
     rounds = _rounds(env, rounds_without_progress, standalone=standalone)
     nproc = nproc or env.nproc or 1
     ours = uses_our_library(program)
+    unsaid = int(DEFAULTS["restart.healAfterSeconds"]) if standalone else 0
     warm = _spares(spares, program, nproc, rounds, ours=ours)
     return LaunchConfig(
         program=program,
@@ -221,8 +213,8 @@ def make_launch_config(
         termination_log=termination_log,
         standalone=standalone,
         rounds_without_progress=rounds,
-        heal_after=_heal_after(env, heal_after, standalone=standalone),
-        progress_path=progress_path or env.progress_path,
+        heal_after=unsaid if env.heal_after is None else env.heal_after,
+        progress_path=env.progress_path,
         final_exit_codes=env.final_exit_codes,
         drill=env.drill,
         spares=warm,

@@ -13,6 +13,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 
@@ -38,12 +39,11 @@ from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.reports import endpoints, termination
 from ddpjob_trainer.launcher.reports.events import Events
 from ddpjob_trainer.launcher.reports.metrics import LauncherMetrics, forget_dead
-from ddpjob_trainer.launcher.reports.pace import Pace
 from ddpjob_trainer.launcher.reports.progress_path import ProgressPath
+from ddpjob_trainer.launcher.reports.state import Pace, Results, state_body
 from ddpjob_trainer.launcher.runtime_dir import NoRoomError, RuntimeDir
 from ddpjob_trainer.launcher.signals import ENDING, Signals
 from ddpjob_trainer.launcher.starter import Starter
-from ddpjob_trainer.launcher.watch.early_ends import EarlyEnds
 from ddpjob_trainer.launcher.watch.hangs import HangResponse
 from ddpjob_trainer.launcher.watch.names import Names
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
@@ -85,7 +85,7 @@ class Supervisor:
         self._since = self._tick  # when the phase began, or the hub heard of the first failure
         self._reported = 0  # exits that the hub knows of
         self._exiting_reported = 0.0  # when the hub last heard that killed processes have not ended
-        self._results = termination.Results()
+        self._results = Results()
         # Beside the hub, which asks for it.
         self._progress = ProgressPath(config.progress_path if config.replica == 0 else None)
         self._ended = termination.Ended()
@@ -95,8 +95,7 @@ class Supervisor:
         alone = config.standalone or config.world_size == config.nproc
         names = Names(None if alone else config.master[0], self._log.say)
         self._pace = Pace()
-        self._early = EarlyEnds(config.deadlines.step, self._log.say)
-        self._hangs = HangResponse(config.deadlines, self._counted, self._log, names)
+        self._hangs = HangResponse(config.deadlines, self._counted.hangs, self._log, names)
         # Beside rank 0, which is a worker of this launcher.
         self._events = Events(
             EventLog(config.events) if config.events and config.replica == 0 else None
@@ -141,7 +140,7 @@ class Supervisor:
                 for local_rank in range(config.nproc):
                     self._pump.collect(config.rank(local_rank))
                 self._progress.poll(_POLL_SECONDS)
-                results = self._results.with_modified(self._progress.newest)
+                results = replace(self._results, modified=self._progress.newest)
                 code = termination.finish(
                     config, self._workers, self._pump, results, self._ended, left, self._log.say
                 )
@@ -161,7 +160,7 @@ class Supervisor:
         try:
             return endpoints.serve(
                 config.metrics_port,
-                lambda: self._runtime_dir.metrics,
+                self._runtime_dir.metrics,
                 self._counted,
                 self._state,
                 lambda: time.monotonic() - self._tick < _HEALTHY_SECONDS,
@@ -171,12 +170,12 @@ class Supervisor:
             return None
 
     def _state(self) -> State:
-        return endpoints.state_body(
+        return state_body(
             (workers := self._workers).state(0),
             uid="" if self._config.standalone else self._config.uid,
             attempt=self._config.attempt,
             round_=workers.round,
-            results=self._results.after(workers).with_modified(self._progress.newest),
+            results=replace(self._results.after(workers), modified=self._progress.newest),
             stacks=self._hangs.stacks,
             pace=self._pace.per_second(time.monotonic()),
         )
@@ -186,7 +185,7 @@ class Supervisor:
         self._reported = 0
         trace.configure(self._config.trace, -1, round_)
         self._hangs.begin()
-        self._early.begin()
+        self._warned = False
         self._pace.begin()
         path = self._runtime_dir.round_path(round_)
         self._workers = WorkerGroup(self._config, round_, path, self._pump, self._log.say)
@@ -213,7 +212,7 @@ class Supervisor:
             terminating = self._ended.signal != 0
             hangs_due = self._hangs.tick(self._workers, now, terminating=terminating)
             self._report(now)
-            self._early.poll(self._workers, self._member.others, now)
+            self._warn_of_early_ends(now)
             if self._pace.is_due(now):
                 self._pace.poll(self._workers.state(0), now)
             member_due = self._member.tick(now)
@@ -259,6 +258,20 @@ class Supervisor:
         """Kill the workers still running near the end of the grace period."""
         grace = self._config.grace_seconds
         self._workers.kill_by(now + max(0.5, grace - max(1.0, grace / 10)))
+
+    def _warn_of_early_ends(self, now: float) -> None:
+        """Warn once a round of ranks that ended with 0 long ago, here or as the hub knows."""
+        exits, running = self._member.others
+        if not self._warned and not self._workers.stopping:
+            warning = root_cause.ended_long_ago(
+                [*self._workers.exits, *exits],
+                self._workers.running + running,
+                self._config.deadlines.step,
+                now,
+            )
+            if warning:
+                self._warned = True
+                self._log.say(warning)
 
     # --- Rounds --------------------------------------------------------------------------
 
@@ -359,7 +372,7 @@ class Supervisor:
             ended = f"a drill after step {last['step']}, as planned"
         self._log.say(f"round {go.round}: {ended}; restarting in place")
         trace.mark("go")
-        self._results = self._results.with_records(go.records)
+        self._results = replace(self._results, records=go.records)
         self._ended.waiting_since = 0.0
         old = self._workers.state_dir
         self._counted.round = go.round

@@ -89,6 +89,22 @@ def ended_early(exits: Collection[Exit], cause: Exit | None) -> str:
     return f"{whom(early)} {what}"
 
 
+def ended_long_ago(exits: Collection[Exit], running: int, patience: float, now: float) -> str:
+    """Warn of ranks that ended with 0 ``patience`` seconds ago while others run, "" if none did.
+
+    That is no failure, yet the others may wait for ever. Ranks in a collective notice, or hang
+    until the launcher acts. After its training loop nobody waits for a rank.
+    """
+    ends = (one for one in exits if one.status == 0 and not one.done)
+    early = [one for one in ends if now - one.at >= patience]
+    if not early or not running:
+        return ""
+    return (
+        f"{whom(early)} ended with exit code 0 more than {patience:g} s ago, and {running} of the"
+        " others have not ended and may wait for it for ever (sys.exit() on some ranks only?)"
+    )
+
+
 def whom(exits: Collection[Exit]) -> str:
     """Name ranks, and the step after which they ended, if all agree on it."""
     ranks = sorted(exit_.rank for exit_ in exits)

@@ -82,18 +82,10 @@ def reap() -> list[tuple[int, int]]:
 
 
 def children() -> list[int]:
-    """Return all children of this process, adopted orphans included."""
-    found: list[int] = []
-    try:
-        for task in Path("/proc/self/task").iterdir():
-            found += map(int, (task / "children").read_text().split())
-    except OSError:
-        return _children_by_search()
-    return found
+    """Return all children of this process, adopted orphans included.
 
-
-def _children_by_search() -> list[int]:
-    """Search /proc, on a kernel without /proc/*/task/*/children."""
+    Found by a search: some kernels lack /proc/*/task/*/children.
+    """
     me = os.getpid()
     found = []
     for name in os.listdir("/proc"):  # noqa: PTH208  it is in the way of every restart

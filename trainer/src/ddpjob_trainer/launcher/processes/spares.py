@@ -176,7 +176,7 @@ class Spares:
     # --- The fork server -----------------------------------------------------------------
 
     def _start_server(self, now: float) -> None:
-        given = json.dumps(asdict(self._program) | {"preload": self._preload, "told": []})
+        given = json.dumps(asdict(self._program) | {"preload": self._preload})
         mine, theirs = socket.socketpair()
         null = -1
         try:
@@ -214,8 +214,8 @@ class Spares:
         if body is not None and "warm" in body:
             self._warm = True
             self._deaths = 0
-            if told := body.get("told"):
-                self._tell(f"warning: --preload is left to each process: {told}")
+            if warnings := body.get("warnings"):
+                self._tell(f"warning: --preload is left to each process: {warnings}")
             for one in self._spares.values():  # their forks begin now
                 one.called_at = None if one.called_at is None else now
 

@@ -10,7 +10,7 @@ import math
 import signal
 import stat
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -19,8 +19,6 @@ from ddpjob_contract import (
     REPORT_MAX_BYTES,
     REPORT_VERSION,
     ExitCode,
-    Proof,
-    Resumed,
     Round,
     TerminationReport,
 )
@@ -30,53 +28,15 @@ from ddpjob_trainer.launcher.hub.root_cause import Exit, kind
 from ddpjob_trainer.launcher.launch_config import LaunchConfig
 from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.reports.progress_path import NEVER, as_text
+from ddpjob_trainer.launcher.reports.state import Results
 from ddpjob_trainer.launcher.runtime_dir import NoRoomError
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
-from ddpjob_trainer.liveness.heartbeat import RankState, read_proof, read_resumed
+from ddpjob_trainer.liveness.heartbeat import RankState
 
 #: Bytes in the report, in any script: an exception, the last lines and a round fit into it.
 _MAX_LINE = 200
 _MAX_EXCEPTION = 300
 _LAST_LINES = 5  # of the log are kept before rounds are
-
-
-@dataclass(frozen=True, slots=True)
-class Results:
-    """Results of earlier rounds, for /state and the report while the next starts up."""
-
-    step: int = -1
-    snapshot_step: int = -1
-    total_steps: int = 0
-    modified: int = NEVER  # newest mtime at the progress path, ns since the epoch
-    records: tuple[Round, ...] = ()
-    resumed: Resumed | None = None
-    proof: Proof | None = None
-
-    def after(self, workers: WorkerGroup) -> Results:
-        """Add the records of a round's workers."""
-        state = workers.state(0)
-        known = state is not None and state.phase != "startup"
-        return replace(
-            self,
-            step=state.step if state and known else self.step,
-            total_steps=state.total_steps if state and known else self.total_steps,
-            snapshot_step=max(self.snapshot_step, workers.snapshot_step()),
-            resumed=read_resumed(workers.state_dir) or self.resumed,
-            proof=_newest(read_proof(workers.state_dir), self.proof),
-        )
-
-    def with_modified(self, mtime: int) -> Results:
-        """Add the newest mtime at the progress path."""
-        return replace(self, modified=mtime)
-
-    def with_records(self, records: tuple[Round, ...]) -> Results:
-        """Add the hub's record of the rounds so far."""
-        return replace(self, records=records)
-
-
-def _newest(proof: Proof | None, before: Proof | None) -> Proof | None:
-    """Choose what is told of the restarts: one that was not checked takes nothing back."""
-    return before if not proof or (before and "unchecked" in proof) else proof
 
 
 @dataclass(slots=True)
