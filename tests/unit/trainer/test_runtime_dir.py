@@ -67,7 +67,7 @@ def test_a_killed_launchers_directory_is_removed_by_the_next_and_a_living_ones_i
 def test_without_room_anywhere_the_error_names_places_and_cure(tmp_path, full):  # type: ignore[no-untyped-def]
     runtime_dir = RuntimeDir(2, (str(tmp_path), "/nowhere"))
     full.add(str(tmp_path))
-    with pytest.raises(NoRoomError, match="make /dev/shm bigger or free it, .*: No space left"):
+    with pytest.raises(NoRoomError, match=r"make /dev/shm bigger or free it, .*: No space left"):
         runtime_dir.begin(0)
     words = r"or set TMPDIR .* 1536 KiB \(.*: No space left on device; /nowhere: No such"
     with pytest.raises(NoRoomError, match=words):

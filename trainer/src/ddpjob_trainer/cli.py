@@ -126,7 +126,8 @@ def _add_launcher(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="after a failure restart all processes in place, at most N times in a row without"
-        " progress: a newer snapshot, a newer file at a declared path, or an hour; 0: never (default: restart.inPlace of the DDPJob, without one"
+        " progress, such as a newer snapshot; 0: never (default: restart.inPlace of the DDPJob,"
+        " without one"
         f" {DEFAULTS['restart.inPlace.maxWithoutProgress']})",
     )
     parser.add_argument(
