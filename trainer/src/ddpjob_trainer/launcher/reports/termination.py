@@ -102,14 +102,19 @@ def finish(
         return 128 + ended.signal
     if failure is None:
         return ExitCode.SUCCESS
-    how = f"signal {-failure.status}" if failure.status < 0 else f"exit code {failure.status}"
-    after = f" after step {content['step']}" if "step" in content else ""
-    kind = root_cause.signal_name(-failure.status) if failure.status < 0 else content["kind"]
-    why = root_cause.because(content.get("exception", ""))
-    say(f"rank {failure.rank} ended first, with {how} ({kind}{why}){after}")
+    _say_first(failure, content, say)
     if content["kind"] == "sigterm" and ended.signal == signal.SIGTERM:
         return ExitCode.SIGTERM  # also when our own SIGKILL ended it
     return failure.code
+
+
+def _say_first(failure: Exit, report: TerminationReport, say: Callable[[str], None]) -> None:
+    """Print which rank ended first, and how."""
+    how = f"signal {-failure.status}" if failure.status < 0 else f"exit code {failure.status}"
+    after = f" after step {report['step']}" if "step" in report else ""
+    kind = root_cause.signal_name(-failure.status) if failure.status < 0 else report["kind"]
+    why = root_cause.because(report.get("exception", ""))
+    say(f"rank {failure.rank} ended first, with {how} ({kind}{why}){after}")
 
 
 def _is_done(config: LaunchConfig, workers: WorkerGroup) -> bool:
