@@ -272,22 +272,13 @@ def test_a_worker_that_not_even_sigkill_ends_is_left_and_named(script, tmp_path,
     assert f"rank 0 (pid {pid.read_text().strip()}) was killed, but has not ended" in str(content)
 
 
-def test_sigterm_while_a_log_is_waited_for_does_not_change_how_it_ended(  # type: ignore[no-untyped-def]
-    script, tmp_path, wait_until
-):
-    report = tmp_path / "report"
-    program = script("for _ in range(100): os.write(1, b'x' * 1023 + b'\\n')")
-    env = patched(tmp_path, PATIENT_LOG)
-    with launched("--termination-log", str(report), program, env=env) as process:
-        wait_until(report.exists, "the report is written")
-        assert process.poll() is None
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=PATIENCE) == 0
-    assert json.loads(report.read_text())["kind"] == "success"
-
-
-@pytest.mark.parametrize("step", ["termination.finish", "supervisor.RuntimeDir.close"])
-@pytest.mark.parametrize(("signum", "lines"), [(signal.SIGTERM, 100), (signal.SIGUSR1, 1)])
+@pytest.mark.parametrize(
+    ("step", "signum", "lines"),
+    [
+        ("termination.finish", signal.SIGTERM, 100),
+        ("supervisor.RuntimeDir.close", signal.SIGUSR1, 1),
+    ],
+)
 def test_no_signal_after_the_report_changes_the_end_and_sigterm_hurries_it(  # type: ignore[no-untyped-def]
     script, tmp_path, step, signum, lines
 ):

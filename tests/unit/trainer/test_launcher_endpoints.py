@@ -42,14 +42,13 @@ def test_it_serves_without_a_resolver_and_frees_its_port_at_the_end(tmp_path, mo
         socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
 
 
-@pytest.mark.parametrize("pause", [0.01, 600.0])
-def test_without_descriptors_it_waits_instead_of_trying_all_the_time(tmp_path, monkeypatch, pause):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(sockets, "FULL_SECONDS", pause)
+def test_without_descriptors_it_waits_instead_of_trying_all_the_time(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(sockets, "FULL_SECONDS", 600.0)
     tries: list[float] = []
 
     class Counted(endpoints.Server):
         def get_request(self) -> Any:
-            tries.append(pause)
+            tries.append(time.monotonic())
             return super().get_request()
 
     monkeypatch.setattr(endpoints, "Server", Counted)
@@ -60,12 +59,7 @@ def test_without_descriptors_it_waits_instead_of_trying_all_the_time(tmp_path, m
             while not tries:
                 time.sleep(0.01)
             time.sleep(0.1)  # enough for thousands of tries
-        if pause == 600.0:
-            assert len(tries) == 1
-        else:
-            client.settimeout(PATIENCE)
-            client.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
-            assert client.recv(100).startswith(b"HTTP/1.1 200")
+        assert len(tries) == 1
     server.end()
     server.thread.join(PATIENCE)
     assert not server.thread.is_alive()

@@ -296,17 +296,26 @@ class Supervisor:
         link = self._member.link
         while link.inbox:
             self._handle(link.inbox.popleft(), now)
-        asking = self._ended.waiting_since or self._phase is _Phase.SUCCEEDED
-        # While ranks train, rank 0's launcher runs: a hub not met by now is lost.
-        if lost := link.lost or (link.unmet if asking and self._workers.is_training() else ""):
+        if lost := self._hub_lost(now):
             self._lose_hub(lost, now)
-        waiting = {_Phase.RUNNING: self._ended.waiting_since, _Phase.SUCCEEDED: 0.0}
-        since = waiting.get(self._phase, self._since)
-        patience = _ANSWER_SECONDS
-        if self._phase in (_Phase.STOPPING, _Phase.STOPPED):  # here or elsewhere they take so long
-            patience += self._config.exit_seconds
-        if since and now - since > patience and self._ended.end is None:
-            self._lose_hub("it does not answer", now)
+
+    def _hub_lost(self, now: float) -> str:
+        """Tell how the hub was lost, "" while it may still answer."""
+        link, ended = self._member.link, self._ended
+        if link.lost:
+            return link.lost
+        # While ranks train, rank 0's launcher runs: a hub not met by now is lost.
+        asking = ended.waiting_since or self._phase is _Phase.SUCCEEDED
+        if link.unmet and asking and self._workers.is_training():
+            return link.unmet
+        since, patience = ended.waiting_since, _ANSWER_SECONDS
+        if self._phase is _Phase.SUCCEEDED:
+            return ""
+        if self._phase is not _Phase.RUNNING:
+            # Here or elsewhere processes take so long to end.
+            since, patience = self._since, patience + self._config.exit_seconds
+        late = since and now - since > patience and ended.end is None
+        return "it does not answer" if late else ""
 
     def _lose_hub(self, why: str, now: float) -> None:
         """End the attempt without a hub; a failure here before that counts as the cause."""
