@@ -24,7 +24,7 @@ from ddpjob_trainer.tracebacks import shorten
 
 #: Start a worker: (local rank, stdout, stderr) -> pid, or None: a spare will follow. Raises
 #: OSError.
-Starter = Callable[[int, int, int], int | None]
+Start = Callable[[int, int, int], int | None]
 #: Words of torch and Python for a child killed by SIGKILL, such as a DataLoader's worker.
 _CHILD_KILLED = re.compile(
     r"killed by signal: Killed|SIGKILL|DataLoader worker .* exited unexpectedly|terminated abruptly"
@@ -63,7 +63,7 @@ class WorkerGroup:
 
     # --- Start ---------------------------------------------------------------------------
 
-    def start(self, start: Starter, now: float) -> None:
+    def start(self, start: Start, now: float) -> None:
         """Start all workers; count one that cannot start as failed."""
         for local_rank in range(self._config.nproc):
             try:
