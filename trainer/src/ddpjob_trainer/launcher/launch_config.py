@@ -126,6 +126,16 @@ def command_line(program: Program) -> tuple[str, ...]:
     raise CannotStartError(contract.ExitCode.NOT_FOUND, f"{name}: not found")
 
 
+def _nproc(env: LauncherEnvironment, given: int | None) -> int:
+    if given is not None:
+        whole("--nproc", given, least=1, most=MOST_PROCESSES)
+        if env.replica is not None and env.nproc not in (None, given):
+            raise ConfigError(
+                f"--nproc {given} contradicts nprocPerNode {env.nproc} of the DDPJob: leave it out"
+            )
+    return given or env.nproc or 1
+
+
 def _rounds(env: LauncherEnvironment, given: int | None, *, standalone: bool) -> int:
     """Choose the rounds' budget: the command line, else the operator's, else the default.
 
@@ -182,18 +192,12 @@ def make_launch_config(
     """
     command = command_line(program)
     standalone = env.replica is None
-    if nproc is not None:
-        whole("--nproc", nproc, least=1, most=MOST_PROCESSES)
     if metrics_port is not None:
         whole("--metrics-port", metrics_port, most=65535)
-    if not standalone and env.nproc and nproc and nproc != env.nproc:
-        raise ConfigError(
-            f"--nproc {nproc} contradicts nprocPerNode {env.nproc} of the DDPJob: leave it out"
-        )
     events = events or env.events
     run_id = uuid.uuid4().hex if standalone else f"{env.identity.uid}-{env.identity.attempt}"
     rounds = _rounds(env, rounds_without_progress, standalone=standalone)
-    nproc = nproc or env.nproc or 1
+    nproc = _nproc(env, nproc)
     ours = uses_our_library(program)
     unsaid = int(DEFAULTS["restart.healAfterSeconds"]) if standalone else 0
     warm = _spares(spares, program, nproc, rounds, ours=ours)

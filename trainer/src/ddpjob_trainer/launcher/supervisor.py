@@ -260,7 +260,7 @@ class Supervisor:
         self._workers.kill_by(now + max(0.5, grace - max(1.0, grace / 10)))
 
     def _warn_of_early_ends(self, now: float) -> None:
-        """Warn once a round of ranks that ended with 0 long ago, here or as the hub knows."""
+        """Warn of ranks here or elsewhere that ended with 0 long ago, once a round."""
         exits, running = self._member.others
         if not self._warned and not self._workers.stopping:
             warning = root_cause.ended_long_ago(

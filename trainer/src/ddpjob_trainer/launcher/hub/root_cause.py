@@ -44,7 +44,7 @@ class Exit:
 
     @property
     def drill(self) -> bool:
-        """Whether it ended for a drill, with all others after the same step."""
+        """Return whether it ended for a drill, with all others after the same step."""
         return self.code == ExitCode.PEER_LOST and self.exception == DRILL
 
 
@@ -90,9 +90,9 @@ def ended_early(exits: Collection[Exit], cause: Exit | None) -> str:
 
 
 def ended_long_ago(exits: Collection[Exit], running: int, patience: float, now: float) -> str:
-    """Warn of ranks that ended with 0 ``patience`` seconds ago while others run, "" if none did.
+    """Word a warning of ranks that ended with 0 long ago while others run, "" if none did.
 
-    That is no failure, yet the others may wait for ever. Ranks in a collective notice, or hang
+    ``patience``: seconds in which others may end as well. It is no failure, yet the others may wait for ever. Ranks in a collective notice, or hang
     until the launcher acts. After its training loop nobody waits for a rank.
     """
     ends = (one for one in exits if one.status == 0 and not one.done)

@@ -82,11 +82,10 @@ def finish(
     early = ended.end.early if ended.end else root_cause.ended_early(workers.exits, failure)
     if failure and not elsewhere and early:
         content["exception"] = _cut_middle(root_cause.told_of(early, failure), _MAX_EXCEPTION)
-    cut_short = ended.between_rounds  # no worker was running to report it
-    if ended.at_work and failure is None and not cut_short and not _is_done(config, workers):
-        cut_short = True  # some programs save at a signal and end with 0, unfinished
-        say("all ended with exit code 0, but at a signal, so this is no success")
+    cut_short = _cut_short(config, workers, ended, failure)
     if cut_short:
+        if not ended.between_rounds:
+            say("all ended with exit code 0, but at a signal, so this is no success")
         content["kind"] = "sigterm" if ended.signal == signal.SIGTERM else "signal"
         content["code"] = 128 + ended.signal
         content["signal"] = ended.signal
@@ -115,6 +114,16 @@ def _say_first(failure: Exit, report: TerminationReport, say: Callable[[str], No
     kind = root_cause.signal_name(-failure.status) if failure.status < 0 else report["kind"]
     why = root_cause.because(report.get("exception", ""))
     say(f"rank {failure.rank} ended first, with {how} ({kind}{why}){after}")
+
+
+def _cut_short(
+    config: LaunchConfig, workers: WorkerGroup, ended: Ended, failure: Exit | None
+) -> bool:
+    """Return whether a signal ended training that no worker reports as failed."""
+    if ended.between_rounds:
+        return True
+    # Some programs save at a signal and end with 0, unfinished.
+    return ended.at_work and failure is None and not _is_done(config, workers)
 
 
 def _is_done(config: LaunchConfig, workers: WorkerGroup) -> bool:
