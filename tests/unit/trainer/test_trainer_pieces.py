@@ -117,7 +117,7 @@ KNOWN = Results(snapshot_step=2)
 
 
 def test_the_last_time_of_the_progress_path_is_in_report_and_state():
-    known = KNOWN.with_modified(1_500_000_000_123_456_789)
+    known = replace(KNOWN, modified=1_500_000_000_123_456_789)
     made = termination.make_report(None, None, [], round_=0, terminated=False, results=known)
     assert made["fileModifiedAt"] == "2017-07-14T02:40:00.123456Z"
     body = state_body(None, uid="u", attempt=1, round_=0, results=known)
