@@ -7,11 +7,10 @@ test wants it. tests/trainer/test_metrics.py has hangs of real training.
 from __future__ import annotations
 
 import json
-import signal
 
 import pytest
 
-from support.launching import free_ports, launch, launched, run
+from support.launching import free_ports, launch, run
 from support.patience import PATIENCE
 from support.rounds import UNHURRIED, patched
 from support.tiers import some_in_gate
@@ -96,8 +95,8 @@ if rank != 1:
     patience = patched(
         tmp_path,
         {
-            "launcher.hangs._STACKS_SECONDS": 30,
-            "launcher.hangs._STACKS_SETTLED_SECONDS": 5,
+            "launcher.watch.hangs._STACKS_SECONDS": 30,
+            "launcher.watch.hangs._STACKS_SETTLED_SECONDS": 5,
         },
     )
     code, _, err = run(
@@ -128,48 +127,6 @@ def test_nothing_is_watched(script, kind):  # type: ignore[no-untyped-def]
         limits["startup"] = 0.3
     code, _, err = run("--nproc", "2", program, env=environment(**limits))
     assert (code, err) == (0, "")
-
-
-@pytest.mark.tier("all")
-def test_who_does_not_end_within_the_grace_period_shows_why(script, tmp_path):  # type: ignore[no-untyped-def]
-    """And a program that cannot answer is killed as ever: code and report stay those of SIGTERM."""
-    report = tmp_path / "report"
-    program = script(
-        f"""
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if rank == 0:
-    {WORKER.replace(chr(10), chr(10) + "    ")}
-    writer.update(phase="step", step=3)
-def does_not_care():
-    print("ready", flush=True)
-    while True:
-        time.sleep(3600)
-does_not_care()
-"""
-    )
-    # It is asked right after the signal, and has 10 s to answer until it is killed.
-    early = patched(
-        tmp_path,
-        {
-            "launcher.hangs._BEFORE_KILL_SECONDS": 10.5,
-            "launcher.hangs._STACKS_SECONDS": 10,
-            "launcher.hangs._STACKS_SETTLED_SECONDS": 3,
-        },
-    )
-    with launched(
-        "--nproc", "2", "--termination-log", str(report), program,
-        env={**environment(), **early, "DDPJOB_GRACE_SECONDS": "12"},
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        for _ in range(2):
-            assert process.stdout.readline().endswith("ready\n")
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 143, err
-    assert json.loads(report.read_bytes())["kind"] == "sigterm"
-    assert "the grace period is over and not ended: rank 0, 1" in err
-    assert "in does_not_care" in err
-    assert "--- rank 1" not in err
 
 
 @pytest.mark.tier("all")

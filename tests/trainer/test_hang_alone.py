@@ -112,22 +112,5 @@ def test_a_disk_that_hangs_at_the_end_is_that_ranks_fault(gang, tmp_path):  # ty
     assert "in wait_written" in gang.log(1)
 
 
-def test_what_the_script_does_at_the_head_of_a_step_is_its_own_work(gang):  # type: ignore[no-untyped-def]
-    """Not waiting for others: a rank that hangs there is at fault, and those behind it are not."""
-
-    def program(rank: int) -> None:
-        run = ddp.start(total_steps=4, global_batch=12)
-        model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
-        model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4))
-        for step in run.steps([(torch.ones(8), torch.ones(1))] * 96):
-            assert run._process.progress._activity == "data", step.index
-            for x, y in step.batches:
-                step.backward(((model(x) - y) ** 2).mean())
-            step.commit()
-        run.finish()
-
-    assert gang.run(program) == {0: 0, 1: 0, 2: 0}, gang.log(0)
-
-
 def command(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 import urllib.request
 from pathlib import Path
@@ -32,12 +30,10 @@ from support.rounds import alive, patched
     [
         ("sys.exit(0)", 0, "success"),
         ("sys.exit(7)", 7, "exit"),
-        ("sys.exit(2)", 2, "exit"),
         ("sys.exit(70)", 70, "diverged"),
         ("sys.exit(76)", 76, "hang"),
         ("raise ValueError('seven')", 1, "exception"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "signal"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "signal"),
         ("os.kill(os.getpid(), signal.SIGTERM)", 143, "sigterm"),
     ],
 )
@@ -89,7 +85,7 @@ dist.init_process_group("gloo")
 if rank == 1:
     frames = "".join(f"\\nframe #{n}: c10::f()" for n in range(40))
     raise ValueError("bad shape\\nException raised from f at x.cpp:1" + frames)
-dist.barrier()
+time.sleep(3600)  # a barrier fails too, and may end first on a busy machine
 """
     )
     options = ("--nproc", "2", "--max-rounds-without-progress", "1")
@@ -124,13 +120,6 @@ def test_the_cause_is_told_from_collateral_that_ended_first(script, tmp_path):  
     code, _, err = run(*NO_ROUNDS, "--nproc", "2", program, env=patient)
     assert code == 9
     assert "rank 1 ended first, with exit code 9" in err
-
-
-def test_collateral_alone_is_not_waited_for_forever(script):  # type: ignore[no-untyped-def]
-    program = script("if rank == 0: sys.exit(75)\ntime.sleep(3600)")
-    code, _, err = run(*NO_ROUNDS, "--nproc", "2", program)
-    assert code == 75
-    assert "peerLost" in err
 
 
 def test_one_failure_ends_the_others_and_all_their_descendants(script, tmp_path):  # type: ignore[no-untyped-def]
@@ -251,24 +240,6 @@ def test_who_ignores_sigterm_is_killed_before_the_grace_period_ends(script, tmp_
     assert json.loads(report.read_bytes())["kind"] == "sigterm"
 
 
-@pytest.mark.parametrize(("signum", "code", "kind"), [(15, 143, "sigterm"), (2, 130, "signal")])
-def test_who_saves_and_ends_with_0_when_told_to_end_has_not_succeeded(  # type: ignore[no-untyped-def]
-    script, tmp_path, signum, code, kind
-):
-    report = tmp_path / "report"
-    program = script(
-        f"signal.signal({signum}, lambda *_: sys.exit(0))\nprint('x', flush=True)\n{HANDLES}"
-    )
-    process = launch("--termination-log", str(report), program)
-    assert process.stdout is not None
-    process.stdout.readline()
-    process.send_signal(signum)
-    _, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == code, err
-    content = json.loads(report.read_bytes())
-    assert (content["kind"], content["code"], content["signal"]) == (kind, code, signum)
-
-
 @pytest.mark.parametrize("trap", [False, True])
 def test_behind_a_shell_the_one_that_trains_is_told_to_end(  # type: ignore[no-untyped-def]
     script, tmp_path, trap
@@ -328,8 +299,11 @@ def test_the_environment_of_torchrun_and_of_a_gang(script):  # type: ignore[no-u
 
 
 def test_one_process_per_pod_has_its_log_unchanged(script):  # type: ignore[no-untyped-def]
-    code, out, err = run(script("print('plain')\nprint('to stderr', file=sys.stderr)"))
-    assert (code, out, err) == (0, "plain\n", "to stderr\n")
+    """And nothing is left in shared memory."""
+    text = "print(os.environ['DDPJOB_TRAINER_STATE_DIR'])\nprint('to stderr', file=sys.stderr)"
+    code, out, err = run(script(text))
+    assert (code, err) == (0, "to stderr\n")
+    assert not Path(out.removesuffix("\n")).exists()
 
 
 def test_a_module_and_an_executable(tmp_path):  # type: ignore[no-untyped-def]
@@ -402,22 +376,3 @@ time.sleep(3600)
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=PATIENCE)
-
-
-def test_the_launcher_never_imports_torch(script):  # type: ignore[no-untyped-def]
-    """Import time of every module the launcher has: torch must not be among them."""
-    code = (
-        "import sys, ddpjob_trainer.cli, ddpjob_trainer.launcher.supervisor,"
-        " ddpjob_trainer.launcher.plan; print('torch' in sys.modules, 'numpy' in sys.modules)"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": PATHS},
-        capture_output=True, text=True, check=True, timeout=PATIENCE,
-    )  # fmt: skip
-    assert result.stdout == "False False\n"
-
-
-def test_nothing_is_left_in_shared_memory(script):  # type: ignore[no-untyped-def]
-    code, out, _ = run(script("print(os.environ['DDPJOB_TRAINER_STATE_DIR'])"))
-    assert code == 0
-    assert not Path(out.strip()).exists()

@@ -44,7 +44,7 @@ def test_closed_standard_files_do_not_become_other_files(tmp_path):  # type: ign
     events = tmp_path / "events"
     command = [*RUN, "--events", str(events), "sh", "-c", "echo secret; echo secret >&2"]
     closed = f"exec {shlex.join(command)} <&- >&- 2>&-"
-    env = {**os.environ, **patched(tmp_path, {"launcher.events._END_SECONDS": PATIENCE})}
+    env = {**os.environ, **patched(tmp_path, {"launcher.reports.events._END_SECONDS": PATIENCE})}
     done = subprocess.run(["sh", "-c", closed], env=env, timeout=PATIENCE, check=False)
     assert done.returncode == 0
     assert [json.loads(line)["event"] for line in events.read_text().splitlines()] == ["end"]
@@ -139,7 +139,6 @@ sys.exit(1)
 """)
     (port,) = free_ports(1)
     words = ("--max-rounds-without-progress", "1", "--termination-log", str(report))
-    more = ("--progress-path", str(path.parent), "--metrics-port", str(port))
     third = "1970-01-01T00:00:03.000000Z"
 
     def told() -> bool:
@@ -149,8 +148,9 @@ sys.exit(1)
         except OSError:
             return False
 
-    env = patched(tmp_path, {"launcher.supervisor._LOOK_SECONDS": PATIENCE})
-    with launched(*words, *more, program, env=env) as launcher:
+    env = patched(tmp_path, {"launcher.supervisor._POLL_SECONDS": PATIENCE})
+    env["DDPJOB_PROGRESS_PATH"] = str(path.parent)
+    with launched(*words, "--metrics-port", str(port), program, env=env) as launcher:
         wait_until(told, "the time of the third checkpoint in /state")
         go.touch()
         _, err = launcher.communicate(timeout=PATIENCE)
@@ -243,7 +243,7 @@ def test_a_worker_that_takes_longer_to_end_than_the_barrier_is_waited_for(  # ty
     second_round = 'if os.environ["DDPJOB_ROUND"] == "1":\n    sys.exit(0)\n'
     program = script(second_round + until_traced(tmp_path))
     pid = tmp_path / "pid"
-    env = patched(tmp_path, {"launcher.plan._EXIT_SECONDS": PATIENCE})
+    env = patched(tmp_path, {"launcher.launch_config._EXIT_SECONDS": PATIENCE})
     with launched("--nproc", "2", program, env=env) as process:
         wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"), "rank 0")
         with traced(int(pid.read_text())):
@@ -272,22 +272,13 @@ def test_a_worker_that_not_even_sigkill_ends_is_left_and_named(script, tmp_path,
     assert f"rank 0 (pid {pid.read_text().strip()}) was killed, but has not ended" in str(content)
 
 
-def test_sigterm_while_a_log_is_waited_for_does_not_change_how_it_ended(  # type: ignore[no-untyped-def]
-    script, tmp_path, wait_until
-):
-    report = tmp_path / "report"
-    program = script("for _ in range(100): os.write(1, b'x' * 1023 + b'\\n')")
-    env = patched(tmp_path, PATIENT_LOG)
-    with launched("--termination-log", str(report), program, env=env) as process:
-        wait_until(report.exists, "the report is written")
-        assert process.poll() is None
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=PATIENCE) == 0
-    assert json.loads(report.read_text())["kind"] == "success"
-
-
-@pytest.mark.parametrize("step", ["termination.finish", "supervisor.Scratch.close"])
-@pytest.mark.parametrize(("signum", "lines"), [(signal.SIGTERM, 100), (signal.SIGUSR1, 1)])
+@pytest.mark.parametrize(
+    ("step", "signum", "lines"),
+    [
+        ("termination.finish", signal.SIGTERM, 100),
+        ("supervisor.RuntimeDir.close", signal.SIGUSR1, 1),
+    ],
+)
 def test_no_signal_after_the_report_changes_the_end_and_sigterm_hurries_it(  # type: ignore[no-untyped-def]
     script, tmp_path, step, signum, lines
 ):
@@ -297,7 +288,8 @@ def test_no_signal_after_the_report_changes_the_end_and_sigterm_hurries_it(  # t
         file.write(
             f"""
 import os
-from ddpjob_trainer.launcher import {step.split(".")[0]}
+from ddpjob_trainer.launcher import supervisor
+from ddpjob_trainer.launcher.reports import termination
 def interrupted(*args, step={step}):
     found = step(*args)
     os.kill(os.getpid(), {signum:d})

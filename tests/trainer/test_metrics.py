@@ -71,9 +71,9 @@ def samples(text: str) -> dict[str, float]:
 
 #: However slowly an answer or a line is written.
 PATIENT = {
-    "launcher.hangs._STACKS_SECONDS": 30,
-    "launcher.hangs._STACKS_SETTLED_SECONDS": 1,
-    "launcher.events._END_SECONDS": PATIENCE,
+    "launcher.watch.hangs._STACKS_SECONDS": 30,
+    "launcher.watch.hangs._STACKS_SETTLED_SECONDS": 1,
+    "launcher.reports.events._END_SECONDS": PATIENCE,
 }
 
 

@@ -19,7 +19,6 @@ from devcluster import process
 from support.launching import HANDLES, launch, launched, run
 from support.patience import PATIENCE
 from support.rounds import (
-    STEPS,
     UNHURRIED,
     Forwarder,
     Outcome,
@@ -37,17 +36,11 @@ COLD = ("--spares", "0")
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """A training that has come to its end, disturbed by nothing."""
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     training = Training(tmp_path_factory.mktemp("undisturbed"))
     training.launch(*COLD)
     assert training.codes() == [0], training.errors
-    return training
-
-
-@pytest.fixture(scope="module")
-def undisturbed(done: Training) -> Outcome:
-    return done.outcome()
+    return training.outcome()
 
 
 @pytest.fixture
@@ -124,25 +117,6 @@ def started(pid: int) -> int:
     return process.parse_stat(Path(f"/proc/{pid}/stat").read_text())[1]
 
 
-def test_sigterm_during_a_restart_ends_it_at_once(script, tmp_path):  # type: ignore[no-untyped-def]
-    report = tmp_path / "report"
-    program = script(
-        "if os.environ['DDPJOB_ROUND'] == '0': sys.exit(rank == 1)\n"
-        "print('round 1', flush=True)\ntime.sleep(3600)"
-    )
-    with launched(
-        *("--nproc", "3", "--termination-log", str(report)),
-        program,
-        env={"DDPJOB_GRACE_SECONDS": "3600"},
-    ) as launcher:
-        assert launcher.stdout is not None
-        for _ in range(3):
-            assert launcher.stdout.readline().endswith("round 1\n")
-        launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(PATIENCE) == 143
-    assert json.loads(report.read_bytes())["kind"] == "sigterm"
-
-
 def test_the_budget_is_what_may_follow_without_a_newer_snapshot(script, tmp_path):  # type: ignore[no-untyped-def]
     report = tmp_path / "report"
     program = script("print('round', os.environ['DDPJOB_ROUND'])\nif rank == 1: sys.exit(7)\n")
@@ -157,16 +131,6 @@ def test_the_budget_is_what_may_follow_without_a_newer_snapshot(script, tmp_path
         (0, 1, 7),
         (1, 1, 7),
     ]
-
-
-def test_a_permanent_exit_code_ends_at_once(script):  # type: ignore[no-untyped-def]
-    program = script(
-        "print('round', os.environ['DDPJOB_ROUND'])\nif rank == 1: sys.exit(2)\ntime.sleep(3600)"
-    )
-    code, out, err = run("--nproc", "3", program)
-    assert code == 2
-    assert "no further round: exit code 2 cannot be cured by a restart" in err
-    assert "round 1" not in out
 
 
 #: As for torchrun: env://, a checkpoint of its own, not a word of ours.
@@ -261,16 +225,6 @@ def test_a_lost_launcher_ends_the_attempt_and_the_next_goes_on(training, undistu
     training.attempt(4, *COLD)
     assert training.codes() == [0, 0, 0], training.errors
     assert training.outcome() == undisturbed
-
-
-@pytest.mark.tier("all")
-def test_a_job_that_was_done_and_runs_again_trains_no_step(done, undisturbed):  # type: ignore[no-untyped-def]
-    """As a DDPJob does that a backup gave back without its status."""
-    done.launch(*COLD)
-    assert done.codes() == [0], done.errors
-    for rank in range(3):
-        assert len((done.directory / f"losses-{rank}").read_text().splitlines()) == STEPS
-    assert done.outcome() == undisturbed
 
 
 @pytest.mark.tier("all")

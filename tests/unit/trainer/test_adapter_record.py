@@ -9,7 +9,7 @@ import pytest
 
 from ddpjob_trainer.adapters import record
 from ddpjob_trainer.environment import STATE_DIR
-from ddpjob_trainer.launcher.endpoints import state_body
+from ddpjob_trainer.launcher.reports.state import state_body
 from ddpjob_trainer.liveness.heartbeat import RankState, read_state
 
 

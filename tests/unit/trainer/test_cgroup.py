@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from ddpjob_trainer.environment import read_launcher
-from ddpjob_trainer.launcher import cgroup
-from ddpjob_trainer.launcher.cgroup import Memory, killed, read
-from ddpjob_trainer.launcher.gang import Gang
 from ddpjob_trainer.launcher.hub.root_cause import kind
+from ddpjob_trainer.launcher.launch_config import make_launch_config
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.output import OutputPump
-from ddpjob_trainer.launcher.plan import make_plan
+from ddpjob_trainer.launcher.processes import cgroup
+from ddpjob_trainer.launcher.processes.cgroup import Memory, killed, read
 from ddpjob_trainer.launcher.processes.fork_server import Program
+from ddpjob_trainer.launcher.worker_group import WorkerGroup
 
 GIB = 2**30
 V1 = ("memory.oom_control", "memory.limit_in_bytes", "memory.max_usage_in_bytes")
@@ -159,13 +159,13 @@ def test_an_end_is_for_lack_of_memory_if_the_kernel_has_killed(
 ):  # fmt: skip
     found = [LIMITED, Memory(LIMITED.kills + grows, 2 * GIB, 2 * GIB)]
     monkeypatch.setattr(cgroup, "read", lambda: found.pop(0) if len(found) > 1 else found[0])
-    plan = make_plan(read_launcher({}), Program("sh", (), module=False), nproc=3)
+    config = make_launch_config(read_launcher({}), Program("sh", (), module=False), nproc=3)
     pump, told = OutputPump(Log(), prefixed=True), list[str]()
     monkeypatch.setattr(pump, "exception", lambda rank, crashed=False: said)
-    gang = Gang(plan, 0, tmp_path, pump, told.append)
-    gang.start(lambda local_rank, out, err: 4194304 + local_rank, 0.0)
-    gang.ended(4194305, status, 1.0)
-    (end,) = gang.exits
+    workers = WorkerGroup(config, 0, tmp_path, pump, told.append)
+    workers.start(lambda local_rank, out, err: 4194304 + local_rank, 0.0)
+    workers.ended(4194305, status, 1.0)
+    (end,) = workers.exits
     assert (end.status, kind(end, exception=end.exception, terminated=False)) == (status, named)
     oom = "out of memory (limit 2 GiB, peak 2 GiB): the kernel killed it"
     assert end.exception.startswith(oom) is (named == "oom")
@@ -176,9 +176,9 @@ def test_an_end_is_for_lack_of_memory_if_the_kernel_has_killed(
 def test_who_was_killed_from_here_was_not_killed_by_the_kernel(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
     found = [Memory(0, None, None), LIMITED]
     monkeypatch.setattr(cgroup, "read", lambda: found.pop(0))
-    plan = make_plan(read_launcher({}), Program("sh", (), module=False), nproc=3)
-    gang = Gang(plan, 0, tmp_path, OutputPump(Log(), prefixed=True), lambda text: None)
-    gang.start(lambda local_rank, out, err: 4194304 + local_rank, 0.0)
-    gang.stop(0.0, last_words=0)
-    gang.ended(4194304, -9, 1.0)
-    assert not gang.exits[0].oom
+    config = make_launch_config(read_launcher({}), Program("sh", (), module=False), nproc=3)
+    workers = WorkerGroup(config, 0, tmp_path, OutputPump(Log(), prefixed=True), lambda text: None)
+    workers.start(lambda local_rank, out, err: 4194304 + local_rank, 0.0)
+    workers.stop(0.0, last_words=0)
+    workers.ended(4194304, -9, 1.0)
+    assert not workers.exits[0].oom

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import cast
-
 import pytest
 
-from ddpjob_trainer.launcher.early_ends import EarlyEnds
-from ddpjob_trainer.launcher.gang import Gang
 from ddpjob_trainer.launcher.hub import rounds
-from ddpjob_trainer.launcher.hub.root_cause import Exit, ended_early
+from ddpjob_trainer.launcher.hub.root_cause import Exit, ended_early, ended_long_ago
 from ddpjob_trainer.launcher.hub.rounds import History, Limits
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4"
@@ -36,27 +31,15 @@ def test_an_error_of_its_own_is_its_own():
     assert ended_early([Exit(1, 0, 0, 5.0), later], later) == "", "it ended after the failure"
 
 
-def looked(exits: list[Exit], running: int, others: tuple[list[Exit], int], now: float) -> int:
-    """How often it is said, of 20 looks from that moment on."""
-    gang = SimpleNamespace(exits=exits, running=running, stopping=False)
-    said: list[str] = []
-    early = EarlyEnds(300, said.append)
-    for second in range(20):
-        early.look(cast("Gang", gang), others, now + second)
-    assert all(
-        words.startswith("rank 1 after step 7 ended with exit code 0 more") for words in said
-    )
-    return len(said)
-
-
 @pytest.mark.fault("T13")
-def test_who_ended_with_0_long_before_ranks_that_do_not_talk_is_told_once():
+def test_who_ended_with_0_long_before_ranks_that_do_not_talk_is_told():
     done = [Exit(1, 1, 0, 5.0, step=7)]
-    assert looked(done, 1, ([], 0), 305.0) == 1
-    assert looked([], 1, (done, 2), 305.0) == 1, "at another launcher"
-    assert looked([], 0, (done, 2), 305.0) == 1, "and all here have ended"
+    words = ended_long_ago(done, 1, 300.0, 305.0)
+    assert words.startswith("rank 1 after step 7 ended with exit code 0 more than 300 s ago, and 1")
     trained = [Exit(1, 1, 0, 5.0, step=7, done=True)]
-    assert looked(trained, 1, (trained, 2), 305.0) == 0, "after the loop nobody waits for it"
-    assert looked(done, 1, ([], 0), 280.0) == 0, "others may end as well"
-    assert looked(done, 0, ([], 0), 305.0) == 0, "all have"
-    assert looked([Exit(1, 1, 3, 5.0)], 1, ([], 0), 305.0) == 0, "a failure is told elsewhere"
+    assert ended_long_ago(trained, 1, 300.0, 305.0) == "", "after the loop nobody waits for it"
+    assert ended_long_ago(done, 1, 300.0, 304.0) == "", "others may end as well"
+    assert ended_long_ago(done, 0, 300.0, 305.0) == "", "all have"
+    assert ended_long_ago([Exit(1, 1, 3, 5.0)], 1, 300.0, 305.0) == "", (
+        "a failure is told elsewhere"
+    )

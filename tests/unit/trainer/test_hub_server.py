@@ -57,32 +57,19 @@ def hello(uid: str = "uid") -> bytes:
     return encode(Hello(uid, 1, replicas=2, nproc=1, replica=1))
 
 
-def test_silent_strangers_make_room_for_a_launcher(port: Port) -> None:
-    strangers = [port.connect() for _ in range(64)]
+def test_strangers_are_dropped_unless_they_are_admitted(port: Port) -> None:
+    silent, refused, launcher = (port.connect() for _ in range(3))
+    refused.sendall(hello("another's") * 2)
+    launcher.sendall(hello())
     port.hear(100.0)
-    early = port.connect()
-    port.hear(100.1)
-    assert early.recv(1) == b""  # so soon after the others
-    launcher = port.connect()
-    launcher.sendall(hello())
-    port.hear(101.0)
     assert launcher.recv(1000) == encode(Welcome())
-    assert strangers[0].recv(1) == b""
-    for one in (*strangers, early, launcher):
-        one.close()
-
-
-def test_strangers_who_were_refused_hold_no_place_by_saying_it_again(port: Port) -> None:
-    strangers = [port.connect() for _ in range(64)]
-    for moment in (100.0, 100.4):
-        for stranger in strangers:
-            stranger.sendall(hello("another's"))
-        port.hear(moment)
-    launcher = port.connect()
-    launcher.sendall(hello())
-    port.hear(100.4)
-    assert launcher.recv(1000) == encode(Welcome())
-    for one in (*strangers, launcher):
+    assert b"belongs to another job" in refused.recv(1000)
+    assert refused.recv(1) == b"", "it spoke again"
+    due = port.server.tick(100.0)
+    assert due is not None
+    port.server.tick(due)
+    assert silent.recv(1) == b""
+    for one in (silent, refused, launcher):
         one.close()
 
 

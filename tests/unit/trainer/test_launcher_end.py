@@ -16,15 +16,16 @@ import pytest
 from ddpjob_contract import ExitCode
 from ddpjob_trainer.environment import read_launcher
 from ddpjob_trainer.gpu import devices
-from ddpjob_trainer.launcher import termination
-from ddpjob_trainer.launcher.gang import Gang
 from ddpjob_trainer.launcher.hub.messages import End
+from ddpjob_trainer.launcher.launch_config import make_launch_config
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.output import OutputPump
-from ddpjob_trainer.launcher.plan import make_plan
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.processes.fork_server import Program
+from ddpjob_trainer.launcher.reports import termination
+from ddpjob_trainer.launcher.reports.state import Results
 from ddpjob_trainer.launcher.supervisor import Supervisor
+from ddpjob_trainer.launcher.worker_group import WorkerGroup
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter, path_of
 
 NEVER = 4194304  # above every pid: nothing is ever reaped
@@ -39,111 +40,107 @@ def sent(monkeypatch):  # type: ignore[no-untyped-def]
     return found
 
 
-def make_gang(
+def make_group(
     tmp_path: Path, start: Callable[[int], int | None] = lambda local_rank: NEVER + local_rank
-) -> tuple[Gang, list[str]]:
+) -> tuple[WorkerGroup, list[str]]:
     """Three workers that nothing can end, and what is said of them."""
-    plan = make_plan(read_launcher({}), Program("sh", (), module=False), nproc=3)
+    config = make_launch_config(read_launcher({}), Program("sh", (), module=False), nproc=3)
     said: list[str] = []
-    gang = Gang(plan, 0, tmp_path, OutputPump(Log(), prefixed=True), said.append)
-    gang.start(lambda local_rank, out, err: start(local_rank), 0.0)
-    return gang, said
+    workers = WorkerGroup(config, 0, tmp_path, OutputPump(Log(), prefixed=True), said.append)
+    workers.start(lambda local_rank, out, err: start(local_rank), 0.0)
+    return workers, said
 
 
-def run_until_nobody(gang: Gang, now: float) -> float:
+def run_until_nobody(workers: WorkerGroup, now: float) -> float:
     """Let the clock run from one due time to the next; return when no worker is left."""
-    while gang.running:
-        due = gang.kill_when_due(now)
-        assert due is None or now < due < 100.0 or not gang.running
+    while workers.running:
+        due = workers.kill_when_due(now)
+        assert due is None or now < due < 100.0 or not workers.running
         now = due or now
     return now
 
 
-def test_a_worker_that_cannot_be_killed_counts_as_gone_after_10_s(tmp_path, sent, monkeypatch):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(devices, "_DEV", tmp_path)  # no GPU
-    gang, said = make_gang(tmp_path)
-    gang.ended(NEVER + 1, 3, 1.0)
-    gang.stop(1.0, last_words=0)
-    assert run_until_nobody(gang, 1.0) == pytest.approx(11.0, abs=0.1)
+@pytest.mark.parametrize(("device", "seconds"), [("tty0", 10), ("nvidia0", 60)])
+def test_a_worker_that_cannot_be_killed_counts_as_gone(  # type: ignore[no-untyped-def]
+    tmp_path, sent, monkeypatch, device, seconds
+):
+    (tmp_path / device).touch()
+    monkeypatch.setattr(devices, "_DEV", tmp_path)
+    workers, said = make_group(tmp_path)
+    workers.ended(NEVER + 1, 3, 1.0)
+    workers.stop(1.0, last_words=0)
+    assert run_until_nobody(workers, 1.0) == pytest.approx(1.0 + seconds, abs=0.1)
     assert {pid for pid, signum in sent if signum == 9} == {NEVER, NEVER + 2}
-    assert [(exit_.rank, exit_.status, exit_.ours) for exit_ in gang.exits] == [
+    assert [(exit_.rank, exit_.status, exit_.ours) for exit_ in workers.exits] == [
         (1, 3, False), (0, -9, True), (2, -9, True),
     ]  # fmt: skip
-    assert said == list(gang.unkillable.values())
-    assert said[1].startswith(f"rank 2 (pid {NEVER + 2}) was killed, but has not ended for 10 s")
-
-
-def test_where_there_are_gpus_an_end_is_waited_for_longer(tmp_path, sent, monkeypatch):  # type: ignore[no-untyped-def]
-    (tmp_path / "nvidia0").touch()
-    monkeypatch.setattr(devices, "_DEV", tmp_path)
-    gang, said = make_gang(tmp_path)
-    gang.stop(1.0, last_words=0)
-    assert run_until_nobody(gang, 1.0) == pytest.approx(61.0, abs=0.1)
-    assert "has not ended for 60 s" in said[0]
+    assert said == list(workers.unkillable.values())
+    words = f"rank 2 (pid {NEVER + 2}) was killed, but has not ended for {seconds} s"
+    assert said[1].startswith(words)
 
 
 def test_a_spare_that_was_killed_before_it_was_known_is_waited_for(tmp_path, sent, monkeypatch):  # type: ignore[no-untyped-def]
     """Else the next round would call it and end with it."""
-    gang, _ = make_gang(tmp_path)
+    workers, _ = make_group(tmp_path)
     for local_rank in range(3):
-        gang.ended(NEVER + local_rank, -9, 1.0)
+        workers.ended(NEVER + local_rank, -9, 1.0)
     there = [NEVER + 7]
     monkeypatch.setattr(children, "children", lambda: list(there))
-    assert not gang.is_gone(())
+    assert not workers.is_gone(())
     assert sent == [(NEVER + 7, 9)]
-    assert not gang.is_gone(there), "it has told its pid, and dies all the same"
+    assert not workers.is_gone(there), "it has told its pid, and dies all the same"
     there.clear()
-    assert gang.is_gone(())
+    assert workers.is_gone(())
 
 
 def test_a_worker_that_hangs_where_it_cannot_be_killed_is_the_cause(tmp_path, sent):  # type: ignore[no-untyped-def]
-    gang, _ = make_gang(tmp_path)
-    gang.condemn(1, ExitCode.HANG, "Hang: rank 1 stands still", [], 5.0)
-    assert gang.dying
-    due = gang.kill_when_due(5.0)
+    workers, _ = make_group(tmp_path)
+    workers.mark_hung(1, ExitCode.HANG, "Hang: rank 1 stands still", [], 5.0)
+    assert workers.dying
+    due = workers.kill_when_due(5.0)
     assert due == 15.0
-    gang.kill_when_due(due)
-    assert not gang.dying
-    assert [(e.rank, e.status, e.exception) for e in gang.exits] == [
+    workers.kill_when_due(due)
+    assert not workers.dying
+    assert [(e.rank, e.status, e.exception) for e in workers.exits] == [
         (1, 76, "Hang: rank 1 stands still")
     ]
-    assert gang.failed
+    assert workers.failed
 
 
 def finish(  # type: ignore[no-untyped-def]
-    report: Path, gang, ended: termination.Ended, left, said: list[str]
+    report: Path, workers, ended: termination.Ended, left, said: list[str]
 ) -> tuple[int, dict[str, Any]]:
     """The exit code of a launcher of three ranks, and the report that it leaves."""
-    plan = make_plan(
+    config = make_launch_config(
         read_launcher({}), Program("sh", (), module=False), nproc=3, termination_log=report
     )
     pump = OutputPump(Log(), prefixed=True)
-    code = termination.finish(plan, gang, pump, termination.Known(), ended, left, said.append)
+    code = termination.finish(config, workers, pump, Results(), ended, left, said.append)
     return code, json.loads(report.read_bytes())
 
 
 @pytest.mark.parametrize("cause", [1, 7])
 def test_the_report_names_who_could_not_be_ended(tmp_path, sent, cause):  # type: ignore[no-untyped-def]
     """Whether the first failure was here (rank 1) or at another launcher (rank 7)."""
-    gang, said = make_gang(tmp_path)
-    gang.ended(NEVER + 1, 3 if cause == 1 else 75, 1.0)
-    gang.stop(1.0, last_words=0)
-    run_until_nobody(gang, 1.0)
+    workers, said = make_group(tmp_path)
+    workers.ended(NEVER + 1, 3 if cause == 1 else 75, 1.0)
+    workers.stop(1.0, last_words=0)
+    run_until_nobody(workers, 1.0)
     ended = termination.Ended(end=End(cause, "replica 0 did not stop within 5 s", graceful=False))
-    left = list(gang.unkillable.values())
-    code, content = finish(tmp_path / "report", gang, ended, left, said)
+    left = list(workers.unkillable.values())
+    code, content = finish(tmp_path / "report", workers, ended, left, said)
     assert code == content["code"] == (3 if cause == 1 else 75)
     where = content["log"] if cause == 1 else [content["exception"]]
     assert any(f"rank 0 (pid {NEVER}) was killed" in line for line in where), content
 
 
 def test_the_report_names_who_ended_early_at_another_launcher(tmp_path, sent):  # type: ignore[no-untyped-def]
-    gang, said = make_gang(tmp_path)
-    gang.ended(NEVER + 1, 75, 1.0)
-    gang.stop(1.0, last_words=0)
-    run_until_nobody(gang, 1.0)
+    workers, said = make_group(tmp_path)
+    workers.ended(NEVER + 1, 75, 1.0)
+    workers.stop(1.0, last_words=0)
+    run_until_nobody(workers, 1.0)
     ended = termination.Ended(end=End(1, "no", graceful=False, early="rank 7 ended with 0"))
-    code, content = finish(tmp_path / "report", gang, ended, [], said)
+    code, content = finish(tmp_path / "report", workers, ended, [], said)
     assert (code, content["kind"], content["rank"]) == (75, "peerLost", 1)
     assert content["exception"] == "rank 7 ended with 0; then rank 1: 75"
 
@@ -151,12 +148,12 @@ def test_the_report_names_who_ended_early_at_another_launcher(tmp_path, sent):  
 @pytest.mark.parametrize(("signum", "kind"), [(15, "sigterm"), (2, "signal")])
 def test_a_signal_between_two_rounds_is_no_success(tmp_path, sent, signum, kind):  # type: ignore[no-untyped-def]
     """The workers of the one have been stopped, those of the next are not there yet."""
-    gang, said = make_gang(tmp_path)
-    gang.ended(NEVER + 1, 3, 1.0)
-    gang.stop(1.0, last_words=0)
-    run_until_nobody(gang, 1.0)
+    workers, said = make_group(tmp_path)
+    workers.ended(NEVER + 1, 3, 1.0)
+    workers.stop(1.0, last_words=0)
+    run_until_nobody(workers, 1.0)
     ended = termination.Ended(signal=signum, between_rounds=True)
-    code, content = finish(tmp_path / "report", gang, ended, [], said)
+    code, content = finish(tmp_path / "report", workers, ended, [], said)
     assert (content["kind"], content["code"], code) == (kind, 128 + signum, 128 + signum)
 
 
@@ -174,7 +171,7 @@ def test_a_signal_between_two_rounds_is_no_success(tmp_path, sent, signum, kind)
 def test_who_ends_with_0_after_a_signal_has_succeeded_only_if_it_was_done(  # type: ignore[no-untyped-def]
     tmp_path, sent, at_work, phase, step, code
 ):
-    gang, said = make_gang(tmp_path)
+    workers, said = make_group(tmp_path)
     for rank in range(3):
         if phase:
             RankStateWriter(tmp_path, rank).update(
@@ -182,14 +179,14 @@ def test_who_ends_with_0_after_a_signal_has_succeeded_only_if_it_was_done(  # ty
                 step=9 if rank else step or 5,
                 total_steps=9 if rank or step else 0,
             )
-        gang.ended(NEVER + rank, 0, 1.0)
+        workers.ended(NEVER + rank, 0, 1.0)
     report = tmp_path / "report"
-    plan = make_plan(
+    config = make_launch_config(
         read_launcher({}), Program("sh", (), module=False), nproc=3, termination_log=report
     )
     ended = termination.Ended(signal=15, at_work=at_work)
     pump = OutputPump(Log(), prefixed=True)
-    assert termination.finish(plan, gang, pump, termination.Known(), ended, [], said.append) == code
+    assert termination.finish(config, workers, pump, Results(), ended, [], said.append) == code
     assert json.loads(report.read_bytes())["kind"] == ("sigterm" if code else "success")
 
 
@@ -222,9 +219,9 @@ def test_who_ended_while_the_launcher_stood_still_is_not_left_behind(monkeypatch
 
 def test_without_descriptors_a_worker_cannot_start_and_none_leaks(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
     """A failure like any other: the next round may have some."""
-    plan = make_plan(read_launcher({}), Program("sh", (), module=False), nproc=1)
+    config = make_launch_config(read_launcher({}), Program("sh", (), module=False), nproc=1)
     said: list[str] = []
-    gang = Gang(plan, 0, tmp_path, OutputPump(Log(), prefixed=True), said.append)
+    workers = WorkerGroup(config, 0, tmp_path, OutputPump(Log(), prefixed=True), said.append)
     real, made = os.pipe2, list[tuple[int, int]]()
 
     def second_fails(flags: int) -> tuple[int, int]:
@@ -234,9 +231,9 @@ def test_without_descriptors_a_worker_cannot_start_and_none_leaks(tmp_path, monk
         return made[0]
 
     monkeypatch.setattr(os, "pipe2", second_fails)
-    gang.start(lambda *_: pytest.fail("it cannot"), 0.0)
-    assert gang.failed
-    assert said == ["cannot start " + plan.command[0] + ": Too many open files"]
+    workers.start(lambda *_: pytest.fail("it cannot"), 0.0)
+    assert workers.failed
+    assert said == ["cannot start " + config.command[0] + ": Too many open files"]
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(made[0][1])
 
@@ -244,34 +241,38 @@ def test_without_descriptors_a_worker_cannot_start_and_none_leaks(tmp_path, monk
 @pytest.mark.parametrize("how", ["signal", "stop", "grace"])
 def test_who_has_not_come_yet_is_not_waited_for(tmp_path, sent, how):  # type: ignore[no-untyped-def]
     """The fork server may import for seconds: a SIGTERM, or another rank's failure, comes first."""
-    gang, _ = make_gang(tmp_path, start=lambda local_rank: None if local_rank else NEVER)
-    gang.recall = lambda: [1, 2]
+    workers, _ = make_group(tmp_path, start=lambda local_rank: None if local_rank else NEVER)
+    workers.recall = lambda: [1, 2]
     if how == "signal":
-        gang.signal(15, 1.0)
+        workers.signal(15, 1.0)
     elif how == "grace":
-        gang.ended(NEVER, 3, 1.0)
-        gang.kill_by(2.0)
-        assert (gang.kill_when_due(1.0), gang.running) == (2.0, 2)
-        gang.kill_when_due(2.0)
+        workers.ended(NEVER, 3, 1.0)
+        workers.kill_by(2.0)
+        assert (workers.kill_when_due(1.0), workers.running) == (2.0, 2)
+        workers.kill_when_due(2.0)
     else:
-        gang.ended(NEVER, 3, 1.0)
-        gang.stop(1.0, last_words=0)
-    found = [(exit_.rank, exit_.status, exit_.ours) for exit_ in gang.exits]
+        workers.ended(NEVER, 3, 1.0)
+        workers.stop(1.0, last_words=0)
+    found = [(exit_.rank, exit_.status, exit_.ours) for exit_ in workers.exits]
     if how == "signal":
-        assert (found, sent, gang.running) == ([(1, -15, False), (2, -15, False)], [(NEVER, 15)], 1)
+        assert (found, sent, workers.running) == (
+            [(1, -15, False), (2, -15, False)],
+            [(NEVER, 15)],
+            1,
+        )
     else:
         ours = how == "stop"
-        assert (found, gang.running) == ([(0, 3, False), (1, -9, ours), (2, -9, ours)], 0)
+        assert (found, workers.running) == ([(0, 3, False), (1, -9, ours), (2, -9, ours)], 0)
 
 
 @pytest.mark.parametrize("pid", [0, 1, 2**32 - 1])
 def test_a_record_that_names_another_process_misleads_no_signal(tmp_path, sent, pid):  # type: ignore[no-untyped-def]
-    gang, _ = make_gang(tmp_path)
+    workers, _ = make_group(tmp_path)
     RankStateWriter(tmp_path, 1)
     with path_of(tmp_path, 1).open("r+b") as record:
         record.seek(4)
         record.write(pid.to_bytes(4, "little"))
-    gang.signal(15, 1.0)
+    workers.signal(15, 1.0)
     assert sent == [(NEVER, 15), (NEVER + 1, 15), (NEVER + 2, 15)]
 
 
@@ -285,7 +286,7 @@ def test_a_failure_that_is_heard_of_is_older_than_an_end_that_is_seen_after_it(m
 
     supervisor = object.__new__(Supervisor)
     supervisor._sleep = lambda seconds: heard.append(time.monotonic())  # type: ignore[method-assign]
-    supervisor._gang = SimpleNamespace(ended=ended)  # type: ignore[assignment]
+    supervisor._workers = SimpleNamespace(ended=ended)  # type: ignore[assignment]
     monkeypatch.setattr(children, "reap", lambda: [(NEVER, 1)])
     with pytest.raises(StopIteration):
         supervisor._watch()

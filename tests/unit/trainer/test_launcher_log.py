@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from ddpjob_trainer.launcher import log as log_module
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.output import OutputPump
@@ -83,42 +85,16 @@ def test_what_nobody_reads_is_kept_up_to_a_bound_then_dropped_and_counted(monkey
     assert lines[-2:] == [words, "launcher: after"]
 
 
-def test_a_reader_that_stands_still_is_not_waited_for_at_the_end(monkeypatch):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(log_module, "_PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr(log_module, "_FLUSH_SECONDS", NEVER)
+@pytest.mark.parametrize(
+    ("hurry", "short"), [(False, "_PATIENCE_SECONDS"), (False, "_FLUSH_SECONDS"), (True, "")]
+)
+def test_a_reader_that_stands_still_is_not_waited_for_at_the_end(monkeypatch, hurry, short):  # type: ignore[no-untyped-def]
+    for name in ("_PATIENCE_SECONDS", "_FLUSH_SECONDS"):
+        monkeypatch.setattr(log_module, name, 0.05 if name == short else NEVER)
     with unread(1, 2):
         log = Log()
         log.put(1, b"x" * 1_000_000)
-        ended = ends(log.flush)
-    assert ended
-
-
-def test_a_thread_that_stands_still_is_waited_for_at_the_end(monkeypatch):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(log_module, "_HURRY_SECONDS", 0.05)
-    monkeypatch.setattr(log_module, "_BUSY_SECONDS", PATIENCE)
-    goes_on = threading.Event()
-    write = log_module._write
-    monkeypatch.setattr(log_module, "_write", lambda *a: goes_on.wait(PATIENCE) and write(*a))
-    with unread(1, 2) as pipe:
-        log = Log()
-        log.say("last words")
-        end = threading.Thread(target=lambda: log.flush(hurry=True))
-        end.start()
-        end.join(0.5)
-        assert end.is_alive()
-        goes_on.set()
-        end.join(PATIENCE)
-        assert os.read(pipe, 100) == b"launcher: last words\n"
-
-
-def test_who_is_in_a_hurry_waits_for_no_reader_that_stands_still(monkeypatch):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(log_module, "_FLUSH_SECONDS", NEVER)
-    monkeypatch.setattr(log_module, "_PATIENCE_SECONDS", NEVER)
-    monkeypatch.setattr(log_module, "_BUSY_SECONDS", NEVER)
-    with unread(1, 2):
-        log = Log()
-        log.put(1, b"x" * 1_000_000)
-        ended = ends(lambda: log.flush(hurry=True))
+        ended = ends(lambda: log.flush(hurry=hurry))
     assert ended
 
 

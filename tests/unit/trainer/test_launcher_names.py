@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ddpjob_trainer.launcher import hangs, names
-from ddpjob_trainer.launcher.hangs import HangResponse
-from ddpjob_trainer.launcher.names import Names
+from ddpjob_trainer.launcher.watch import hangs, names
+from ddpjob_trainer.launcher.watch.hangs import HangResponse
+from ddpjob_trainer.launcher.watch.names import Names
 from ddpjob_trainer.liveness.hang import Hang
 from support.patience import PATIENCE
 
@@ -80,18 +81,17 @@ def test_a_hang_at_the_start_names_it_as_its_cause(
         is_done=lambda now: True, text=lambda first: "", brief=lambda rank: [], due=lambda now: now
     )
     monkeypatch.setattr(
-        hangs, "HangWatch", lambda _: SimpleNamespace(look=lambda *_: hang, interval=1.0)
+        hangs, "HangWatch", lambda _: SimpleNamespace(poll=lambda *_: hang, interval=1.0)
     )
     monkeypatch.setattr(hangs, "StackRequest", lambda *_: asked)
     told: list[str] = []
-    gang: Any = SimpleNamespace(
+    workers: Any = SimpleNamespace(
         stopping=False, dying=False, state_dir=None, pids={},
-        condemn=lambda rank, code, why, lines, now: told.append(why),
+        mark_hung=lambda rank, code, why, lines, now: told.append(why),
     )  # fmt: skip
     log: Any = SimpleNamespace(say=lambda line: None, put=lambda stream, data: None)
-    counted: Any = SimpleNamespace(hangs={phase: 0})
     found: Any = SimpleNamespace(trouble="no such name", begin=lambda: None)
-    response = HangResponse(SimpleNamespace(), counted, log, found)  # type: ignore[arg-type]
+    response = HangResponse(SimpleNamespace(), Counter(), log, found)  # type: ignore[arg-type]
     for _ in range(2):
-        response.tick(gang, 1.0, terminating=False)
+        response.tick(workers, 1.0, terminating=False)
     assert [why.startswith("Hang: no such name; rank 1 hangs") for why in told] == [named]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ddpjob_trainer.launcher.pace import Pace
+from ddpjob_trainer.launcher.reports.state import Pace
 from ddpjob_trainer.liveness.heartbeat import RankState
 
 
 def seen(pace: Pace, step: int, now: float) -> float | None:
-    pace.look(RankState(0, phase="step", step=step), now)
+    pace.poll(RankState(0, phase="step", step=step), now)
     return pace.per_second(now)
 
 
@@ -43,8 +43,8 @@ def test_steps_that_take_longer_than_the_window_have_a_rate():
 
 def test_a_start_has_none_and_a_round_begins_anew():
     pace = Pace()
-    pace.look(None, 1.0)
-    pace.look(RankState(0), 2.0)
+    pace.poll(None, 1.0)
+    pace.poll(RankState(0), 2.0)
     assert seen(pace, 100, 3.0) is None
     assert seen(pace, 110, 13.0) == 1.0
     pace.begin()

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ddpjob_trainer.launcher.metrics import forget_dead, worker_metrics
+from ddpjob_trainer.launcher.reports.metrics import forget_dead, worker_metrics
 from support.launching import PATHS
 from support.patience import PATIENCE
 

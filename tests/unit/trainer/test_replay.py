@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddpjob_trainer.launcher.termination import Known
+from ddpjob_trainer.launcher.reports.state import Results
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter, read_proof
 from ddpjob_trainer.training import replay
 from ddpjob_trainer.training.replay import Replay
@@ -310,7 +310,7 @@ def test_a_restart_that_was_not_checked_takes_no_proof_back(tmp_path: Path):
     gang: Any = SimpleNamespace(
         state=lambda rank: None, snapshot_step=lambda: -1, state_dir=tmp_path
     )
-    tells, known = RankStateWriter(tmp_path, 0), Known()
+    tells, known = RankStateWriter(tmp_path, 0), Results()
     for proof in (None, {"unchecked": "why"}, {"equal": True}, {"equal": False}):
         if proof is not None:
             tells.proven(proof)  # type: ignore[arg-type]

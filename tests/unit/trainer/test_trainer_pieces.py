@@ -11,9 +11,10 @@ import pytest
 import ddpjob_contract as contract
 from ddpjob_trainer.environment import read_launcher, read_worker
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.launcher import endpoints, termination
 from ddpjob_trainer.launcher.hub import root_cause
 from ddpjob_trainer.launcher.hub.root_cause import Exit
+from ddpjob_trainer.launcher.reports import termination
+from ddpjob_trainer.launcher.reports.state import Results, state_body
 from ddpjob_trainer.liveness.heartbeat import RankState, RankStateWriter, read_state
 
 # --- Environment ----------------------------------------------------------------------------
@@ -108,24 +109,24 @@ def test_collateral_is_waited_on_for_a_moment():  # type: ignore[no-untyped-def]
     assert root_cause.decide([failed(0, 0)], running=2, now=10.5) is None
 
 
-KNOWN = termination.Known(snapshot_step=2)
+KNOWN = Results(snapshot_step=2)
 
 
 def test_the_last_time_of_the_progress_path_is_in_report_and_state():
-    known = KNOWN.with_modified(1_500_000_000_123_456_789)
-    made = termination.make_report(None, None, [], round_=0, terminated=False, known=known)
+    known = replace(KNOWN, modified=1_500_000_000_123_456_789)
+    made = termination.make_report(None, None, [], round_=0, terminated=False, results=known)
     assert made["fileModifiedAt"] == "2017-07-14T02:40:00.123456Z"
-    body = endpoints.state_body(None, uid="u", attempt=1, round_=0, known=known)
+    body = state_body(None, uid="u", attempt=1, round_=0, results=known)
     assert body["uid"] == "u"
     assert body["fileModifiedAt"] == "2017-07-14T02:40:00.123456Z"
-    body = endpoints.state_body(None, attempt=1, round_=0, known=KNOWN)
+    body = state_body(None, attempt=1, round_=0, results=KNOWN)
     assert (body["uid"], "fileModifiedAt" in body) == ("", False)
 
 
 def test_log_lines_go_oldest_first_when_the_report_is_too_long():  # type: ignore[no-untyped-def]
     lines = [f"{n:02d} " + "\u20ac" * 150 for n in range(20)]
     made = termination.make_report(
-        failed(1, 1), None, lines, round_=2, terminated=False, known=KNOWN
+        failed(1, 1), None, lines, round_=2, terminated=False, results=KNOWN
     )
     data = termination.encode(made)
     assert len(data) <= 2048
@@ -140,11 +141,11 @@ def test_whatever_they_are_written_in_a_report_keeps_exception_last_lines_and_a_
         "signal": 15, "kind": "exception", "exception": char * 400, "step": 2**40,
         "snapshotStep": 2**40,
     }  # fmt: skip
-    known = termination.Known(2**40, 2**40, 2**40, 1_500_000_000_123_456_789, (round_,) * 10)
+    known = Results(2**40, 2**40, 2**40, 1_500_000_000_123_456_789, (round_,) * 10)
     state = RankState(0, step=2**40, loss=-1 / 3e100)
     failure = replace(failed(12345, 1), exception=char * 5000)
     made = termination.make_report(
-        failure, state, [char * 300] * 20, round_=123456, terminated=False, known=known
+        failure, state, [char * 300] * 20, round_=123456, terminated=False, results=known
     )
     data = termination.encode(made)
     assert len(data) <= 2048
@@ -161,12 +162,12 @@ def test_whatever_they_are_written_in_a_report_keeps_exception_last_lines_and_a_
 
 def test_a_loss_that_is_not_a_number_is_left_out():  # type: ignore[no-untyped-def]
     state = RankState(0, step=3, loss=float("nan"))
-    made = termination.make_report(None, state, [], round_=0, terminated=False, known=KNOWN)
+    made = termination.make_report(None, state, [], round_=0, terminated=False, results=KNOWN)
     assert made == {"version": 1, "kind": "success", "round": 0, "step": 3, "snapshotStep": 2}
 
 
 def test_an_existing_file_only_unless_asked(tmp_path):  # type: ignore[no-untyped-def]
-    made = termination.make_report(None, None, [], round_=0, terminated=False, known=KNOWN)
+    made = termination.make_report(None, None, [], round_=0, terminated=False, results=KNOWN)
     path = tmp_path / "log"
     assert termination.write(made, path, create=False) == ""
     assert not path.exists()

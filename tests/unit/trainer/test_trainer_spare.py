@@ -136,18 +136,6 @@ def test_without_descriptors_there_is_no_spare_and_no_harm(monkeypatch):
     theirs.close()
 
 
-def test_a_fork_server_that_has_died_is_asked_for_no_second_spare():
-    selector = selectors.DefaultSelector()
-    spares = Spares(Program("x.py", (), False), 2, os.environ, (), selector, lambda *_: None, print)
-    spares._server, theirs = socket.socketpair()
-    spares._warm = True
-    selector.register(spares._server, selectors.EVENT_READ, spares._server_spoke)
-    theirs.close()
-    spares.refill(lambda _: {}, 0.0)
-    assert spares._server is None
-    assert not spares.full
-
-
 def test_a_fork_server_that_imports_keeps_no_launcher_with_many_workers_waiting(monkeypatch):  # type: ignore[no-untyped-def]
     """What its socket does not take is refused, and a fresh interpreter takes its place."""
     ends: list[socket.socket] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 from typing import NoReturn
 
@@ -95,19 +94,6 @@ def test_no_file_is_overwritten(name: str, here: Path, tmp_path: Path) -> None:
     assert (here / name).read_text() == "of today"
 
 
-def test_a_file_server_that_does_not_answer_holds_nothing_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    answers = threading.Event()
-    monkeypatch.setattr(workdir, "_ANSWER_SECONDS", 0.01)
-    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: answers.wait())
-    said: list[str] = []
-    workdir.fill(None, None, {contract.SNAPSHOT_DIR: "/snapshots/job"}, said.append)
-    answers.set()
-    assert len(said) == 1
-    assert "/snapshots/job of $DDPJOB_SNAPSHOT_DIR was not made: no answer within" in said[0]
-
-
 def test_the_snapshots_folder_is_there_before_the_script(
     here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,7 +112,7 @@ def test_a_folder_that_cannot_be_made_is_told_and_no_more(
     (tmp_path / "file").touch()
     workdir.fill(None, None, {contract.SNAPSHOT_DIR: f"{tmp_path}/file/job"}, said.append)
     assert len(said) == 1
-    assert "Not a directory; whoever writes there fails" in said[0]
+    assert said[0].endswith("was not made: Not a directory")
     workdir.fill(None, None, {contract.SNAPSHOT_DIR: "s3://bucket/job"}, said.append)
     assert len(said) == 1
     assert list(here.iterdir()) == []

@@ -126,23 +126,9 @@ def _add_launcher(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="after a failure restart all processes in place, at most N times in a row without"
-        " progress: a newer snapshot, a newer file at --progress-path, or --heal-after seconds; 0:"
-        " never (default: restart.inPlace of the DDPJob, without one"
+        " progress, such as a newer snapshot; 0: never (default: restart.inPlace of the DDPJob,"
+        " without one"
         f" {DEFAULTS['restart.inPlace.maxWithoutProgress']})",
-    )
-    parser.add_argument(
-        "--heal-after",
-        type=int,
-        metavar="SECONDS",
-        help="so long without a failure is progress; 0: never (default: restart.healAfterSeconds of"
-        f" the DDPJob, without one {DEFAULTS['restart.healAfterSeconds']})",
-    )
-    parser.add_argument(
-        "--progress-path",
-        type=Path,
-        metavar="PATH",
-        help="a file or directory that the program writes as it gets on, such as its checkpoints"
-        f" (default: ${contract.PROGRESS_PATH}, else none)",
     )
     parser.add_argument(
         "--spares",
@@ -213,7 +199,7 @@ def _hold_standard_files() -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from ddpjob_trainer.launcher.plan import CannotStartError, make_plan
+    from ddpjob_trainer.launcher.launch_config import CannotStartError, make_launch_config
     from ddpjob_trainer.launcher.processes.fork_server import Program
     from ddpjob_trainer.launcher.supervisor import Supervisor
 
@@ -226,19 +212,17 @@ def _run(options: argparse.Namespace) -> int:
         except OSError as error:  # a full or broken disk: another node's may work
             _say(f"the working directory was not made ready: {error}")
             return 1
-        plan = make_plan(
+        config = make_launch_config(
             env,
             Program(options.program, tuple(options.arguments), options.module),
             **torchrun.translate(given, env, options.program, module=options.module),
             metrics_port=options.metrics_port,
             termination_log=options.termination_log,
-            heal_after=options.heal_after,
-            progress_path=options.progress_path,
             events=options.events,
             spares=options.spares,
             preload=options.preload,
         )
-        supervisor = Supervisor(plan, refill if options.anew else None)
+        supervisor = Supervisor(config, refill if options.anew else None)
     except CannotStartError as error:
         _say(str(error))
         return error.code

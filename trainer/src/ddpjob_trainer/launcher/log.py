@@ -18,19 +18,16 @@ _WORKERS_BYTES: Final = 64 * 1024
 #: The bound for the launcher's own lines and the last output of ended workers.
 _MAX_BYTES: Final = 4 * 1024 * 1024
 _PIECE: Final = 64 * 1024  # so that a slow reader is distinguished from a stalled one
-#: At the end: so long without the reader taking anything, and in all; in a hurry half a second.
+#: At the end: so long without the reader taking anything, and in all; in a hurry less.
 _PATIENCE_SECONDS: Final = 5.0
 _FLUSH_SECONDS: Final = 30.0
-_HURRY_SECONDS: Final = 0.5
-#: So much longer while the reader has room: then it is our thread that is late.
-_BUSY_SECONDS: Final = 2.0
+_HURRY_SECONDS: Final = 2.0
 
 
 class _Sink:
     """One file, pipe or terminal; ``put`` never blocks."""
 
-    def __init__(self, name: str, fd: int) -> None:
-        self._fd = fd
+    def __init__(self, name: str) -> None:
         self._queue: deque[tuple[int, bytes]] = deque()
         self._bytes = 0  # in the queue, and what the thread is writing
         self._dropped = 0
@@ -63,12 +60,6 @@ class _Sink:
                 if not self._changed.wait_for(lambda: self._moved, min(left, _PATIENCE_SECONDS)):
                     return
 
-    def catch_up(self, deadline: float) -> None:
-        """Wait for our thread, while there is room for what it has to write."""
-        with self._changed:
-            while self._bytes and _has_room(self._fd) and time.monotonic() < deadline:
-                self._changed.wait(0.05)
-
     def _run(self) -> None:
         while True:
             with self._changed:
@@ -96,19 +87,12 @@ def _write(fd: int, data: memoryview) -> int:
             return len(data)  # the reader is gone; training goes on
 
 
-def _has_room(fd: int) -> bool:
-    try:
-        return bool(select.select([], [fd], [], 0)[1])
-    except OSError:
-        return False
-
-
 class Log:
     """The launcher's standard output and error. Where both are one file, order is kept."""
 
     def __init__(self) -> None:
-        error = _Sink("stderr", 2)
-        self._sinks = {1: error if _same_file(1, 2) else _Sink("stdout", 1), 2: error}
+        error = _Sink("stderr")
+        self._sinks = {1: error if _same_file(1, 2) else _Sink("stdout"), 2: error}
 
     def say(self, text: str) -> None:
         """Print one line of the launcher."""
@@ -131,9 +115,6 @@ class Log:
         deadline = time.monotonic() + (_HURRY_SECONDS if hurry else _FLUSH_SECONDS)
         for sink in self._sinks.values():
             sink.flush(deadline)
-        deadline = time.monotonic() + _BUSY_SECONDS
-        for sink in self._sinks.values():
-            sink.catch_up(deadline)
 
 
 def _same_file(one: int, other: int) -> bool:

@@ -1,6 +1,6 @@
 """Pass workers' output through, with a prefix per line where useful, and keep the tail.
 
-The gang asks for pipes, one thread reads them all, and waits while the log has no room.
+The worker group asks for pipes, one thread reads them all, and waits while the log has no room.
 """
 
 from __future__ import annotations

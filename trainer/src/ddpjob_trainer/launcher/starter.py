@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 from ddpjob_trainer.environment import DRILL, STORE_FD
 from ddpjob_trainer.launcher import sockets
-from ddpjob_trainer.launcher.gang import Gang
-from ddpjob_trainer.launcher.plan import Plan, common_environment, rank_environment
+from ddpjob_trainer.launcher.launch_config import LaunchConfig, common_environment, rank_environment
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.processes.spares import Call, Spares
-from ddpjob_trainer.launcher.scratch import NoRoomError, Scratch
+from ddpjob_trainer.launcher.runtime_dir import NoRoomError, RuntimeDir
+from ddpjob_trainer.launcher.worker_group import WorkerGroup
 
 _REFILL_SECONDS = 0.1
 #: A program without our library does not report when it trains; it has started by then.
@@ -26,64 +26,64 @@ _STARTED_SECONDS = 10.0
 
 
 class Starter:
-    """Starts the workers of all rounds. ``scratch``: the directory of their records."""
+    """Starts the workers of all rounds. ``runtime_dir``: the directory of their records."""
 
     def __init__(
         self,
-        plan: Plan,
-        scratch: Scratch,
+        config: LaunchConfig,
+        runtime_dir: RuntimeDir,
         selector: selectors.BaseSelector,
         tell: Callable[[str], None],
     ) -> None:
-        self._plan = plan
-        self._scratch = scratch
-        self._environment = common_environment(plan)
+        self._config = config
+        self._runtime_dir = runtime_dir
+        self._environment = common_environment(config)
         self._store: socket.socket | None = None
         self._spares = Spares(
-            plan.program,
-            plan.spares,
-            {**self._environment, "PROMETHEUS_MULTIPROC_DIR": str(scratch.metrics)},
-            plan.preload,
+            config.program,
+            config.spares,
+            {**self._environment, "PROMETHEUS_MULTIPROC_DIR": str(runtime_dir.metrics)},
+            config.preload,
             selector,
-            self._came,
+            self._arrived,
             tell,
         )
 
-    def begin(self, gang: Gang, now: float, drill: str = "Never") -> None:
+    def begin(self, workers: WorkerGroup, now: float, drill: str = "Never") -> None:
         """Start all workers of a round. ``drill``: whether they may make one."""
-        self._gang = gang
+        self._workers = workers
         self._drill = f"{drill} {os.getpid()} {now}"
         self._begun = now
         try:
-            gang.state_dir = self._scratch.begin(gang.round)
+            workers.state_dir = self._runtime_dir.begin(workers.round)
         except NoRoomError as error:
-            gang.cannot_begin(error, now)
+            workers.cannot_begin(error, now)
             return
         self._store = self._store or self._bind_store()
-        gang.recall = self._spares.recall
-        if gang.round == 0 and self._plan.first_round_from_spares:
+        workers.recall = self._spares.recall
+        if workers.round == 0 and self._config.first_round_from_spares:
             self._spares.start(now)
-        gang.start(lambda local_rank, out, err: self._start(local_rank, out, err, now), now)
+        workers.start(lambda local_rank, out, err: self._start(local_rank, out, err, now), now)
 
     def _bind_store(self) -> socket.socket | None:
         """Bind the store's socket that rank 0 gets in every round, ready without a wait.
 
         It is not listening: a script that does not use it can still bind the port itself.
         """
-        plan = self._plan
-        if plan.uses_our_library and plan.replica == 0 and plan.world_size > 1:
+        config = self._config
+        if config.uses_our_library and config.replica == 0 and config.world_size > 1:
             # Held by an earlier attempt's process: then rank 0 itself waits for it.
             with contextlib.suppress(OSError):
-                return sockets.bind(plan.master[1])
+                return sockets.bind(config.master[1])
         return None
 
     def _start(self, local_rank: int, out: int, err: int, now: float) -> int | None:
         fds = {}
         if self._store is not None and local_rank == 0:
             fds[STORE_FD] = self._store.fileno()
-        env = self._environment_of(local_rank, self._gang.round) | {DRILL: self._drill}
+        env = self._environment_of(local_rank, self._workers.round) | {DRILL: self._drill}
         call = Call(env, out, err, fds)
-        if self._gang.round > 0 or self._plan.first_round_from_spares:
+        if self._workers.round > 0 or self._config.first_round_from_spares:
             with contextlib.suppress(LookupError):
                 return self._spares.call(local_rank, call, now)
         return self._spawn(call)
@@ -91,28 +91,30 @@ class Starter:
     def _spawn(self, call: Call) -> int:
         fds = {name: str(fd) for name, fd in call.fds.items()}
         env = {**self._environment, **call.env, **fds}
-        return children.spawn(self._plan.command, env, call.out, call.err, tuple(call.fds.values()))
+        return children.spawn(
+            self._config.command, env, call.out, call.err, tuple(call.fds.values())
+        )
 
-    def _came(self, local_rank: int, pid: int, call: Call, now: float) -> None:
+    def _arrived(self, local_rank: int, pid: int, call: Call, now: float) -> None:
         """Register a spare that was called during its fork, else start a fresh process."""
         try:
-            self._gang.came(local_rank, pid or self._spawn(call))
+            self._workers.arrived(local_rank, pid or self._spawn(call))
         except OSError as error:
-            self._gang.never_came(local_rank, error, now)
+            self._workers.never_arrived(local_rank, error, now)
 
     def _environment_of(self, local_rank: int, round_: int) -> dict[str, str]:
-        return rank_environment(self._plan, local_rank, round_, self._scratch)
+        return rank_environment(self._config, local_rank, round_, self._runtime_dir)
 
     # --- Spares --------------------------------------------------------------------------
 
     def refill(self, now: float) -> float | None:
         """Order spares once training is under way; return when to call next."""
         due = self._spares.tick(now)
-        if self._spares.full or self._gang.stopping:
+        if self._spares.full or self._workers.stopping:
             return due
-        silent = not self._plan.uses_our_library
-        if self._gang.is_training() or (silent and now > self._begun + _STARTED_SECONDS):
-            following = self._gang.round + 1
+        silent = not self._config.uses_our_library
+        if self._workers.is_training() or (silent and now > self._begun + _STARTED_SECONDS):
+            following = self._workers.round + 1
             self._spares.refill(lambda local_rank: self._environment_of(local_rank, following), now)
         return min(due or now + _REFILL_SECONDS, now + _REFILL_SECONDS)
 

@@ -1,6 +1,6 @@
 """Run the launcher's one loop: signals, reaping, the hub's messages, the rounds.
 
-`ddpjob-trainer run` calls it with a plan. Everything happens in the main thread, woken by signals
+`ddpjob-trainer run` calls it with a config. Everything happens in the main thread, woken by signals
 and sockets; threads only pump output, resolve the hub's name and serve HTTP. When the loop ends no
 descendant of the launcher is alive.
 """
@@ -13,17 +13,13 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 
 from ddpjob_contract import State
 from ddpjob_trainer import trace
-from ddpjob_trainer.launcher import endpoints, membership, termination
-from ddpjob_trainer.launcher.early_ends import EarlyEnds
-from ddpjob_trainer.launcher.events import Events
-from ddpjob_trainer.launcher.gang import Gang
-from ddpjob_trainer.launcher.hangs import HangResponse
-from ddpjob_trainer.launcher.hub import root_cause, rounds
+from ddpjob_trainer.launcher.hub import membership, root_cause, rounds
 from ddpjob_trainer.launcher.hub.messages import (
     Done,
     End,
@@ -36,17 +32,21 @@ from ddpjob_trainer.launcher.hub.messages import (
     Stop,
     Stopped,
 )
+from ddpjob_trainer.launcher.launch_config import LaunchConfig
 from ddpjob_trainer.launcher.log import Log
-from ddpjob_trainer.launcher.metrics import LauncherMetrics, forget_dead
-from ddpjob_trainer.launcher.names import Names
 from ddpjob_trainer.launcher.output import OutputPump, stdout_is_terminal
-from ddpjob_trainer.launcher.pace import Pace
-from ddpjob_trainer.launcher.plan import Plan
 from ddpjob_trainer.launcher.processes import children
-from ddpjob_trainer.launcher.progress_path import ProgressPath
-from ddpjob_trainer.launcher.scratch import NoRoomError, Scratch
+from ddpjob_trainer.launcher.reports import endpoints, termination
+from ddpjob_trainer.launcher.reports.events import Events
+from ddpjob_trainer.launcher.reports.metrics import LauncherMetrics, forget_dead
+from ddpjob_trainer.launcher.reports.progress_path import ProgressPath
+from ddpjob_trainer.launcher.reports.state import Pace, Results, state_body
+from ddpjob_trainer.launcher.runtime_dir import NoRoomError, RuntimeDir
 from ddpjob_trainer.launcher.signals import ENDING, Signals
 from ddpjob_trainer.launcher.starter import Starter
+from ddpjob_trainer.launcher.watch.hangs import HangResponse
+from ddpjob_trainer.launcher.watch.names import Names
+from ddpjob_trainer.launcher.worker_group import WorkerGroup
 from ddpjob_trainer.telemetry.event_log import EventLog
 
 _TICK_SECONDS = 1.0
@@ -60,7 +60,7 @@ _EXITING_SECONDS = 1.0
 #: A round may need succeeded workers again; the launcher waits so long for it.
 _SUCCESS_SECONDS = 60.0
 #: For the progress path: a file server that does not answer must not delay the launcher.
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 
 
 class _Phase(Enum):
@@ -71,34 +71,35 @@ class _Phase(Enum):
 
 
 class Supervisor:
-    """All rounds of one run of a plan."""
+    """Runs all rounds of one launcher."""
 
-    def __init__(self, plan: Plan, refill: Callable[[Path], None] | None = None) -> None:
+    def __init__(self, config: LaunchConfig, refill: Callable[[Path], None] | None = None) -> None:
         """``refill``: restores the working directory to that of a new pod, except one path."""
-        self._plan = plan
+        self._config = config
         # All ranks of a single launcher share its folder and continue from the files there.
-        self._refill = refill if plan.replicas > 1 else None
+        self._refill = refill if config.replicas > 1 else None
         self._selector = selectors.DefaultSelector()
         self._signals = Signals()
         self._tick = time.monotonic()
         self._phase = _Phase.RUNNING
         self._since = self._tick  # when the phase began, or the hub heard of the first failure
-        self._told = 0  # exits that the hub knows of
-        self._exiting_told = 0.0  # when the hub last heard that killed processes have not ended
-        self._known = termination.Known()
+        self._reported = 0  # exits that the hub knows of
+        self._exiting_reported = 0.0  # when the hub last heard that killed processes have not ended
+        self._results = Results()
         # Beside the hub, which asks for it.
-        self._progress = ProgressPath(plan.progress_path if plan.replica == 0 else None)
+        self._progress = ProgressPath(config.progress_path if config.replica == 0 else None)
         self._ended = termination.Ended()
         self._finished = False
         self._counted = LauncherMetrics()
         self._log = Log()
-        alone = plan.standalone or plan.world_size == plan.nproc
-        names = Names(None if alone else plan.master[0], self._log.say)
+        alone = config.standalone or config.world_size == config.nproc
+        names = Names(None if alone else config.master[0], self._log.say)
         self._pace = Pace()
-        self._early = EarlyEnds(plan.deadlines.step, self._log.say)
-        self._hangs = HangResponse(plan.deadlines, self._counted, self._log, names)
+        self._hangs = HangResponse(config.deadlines, self._counted.hangs, self._log, names)
         # Beside rank 0, which is a worker of this launcher.
-        self._events = Events(EventLog(plan.events) if plan.events and plan.replica == 0 else None)
+        self._events = Events(
+            EventLog(config.events) if config.events and config.replica == 0 else None
+        )
 
     def run(self) -> int:
         """Run all rounds; return the launcher's exit code."""
@@ -108,26 +109,26 @@ class Supervisor:
             # A fault of the launcher or of this machine: the report must name it.
             if not isinstance(error, NoRoomError):
                 self._log.put(2, traceback.format_exc().encode(errors="replace"))
-            code = termination.broke(self._plan, error, self._log.say)
+            code = termination.broke(self._config, error, self._log.say)
         # The report is written: a signal hurries the end, but does not change it.
         told_late = self._signals.end_at_once(code)
         self._log.flush(hurry=self._ended.signal != 0 or told_late)
         return code
 
     def _run(self) -> int:
-        plan = self._plan
-        self._scratch = Scratch(plan.nproc)
+        config = self._config
+        self._runtime_dir = RuntimeDir(config.nproc)
         children.adopt_orphans()
         try:
             with self._signals.collected(self._selector):
                 self._pump = OutputPump(
                     self._log,
-                    prefixed=plan.world_size > 1 and (plan.nproc > 1 or stdout_is_terminal()),
+                    prefixed=config.world_size > 1 and (config.nproc > 1 or stdout_is_terminal()),
                 )
                 self._member = membership.join(
-                    plan, self._selector, self._log.say, lambda: self._progress.newest
+                    config, self._selector, self._log.say, lambda: self._progress.newest
                 )
-                self._starter = Starter(plan, self._scratch, self._selector, self._log.say)
+                self._starter = Starter(config, self._runtime_dir, self._selector, self._log.say)
                 self._begin(0, self._tick)
                 http = self._serve()
                 try:
@@ -136,62 +137,62 @@ class Supervisor:
                     left = self._leave_nobody()
                     if http is not None:
                         http.end()
-                for local_rank in range(plan.nproc):
-                    self._pump.collect(plan.rank(local_rank))
-                self._progress.look(_LOOK_SECONDS)
-                known = self._known.with_modified(self._progress.newest)
+                for local_rank in range(config.nproc):
+                    self._pump.collect(config.rank(local_rank))
+                self._progress.poll(_POLL_SECONDS)
+                results = replace(self._results, modified=self._progress.newest)
                 code = termination.finish(
-                    plan, self._gang, self._pump, known, self._ended, left, self._log.say
+                    config, self._workers, self._pump, results, self._ended, left, self._log.say
                 )
                 self._member.close()
-                self._events.write("end", code=int(code), round=self._gang.round)
+                self._events.write("end", code=int(code), round=self._workers.round)
                 self._events.end()
                 return code
         finally:
-            self._scratch.close()
+            self._runtime_dir.close()
 
     # --- Start ---------------------------------------------------------------------------
 
     def _serve(self) -> endpoints.Server | None:
-        plan = self._plan
-        if plan.metrics_port is None:
+        config = self._config
+        if config.metrics_port is None:
             return None
         try:
             return endpoints.serve(
-                plan.metrics_port,
-                lambda: self._scratch.metrics,
+                config.metrics_port,
+                self._runtime_dir.metrics,
                 self._counted,
                 self._state,
                 lambda: time.monotonic() - self._tick < _HEALTHY_SECONDS,
             )
         except OSError as error:
-            self._log.say(f"no /state and /metrics: port {plan.metrics_port}: {error.strerror}")
+            self._log.say(f"no /state and /metrics: port {config.metrics_port}: {error.strerror}")
             return None
 
     def _state(self) -> State:
-        return endpoints.state_body(
-            (gang := self._gang).state(0),
-            uid="" if self._plan.standalone else self._plan.uid,
-            attempt=self._plan.attempt,
-            round_=gang.round,
-            known=self._known.after(gang).with_modified(self._progress.newest),
+        return state_body(
+            (workers := self._workers).state(0),
+            uid="" if self._config.standalone else self._config.uid,
+            attempt=self._config.attempt,
+            round_=workers.round,
+            results=replace(self._results.after(workers), modified=self._progress.newest),
             stacks=self._hangs.stacks,
             pace=self._pace.per_second(time.monotonic()),
         )
 
     def _begin(self, round_: int, now: float) -> None:
         self._enter(_Phase.RUNNING, now)
-        self._told = 0
-        trace.configure(self._plan.trace, -1, round_)
+        self._reported = 0
+        trace.configure(self._config.trace, -1, round_)
         self._hangs.begin()
-        self._early.begin()
+        self._warned = False
         self._pace.begin()
-        path = self._scratch.round_path(round_)
-        self._gang = Gang(self._plan, round_, path, self._pump, self._log.say)
+        path = self._runtime_dir.round_path(round_)
+        self._workers = WorkerGroup(self._config, round_, path, self._pump, self._log.say)
         if self._refill and round_ > 0:
-            self._refill(self._scratch.path)
-        drill = self._member.rounds and rounds.drills_left(self._known.records)
-        self._starter.begin(self._gang, now, self._plan.drill if drill else "Never")
+            self._refill(self._runtime_dir.path)
+        drill = self._member.rounds and rounds.drills_left(self._results.records)
+        self._starter.begin(self._workers, now, self._config.drill if drill else "Never")
         trace.mark("started")
 
     # --- Watch ---------------------------------------------------------------------------
@@ -204,22 +205,22 @@ class Supervisor:
             self._sleep(0)
             now = self._tick = time.monotonic()
             for pid, status in children.reap():
-                self._gang.ended(pid, status, now)
+                self._workers.ended(pid, status, now)
                 self._starter.ended(pid, now)
-            self._counted.workers = self._gang.running
+            self._counted.workers = self._workers.running
             self._forward(now)
             terminating = self._ended.signal != 0
-            hangs_due = self._hangs.tick(self._gang, now, terminating=terminating)
-            self._tell(now)
-            self._early.look(self._gang, self._member.others, now)
+            hangs_due = self._hangs.tick(self._workers, now, terminating=terminating)
+            self._report(now)
+            self._warn_of_early_ends(now)
             if self._pace.is_due(now):
-                self._pace.look(self._gang.state(0), now)
+                self._pace.poll(self._workers.state(0), now)
             member_due = self._member.tick(now)
-            self._heed(now)
+            self._take_messages(now)
             self._stop_the_rest(now)
-            kill_due = self._gang.kill_when_due(now)
-            self._stopped_at_last(now)
-            if self._is_over(now):
+            kill_due = self._workers.kill_when_due(now)
+            self._report_stopped(now)
+            if self._is_finished(now):
                 return
             if not self._signals.pending and not self._member.link.inbox:
                 dues = (
@@ -241,69 +242,94 @@ class Supervisor:
     def _forward(self, now: float) -> None:
         while self._signals.pending:
             signum = self._signals.pending.pop(0)
-            self._gang.signal(signum, now)
+            self._workers.signal(signum, now)
             if signum not in ENDING:
                 continue
             if not self._ended.signal:
                 self._ended.signal = signum
-                self._ended.at_work = self._gang.running > 0
+                self._ended.at_work = self._workers.running > 0
                 self._ended.between_rounds = self._phase in (_Phase.STOPPING, _Phase.STOPPED)
                 self._member.link.send(Leaving(signum), now)
                 self._end_by_grace(now)
             elif signum == signal.SIGINT:
-                self._gang.kill_by(now)  # a second Ctrl-C means it
+                self._workers.kill_by(now)  # a second Ctrl-C means it
 
     def _end_by_grace(self, now: float) -> None:
         """Kill the workers still running near the end of the grace period."""
-        grace = self._plan.grace_seconds
-        self._gang.kill_by(now + max(0.5, grace - max(1.0, grace / 10)))
+        grace = self._config.grace_seconds
+        self._workers.kill_by(now + max(0.5, grace - max(1.0, grace / 10)))
+
+    def _warn_of_early_ends(self, now: float) -> None:
+        """Warn of ranks here or elsewhere that ended with 0 long ago, once a round."""
+        exits, running = self._member.others
+        if not self._warned and not self._workers.stopping:
+            warning = root_cause.ended_long_ago(
+                [*self._workers.exits, *exits],
+                self._workers.running + running,
+                self._config.deadlines.step,
+                now,
+            )
+            if warning:
+                self._warned = True
+                self._log.say(warning)
 
     # --- Rounds --------------------------------------------------------------------------
 
-    def _tell(self, now: float) -> None:
+    def _report(self, now: float) -> None:
         """Report new exits to the hub."""
-        gang = self._gang
-        if self._phase is not _Phase.RUNNING or self._told == len(gang.exits):
+        workers = self._workers
+        if self._phase is not _Phase.RUNNING or self._reported == len(workers.exits):
             return
-        self._told = len(gang.exits)
-        if gang.failed:
+        self._reported = len(workers.exits)
+        if workers.failed:
             trace.mark("failed")
-            self._member.link.send(Failed(gang.round, tuple(gang.exits), gang.running), now)
+            self._member.link.send(
+                Failed(workers.round, tuple(workers.exits), workers.running), now
+            )
             self._ended.waiting_since = self._ended.waiting_since or now
-        elif gang.succeeded:
+        elif workers.succeeded:
             self._enter(_Phase.SUCCEEDED, now)
-            self._member.link.send(Done(gang.round, tuple(gang.exits)), now)
+            self._member.link.send(Done(workers.round, tuple(workers.exits)), now)
 
-    def _heed(self, now: float) -> None:
+    def _take_messages(self, now: float) -> None:
         """Do as the hub's messages say."""
         link = self._member.link
         while link.inbox:
-            self._obey(link.inbox.popleft(), now)
-        asking = self._ended.waiting_since or self._phase is _Phase.SUCCEEDED
-        # While ranks train, rank 0's launcher runs: a hub not met by now is lost.
-        if lost := link.lost or (link.unmet if asking and self._gang.is_training() else ""):
-            self._lose(lost, now)
-        waiting = {_Phase.RUNNING: self._ended.waiting_since, _Phase.SUCCEEDED: 0.0}
-        since = waiting.get(self._phase, self._since)
-        patience = _ANSWER_SECONDS
-        if self._phase in (_Phase.STOPPING, _Phase.STOPPED):  # here or elsewhere they take so long
-            patience += self._plan.exit_seconds
-        if since and now - since > patience and self._ended.end is None:
-            self._lose("it does not answer", now)
+            self._handle(link.inbox.popleft(), now)
+        if lost := self._hub_lost(now):
+            self._lose_hub(lost, now)
 
-    def _lose(self, why: str, now: float) -> None:
+    def _hub_lost(self, now: float) -> str:
+        """Tell how the hub was lost, "" while it may still answer."""
+        link, ended = self._member.link, self._ended
+        if link.lost:
+            return link.lost
+        # While ranks train, rank 0's launcher runs: a hub not met by now is lost.
+        asking = ended.waiting_since or self._phase is _Phase.SUCCEEDED
+        if link.unmet and asking and self._workers.is_training():
+            return link.unmet
+        since, patience = ended.waiting_since, _ANSWER_SECONDS
+        if self._phase is _Phase.SUCCEEDED:
+            return ""
+        if self._phase is not _Phase.RUNNING:
+            # Here or elsewhere processes take so long to end.
+            since, patience = self._since, patience + self._config.exit_seconds
+        late = since and now - since > patience and ended.end is None
+        return "it does not answer" if late else ""
+
+    def _lose_hub(self, why: str, now: float) -> None:
         """End the attempt without a hub; a failure here before that counts as the cause."""
         if not self._ended.lost:
             self._ended.lost = why
-            self._ended.before_loss = root_cause.first_failure(self._gang.exits)
+            self._ended.before_loss = root_cause.first_failure(self._workers.exits)
             self._end_attempt(now)
 
-    def _obey(self, message: Message, now: float) -> None:
-        gang = self._gang
+    def _handle(self, message: Message, now: float) -> None:
+        workers = self._workers
         if isinstance(message, Stop):
-            if message.round == gang.round and not self._ended.signal:
+            if message.round == workers.round and not self._ended.signal:
                 self._enter(_Phase.STOPPING, now)
-                gang.stop(now, last_words=0 if self._member.rounds else _LAST_WORDS_SECONDS)
+                workers.stop(now, last_words=0 if self._member.rounds else _LAST_WORDS_SECONDS)
         elif isinstance(message, Go):
             if self._phase is _Phase.STOPPED and not self._ended.signal:
                 self._next_round(message, now)
@@ -319,32 +345,32 @@ class Supervisor:
     def _end_attempt(self, now: float) -> None:
         """Stop the workers after short last words: no round follows."""
         trace.mark("ended")
-        if not self._gang.stopping and not self._ended.signal:
-            self._gang.stop(now, last_words=_LAST_WORDS_SECONDS)
+        if not self._workers.stopping and not self._ended.signal:
+            self._workers.stop(now, last_words=_LAST_WORDS_SECONDS)
 
     def _stop_the_rest(self, now: float) -> None:
         """Stop workers that lost their peers after another launcher's end."""
-        if self._ended.end is not None and self._gang.failed and not self._gang.stopping:
-            self._gang.stop(now, last_words=_LAST_WORDS_SECONDS)
+        if self._ended.end is not None and self._workers.failed and not self._workers.stopping:
+            self._workers.stop(now, last_words=_LAST_WORDS_SECONDS)
 
-    def _stopped_at_last(self, now: float) -> None:
+    def _report_stopped(self, now: float) -> None:
         """Report Stopped once the round's processes are gone; until then report Exiting."""
-        gang = self._gang
+        workers = self._workers
         if self._phase is not _Phase.STOPPING:
             return
-        if not gang.is_gone(self._starter.spared()):
-            patient = now - self._since < self._plan.exit_seconds
-            if patient and now - max(self._since, self._exiting_told) >= _EXITING_SECONDS:
-                self._exiting_told = now
-                self._member.link.send(Exiting(gang.round), now)
+        if not workers.is_gone(self._starter.spared()):
+            patient = now - self._since < self._config.exit_seconds
+            if patient and now - max(self._since, self._exiting_reported) >= _EXITING_SECONDS:
+                self._exiting_reported = now
+                self._member.link.send(Exiting(workers.round), now)
             return
         self._counted.teardown_seconds = now - self._since
         self._enter(_Phase.STOPPED, now)
         trace.mark("stopped")
-        self._known = self._known.after(gang)
-        self._progress.look(_LOOK_SECONDS)  # the hub decides on it
+        self._results = self._results.after(workers)
+        self._progress.poll(_POLL_SECONDS)  # the hub decides on it
         self._member.link.send(
-            Stopped(gang.round, tuple(gang.exits), self._known.snapshot_step), now
+            Stopped(workers.round, tuple(workers.exits), self._results.snapshot_step), now
         )
 
     def _next_round(self, go: Go, now: float) -> None:
@@ -355,22 +381,22 @@ class Supervisor:
             ended = f"a drill after step {last['step']}, as planned"
         self._log.say(f"round {go.round}: {ended}; restarting in place")
         trace.mark("go")
-        self._known = self._known.with_records(go.records)
+        self._results = replace(self._results, records=go.records)
         self._ended.waiting_since = 0.0
-        old = self._gang.state_dir
+        old = self._workers.state_dir
         self._counted.round = go.round
         kind = last.get("kind", "peerLost")
         self._events.write("drill" if kind == "drill" else "failure", **last)
         self._counted.rounds[kind] += 1
         self._begin(go.round, now)
-        forget_dead(self._scratch.metrics)
+        forget_dead(self._runtime_dir.metrics)
         shutil.rmtree(old, ignore_errors=True)
 
     # --- End -----------------------------------------------------------------------------
 
-    def _is_over(self, now: float) -> bool:
+    def _is_finished(self, now: float) -> bool:
         ended = self._ended
-        if self._gang.running:
+        if self._workers.running:
             return False
         if self._phase is _Phase.SUCCEEDED:
             waited = now - self._since > _SUCCESS_SECONDS and not self._member.needed
@@ -379,10 +405,10 @@ class Supervisor:
 
     def _leave_nobody(self) -> list[str]:
         """Kill and reap every descendant; report and return those that do not end."""
-        hopeless = self._gang.unkillable
+        hopeless = self._workers.unkillable
         left = children.end_all(
-            lambda pid, status: self._gang.ended(pid, status, time.monotonic()),
-            self._plan.exit_seconds,
+            lambda pid, status: self._workers.ended(pid, status, time.monotonic()),
+            self._config.exit_seconds,
             hopeless,
         )
         others = [str(pid) for pid in left if pid not in hopeless]

@@ -15,32 +15,24 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import devices
 
 _HERE: Final = ("localhost", "127.0.0.1", "::1")
-#: Options without a value, and with one, that have no counterpart here; and their cures.
-_REFUSED_FLAGS: Final = {
-    "run-path": "leave it out: each process is an interpreter of its own",
-    "virtual-local-rank": "leave it out, and use the GPU of LOCAL_RANK",
-}
+_OUTPUT: Final = "redirect the launcher's output: each line begins with the rank"
+#: Options that have no counterpart here, and their cures.
 _REFUSED: Final = {
+    **dict.fromkeys(("log-dir", "redirects", "tee", "local-ranks-filter", "logs-specs"), _OUTPUT),
+    **dict.fromkeys(("duplicate-stdout-filters", "duplicate-stderr-filters"), _OUTPUT),
     "rdzv-conf": "leave it out; DDPJOB_HANG_STARTUP_SECONDS is how long ranks wait for one another",
-    "role": "leave it out: ROLE_NAME is always default",
-    "log-dir": "redirect the launcher's output: each line begins with the rank",
-    "redirects": "redirect the launcher's output: each line begins with the rank",
-    "tee": "redirect the launcher's output: each line begins with the rank",
-    "local-ranks-filter": "filter the launcher's output: each line begins with the rank",
-    "duplicate-stdout-filters": "filter the launcher's output with grep",
-    "duplicate-stderr-filters": "filter the launcher's output with grep",
-    "log-line-prefix-template": "leave it out: each line begins with the rank",
-    "logs-specs": "redirect the launcher's output: each line begins with the rank",
     "local-addr": "set GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME to the interface",
     "numa-binding": "start the program by numactl",
-    "signals-to-handle": "leave it out; docs/reference/launcher.md lists those that are passed on",
-    "print-completion": "ddpjob-trainer run --help lists the options",
     "shutdown-timeout": "set DDPJOB_GRACE_SECONDS",
+    "virtual-local-rank": "leave it out, and use the GPU of LOCAL_RANK",
+    **dict.fromkeys(
+        ("role", "log-line-prefix-template", "signals-to-handle", "print-completion", "run-path"),
+        "leave it out",
+    ),
 }
+_FLAGS: Final = ("run-path", "virtual-local-rank")  # of these, those without a value
 #: No effect here: failures are seen at once, and there is one kind of rendezvous.
 _WITHOUT_MEANING: Final = ("rdzv-id", "monitor-interval", "start-method", "event-log-handler")
-
-
 _SHORT: Final = {"redirects": ("-r",), "tee": ("-t",)}
 
 
@@ -68,21 +60,19 @@ def add(parser: argparse.ArgumentParser) -> None:
     option("rdzv-endpoint", "as --master-addr and --master-port", metavar="HOST[:PORT]")
     option("no-python", "executables are started as they are anyway", action="store_true")
     for name in (*_WITHOUT_MEANING, *_REFUSED):
-        option(name)
-    for name in _REFUSED_FLAGS:
-        option(name, action="store_true")
+        option(name, **({"action": "store_true"} if name in _FLAGS else {}))
 
 
 def translate(
     given: Mapping[str, Any], env: LauncherEnvironment, program: str, *, module: bool
 ) -> dict[str, Any]:
-    """Return arguments of make_plan. ``given``: what was parsed. Raises ConfigError."""
+    """Return arguments of make_launch_config. ``given``: what was parsed. Raises ConfigError."""
     said = {
         name.removeprefix("torchrun_"): value
         for name, value in given.items()
         if name.startswith("torchrun_") and value is not None and value is not False
     }
-    for name, cure in {**_REFUSED, **_REFUSED_FLAGS}.items():
+    for name, cure in _REFUSED.items():
         if name in said:
             raise ConfigError(f"--{name} of torchrun has no counterpart here: {cure}")
     found: dict[str, Any] = {"nproc": given["nproc"]}

@@ -17,7 +17,7 @@ from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.processes import children
-from ddpjob_trainer.launcher.progress_path import ProgressPath
+from ddpjob_trainer.launcher.reports.progress_path import ProgressPath
 from ddpjob_trainer.local import restarts
 from ddpjob_trainer.local.job import Job
 from ddpjob_trainer.snapshot.ondisk import manifest as snapshot
@@ -68,7 +68,7 @@ class Attempts:
             failed = {replica: code for replica, code in codes.items() if code}
             replica = min(failed, key=lambda one: restarts.severity(failed[one]))
             code = failed[replica]
-            self._progress.look(1.0)
+            self._progress.poll(1.0)
             progress = (self._snapshot_step(), self._progress.newest)
             delay, then = budget.after(code, time.monotonic() - began, progress)
             name = f"{self._job.manifest.name}-{replica}"

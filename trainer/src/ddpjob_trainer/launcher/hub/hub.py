@@ -34,7 +34,7 @@ from ddpjob_trainer.launcher.hub.rounds import History, Limits
 BARRIER_SECONDS = 5.0
 #: The supervisor's loop calls at least this often. A longer pause means that the hub's launcher
 #: itself was stopped, and read no messages.
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 _Post = Callable[[int, Message], None]
 
@@ -42,7 +42,7 @@ _Post = Callable[[int, Message], None]
 class _Phase(Enum):
     RUNNING = "running"
     STOPPING = "stopping"
-    OVER = "over"
+    FINISHED = "finished"
 
 
 class Hub:
@@ -61,10 +61,10 @@ class Hub:
         self._modified = modified
         self._begun_at: float | None = None  # when the round began
         self._phase = _Phase.RUNNING
-        self._here: set[int] = set()  # replicas admitted and not lost
-        self._seen: set[int] = set()  # replicas ever admitted
-        self._over: Message | None = None
-        self._looked = 0.0
+        self._present: set[int] = set()  # replicas admitted and not lost
+        self._admitted: set[int] = set()  # replicas ever admitted
+        self._final: Message | None = None
+        self._polled = 0.0
         self._begin()
 
     def _begin(self) -> None:
@@ -79,7 +79,7 @@ class Hub:
     @property
     def needed(self) -> bool:
         """Return whether another connected launcher, still running, needs the hub."""
-        return self._phase is not _Phase.OVER and bool(self._here - self._done - {0})
+        return self._phase is not _Phase.FINISHED and bool(self._present - self._done - {0})
 
     @property
     def others(self) -> tuple[list[Exit], int]:
@@ -108,25 +108,25 @@ class Hub:
             )
         if not 0 <= theirs.replica < mine.replicas:
             return Refused(f"replica {theirs.replica} is not one of {mine.replicas}", final=True)
-        if theirs.replica in self._seen:
+        if theirs.replica in self._admitted:
             return Refused(f"replica {theirs.replica} has been admitted before", final=False)
-        self._seen.add(theirs.replica)
-        self._here.add(theirs.replica)
+        self._admitted.add(theirs.replica)
+        self._present.add(theirs.replica)
         self._post(theirs.replica, Welcome())
-        if self._over is not None:
-            self._post(theirs.replica, self._over)
+        if self._final is not None:
+            self._post(theirs.replica, self._final)
         elif self._phase is _Phase.STOPPING:
             self._post(theirs.replica, Stop(self.history.round))
         return None
 
     def receive(self, replica: int, message: Message, now: float) -> None:
         """Handle an admitted launcher's message. Raise ValueError for what it must not say."""
-        self._look(now)
-        if self._phase is _Phase.OVER:
+        self._allow_for_pause(now)
+        if self._phase is _Phase.FINISHED:
             return
         done = replica != 0 and replica in self._done and self._phase is _Phase.RUNNING
         if isinstance(message, Leaving) and done:
-            self._here.discard(replica)  # it may go, but no round can follow without it
+            self._present.discard(replica)  # it may go, but no round can follow without it
             return
         if isinstance(message, Leaving):
             self._end(End(-1, f"the launcher of replica {replica} was told to end", graceful=True))
@@ -155,8 +155,8 @@ class Hub:
 
     def lost(self, replica: int, now: float) -> None:
         """End the attempt without a launcher whose connection is gone."""
-        self._here.discard(replica)
-        if self._phase is _Phase.OVER or replica in self._done:
+        self._present.discard(replica)
+        if self._phase is _Phase.FINISHED or replica in self._done:
             return
         cause = root_cause.first_failure(self._exits.values()) if self._exits else None
         if cause is None or cause.rank // self._gang.nproc == replica:
@@ -179,7 +179,7 @@ class Hub:
 
     def tick(self, now: float) -> float | None:
         """Do the next due action; return when to call again at the latest."""
-        self._look(now)
+        self._allow_for_pause(now)
         if self._begun_at is None:
             self._begun_at = now
         if self._phase is _Phase.RUNNING:
@@ -192,7 +192,7 @@ class Hub:
             if now < self._barrier_at:
                 return self._barrier_at
             missing = set(range(self._gang.replicas)) - self._stopped
-            absent = missing - self._seen
+            absent = missing - self._admitted
             which = ", ".join(map(str, sorted(absent or missing)[:8]))
             what = "has not come to the hub" if absent else "did not stop"
             cause = root_cause.first_failure(self._exits.values())
@@ -200,12 +200,12 @@ class Hub:
             self._end(self._because(cause, f"replica {which} {what} within {took:.0f} s"))
         return None
 
-    def _look(self, now: float) -> None:
+    def _allow_for_pause(self, now: float) -> None:
         """Move the barrier by the hub's own pause: messages sent meanwhile are unread."""
-        pause = now - self._looked - _LOOK_SECONDS
+        pause = now - self._polled - _POLL_SECONDS
         if self._barrier_at is not None and pause > 0:
             self._barrier_at += pause
-        self._looked = now
+        self._polled = now
 
     def _stop_when_due(self, now: float) -> float | None:
         silent = self._gang.replicas - len(self._running)
@@ -213,7 +213,7 @@ class Hub:
         found = root_cause.decide(tuple(self._exits.values()), running, now)
         if found is None or isinstance(found, float):
             return found
-        if not self._done <= self._here:
+        if not self._done <= self._present:
             self._end(self._because(found, "a launcher whose workers had succeeded is gone"))
             return None
         self._phase = _Phase.STOPPING
@@ -248,11 +248,11 @@ class Hub:
         return End(rank, why, graceful=False, early=early)
 
     def _end(self, message: End | Finished) -> None:
-        self._phase = _Phase.OVER
-        self._over = message
+        self._phase = _Phase.FINISHED
+        self._final = message
         self._tell_all(message)
 
     def _tell_all(self, message: Message) -> None:
         # The hub's own launcher last: the others' messages must be on their way when it ends.
-        for replica in sorted(self._here, reverse=True):
+        for replica in sorted(self._present, reverse=True):
             self._post(replica, message)

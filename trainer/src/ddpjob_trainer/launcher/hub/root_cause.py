@@ -44,7 +44,7 @@ class Exit:
 
     @property
     def drill(self) -> bool:
-        """Whether it ended for a drill, with all others after the same step."""
+        """Return whether it ended for a drill, with all others after the same step."""
         return self.code == ExitCode.PEER_LOST and self.exception == DRILL
 
 
@@ -87,6 +87,23 @@ def ended_early(exits: Collection[Exit], cause: Exit | None) -> str:
         return ""
     what = "ended with exit code 0 while others trained: sys.exit() on some ranks only?"
     return f"{whom(early)} {what}"
+
+
+def ended_long_ago(exits: Collection[Exit], running: int, patience: float, now: float) -> str:
+    """Word a warning of ranks that ended with 0 long ago while others run, "" if none did.
+
+    ``patience``: seconds in which others may end as well. It is no failure, yet the others may wait
+    for ever. Ranks in a collective notice, or hang until the launcher acts; after its training loop
+    nobody waits for a rank.
+    """
+    ends = (one for one in exits if one.status == 0 and not one.done)
+    early = [one for one in ends if now - one.at >= patience]
+    if not early or not running:
+        return ""
+    return (
+        f"{whom(early)} ended with exit code 0 more than {patience:g} s ago, and {running} of the"
+        " others have not ended and may wait for it for ever (sys.exit() on some ranks only?)"
+    )
 
 
 def whom(exits: Collection[Exit]) -> str:

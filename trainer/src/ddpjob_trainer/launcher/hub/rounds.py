@@ -121,7 +121,7 @@ def decide(
 
 
 def drills_left(records: Collection[Round]) -> bool:
-    """Whether the round that follows these may end by a drill."""
+    """Return whether the round that follows these may end by a drill."""
     return sum(record.get("kind") == "drill" for record in records) < _DRILLS
 
 

@@ -11,9 +11,7 @@ from ddpjob_trainer.launcher.hub.messages import Hello, Message, Refused
 from ddpjob_trainer.launcher.hub.wire import Wire
 
 _HELLO_SECONDS = 5.0
-#: A launcher sends its Hello at once; a silent connection makes room for others.
-_SPEECHLESS_SECONDS = 0.5
-_MAX_STRANGERS = 64
+_BATCH = 64  # connections taken at once, then the other sockets get their turn
 
 
 class HubServer:
@@ -61,25 +59,13 @@ class HubServer:
 
     def _accept(self, now: float) -> None:
         try:
-            for _ in range(_MAX_STRANGERS):  # then the other sockets get their turn
+            for _ in range(_BATCH):
                 connection, _ = self._listener.accept()
-                if len(self._strangers) >= _MAX_STRANGERS and not self._drop_silent(now):
-                    connection.close()
-                    continue
                 self._meet(connection, now)
         except OSError as error:
             if error.errno in sockets.FULL:
                 self._selector.unregister(self._listener)
                 self._deaf_until = now + sockets.FULL_SECONDS
-
-    def _drop_silent(self, now: float) -> bool:
-        """Drop the oldest stranger, unless a launcher might still send its Hello."""
-        wire, until = min(self._strangers.items(), key=lambda item: item[1])
-        if until - now > _HELLO_SECONDS - _SPEECHLESS_SECONDS:
-            return False
-        del self._strangers[wire]
-        wire.close()
-        return True
 
     def _meet(self, connection: socket.socket, now: float) -> None:
         replica: int | None = None

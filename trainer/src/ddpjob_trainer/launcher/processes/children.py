@@ -84,34 +84,9 @@ def reap() -> list[tuple[int, int]]:
 def children() -> list[int]:
     """Return all children of this process, adopted orphans included."""
     found: list[int] = []
-    try:
-        for task in Path("/proc/self/task").iterdir():
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread that has just ended
             found += map(int, (task / "children").read_text().split())
-    except OSError:
-        return _children_by_search()
-    return found
-
-
-def _children_by_search() -> list[int]:
-    """Search /proc, on a kernel without /proc/*/task/*/children."""
-    me = os.getpid()
-    found = []
-    for name in os.listdir("/proc"):  # noqa: PTH208  it is in the way of every restart
-        if not name.isdigit():
-            continue
-        try:
-            fd = os.open(f"/proc/{name}/stat", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
-            stat = os.read(fd, 512)
-        except OSError:
-            continue
-        finally:
-            os.close(fd)
-        # The name, in parentheses, may hold anything; the parent is the second field after it.
-        if int(stat.rpartition(b")")[2].split()[1]) == me:
-            found.append(int(name))
     return found
 
 

@@ -23,7 +23,7 @@ import socket
 import sys
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -44,7 +44,7 @@ MODULES = (
     "ddpjob_trainer.training.start",
 )
 MAX_REQUEST = 1024 * 1024
-_MOST_TOLD = 200  # characters about one module
+_MOST_WORDS = 200  # characters about one module
 _PR_SET_PDEATHSIG = 1
 _ADOPTION_SECONDS = 5.0
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -71,14 +71,6 @@ class Import:
         __import__(self.module, {}, {}, self.names)
         for name in self.names:  # some modules load an attribute on first access
             getattr(sys.modules[self.module], name, None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Script:
-    """A script as the spare has read it."""
-
-    source: bytes
-    code: types.CodeType
 
 
 # --- Requests over a socket -------------------------------------------------------------------
@@ -157,26 +149,25 @@ def _import(what: Import) -> None:
         what.run()
 
 
-def _preload(control: socket.socket, given: dict[str, Any]) -> str:
-    """Import the modules that --preload names; return the warnings.
-
-    A module that leaves threads or an open GPU behind, which no fork survives, is left out: the
-    server starts over without it.
-    """
-    environment = dict(os.environ)
-    before = _threads()
-    for name in given["preload"]:
+def _preload(control: socket.socket, names: Sequence[str], threads: int) -> str:
+    """Import the modules that --preload names; return the warnings."""
+    warnings = []
+    for name in names:
         try:
             importlib.import_module(name)
         except BaseException as error:
-            given["told"].append(f"{name}: {type(error).__name__}: {error}"[:_MOST_TOLD])
-        left = devices.driver_opened() or ("threads" if _threads_forked() > before else "")
-        if left:
-            given["told"].append(f"{name}: its import leaves {left} behind"[:_MOST_TOLD])
-            given["preload"].remove(name)
-            command = ("-u", "-m", __name__, str(control.fileno()), json.dumps(given))
-            os.execve(sys.executable, (sys.executable, *command), environment)
-    return "; ".join(given["told"])
+            warnings.append(f"{name}: {type(error).__name__}: {error}"[:_MOST_WORDS])
+        _end_if_unfit(control, threads, f"the import of {name}", ": leave it out of --preload")
+    return "; ".join(warnings)
+
+
+def _end_if_unfit(control: socket.socket, threads: int, who: str, cure: str = "") -> None:
+    """End the server if an import left what no fork survives: more threads, or an open GPU."""
+    opened = devices.driver_opened()
+    if opened or _threads_forked() > threads:
+        left = f"has opened {opened}" if opened else "has left threads behind"
+        send(control, {"unfit": f"{who} {left}{cure}"}, [])
+        os._exit(1)
 
 
 def _threads_forked() -> int:
@@ -189,19 +180,23 @@ def _threads_forked() -> int:
     return _threads()
 
 
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))  # noqa: PTH208
+
+
 # --- The spare --------------------------------------------------------------------------------
 
 
-def _wait(line: socket.socket, program: Program, *, called: bool) -> _Script | None:
+def _wait(line: socket.socket, program: Program, *, called: bool) -> None:
     """Prepare, wait for the call, become the worker.
 
     A spare called at once leaves imports to the script, so that their output is seen.
     """
     send(line, {"pid": os.getpid()}, [])
-    script = None
     if not called:
         with contextlib.suppress(BaseException):
-            script = _prepare(program)
+            for one in imports_by(program):
+                _import(one)
     opened = "" if called else devices.driver_opened()
     # A context would hold GPU memory in a process that may never be called.
     send(line, {"unfit": f"an import has opened {opened}"} if opened else {"ready": True}, [])
@@ -219,7 +214,6 @@ def _wait(line: socket.socket, program: Program, *, called: bool) -> _Script | N
     # line.
     line.shutdown(socket.SHUT_RDWR)
     line.close()
-    return script
 
 
 def _become(program: Program) -> None:
@@ -239,22 +233,6 @@ def _become(program: Program) -> None:
             __file__=path, __loader__=SourceFileLoader("__main__", path), __cached__=None
         )
     sys.modules["__main__"] = main
-
-
-def _prepare(program: Program) -> _Script | None:
-    """Run the program's top-level imports; return a script compiled."""
-    source = b"" if program.module else Path(program.name).read_bytes()
-    for one in imports_by(program):
-        _import(one)
-    if program.module:
-        return None
-    return _compiled(program, source)
-
-
-def _compiled(program: Program, source: bytes) -> _Script:
-    """Compile a script under its absolute path, as `python` does."""
-    path = str(Path(program.name).absolute())
-    return _Script(source, compile(source, path, "exec", dont_inherit=True))
 
 
 def imports_by(program: Program) -> Iterator[Import]:
@@ -309,16 +287,15 @@ def _has_effect(statement: ast.stmt) -> bool:
     return False
 
 
-def _run(program: Program, script: _Script | None) -> None:
+def _run(program: Program) -> None:
     sys.argv[:] = [program.name, *program.arguments]
     if program.module:
         # As `python -m` does; run_module() would remove __main__ again at the end.
         getattr(runpy, "_run_module_as_main")(program.name)  # noqa: B009
         return
-    source = Path(program.name).read_bytes()
-    if script is None or script.source != source:  # it has been edited since
-        script = _compiled(program, source)
-    exec(script.code, sys.modules["__main__"].__dict__)
+    path = Path(program.name).absolute()
+    code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    exec(code, sys.modules["__main__"].__dict__)
 
 
 def main() -> None:
@@ -331,24 +308,20 @@ def main() -> None:
         del sys.path[0]  # where -m found this module
     # Its BLAS may start threads, and carries them through a fork itself.
     _import(Import("numpy.random"))
-    before = _threads()
+    threads = _threads()
     for name in MODULES:
         _import(Import(name))
-    if (threads := _threads() - before) > 0:  # a fork carries none of them
-        send(control, {"unfit": f"imports have started {threads} threads"}, [])
-        os._exit(1)
-    if opened := devices.driver_opened():
-        send(control, {"unfit": f"an import has opened {opened}"}, [])
-        os._exit(1)
+    _end_if_unfit(control, threads, "an import")
     _become(program)
-    told = _preload(control, given)
-    _freeze()
-    send(control, {"warm": True, "told": told}, [])
+    warnings = _preload(control, given["preload"], threads)
+    gc.collect()
+    gc.freeze()  # a collection in a spare would only copy pages
+    send(control, {"warm": True, "warnings": warnings}, [])
     line, called = _serve(control, launcher)
     _reseed()
-    script = _wait(line, program, called=called)
+    _wait(line, program, called=called)
     try:
-        _run(program, script)
+        _run(program)
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:
@@ -356,16 +329,6 @@ def main() -> None:
         sys.exit(1)
     finally:
         gc.unfreeze()  # else Python's last collection skips them, and triton reports each as a leak
-
-
-def _freeze() -> None:
-    """Freeze the collector's objects: a collection in a spare would only copy pages."""
-    gc.collect()
-    gc.freeze()
-
-
-def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))  # noqa: PTH208
 
 
 def _reseed() -> None:

@@ -48,7 +48,7 @@ class _Spare:
 
 
 class Spares:
-    """``came``: gets (local rank, pid) of a worker that call() promised; pid 0: it failed.
+    """``arrived``: gets (local rank, pid) of a worker that call() promised; pid 0: it failed.
 
     ``count`` 0: no spares, and every call is refused. ``preload``: modules that the fork server
     imports for all of them.
@@ -61,7 +61,7 @@ class Spares:
         env: Mapping[str, str],
         preload: Sequence[str],
         selector: selectors.BaseSelector,
-        came: Callable[[int, int, Call, float], None],
+        arrived: Callable[[int, int, Call, float], None],
         tell: Callable[[str], None],
     ) -> None:
         self._program = program
@@ -69,7 +69,7 @@ class Spares:
         self._env = env
         self._preload = preload
         self._selector = selector
-        self._came = came
+        self._arrived = arrived
         self._tell = tell
         self._server: socket.socket | None = None
         self._server_pid = 0
@@ -112,7 +112,7 @@ class Spares:
         return len(self._spares) >= self._count
 
     def call(self, local_rank: int, call: Call, now: float) -> int | None:
-        """Turn a spare into a worker and return its pid; None: ``came`` will follow.
+        """Turn a spare into a worker and return its pid; None: ``arrived`` will follow.
 
         A fork server that still imports handles the call afterwards. Raises LookupError when there
         is no spare and none can be forked.
@@ -135,7 +135,7 @@ class Spares:
     def recall(self) -> list[int]:
         """Cancel every call that no spare has received; return their local ranks.
 
-        ``came`` is not called for them.
+        ``arrived`` is not called for them.
         """
         found = []
         for local_rank, one in self._spares.items():
@@ -176,7 +176,7 @@ class Spares:
     # --- The fork server -----------------------------------------------------------------
 
     def _start_server(self, now: float) -> None:
-        given = json.dumps(asdict(self._program) | {"preload": self._preload, "told": []})
+        given = json.dumps(asdict(self._program) | {"preload": self._preload})
         mine, theirs = socket.socketpair()
         null = -1
         try:
@@ -206,7 +206,7 @@ class Spares:
     def _server_spoke(self, now: float) -> None:
         if self._server is None:  # forgotten since select() returned
             return
-        body = _heard(self._server)
+        body = _received(self._server)
         if body is None:
             self._forget_server()
         elif "unfit" in body:
@@ -214,8 +214,8 @@ class Spares:
         if body is not None and "warm" in body:
             self._warm = True
             self._deaths = 0
-            if told := body.get("told"):
-                self._tell(f"warning: --preload is left to each process: {told}")
+            if warnings := body.get("warnings"):
+                self._tell(f"warning: --preload is left to each process: {warnings}")
             for one in self._spares.values():  # their forks begin now
                 one.called_at = None if one.called_at is None else now
 
@@ -275,7 +275,7 @@ class Spares:
         one = self._spares.get(local_rank)
         if one is None or one.line is not line:
             return
-        body = _heard(line)
+        body = _received(line)
         if body is None:
             self._lost(local_rank, now)  # or it has received the call, and closed this line
             return
@@ -303,7 +303,7 @@ class Spares:
         one.call = None
         if not delivered:
             self._drop(local_rank)
-        self._came(local_rank, one.pid if delivered else 0, call, now)
+        self._arrived(local_rank, one.pid if delivered else 0, call, now)
         _close(call)
 
     def _send(self, one: _Spare, call: Call) -> bool:
@@ -321,7 +321,7 @@ class Spares:
         one = self._spares[local_rank]
         self._drop(local_rank)
         if one.call is not None:
-            self._came(local_rank, 0, one.call, now)
+            self._arrived(local_rank, 0, one.call, now)
             _close(one.call)
         # One whose pid is not known yet is killed with the round's other leftovers.
         elif one.pid and not one.ready and one.called_at is None:
@@ -333,7 +333,7 @@ class Spares:
         one.line.close()
 
 
-def _heard(line: socket.socket) -> dict[str, object] | None:
+def _received(line: socket.socket) -> dict[str, object] | None:
     """Return the last line received, None when the other end is closed. Lines are a few bytes."""
     with contextlib.suppress(OSError, ValueError):
         data = line.recv(4096)

@@ -27,15 +27,14 @@ class NoRoomError(OSError):
     """No directory has room; ``strerror`` names the cure."""
 
 
-class Scratch:
+class RuntimeDir:
     """``nproc``: how many ranks write here. Raises NoRoomError."""
 
     def __init__(
         self, nproc: int, parents: tuple[str | None, ...] = ("/dev/shm", None, ".")
     ) -> None:
         self._bytes = nproc * _RANK_BYTES
-        self._parents = list(dict.fromkeys(_known(parents)))
-        self.path, self._lock = self._make()
+        self.path, self._lock = self._make(parents)
 
     @property
     def metrics(self) -> Path:
@@ -52,39 +51,33 @@ class Scratch:
         return self.path / f"round-{round_}"
 
     def begin(self, round_: int) -> Path:
-        """Make a round's directory, in another place if this one is full. Raises NoRoomError."""
+        """Make a round's directory. Raises NoRoomError."""
+        path = self.round_path(round_)
         try:
             self._check_room(self.path)
-            self.round_path(round_).mkdir()
-        except OSError:
-            self._move(round_)
-        return self.round_path(round_)
+            path.mkdir()
+        except OSError as error:
+            raise self._no_room([f"{self.path}: {error.strerror}"]) from None
+        return path
 
     def close(self) -> None:
         """Remove the directory."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
-    def _move(self, round_: int) -> None:
-        """Move to another place, with the counters."""
-        old, lock = self.path, self._lock
-        self.path, self._lock = self._make()
-        self.round_path(round_).mkdir()
-        with contextlib.suppress(OSError, shutil.Error):
-            shutil.copytree(old / "metrics", self.metrics, dirs_exist_ok=True)
-        shutil.rmtree(old, ignore_errors=True)
-        os.close(lock)
-
-    def _make(self) -> tuple[Path, int]:
+    def _make(self, parents: tuple[str | None, ...]) -> tuple[Path, int]:
         problems = []
-        for parent in self._parents:
+        for parent in dict.fromkeys(_existing(parents)):
             try:
                 _remove_left_behind(parent)
                 self._check_room(parent)
                 return _locked_directory(parent)
             except OSError as error:
                 problems.append(f"{parent}: {error.strerror}")
-        raise NoRoomError(
+        raise self._no_room(problems)
+
+    def _no_room(self, problems: list[str]) -> NoRoomError:
+        return NoRoomError(
             errno.ENOSPC,
             "no room for the launcher's files: make /dev/shm bigger or free it, or set TMPDIR to a"
             f" directory with {self._bytes >> 10} KiB ({'; '.join(problems)})",
@@ -99,7 +92,7 @@ class Scratch:
             raise OSError(errno.ENOSPC, "no inodes left")
 
 
-def _known(parents: tuple[str | None, ...]) -> Iterator[Path]:
+def _existing(parents: tuple[str | None, ...]) -> Iterator[Path]:
     """Yield the existing parents; ``None`` is the temporary directory, if there is one."""
     for parent in parents:
         with contextlib.suppress(FileNotFoundError):
@@ -107,20 +100,13 @@ def _known(parents: tuple[str | None, ...]) -> Iterator[Path]:
 
 
 def _locked_directory(parent: Path) -> tuple[Path, int]:
-    while True:
-        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        with contextlib.suppress(FileNotFoundError):
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                ours = path.exists()
-            except OSError as error:
-                # Without locks no launcher can take it for one left behind.
-                ours = not isinstance(error, BlockingIOError)
-            if ours:
-                (path / "metrics").mkdir()
-                return path, fd
-            os.close(fd)  # another launcher took it for one left behind
+    """Make a directory, and give it the name of ours only once it is locked."""
+    made = Path(tempfile.mkdtemp(dir=parent))
+    (made / "metrics").mkdir()
+    fd = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with contextlib.suppress(OSError):  # without locks no launcher takes it for one left behind
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return made.rename(parent / f"{_PREFIX}{made.name}"), fd
 
 
 def _remove_left_behind(parent: Path) -> None:

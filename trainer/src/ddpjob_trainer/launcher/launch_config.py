@@ -1,6 +1,6 @@
-"""Plan a launcher's work: the command, and each worker's environment, torchrun's names included.
+"""Choose what a launcher starts: the command, and each worker's environment, as torchrun names it.
 
-cli.py calls make_plan(); the supervisor and its parts read the plan.
+cli.py calls make_launch_config(); the supervisor and its parts read the config.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ddpjob_trainer.gpu import devices
 from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.processes.source import sets_environment_first, uses_our_library
-from ddpjob_trainer.launcher.scratch import Scratch
+from ddpjob_trainer.launcher.runtime_dir import RuntimeDir
 from ddpjob_trainer.liveness.hang import Deadlines
 from ddpjob_trainer.scripts import check_notebook
 
@@ -53,7 +53,7 @@ class CannotStartError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchConfig:
     """One launcher's share of a gang."""
 
     program: Program
@@ -126,6 +126,16 @@ def command_line(program: Program) -> tuple[str, ...]:
     raise CannotStartError(contract.ExitCode.NOT_FOUND, f"{name}: not found")
 
 
+def _nproc(env: LauncherEnvironment, given: int | None) -> int:
+    if given is not None:
+        whole("--nproc", given, least=1, most=MOST_PROCESSES)
+        if env.replica is not None and env.nproc not in (None, given):
+            raise ConfigError(
+                f"--nproc {given} contradicts nprocPerNode {env.nproc} of the DDPJob: leave it out"
+            )
+    return given or env.nproc or 1
+
+
 def _rounds(env: LauncherEnvironment, given: int | None, *, standalone: bool) -> int:
     """Choose the rounds' budget: the command line, else the operator's, else the default.
 
@@ -140,13 +150,6 @@ def _rounds(env: LauncherEnvironment, given: int | None, *, standalone: bool) ->
     if env.rounds_without_progress is not None:
         return env.rounds_without_progress
     return int(DEFAULTS["restart.inPlace.maxWithoutProgress"]) if standalone else 0
-
-
-def _heal_after(env: LauncherEnvironment, given: int | None, *, standalone: bool) -> int:
-    if given is not None:
-        whole("--heal-after", given)
-    default = int(DEFAULTS["restart.healAfterSeconds"]) if standalone else 0
-    return next(found for found in (given, env.heal_after, default) if found is not None)
 
 
 def _spares(given: str, program: Program, nproc: int, rounds: int, *, ours: bool) -> int:
@@ -170,7 +173,7 @@ def _preload(given: str) -> tuple[str, ...]:
     return names
 
 
-def make_plan(
+def make_launch_config(
     env: LauncherEnvironment,
     program: Program,
     *,
@@ -178,34 +181,27 @@ def make_plan(
     metrics_port: int | None = None,
     termination_log: Path | None = None,
     rounds_without_progress: int | None = None,
-    heal_after: int | None = None,
-    progress_path: Path | None = None,
     events: Path | None = None,
     spares: str = "auto",
     preload: str = "",
     master_port: int | None = None,
-) -> Plan:
-    """Build the plan from environment and command line; the operator's number of processes wins.
+) -> LaunchConfig:
+    """Build the config from environment and command line; the operator's number of processes wins.
 
     Raises ConfigError, CannotStartError.
     """
     command = command_line(program)
     standalone = env.replica is None
-    if nproc is not None:
-        whole("--nproc", nproc, least=1, most=MOST_PROCESSES)
     if metrics_port is not None:
         whole("--metrics-port", metrics_port, most=65535)
-    if not standalone and env.nproc and nproc and nproc != env.nproc:
-        raise ConfigError(
-            f"--nproc {nproc} contradicts nprocPerNode {env.nproc} of the DDPJob: leave it out"
-        )
     events = events or env.events
     run_id = uuid.uuid4().hex if standalone else f"{env.identity.uid}-{env.identity.attempt}"
     rounds = _rounds(env, rounds_without_progress, standalone=standalone)
-    nproc = nproc or env.nproc or 1
+    nproc = _nproc(env, nproc)
     ours = uses_our_library(program)
+    unsaid = int(DEFAULTS["restart.healAfterSeconds"]) if standalone else 0
     warm = _spares(spares, program, nproc, rounds, ours=ours)
-    return Plan(
+    return LaunchConfig(
         program=program,
         command=command,
         nproc=nproc,
@@ -221,8 +217,8 @@ def make_plan(
         termination_log=termination_log,
         standalone=standalone,
         rounds_without_progress=rounds,
-        heal_after=_heal_after(env, heal_after, standalone=standalone),
-        progress_path=progress_path or env.progress_path,
+        heal_after=unsaid if env.heal_after is None else env.heal_after,
+        progress_path=env.progress_path,
         final_exit_codes=env.final_exit_codes,
         drill=env.drill,
         spares=warm,
@@ -236,7 +232,9 @@ def make_plan(
     )
 
 
-def common_environment(plan: Plan, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+def common_environment(
+    config: LaunchConfig, base: Mapping[str, str] = os.environ
+) -> dict[str, str]:
     """Return the part of a worker's environment that all ranks and rounds share."""
     env = dict(base)
     env.setdefault("OMP_NUM_THREADS", "1")
@@ -249,12 +247,12 @@ def common_environment(plan: Plan, base: Mapping[str, str] = os.environ) -> dict
     except FileNotFoundError:  # a read-only root file system; torch cannot be imported without one
         env["TMPDIR"] = _MEMORY
     _give_home(env)
-    if plan.events is not None:
-        env[EVENTS] = str(plan.events)
-    if plan.standalone:
+    if config.events is not None:
+        env[EVENTS] = str(config.events)
+    if config.standalone:
         # Every rank is on this machine; its host name may resolve to an address it lacks.
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        env[RUN_ID] = plan.run_id
+        env[RUN_ID] = config.run_id
     return env
 
 
@@ -272,29 +270,31 @@ def _give_home(env: dict[str, str]) -> None:
         env["HOME"] = env.get("TMPDIR") or tempfile.gettempdir()
 
 
-def rank_environment(plan: Plan, local_rank: int, round_: int, scratch: Scratch) -> dict[str, str]:
+def rank_environment(
+    config: LaunchConfig, local_rank: int, round_: int, runtime_dir: RuntimeDir
+) -> dict[str, str]:
     """Return the variables that torchrun sets, and those of our library."""
-    address, port = plan.master
+    address, port = config.master
     return dict(
-        RANK=str(plan.rank(local_rank)),
-        WORLD_SIZE=str(plan.world_size),
+        RANK=str(config.rank(local_rank)),
+        WORLD_SIZE=str(config.world_size),
         LOCAL_RANK=str(local_rank),
-        LOCAL_WORLD_SIZE=str(plan.nproc),
-        GROUP_RANK=str(plan.replica),
-        GROUP_WORLD_SIZE=str(plan.replicas),
-        ROLE_RANK=str(plan.rank(local_rank)),
-        ROLE_WORLD_SIZE=str(plan.world_size),
+        LOCAL_WORLD_SIZE=str(config.nproc),
+        GROUP_RANK=str(config.replica),
+        GROUP_WORLD_SIZE=str(config.replicas),
+        ROLE_RANK=str(config.rank(local_rank)),
+        ROLE_WORLD_SIZE=str(config.world_size),
         ROLE_NAME="default",
         MASTER_ADDR=address,
         MASTER_PORT=str(port),
         TORCHELASTIC_RESTART_COUNT=str(round_),
-        TORCHELASTIC_MAX_RESTARTS=str(plan.rounds_without_progress),
-        TORCHELASTIC_RUN_ID=plan.run_id if plan.standalone else f"{plan.run_id}-{round_}",
+        TORCHELASTIC_MAX_RESTARTS=str(config.rounds_without_progress),
+        TORCHELASTIC_RUN_ID=config.run_id if config.standalone else f"{config.run_id}-{round_}",
         TORCHELASTIC_USE_AGENT_STORE="False",
-        PROMETHEUS_MULTIPROC_DIR=str(scratch.metrics),
+        PROMETHEUS_MULTIPROC_DIR=str(runtime_dir.metrics),
         **{
-            STATE_DIR: str(scratch.round_path(round_)),
-            REPLAY_DIR: str(scratch.replay),
+            STATE_DIR: str(runtime_dir.round_path(round_)),
+            REPLAY_DIR: str(runtime_dir.replay),
             contract.ROUND: str(round_),
         },
     )

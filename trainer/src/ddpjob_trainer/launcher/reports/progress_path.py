@@ -44,7 +44,7 @@ class ProgressPath:
         if path is not None:
             threading.Thread(target=self._run, name="progress", daemon=True).start()
 
-    def look(self, seconds: float) -> None:
+    def poll(self, seconds: float) -> None:
         """Read the path now; wait for the result, at most so long."""
         if self._path is None:
             return

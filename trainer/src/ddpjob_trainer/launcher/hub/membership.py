@@ -16,7 +16,7 @@ from ddpjob_trainer.launcher.hub.messages import Hello, Message
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.hub.rounds import Limits
 from ddpjob_trainer.launcher.hub.server import HubServer
-from ddpjob_trainer.launcher.plan import Plan
+from ddpjob_trainer.launcher.launch_config import LaunchConfig
 
 
 class Membership:
@@ -54,7 +54,7 @@ class Membership:
 
 
 def join(
-    plan: Plan,
+    config: LaunchConfig,
     selector: selectors.BaseSelector,
     tell: Callable[[str], None],
     modified: Callable[[], int],
@@ -64,18 +64,20 @@ def join(
     ``modified``: newest mtime at the progress path, for the hub.
     """
     listener: socket.socket | None = None
-    if plan.hub_port is not None:
-        hello = Hello(plan.uid, plan.attempt, plan.replicas, plan.nproc, plan.replica)
-        if plan.replica > 0:
-            client = HubClient((plan.master[0], plan.hub_port), hello, selector, tell)
+    if config.hub_port is not None:
+        hello = Hello(config.uid, config.attempt, config.replicas, config.nproc, config.replica)
+        if config.replica > 0:
+            client = HubClient((config.master[0], config.hub_port), hello, selector, tell)
             return Membership(client, None, None, rounds=True)
         try:
-            listener = sockets.bind(plan.hub_port)
+            listener = sockets.bind(config.hub_port)
         except OSError as error:
-            tell(f"no restart in place: port {plan.hub_port} of the hub: {error.strerror}")
+            tell(f"no restart in place: port {config.hub_port} of the hub: {error.strerror}")
     # Without its port the hub is unreachable: this launcher waits for no other.
-    budget = 0 if plan.hub_port is not None and listener is None else plan.rounds_without_progress
-    replicas = plan.replicas if listener is not None else 1
+    budget = (
+        0 if config.hub_port is not None and listener is None else config.rounds_without_progress
+    )
+    replicas = config.replicas if listener is not None else 1
     link = LocalLink()
     server: HubServer | None = None
 
@@ -85,8 +87,8 @@ def join(
         elif server is not None:
             server.post(replica, message)
 
-    limits = Limits(budget, plan.heal_after, plan.final_exit_codes)
-    hello = Hello(plan.uid, plan.attempt, replicas, plan.nproc, 0)
+    limits = Limits(budget, config.heal_after, config.final_exit_codes)
+    hello = Hello(config.uid, config.attempt, replicas, config.nproc, 0)
     hub = link.hub = Hub(hello, limits, post, modified)
     if listener is not None:
         server = HubServer(listener, selector, hub)

@@ -10,7 +10,7 @@ import math
 import signal
 import stat
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -19,64 +19,24 @@ from ddpjob_contract import (
     REPORT_MAX_BYTES,
     REPORT_VERSION,
     ExitCode,
-    Proof,
-    Resumed,
     Round,
     TerminationReport,
 )
-from ddpjob_trainer.launcher.gang import Gang
 from ddpjob_trainer.launcher.hub import root_cause
 from ddpjob_trainer.launcher.hub.messages import End
 from ddpjob_trainer.launcher.hub.root_cause import Exit, kind
+from ddpjob_trainer.launcher.launch_config import LaunchConfig
 from ddpjob_trainer.launcher.output import OutputPump
-from ddpjob_trainer.launcher.plan import Plan
-from ddpjob_trainer.launcher.progress_path import NEVER, as_text
-from ddpjob_trainer.launcher.scratch import NoRoomError
-from ddpjob_trainer.liveness.heartbeat import RankState, read_proof, read_resumed
+from ddpjob_trainer.launcher.reports.progress_path import NEVER, as_text
+from ddpjob_trainer.launcher.reports.state import Results
+from ddpjob_trainer.launcher.runtime_dir import NoRoomError
+from ddpjob_trainer.launcher.worker_group import WorkerGroup
+from ddpjob_trainer.liveness.heartbeat import RankState
 
 #: Bytes in the report, in any script: an exception, the last lines and a round fit into it.
 _MAX_LINE = 200
 _MAX_EXCEPTION = 300
 _LAST_LINES = 5  # of the log are kept before rounds are
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """Results of earlier rounds, for /state and the report while the next starts up."""
-
-    step: int = -1
-    snapshot_step: int = -1
-    total_steps: int = 0
-    modified: int = NEVER  # newest mtime at the progress path, ns since the epoch
-    records: tuple[Round, ...] = ()
-    resumed: Resumed | None = None
-    proof: Proof | None = None
-
-    def after(self, gang: Gang) -> Known:
-        """Add the records of a round's workers."""
-        state = gang.state(0)
-        known = state is not None and state.phase != "startup"
-        return replace(
-            self,
-            step=state.step if state and known else self.step,
-            total_steps=state.total_steps if state and known else self.total_steps,
-            snapshot_step=max(self.snapshot_step, gang.snapshot_step()),
-            resumed=read_resumed(gang.state_dir) or self.resumed,
-            proof=_newest(read_proof(gang.state_dir), self.proof),
-        )
-
-    def with_modified(self, mtime: int) -> Known:
-        """Add the newest mtime at the progress path."""
-        return replace(self, modified=mtime)
-
-    def with_records(self, records: tuple[Round, ...]) -> Known:
-        """Add the hub's record of the rounds so far."""
-        return replace(self, records=records)
-
-
-def _newest(proof: Proof | None, before: Proof | None) -> Proof | None:
-    """Choose what is told of the restarts: one that was not checked takes nothing back."""
-    return before if not proof or (before and "unchecked" in proof) else proof
 
 
 @dataclass(slots=True)
@@ -93,10 +53,10 @@ class Ended:
 
 
 def finish(
-    plan: Plan,
-    gang: Gang,
+    config: LaunchConfig,
+    workers: WorkerGroup,
     pump: OutputPump,
-    known: Known,
+    results: Results,
     ended: Ended,
     left: Sequence[str],
     say: Callable[[str], None],
@@ -105,33 +65,32 @@ def finish(
 
     ``left``: about processes that could not be ended.
     """
-    known = known.after(gang)
-    failure, elsewhere = _failure(gang, ended)
+    results = results.after(workers)
+    failure, elsewhere = _failure(workers, ended)
     if elsewhere and left:
         elsewhere = "; ".join((elsewhere, *left))
     local_rank = failure.local_rank if failure else 0
     content = make_report(
         failure,
-        gang.state(local_rank),
-        [*pump.tail(plan.rank(local_rank)), *left] if failure else [],
-        round_=gang.round,
+        workers.state(local_rank),
+        [*pump.tail(config.rank(local_rank)), *left] if failure else [],
+        round_=workers.round,
         terminated=ended.signal != 0,
-        known=known,
+        results=results,
         elsewhere=elsewhere,
     )
-    early = ended.end.early if ended.end else root_cause.ended_early(gang.exits, failure)
+    early = ended.end.early if ended.end else root_cause.ended_early(workers.exits, failure)
     if failure and not elsewhere and early:
         content["exception"] = _cut_middle(root_cause.told_of(early, failure), _MAX_EXCEPTION)
-    cut_short = ended.between_rounds  # no worker was running to report it
-    if ended.at_work and failure is None and not cut_short and not _is_done(plan, gang):
-        cut_short = True  # some programs save at a signal and end with 0, unfinished
-        say("all ended with exit code 0, but at a signal, so this is no success")
+    cut_short = _cut_short(config, workers, ended, failure)
     if cut_short:
+        if not ended.between_rounds:
+            say("all ended with exit code 0, but at a signal, so this is no success")
         content["kind"] = "sigterm" if ended.signal == signal.SIGTERM else "signal"
         content["code"] = 128 + ended.signal
         content["signal"] = ended.signal
-    _save(plan, content, say)
-    if ended.end is not None and plan.rounds_without_progress and not ended.signal:
+    _save(config, content, say)
+    if ended.end is not None and config.rounds_without_progress and not ended.signal:
         say(f"no further round: {ended.end.why}")
     elif ended.lost and failure is not None and not elsewhere:
         say(f"no further round: the hub was lost: {ended.lost}")
@@ -142,27 +101,42 @@ def finish(
         return 128 + ended.signal
     if failure is None:
         return ExitCode.SUCCESS
-    how = f"signal {-failure.status}" if failure.status < 0 else f"exit code {failure.status}"
-    after = f" after step {content['step']}" if "step" in content else ""
-    kind = root_cause.signal_name(-failure.status) if failure.status < 0 else content["kind"]
-    why = root_cause.because(content.get("exception", ""))
-    say(f"rank {failure.rank} ended first, with {how} ({kind}{why}){after}")
+    _say_first(failure, content, say)
     if content["kind"] == "sigterm" and ended.signal == signal.SIGTERM:
         return ExitCode.SIGTERM  # also when our own SIGKILL ended it
     return failure.code
 
 
-def _is_done(plan: Plan, gang: Gang) -> bool:
+def _say_first(failure: Exit, report: TerminationReport, say: Callable[[str], None]) -> None:
+    """Print which rank ended first, and how."""
+    how = f"signal {-failure.status}" if failure.status < 0 else f"exit code {failure.status}"
+    after = f" after step {report['step']}" if "step" in report else ""
+    kind = root_cause.signal_name(-failure.status) if failure.status < 0 else report["kind"]
+    why = root_cause.because(report.get("exception", ""))
+    say(f"rank {failure.rank} ended first, with {how} ({kind}{why}){after}")
+
+
+def _cut_short(
+    config: LaunchConfig, workers: WorkerGroup, ended: Ended, failure: Exit | None
+) -> bool:
+    """Return whether a signal ended training that no worker reports as failed."""
+    if ended.between_rounds:
+        return True
+    # Some programs save at a signal and end with 0, unfinished.
+    return ended.at_work and failure is None and not _is_done(config, workers)
+
+
+def _is_done(config: LaunchConfig, workers: WorkerGroup) -> bool:
     """Return whether all workers here have reached the end of training.
 
     A loop left early, as by sys.exit() in the script's own handler, also reports "done". A run with
     an unknown number of steps has no known end.
     """
-    states = [gang.state(local_rank) for local_rank in range(plan.nproc)]
+    states = [workers.state(local_rank) for local_rank in range(config.nproc)]
     return all(one and one.phase == "done" and 0 < one.total_steps <= one.step for one in states)
 
 
-def broke(plan: Plan, error: Exception, say: Callable[[str], None]) -> int:
+def broke(config: LaunchConfig, error: Exception, say: Callable[[str], None]) -> int:
     """Report a failure of the launcher itself; return its exit code."""
     text = str(error.strerror if isinstance(error, NoRoomError) else f"{error!r}")
     say(f"ending: {text}")
@@ -170,29 +144,29 @@ def broke(plan: Plan, error: Exception, say: Callable[[str], None]) -> int:
         "version": REPORT_VERSION, "kind": "exception", "round": 0, "code": 1,
         "exception": _cut_middle(f"launcher: {text}", _MAX_EXCEPTION),
     }  # fmt: skip
-    _save(plan, report, say)
+    _save(config, report, say)
     return 1
 
 
-def _save(plan: Plan, report: TerminationReport, say: Callable[[str], None]) -> None:
-    path = plan.termination_log
+def _save(config: LaunchConfig, report: TerminationReport, say: Callable[[str], None]) -> None:
+    path = config.termination_log
     problem = write(report, path or Path(contract.TERMINATION_LOG), create=path is not None)
     if problem:
         say(f"no termination report: {problem}")
 
 
-def _failure(gang: Gang, ended: Ended) -> tuple[Exit | None, str]:
+def _failure(workers: WorkerGroup, ended: Ended) -> tuple[Exit | None, str]:
     """Find the worker here that ended the attempt, or why another launcher's did."""
     if ended.between_rounds:
         return None, ""
-    mine = root_cause.first_failure(gang.exits)
-    if ended.signal or gang.succeeded:
+    mine = root_cause.first_failure(workers.exits)
+    if ended.signal or workers.succeeded:
         # Also an exit by our SIGKILL at the end of the grace period.
         return mine or min(
-            (exit_ for exit_ in gang.exits if exit_.status), key=lambda e: e.at, default=None
+            (exit_ for exit_ in workers.exits if exit_.status), key=lambda e: e.at, default=None
         ), ""
     if ended.end is not None:
-        here = [exit_ for exit_ in gang.exits if exit_.rank == ended.end.rank]
+        here = [exit_ for exit_ in workers.exits if exit_.rank == ended.end.rank]
         if here:
             return here[0], ""
         first = f"rank {ended.end.rank} ended first" if ended.end.rank >= 0 else ended.end.why
@@ -213,7 +187,7 @@ def make_report(
     *,
     round_: int,
     terminated: bool,
-    known: Known,
+    results: Results,
     elsewhere: str = "",
 ) -> TerminationReport:
     """Build the report on the first failing rank, or on the first rank after success.
@@ -241,14 +215,14 @@ def make_report(
         report["step"] = state.step
         if state.loss is not None and math.isfinite(state.loss):
             report["loss"] = state.loss
-    if known.snapshot_step >= 0:
-        report["snapshotStep"] = known.snapshot_step
-    if known.modified != NEVER:
-        report["fileModifiedAt"] = as_text(known.modified)
-    if known.resumed:
-        report["resumed"] = known.resumed
-    if known.records:
-        report["rounds"] = [_brief(record) for record in known.records]
+    if results.snapshot_step >= 0:
+        report["snapshotStep"] = results.snapshot_step
+    if results.modified != NEVER:
+        report["fileModifiedAt"] = as_text(results.modified)
+    if results.resumed:
+        report["resumed"] = results.resumed
+    if results.records:
+        report["rounds"] = [_brief(record) for record in results.records]
     return report
 
 

@@ -15,30 +15,29 @@ from pathlib import Path
 import ddpjob_contract as contract
 from ddpjob_trainer import trace
 from ddpjob_trainer.gpu import faults
-from ddpjob_trainer.launcher import cgroup
 from ddpjob_trainer.launcher.hub.root_cause import Exit
+from ddpjob_trainer.launcher.launch_config import LaunchConfig
 from ddpjob_trainer.launcher.output import OutputPump
-from ddpjob_trainer.launcher.plan import Plan
-from ddpjob_trainer.launcher.processes import children
+from ddpjob_trainer.launcher.processes import cgroup, children
 from ddpjob_trainer.launcher.signals import ENDING
 from ddpjob_trainer.liveness.heartbeat import RankState, read_state
 from ddpjob_trainer.tracebacks import shorten
 
 #: Start a worker: (local rank, stdout, stderr) -> pid, or None: a spare will follow. Raises
 #: OSError.
-Starter = Callable[[int, int, int], int | None]
+Start = Callable[[int, int, int], int | None]
 #: Words of torch and Python for a child killed by SIGKILL, such as a DataLoader's worker.
 _CHILD_KILLED = re.compile(
     r"killed by signal: Killed|SIGKILL|DataLoader worker .* exited unexpectedly|terminated abruptly"
 )
 
 
-class Gang:
+class WorkerGroup:
     """The workers of one round. ``state_dir`` is the round's: it holds no earlier record."""
 
     def __init__(
         self,
-        plan: Plan,
+        config: LaunchConfig,
         round_: int,
         state_dir: Path,
         pump: OutputPump,
@@ -48,14 +47,14 @@ class Gang:
         self.state_dir = state_dir
         self.exits: list[Exit] = []
         self.unkillable: dict[int, str] = {}  # pid -> the fate of a worker counted as gone
-        self._plan = plan
+        self._config = config
         self._pump = pump
         self._say = say
         self._pids: dict[int, int] = {}  # pid -> local rank, of running workers
-        self._coming: set[int] = set()  # local ranks whose pid is not known yet
+        self._awaited: set[int] = set()  # local ranks whose pid is not known yet
         #: Cancels the spares that were called and have not started; returns their local ranks.
         self.recall: Callable[[], Collection[int]] = tuple
-        self._condemned: dict[int, tuple[int, str]] = {}  # local rank -> its exit: code, exception
+        self._hung: dict[int, tuple[int, str]] = {}  # local rank -> its exit: code, exception
         self._killed: dict[int, float] = {}  # pid -> when first
         self.stopping = False  # the launcher has asked its workers to end
         self.kill_at: float | None = None  # when all that runs is killed
@@ -65,11 +64,11 @@ class Gang:
 
     # --- Start ---------------------------------------------------------------------------
 
-    def start(self, start: Starter, now: float) -> None:
+    def start(self, start: Start, now: float) -> None:
         """Start all workers; count one that cannot start as failed."""
-        for local_rank in range(self._plan.nproc):
+        for local_rank in range(self._config.nproc):
             try:
-                out, err = self._pump.pipes(self._plan.rank(local_rank))
+                out, err = self._pump.pipes(self._config.rank(local_rank))
                 try:
                     pid = start(local_rank, out, err)
                 finally:
@@ -79,22 +78,22 @@ class Gang:
                 self._cannot_start(local_rank, error, now)
                 return
             if pid is None:
-                self._coming.add(local_rank)
+                self._awaited.add(local_rank)
             else:
                 self._add(local_rank, pid)
 
     def _add(self, local_rank: int, pid: int) -> None:
         self._pids[pid] = local_rank
-        trace.mark("worker", rank=self._plan.rank(local_rank), pid=pid)
+        trace.mark("worker", rank=self._config.rank(local_rank), pid=pid)
 
-    def came(self, local_rank: int, pid: int) -> None:
+    def arrived(self, local_rank: int, pid: int) -> None:
         """Register the pid of a promised worker."""
-        self._coming.discard(local_rank)
+        self._awaited.discard(local_rank)
         self._add(local_rank, pid)
 
-    def never_came(self, local_rank: int, error: OSError, now: float) -> None:
+    def never_arrived(self, local_rank: int, error: OSError, now: float) -> None:
         """Count a promised worker that cannot start as failed."""
-        self._coming.discard(local_rank)
+        self._awaited.discard(local_rank)
         self._cannot_start(local_rank, error, now)
 
     def _cannot_start(self, local_rank: int, error: OSError, now: float) -> None:
@@ -103,13 +102,13 @@ class Gang:
             code = contract.ExitCode.NOT_FOUND
         elif isinstance(error, PermissionError) or error.errno == errno.ENOEXEC:
             code = contract.ExitCode.NOT_EXECUTABLE
-        self._say(f"cannot start {self._plan.command[0]}: {error.strerror}")
-        self.exits.append(Exit(self._plan.rank(local_rank), local_rank, code, now))
+        self._say(f"cannot start {self._config.command[0]}: {error.strerror}")
+        self.exits.append(Exit(self._config.rank(local_rank), local_rank, code, now))
 
     def cannot_begin(self, error: OSError, now: float) -> None:
         """Count a round as failed that lacks a directory for its workers' records."""
         self._say(str(error.strerror))
-        rank = self._plan.rank(0)
+        rank = self._config.rank(0)
         self.exits.append(Exit(rank, 0, 1, now, exception=shorten(f"OSError: {error.strerror}")))
 
     # --- Watch ---------------------------------------------------------------------------
@@ -117,7 +116,7 @@ class Gang:
     @property
     def running(self) -> int:
         """Return how many workers run or are being started."""
-        return len(self._pids) + len(self._coming)
+        return len(self._pids) + len(self._awaited)
 
     @property
     def failed(self) -> bool:
@@ -135,13 +134,13 @@ class Gang:
         if local_rank is None:
             return
         ours = self.stopping and status in (-signal.SIGKILL, -signal.SIGTERM, 143)
-        rank = self._plan.rank(local_rank)
+        rank = self._config.rank(local_rank)
         self._pump.collect(rank)
         state = self.state(local_rank)
         exception = state.exception if state else ""
-        if local_rank in self._condemned:
+        if local_rank in self._hung:
             ours = False
-            status, exception = self._condemned[local_rank]
+            status, exception = self._hung[local_rank]
         elif status < 0:
             exception = ""  # an exception before the signal is not the cause
         if not exception and status > 0 and not ours:
@@ -150,7 +149,7 @@ class Gang:
             status, exception = faults.judge(status, exception, self._pump.tail(rank))
         if not exception and status < 0 and not ours:
             exception = self._pump.exception(rank, crashed=True)
-        oom = "" if ours or local_rank in self._condemned else self._oom(status, exception)
+        oom = "" if ours or local_rank in self._hung else self._oom(status, exception)
         if oom:
             exception = f"{oom}; {exception}" if exception else oom
             self._say(f"rank {rank}: {oom}")
@@ -175,21 +174,21 @@ class Gang:
     @property
     def pids(self) -> dict[int, int]:
         """Return the running workers: rank -> pid."""
-        return {self._plan.rank(local_rank): pid for pid, local_rank in self._pids.items()}
+        return {self._config.rank(local_rank): pid for pid, local_rank in self._pids.items()}
 
     def state(self, local_rank: int) -> RankState | None:
         """Return a worker's last record in this round."""
-        return read_state(self.state_dir, self._plan.rank(local_rank))
+        return read_state(self.state_dir, self._config.rank(local_rank))
 
     def snapshot_step(self) -> int:
         """Return the step of the newest snapshot; any rank's record counts. -1: none."""
-        states = map(self.state, range(self._plan.nproc))
+        states = map(self.state, range(self._config.nproc))
         return max((state.snapshot_step for state in states if state), default=-1)
 
     def is_training(self) -> bool:
         """Return whether every worker has reached its first step in this round."""
         if not self._training:
-            states = map(self.state, range(self._plan.nproc))
+            states = map(self.state, range(self._config.nproc))
             self._training = all(state and state.phase != "startup" for state in states)
         return self._training
 
@@ -217,11 +216,11 @@ class Gang:
 
     def _recall(self, signum: int, now: float) -> None:
         for local_rank in self.recall():
-            self._coming.discard(local_rank)
-            rank = self._plan.rank(local_rank)
+            self._awaited.discard(local_rank)
+            rank = self._config.rank(local_rank)
             self.exits.append(Exit(rank, local_rank, -signum, now, ours=self.stopping))
 
-    def condemn(
+    def mark_hung(
         self, rank: int, code: int, why: str, last_lines: Sequence[str], now: float
     ) -> None:
         """Kill an overdue worker; ``code`` counts as its exit code.
@@ -230,8 +229,8 @@ class Gang:
         """
         self._pump.add(rank, last_lines)
         for pid, local_rank in self._pids.items():
-            if self._plan.rank(local_rank) == rank:
-                self._condemned[local_rank] = (code, why)
+            if self._config.rank(local_rank) == rank:
+                self._hung[local_rank] = (code, why)
                 self._kill(pid, now)
 
     def stop(self, now: float, *, last_words: float) -> None:
@@ -256,7 +255,7 @@ class Gang:
                     self._kill(pid, now)
                 self._recall(signal.SIGKILL, now)
         for pid in [pid for pid in self._pids if pid in self._killed]:
-            due = self._killed[pid] + self._plan.exit_seconds
+            due = self._killed[pid] + self._config.exit_seconds
             if now < due:
                 dues.append(due)
             else:
@@ -265,8 +264,8 @@ class Gang:
 
     @property
     def dying(self) -> bool:
-        """Return whether a condemned worker is still running."""
-        return not self._condemned.keys().isdisjoint(self._pids.values())
+        """Return whether a hung worker is still running."""
+        return not self._hung.keys().isdisjoint(self._pids.values())
 
     def _kill(self, pid: int, now: float) -> None:
         self._killed.setdefault(pid, now)
@@ -274,10 +273,10 @@ class Gang:
 
     def _give_up(self, pid: int, now: float) -> None:
         """Count a worker as gone that has survived SIGKILL for ``exit_seconds``."""
-        rank = self._plan.rank(self._pids[pid])
+        rank = self._config.rank(self._pids[pid])
         words = (
             f"rank {rank} (pid {pid}) was killed, but has not ended for"
-            f" {self._plan.exit_seconds:g} s: it waits for a disk or device that does not answer"
+            f" {self._config.exit_seconds:g} s: it waits for a disk or device that does not answer"
             f" ({children.where(pid)})"
         )
         self.unkillable[pid] = words

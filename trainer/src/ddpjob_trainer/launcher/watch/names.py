@@ -26,30 +26,30 @@ class Names:
     def __init__(self, address: str | None, say: Callable[[str], None]) -> None:
         self.trouble = ""
         self._address, self._say = address, say
-        self._over = threading.Event()
+        self._ended = threading.Event()
 
     def begin(self) -> None:
         """Start over with a round."""
         self.end()
-        self.trouble, self._over = "", threading.Event()
+        self.trouble, self._ended = "", threading.Event()
         if self._address is not None:
-            task = (self._address, self._over)
+            task = (self._address, self._ended)
             threading.Thread(target=self._ask, args=task, name="names", daemon=True).start()
 
     def end(self) -> None:
         """Stop asking."""
-        self._over.set()
+        self._ended.set()
 
-    def _ask(self, address: str, over: threading.Event) -> None:
+    def _ask(self, address: str, ended: threading.Event) -> None:
         tries, told = 0, False
-        while not over.is_set():
+        while not ended.is_set():
             try:
                 socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
             except OSError as error:
                 why = f"{address} {UNRESOLVED} ({error.strerror})"
             else:
                 why = ""
-            if over.is_set():
+            if ended.is_set():
                 return
             self.trouble = f"{why}: is the job's Service there?" if why else ""
             if not why:
@@ -58,4 +58,4 @@ class Names:
             if not told and tries * _PAUSE_SECONDS >= _NEWS_SECONDS:
                 told = True
                 self._say(f"workers cannot find one another: {self.trouble}")
-            over.wait(_PAUSE_SECONDS)
+            ended.wait(_PAUSE_SECONDS)

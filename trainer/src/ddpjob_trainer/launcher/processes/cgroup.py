@@ -1,7 +1,7 @@
 """Read from cgroups 1 and 2 the container's OOM kills, memory limit and peak.
 
-gang.py reads it when a round begins, and again after a worker or a child of one was killed: SIGKILL
-does not name its sender. Without these files the launcher reports no OOM.
+worker_group.py reads it when a round begins, and again after a worker or its child was killed:
+SIGKILL does not name its sender. Without these files the launcher reports no OOM.
 """
 
 from __future__ import annotations

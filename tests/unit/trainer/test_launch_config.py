@@ -16,10 +16,10 @@ import ddpjob_contract as contract
 from ddpjob_contract.crd import DEFAULTS
 from ddpjob_trainer.environment import read_launcher
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.launcher.plan import (
-    Plan,
+from ddpjob_trainer.launcher.launch_config import (
+    LaunchConfig,
     common_environment,
-    make_plan,
+    make_launch_config,
 )
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from support.launching import PATHS
@@ -44,8 +44,8 @@ def script(tmp_path):  # type: ignore[no-untyped-def]
     return str(path)
 
 
-def plan(script: str, env: dict[str, str], **options: object) -> Plan:
-    return make_plan(read_launcher(env), Program(script, (), False), **options)  # type: ignore[arg-type]
+def config(script: str, env: dict[str, str], **options: object) -> LaunchConfig:
+    return make_launch_config(read_launcher(env), Program(script, (), False), **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -65,26 +65,22 @@ def plan(script: str, env: dict[str, str], **options: object) -> Plan:
     ],
 )
 def test_rounds_without_progress(script, env, given, rounds):  # type: ignore[no-untyped-def]
-    made = plan(script, env, rounds_without_progress=given)
+    made = config(script, env, rounds_without_progress=given)
     assert made.rounds_without_progress == rounds
     assert made.spares == (made.nproc if rounds else 0)
 
 
 @pytest.mark.parametrize(
-    ("env", "given", "seconds"),
+    ("env", "seconds"),
     [
-        ({}, None, 3600),
-        ({}, 0, 0),
-        (POD, None, 0),  # an operator of before did not say
-        (POD | {contract.HEAL_AFTER_SECONDS: "0"}, None, 0),
-        (POD | {contract.HEAL_AFTER_SECONDS: "70"}, None, 70),
-        (POD | {contract.HEAL_AFTER_SECONDS: "70"}, 5, 5),
+        ({}, 3600),
+        ({contract.HEAL_AFTER_SECONDS: "0"}, 0),
+        (POD, 0),  # an operator of before did not say
+        (POD | {contract.HEAL_AFTER_SECONDS: "70"}, 70),
     ],
 )
-def test_time_without_a_failure_that_counts_as_progress(script, env, given, seconds):  # type: ignore[no-untyped-def]
-    assert plan(script, env, heal_after=given).heal_after == seconds
-    with pytest.raises(ConfigError, match="--heal-after=-1 must be at least 0"):
-        plan(script, env, heal_after=-1)
+def test_time_without_a_failure_that_counts_as_progress(script, env, seconds):  # type: ignore[no-untyped-def]
+    assert config(script, env).heal_after == seconds
 
 
 @pytest.mark.parametrize(
@@ -99,14 +95,13 @@ def test_time_without_a_failure_that_counts_as_progress(script, env, given, seco
 )
 def test_a_number_that_cannot_be_is_refused(script, given, refusal):  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match=refusal):
-        plan(script, {}, **given)
+        config(script, {}, **given)
 
 
 def test_the_progress_path(script):  # type: ignore[no-untyped-def]
     told = POD | {contract.PROGRESS_PATH: "/data/ckpt"}
-    assert plan(script, POD).progress_path is None
-    assert plan(script, told).progress_path == Path("/data/ckpt")
-    assert plan(script, told, progress_path=Path("mine")).progress_path == Path("mine")
+    assert config(script, POD).progress_path is None
+    assert config(script, told).progress_path == Path("/data/ckpt")
 
 
 @pytest.mark.parametrize(
@@ -124,15 +119,15 @@ def test_the_progress_path(script):  # type: ignore[no-untyped-def]
 def test_spares(tmp_path, text, given, spares):  # type: ignore[no-untyped-def]
     path = tmp_path / "train.py"
     path.write_text(text)
-    assert plan(str(path), {}, nproc=3, spares=given).spares == spares
+    assert config(str(path), {}, nproc=3, spares=given).spares == spares
     with pytest.raises(ConfigError, match="--spares 'few' must be a number or auto"):
-        plan(str(path), {}, spares="few")
+        config(str(path), {}, spares="few")
 
 
 def test_modules_to_preload_are_named_with_commas():  # type: ignore[no-untyped-def]
-    assert plan("sh", {}, preload="PIL, scipy.stats,").preload == ("PIL", "scipy.stats")
+    assert config("sh", {}, preload="PIL, scipy.stats,").preload == ("PIL", "scipy.stats")
     with pytest.raises(ConfigError, match="--preload: 'a b' must be a module's name"):
-        plan("sh", {}, preload="PIL,a b")
+        config("sh", {}, preload="PIL,a b")
 
 
 INTERRUPTED = """
@@ -167,7 +162,7 @@ def test_an_interrupt_right_after_the_start_is_a_plain_end(when):  # type: ignor
 
 def test_where_the_root_is_read_only_temporary_files_go_to_memory(script, monkeypatch):  # type: ignore[no-untyped-def]
     """torch._dynamo asks for a temporary directory when it is imported."""
-    made = plan(script, POD)
+    made = config(script, POD)
     assert "TMPDIR" not in common_environment(made, {})
 
     def nowhere() -> str:
@@ -183,7 +178,7 @@ def test_a_user_of_whom_the_image_knows_nothing_gets_a_name_and_a_home(
     def unknown(uid: int) -> NoReturn:
         raise KeyError(uid)
 
-    made = plan(script, POD)
+    made = config(script, POD)
     own = {"HOME": str(tmp_path)}
     assert common_environment(made, own).items() >= own.items()
     monkeypatch.setattr(pwd, "getpwuid", unknown)

@@ -5,33 +5,30 @@ launcher's clock from when it saw a record change, so a worker that holds the GI
 found too. A program that does not use our library keeps no record and is not watched.
 
 A hanging worker ends with the exit code of a hang; its stacks go to the log, to GET /state and, as
-far as there is room, to the termination report. A worker that outlasts the grace period is asked
-for its stacks just before it is killed.
+far as there is room, to the termination report.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from ddpjob_contract import STATE_MAX_STACKS_BYTES, ExitCode
-from ddpjob_trainer.launcher.gang import Gang
 from ddpjob_trainer.launcher.log import Log
-from ddpjob_trainer.launcher.metrics import LauncherMetrics
-from ddpjob_trainer.launcher.names import Names
 from ddpjob_trainer.launcher.processes import children
+from ddpjob_trainer.launcher.watch.names import Names
+from ddpjob_trainer.launcher.worker_group import WorkerGroup
 from ddpjob_trainer.liveness import stacks
 from ddpjob_trainer.liveness.hang import Deadlines, Hang, Sign, find
 from ddpjob_trainer.liveness.heartbeat import RankState, read_state
 
-_LONGEST_LOOK_SECONDS: Final = 1.0
+_LONGEST_POLL_SECONDS: Final = 1.0
 #: The answer is written within milliseconds, unless the process is stopped or swapped out.
 _STACKS_SECONDS: Final = 1.0
 _STACKS_SETTLED_SECONDS: Final = 0.05
-#: So long before the end of the grace period the launcher asks for stacks.
-_BEFORE_KILL_SECONDS: Final = 0.3
 
 #: Running workers: rank -> pid.
 Pids = Mapping[int, int]
@@ -50,20 +47,20 @@ class HangWatch:
 
     def __init__(self, deadlines: Deadlines) -> None:
         self._deadlines = deadlines
-        self.interval = min(_LONGEST_LOOK_SECONDS, deadlines.shortest / 10)
+        self.interval = min(_LONGEST_POLL_SECONDS, deadlines.shortest / 10)
         self._seen: dict[int, _Seen] = {}
-        self._looked = 0.0
+        self._polled = 0.0
 
-    def look(self, directory: Path, pids: Pids, now: float) -> Hang | None:
+    def poll(self, directory: Path, pids: Pids, now: float) -> Hang | None:
         """Return the hanging worker, if one hangs. Cheap when called more often."""
-        if now < self._looked + self.interval:
+        if now < self._polled + self.interval:
             return None
-        pause = now - self._looked - 2 * self.interval
-        if self._looked and pause > 0:
+        pause = now - self._polled - 2 * self.interval
+        if self._polled and pause > 0:
             # The launcher was stopped or starved itself, and so, likely, were the workers.
             for seen in self._seen.values():
                 seen.at += pause
-        self._looked = now
+        self._polled = now
         states = {rank: read_state(directory, rank) for rank in pids}
         signs = [self._sign(state or RankState(rank), now) for rank, state in states.items()]
         # One record shows that the program uses our library; without one no worker reached start().
@@ -130,13 +127,13 @@ class StackRequest:
             return []
         return stacks.brief(stacks.read(self._directory, rank, STATE_MAX_STACKS_BYTES))
 
-    def text(self, first: int | None = None, limit: int = STATE_MAX_STACKS_BYTES) -> str:
+    def text(self, first: int, limit: int = STATE_MAX_STACKS_BYTES) -> str:
         """Return all stacks by rank, ``first`` before the others, at most ``limit`` bytes."""
         parts = []
         for rank in sorted(self._asked, key=lambda rank: (rank != first, rank)):
             found = stacks.read(self._directory, rank, limit)
             parts.append(f"--- rank {rank}\n{found or 'no answer: it is stopped'}\n")
-        if first is not None and first not in self._asked:
+        if first not in self._asked:
             parts.insert(0, f"--- rank {first}\nno answer\n")
         return "".join(parts).encode()[:limit].decode(errors="ignore")
 
@@ -144,13 +141,11 @@ class StackRequest:
 class HangResponse:
     """Finds and ends hanging workers over all rounds. ``stacks``: of the last hang.
 
-    It asks for stacks, waits a moment, and only then kills the worker; the supervisor's loop runs
-    on meanwhile.
+    ``counted``: hangs by phase. It asks for stacks, waits a moment, and only then kills the worker;
+    the supervisor's loop runs on meanwhile.
     """
 
-    def __init__(
-        self, deadlines: Deadlines, counted: LauncherMetrics, log: Log, names: Names
-    ) -> None:
+    def __init__(self, deadlines: Deadlines, counted: Counter[str], log: Log, names: Names) -> None:
         self.stacks = ""
         self._names = names
         self._deadlines = deadlines
@@ -162,52 +157,35 @@ class HangResponse:
         """Start over with a round."""
         self._names.begin()
         self._watch = HangWatch(self._deadlines)
-        self._request: StackRequest | None = None
-        self._hang: Hang | None = None
-        self._why_asked = ""
+        self._request: tuple[Hang, StackRequest] | None = None
 
-    def tick(self, gang: Gang, now: float, *, terminating: bool) -> float:
-        """Do the next due action; return when to call again. ``terminating``: the launcher is
-        ending.
+    def tick(self, workers: WorkerGroup, now: float, *, terminating: bool) -> float:
+        """Do the next due action; return when to call again.
+
+        ``terminating``: the launcher is ending, and the grace period bounds every worker.
         """
         if self._request is not None:
-            if not self._request.is_done(now):
-                return self._request.due(now)
-            self._answered(gang, self._request, now)
+            hang, request = self._request
+            if not request.is_done(now):
+                return request.due(now)
+            self._answered(workers, hang, request, now)
             self._request = None
-        elif terminating:
-            return self._before_kill(gang, now)
-        elif not gang.stopping and not gang.dying:
-            self._hang = self._watch.look(gang.state_dir, gang.pids, now)
-            if self._hang is not None:
-                self._counted.hangs[self._hang.phase] += 1
-                self._ask(gang, str(self._hang), now)
+        elif not terminating and not workers.stopping and not workers.dying:
+            found = self._watch.poll(workers.state_dir, workers.pids, now)
+            if found is not None:
+                self._counted[found.phase] += 1
+                self._log.say(f"{found}; stacks of all threads follow")
+                self._request = found, StackRequest(workers.state_dir, workers.pids, now)
                 return now
         return now + self._watch.interval
 
-    def _ask(self, gang: Gang, why: str, now: float) -> None:
-        self._why_asked = why
-        self._log.say(f"{why}; stacks of all threads follow")
-        self._request = StackRequest(gang.state_dir, gang.pids, now)
-
-    def _answered(self, gang: Gang, request: StackRequest, now: float) -> None:
-        hang = self._hang
-        self.stacks = request.text(first=hang.rank if hang else None)
+    def _answered(
+        self, workers: WorkerGroup, hang: Hang, request: StackRequest, now: float
+    ) -> None:
+        self.stacks = request.text(first=hang.rank)
         self._log.put(2, self.stacks.encode())
-        if hang is not None and not gang.stopping:
+        if not workers.stopping:
             last_lines = request.brief(hang.rank)
             lost = self._names.trouble if hang.phase == "startup" else ""
             why = f"Hang: {lost}; {hang}" if lost else f"Hang: {hang}"
-            gang.condemn(hang.rank, ExitCode.HANG, why, last_lines, now)
-
-    def _before_kill(self, gang: Gang, now: float) -> float:
-        if gang.kill_at is None or self._why_asked or not gang.pids:
-            return now + self._watch.interval
-        moment = gang.kill_at - _BEFORE_KILL_SECONDS
-        if now < moment:
-            return moment
-        ranks = ", ".join(map(str, sorted(gang.pids)))
-        if now < gang.kill_at:  # else there is no time for an answer
-            self._hang = None
-            self._ask(gang, f"the grace period is over and not ended: rank {ranks}", now)
-        return now
+            workers.mark_hung(hang.rank, ExitCode.HANG, why, last_lines, now)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob_trainer.launcher.scratch import NoRoomError, Scratch
+from ddpjob_trainer.launcher.runtime_dir import NoRoomError, RuntimeDir
 from support.launching import PATHS
 
 _HOLD = """
 import sys, time
-from ddpjob_trainer.launcher.scratch import Scratch
-print(Scratch(2, (sys.argv[1],)).path, flush=True)
+from ddpjob_trainer.launcher.runtime_dir import RuntimeDir
+print(RuntimeDir(2, (sys.argv[1],)).path, flush=True)
 time.sleep(600)
 """
 
@@ -53,47 +53,28 @@ def test_a_killed_launchers_directory_is_removed_by_the_next_and_a_living_ones_i
         (gone / "round-0" / "rank-0.state").write_bytes(b"x")
         dead.kill()
         dead.wait()
-        scratch = Scratch(2, (str(tmp_path),))
+        runtime_dir = RuntimeDir(2, (str(tmp_path),))
         assert (kept.exists(), gone.exists(), foreign.exists()) == (True, False, True)
-        assert scratch.metrics.is_dir()
-        scratch.close()
-        assert not scratch.path.exists()
+        assert runtime_dir.metrics.is_dir()
+        runtime_dir.close()
+        assert not runtime_dir.path.exists()
     finally:
         for one in (living, dead):
             one.kill()
             one.communicate()
 
 
-def test_a_directory_that_fills_up_is_left_for_another_and_counters_go_on(tmp_path, full):  # type: ignore[no-untyped-def]
-    first, second = tmp_path / "first", tmp_path / "second"
-    first.mkdir()
-    second.mkdir()
-    scratch = Scratch(2, (str(first), str(second)))
-    old = scratch.begin(0)
-    assert old == scratch.path / "round-0"
-    (scratch.metrics / "counter_rank0.db").write_bytes(b"counted")
-    full.add(str(first))
-    new = scratch.begin(1)
-    assert (new.parent.parent, new.is_dir()) == (second, True)
-    assert (scratch.metrics / "counter_rank0.db").read_bytes() == b"counted"
-    assert list(first.iterdir()) == []
-    scratch.close()
-    assert list(second.iterdir()) == []
-
-
 def test_without_room_anywhere_the_error_names_places_and_cure(tmp_path, full):  # type: ignore[no-untyped-def]
-    scratch = Scratch(2, (str(tmp_path), "/nowhere"))
+    runtime_dir = RuntimeDir(2, (str(tmp_path), "/nowhere"))
     full.add(str(tmp_path))
-    words = (
-        r"make /dev/shm bigger or free it, or set TMPDIR .* 1536 KiB \(.*: No sp.*/nowhere: No such"
-    )
+    with pytest.raises(NoRoomError, match=r"make /dev/shm bigger or free it, .*: No space left"):
+        runtime_dir.begin(0)
+    words = r"or set TMPDIR .* 1536 KiB \(.*: No space left on device; /nowhere: No such"
     with pytest.raises(NoRoomError, match=words):
-        scratch.begin(0)
-    with pytest.raises(NoRoomError, match="No space left on device"):
-        Scratch(2, (str(tmp_path),))
-    assert list(tmp_path.iterdir()) == [scratch.path]
+        RuntimeDir(2, (str(tmp_path), "/nowhere"))
+    assert list(tmp_path.iterdir()) == [runtime_dir.path]
     full.clear()
-    assert scratch.begin(1).is_dir()  # somebody has made room
+    assert runtime_dir.begin(1).is_dir()  # somebody has made room
 
 
 def test_a_read_only_root_has_no_temporary_directory(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
@@ -103,8 +84,8 @@ def test_a_read_only_root_has_no_temporary_directory(tmp_path, monkeypatch):  # 
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
 
     monkeypatch.setattr(tempfile, "gettempdir", nowhere)
-    scratch = Scratch(1, (str(tmp_path), None))
-    assert scratch.path.parent == tmp_path
-    scratch.close()
+    runtime_dir = RuntimeDir(1, (str(tmp_path), None))
+    assert runtime_dir.path.parent == tmp_path
+    runtime_dir.close()
     with pytest.raises(NoRoomError, match="set TMPDIR to a directory"):
-        Scratch(1, (None,))
+        RuntimeDir(1, (None,))

@@ -1,0 +1,118 @@
+"""Serve /state, /healthz and /metrics of a launcher, on one port, from a thread.
+
+The supervisor starts it; the operator, probes and Prometheus ask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from socketserver import TCPServer
+from typing import Any
+
+from ddpjob_contract import State
+from ddpjob_trainer.launcher import sockets
+from ddpjob_trainer.launcher.reports.metrics import (
+    LauncherMetrics,
+    launcher_metrics,
+    worker_metrics,
+)
+from ddpjob_trainer.launcher.reports.state import answer
+
+#: A client may send nothing, or read nothing, for so long.
+_IDLE_SECONDS = 5.0
+
+
+class Server(ThreadingHTTPServer):
+    """Listens on one socket for IPv4 and, where available, IPv6; ends at once."""
+
+    daemon_threads = True
+    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+
+    def server_bind(self) -> None:
+        """Bind without resolving this machine's name, which may take seconds."""
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = "localhost", self.server_address[1]
+
+    def start(self) -> None:
+        """Serve from a thread; serve_forever() would look for its end only twice a second."""
+        self._ended = threading.Event()
+        self.thread = threading.Thread(target=self._serve, name="http", daemon=True)
+        self.thread.start()
+
+    def end(self) -> None:
+        """Stop serving."""
+        self._ended.set()
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+
+    def _serve(self) -> None:
+        while not self._ended.is_set():
+            self.handle_request()
+        self.socket.close()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection; without free descriptors pause first, to spare the processor."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in sockets.FULL:
+                self._ended.wait(sockets.FULL_SECONDS)
+            raise
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Ignore the error: the client has gone away, or will ask again."""
+
+
+def serve(
+    port: int,
+    metrics_dir: Path,
+    counted: LauncherMetrics,
+    state: Callable[[], State],
+    healthy: Callable[[], bool],
+) -> Server:
+    """Serve until end(). Port 0 takes a free one. Raises OSError when the port is in use."""
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = _IDLE_SECONDS
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            path, _, query = self.path.partition("?")
+            if path == "/state":
+                told = answer(state(), query)
+                if told is None:
+                    self._reply(409, b"this is another job\n", "text/plain")
+                else:
+                    self._reply(200, json.dumps(told).encode(), "application/json")
+            elif path == "/healthz":
+                well = healthy()
+                self._reply(200 if well else 503, b"ok\n" if well else b"stuck\n", "text/plain")
+            elif path == "/metrics":
+                content = "text/plain; version=0.0.4; charset=utf-8"
+                body = worker_metrics(metrics_dir) + launcher_metrics(counted)
+                self._reply(200, body, content)
+            else:
+                self._reply(404, b"try /state, /healthz or /metrics\n", "text/plain")
+
+        def _reply(self, code: int, body: bytes, content: str) -> None:
+            self.send_response(code)
+            self.send_header("Content-Type", content)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+            """Drop the access log."""
+
+    every_address = "::" if Server.address_family == socket.AF_INET6 else ""
+    server = Server((every_address, port), Handler)
+    server.start()
+    return server

@@ -1,0 +1,165 @@
+"""Build the answer to GET /state: what the ranks report, and what earlier rounds came to.
+
+The supervisor keeps the Results of earlier rounds and the Pace; a thread that serves HTTP asks.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Final
+from urllib.parse import parse_qs
+
+from ddpjob_contract import Proof, Resumed, Round, State
+from ddpjob_trainer.launcher.reports.progress_path import NEVER, as_text
+from ddpjob_trainer.launcher.worker_group import WorkerGroup
+from ddpjob_trainer.liveness.heartbeat import RankState, read_proof, read_resumed
+
+_VERSION: Final = 1
+_WINDOW_SECONDS: Final = 60.0
+_POLL_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Results of earlier rounds, for /state and the report while the next starts up."""
+
+    step: int = -1
+    snapshot_step: int = -1
+    total_steps: int = 0
+    modified: int = NEVER  # newest mtime at the progress path, ns since the epoch
+    records: tuple[Round, ...] = ()
+    resumed: Resumed | None = None
+    proof: Proof | None = None
+
+    def after(self, workers: WorkerGroup) -> Results:
+        """Add the records of a round's workers."""
+        state = workers.state(0)
+        known = state is not None and state.phase != "startup"
+        return replace(
+            self,
+            step=state.step if state and known else self.step,
+            total_steps=state.total_steps if state and known else self.total_steps,
+            snapshot_step=max(self.snapshot_step, workers.snapshot_step()),
+            resumed=read_resumed(workers.state_dir) or self.resumed,
+            proof=_newest(read_proof(workers.state_dir), self.proof),
+        )
+
+
+def _newest(proof: Proof | None, before: Proof | None) -> Proof | None:
+    """Choose what is told of the restarts: one that was not checked takes nothing back."""
+    return before if not proof or (before and "unchecked" in proof) else proof
+
+
+def state_body(
+    state: RankState | None,
+    *,
+    uid: str = "",
+    attempt: int,
+    round_: int,
+    results: Results | None = None,
+    stacks: str = "",
+    pace: float | None = None,
+) -> State:
+    """Return the JSON object of GET /state for one rank's record.
+
+    ``uid``: of the job, if it is one's. ``results``: of earlier rounds, shown while this one starts
+    up. ``stacks``: of the last hang. ``pace``: steps per second.
+    """
+    results = results or Results()
+    body: State = {"version": _VERSION, "uid": uid, "attempt": attempt, "round": round_}
+    if stacks:
+        body["stacks"] = stacks
+    body.update(_of_rounds(results))
+    snapshot_step = max(results.snapshot_step, state.snapshot_step if state else -1)
+    if snapshot_step >= 0:
+        body["snapshotStep"] = snapshot_step
+    if results.modified != NEVER:
+        body["fileModifiedAt"] = as_text(results.modified)
+    body["phase"] = state.phase if state else "startup"
+    if state is not None and state.phase != "startup":
+        body["step"] = state.step
+        if state.total_steps:
+            body["totalSteps"] = state.total_steps
+    elif results.step >= 0:  # else the step is unknown before the resume
+        body["step"] = results.step
+        if results.total_steps:
+            body["totalSteps"] = results.total_steps
+    if state is None:
+        return body
+    if pace is not None:
+        body["stepsPerSecond"] = pace
+    if state.loss is not None and math.isfinite(state.loss):
+        body["loss"] = state.loss
+    if state.samples_per_second is not None:
+        body["samplesPerSecond"] = state.samples_per_second
+    moment = datetime.fromtimestamp(state.updated_at, UTC).replace(microsecond=0)
+    body["updatedAt"] = moment.isoformat().replace("+00:00", "Z")
+    return body
+
+
+def _of_rounds(results: Results) -> State:
+    body: State = {}
+    if results.resumed:
+        body["resumed"] = results.resumed
+    if results.proof:
+        body["proof"] = results.proof
+    if results.records:
+        body["rounds"] = list(results.records)
+    return body
+
+
+def answer(state: State, query: str) -> State | None:
+    """Return the answer to GET /state?``query``, None: it asks for another job.
+
+    A client that names the job's uid may read the job, and gets all. Others are strangers: the uid
+    would admit them to the hub, and stacks and exceptions expose the program.
+    """
+    uid = state.get("uid", "")
+    named = parse_qs(query).get("uid", [""])[0]
+    if not uid or hmac.compare_digest(named.encode(), uid.encode()):
+        return state
+    if named:
+        return None
+    told = state.copy()
+    for private in ("uid", "stacks", "rounds", "resumed", "proof"):
+        told.pop(private, None)  # type: ignore[misc]
+    return told
+
+
+class Pace:
+    """The steps per second of the last minute, or of the last two slower changes."""
+
+    def __init__(self) -> None:
+        self._marks: tuple[tuple[float, int], ...] = ()  # when a step was first seen, oldest first
+        self._polled = 0.0
+
+    def begin(self) -> None:
+        """Start over with a round."""
+        self._marks = ()
+
+    def is_due(self, now: float) -> bool:
+        """Return whether the next look is due."""
+        return now - self._polled >= _POLL_SECONDS
+
+    def poll(self, state: RankState | None, now: float) -> None:
+        """Take in a worker's record."""
+        self._polled = now
+        if state is None or state.phase == "startup":
+            return
+        marks = self._marks
+        if not marks or marks[-1][1] != state.step:
+            marks = (*marks, (now, state.step))
+        while len(marks) > 2 and marks[1][0] <= now - _WINDOW_SECONDS:
+            marks = marks[1:]
+        self._marks = marks
+
+    def per_second(self, now: float) -> float | None:
+        """Return the rate, None before two changes."""
+        marks = self._marks
+        if len(marks) < 2:
+            return None
+        rate = (marks[-1][1] - marks[0][1]) / (now - marks[0][0])
+        return float(f"{rate:.4g}")
