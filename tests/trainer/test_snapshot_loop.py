@@ -294,15 +294,9 @@ def test_no_memory_to_stage_it_in_is_a_failed_snapshot(gang, tmp_path):  # type:
     assert not list(tmp_path.glob("snapshots/*/step-000000000004-*"))
 
 
-def children(pid: int) -> list[int]:
-    """The keeper, for one."""
-    found = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for path in found for child in path.read_text().split()]
-
-
 @pytest.mark.fault("S5", "N7")
 def test_a_stopped_gang_that_wakes_up_later_hurts_nobody(gang, tmp_path, wait_until):  # type: ignore[no-untyped-def]
-    """Ranks and keepers of attempt 1, in the midst of a step, while attempt 2 trains on."""
+    """All ranks of attempt 1, in the midst of a step, while attempt 2 trains on."""
     root, go = tmp_path / "snapshots", tmp_path / "go"
     total = 12
 
@@ -332,8 +326,7 @@ def test_a_stopped_gang_that_wakes_up_later_hurts_nobody(gang, tmp_path, wait_un
         zombies.start(program, env=env(1))
         wait_until(lambda: len(list(tmp_path.glob("there-*"))) == 3, "attempt 1 in step 5")
         await_snapshot(root / "00000001", 4)
-        stopped = [pid for rank in zombies.pids.values() for pid in (rank, *children(rank))]
-        assert len(stopped) >= 6, "each rank has a keeper"
+        stopped = list(zombies.pids.values())
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
         go.touch()

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob_trainer.snapshot.keeper import writer as writer_module
-from ddpjob_trainer.snapshot.ondisk import disk
+from ddpjob_trainer.snapshot.ondisk import disk, files
 
 BLOCK = 4096
 
@@ -108,8 +107,8 @@ def test_a_file_system_that_cannot(tmp_path, monkeypatch, writes):  # type: igno
 
 
 def test_only_large_parts_go_past_the_cache(tmp_path: Path, monkeypatch, writes):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(writer_module, "_PAST_CACHE_BYTES", 3 * BLOCK)
-    writer = writer_module.Writer(tmp_path, 1, "n", 2, lambda: None)
+    monkeypatch.setattr(files, "_PAST_CACHE_BYTES", 3 * BLOCK)
+    writer = files.SnapshotFiles(tmp_path, 1, "n", 2, lambda: None)
     writer.directory.mkdir(parents=True)
     for blocks in (2, 3):
         writer.write(f"part-{blocks}", aligned(blocks * BLOCK))

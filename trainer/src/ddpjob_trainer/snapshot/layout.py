@@ -20,9 +20,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from ddpjob_trainer.accelerator import in_order
-from ddpjob_trainer.snapshot.keeper.writer import data_name
 from ddpjob_trainer.snapshot.ondisk import checked_json, data_file
 from ddpjob_trainer.snapshot.ondisk.data_file import Piece
+from ddpjob_trainer.snapshot.ondisk.files import data_name
 from ddpjob_trainer.snapshot.ondisk.manifest import ITEM_BYTES, Chunk, DataFile, Manifest
 from ddpjob_trainer.snapshot.part_reports import Report
 from ddpjob_trainer.snapshot.staging import Copy

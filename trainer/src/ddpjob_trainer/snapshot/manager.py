@@ -1,6 +1,6 @@
 """Snapshots as the loop sees them: restore once, save when due.
 
-Every rank stages its part and trains on; keepers write. Failing to save is no reason to stop
+Every rank stages its part and trains on; a thread writes. Failing to save is no reason to stop
 training: it is said, counted, and tried again.
 """
 
@@ -21,9 +21,8 @@ from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.environment import SnapshotSettings
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot import origin
-from ddpjob_trainer.snapshot.keeper.client import END_SECONDS
-from ddpjob_trainer.snapshot.keeper.writer import data_name
 from ddpjob_trainer.snapshot.layout import Captured, Draft, Shares, lay_out
+from ddpjob_trainer.snapshot.ondisk.files import data_name
 from ddpjob_trainer.snapshot.origin import Config, compare
 from ddpjob_trainer.snapshot.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.remote.client import Uploads, fetch_if_newer
@@ -31,6 +30,7 @@ from ddpjob_trainer.snapshot.resume import Resumed, resume
 from ddpjob_trainer.snapshot.staging import Pool
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.snapshot.writer import (
+    END_SECONDS,
     BackpressureLog,
     Part,
     Place,
@@ -399,7 +399,7 @@ class Snapshots:
         say(0, failed(step, text, self.newest))
 
     def close(self, *, failing: bool = False) -> None:
-        """End the keeper; a snapshot that is not durable yet is given up.
+        """End its threads; a snapshot that is not durable yet is given up.
 
         ``failing``: the others learn that this process fails only when it has ended. No longer
         than a commit under way takes is waited then.

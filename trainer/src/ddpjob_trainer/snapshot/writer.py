@@ -1,36 +1,37 @@
-"""Make staged parts durable beside training: a thread that talks to the keeper and to rank 0.
+"""Make staged parts durable beside training, in two threads of each rank.
 
-manager.py submits a Part after each save. Each rank's thread finishes its copy, has its keeper
-write it, and posts the result (part_reports.py); rank 0's also has its keeper commit the manifest
-when all parts are durable, and keeps the outcomes until the training thread asks.
+manager.py submits a Part after each save. One thread finishes its copy, for which an update may
+have to wait; the other writes it (ondisk/files.py) and posts the result (part_reports.py). Rank 0's
+also commits the manifest when all parts are durable, and keeps the outcomes until the training
+thread asks. Copying, writing, fsync and checksums release the interpreter. A rank that is killed
+leaves what was committed, and perhaps half a file that no manifest names.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from ddpjob_trainer.accelerator import Accelerator
 from ddpjob_trainer.errors import PeerLostError
-from ddpjob_trainer.snapshot.keeper.client import END_SECONDS, KeeperProcess
-from ddpjob_trainer.snapshot.keeper.process import GONE
 from ddpjob_trainer.snapshot.layout import Draft
-from ddpjob_trainer.snapshot.ondisk import lineage, manifest
+from ddpjob_trainer.snapshot.ondisk import disk, manifest
+from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
 from ddpjob_trainer.snapshot.ondisk.manifest import Manifest
 from ddpjob_trainer.snapshot.part_reports import PartReports, Report
-from ddpjob_trainer.snapshot.staging import Buffer, Copy, Pool, shared_file
+from ddpjob_trainer.snapshot.staging import Buffer, Copy, Pool
 from ddpjob_trainer.telemetry.console import say
 
-_LOOK_MILLISECONDS = 10  # how often rank 0 looks for the others' results
+END_SECONDS = 5.0
+GONE = "it was removed, or another job has taken over this snapshot directory"
+_LOOK_SECONDS = 0.01  # how often rank 0 looks for the others' results
 _LONG_SECONDS = 60.0  # a wait that is told of
 
 #: As Embedding(max_norm=...) does in its forward.
@@ -56,7 +57,7 @@ class Part:
     """A rank's part of one snapshot.
 
     ``versions``: those of the tensors that are copied later. ``report``: what is told once it is
-    durable, but for what only the keeper knows. ``draft``: on rank 0, of the manifest.
+    durable, but for its size and checksum. ``draft``: on rank 0, of the manifest.
     """
 
     step: int
@@ -100,40 +101,49 @@ class Unfinished:
     begun: float
     draft: Draft | None = None  # None, and no facts: it has failed here already
     facts: Mapping[str, Any] | None = None
-    asked: bool = False  # the keeper was told to commit
+
+
+class _ClosingError(Exception):
+    """Nobody waits for this write any more."""
 
 
 class SnapshotWriter:
-    """The thread, and what the training thread may ask of it. Its methods never raise OSError."""
+    """The threads, and what training may ask of them. Its methods never raise OSError."""
 
     def __init__(
         self, rank: int, place: Place, reports: PartReports, accelerator: Accelerator
     ) -> None:
         self._rank = rank
-        self._place = place
         self.reports = reports
         self._accelerator = accelerator
         self.pool = Pool(accelerator)
+        self._files = SnapshotFiles(
+            place.root.absolute(), place.sequence, place.nonce, place.keep, self._check
+        )
         self._changed = threading.Condition()
-        self._queue: deque[Part | int] = deque()  # a number: prepare buffers of that size
+        self._copies: SimpleQueue[Part | int | None] = SimpleQueue()  # a number: prepare buffers
+        self._writes: SimpleQueue[Part | None] = SimpleQueue()  # None: look at what has changed
         self._parts: dict[int, Part] = {}  # by step: being copied or written
-        self._told: dict[int, Part] = {}  # those that the keeper is writing
         self._snapshots: dict[int, Unfinished] = {}
         self._outcomes: deque[Outcome] = deque()
         self._copying = 0
         self._closing = False
         self._broken = ""
-        self._keeper: KeeperProcess | None = None
-        self._known: dict[int, Buffer] = {}  # what the keeper has mapped
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._thread = threading.Thread(target=self._run, name="ddpjob-snapshots", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
+            for name, work in (
+                ("ddpjob-snapshots", self._copy_parts),
+                ("ddpjob-snapshot-writer", self._write_parts),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
 
     # --- For the training thread ---------------------------------------------------------
 
     def prepare(self, size: int) -> None:
-        """Start the keeper and allocate buffers in the background."""
-        self._put(size)
+        """Allocate buffers in the background."""
+        self._copies.put(size)
 
     def submit(self, part: Part) -> None:
         """Have a part copied and written. What came of it is posted in any case."""
@@ -147,7 +157,7 @@ class SnapshotWriter:
         if broken:  # since it was asked: nobody else would tell
             self.failed(part.step, part.begun, broken)
         else:
-            self._put(part)
+            self._copies.put(part)
 
     def failed(self, step: int, begun: float, text: str) -> None:
         """Post that this rank has no part of a snapshot. Raises PeerLostError."""
@@ -158,13 +168,13 @@ class SnapshotWriter:
                 else:
                     self._snapshots[step] = Unfinished(step, begun)
         self.reports.post(step, Report(self._rank, text=text))
-        os.eventfd_write(self._wake, 1)
+        self._writes.put(None)
 
     def mark(self, step: int, facts: Mapping[str, Any]) -> None:
         """Add facts to the manifest of a durable snapshot, on rank 0."""
         with self._changed:
             self._snapshots[step] = Unfinished(step, time.perf_counter(), facts=facts)
-        os.eventfd_write(self._wake, 1)
+        self._writes.put(None)
 
     def wait_copied(self) -> None:
         """Wait until nothing reads the parameters any more."""
@@ -196,43 +206,35 @@ class SnapshotWriter:
 
     @property
     def broken(self) -> bool:
-        """Tell whether the thread has given up: nothing more can be saved with this one."""
+        """Tell whether a thread has given up: nothing more can be saved with this one."""
         return bool(self._broken)
 
     def close(self, seconds: float = END_SECONDS) -> None:
-        """End thread and keeper, each within so many seconds; what is not yet written is lost.
+        """End the threads within so many seconds; what is not yet written is lost.
 
-        For the last call: it frees all that both used.
+        For the last call: it frees all that they used.
         """
         self._closing = True
-        os.eventfd_write(self._wake, 1)
-        self._thread.join(seconds)
-        if self._keeper is not None:
-            self._keeper.end(seconds)
-        if not self._thread.is_alive():  # else it is in the midst of a copy
+        self._copies.put(None)
+        self._writes.put(None)
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if not any(thread.is_alive() for thread in self._threads):  # else it uses a buffer
             self.pool.close()
-            os.close(self._wake)
 
-    # --- The thread ----------------------------------------------------------------------
+    # --- The threads ---------------------------------------------------------------------
 
-    def _put(self, task: Part | int) -> None:
-        self._queue.append(task)
-        os.eventfd_write(self._wake, 1)
-
-    def _run(self) -> None:
+    def _run(self, work: Callable[[], None]) -> None:
         try:
-            self._accelerator.enter()
-            while not self._closing:
-                self._wait()
-                while self._queue:
-                    self._do(self._queue.popleft())
-                self._hear()
-                self._look()
+            work()
+        except _ClosingError:
+            return
         except Exception as error:
             # A lost peer ends training by itself; anything else must not.
             if not isinstance(error, PeerLostError):
-                say(self._rank, f"what writes snapshots failed: {_why(error)}")
-            self._give_up(_why(error))
+                say(self._rank, f"what writes snapshots failed: {self._why(error)}")
+            self._give_up(self._why(error))
 
     def _give_up(self, text: str) -> None:
         with self._changed:
@@ -245,161 +247,103 @@ class SnapshotWriter:
             with contextlib.suppress(Exception):
                 self.reports.post(part.step, Report(self._rank, text=text))
 
-    def _wait(self) -> None:
-        poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
-        if self._keeper is not None:
-            poll.register(self._keeper.channel, select.POLLIN)
-        looks = any(not snapshot.asked for snapshot in list(self._snapshots.values()))
-        poll.poll(_LOOK_MILLISECONDS if looks else None)
-        try:
-            os.eventfd_read(self._wake)
-        except BlockingIOError:
-            return
+    def _check(self) -> None:
+        if self._closing:
+            raise _ClosingError
 
-    def _do(self, task: Part | int) -> None:
-        try:
+    def _why(self, error: Exception) -> str:
+        if isinstance(error, FileNotFoundError | disk.NotAFileError):
+            return f"{self._files.directory} is gone: {GONE}"
+        if isinstance(error, OSError) and error.strerror:
+            return error.strerror
+        return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+
+    def _copy_parts(self) -> None:
+        self._accelerator.enter()
+        while (task := self._copies.get()) is not None and not self._closing:
             if isinstance(task, int):
-                self._keeper_process()
-                self.pool.prepare(task)
-                return
-            try:
-                task.buffer.copy(task.later, self._accelerator, task.ready)
-                if task.changed():
-                    raise ValueError(_CHANGED)
-            finally:
-                with self._changed:
-                    self._copying -= 1
-                    self._changed.notify_all()
-            self._with_keeper(lambda: self._tell_write(task))
-        except Exception as error:
-            # Whatever it is, rank 0 waits for a report. Preparing is tried again by who needs it.
-            if isinstance(task, Part):
-                self._written(task, Report(self._rank, text=_why(error)))
+                with contextlib.suppress(OSError, RuntimeError):  # who needs it tries again
+                    self.pool.prepare(task)
+            elif self._copy(task):
+                self._writes.put(task)
 
-    def _keeper_process(self) -> KeeperProcess:
-        """Return the running keeper, or a new one. Raises OSError."""
-        if self._keeper is None:
-            self._known.clear()
-            self._keeper = KeeperProcess()
-            place = self._place
-            self._keeper.tell({
-                "do": "open", "root": str(place.root.absolute()), "sequence": place.sequence,
-                "nonce": place.nonce, "keep": place.keep, "retain": self._rank == 0,
-            })  # fmt: skip
-        return self._keeper
-
-    def _with_keeper(self, tell: Callable[[], None]) -> None:
-        """Tell the keeper something, a new one if it has died meanwhile. Raises OSError."""
+    def _copy(self, part: Part) -> bool:
         try:
-            tell()
-        except ConnectionError:
-            self._lost_keeper()
-            tell()
+            part.buffer.copy(part.later, self._accelerator, part.ready)
+            if part.changed():
+                raise ValueError(_CHANGED)
+        except Exception as error:  # whatever it is, rank 0 waits for a report
+            self._post(part, Report(self._rank, text=self._why(error)))
+            return False
+        finally:
+            with self._changed:
+                self._copying -= 1
+                self._changed.notify_all()
+        return True
 
-    def _tell_write(self, part: Part) -> None:
-        keeper, buffer = self._keeper_process(), part.buffer
-        if self._known.get(buffer.number) is not buffer:
-            keeper.tell({"do": "buffer", "buffer": buffer.number, "bytes": buffer.size}, buffer.fd)
-            self._known[buffer.number] = buffer
-        keeper.tell({
-            "do": "write", "step": part.step, "file": part.name, "buffer": buffer.number,
-            "bytes": part.bytes,
-        })  # fmt: skip
-        self._told[part.step] = part
+    def _write_parts(self) -> None:
+        if self._rank == 0:
+            self._files.retain()  # what the start of this incarnation freed
+        while not self._closing:
+            with contextlib.suppress(Empty):
+                part = self._writes.get(timeout=_LOOK_SECONDS if self._snapshots else None)
+                if part is not None:
+                    self._post(part, self._write(part))
+            self._commit_complete()
 
-    def _hear(self) -> None:
-        """Take in the keeper's answers."""
-        if self._keeper is None:
-            return
-        answers = self._keeper.answers()
-        if answers is None:
-            self._lost_keeper()
-            return
-        for answer in answers:
-            step, text = answer["step"], answer.get("text", "")
-            if answer["do"] == "commit":
-                self._settle(step, text)
-            elif text:
-                self._written(self._told[step], Report(self._rank, text=text))
-            else:
-                part = self._told[step]
-                known = {"bytes": answer["bytes"], "crc32": answer["crc32"]}
-                self._written(part, replace(part.report, **known))
+    def _write(self, part: Part) -> Report:
+        try:
+            with part.buffer.content(part.bytes) as content:
+                crc = self._files.write(part.name, content)
+        except _ClosingError:
+            raise
+        except Exception as error:  # whatever it is, rank 0 waits for a report
+            return Report(self._rank, text=self._why(error))
+        return replace(part.report, bytes=part.bytes, crc32=crc)
 
-    def _lost_keeper(self) -> None:
-        """Give up what it had to do; the next snapshot gets a new one."""
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            keeper.end()
-        text = "its writer process ended"
-        for part in list(self._told.values()):
-            self._written(part, Report(self._rank, text=text))
-        for snapshot in list(self._snapshots.values()):
-            if snapshot.asked:
-                self._settle(snapshot.step, text)
-
-    def _written(self, part: Part, report: Report) -> None:
-        """Post what became of this rank's part, and free its buffer."""
+    def _post(self, part: Part, report: Report) -> None:
+        """Tell what became of this rank's part, and free its buffer."""
         part.buffer.busy = False
-        self._told.pop(part.step, None)
         self.reports.post(part.step, report)
         with self._changed:
             del self._parts[part.step]
             self._changed.notify_all()
 
-    def _look(self) -> None:
+    def _commit_complete(self) -> None:
         """Commit what all ranks have made durable, one after the other, on rank 0."""
         for snapshot in list(self._snapshots.values()):
-            if snapshot.asked:
-                return
-            marks = snapshot.facts is not None
-            reports = [] if marks else self.reports.complete(snapshot.step)
+            reports = [] if snapshot.facts is not None else self.reports.complete(snapshot.step)
             if reports is None:
                 return  # nor can a later one be complete
-            failures = [f"{_of(r.rank)}{r.text}" for r in reports if r.text]
+            text = next((f"{_of(r.rank)}{r.text}" for r in reports if r.text), "")
             try:
-                if not failures:
+                if not text:
                     content = self._manifest(snapshot, reports).encode()
-                    self._with_keeper(partial(self._tell_commit, snapshot.step, content))
-                    snapshot.asked = True
-                    return  # what becomes of it is told before anything is said of a later one
+                    self._files.commit(snapshot.step, content)
+            except _ClosingError:
+                raise
             except Exception as error:  # a manifest that nobody could read, for one
-                failures = [_why(error)]
-            self._settle(snapshot.step, failures[0])
-            with contextlib.suppress(OSError):
-                self._keeper_process().tell({"do": "discard", "step": snapshot.step})
+                text = self._why(error)
+            self._settle(snapshot, text)
+            if text:
+                self._files.discard(snapshot.step)
+            else:
+                self._files.retain()
 
     def _manifest(self, snapshot: Unfinished, reports: list[Report]) -> Manifest:
         """Make it of all parts, or anew of a durable one. Raises ValueError, OSError."""
         if snapshot.facts is None:
             assert snapshot.draft is not None, "it has reported that it failed here"
             return snapshot.draft.manifest(reports)
-        where = lineage.directory(self._place.root, self._place.sequence)
-        found = manifest.read(where / manifest.file_name(snapshot.step))
+        found = manifest.read(self._files.directory / manifest.file_name(snapshot.step))
         return replace(found, config={**found.config, **snapshot.facts})
 
-    def _tell_commit(self, step: int, content: bytes) -> None:
-        fd = shared_file()
-        try:
-            os.pwrite(fd, content, 0)
-            self._keeper_process().tell({"do": "commit", "step": step}, fd)
-        finally:
-            os.close(fd)
-
-    def _settle(self, step: int, text: str) -> None:
+    def _settle(self, snapshot: Unfinished, text: str) -> None:
         with self._changed:
-            snapshot = self._snapshots.pop(step, None)
-            if snapshot is not None:
-                seconds = time.perf_counter() - snapshot.begun
-                self._outcomes.append(Outcome(step, seconds, text))
+            self._snapshots.pop(snapshot.step, None)  # None: the other thread has given up
+            seconds = time.perf_counter() - snapshot.begun
+            self._outcomes.append(Outcome(snapshot.step, seconds, text))
             self._changed.notify_all()
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
 def _of(rank: int) -> str:
@@ -439,8 +383,7 @@ class BackpressureLog:
         if oldest is None or seconds < max(_LONG_SECONDS, 2 * self._said):
             return ""
         self._said = seconds
-        # Once the manifest is being written all parts are there.
-        rank = 0 if oldest.asked else max(0, reports.first_missing(oldest.step))
+        rank = max(0, reports.first_missing(oldest.step))
         return (
             f"older ones are still being written, that of step {oldest.step} for {seconds:.0f} s by"
             f" rank {rank}. Is its volume slow, or stuck?"
