@@ -13,15 +13,15 @@ import torch
 from ddpjob_trainer import accelerator
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.environment import Identity
-from ddpjob_trainer.snapshot.layout import Captured, Draft, Shares, lay_out
-from ddpjob_trainer.snapshot.load import Source, Span
 from ddpjob_trainer.snapshot.ondisk import manifest
 from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles, data_name
 from ddpjob_trainer.snapshot.ondisk.manifest import Chunk, DataFile, Manifest
-from ddpjob_trainer.snapshot.part_reports import Report
-from ddpjob_trainer.snapshot.resume import Retry
-from ddpjob_trainer.snapshot.resume import resume as resume_from
-from ddpjob_trainer.snapshot.staging import Buffer
+from ddpjob_trainer.snapshot.restore.load import Source, Span
+from ddpjob_trainer.snapshot.restore.resume import Retry
+from ddpjob_trainer.snapshot.restore.resume import resume as resume_from
+from ddpjob_trainer.snapshot.save.layout import Captured, Draft, Shares, lay_out
+from ddpjob_trainer.snapshot.save.part_reports import Report
+from ddpjob_trainer.snapshot.save.staging import Buffer
 from ddpjob_trainer.state.codec import DTYPES, Flat, flatten
 from support.patience import PATIENCE
 

@@ -25,8 +25,10 @@ from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.snapshot import load, manager, staging
+from ddpjob_trainer.snapshot import manager
 from ddpjob_trainer.snapshot.ondisk import disk, manifest
+from ddpjob_trainer.snapshot.restore import load
+from ddpjob_trainer.snapshot.save import staging
 from ddpjob_trainer.state.codec import unflatten
 from ddpjob_trainer.telemetry import progress
 from ddpjob_trainer.training import shutdown

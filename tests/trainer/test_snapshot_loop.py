@@ -18,9 +18,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
-from ddpjob_trainer.snapshot import load, staging
 from ddpjob_trainer.snapshot.ondisk import checked_json, manifest
-from ddpjob_trainer.snapshot.part_reports import PartReports, Report
+from ddpjob_trainer.snapshot.restore import load
+from ddpjob_trainer.snapshot.save import staging
+from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
 from ddpjob_trainer.state.codec import unflatten
 from support.snapshots import await_snapshot
 

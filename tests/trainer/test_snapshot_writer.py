@@ -19,14 +19,14 @@ import torch
 from torch._C._distributed_c10d import FileStore, HashStore, Store
 
 from ddpjob_trainer import accelerator
-from ddpjob_trainer.snapshot import load
-from ddpjob_trainer.snapshot import writer as writer_module
-from ddpjob_trainer.snapshot.layout import Captured, Draft, Shares, lay_out
-from ddpjob_trainer.snapshot.load import Source
 from ddpjob_trainer.snapshot.ondisk import checked_json, disk, lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles, data_name
-from ddpjob_trainer.snapshot.part_reports import PartReports, Report
-from ddpjob_trainer.snapshot.writer import (
+from ddpjob_trainer.snapshot.restore import load
+from ddpjob_trainer.snapshot.restore.load import Source
+from ddpjob_trainer.snapshot.save import writer as writer_module
+from ddpjob_trainer.snapshot.save.layout import Captured, Draft, Shares, lay_out
+from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
+from ddpjob_trainer.snapshot.save.writer import (
     BackpressureLog,
     Outcome,
     Part,

@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed import TCPStore
 
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.snapshot import load
-from ddpjob_trainer.snapshot.layout import Captured, Draft, Shares, lay_out
-from ddpjob_trainer.snapshot.load_state import _only
 from ddpjob_trainer.snapshot.ondisk import manifest
 from ddpjob_trainer.snapshot.ondisk.files import data_name
-from ddpjob_trainer.snapshot.part_reports import PartReports, Report
+from ddpjob_trainer.snapshot.restore import load
+from ddpjob_trainer.snapshot.restore.load_state import _only
+from ddpjob_trainer.snapshot.save.layout import Captured, Draft, Shares, lay_out
+from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.stateful import Divided
 from support.snapshots import Store, open_snapshots

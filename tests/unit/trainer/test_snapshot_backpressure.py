@@ -7,9 +7,9 @@ from typing import Any
 
 from torch._C._distributed_c10d import HashStore
 
-from ddpjob_trainer.snapshot import writer
-from ddpjob_trainer.snapshot.part_reports import PartReports, Report
-from ddpjob_trainer.snapshot.writer import GONE, BackpressureLog, Unfinished, failed
+from ddpjob_trainer.snapshot.save import writer
+from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
+from ddpjob_trainer.snapshot.save.writer import GONE, BackpressureLog, Unfinished, failed
 
 
 def test_it_is_said_again_each_time_that_the_wait_has_doubled(monkeypatch):  # type: ignore[no-untyped-def]

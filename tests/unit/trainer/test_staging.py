@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from ddpjob_trainer.accelerator import Accelerator
-from ddpjob_trainer.snapshot import staging
-from ddpjob_trainer.snapshot.part_reports import Report
-from ddpjob_trainer.snapshot.staging import Buffer, Pool
-from ddpjob_trainer.snapshot.writer import Part, Place, SnapshotWriter, versions_of
+from ddpjob_trainer.snapshot.save import staging
+from ddpjob_trainer.snapshot.save.part_reports import Report
+from ddpjob_trainer.snapshot.save.staging import Buffer, Pool
+from ddpjob_trainer.snapshot.save.writer import Part, Place, SnapshotWriter, versions_of
 from support.patience import PATIENCE
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from ddpjob_trainer.snapshot import layout
 from ddpjob_trainer.snapshot.ondisk import checked_json, data_file, manifest
 from ddpjob_trainer.snapshot.ondisk.checked_json import seal, unseal
 from ddpjob_trainer.snapshot.ondisk.data_file import Piece
 from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError, Manifest
+from ddpjob_trainer.snapshot.save import layout
 from ddpjob_trainer.state.codec import flatten
 from support.snapshots import open_snapshots
 

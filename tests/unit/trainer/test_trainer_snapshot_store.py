@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 
 from ddpjob_trainer import accelerator
 from ddpjob_trainer.errors import ConfigError, PeerLostError
-from ddpjob_trainer.snapshot import load
-from ddpjob_trainer.snapshot.load import Source
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
-from ddpjob_trainer.snapshot.staging import Pool
+from ddpjob_trainer.snapshot.restore import load
+from ddpjob_trainer.snapshot.restore.load import Source
+from ddpjob_trainer.snapshot.save.staging import Pool
 from ddpjob_trainer.state.codec import flatten, unflatten
 from support.snapshots import Store, open_snapshots
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.snapshot import resume
 from ddpjob_trainer.snapshot.ondisk import disk, manifest
+from ddpjob_trainer.snapshot.restore import resume
 from ddpjob_trainer.state.codec import flatten
 from support.snapshots import Clock, open_snapshots
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.ema import begin_ema, make_ema
-from ddpjob_trainer.snapshot import layout as division
-from ddpjob_trainer.snapshot.layout import Captured, Shares, lay_out
+from ddpjob_trainer.snapshot.save import layout as division
+from ddpjob_trainer.snapshot.save.layout import Captured, Shares, lay_out
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.codec import Flat
 from ddpjob_trainer.state.modes import Modes

@@ -21,15 +21,14 @@ from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.environment import SnapshotSettings
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot import origin
-from ddpjob_trainer.snapshot.layout import Captured, Draft, Shares, lay_out
 from ddpjob_trainer.snapshot.ondisk.files import data_name
 from ddpjob_trainer.snapshot.origin import Config, compare
-from ddpjob_trainer.snapshot.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.remote.client import Uploads, fetch_if_newer
-from ddpjob_trainer.snapshot.resume import Resumed, resume
-from ddpjob_trainer.snapshot.staging import Pool
-from ddpjob_trainer.snapshot.training_state import TrainingState
-from ddpjob_trainer.snapshot.writer import (
+from ddpjob_trainer.snapshot.restore.resume import Resumed, resume
+from ddpjob_trainer.snapshot.save.layout import Captured, Draft, Shares, lay_out
+from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
+from ddpjob_trainer.snapshot.save.staging import Pool
+from ddpjob_trainer.snapshot.save.writer import (
     END_SECONDS,
     BackpressureLog,
     Part,
@@ -38,6 +37,7 @@ from ddpjob_trainer.snapshot.writer import (
     failed,
     versions_of,
 )
+from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.codec import UnstorableError
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.progress import Progress

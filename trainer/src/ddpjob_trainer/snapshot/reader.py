@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ddpjob_trainer.snapshot.load import Source, open_source
 from ddpjob_trainer.snapshot.ondisk import lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError
+from ddpjob_trainer.snapshot.restore.load import Source, open_source
 from ddpjob_trainer.state.codec import Flat, member, tensor_names, unflatten, without_numpys
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.snapshot.layout import Captured
-from ddpjob_trainer.snapshot.load import Source
-from ddpjob_trainer.snapshot.load_state import Loader, check_tensors, fitting, unshared
+from ddpjob_trainer.snapshot.restore.load import Source
+from ddpjob_trainer.snapshot.restore.load_state import Loader, check_tensors, fitting, unshared
+from ddpjob_trainer.snapshot.save.layout import Captured
 from ddpjob_trainer.state import rng
 from ddpjob_trainer.state.codec import (
     DTYPES,

@@ -21,12 +21,12 @@ from typing import Any
 
 from ddpjob_trainer.accelerator import Accelerator
 from ddpjob_trainer.errors import PeerLostError
-from ddpjob_trainer.snapshot.layout import Draft
 from ddpjob_trainer.snapshot.ondisk import disk, manifest
 from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
 from ddpjob_trainer.snapshot.ondisk.manifest import Manifest
-from ddpjob_trainer.snapshot.part_reports import PartReports, Report
-from ddpjob_trainer.snapshot.staging import Buffer, Copy, Pool
+from ddpjob_trainer.snapshot.save.layout import Draft
+from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
+from ddpjob_trainer.snapshot.save.staging import Buffer, Copy, Pool
 from ddpjob_trainer.telemetry.console import say
 
 END_SECONDS = 5.0

@@ -24,8 +24,8 @@ from ddpjob_trainer.snapshot.ondisk import checked_json, data_file
 from ddpjob_trainer.snapshot.ondisk.data_file import Piece
 from ddpjob_trainer.snapshot.ondisk.files import data_name
 from ddpjob_trainer.snapshot.ondisk.manifest import ITEM_BYTES, Chunk, DataFile, Manifest
-from ddpjob_trainer.snapshot.part_reports import Report
-from ddpjob_trainer.snapshot.staging import Copy
+from ddpjob_trainer.snapshot.save.part_reports import Report
+from ddpjob_trainer.snapshot.save.staging import Copy
 from ddpjob_trainer.state.codec import DTYPES, Flat, member
 
 #: Pieces are no larger, so that no reader needs much memory at once.
