@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import signal
@@ -193,9 +192,6 @@ def test_killed_at_every_point_of_a_start_the_parent_still_loads(tmp_path):  # t
     assert point > 10
 
 
-CODES = [errno.ENOSPC, errno.EIO, errno.EDQUOT]
-
-
 @dataclass
 class FailAt:
     """A seam that fails once."""
@@ -209,9 +205,8 @@ class FailAt:
             raise OSError(self.code, os.strerror(self.code))
 
 
-@pytest.mark.parametrize("code", CODES)
-def test_a_save_that_fails_anywhere_leaves_the_older_ones(tmp_path, begun, code):  # type: ignore[no-untyped-def]
-    failed = 0
+def test_a_save_that_fails_anywhere_leaves_the_older_ones(tmp_path, begun):  # type: ignore[no-untyped-def]
+    failed, code = 0, errno.ENOSPC
     for point in range(operations_of_a_save(begun)):
         root = tmp_path / str(point)
         store = again(begun, root)
@@ -230,7 +225,7 @@ def test_a_save_that_fails_anywhere_leaves_the_older_ones(tmp_path, begun, code)
     assert failed > 5
 
 
-@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_start_that_fails_anywhere_leaves_what_there_was(tmp_path, begun, code):  # type: ignore[no-untyped-def]
     point, failed, succeeded = -1, 0, False
     while not succeeded:
@@ -294,58 +289,21 @@ def test_a_state_that_grows_a_little_each_time_does_not_get_new_memory_each_time
     assert len(seen) <= 5
 
 
-def test_an_invalid_snapshot_is_put_aside_and_the_older_taken(tmp_path, capsys):  # type: ignore[no-untyped-def]
-    store, _ = open_snapshots(tmp_path)
-    save(store, 1)
-    save(store, 2)
-    (data,) = tmp_path.glob("*/step-000000000002-*-1.safetensors")
-    data.write_bytes(data.read_bytes()[:-1])
-    check(open_snapshots(tmp_path, 2)[1], 1)
-    assert "is not usable" in capsys.readouterr().out
-    assert list(tmp_path.glob("*/*.invalid"))
-
-
-def test_a_future_version_and_a_symbolic_link_are_refused(tmp_path):  # type: ignore[no-untyped-def]
-    store, _ = open_snapshots(tmp_path)
-    save(store, 1)
-    (path,) = tmp_path.glob("*/step-*.json")
-    target = tmp_path / "elsewhere"
-    path.rename(target)
-    path.symlink_to(target)
-    with pytest.raises(manifest.InvalidSnapshotError, match="not a regular file"):
-        manifest.read(path)
-    body = target.read_bytes().replace(b'"version":1', b'"version":3')
-    text = body[: body.rfind(b',"sha256"')] + b"}"
-    import hashlib
-
-    digest = hashlib.sha256(text).hexdigest().encode()
-    path.unlink()
-    path.write_bytes(text[:-1] + b',"sha256":"' + digest + b'"}')
-    with pytest.raises(manifest.InvalidSnapshotError, match="version 3 is not known"):
-        manifest.read(path)
-
-
 # --- Lineage --------------------------------------------------------------------------------
 
 
-def test_what_a_zombie_commits_is_never_loaded(tmp_path):  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("newest", [10, 15])
+def test_what_a_zombie_commits_and_removes_counts_for_nobody(tmp_path, newest):  # type: ignore[no-untyped-def]
+    """Its successor has saved already, or only what it took over."""
     zombie, _ = open_snapshots(tmp_path, 1)
     save(zombie, 10)
     live, loaded = open_snapshots(tmp_path, 2)
     check(loaded, 10)
     for step in (20, 30, 40, 50, 60):
         save(zombie, step)  # retention of the zombie runs as well
-    save(live, 15)
-    check(open_snapshots(tmp_path, 3)[1], 15)
-
-
-def test_a_zombie_cannot_hurt_what_its_successor_took_over(tmp_path):  # type: ignore[no-untyped-def]
-    zombie, _ = open_snapshots(tmp_path, 1)
-    save(zombie, 10)
-    open_snapshots(tmp_path, 2)
-    for step in (20, 30, 40, 50):
-        save(zombie, step)
-    check(open_snapshots(tmp_path, 3)[1], 10)
+    if newest != 10:
+        save(live, newest)
+    check(open_snapshots(tmp_path, 3)[1], newest)
 
 
 def test_a_late_start_of_an_earlier_attempt_is_refused(tmp_path):  # type: ignore[no-untyped-def]
@@ -456,13 +414,12 @@ def test_retention_keeps_the_newest_and_removes_the_rest(tmp_path):  # type: ign
     assert len([n for n in names if n.endswith(".safetensors")]) == 2 * 3
 
 
-def test_a_file_without_a_chunk_is_incomplete(tmp_path):  # type: ignore[no-untyped-def]
+def test_an_invalid_snapshot_is_put_aside_and_the_older_taken(tmp_path, capsys):  # type: ignore[no-untyped-def]
     store, _ = open_snapshots(tmp_path)
     save(store, 1)
-    (path,) = tmp_path.glob("*/step-*.json")
-    found = manifest.read(path)
-    from dataclasses import replace
-
-    with pytest.raises(manifest.InvalidSnapshotError, match="is incomplete"):
-        manifest.decode(replace(found, chunks=found.chunks[1:]).encode())
-    assert json.loads(path.read_bytes())["format"] == "ddpjob-snapshot"
+    save(store, 2)
+    (data,) = tmp_path.glob("*/step-000000000002-*-1.safetensors")
+    data.write_bytes(data.read_bytes()[:-1])
+    check(open_snapshots(tmp_path, 2)[1], 1)
+    assert "is not usable" in capsys.readouterr().out
+    assert list(tmp_path.glob("*/*.invalid"))

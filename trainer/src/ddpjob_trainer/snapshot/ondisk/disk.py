@@ -254,5 +254,5 @@ def remove(path: Path) -> None:
 
 def remove_tree(path: Path) -> None:
     """Remove a directory; what cannot be removed now is left for the next time."""
-    with _operation("rmtree", path), contextlib.suppress(RecursionError):  # deep, made by strangers
+    with _operation("rmtree", path):
         shutil.rmtree(path, ignore_errors=True)
