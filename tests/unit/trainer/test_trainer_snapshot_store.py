@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,26 @@ def test_data_files_are_plain_safetensors(tmp_path):  # type: ignore[no-untyped-
 STEP = 4  # of the save that is disturbed
 
 
+@dataclass
+class At:
+    """A seam that acts once."""
+
+    point: int
+    action: Callable[[], object]
+
+    def __call__(self, operation: str, path: Path) -> None:
+        self.point -= 1
+        if self.point == -1:
+            self.action()
+
+
+def failing(code: int) -> Callable[[], None]:
+    def fail() -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
 @pytest.fixture
 def begun(tmp_path: Path) -> Path:
     """Two attempts; the next save of the second, which keeps two, has files of both to remove."""
@@ -102,26 +122,23 @@ def operations_of_a_save(begun: Path) -> int:
     return len(seen)
 
 
+def is_killed_at(point: int, action: Callable[[], object]) -> bool:
+    """Tell whether there is such a point in the action, done in a process of its own."""
+    pid = os.fork()
+    if pid == 0:
+        disk.seam = At(point, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        action()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
 @pytest.mark.tier("gate")
 def test_killed_at_every_point_of_a_save_the_newest_durable_one_loads(tmp_path, begun):  # type: ignore[no-untyped-def]
     outcomes = []
     for point in range(operations_of_a_save(begun)):
         root = tmp_path / str(point)
         store = again(begun, root)
-        pid = os.fork()
-        if pid == 0:
-            left = point
-
-            def seam(operation: str, path: Path) -> None:
-                nonlocal left
-                if left == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                left -= 1
-
-            disk.seam = seam
-            save(store, STEP)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        assert is_killed_at(point, lambda: save(store, STEP))  # noqa: B023
         for path in root.glob("*/step-*.json"):  # a manifest goes before its data
             manifest.verify(path.parent, manifest.read(path))
         last, loaded = open_snapshots(root, 3, keep=2)
@@ -166,43 +183,14 @@ def test_a_power_cut_takes_no_snapshot(tmp_path, begun, monkeypatch):  # type: i
 
 
 def test_killed_at_every_point_of_a_start_the_parent_still_loads(tmp_path):  # type: ignore[no-untyped-def]
-    point = 0
-    while True:
-        root = tmp_path / str(point)
-        store, _ = open_snapshots(root)
-        save(store, 7)
-        pid = os.fork()
-        if pid == 0:
-            left = point
-
-            def seam(operation: str, path: Path) -> None:
-                nonlocal left
-                if left == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                left -= 1
-
-            disk.seam = seam
-            open_snapshots(root, 2)
-            os._exit(0)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        check(open_snapshots(root, 3)[1], 7)
-        if code == 0:
-            break
+    point, killed = -1, True
+    while killed:
         point += 1
+        root = tmp_path / str(point)
+        save(open_snapshots(root)[0], 7)
+        killed = is_killed_at(point, lambda: open_snapshots(root, 2))  # noqa: B023
+        check(open_snapshots(root, 3)[1], 7)
     assert point > 10
-
-
-@dataclass
-class FailAt:
-    """A seam that fails once."""
-
-    point: int
-    code: int
-
-    def __call__(self, operation: str, path: Path) -> None:
-        self.point -= 1
-        if self.point == -1:
-            raise OSError(self.code, os.strerror(self.code))
 
 
 def test_a_save_that_fails_anywhere_leaves_the_older_ones(tmp_path, begun):  # type: ignore[no-untyped-def]
@@ -210,7 +198,7 @@ def test_a_save_that_fails_anywhere_leaves_the_older_ones(tmp_path, begun):  # t
     for point in range(operations_of_a_save(begun)):
         root = tmp_path / str(point)
         store = again(begun, root)
-        disk.seam = FailAt(point, code)
+        disk.seam = At(point, failing(code))
         try:
             save(store, STEP)
         except OSError as error:
@@ -232,7 +220,7 @@ def test_a_start_that_fails_anywhere_leaves_what_there_was(tmp_path, begun, code
         point += 1
         root = tmp_path / str(point)
         again(begun, root)
-        disk.seam = seam = FailAt(point, code)
+        disk.seam = seam = At(point, failing(code))
         try:
             check(open_snapshots(root, 3, keep=2)[1], STEP - 1)  # a link that fails is a copy
             succeeded = seam.point >= 0
