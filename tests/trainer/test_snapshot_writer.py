@@ -20,21 +20,19 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store
 
 from ddpjob_trainer import accelerator
 from ddpjob_trainer.snapshot.ondisk import checked_json, disk, lineage, manifest
-from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles, data_name
+from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
 from ddpjob_trainer.snapshot.restore import load
 from ddpjob_trainer.snapshot.restore.load import Source
 from ddpjob_trainer.snapshot.save import writer as writer_module
-from ddpjob_trainer.snapshot.save.layout import Captured, Draft, Shares, lay_out
-from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
+from ddpjob_trainer.snapshot.save.layout import Captured
+from ddpjob_trainer.snapshot.save.part_reports import PartReports
 from ddpjob_trainer.snapshot.save.writer import (
     BackpressureLog,
     Outcome,
-    Part,
     Place,
     SnapshotWriter,
-    versions_of,
 )
-from ddpjob_trainer.state.codec import DTYPES, flatten, unflatten
+from ddpjob_trainer.state.codec import flatten, unflatten
 from support.patience import PATIENCE
 from support.snapshots import open_snapshots
 
@@ -92,30 +90,13 @@ class Rank:
     """What a rank's training thread does, without training."""
 
     def __init__(self, rank: int, place: Place, told: Store) -> None:
-        self._rank, self._place = rank, place
-        self.writer = SnapshotWriter(rank, place, PartReports(told, place.writers), CPU)
+        self._rank = rank
+        self.writer = SnapshotWriter(rank, place, PartReports(told, place.writers), CPU, later=True)
 
-    def begin(self, step: int, *, late: bool = False) -> None:
-        rank, nonce = self._rank, self._place.nonce
-        own = {f"rank/{rank}/own": torch.full((3,), rank)}
+    def begin(self, step: int) -> None:
+        own = {f"rank/{self._rank}/own": torch.full((3,), self._rank)}
         captured = Captured(flatten(state(step)), frozenset({"w"}), own)
-        shares = Shares.plan(captured, len(self._place.writers), captured.main_bytes())
-        image = lay_out(captured, shares, rank)
-        buffer = self.writer.pool.take(image.bytes)
-        assert buffer is not None
-        buffer.write(0, image.header)
-        now, later = image.copies(captured)
-        buffer.copy(now if late else (*now, *later), CPU, None)
-        later = later if late else ()
-        shapes = tuple((n, DTYPES[t.dtype], tuple(t.shape)) for n, t in own.items())
-        report = Report(rank, own=shapes, fingerprint=captured.structure.fingerprint)
-        draft = Draft.of(step, captured, shares, {}, nonce) if rank == 0 else None
-        self.writer.submit(
-            Part(
-                step, time.perf_counter(), data_name(step, nonce, rank), image.bytes, buffer,
-                later, None, versions_of(later), report, draft,
-            )
-        )  # fmt: skip
+        self.writer.save(step, time.perf_counter(), captured, {}, captured.main_bytes())
 
 
 class Ranks:
@@ -137,9 +118,9 @@ class Ranks:
         self.writers[rank].close()
         self._ranks[rank] = Rank(rank, self.place, self.told)
 
-    def begin(self, step: int, *, late: bool = False) -> None:
+    def begin(self, step: int) -> None:
         for rank in self._ranks:
-            rank.begin(step, late=late)
+            rank.begin(step)
 
     def settle(self) -> list[Outcome]:
         for writer in self.writers:
@@ -190,11 +171,7 @@ def check(loaded: Source | None, step: int) -> None:
 
 def test_what_three_ranks_save_is_loaded(tmp_path, open_ranks):  # type: ignore[no-untyped-def]
     ranks = open_ranks(tmp_path)
-    assert [ranks.save(step) for step in (1, 2, 3)] == ["", "", ""]
-    ranks.begin(4, late=True)  # copied by the thread
-    for writer in ranks.writers:
-        writer.wait_copied()
-    assert [outcome.text for outcome in ranks.settle()] == [""]
+    assert [ranks.save(step) for step in (1, 2, 3, 4)] == [""] * 4
     check(open_snapshots(tmp_path, 2)[1], 4)
     sizes = [f.stat().st_size for f in ranks.directory.glob("step-000000000004-*.safetensors")]
     assert len(sizes) == RANKS
@@ -399,7 +376,7 @@ def test_who_is_behind_has_no_buffer_and_nobody_waits(tmp_path, open_ranks, monk
     disks = [threading.Event() for _ in range(RANKS)]
     monkeypatch.setattr(disk, "seam", lambda _, path: disks[rank_of(path)].wait(PATIENCE))
     for step in (2, 3):
-        ranks.begin(step, late=True)
+        ranks.begin(step)
     for writer in ranks.writers:
         writer.wait_copied()
     assert not any(writer.pool.free() for writer in ranks.writers)

@@ -14,9 +14,11 @@ import torch
 
 from ddpjob_trainer.accelerator import Accelerator
 from ddpjob_trainer.snapshot.save import staging
+from ddpjob_trainer.snapshot.save.layout import Captured
 from ddpjob_trainer.snapshot.save.part_reports import Report
 from ddpjob_trainer.snapshot.save.staging import Buffer, Pool
 from ddpjob_trainer.snapshot.save.writer import Part, Place, SnapshotWriter, versions_of
+from ddpjob_trainer.state.codec import Flat
 from support.patience import PATIENCE
 
 
@@ -76,7 +78,7 @@ def test_the_thread_says_which_gpu_is_its_own_before_it_asks_for_anything(tmp_pa
     device = Pins()
     reports: Any = None
     tracker = SnapshotWriter(0, Place(tmp_path, 1, "n", 2, (0,)), reports, device)
-    tracker.prepare(5000)
+    tracker.prepare(Captured(Flat({}, {}), frozenset(), {}))
     deadline = time.monotonic() + PATIENCE
     while len(device.calls) < 3:
         assert time.monotonic() < deadline

@@ -1,7 +1,7 @@
 """Make staged parts durable beside training, in two threads of each rank.
 
-manager.py submits a Part after each save. One thread finishes its copy, for which an update may
-have to wait; the other writes it (ondisk/files.py) and posts the result (part_reports.py). Rank 0's
+manager.py calls save() on each rank. One thread finishes the copy, for which an update may have to
+wait; the other writes it (ondisk/files.py) and posts the result (part_reports.py). Rank 0's
 also commits the manifest when all parts are durable, and keeps the outcomes until the training
 thread asks. Copying, writing, fsync and checksums release the interpreter. A rank that is killed
 leaves what was committed, and perhaps half a file that no manifest names.
@@ -19,12 +19,14 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import torch
+
 from ddpjob_trainer.accelerator import Accelerator
 from ddpjob_trainer.errors import PeerLostError
 from ddpjob_trainer.snapshot.ondisk import disk, manifest
-from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
+from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles, data_name
 from ddpjob_trainer.snapshot.ondisk.manifest import Manifest
-from ddpjob_trainer.snapshot.save.layout import Draft
+from ddpjob_trainer.snapshot.save.layout import Captured, Draft, Shares, lay_out
 from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.save.staging import Buffer, Copy, Pool
 from ddpjob_trainer.telemetry.console import say
@@ -33,6 +35,7 @@ END_SECONDS = 5.0
 GONE = "it was removed, or another job has taken over this snapshot directory"
 _LOOK_SECONDS = 0.01  # how often rank 0 looks for the others' results
 _LONG_SECONDS = 60.0  # a wait that is told of
+_SLACK_BYTES = 64 << 10  # numbers in a header get longer
 
 #: As Embedding(max_norm=...) does in its forward.
 _CHANGED = (
@@ -111,9 +114,18 @@ class SnapshotWriter:
     """The threads, and what training may ask of them. Its methods never raise OSError."""
 
     def __init__(
-        self, rank: int, place: Place, reports: PartReports, accelerator: Accelerator
+        self,
+        rank: int,
+        place: Place,
+        reports: PartReports,
+        accelerator: Accelerator,
+        *,
+        later: bool = False,
     ) -> None:
         self._rank = rank
+        self._place = place
+        self._index = place.writers.index(rank) if rank in place.writers else -1
+        self._later = later  # copy what no update changes in the thread
         self.reports = reports
         self._accelerator = accelerator
         self.pool = Pool(accelerator)
@@ -141,9 +153,82 @@ class SnapshotWriter:
 
     # --- For the training thread ---------------------------------------------------------
 
-    def prepare(self, size: int) -> None:
+    def prepare(self, captured: Captured) -> None:
         """Allocate buffers in the background."""
-        self._copies.put(size)
+        with contextlib.suppress(ValueError):  # the first snapshot will say it
+            layout = lay_out(captured, self._shares(captured, captured.main_bytes()), self._index)
+            self._copies.put(layout.bytes + _SLACK_BYTES)
+
+    def _shares(self, captured: Captured, main_bytes: int) -> Shares:
+        return Shares.plan(captured, len(self._place.writers), main_bytes)
+
+    def save(
+        self,
+        step: int,
+        begun: float,
+        captured: Captured | str,
+        config: Mapping[str, Any],
+        main_bytes: int,
+    ) -> None:
+        """Stage this rank's part and have it written. Nobody waits for another.
+
+        ``captured``: or why there is nothing to save. ``main_bytes``: what rank 0 writes alone.
+        """
+        try:
+            if isinstance(captured, str):
+                raise ValueError(captured)
+            part = self._stage(step, begun, captured, config, main_bytes)
+        except (OSError, MemoryError, torch.OutOfMemoryError) as error:
+            text = f"no memory to stage it in: {getattr(error, 'strerror', None) or error}"
+            self.failed(step, begun, text)
+        except ValueError as error:
+            self.failed(step, begun, str(error))
+        else:
+            self.submit(part)
+
+    def _stage(
+        self,
+        step: int,
+        begun: float,
+        captured: Captured,
+        config: Mapping[str, Any],
+        main_bytes: int,
+    ) -> Part:
+        """Lay out what this rank writes, in a buffer already but for what may be copied later."""
+        rank, nonce, accelerator = self._rank, self._place.nonce, self._accelerator
+        shares = self._shares(captured, main_bytes)
+        layout = lay_out(captured, shares, self._index)
+        now, later = layout.copies(captured)
+        if not self._later:
+            now, later = (*now, *later), ()
+        buffer = self.pool.take(layout.bytes)
+        assert buffer is not None, "free() said so"
+        try:
+            buffer.write(0, layout.header)
+            buffer.copy(now, accelerator, accelerator.mark())
+        except BaseException:
+            buffer.busy = False
+            raise
+        structure = captured.structure
+        report = Report(
+            rank,
+            own=tuple((name, *shape) for name, shape in (*structure.own, *structure.part)),
+            fingerprint=structure.fingerprint,
+            parts=captured.part.tree,
+            version=captured.version,
+        )
+        return Part(
+            step,
+            begun,
+            data_name(step, nonce, rank),
+            layout.bytes,
+            buffer,
+            later,
+            accelerator.mark() if later else None,
+            versions_of(later),
+            report,
+            Draft.of(step, captured, shares, config, nonce) if rank == 0 else None,
+        )
 
     def submit(self, part: Part) -> None:
         """Have a part copied and written. What came of it is posted in any case."""
