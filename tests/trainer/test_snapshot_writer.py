@@ -238,9 +238,9 @@ def test_a_rank_killed_at_any_operation_of_its_writer(gang, saving, seam, tmp_pa
     for attempt, (victim, point) in enumerate(points, 2):
         store, loaded = open_snapshots(root, attempt)
         check(loaded, newest)
-        seam.give(victim, point, kill)
 
         def program(rank: int) -> None:
+            seam.give(victim, point, kill)  # noqa: B023
             told = FileStore(str(tmp_path / f"told-{attempt}"), RANKS)  # noqa: B023
             mine = Rank(rank, place_of(root, store.sequence), told)  # noqa: B023
             mine.begin(newest + 1)  # noqa: B023
