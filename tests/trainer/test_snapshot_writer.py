@@ -273,23 +273,28 @@ def test_a_save_that_fails_anywhere_is_told_and_the_next_works(saving, seam):  #
 
 
 @pytest.mark.parametrize("odd", [0, 1])
-@pytest.mark.parametrize("where", ["write", "post"])
+@pytest.mark.parametrize("where", ["copy", "write", "post"])
 def test_any_error_of_a_rank_beside_training_fails_the_save_alone(  # type: ignore[no-untyped-def]
     tmp_path, open_ranks, monkeypatch, where, odd
 ):
     ranks = open_ranks(tmp_path)
     assert ranks.save(1) == ""
     writer, why = ranks.writers[odd], "rank 1: " * odd + "RuntimeError: odd"
-    write = SnapshotFiles.write
+    places = {
+        "copy": (Part, "changed"),
+        "write": (SnapshotFiles, "write"),
+        "post": (writer, "_post"),
+    }
+    place, name = places[where]
+    real = getattr(place, name)
 
-    def fails(*args: Any) -> int:
-        if where == "post" or args[1].endswith(f"-{odd}.safetensors"):
+    def fails(*args: Any) -> Any:
+        files = [getattr(one, "name", one) for one in args]
+        if any(isinstance(one, str) and one.endswith(f"-{odd}.safetensors") for one in files):
             raise RuntimeError("odd")
-        return write(*args)
+        return real(*args)
 
-    monkeypatch.setattr(
-        *((writer, "_post") if where == "post" else (SnapshotFiles, "write")), fails
-    )
+    monkeypatch.setattr(place, name, fails)
     assert ranks.save(2) == why
     monkeypatch.undo()
     assert writer.broken == (where == "post"), "then training makes another"

@@ -82,6 +82,7 @@ def test_the_thread_says_which_gpu_is_its_own_before_it_asks_for_anything(tmp_pa
     deadline = time.monotonic() + PATIENCE
     while len(device.calls) < 3:
         assert time.monotonic() < deadline
+        time.sleep(0.005)
     tracker.close()
     assert [name for name, thread in device.calls if thread != threading.get_ident()] == [
         "enter", "pin", "pin",

@@ -349,8 +349,8 @@ class SnapshotWriter:
             if isinstance(task, int):
                 with contextlib.suppress(OSError, RuntimeError):  # who needs it tries again
                     self.pool.prepare(task)
-            elif self._copy(task):
-                self._writes.put(task)
+            else:
+                self._writes.put(task if self._copy(task) else None)
 
     def _copy(self, part: Part) -> bool:
         try:
