@@ -29,6 +29,7 @@ from ddpjob_trainer.snapshot.save.part_reports import PartReports
 from ddpjob_trainer.snapshot.save.writer import (
     BackpressureLog,
     Outcome,
+    Part,
     Place,
     SnapshotWriter,
 )
