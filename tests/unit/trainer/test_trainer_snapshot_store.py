@@ -51,14 +51,6 @@ def _no_seam() -> Iterator[None]:
     disk.seam = None
 
 
-def test_what_is_saved_comes_back_in_the_next_attempt(tmp_path):  # type: ignore[no-untyped-def]
-    store, loaded = open_snapshots(tmp_path)
-    assert loaded is None
-    for step in (5, 10):
-        save(store, step)
-    check(open_snapshots(tmp_path, 2)[1], 10)
-
-
 def test_data_files_are_plain_safetensors(tmp_path):  # type: ignore[no-untyped-def]
     store, _ = open_snapshots(tmp_path)
     save(store, 5)
@@ -319,16 +311,6 @@ def test_a_claim_without_a_start_record_is_on_no_chain(tmp_path):  # type: ignor
     check(open_snapshots(tmp_path, 2)[1], 5)
 
 
-def test_resume_never_begins_a_chain_that_is_followed_then(tmp_path):  # type: ignore[no-untyped-def]
-    old, _ = open_snapshots(tmp_path, 1)
-    save(old, 50)
-    new, loaded = open_snapshots(tmp_path, 1, uid="new", resume=False)
-    assert loaded is None
-    assert list(tmp_path.glob("*/step-000000000050.json"))  # not removed in haste
-    save(new, 5)
-    check(open_snapshots(tmp_path, 2, uid="new")[1], 5)
-
-
 def test_resume_never_means_the_job_not_each_of_its_attempts(tmp_path):  # type: ignore[no-untyped-def]
     old, _ = open_snapshots(tmp_path, 1, uid="old")
     save(old, 50)
@@ -369,12 +351,6 @@ def test_a_start_record_with_a_flipped_bit_is_not_believed(tmp_path, capsys):  #
     assert set(lineage.read_starts(lineage.Disk(tmp_path))) == {1}
     open_snapshots(tmp_path, 3)
     assert "00000002/start.json is not usable" in capsys.readouterr().out
-
-
-def test_another_job_over_the_same_directory_continues_its_newest_chain(tmp_path):  # type: ignore[no-untyped-def]
-    old, _ = open_snapshots(tmp_path, 7)
-    save(old, 50)
-    check(open_snapshots(tmp_path, 1, uid="another")[1], 50)
 
 
 def test_few_snapshots_and_directories_stay_however_many_attempts(tmp_path):  # type: ignore[no-untyped-def]

@@ -157,29 +157,6 @@ def _forbidden(*_: Any, **__: Any) -> None:
     raise PermissionError(1, "Operation not permitted")
 
 
-@pytest.mark.parametrize("links", [True, False])
-def test_a_link_put_there_after_the_look_is_not_followed(root, tmp_path, monkeypatch, links):  # type: ignore[no-untyped-def]
-    secret, source = tmp_path / "secret", root / "00000001/source"
-    secret.write_bytes(SECRET)
-    source.write_bytes(b"harmless")
-    real = os.link
-
-    def swap(*names: Any, **options: Any) -> None:
-        source.unlink()
-        source.symlink_to(secret)
-        (real if links else _forbidden)(*names, **options)
-
-    monkeypatch.setattr(os, "link", swap)
-    target = root / "00000001/target"
-    if links:
-        with pytest.raises(disk.NotAFileError):
-            disk.link_or_copy(source, target)
-        assert not target.is_symlink()
-    else:
-        disk.link_or_copy(source, target)
-        assert target.read_bytes() == b"harmless"
-
-
 def test_a_copy_that_fails_leaves_nothing(root, monkeypatch):  # type: ignore[no-untyped-def]
     source, target = root / "00000001/source", root / "00000001/target"
     source.write_bytes(bytes(100))
@@ -215,25 +192,6 @@ def test_nothing_outside_is_written_or_removed_through_a_linked_directory(root, 
             action()
     assert sorted(path.name for path in outside.iterdir()) == sorted(names)
     assert all((outside / name).read_bytes() == SECRET for name in names)
-
-
-def test_nothing_outside_is_put_aside_through_a_linked_directory(root, tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
-    """The directory becomes a link after its names were read."""
-    outside = tmp_path / "another"
-    outside.mkdir()
-    (outside / manifest.file_name(2)).write_bytes(SECRET)
-    real = disk.names
-
-    def swap(directory: Path) -> list[str]:
-        found = real(directory)
-        if directory.name == "00000001" and not directory.is_symlink():
-            directory.rename(tmp_path / "away")
-            directory.symlink_to(outside)
-        return found
-
-    monkeypatch.setattr(disk, "names", swap)
-    assert loaded_step(root) is None
-    assert [path.name for path in outside.iterdir()] == [manifest.file_name(2)]
 
 
 def test_an_export_does_not_write_through_a_link(root, tmp_path, capsys):  # type: ignore[no-untyped-def]

@@ -217,11 +217,6 @@ def link_or_copy(source: Path, target: Path) -> None:
             raise
         except OSError:
             _copy(file, target)
-            return
-        linked = os.stat(target.name, dir_fd=here, follow_symlinks=False)
-        if not os.path.samestat(linked, os.fstat(file.fileno())):  # replaced in between
-            os.unlink(target.name, dir_fd=here)
-            raise NotAFileError(source)
 
 
 def _copy(file: BinaryIO, target: Path) -> None:
