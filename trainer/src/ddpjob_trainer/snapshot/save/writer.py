@@ -236,13 +236,15 @@ class SnapshotWriter:
             broken = self._broken
             if not broken:
                 self._parts[part.step] = part
-                self._copying += 1
+                self._copying += bool(part.later)
                 if part.draft is not None:
                     self._snapshots[part.step] = Unfinished(part.step, part.begun, part.draft)
         if broken:  # since it was asked: nobody else would tell
             self.failed(part.step, part.begun, broken)
-        else:
+        elif part.later:
             self._copies.put(part)
+        else:
+            self._writes.put(part)
 
     def failed(self, step: int, begun: float, text: str) -> None:
         """Post that this rank has no part of a snapshot. Raises PeerLostError."""
