@@ -35,7 +35,7 @@ def pss(pid: int) -> int:
 
 
 def family(pid: int) -> list[int]:
-    """A process and its children: the keeper is one."""
+    """A process and its children."""
     found = [pid]
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:

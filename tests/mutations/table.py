@@ -110,7 +110,7 @@ MUTATIONS = (
     Mutation("a file of a snapshot counts before it is durable", SNAPSHOT + "disk.py",
              "            os.fsync(fd)\n    finally:", "            pass\n    finally:",
              TRAINER_TESTS + "test_trainer_snapshot_store.py"),
-    Mutation("a damaged file of a snapshot is loaded", TRAINER + "snapshot/load.py",
+    Mutation("a damaged file of a snapshot is loaded", TRAINER + "snapshot/restore/load.py",
              "if manifest.checksum(stream, file) != file.crc32:",
              "if manifest.checksum(stream, file) < 0:",
              TRAINER_TESTS + "test_trainer_snapshot_store.py"),

@@ -1,4 +1,4 @@
-"""Snapshots by several ranks within one process: the code of trainer and keeper, in turn."""
+"""Snapshots by several ranks within one process: what training and writer threads do, in turn."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.gpu import accelerator
-from ddpjob_trainer.snapshot.keeper.writer import Writer, data_name
-from ddpjob_trainer.snapshot.layout import Captured, Draft, Shares, lay_out
-from ddpjob_trainer.snapshot.load import Source, Span
 from ddpjob_trainer.snapshot.ondisk import manifest
+from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles, data_name
 from ddpjob_trainer.snapshot.ondisk.manifest import Chunk, DataFile, Manifest
-from ddpjob_trainer.snapshot.part_reports import Report
-from ddpjob_trainer.snapshot.resume import Retry
-from ddpjob_trainer.snapshot.resume import resume as resume_from
-from ddpjob_trainer.snapshot.staging import Buffer
+from ddpjob_trainer.snapshot.restore.load import Source, Span
+from ddpjob_trainer.snapshot.restore.resume import Retry
+from ddpjob_trainer.snapshot.restore.resume import resume as resume_from
+from ddpjob_trainer.snapshot.save.layout import Captured, Draft, Shares, lay_out
+from ddpjob_trainer.snapshot.save.part_reports import Report
+from ddpjob_trainer.snapshot.save.staging import Buffer
 from ddpjob_trainer.state.codec import DTYPES, Flat, flatten
 from support.patience import PATIENCE
 
@@ -40,15 +40,15 @@ class Store:
 
     def __post_init__(self) -> None:
         self.nonce = f"{self.sequence:08x}"
-        self._writer = Writer(self.root, self.sequence, self.nonce, self.keep, lambda: None)
+        self.files = SnapshotFiles(self.root, self.sequence, self.nonce, self.keep, lambda: None)
 
     @property
     def directory(self) -> Path:
         """Where this incarnation writes."""
-        return self._writer.directory
+        return self.files.directory
 
     def save(self, step: int, flat: Flat, config: Mapping[str, Any]) -> None:
-        """What ranks and keepers do. Raises OSError."""
+        """What all ranks do. Raises OSError."""
         shared = frozenset(name for name in flat.tensors if not name.startswith(SOLE))
         all_captured = [
             Captured(flat, shared, {f"rank/{rank}/own": torch.full((3,), rank)})
@@ -61,18 +61,18 @@ class Store:
             reports = [self._part(step, captured, shares, rank)
                        for rank, captured in enumerate(all_captured)]  # fmt: skip
         except OSError:
-            self._writer.discard(step)
+            self.files.discard(step)
             raise
-        self._writer.commit(step, draft.manifest(reports).encode())
-        self._writer.retain()
+        self.files.commit(step, draft.manifest(reports).encode())
+        self.files.retain()
 
     def _part(self, step: int, captured: Captured, shares: Shares, rank: int) -> Report:
         image = lay_out(captured, shares, rank)
-        buffer = Buffer.allocate(0, image.bytes, CPU)
+        buffer = Buffer.allocate(image.bytes, CPU)
         buffer.write(0, image.header)
         buffer.copy(sum(image.copies(captured), ()), CPU, None)
-        with memoryview(buffer.memory.numpy().data)[: image.bytes] as content:
-            crc = self._writer.write(data_name(step, self.nonce, rank), content)
+        with buffer.content(image.bytes) as content:
+            crc = self.files.write(data_name(step, self.nonce, rank), content)
         buffer.release(CPU)
         own = tuple((n, DTYPES[t.dtype], tuple(t.shape)) for n, t in captured.own.items())
         return Report(rank, image.bytes, crc, own, captured.structure.fingerprint)
@@ -107,7 +107,7 @@ def open_snapshots(
     retry = Retry(tell, now=lambda: clock.now, wait=clock.wait)
     resumed = resume_from(root, world, anew=not resume, tell=tell, retry=retry)
     store = Store(root, resumed.start.sequence, keep, ranks)
-    store._writer.retain()
+    store.files.retain()
     return store, resumed.source
 
 

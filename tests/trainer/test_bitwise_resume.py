@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,6 @@ from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.gradients import determinism
-from ddpjob_trainer.snapshot.keeper import client
 from ddpjob_trainer.snapshot.ondisk import disk
 from support.busy import busy_machine
 from support.snapshots import await_snapshot
@@ -70,14 +72,14 @@ class Training:
     steps: int = STEPS
     die: tuple[int, int, str] | None = None  # rank, step, place
     at: Callable[[ddp.Run, int], None] | None = None  # called in the middle of each step
-    keeper: str = ""  # what keepers do before and after each of their operations
+    seam: Callable[[str, str, Path], None] | None = None  # (operation, step, path) of a write
     durable: int = 0  # the snapshot of this step must be durable before anybody dies
     staging: str = "auto"
     unreadable: str = ""  # what rank 1 cannot read
 
     def __call__(self, rank: int) -> None:
-        if self.keeper:
-            client.prelude = KEEPER_SEAM.format(body=self.keeper)
+        if self.seam is not None:
+            disk.seam = partial(_seam, self.seam)
         if self.unreadable and rank == 1:
             disk.open_file = self._fails_to_open  # type: ignore[assignment]
         torch.manual_seed(3)
@@ -149,18 +151,17 @@ def fresh(path: Path, **options: object) -> Training:
     return Training(path, **options)  # type: ignore[arg-type]
 
 
-KEEPER_SEAM = """
-import os, time
-from ddpjob_trainer.snapshot.ondisk import disk
-def seam(operation, path):
+def _seam(body: Callable[[str, str, Path], None], operation: str, path: Path) -> None:
     step = path.name.split("-")[1].partition(".")[0].lstrip("0") if "-" in path.name else ""
-    {body}
-disk.seam = seam
-"""
+    body(operation, step, path)
 
 
 @pytest.mark.fault("T1")
 def test_killed_at_every_rank_and_place_equals_undisturbed(gang, tmp_path):  # type: ignore[no-untyped-def]
+    def dies_in_commit(operation: str, step: str, _: Path) -> None:
+        if (operation, step) == ("before rename", "8"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
     undisturbed = fresh(tmp_path / "undisturbed")
     assert gang.run(undisturbed) == {0: 0, 1: 0, 2: 0}
     disturbed = fresh(tmp_path / "disturbed")
@@ -168,18 +169,17 @@ def test_killed_at_every_rank_and_place_equals_undisturbed(gang, tmp_path):  # t
         (2, 1, "before commit"),  # before any snapshot: from the start again
         (1, 5, "before backward"),
         (0, 6, "before commit"),
-        (0, 7, "in its keeper's commit"),
+        (0, 7, "in its commit"),
         (2, 8, "before backward"),
         (1, 11, "before commit"),
         (0, 13, "before backward"),
     ):
         disturbed.die = die
-        in_keeper = 'if (operation, step) == ("before rename", "8"): os.kill(os.getppid(), 9)'
-        disturbed.keeper = in_keeper if die[2].startswith("in") else ""
+        disturbed.seam = dies_in_commit if die[2].startswith("in") else None
         codes = gang.run(disturbed)
         killed = die[0]
         assert codes == {r: -9 if r == killed else 75 for r in range(3)}, gang.log(killed)
-    disturbed.die, disturbed.keeper = None, ""
+    disturbed.die, disturbed.seam = None, None
     with busy_machine():
         assert gang.run(disturbed) == {0: 0, 1: 0, 2: 0}
     assert disturbed.outcome() == undisturbed.outcome()
@@ -277,15 +277,17 @@ def test_what_one_rank_cannot_read_is_taken_by_none(gang, tmp_path):  # type: ig
 def test_a_full_disk_does_not_stop_training(gang, tmp_path):  # type: ignore[no-untyped-def]
     """Rank 2 is slow: that step 8 has failed on rank 0 is known before step 4 can be committed."""
     failed = tmp_path / "failed"
-    full = f"""
-    if operation == "before write" and step in ("8", "12"):
-        if path.name.endswith("-0.safetensors"): open({str(failed)!r}, "w").close()
-        raise OSError(28, "No space left on device")
-    while (operation, step, path.name[-14:]) == ("before write", "4", "-2.safetensors"):
-        if os.path.exists({str(failed)!r}): break
-        time.sleep(0.01)
-    """
-    training = fresh(tmp_path / "t", keeper=full)
+
+    def full(operation: str, step: str, path: Path) -> None:
+        if operation == "before write" and step in ("8", "12"):
+            if path.name.endswith("-0.safetensors"):
+                failed.touch()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if (operation, step, path.name[-14:]) == ("before write", "4", "-2.safetensors"):
+            while not failed.exists():
+                time.sleep(0.01)
+
+    training = fresh(tmp_path / "t", seam=full)
     assert gang.run(training) == {0: 0, 1: 0, 2: 0}
     log = gang.log(0)
     assert "snapshot after step 8 failed: No space left on device" in log

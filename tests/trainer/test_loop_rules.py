@@ -25,8 +25,10 @@ from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.snapshot import load, manager, staging
-from ddpjob_trainer.snapshot.ondisk import manifest
+from ddpjob_trainer.snapshot import manager
+from ddpjob_trainer.snapshot.ondisk import disk, manifest
+from ddpjob_trainer.snapshot.restore import load
+from ddpjob_trainer.snapshot.save import staging
 from ddpjob_trainer.state.codec import unflatten
 from ddpjob_trainer.telemetry import progress
 from ddpjob_trainer.training import shutdown
@@ -369,29 +371,30 @@ def test_who_leaves_the_loop_may_change_the_weights_at_once(gang, tmp_path):  # 
 
 def test_an_error_does_not_wait_for_a_disk(gang, tmp_path, wait_until):  # type: ignore[no-untyped-def]
     """The others cannot know of it before this process has ended."""
-    stopped = tmp_path / "stopped"
 
     def program(rank: int) -> None:
         manager.END_SECONDS = 10 * PATIENCE  # what it would wait without an error
+        stuck = threading.Event()
+
+        def never_answers(operation: str, path: Path) -> None:
+            if operation == "before fsync" and path.name.endswith(".safetensors"):
+                stuck.set()
+                threading.Event().wait()
+
+        disk.seam = never_answers
         run = ddp.start(
             total_steps=6, global_batch=6, snapshot_dir=tmp_path / "s", snapshot_every=2
         )
         wrapped = prepared(run)
-        snapshots = run._process.snapshots
         for step in run.steps(DATA):
             for (x,) in step.batches:
                 step.backward(wrapped(x).sum())
             step.commit()
-            if step.index == 1:
-                wait_until(lambda: snapshots._writer._keeper, "the keeper runs")
-                stopped.write_text(str(snapshots._writer._keeper.pid))
-                os.kill(int(stopped.read_text()), signal.SIGSTOP)
+            if step.index == 2:
+                assert stuck.wait(PATIENCE)
                 raise KeyError("bug")
 
-    try:
-        assert gang.run(program, world=1) == {0: 1}, gang.log(0)
-    finally:
-        os.kill(int(stopped.read_text()), signal.SIGKILL)
+    assert gang.run(program, world=1) == {0: 1}, gang.log(0)
     assert "KeyError: 'bug'" in gang.log(0)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -18,9 +17,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
-from ddpjob_trainer.snapshot import load, staging
 from ddpjob_trainer.snapshot.ondisk import checked_json, manifest
-from ddpjob_trainer.snapshot.part_reports import PartReports, Report
+from ddpjob_trainer.snapshot.restore import load
+from ddpjob_trainer.snapshot.save import staging
+from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
 from ddpjob_trainer.state.codec import unflatten
 from support.snapshots import await_snapshot
 
@@ -86,49 +86,47 @@ class Notes:
         self.value = state["value"]
 
 
-@pytest.mark.parametrize("odd", [0, 1])
-def test_a_state_that_cannot_be_stored_is_a_failed_snapshot(gang, tmp_path, odd):  # type: ignore[no-untyped-def]
+UNLIKE = "rank {} holds parameters or optimizer state of other names or shapes"
+FAILURES = [
+    ("value", 0, "cannot store registered/notes/value: a set"),
+    ("value", 1, "rank 1: cannot store registered/notes/value: a set"),
+    ("shape", 0, UNLIKE.format(1)),  # divided between them, parts would not belong together
+    ("shape", 2, UNLIKE.format(2)),
+    ("memory", 2, "rank 2: no memory to stage it in: Cannot allocate memory; training goes on"),
+]
+
+
+@pytest.mark.parametrize(("what", "odd", "why"), FAILURES)
+def test_what_fails_on_one_rank_costs_one_snapshot(gang, tmp_path, what, odd, why):  # type: ignore[no-untyped-def]
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
     def program(rank: int) -> None:
         run, wrapped = begin(tmp_path / "snapshots", snapshot_keep=9)
         notes = Notes()
         run.register("notes", notes)
+        take = staging.Pool.take
 
         def each(step: int) -> None:
-            bad = rank == odd and step == 3
-            notes.value = {1} if bad else step
+            notes.value, bad = step, rank == odd and step == 3
+            if what == "value":
+                notes.value = {1} if bad else step
+            if what == "memory":
+                staging.Pool.take = full if bad else take
+            optimizer = run._ready("the test").state.registered["optimizer"]
+            mine = optimizer.state[next(wrapped.parameters())]
+            if what == "shape" and bad:
+                mine["mine"] = torch.full((5,), 7.0)
+            if step == 5:
+                mine.pop("mine", None)
 
         train(run, wrapped, each)
         run.finish()
 
     assert gang.run(program) == {0: 0, 1: 0, 2: 0}, gang.log(0)
     assert list(stored(tmp_path / "snapshots")) == [2, 6]
-    why = "rank 1: " * odd + "cannot store registered/notes/value: a set"
     assert f"snapshot after step 4 failed: {why}" in gang.log(0)
     assert not list(tmp_path.glob("snapshots/*/step-000000000004-*"))
-
-
-def test_what_cannot_be_stored_of_a_shared_out_optimizer_fails_the_snapshot_alone(gang, tmp_path):  # type: ignore[no-untyped-def]
-    """Each rank stores its own part: the one that cannot says so."""
-
-    def program(rank: int) -> None:
-        run = ddp.start(
-            total_steps=6, global_batch=6, snapshot_dir=tmp_path / "snapshots", snapshot_every=2
-        )
-        model = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 2))
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
-        wrapped, _ = run.prepare(model, optimizer, bucket_cap_mb=0.001)
-
-        def each(step: int) -> None:
-            if rank == 1 and step in (3, 4):
-                next(iter(optimizer.optim.state.values()))["odd"] = {1} if step == 3 else 1
-
-        train(run, wrapped, each)
-        run.finish()
-
-    assert gang.run(program) == {0: 0, 1: 0, 2: 0}, gang.log(0)
-    assert list(stored(tmp_path / "snapshots")) == [2, 6]
-    why = "rank 1: cannot store registered/optimizer/state/.*odd: a set"
-    assert re.search(f"snapshot after step 4 failed: {why}", gang.log(0))
 
 
 def shared_out(directory: Path, unseen: int | None = None) -> Callable[[int], None]:
@@ -204,8 +202,7 @@ def test_what_a_rank_that_writes_nothing_holds_of_the_optimizer_is_stored_by_ran
     assert "resuming after step 8" in gang.log(0)
 
 
-@pytest.mark.parametrize("error", [FileNotFoundError("gone"), ValueError("odd")])
-def test_an_error_in_a_state_dict_is_the_scripts_own(gang, tmp_path, error):  # type: ignore[no-untyped-def]
+def test_an_error_in_a_state_dict_is_the_scripts_own(gang, tmp_path):  # type: ignore[no-untyped-def]
     """Others may wait for this rank in there: it must not train on."""
 
     def program(rank: int) -> None:
@@ -215,7 +212,7 @@ def test_an_error_in_a_state_dict_is_the_scripts_own(gang, tmp_path, error):  # 
 
         def each(step: int) -> None:
             def fails() -> dict[str, Any]:
-                raise error
+                raise ValueError("odd")
 
             if rank == 1 and step == 3:
                 notes.state_dict = fails  # type: ignore[method-assign]
@@ -223,31 +220,7 @@ def test_an_error_in_a_state_dict_is_the_scripts_own(gang, tmp_path, error):  # 
         train(run, wrapped, each)
 
     assert gang.run(program) == {0: 75, 1: 1, 2: 75}, gang.log(0)
-    assert str(error) in gang.log(1)
-
-
-@pytest.mark.parametrize("odd", [0, 2])
-def test_what_only_one_rank_has_among_what_all_share_is_no_snapshot(gang, tmp_path, odd):  # type: ignore[no-untyped-def]
-    """Divided between them, parts would not belong together."""
-
-    def program(rank: int) -> None:
-        run, wrapped = begin(tmp_path / "snapshots", snapshot_keep=9)
-
-        def each(step: int) -> None:
-            optimizer = run._ready("the test").state.registered["optimizer"]
-            mine = optimizer.state[next(wrapped.parameters())]
-            if rank == odd and step == 3:
-                mine["mine"] = torch.full((5,), 7.0)
-            if rank == odd and step == 5:
-                del mine["mine"]
-
-        train(run, wrapped, each)
-        run.finish()
-
-    assert gang.run(program) == {0: 0, 1: 0, 2: 0}, gang.log(0)
-    assert list(stored(tmp_path / "snapshots")) == [2, 6]
-    why = f"rank {max(odd, 1)} holds parameters or optimizer state of other names or shapes"
-    assert f"snapshot after step 4 failed: {why}" in gang.log(0)
+    assert "ValueError: odd" in gang.log(1)
 
 
 def test_while_writers_are_behind_no_state_is_collected(gang, tmp_path):  # type: ignore[no-untyped-def]
@@ -273,36 +246,9 @@ def test_while_writers_are_behind_no_state_is_collected(gang, tmp_path):  # type
     assert "no snapshot after step 4" not in gang.log(0)  # it is no alarm yet
 
 
-def test_no_memory_to_stage_it_in_is_a_failed_snapshot(gang, tmp_path):  # type: ignore[no-untyped-def]
-    def program(rank: int) -> None:
-        run, wrapped = begin(tmp_path / "snapshots", snapshot_keep=9)
-        take = staging.Pool.take
-
-        def full(pool: staging.Pool, size: int) -> staging.Buffer | None:
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-        def each(step: int) -> None:
-            staging.Pool.take = full if rank == 2 and step == 3 else take
-
-        train(run, wrapped, each)
-        run.finish()
-
-    assert gang.run(program) == {0: 0, 1: 0, 2: 0}, gang.log(0)
-    assert list(stored(tmp_path / "snapshots")) == [2, 6]
-    why = "rank 2: no memory to stage it in: Cannot allocate memory; training goes on"
-    assert f"snapshot after step 4 failed: {why}" in gang.log(0)
-    assert not list(tmp_path.glob("snapshots/*/step-000000000004-*"))
-
-
-def children(pid: int) -> list[int]:
-    """The keeper, for one."""
-    found = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for path in found for child in path.read_text().split()]
-
-
 @pytest.mark.fault("S5", "N7")
 def test_a_stopped_gang_that_wakes_up_later_hurts_nobody(gang, tmp_path, wait_until):  # type: ignore[no-untyped-def]
-    """Ranks and keepers of attempt 1, in the midst of a step, while attempt 2 trains on."""
+    """All ranks of attempt 1, in the midst of a step, while attempt 2 trains on."""
     root, go = tmp_path / "snapshots", tmp_path / "go"
     total = 12
 
@@ -332,8 +278,7 @@ def test_a_stopped_gang_that_wakes_up_later_hurts_nobody(gang, tmp_path, wait_un
         zombies.start(program, env=env(1))
         wait_until(lambda: len(list(tmp_path.glob("there-*"))) == 3, "attempt 1 in step 5")
         await_snapshot(root / "00000001", 4)
-        stopped = [pid for rank in zombies.pids.values() for pid in (rank, *children(rank))]
-        assert len(stopped) >= 6, "each rank has a keeper"
+        stopped = list(zombies.pids.values())
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
         go.touch()

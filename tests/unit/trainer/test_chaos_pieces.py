@@ -461,7 +461,7 @@ def test_the_late_kill_waits_for_the_snapshot_before_it(
     looks: list[int] = []
 
     def look() -> None:
-        """The keeper is slow; in another incarnation's directory a later one may lie."""
+        """The writer is slow; in another incarnation's directory a later one may lie."""
         gate = int.from_bytes((tmp_path / GATE).read_bytes(), "little")
         looks.append(gate)
         for name in ("01/step-000000000000", "00/step-000000000009"):

@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed import TCPStore
 
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.snapshot import load
-from ddpjob_trainer.snapshot.keeper.writer import data_name
-from ddpjob_trainer.snapshot.layout import Captured, Draft, Shares, lay_out
-from ddpjob_trainer.snapshot.load_state import _only
 from ddpjob_trainer.snapshot.ondisk import manifest
-from ddpjob_trainer.snapshot.part_reports import PartReports, Report
+from ddpjob_trainer.snapshot.ondisk.files import data_name
+from ddpjob_trainer.snapshot.restore import load
+from ddpjob_trainer.snapshot.restore.load_state import _only
+from ddpjob_trainer.snapshot.save.layout import Captured, Draft, Shares, lay_out
+from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.stateful import Divided
 from support.snapshots import Store, open_snapshots
@@ -69,7 +69,7 @@ def registered(model: nn.Module, optimizer: Any) -> TrainingState:
 
 
 def save(store: Store, step: int, every: list[Captured]) -> None:
-    """What ranks and keepers do, as support.snapshots does it for what all ranks hold."""
+    """What all ranks do, as support.snapshots does it for what all ranks hold."""
     shares = Shares.plan(every[0], len(every), every[0].main_bytes())
     reports = []
     for rank, captured in enumerate(every):
@@ -79,7 +79,7 @@ def save(store: Store, step: int, every: list[Captured]) -> None:
         for at, tensor in sum(image.copies(captured), ()):
             raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
             content[at : at + len(raw)] = raw
-        crc = store._writer.write(data_name(step, store.nonce, rank), memoryview(content))
+        crc = store.files.write(data_name(step, store.nonce, rank), memoryview(content))
         structure = captured.structure
         own = tuple((name, *shape) for name, shape in (*structure.own, *structure.part))
         parts = captured.part.tree
@@ -88,7 +88,7 @@ def save(store: Store, step: int, every: list[Captured]) -> None:
             Report(rank, image.bytes, crc, own, structure.fingerprint, parts=parts, version=version)
         )
     draft = Draft.of(step, every[0], shares, {}, store.nonce)
-    store._writer.commit(step, draft.manifest(reports).encode())
+    store.files.commit(step, draft.manifest(reports).encode())
 
 
 def captured_by(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: int) -> list[Captured]:

@@ -7,10 +7,9 @@ from typing import Any
 
 from torch._C._distributed_c10d import HashStore
 
-from ddpjob_trainer.snapshot import writer
-from ddpjob_trainer.snapshot.keeper.process import GONE
-from ddpjob_trainer.snapshot.part_reports import PartReports, Report
-from ddpjob_trainer.snapshot.writer import BackpressureLog, Unfinished, failed
+from ddpjob_trainer.snapshot.save import writer
+from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
+from ddpjob_trainer.snapshot.save.writer import GONE, BackpressureLog, Unfinished, failed
 
 
 def test_it_is_said_again_each_time_that_the_wait_has_doubled(monkeypatch):  # type: ignore[no-untyped-def]
@@ -26,7 +25,8 @@ def test_it_is_said_again_each_time_that_the_wait_has_doubled(monkeypatch):  # t
     assert told == [60, 120, 240, 480, 960]
     said.over()
     assert "that of step 8 for 70 s by rank 2. Is its volume slow, or stuck?" in at(70)
-    oldest.asked = True
+    reports.post(8, Report(2))
+    assert reports.complete(8)  # rank 0 is writing the manifest
     said.over()
     assert "by rank 0." in at(70)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import queue
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +13,12 @@ import pytest
 import torch
 
 from ddpjob_trainer.gpu.accelerator import Accelerator
-from ddpjob_trainer.snapshot import staging, writer
-from ddpjob_trainer.snapshot.part_reports import Report
-from ddpjob_trainer.snapshot.staging import Buffer, Pool
-from ddpjob_trainer.snapshot.writer import Part, Place, SnapshotWriter, versions_of
+from ddpjob_trainer.snapshot.save import staging
+from ddpjob_trainer.snapshot.save.layout import Captured
+from ddpjob_trainer.snapshot.save.part_reports import Report
+from ddpjob_trainer.snapshot.save.staging import Buffer, Pool
+from ddpjob_trainer.snapshot.save.writer import Part, Place, SnapshotWriter, versions_of
+from ddpjob_trainer.state.codec import Flat
 from support.patience import PATIENCE
 
 
@@ -59,8 +60,6 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same_and_told_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(staging, "_told_unpinned", False)
-    gc.collect()  # what earlier tests left open
-    before = len(list(Path("/proc/self/fd").iterdir()))
     device = Pins(full=True)
     pool = Pool(device)
     pool.prepare(5000)
@@ -70,45 +69,24 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same_and_told_once(
     assert buffer.memory[8:24].view(torch.float32).tolist() == [0, 1, 2, 3]
     buffer.busy = False
     pool.close()
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
     words = capfd.readouterr().err
     assert words.count("cannot be page-locked (CUDA error: out of memory (2))") == 1
 
 
-def test_the_thread_says_which_gpu_is_its_own_before_it_asks_for_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_thread_says_which_gpu_is_its_own_before_it_asks_for_anything(tmp_path: Path) -> None:
     """Else each rank's would make a context on the first."""
-    monkeypatch.setattr(writer, "KeeperProcess", Keeper)
     device = Pins()
     reports: Any = None
     tracker = SnapshotWriter(0, Place(tmp_path, 1, "n", 2, (0,)), reports, device)
-    tracker.prepare(5000)
-    try:
-        assert Keeper.made.wait(PATIENCE)
-    finally:
-        tracker.close()
-    names = [name for name, thread in device.calls if thread != threading.get_ident()]
-    assert names[0] == "enter"
-
-
-class Keeper:
-    """Is told what to do, and does nothing."""
-
-    made = threading.Event()
-
-    def __init__(self) -> None:
-        self.channel = os.eventfd(0)
-        self.made.set()
-
-    def tell(self, *_: object) -> None:
-        pass
-
-    def answers(self) -> list[Any]:
-        return []
-
-    def end(self, seconds: float = 0) -> None:
-        os.close(self.channel)
+    tracker.prepare(Captured(Flat({}, {}), frozenset(), {}))
+    deadline = time.monotonic() + PATIENCE
+    while len(device.calls) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    tracker.close()
+    assert [name for name, thread in device.calls if thread != threading.get_ident()] == [
+        "enter", "pin", "pin",
+    ]  # fmt: skip
 
 
 def test_copies_are_waited_for_once() -> None:
@@ -120,18 +98,15 @@ def test_copies_are_waited_for_once() -> None:
             return super().saving(ready)
 
     device = Counts()
-    buffer = Buffer.allocate(0, 100, device)
+    buffer = Buffer.allocate(100, device)
     buffer.copy([(n, torch.ones(1)) for n in range(0, 64, 4)], device, "mark")
     assert waits == ["mark"]
     assert buffer.memory[:64].view(torch.float32).tolist() == [1.0] * 16
     buffer.release(device)
 
 
-def test_what_changes_while_it_is_copied_is_no_snapshot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_changes_while_it_is_copied_is_no_snapshot(tmp_path: Path) -> None:
     """Half of it might be of the next step: Embedding(max_norm=...) writes in its forward."""
-    monkeypatch.setattr(writer, "KeeperProcess", Keeper)
     device = Pins()
     told: queue.Queue[tuple[int, Report]] = queue.Queue()
     reports: Any = SimpleNamespace(post=lambda *found: told.put(found))

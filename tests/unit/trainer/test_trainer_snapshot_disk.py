@@ -6,12 +6,13 @@ import errno
 import fcntl
 import mmap
 import os
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ddpjob_trainer.snapshot.keeper import writer as writer_module
-from ddpjob_trainer.snapshot.ondisk import disk
+from ddpjob_trainer.snapshot.ondisk import disk, files
 
 BLOCK = 4096
 
@@ -42,18 +43,6 @@ def writes(monkeypatch) -> list[tuple[bool, int]]:  # type: ignore[no-untyped-de
     return seen
 
 
-def refuse(monkeypatch, number: int) -> None:  # type: ignore[no-untyped-def]
-    """Every write past the cache fails."""
-    real = os.write
-
-    def write(fd: int, data: memoryview) -> int:
-        if is_direct(fd):
-            raise OSError(number, os.strerror(number))
-        return real(fd, data)
-
-    monkeypatch.setattr(os, "write", write)
-
-
 @pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 7])
 def test_whole_blocks_go_past_the_cache_and_the_rest_through_it(tmp_path, writes, size):  # type: ignore[no-untyped-def]
     content = aligned(size)
@@ -63,31 +52,31 @@ def test_whole_blocks_go_past_the_cache_and_the_rest_through_it(tmp_path, writes
     assert writes == [(True, whole)] * (whole > 0) + [(False, size % BLOCK)] * (size % BLOCK > 0)
 
 
-def test_a_short_write_goes_on_through_the_cache(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
-    real = os.write
-    monkeypatch.setattr(
-        os, "write", lambda fd, data: real(fd, data[:512] if is_direct(fd) else data)
-    )
-    content = aligned(4 * BLOCK)
-    disk.write_new(tmp_path / "file", [content], past_cache=True)
-    assert (tmp_path / "file").read_bytes() == bytes(content)
+def refuses(fd: int, data: memoryview, write: Any) -> int:
+    """As a file system that takes the flag and not the write."""
+    if is_direct(fd):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    return int(write(fd, data))
 
 
-def test_memory_that_is_not_aligned_is_written_all_the_same(tmp_path):  # type: ignore[no-untyped-def]
-    content = aligned(4 * BLOCK + 3)[3:]
-    disk.write_new(tmp_path / "file", [content], past_cache=True)
-    assert (tmp_path / "file").read_bytes() == bytes(content)
+def is_short(fd: int, data: memoryview, write: Any) -> int:
+    return int(write(fd, data[:512] if is_direct(fd) else data))
 
 
-def test_a_file_system_that_takes_the_flag_and_refuses_the_write(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
-    refuse(monkeypatch, errno.EINVAL)
-    content = aligned(2 * BLOCK)
+@pytest.mark.parametrize("odd", [refuses, is_short, None], ids=["refused", "short", "not aligned"])
+def test_what_cannot_go_past_the_cache_goes_through_it(tmp_path, monkeypatch, odd):  # type: ignore[no-untyped-def]
+    if odd is not None:
+        monkeypatch.setattr(os, "write", partial(odd, write=os.write))
+    content = aligned(4 * BLOCK + 3)[0 if odd else 3 :]
     disk.write_new(tmp_path / "file", [content], past_cache=True)
     assert (tmp_path / "file").read_bytes() == bytes(content)
 
 
 def test_a_full_disk_is_told_and_not_tried_again(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
-    refuse(monkeypatch, errno.ENOSPC)
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
     with pytest.raises(OSError, match="No space left"):
         disk.write_new(tmp_path / "file", [aligned(2 * BLOCK)], past_cache=True)
 
@@ -108,8 +97,8 @@ def test_a_file_system_that_cannot(tmp_path, monkeypatch, writes):  # type: igno
 
 
 def test_only_large_parts_go_past_the_cache(tmp_path: Path, monkeypatch, writes):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(writer_module, "_PAST_CACHE_BYTES", 3 * BLOCK)
-    writer = writer_module.Writer(tmp_path, 1, "n", 2, lambda: None)
+    monkeypatch.setattr(files, "_PAST_CACHE_BYTES", 3 * BLOCK)
+    writer = files.SnapshotFiles(tmp_path, 1, "n", 2, lambda: None)
     writer.directory.mkdir(parents=True)
     for blocks in (2, 3):
         writer.write(f"part-{blocks}", aligned(blocks * BLOCK))

@@ -11,8 +11,8 @@ from torch import nn
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.ema import make_ema
-from ddpjob_trainer.snapshot import load
 from ddpjob_trainer.snapshot.ondisk import manifest
+from ddpjob_trainer.snapshot.restore import load
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.codec import Flat
 from support.snapshots import memory_source, open_snapshots

@@ -114,10 +114,6 @@ def test_one_that_is_marked_after_its_upload_is_marked_in_the_store(store, tmp_p
     assert (found.config["seed"], found.config["finished"]) == (1, 2)
 
 
-def test_an_empty_store_is_no_error(store, tmp_path):  # type: ignore[no-untyped-def]
-    assert bring(store, tmp_path / "a", 1) is None
-
-
 def test_a_disk_of_an_earlier_attempt_takes_the_later_one_from_the_store(store, tmp_path):  # type: ignore[no-untyped-def]
     disk, uploader = begin(tmp_path / "a", store)
     save(disk, 1)
@@ -168,14 +164,6 @@ def test_two_that_begin_at_once_have_two_numbers():  # type: ignore[no-untyped-d
     drawn = {draw([1_500_000]) for _ in range(20)}
     assert len(drawn) >= 19  # of a million numbers: two may be the same
     assert all(number > 1_500_000 for number in drawn)
-
-
-def test_a_strangers_highest_number_leaves_numbers_for_us(tmp_path):  # type: ignore[no-untyped-def]
-    store = Store(f"memory://{uuid.uuid4().hex}")
-    store.write(999999999999999, "any", b"")
-    save((begun := begin(tmp_path / "a", store))[0], 3)
-    begun[1].upload(3)
-    assert bring(store, tmp_path / "b", 2) == 3
 
 
 def test_few_stay_however_many_attempts(store, tmp_path):  # type: ignore[no-untyped-def]

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.snapshot import resume
 from ddpjob_trainer.snapshot.ondisk import disk, manifest
+from ddpjob_trainer.snapshot.restore import resume
 from ddpjob_trainer.state.codec import flatten
 from support.snapshots import Clock, open_snapshots
 
@@ -33,7 +33,7 @@ def unreadable(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
     return make
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM])
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EACCES])
 def test_what_the_disk_does_not_give_back_gives_way_to_the_older(  # type: ignore[no-untyped-def]
     tmp_path, unreadable, monkeypatch, capsys, code
 ):
@@ -56,10 +56,13 @@ def test_when_nothing_can_be_read_training_does_not_start_anew(tmp_path, unreada
         open_snapshots(tmp_path, 2)
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
-@pytest.mark.parametrize("words", ["-000000000010-", "000000000010.json", "start.json"])
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [("-000000000010-", errno.EIO), ("000000000010.json", errno.ESTALE),
+     ("start.json", errno.ETIMEDOUT)],
+)  # fmt: skip
 def test_a_disk_that_fails_for_a_moment_costs_no_step(  # type: ignore[no-untyped-def]
-    tmp_path, monkeypatch, capsys, code, words
+    tmp_path, monkeypatch, capsys, words, code
 ):
     store, _ = open_snapshots(tmp_path, 1)
     store.save(5, flatten({"n": 5, "w": torch.ones(3)}), {})

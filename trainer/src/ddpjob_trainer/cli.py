@@ -165,12 +165,6 @@ def _add_snapshot(commands: Any) -> None:
         one.add_argument("directory", type=Path, metavar="DIR", help=where)
     one.add_argument("out", type=Path, metavar="FILE", help="file to write; must not exist")
     one.add_argument("--step", type=int, metavar="N", help="which one (default: the newest valid)")
-    one.add_argument(
-        "--format",
-        choices=("safetensors", "torch"),
-        default="safetensors",
-        help="safetensors (default); torch: a state_dict as torch.save writes it",
-    )
 
 
 def _snapshot(options: argparse.Namespace) -> int:
@@ -183,9 +177,7 @@ def _snapshot(options: argparse.Namespace) -> int:
             return commands.ls(options.directory)
         if options.verb == "verify":
             return commands.verify(options.directory)
-        return commands.export(
-            options.directory, options.out, step=options.step, format_=options.format
-        )
+        return commands.export(options.directory, options.out, step=options.step)
     except (SnapshotToolError, OSError) as error:
         print(f"ddpjob-trainer: {error}", file=sys.stderr)
         return 1

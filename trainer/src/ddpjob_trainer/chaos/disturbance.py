@@ -166,7 +166,7 @@ class Disturbance:
                 self._pause(kill.delay * self._usual_return())
             return
         if kill.saved:
-            # First wait before that snapshot, which a keeper that is behind would skip.
+            # First wait before that snapshot, which a writer that is behind would skip.
             self._await_snapshot(self._snapshot_before(kill.step) - 1)
             self._await_snapshot(kill.step)
             # A restart after the last step would have no step to compare.

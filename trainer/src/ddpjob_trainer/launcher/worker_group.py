@@ -286,7 +286,7 @@ class WorkerGroup:
     def is_gone(self, spared: Collection[int]) -> bool:
         """Return whether all workers and descendants are gone; kill the descendants left.
 
-        A process that a worker left behind, such as the keeper of its snapshots, has become the
+        A process that a worker left behind, such as the uploader of its snapshots, has become the
         launcher's child. ``spared``: children that outlive the round.
         """
         if self.running:

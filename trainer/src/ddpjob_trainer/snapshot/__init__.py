@@ -1,7 +1,7 @@
 """Snapshots: make them beside training, and go on from them.
 
-manager: a run's snapshots, called by the loop. Out: training_state (capture) -> layout -> staging
--> writer, whose keeper writes (ondisk) -> part_reports (agree) -> layout.Draft (the manifest);
-remote copies what is durable to an object store. Back: remote -> resume (choose, agree, bring) ->
-load (bytes) -> load_state (objects) -> training_state. For people: reader, commands, weights.
+manager: a run's snapshots, called by the loop. Out: training_state (capture) -> save/ (layout,
+staging, writer, part_reports) -> ondisk/ (data files, then the manifest); remote/ copies what is
+durable to an object store. Back: remote/ -> restore/ (resume, load, load_state) -> training_state;
+origin compares the run with the one before. For people: reader, commands, weights.
 """

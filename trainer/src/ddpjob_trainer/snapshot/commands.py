@@ -7,19 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import secrets
 import sys
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors.torch import save_file
 
 from ddpjob_trainer.snapshot import weights
 from ddpjob_trainer.snapshot.ondisk import disk, manifest
 from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError
-from ddpjob_trainer.snapshot.reader import Snapshot, SnapshotToolError, find, read_snapshot
+from ddpjob_trainer.snapshot.reader import SnapshotToolError, find, read_snapshot
 
 
 def ls(root: Path) -> int:
@@ -65,47 +59,23 @@ def _is_gone(path: Path) -> bool:
     return False
 
 
-def export(root: Path, out: Path, *, step: int | None, format_: str) -> int:
-    """Write a snapshot to something that needs nothing of ours; return 0.
+def export(root: Path, out: Path, *, step: int | None) -> int:
+    """Write a snapshot's model to a safetensors file that needs nothing of ours; return 0.
 
-    ``step`` None takes the newest that is valid, as a resume would. ``format_`` safetensors or
-    torch: a file of the model's state_dict, tied weights under each of their names. Raises
-    SnapshotToolError, OSError.
+    ``step`` None takes the newest that is valid, as a resume would. Tied weights come under each of
+    their names. Raises SnapshotToolError, OSError.
     """
     if out.exists():
         raise SnapshotToolError(f"{out} exists; choose another file or remove it")
     found = read_snapshot(root, step)
     model = {name: found.model[name] for name in found.model if name not in found.caches}
-    extra = _extra_state(found)
-    # Of a name that nobody can have put there: a link would be followed.
-    temporary = out.with_name(f"{out.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        if format_ == "torch":
-            torch.save({**model, **extra}, temporary)
-        else:
-            about = {"format": "pt", "step": str(found.step)}
-            save_file(
-                model, temporary, metadata={**about, "config": json.dumps(dict(found.config))}
-            )
-            weights.order_header(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.rename(out)
-        disk.sync_directory(out.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-    if extra and format_ != "torch":
+    weights.write(out, model, {"step": str(found.step), "config": json.dumps(dict(found.config))})
+    if extra := ", ".join(name or "the model" for name in found.extra_state()):
         print(
-            f"warning: {', '.join(extra)} is not in {out}, as safetensors hold tensors only:"
-            " use --format torch, or load it with strict=False",
+            f"warning: the extra state of {extra} is not in {out}, which holds tensors only: load"
+            " it with strict=False, and the rest by read_snapshot(DIR).extra_state()",
             file=sys.stderr,
         )
     size = out.stat().st_size / 2**20
     print(f"{out}: {len(model)} tensors of step {found.step}, {size:.1f} MiB", file=sys.stderr)
     return 0
-
-
-def _extra_state(found: Snapshot) -> dict[str, Any]:
-    """Return what get_extra_state() gave, under the names that state_dict() has for it."""
-    key = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
-    return {f"{n}.{key}" if n else key: value for n, value in found.extra_state().items()}

@@ -1,18 +1,16 @@
 """Snapshots as the loop sees them: restore once, save when due.
 
-Every rank stages its part and trains on; keepers write. Failing to save is no reason to stop
+Every rank stages its part and trains on; a thread writes. Failing to save is no reason to stop
 training: it is said, counted, and tried again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -21,23 +19,19 @@ from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.environment import SnapshotSettings
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot import origin
-from ddpjob_trainer.snapshot.keeper.client import END_SECONDS
-from ddpjob_trainer.snapshot.keeper.writer import data_name
-from ddpjob_trainer.snapshot.layout import Captured, Draft, Shares, lay_out
 from ddpjob_trainer.snapshot.origin import Config, compare
-from ddpjob_trainer.snapshot.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.remote.client import Uploads, fetch_if_newer
-from ddpjob_trainer.snapshot.resume import Resumed, resume
-from ddpjob_trainer.snapshot.staging import Pool
-from ddpjob_trainer.snapshot.training_state import TrainingState
-from ddpjob_trainer.snapshot.writer import (
+from ddpjob_trainer.snapshot.restore.resume import Resumed, resume
+from ddpjob_trainer.snapshot.save.layout import Captured
+from ddpjob_trainer.snapshot.save.part_reports import PartReports
+from ddpjob_trainer.snapshot.save.writer import (
+    END_SECONDS,
     BackpressureLog,
-    Part,
     Place,
     SnapshotWriter,
     failed,
-    versions_of,
 )
+from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.codec import UnstorableError
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.progress import Progress
@@ -46,7 +40,6 @@ _FAILING_SECONDS = 0.5
 #: After the last step, which may be that of a SIGTERM with its grace period; and on the way out.
 _LAST_UPLOAD_SECONDS = 15.0
 _UPLOAD_SECONDS = 300.0
-_SLACK_BYTES = 64 << 10  # numbers in a header get longer
 
 
 class Snapshots:
@@ -61,7 +54,6 @@ class Snapshots:
         self._writer: SnapshotWriter | None = None
         self._hook: RemovableHandle | None = None
         self._place: Place | None = None
-        self._index: int | None = None  # this rank's number among those that write
         self._unsettled = False
         self._backpressure = BackpressureLog()
         self._free = True  # every rank has a buffer to save into
@@ -144,8 +136,6 @@ class Snapshots:
                 tell=lambda text: say(0, text),
                 count=self._progress.uploaded,
             )
-        if self._world.rank in resumed.writers:
-            self._index = resumed.writers.index(self._world.rank)
 
     # --- Save ----------------------------------------------------------------------------
 
@@ -215,7 +205,12 @@ class Snapshots:
             writer = self._working()  # another one if that has broken meanwhile
         if self._free:
             self._backpressure.over()
-            self._stage(step, begun, found or self._capture(state), config, writer)
+            failpoints.reach("snapshot")
+            captured = found or self._capture(state)
+            if self._writes:
+                writer.save(step, begun, captured, config, self._main_bytes)
+            elif isinstance(captured, str):
+                say(self._world.rank, f"after step {step} a snapshot would fail here: {captured}")
             self._unsettled = True
         else:
             self._progress.save_skipped()
@@ -243,6 +238,10 @@ class Snapshots:
         return captured
 
     @property
+    def _writes(self) -> bool:
+        return self._place is not None and self._world.rank in self._place.writers
+
+    @property
     def _gathers(self) -> bool:
         """Tell whether not every rank writes: its own part must go to another then."""
         return self._place is not None and len(self._place.writers) < self._world.size
@@ -261,92 +260,21 @@ class Snapshots:
             assert self._world.store is not None
             reports = PartReports(self._world.store, self._place.writers)
             self._writer = SnapshotWriter(
-                self._world.rank, self._place, reports, self._world.accelerator
+                self._world.rank, self._place, reports, self._world.accelerator, later=self._later
             )
         if self._later and self._hook is None:
             # Optimizers that the loop's body steps itself must wait as well.
             self._hook = register_optimizer_step_pre_hook(lambda *_: self.before_update())
         return self._writer
 
-    def _stage(
-        self,
-        step: int,
-        begun: float,
-        captured: Captured | str,
-        config: Config,
-        writer: SnapshotWriter,
-    ) -> None:
-        """Stage this rank's part. Nobody waits for another: rank 0 is told what fails."""
-        failpoints.reach("snapshot")
-        if self._index is None:
-            if isinstance(captured, str):
-                say(self._world.rank, f"after step {step} a snapshot would fail here: {captured}")
-            return
-        if isinstance(captured, str):
-            writer.failed(step, begun, captured)
-            return
-        try:
-            part = self._part(step, begun, captured, config, self._index, writer.pool)
-        except (OSError, MemoryError, torch.OutOfMemoryError) as error:
-            text = f"no memory to stage it in: {getattr(error, 'strerror', None) or error}"
-            writer.failed(step, begun, text)
-        except ValueError as error:
-            writer.failed(step, begun, str(error))
-        else:
-            writer.submit(part)
-
-    def _part(
-        self, step: int, begun: float, captured: Captured, config: Config, index: int, pool: Pool
-    ) -> Part:
-        """Lay out what this rank writes, in a buffer already but for what may be copied later."""
-        place, rank, accelerator = self._place, self._world.rank, self._world.accelerator
-        assert place is not None
-        shares = Shares.plan(captured, len(place.writers), self._main_bytes)
-        layout = lay_out(captured, shares, index)
-        now, later = layout.copies(captured)
-        if not self._later:
-            now, later = (*now, *later), ()
-        buffer = pool.take(layout.bytes)
-        assert buffer is not None, "free() said so"
-        try:
-            buffer.write(0, layout.header)
-            buffer.copy(now, accelerator, accelerator.mark())
-        except BaseException:
-            buffer.busy = False
-            raise
-        structure = captured.structure
-        report = Report(
-            rank,
-            own=tuple((name, *shape) for name, shape in (*structure.own, *structure.part)),
-            fingerprint=structure.fingerprint,
-            parts=captured.part.tree,
-            version=captured.version,
-        )
-        return Part(
-            step,
-            begun,
-            data_name(step, place.nonce, rank),
-            layout.bytes,
-            buffer,
-            later,
-            accelerator.mark() if later else None,
-            versions_of(later),
-            report,
-            Draft.of(step, captured, shares, config, place.nonce) if rank == 0 else None,
-        )
-
     def prepare(self, state: TrainingState) -> None:
         """Between snapshots: start, once, what the first one needs, in the background."""
         if self._settings.directory is None or self._writer is not None:
             return
-        assert self._place is not None
-        writer, place = self._working(), self._place
+        writer = self._working()
         captured = self._capture(state)
-        if isinstance(captured, str) or self._index is None:
-            return
-        shares = Shares.plan(captured, len(place.writers), captured.main_bytes())
-        with contextlib.suppress(ValueError):  # the first snapshot will say it
-            writer.prepare(lay_out(captured, shares, self._index).bytes + _SLACK_BYTES)
+        if not isinstance(captured, str) and self._writes:
+            writer.prepare(captured)
 
     def settle(self) -> None:
         """Wait until every snapshot begun is durable, or has failed."""
@@ -399,7 +327,7 @@ class Snapshots:
         say(0, failed(step, text, self.newest))
 
     def close(self, *, failing: bool = False) -> None:
-        """End the keeper; a snapshot that is not durable yet is given up.
+        """End its threads; a snapshot that is not durable yet is given up.
 
         ``failing``: the others learn that this process fails only when it has ended. No longer
         than a commit under way takes is waited then.

@@ -5,20 +5,18 @@ read_snapshot() is the users' way, for evaluation, surgery, conversion; commands
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ddpjob_trainer.snapshot.load import Source, open_source
-from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
+from ddpjob_trainer.snapshot.ondisk import lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError
+from ddpjob_trainer.snapshot.restore.load import Source, open_source
 from ddpjob_trainer.state.codec import Flat, member, tensor_names, unflatten, without_numpys
 
 
@@ -57,10 +55,7 @@ def find(root: Path) -> Iterator[Found]:
     if not root.is_dir():
         raise SnapshotToolError(f"{root} is no directory; give <spec.snapshot.path>/<job name>")
     if not lineage.sequences(root):
-        names = (name for name in sorted(disk.directories(root)) if name.isprintable())
-        inner = list(islice((name for name in names if _holds_some(root / name)), 5))
-        hint = f"; did you mean one of: {', '.join(inner)}" if inner else ""
-        raise SnapshotToolError(f"{root} holds no snapshots{hint}")
+        raise SnapshotToolError(f"{root} holds no snapshots; give <spec.snapshot.path>/<job name>")
     starts = lineage.read_starts(lineage.Disk(root))
     limits = dict(lineage.chain(starts))
     for sequence in lineage.sequences(root):
@@ -74,13 +69,6 @@ def find(root: Path) -> Iterator[Found]:
             if step is not None:
                 counts = sequence in limits and (limit is None or step <= limit)
                 yield Found(path, step, starts.get(sequence), counts)
-
-
-def _holds_some(root: Path) -> bool:
-    """Tell whether it may be meant: a folder of the program's own output, say, is not."""
-    with contextlib.suppress(OSError):  # closed to this user
-        return bool(lineage.sequences(root))
-    return False
 
 
 class Snapshot:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.snapshot.layout import Captured
-from ddpjob_trainer.snapshot.load import Source
-from ddpjob_trainer.snapshot.load_state import Loader, check_tensors, fitting, unshared
+from ddpjob_trainer.snapshot.restore.load import Source
+from ddpjob_trainer.snapshot.restore.load_state import Loader, check_tensors, fitting, unshared
+from ddpjob_trainer.snapshot.save.layout import Captured
 from ddpjob_trainer.state import rng
 from ddpjob_trainer.state.codec import (
     DTYPES,
@@ -24,7 +24,6 @@ from ddpjob_trainer.state.codec import (
     raw,
     tensor_names,
     unflatten,
-    without_numpys,
 )
 from ddpjob_trainer.state.stateful import (
     DictState,
@@ -34,12 +33,10 @@ from ddpjob_trainer.state.stateful import (
     give,
     stateful,
 )
-from ddpjob_trainer.telemetry.console import say
 
 #: The text of a rank's own state is filled up to a multiple of this: numbers differ in length,
 #: and what keeps its structure need not be divided and laid out anew.
 _TREE_BYTES = 4096
-_COMPARED = 1 << 20  # elements of a tensor that is compared with what was stored
 
 
 class _Inventory:
@@ -286,11 +283,8 @@ class TrainingState:
                 device=_device_of(obj),
                 entries=obj.held() if isinstance(obj, Divided) else None,
             )
-            wanted = flatten(value) if _is_the_scripts(obj) else None
             with fitting(repr(name)):
                 give(obj, value)
-            if wanted is not None:
-                _check_taken(name, wanted, flatten(obj.state_dict()), rank)
         found = loader.read_named("rank/", _own_prefix(rank))
         with fitting(f"rank {rank}'s own"):
             if (own := _flat_of(found, rank)) is not None:
@@ -316,26 +310,6 @@ class TrainingState:
 def _state_of(obj: Stateful) -> Any:
     state = obj.state_dict()
     return Exact(state) if isinstance(obj, DictState) else state
-
-
-def _is_the_scripts(obj: object) -> bool:
-    own = type(obj).__module__.startswith(("torch.", "ddpjob_trainer."))
-    return not own and not isinstance(obj, torch.optim.Optimizer)
-
-
-def _check_taken(name: str, wanted: Flat, found: Flat, rank: int) -> None:
-    """Tell of a load_state_dict() that has passed over what it was given, as strict=False does."""
-    taken = without_numpys(wanted.tree) == without_numpys(found.tree) and all(
-        torch.equal(tensor.cpu(), found.tensors[key].cpu())
-        for key, tensor in wanted.tensors.items()
-        if key in found.tensors and tensor.numel() <= _COMPARED
-    )
-    if not taken and rank == 0:
-        say(
-            0,
-            f"warning: {name!r} is not what the snapshot holds of it after its load_state_dict():"
-            " its state_dict() says something else. What it has passed over begins anew",
-        )
 
 
 def _outline(shape: torch.Size | None) -> str:

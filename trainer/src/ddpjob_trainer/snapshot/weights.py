@@ -27,10 +27,10 @@ _TOLD = 2000  # characters of an error that lists names
 
 
 def save(path: Path, module: torch.nn.Module, about: Mapping[str, str]) -> list[str]:
-    """Write a module's state_dict to a safetensors file, atomically and durably.
+    """Write a module's state_dict to a safetensors file with write().
 
     Return the names of what is no tensor, which is not in the file. ``about`` becomes its
-    metadata. A file that is there is replaced. Raises OSError.
+    metadata. Raises OSError.
     """
     tensors: dict[str, torch.Tensor] = {}
     left_out = []
@@ -45,13 +45,23 @@ def save(path: Path, module: torch.nn.Module, about: Mapping[str, str]) -> list[
             tensor = tensor.clone()
         places.add(tensor.untyped_storage().data_ptr())
         tensors[name] = tensor
+    write(path, tensors, about)
+    return left_out
+
+
+def write(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str]) -> None:
+    """Write a safetensors file, atomically and durably; replace one that is there.
+
+    Equal tensors and metadata become equal bytes. Raises OSError.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     for old in path.parent.glob(f"{path.name}.*.tmp"):
         old.unlink(missing_ok=True)  # of a process that was killed in here
+    # Of a name that nobody can have put there: a link would be followed.
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        save_file(tensors, temporary, metadata={"format": "pt", **about})
-        order_header(temporary)
+        save_file(dict(tensors), temporary, metadata={"format": "pt", **about})
+        _order_header(temporary)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -60,10 +70,9 @@ def save(path: Path, module: torch.nn.Module, about: Mapping[str, str]) -> list[
         raise OSError(f"{path} cannot be written: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
-    return left_out
 
 
-def order_header(path: Path) -> None:
+def _order_header(path: Path) -> None:
     """Sort the metadata of a safetensors file in place, so that equal weights are equal bytes.
 
     The library writes its keys in an order that is another one each time. Raises OSError.

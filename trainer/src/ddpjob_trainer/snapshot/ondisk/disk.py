@@ -217,11 +217,6 @@ def link_or_copy(source: Path, target: Path) -> None:
             raise
         except OSError:
             _copy(file, target)
-            return
-        linked = os.stat(target.name, dir_fd=here, follow_symlinks=False)
-        if not os.path.samestat(linked, os.fstat(file.fileno())):  # replaced in between
-            os.unlink(target.name, dir_fd=here)
-            raise NotAFileError(source)
 
 
 def _copy(file: BinaryIO, target: Path) -> None:
@@ -254,5 +249,5 @@ def remove(path: Path) -> None:
 
 def remove_tree(path: Path) -> None:
     """Remove a directory; what cannot be removed now is left for the next time."""
-    with _operation("rmtree", path), contextlib.suppress(RecursionError):  # deep, made by strangers
+    with _operation("rmtree", path):
         shutil.rmtree(path, ignore_errors=True)

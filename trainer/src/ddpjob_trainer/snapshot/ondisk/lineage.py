@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import re
-import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,12 +26,8 @@ START = "start.json"
 _MAX_PREDECESSORS = 32
 _MAX_UID = 256
 _MAX_START_BYTES = 128 << 10  # the longest uids in JSON take 99 KiB
-_HIGHEST = 10**12 - 1
-#: Counting does not leap so far: who is beyond such a gap is none of ours, and we do not go there.
-_GAP = 10**9
 _NUMBER = re.compile("[0-9]{8,12}")
 _CLAIMS = 1000
-_IN_ORDER = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +87,8 @@ def directory(root: Path, sequence: int) -> Path:
 
 def sequences(root: Path) -> list[int]:
     """Return all numbers taken on a disk, ascending, with or without a start record."""
-    numbers = {int(n): n for n in disk.directories(root) if _NUMBER.fullmatch(n)}
-    return before_gap([n for n, name in numbers.items() if name == f"{n:08d}"], _GAP)
-
-
-def before_gap(numbers: Iterable[int], gap: int) -> list[int]:
-    """Return those, ascending, that counting has reached without a greater leap."""
-    found: list[int] = []
-    for number in sorted(numbers):
-        if number - (found[-1] if found else 0) > gap:
-            break
-        found.append(number)
-    return found
+    names = filter(_NUMBER.fullmatch, disk.directories(root))
+    return sorted(number for name in names if name == f"{(number := int(name)):08d}")
 
 
 def read_start(folders: Folders, number: int) -> Start:
@@ -248,12 +233,7 @@ def _taken_over(uid: str, identity: Identity) -> ConfigError:
 def claim(root: Path) -> int:
     """Take the next number by creating its directory. Raises OSError."""
     for turn in range(_CLAIMS):
-        taken = sequences(root)
-        sequence = (taken[-1] if taken else 0) + 1
-        if turn > _IN_ORDER:  # something that is no directory has the next names
-            sequence += secrets.randbelow(turn)
-        if sequence > _HIGHEST:
-            break
+        sequence = max(sequences(root), default=0) + 1 + turn  # something else may have the name
         try:
             disk.make_directory(directory(root, sequence))
         except FileExistsError:

@@ -2,7 +2,7 @@
 
 What it says is checked before anything is allocated, so a manifest made to do harm costs no more
 memory than its data files have bytes, and than checked_json.py allows for the JSON itself. Never
-imports torch: the keeper uses it too.
+imports torch: the object store's process uses it too.
 """
 
 from __future__ import annotations

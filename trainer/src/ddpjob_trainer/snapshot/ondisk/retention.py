@@ -1,11 +1,13 @@
-"""Which files may go, now that a newer snapshot is durable. Runs in rank 0's keeper."""
+"""Which files may go, now that a newer snapshot is durable. Runs in rank 0's writer thread."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
@@ -41,12 +43,18 @@ def _readable(paths: Iterable[Path], unread: list[Path]) -> dict[Path, set[str]]
     found = {}
     for path in paths:
         try:
-            found[path] = {file.name for file in manifest.read(path).files}
+            found[path] = set(_data_files(path, os.lstat(path).st_mtime_ns))
         except InvalidSnapshotError:
             continue
         except OSError:
             unread.append(path)
     return found
+
+
+@lru_cache(16)
+def _data_files(path: Path, written: int) -> frozenset[str]:
+    """Read a manifest once: to parse a large one keeps the interpreter from the training thread."""
+    return frozenset(file.name for file in manifest.read(path).files)
 
 
 def _remove_ours(directory: Path) -> None:

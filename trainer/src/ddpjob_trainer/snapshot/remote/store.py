@@ -19,7 +19,6 @@ from ddpjob_trainer.snapshot.ondisk.lineage import Start
 from ddpjob_trainer.snapshot.ondisk.manifest import NewerFormatError
 
 _FOLDER = re.compile("[0-9]{15}")
-_GAP = 10**12  # who is beyond is a stranger, and has no number above
 _PIECE = 4 << 20
 
 
@@ -32,8 +31,7 @@ class Store:
 
     def numbers(self) -> list[int]:
         """Return all numbers taken, ascending, with or without a start record."""
-        found = [int(name) for name in self._list(self._root) if _FOLDER.fullmatch(name)]
-        return lineage.before_gap(found, _GAP)
+        return sorted(int(name) for name in self._list(self._root) if _FOLDER.fullmatch(name))
 
     def names(self, number: int) -> list[str]:
         """Return the names in a folder, none where it does not exist."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.snapshot.load import Source
+from ddpjob_trainer.snapshot.restore.load import Source
 from ddpjob_trainer.state.codec import Flat, member, tensor_names, unflatten
 
 ANEW = "start anew in another snapshot directory or with snapshot.resume: Never"

@@ -24,8 +24,6 @@ import torch
 
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.snapshot import load
-from ddpjob_trainer.snapshot.load import Source, Span
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.lineage import Start
 from ddpjob_trainer.snapshot.ondisk.manifest import (
@@ -34,6 +32,8 @@ from ddpjob_trainer.snapshot.ondisk.manifest import (
     Manifest,
     NewerFormatError,
 )
+from ddpjob_trainer.snapshot.restore import load
+from ddpjob_trainer.snapshot.restore.load import Source, Span
 
 _PROPOSED = b"candidate "
 _ATTEMPTS = 20

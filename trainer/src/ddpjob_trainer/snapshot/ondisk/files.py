@@ -1,4 +1,4 @@
-"""What the keeper does on disk: write a rank's data file, commit a manifest, clean up.
+"""Write a rank's data file, commit a manifest, clean up: called by each rank's writer thread.
 
 Commit protocol: data files under unique names, each written and fsynced; when all ranks' are
 durable the manifest is written and fsynced under a temporary name, renamed, and the directory
@@ -31,8 +31,8 @@ def data_name(step: int, nonce: str, rank: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
-    """Writes into one incarnation's directory. ``check`` raises when the write is to be given up.
+class SnapshotFiles:
+    """One incarnation's directory. ``check`` raises when a write is to be given up.
 
     After an error nothing of the file in question is left, and older snapshots stand.
     """

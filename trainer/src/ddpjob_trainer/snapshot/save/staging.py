@@ -1,4 +1,4 @@
-"""Where a rank's part of a snapshot lies until it is on disk: two reused, shared buffers.
+"""Where a rank's part of a snapshot lies until it is on disk: two reused buffers.
 
 A buffer holds the data file as it will be written. What user code may change after the step
 (buffers, counters, registered objects) is copied at once; parameters and optimizer state do not
@@ -8,11 +8,9 @@ change before the next update, so their copy may run beside the next forward and
 from __future__ import annotations
 
 import mmap
-import os
-import tempfile
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,38 +26,30 @@ Copy = tuple[int, torch.Tensor]  # where in the buffer, what
 
 @dataclass(slots=True)
 class Buffer:
-    """Shared memory, mapped and touched once. ``fd`` is what the keeper maps."""
+    """Memory that was touched once; children share it, so that a fork copies no page of it."""
 
-    number: int
-    fd: int
     size: int
     memory: torch.Tensor  # uint8, the whole of it
     busy: bool = False
     _pinned: bool = False
-    _map: mmap.mmap | None = field(default=None, repr=False)
 
     @classmethod
-    def allocate(cls, number: int, size: int, accelerator: Accelerator) -> Buffer:
+    def allocate(cls, size: int, accelerator: Accelerator) -> Buffer:
         """Reserve the memory now, so that no copy ever waits for it. Raises OSError."""
         size = -(-size // _PAGE) * _PAGE
-        fd = shared_file()
-        try:
-            os.posix_fallocate(fd, 0, size)
-            shared = mmap.mmap(fd, size)
-        except OSError:
-            os.close(fd)
-            raise
-        memory = torch.frombuffer(shared, dtype=torch.uint8)
+        memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
         memory.zero_()  # maps every page, outside the GIL
-        return cls(number, fd, size, memory, _pinned=_pin(memory, accelerator), _map=shared)
+        return cls(size, memory, _pinned=_pin(memory, accelerator))
 
     def release(self, accelerator: Accelerator) -> None:
-        """Give the memory back; the keeper's mapping of it lives on until it drops it."""
+        """Give the memory back: it is unmapped once nobody has a view of it."""
         if self._pinned:
             accelerator.unpin(self.memory)
         self.memory = torch.empty(0, dtype=torch.uint8)
-        self._map = None  # unmapped once the tensor above has let go of it
-        os.close(self.fd)
+
+    def content(self, size: int) -> memoryview:
+        """Return its first bytes, for the disk."""
+        return memoryview(self.memory.numpy().data)[:size]
 
     def write(self, offset: int, data: bytes) -> None:
         """Put bytes in."""
@@ -146,14 +136,5 @@ class Pool:
                 self._buffers[number] = None
                 buffer.release(self._accelerator)
                 size += size // _SLACK  # what has grown may grow again
-            buffer = self._buffers[number] = Buffer.allocate(number, size, self._accelerator)
+            buffer = self._buffers[number] = Buffer.allocate(size, self._accelerator)
         return buffer
-
-
-def shared_file() -> int:
-    """Memory without a name: nothing is left behind, and /dev/shm's size does not bound it."""
-    try:
-        return os.memfd_create("ddpjob-snapshot")
-    except OSError:  # forbidden by a sandbox; then by way of the page cache
-        with tempfile.TemporaryFile(prefix="ddpjob-snapshot-") as file:
-            return os.dup(file.fileno())

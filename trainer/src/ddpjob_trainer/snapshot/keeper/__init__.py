@@ -1,1 +1,0 @@
-"""The process beside each rank that writes snapshots while the rank trains on. No torch."""
