@@ -12,7 +12,7 @@ import torch
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.optim.update import check_scheduler
+from ddpjob_trainer.optim.update import match_schedulers
 from ddpjob_trainer.options import ModelOptions, Options, Reporting, SnapshotOptions
 from ddpjob_trainer.training.incompatible import REFUSALS, Facts, refuse
 
@@ -129,10 +129,10 @@ def test_schedulers_that_commit_cannot_advance():  # type: ignore[no-untyped-def
     mine, other = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2))
     schedulers = torch.optim.lr_scheduler
     with pytest.raises(ConfigError, match="needs a metric"):
-        check_scheduler(mine, schedulers.ReduceLROnPlateau(mine))
+        match_schedulers([mine], [schedulers.ReduceLROnPlateau(mine)])
     with pytest.raises(ConfigError, match="belongs to another optimizer"):
-        check_scheduler(mine, schedulers.StepLR(other, 1))
-    check_scheduler(mine, schedulers.StepLR(mine, 1))
+        match_schedulers([mine], [schedulers.StepLR(other, 1)])
+    match_schedulers([mine], [schedulers.StepLR(mine, 1)])
 
 
 @pytest.mark.parametrize(

@@ -320,7 +320,6 @@ class Snapshots:
             own=tuple((name, *shape) for name, shape in (*structure.own, *structure.part)),
             fingerprint=structure.fingerprint,
             parts=captured.part.tree,
-            version=captured.version,
         )
         return Part(
             step,
