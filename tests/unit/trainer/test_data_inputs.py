@@ -177,9 +177,7 @@ def test_an_order_that_depends_on_more_than_the_epoch_is_refused_when_it_comes_b
     after.samples(69, np.arange(9))
     learned[0] += 1
     after.samples(70, np.arange(9))  # which had not begun
-    with pytest.raises(
-        ConfigError, match=r"another order of epoch 69 now.*a dict that run"
-    ):
+    with pytest.raises(ConfigError, match=r"another order of epoch 69 now.*a dict that run"):
         after.samples(69, np.arange(9))
     assert len(before.orders_since(0)) < 70
 

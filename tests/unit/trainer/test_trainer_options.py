@@ -100,6 +100,8 @@ def test_every_refusal_is_tried_and_documented():  # type: ignore[no-untyped-def
         ({"micro_batches": 5}, "3 processes x micro_batches=5: use a multiple of 15"),
         ({"level": "elastic", "shards": 5}, "cannot be divided by shards=5"),
         ({"level": "elastic", "shards": 2}, "at most 2 processes, not 3"),
+        ({"level": "elastic", "shards": 0}, "shards=0 must be at least 1"),
+        ({"level": "elastic", "micro_batches": 2}, "by shards=8 x micro_batches=2"),
     ],
 )
 def test_a_value_of_start_that_cannot_be(changes, words):  # type: ignore[no-untyped-def]
