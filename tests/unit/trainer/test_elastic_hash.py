@@ -68,7 +68,7 @@ def test_a_shape_or_a_zeros_sign_is_no_matter_of_luck():  # type: ignore[no-unty
 
 def test_the_hash_is_the_same_on_every_version():  # type: ignore[no-untyped-def]
     """Ranks of one gang might run different builds."""
-    assert hashed(torch.arange(10, dtype=torch.float32)) == 8549441909153595392
+    assert hashed(torch.arange(10, dtype=torch.float32)) == 3597304182156034048
 
 
 @pytest.mark.parametrize(

@@ -314,7 +314,7 @@ def test_a_future_version_and_a_symbolic_link_are_refused(tmp_path):  # type: ig
     path.symlink_to(target)
     with pytest.raises(manifest.InvalidSnapshotError, match="not a regular file"):
         manifest.read(path)
-    body = target.read_bytes().replace(b'"version":1', b'"version":3')
+    body = target.read_bytes().replace(b'"version":2', b'"version":3')
     text = body[: body.rfind(b',"sha256"')] + b"}"
     import hashlib
 

@@ -19,7 +19,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddpjob_trainer.accelerator import in_order
 from ddpjob_trainer.comm.world import World, peer_loss
-from ddpjob_trainer.data.order import words
 from ddpjob_trainer.errors import DivergedError
 from ddpjob_trainer.state import buffers
 from ddpjob_trainer.state.stateful import Stateful
@@ -46,9 +45,9 @@ def hash_tensors(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _hash(tensor: torch.Tensor) -> torch.Tensor:
-    whole, rest = _words(tensor.detach())
+    words, rest = _words(tensor.detach())
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in (whole, rest):
+    for part in (words, rest):
         if not part.numel():
             continue
         rows = torch.split(part, _ROW_OF.get(part.device.type, _ROW))
@@ -81,8 +80,12 @@ _weights_of: dict[torch.device, torch.Tensor] = {}
 def _weights(count: int, device: torch.device) -> torch.Tensor:
     """Return odd pseudorandom numbers, equal everywhere."""
     if device not in _weights_of:
-        odd = words(0, np.arange(1, _ROW_OF.get(device.type, _ROW) + 1)) | np.uint64(1)
-        _weights_of[device] = torch.from_numpy(odd.view(np.int64)).to(device)
+        with np.errstate(over="ignore"):
+            row = _ROW_OF.get(device.type, _ROW)
+            x = np.arange(1, row + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+            x = (x ^ (x >> np.uint64(31))) * np.uint64(0xBF58476D1CE4E5B9)
+            x = (x ^ (x >> np.uint64(29))) | np.uint64(1)
+        _weights_of[device] = torch.from_numpy(x.view(np.int64)).to(device)
     return _weights_of[device][:count]
 
 

@@ -132,8 +132,9 @@ def _on_devices(there: Any, value: Any) -> Any:
 
 def stateful(obj: Keepable) -> Stateful:
     """Return what stands for this in the snapshots."""
-    generator = isinstance(obj, torch.Generator | OtherGenerator)
-    if generator and not isinstance(obj, random.SystemRandom):
+    if isinstance(obj, torch.Generator | OtherGenerator) and not isinstance(
+        obj, random.SystemRandom
+    ):
         return GeneratorState(obj)
     if isinstance(obj, dict) and not hasattr(obj, "state_dict"):
         return DictState(obj)
