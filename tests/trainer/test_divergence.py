@@ -176,6 +176,11 @@ def test_without_checks_nobody_notices(gang, tmp_path):  # type: ignore[no-untyp
     assert "6" in training.steps()
 
 
+def test_a_negative_interval_is_refused(gang, tmp_path):  # type: ignore[no-untyped-def]
+    assert gang.run(Training(tmp_path, rank=0, check_every=-1), world=1) == {0: 64}
+    assert "check_every=-1 must be at least 0" in gang.log(0)
+
+
 @pytest.mark.parametrize("case", ["second model", "average", "teacher", "object", "per rank"])
 def test_all_that_is_kept_once_for_all_is_compared(gang, case):  # type: ignore[no-untyped-def]
     def program(rank: int) -> None:
